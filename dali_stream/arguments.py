@@ -68,7 +68,7 @@ def _hint(name: str, allowed: Sequence[str], hints: Mapping[str, str]) -> str:
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raise ValueError if a value is not allowed."""
     if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def positive(name: str, value: int) -> int:
@@ -78,21 +78,21 @@ def positive(name: str, value: int) -> int:
     except TypeError:
         number = 0
     if number < 1:
-        raise ValueError(f"{name} is {value!r}; it is an integer of 1 or more")
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
     return number
 
 
 def from_zero(name: str, value: int) -> int:
     """Return an argument as int. Raises ValueError unless it is a nonnegative integer."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
-        raise ValueError(f"{name} is {value!r}; it is an integer of 0 or more")
+        raise ValueError(f"{name} must be a nonnegative integer, got {value!r}")
     return int(value)
 
 
 def share(name: str, value: float) -> float:
     """Return an argument as float. Raises ValueError unless it is above 0 and at most 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise ValueError(f"{name} is {value!r}; it is a share, above 0 and up to 1")
+        raise ValueError(f"{name} must be greater than 0 and at most 1, got {value!r}")
     return float(value)
 
 
@@ -101,7 +101,7 @@ def picture_size(image_size: tuple[int, int] | None) -> tuple[int, int] | None:
     if image_size is None:
         return None
     if not isinstance(image_size, Sequence) or len(image_size) != 2:
-        raise ValueError(f"image_size is {image_size!r}; it is (height, width) or None")
+        raise ValueError(f"image_size must be (height, width) or None, got {image_size!r}")
     return positive("the height of image_size", image_size[0]), positive("the width of image_size", image_size[1])
 
 
@@ -131,7 +131,7 @@ def byte_count(budget: int | str, name: str = "memory_budget") -> int:
         "gi": 1 << 30,
         "ti": 1 << 40,
     }
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(budget).lower())
-    if isinstance(budget, bool) or not found or found[2] not in units or float(found[1]) <= 0:
-        raise ValueError(f'{name} is {budget!r}; it is a number of bytes above 0, or such as "512MiB" or "4GiB"')
-    return int(float(found[1]) * units[found[2]])
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(budget).lower())
+    if isinstance(budget, bool) or not match or match[2] not in units or float(match[1]) <= 0:
+        raise ValueError(f'{name} must be a positive number of bytes, such as "512MiB" or "4GiB", got {budget!r}')
+    return int(float(match[1]) * units[match[2]])

@@ -65,8 +65,8 @@ class Draw:
         """
         if self._next >= COUNT:
             raise ValueError(
-                f"a sample brings {COUNT} random numbers, and the graph draws more; use several Draw, which may share numbers "
-                "where things may be treated alike"
+                f"a graph must draw at most {COUNT} random numbers per sample. Use several Draw, which share numbers where the "
+                "same random values are acceptable"
             )
         number = self._sample[self._next]
         self._next += 1
@@ -79,7 +79,7 @@ class Draw:
             ValueError: If `probability` is not in [0, 1], or if no numbers are left.
         """
         if not 0 <= probability <= 1:
-            raise ValueError(f"probability is {probability!r}; it is a number from 0 to 1")
+            raise ValueError(f"probability must be from 0 to 1, got {probability!r}")
         return fn.cast(self.uniform() < float(probability), dtype=types.FLOAT)
 
 
@@ -190,9 +190,9 @@ def random_erasing(
         value: Value of every channel in the rectangle, in the unit of the frame. Default: 0.0.
     """
     top, left, height, width = _part(draw, scale, ratio)
-    there = draw.coin(probability)
+    is_erased = draw.coin(probability)
     return fn.erase(
-        frame, anchor=fn.stack(top, left), shape=fn.stack(height * there, width * there), axis_names="HW",
+        frame, anchor=fn.stack(top, left), shape=fn.stack(height * is_erased, width * is_erased), axis_names="HW",
         normalized_anchor=True, normalized_shape=True, fill_value=float(value),
     )  # fmt: skip
 
@@ -215,17 +215,17 @@ def _part(draw: Draw, scale: tuple[float, float], ratio: tuple[float, float]) ->
     return draw.uniform() * (1 - height), draw.uniform() * (1 - width), height, width
 
 
-def _range(name: str, given: tuple[float, float], least: float, most: float) -> tuple[float, float]:
-    low, high = given
+def _range(name: str, value: tuple[float, float], least: float, most: float) -> tuple[float, float]:
+    low, high = value
     if not least < low <= high <= most:
-        raise ValueError(f"{name} is {given!r}; it is (low, high), above {least} and up to {most}")
+        raise ValueError(f"{name} must be (low, high), greater than {least} and at most {most}, got {value!r}")
     return float(low), float(high)
 
 
-def _around(name: str, given: float | tuple[float, float], middle: float, least: float = -math.inf) -> tuple[float, float]:
+def _around(name: str, value: float | tuple[float, float], middle: float, least: float = -math.inf) -> tuple[float, float]:
     """Return a range (low, high). A number instead of a range is the distance of both bounds from the middle."""
-    low, high = (middle - given, middle + given) if isinstance(given, (int, float)) else given
-    if not low <= high or low < least or (isinstance(given, (int, float)) and given < 0):
-        bound = "" if least == -math.inf else f", from {least} up"
-        raise ValueError(f"{name} is {given!r}; it is (low, high){bound}, or how far from {middle} it may be")
+    low, high = (middle - value, middle + value) if isinstance(value, (int, float)) else value
+    if not low <= high or low < least or (isinstance(value, (int, float)) and value < 0):
+        bound = "" if least == -math.inf else f" of at least {least}"
+        raise ValueError(f"{name} must be (low, high){bound}, or the distance of both from {middle}, got {value!r}")
     return float(low), float(high)

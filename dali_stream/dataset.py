@@ -172,12 +172,12 @@ class Dataset(DatasetFiles):
         """Return the positions of the selected episodes in each split of `meta/info.json`."""
         where, splits = self.store.where(INFO), self.stored_splits
         if not splits:
-            raise DatasetError(f"{where}: has no splits. Pass shares, such as dataset.split({{'train': 0.9, 'val': 0.1}})")
+            raise DatasetError(f"{where} has no splits. Pass shares, such as dataset.split({{'train': 0.9, 'val': 0.1}})")
         chosen = {}
         for name, span in splits.items():
             match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", span) if isinstance(span, str) else None
             if match is None:
-                raise DatasetError(f"{where}: split {name!r} must be a range such as '0:40', got {str(span)[:40]!r}")
+                raise DatasetError(f"Invalid split {name!r} in {where}: must be a range such as '0:40', got {str(span)[:40]!r}")
             start, stop = map(int, match.groups())
             chosen[name] = np.flatnonzero((self.episodes >= start) & (self.episodes < stop))
         return chosen
@@ -225,7 +225,7 @@ def _own_stats(stats: Mapping[str, Mapping[str, npt.ArrayLike]]) -> metadata.Sta
     try:
         return metadata.stats_of(stats)
     except ValueError as error:
-        raise ValueError(f"stats is {str(stats)[:80]}; {error}") from error
+        raise ValueError(f"stats {error}, got {str(stats)[:80]}") from error
 
 
 def _tolerance(tolerance_s: float | None, fps: float) -> float:

@@ -129,7 +129,7 @@ def make_normalizer(config: Config, modes: Modes) -> Normalizer:
     normalizer = Normalizer(cast("Dataset | Mixture", config.dataset), modes)
     frames = [key for key in normalizer.modes if key in config.dataset.cameras]
     if config.image_dtype != "float32" and frames:
-        raise ValueError(f'normalize names {frames[0]}, which has to be floats for that; give image_dtype="float32"')
+        raise ValueError(f'image_dtype must be "float32" to normalize {frames[0]}, got {config.image_dtype!r}')
     return normalizer
 
 
@@ -147,8 +147,8 @@ def _delivered(dataset: Dataset | Mixture, offsets: Mapping[str, Any], augments:
     """
     if augments and SAMPLE in dataset.features:
         raise ValueError(
-            f"the dataset has a feature {SAMPLE!r}, the key under which dali_graph gets random numbers; leave "
-            f"the feature out with dataset.without([{SAMPLE!r}])"
+            f"dataset must not have the feature {SAMPLE!r}, under whose key dali_graph gets random numbers. Leave "
+            f"it out with dataset.without([{SAMPLE!r}])"
         )
     added = {f"{key}_is_pad": f"the mask of the window on {key!r}" for key in offsets}
     added["task"] = "the text of task_index"
@@ -159,19 +159,20 @@ def _delivered(dataset: Dataset | Mixture, offsets: Mapping[str, Any], augments:
         added[SUBSTITUTE] = "the mask of substituted samples"
     if "subtask" in dataset.features and "subtask_index" in dataset.features and any(dataset.names()["subtask"]):
         added["subtask"] = "the text of subtask_index"
-    taken = [key for key in dataset.features if key in added]
-    for key in taken:
+    replaced = [key for key in dataset.features if key in added]
+    for key in replaced:
         if key in offsets:
             raise ValueError(
-                f"delta_timestamps has {key!r}, a feature of the dataset, and {added[key]} is delivered under the same key; "
-                "leave one of the two windows out"
+                f"delta_timestamps must not have {key!r}, a feature of the dataset, because {added[key]} is delivered under "
+                "the same key. Leave one of the two windows out"
             )
-    if not taken:
+    if not replaced:
         return dataset
     _log.warning(
-        "left out of the batches: %s", "; ".join(f"the dataset's {key!r}, whose key is that of {added[key]}" for key in taken)
+        "left out of the batches: %s",
+        "; ".join(f"the dataset's {key!r}, whose key is that of {added[key]}" for key in replaced),
     )
-    return dataset.without(taken)
+    return dataset.without(replaced)
 
 
 def _window_offsets(

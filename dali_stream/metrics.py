@@ -21,14 +21,14 @@ def metrics(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, floa
         return float(now[name] - before.get(name, 0))
 
     seconds, frames = grown("wait_s") + grown("training_s"), grown("frames")
-    found = {
+    rates = {
         "samples_per_s": _ratio(grown("samples"), seconds),
         "wait_share": _ratio(grown("wait_s"), seconds),
         "decodes_per_frame": _ratio(grown("decoded_frames"), frames),
         "frame_cache_hit_share": min(_ratio(grown("frame_cache_hits"), frames), 1.0),
     }
     traffic = {name: grown(counter) for name, counter in _TRAFFIC.items()}
-    return found | traffic | {name: float(now[name]) for name in _MEMORY}
+    return rates | traffic | {name: float(now[name]) for name in _MEMORY}
 
 
 def _ratio(part: float, whole: float) -> float:

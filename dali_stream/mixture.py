@@ -97,12 +97,12 @@ class Mixture(CombinedSource[Dataset]):
     ) -> None:
         one_of("missing", missing, MISSING)
         if not isinstance(datasets, Mapping) or not datasets or not all(isinstance(name, str) for name in datasets):
-            raise ValueError(f"datasets is {str(datasets)[:80]}; it is a dict of one or more datasets by name")
-        for what, given in (("weights", weights), ("repeats", repeats), ("keys", keys)):
-            check_names(what, given, datasets, every=what != "keys")
+            raise ValueError(f"datasets must be a dict of one or more datasets by name, got {str(datasets)[:80]}")
+        for argument, value in (("weights", weights), ("repeats", repeats), ("keys", keys)):
+            check_names(argument, value, datasets, every=argument != "keys")
         for name, renamed in (keys or {}).items():
             if not isinstance(renamed, Mapping) or not all(isinstance(key, str) for key in (*renamed, *renamed.values())):
-                raise ValueError(f"keys[{name!r}] is {str(renamed)[:80]!r}; it is a dict {{key in the dataset: common key}}")
+                raise ValueError(f"keys[{name!r}] must be a dict {{key in the dataset: common key}}, got {str(renamed)[:80]!r}")
         opened = open_all(datasets)
         try:
             super().__init__(opened, keys or {}, missing)
@@ -164,9 +164,9 @@ class Mixture(CombinedSource[Dataset]):
         ]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
-    def has_fingerprint(self, found: object) -> bool:
+    def has_fingerprint(self, fingerprint: object) -> bool:
         """Return whether a fingerprint from a saved state matches this mixture."""
-        return found == self.fingerprint
+        return fingerprint == self.fingerprint
 
     def orders(self) -> MixtureOrders:
         """Return the orders of the epochs for a Loader."""
@@ -179,13 +179,13 @@ class Mixture(CombinedSource[Dataset]):
         Raises:
             ValueError: If a key or a window is invalid, or if an offset is not a multiple of 1/fps and `nearest` is False.
         """
-        found = []
+        parts = []
         for name, fps in self.fps.items():
             try:
-                found.append(windows.offsets(deltas, fps, keys, self.nearest))
+                parts.append(windows.offsets(deltas, fps, keys, self.nearest))
             except windows.BetweenFrames as error:
                 raise ValueError(f"dataset {name!r}: {error}. Mixture(nearest=True) takes the nearest frame") from error
-        return {key: np.stack([offsets[key] for offsets in found]) for key in found[0]}
+        return {key: np.stack([offsets[key] for offsets in parts]) for key in parts[0]}
 
     @property
     def stats(self) -> Stats:
@@ -194,19 +194,19 @@ class Mixture(CombinedSource[Dataset]):
         `mean` and `std` are those of the mixed samples, `min` and `max` are the extremes, and quantiles are approximate. A
         statistic of a feature is included if all datasets with this feature have it.
         """
-        return {key: found for key in self.features if (found := self.merged_stats(key))}
+        return {key: values for key in self.features if (values := self.merged_stats(key))}
 
     def merged_stats(self, key: str) -> dict[str, np.ndarray]:
         """Return the merged statistics of one feature. They have the shape of a row, or (C, 1, 1) for a camera."""
         having, shape = self.having(key), self.features[key].statistic_shape
         parts = []
         for number, (part, own) in having.items():
-            there = self.dimensions(key, number)
+            own_dims = self.dimensions(key, number)
             stats = {}
             for name, values in part.stats.get(own, {}).items():
-                if name != "count" and values.dtype.kind in "iuf" and values.size == there.sum():
+                if name != "count" and values.dtype.kind in "iuf" and values.size == own_dims.sum():
                     stats[name] = np.full(shape, np.nan)
-                    stats[name][there] = values.reshape(-1)
+                    stats[name][own_dims] = values.reshape(-1)
             parts.append(stats)
         return merged([float(self.shares.targets[number]) for number in having], parts) if all(parts) else {}
 
@@ -228,14 +228,16 @@ class Mixture(CombinedSource[Dataset]):
         return self.shares.epoch_samples
 
     def __getitem__(self, index: object) -> NoReturn:
-        raise TypeError("a dali_stream.Mixture has no items; its datasets are in `datasets`, and Loader(mixture, ...) reads it")
+        raise TypeError(
+            "dali_stream.Mixture is not indexable. Its datasets are in `datasets`, and Loader(mixture, ...) reads it"
+        )
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {target:.3g}" for name, target in zip(self.datasets, self.shares.targets, strict=True))
         return f"Mixture({counted(len(self.datasets), 'dataset')}, {counted(len(self), 'sample')} an epoch: {parts})"
 
 
-def _plain(**given: Any) -> dict[str, Any]:
+def _plain(**arguments: Any) -> dict[str, Any]:
     """Return the arguments that are not None, with numbers that JSON can hold."""
 
     def number(value: Any) -> int | float:
@@ -243,31 +245,33 @@ def _plain(**given: Any) -> dict[str, Any]:
 
     return {
         name: {key: number(each) for key, each in value.items()} if isinstance(value, Mapping) else number(value)
-        for name, value in given.items()
+        for name, value in arguments.items()
         if value is not None
     }
 
 
-def check_names(what: str, given: object, datasets: Mapping[str, Any], every: bool) -> None:
+def check_names(argument: str, value: object, datasets: Mapping[str, Any], every: bool) -> None:
     """Check that an argument is a dict whose keys are names of datasets.
 
     Args:
-        what: Name of the argument.
-        given: Value of the argument. None is allowed.
+        argument: Name of the argument.
+        value: Value of the argument. None is allowed.
         datasets: Datasets by name.
         every: Whether the dict must contain all names.
 
     Raises:
         ValueError: If the argument is invalid.
     """
-    if given is None:
+    if value is None:
         return
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{what} is {str(given)[:80]}; it is a dict by the names of the datasets, {', '.join(datasets)}")
-    if unknown := [name for name in given if name not in datasets]:
-        raise ValueError(f"{what} names {unknown[0]!r}, which is no dataset. Available: {', '.join(datasets)}")
-    if every and (left := [name for name in datasets if name not in given]):
-        raise ValueError(f"{what} lacks {left[0]!r}; give each dataset one, or leave the dataset out")
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"{argument} must be a dict by the names of the datasets, {', '.join(datasets)}, got {str(value)[:80]}"
+        )
+    if unknown := [name for name in value if name not in datasets]:
+        raise ValueError(f"Unknown dataset {unknown[0]!r} in {argument}. Available: {', '.join(datasets)}")
+    if every and (left := [name for name in datasets if name not in value]):
+        raise ValueError(f"{argument} must name each dataset, got none for {left[0]!r}. Add one, or leave the dataset out")
 
 
 def open_all(datasets: Mapping[str, Dataset | str | os.PathLike[str] | Mapping[str, Any]]) -> dict[str, Dataset]:
@@ -284,7 +288,7 @@ def open_all(datasets: Mapping[str, Dataset | str | os.PathLike[str] | Mapping[s
             raise type(error)(f"dataset {name!r}: {error}") from error
         if not isinstance(dataset, Dataset):
             allowed = "a Dataset, an address, or a dict of arguments of a Dataset"
-            raise ValueError(f"dataset {name!r} is {str(dataset)[:80]}; it is {allowed}")
+            raise ValueError(f"dataset {name!r} must be {allowed}, got {str(dataset)[:80]}")
         return dataset
 
     with ThreadPoolExecutor(min(len(datasets), _OPENED_AT_ONCE), "dali_stream open") as pool:
@@ -297,8 +301,8 @@ def open_all(datasets: Mapping[str, Dataset | str | os.PathLike[str] | Mapping[s
     return {name: future.result() for name, future in futures.items()}
 
 
-def close_opened(opened: Mapping[str, Dataset], given: Mapping[str, Any]) -> None:
+def close_opened(opened: Mapping[str, Dataset], passed: Mapping[str, Any]) -> None:
     """Close datasets, except those that the caller passed as `Dataset`."""
     for name, dataset in opened.items():
-        if dataset is not given[name]:
+        if dataset is not passed[name]:
             dataset.close()

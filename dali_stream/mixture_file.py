@@ -43,28 +43,31 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(path).expanduser()
     try:
-        found = _parsed(path)
-        _check("the file", found, _MIXTURE, ("datasets",))
-        datasets = {name: {"uri": given} if isinstance(given, str) else given for name, given in found["datasets"].items()}
-        for name, given in datasets.items():
+        content = _parsed(path)
+        _check("the file", content, _MIXTURE, ("datasets",))
+        datasets = {
+            name: {"uri": arguments} if isinstance(arguments, str) else arguments
+            for name, arguments in content["datasets"].items()
+        }
+        for name, arguments in datasets.items():
             if not isinstance(name, str):
-                raise ValueError(f"a dataset has the name {name!r}, which is no text; put it in quotes")
-            _check(f"dataset {name!r}", given, _DATASET, ("uri",))
+                raise ValueError(f"the name of a dataset must be text, got {name!r}. Put it in quotes")
+            _check(f"dataset {name!r}", arguments, _DATASET, ("uri",))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ValueError(f"mixture file {path}: {why}") from error
-    return found | {"datasets": {name: _placed(given, path.absolute().parent) for name, given in datasets.items()}}
+        raise ValueError(f"Cannot read mixture file {path}: {why}") from error
+    return content | {"datasets": {name: _placed(arguments, path.absolute().parent) for name, arguments in datasets.items()}}
 
 
 def _parsed(path: Path) -> Any:
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
-        raise ValueError(f"its name ends in {suffix or 'no suffix'!r}; allowed are {', '.join(SUFFIXES)}")
+        raise ValueError(f"its name must end in {' or '.join(SUFFIXES)}, got {suffix or 'no suffix'!r}")
     text = path.read_text(encoding="utf-8")
     try:
         return json.loads(text, object_pairs_hook=_unique) if suffix == ".json" else _from_yaml(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"it is no JSON: {error}") from error
+        raise ValueError(f"invalid JSON: {error}") from error
 
 
 def _from_yaml(text: str) -> Any:
@@ -81,47 +84,47 @@ def _from_yaml(text: str) -> Any:
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        raise ValueError(f"it is no YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"invalid YAML: {' '.join(str(error).split())}") from error
 
 
 def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     keys = [key for key, _ in pairs]
     if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"it has the key {twice[0]!r} twice in one dict; name each once")
+        raise ValueError(f"the key {twice[0]!r} is duplicated in one dict")
     return dict(pairs)
 
 
-def _check(what: str, found: Any, allowed: Mapping[str, tuple[type, ...]], needed: tuple[str, ...]) -> None:
+def _check(name: str, content: Any, allowed: Mapping[str, tuple[type, ...]], needed: tuple[str, ...]) -> None:
     """Raise ValueError unless a value is a dict with allowed keys and values of their types.
 
     Args:
-        what: Subject of the message.
-        found: Value to check.
+        name: Subject of the message.
+        content: Value to check.
         allowed: Allowed types of each key.
         needed: Keys that must be present.
     """
-    if not isinstance(found, dict):
-        raise ValueError(f"{what} is {str(found)[:80]!r}; it is a dict with {', '.join(needed)} and the like")
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} must be a dict with the key {', '.join(needed)}, got {str(content)[:80]!r}")
     for key in needed:
-        if key not in found:
-            raise ValueError(f"{what} has no {key!r}. Its keys: {', '.join(map(str, found))}")
-    for key, value in found.items():
+        if key not in content:
+            raise ValueError(f"{name} must have the key {key!r}, got {', '.join(map(str, content)) or 'no keys'}")
+    for key, value in content.items():
         if key not in allowed:
-            raise ValueError(f"{what} has the unknown key {key!r}. Allowed: {', '.join(allowed)}")
+            raise ValueError(f"Unknown key {key!r} in {name}. Allowed: {', '.join(allowed)}")
         types = allowed[key]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            said = " or ".join(dict.fromkeys(_NAMES[each] for each in types))
-            raise ValueError(f"{what} has {key} {str(value)[:80]!r}; it is {said}")
+            form = " or ".join(dict.fromkeys(_NAMES[each] for each in types))
+            raise ValueError(f"{key} of {name} must be {form}, got {str(value)[:80]!r}")
 
 
-def _placed(given: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _placed(arguments: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the arguments of a dataset, with paths resolved relative to a folder."""
-    found = dict(given)
+    placed = dict(arguments)
     for key in _PATHS:
-        if isinstance(path := given.get(key), str) and "://" not in path:
-            found[key] = str(folder / Path(path).expanduser())
-    uri = given["uri"]
+        if isinstance(path := arguments.get(key), str) and "://" not in path:
+            placed[key] = str(folder / Path(path).expanduser())
+    uri = arguments["uri"]
     # An id of the Hub is written as an address if the working directory contains a path of this name.
     if REPOSITORY.fullmatch(uri) and not (folder / uri).exists():
-        found["uri"] = f"hf://datasets/{uri}" if Path(uri).exists() else uri
-    return found
+        placed["uri"] = f"hf://datasets/{uri}" if Path(uri).exists() else uri
+    return placed

@@ -95,11 +95,14 @@ class Normalizer:
             first, second = self._affine[key]
             self._on[key, like.device] = (torch.tensor(first, device=like.device), torch.tensor(second, device=like.device))
         shift, scale = self._on[key, like.device]
-        of = self._shape[key]
+        feature_shape = self._shape[key]
         # A tensor of another shape would be broadcast without an error.
-        if like.shape[like.ndim - len(of) :][: 1 if len(of) == 3 else None] != of[: 1 if len(of) == 3 else None]:
-            raise ValueError(f"{key} must have a shape that ends in {of} to be normalized, got {tuple(like.shape)}")
-        if shift.ndim == len(of):
+        if (
+            like.shape[like.ndim - len(feature_shape) :][: 1 if len(feature_shape) == 3 else None]
+            != feature_shape[: 1 if len(feature_shape) == 3 else None]
+        ):
+            raise ValueError(f"{key} must have a shape that ends in {feature_shape} to be normalized, got {tuple(like.shape)}")
+        if shift.ndim == len(feature_shape):
             return shift, scale
         if index is None:
             raise ValueError(
@@ -107,7 +110,7 @@ class Normalizer:
                 "dataset, or is missing from some. The Loader delivers it"
             )
         index = index.to(like.device)
-        shape = len(index), *(1,) * (like.ndim - 1 - len(of)), *of
+        shape = len(index), *(1,) * (like.ndim - 1 - len(feature_shape)), *feature_shape
         return shift[index].reshape(shape), scale[index].reshape(shape)
 
 
@@ -133,7 +136,7 @@ def _modes(dataset: Dataset | Mixture, normalize: Modes) -> dict[str, str]:
             raise ValueError(f"normalize[{key!r}] must be one of {allowed} for a single dataset, got {mode!r}")
         if key not in dataset.features or not _is_floats(dataset, key):
             float_keys = [other for other in dataset.features if _is_floats(dataset, other)]
-            raise ValueError(f"normalize has {key!r}, which is not a float feature. Available: {', '.join(float_keys)}")
+            raise ValueError(f"normalize must name float features, got {key!r}. Available: {', '.join(float_keys)}")
     return {key: mode for key, mode in normalize.items() if mode is not None}
 
 
@@ -154,14 +157,14 @@ def _affine(dataset: Dataset | Mixture, key: str, mode: str) -> Affine:
         except (ValueError, DatasetError) as error:
             raise type(error)(f"dataset {dataset.dataset_names[number]!r}: {error}") from error
         if per_dataset:
-            there = dataset.dimensions(key, number)
-            found = _of_statistics(statistics, part, own, mode)
-            shift[number, ...][there], scale[number, ...][there] = (values.reshape(-1) for values in found)
+            own_dims = dataset.dimensions(key, number)
+            affine = _of_statistics(statistics, part, own, mode)
+            shift[number, ...][own_dims], scale[number, ...][own_dims] = (values.reshape(-1) for values in affine)
     if not per_dataset:
-        found = _of_statistics(dataset.merged_stats(key), dataset, key, mode)
+        affine = _of_statistics(dataset.merged_stats(key), dataset, key, mode)
         for number in having:
-            there = dataset.dimensions(key, number)
-            shift[number, ...][there], scale[number, ...][there] = (values[there] for values in found)
+            own_dims = dataset.dimensions(key, number)
+            shift[number, ...][own_dims], scale[number, ...][own_dims] = (values[own_dims] for values in affine)
     same = bool((shift == shift[:1]).all() and (scale == scale[:1]).all())
     return (shift[0], scale[0]) if same else (shift, scale)
 
@@ -184,31 +187,30 @@ def _of_statistics(stats: Mapping[str, npt.NDArray[np.float64]], dataset: Datase
         flat, shift = flat | (least == most), np.where(least == most, least, shift)
     if flat.any():
         names = ", ".join(_name(dataset, key, place) for place in np.flatnonzero(flat).tolist())
-        _log.warning("%s: dimension %s never changes by the dataset's statistics (%s); it is moved to 0, and not divided",
+        _log.warning("%s: dimension %s never changes by the dataset's statistics (%s). It is shifted to 0, and not divided",
                      key, names, why)  # fmt: skip
     return shift.astype(np.float32), np.where(flat, 1, scale).astype(np.float32)
 
 
 def _statistic(dataset: Dataset, key: str, name: str) -> npt.NDArray[np.float64]:
-    found = dataset.stats.get(key, {}).get(name)
-    if found is None:
+    values = dataset.stats.get(key, {}).get(name)
+    if values is None:
         has = ", ".join(dataset.stats.get(key, {}))
         if not dataset.stats:
-            wrong = f"{dataset.stats_place} is missing or empty"
+            problem = f"{dataset.stats_place} is missing or empty"
         else:
-            wrong = f"{dataset.stats_place} has {has or 'nothing'} of it"
-        what = "Take another mode, or compute" if has else "Compute"
-        raise ValueError(f"normalize needs {name} of {key}, and {wrong}. {what} it: {_COMPUTE}")
+            problem = f"{dataset.stats_place} has {has or 'nothing'} of it"
+        advice = "Use another mode, or compute" if has else "Compute"
+        raise ValueError(f"normalize needs {name} of {key}, but {problem}. {advice} it: {_COMPUTE}")
     feature = dataset.features[key]
     shape = (feature.channels, 1, 1) if feature.is_camera else feature.shape or (1,)
-    if found.shape != shape or found.dtype.kind not in "iuf" or not np.isfinite(found).all():
-        said = f"{name} of {key} is {str(found.tolist())[:80]}, of shape {found.shape}"
-        wrong = f"{said}; expected finite numbers of shape {shape}"
+    if values.shape != shape or values.dtype.kind not in "iuf" or not np.isfinite(values).all():
+        problem = f"must be finite numbers of shape {shape}, got {str(values.tolist())[:80]} of shape {values.shape}"
         if dataset.stats_place == "stats=":
-            raise ValueError(f"stats=: {wrong}")
-        raise DatasetError(f"{dataset.store.where(dataset.stats_place)}: {wrong}")
+            raise ValueError(f"{name} of {key} in stats= {problem}")
+        raise DatasetError(f"Invalid {name} of {key} in {dataset.store.where(dataset.stats_place)}: {problem}")
     # A feature of one number is a scalar in a batch.
-    return found.astype(np.float64).reshape(() if shape == (1,) else shape)
+    return values.astype(np.float64).reshape(() if shape == (1,) else shape)
 
 
 def _name(dataset: Dataset | Mixture, key: str, place: int) -> str:

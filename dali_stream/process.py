@@ -75,16 +75,16 @@ def ranks(rank: int | None, world_size: int | None) -> Ranks:
         ValueError: If only one argument is None, or the environment variables are not integers.
     """
     if (rank is None) != (world_size is None):
-        raise ValueError(f"rank is {rank} and world_size is {world_size}; give both or neither")
+        raise ValueError(f"rank and world_size must both be passed or both be None, got {rank} and {world_size}")
     if rank is not None and world_size is not None:
         try:
             return Ranks(operator.index(rank), operator.index(world_size), "arguments")
         except TypeError:
-            raise ValueError(f"rank is {rank!r} and world_size is {world_size!r}; both are integers") from None
+            raise ValueError(f"rank and world_size must be integers, got {rank!r} and {world_size!r}") from None
     if group := _process_group():
         return Ranks(group.rank, group.world_size, "process group")
-    found = _environment()
-    return Ranks(*(found["RANK"], found["WORLD_SIZE"]) if len(found) == 2 else (0, 1), "environment")
+    values = _environment()
+    return Ranks(*(values["RANK"], values["WORLD_SIZE"]) if len(values) == 2 else (0, 1), "environment")
 
 
 def _process_group() -> _ProcessGroup | None:
@@ -105,8 +105,8 @@ def _environment() -> dict[str, int]:
     try:
         return {name: int(value) for name, value in values.items()}
     except ValueError:
-        text = " and ".join(f"{name} is {value!r}" for name, value in values.items())
-        raise ValueError(f"{text} in the environment; both must be integers") from None
+        text = " and ".join(f"{name}={value!r}" for name, value in values.items())
+        raise ValueError(f"RANK and WORLD_SIZE in the environment must be integers, got {text}") from None
 
 
 def _check_environment(owner: str) -> None:
@@ -127,9 +127,9 @@ def refuse_workers() -> None:
     worker = torch.utils.data.get_worker_info()
     if worker is not None:
         raise DaliStreamError(
-            f"this Loader is made in worker {worker.id} of the {worker.num_workers} of a torch DataLoader, and each of them "
-            "would deliver the same batches. Make and iterate it in the training process, without a DataLoader: it decodes in "
-            "its own threads, see num_threads="
+            f"a Loader must be made and iterated in the training process, got worker {worker.id} of the {worker.num_workers} "
+            "of a torch DataLoader, each of which would deliver the same batches. Use it without a DataLoader, because it "
+            "decodes in its own threads (num_threads=)"
         )
 
 
@@ -162,8 +162,8 @@ def same_python(script: str | os.PathLike[str]) -> list[str]:
 def processor() -> str:
     """Return the name of the processor, for reports."""
     with contextlib.suppress(OSError):
-        if found := re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()):
-            return found[1]
+        if match := re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()):
+            return match[1]
     return platform.processor() or platform.machine()
 
 
@@ -177,24 +177,26 @@ def gpu(device: str) -> int | None:
         ValueError: If the name is invalid, or if torch does not find this GPU.
     """
     # "cpu:0" is Accelerate's name for the CPU of one of several processes.
-    found = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", "cpu" if str(device) == "cpu:0" else str(device))
-    if not found or (found[2] and found[1] != "cuda"):
-        raise ValueError(f'device is {device!r}; allowed are "auto", "cpu", "cuda" and "cuda:<index>"')
-    if found[1] == "cpu" or (found[1] == "auto" and not _has_driver()):
+    match = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", "cpu" if str(device) == "cpu:0" else str(device))
+    if not match or (match[2] and match[1] != "cuda"):
+        raise ValueError(f'device must be "auto", "cpu", "cuda" or "cuda:<index>", got {device!r}')
+    if match[1] == "cpu" or (match[1] == "auto" and not _has_driver()):
         return None
     import torch
 
     if not torch.cuda.is_available():
-        if found[1] == "auto":
+        if match[1] == "auto":
             return None
-        raise ValueError(f'device is {device!r}, and torch {torch.__version__} finds no GPU; use device="cpu" or "auto"')
+        raise ValueError(f'device must be "cpu" or "auto", because torch {torch.__version__} finds no GPU, got {device!r}')
     local = os.environ.get("LOCAL_RANK", "")
     # Some launchers make all GPUs visible to each process, and others only its own GPU.
     own = local.isdigit() and int(local) < torch.cuda.device_count()
     default = int(local) if own else torch.cuda.current_device()
-    index = int(found[2]) if found[2] else default
+    index = int(match[2]) if match[2] else default
     if index >= torch.cuda.device_count():
-        raise ValueError(f"device is {device!r}, which is GPU {index}, but torch finds only {torch.cuda.device_count()}")
+        raise ValueError(
+            f"device must be one of {torch.cuda.device_count()} GPUs that torch finds, got {device!r}, which is GPU {index}"
+        )
     return index
 
 

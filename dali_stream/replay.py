@@ -79,32 +79,32 @@ def _loader(dataset: Dataset | Mixture, config: Mapping[str, Any], dali_graph: G
     return Loader(dataset, **arguments, dali_graph=dali_graph, rank=rank, prefetch=1, audit=0)
 
 
-def _check_graph(recorded: Mapping[str, Any] | None, given: Mapping[str, Any] | None) -> None:
-    if recorded is None and given is not None:
-        raise ValueError(f"dali_graph must be None, since the run had none, got {given['function']}")
+def _check_graph(recorded: Mapping[str, Any] | None, passed: Mapping[str, Any] | None) -> None:
+    if recorded is None and passed is not None:
+        raise ValueError(f"dali_graph must be None, since the run had none, got {passed['function']}")
     if recorded is None:
         return
     arguments = recorded["arguments"]
-    which = recorded["function"] + (f" with the arguments {arguments}" if arguments else "")
-    if given is None:
+    function = recorded["function"] + (f" with the arguments {arguments}" if arguments else "")
+    if passed is None:
         raise ValueError(
-            f"dali_graph must be the function of the run, {which}, got None. JSON does not hold functions: pass it"
+            f"dali_graph must be the function of the run, {function}, got None. Pass it, because JSON does not hold functions"
         )
-    if None not in (arguments, given["arguments"]) and arguments != given["arguments"]:
-        raise ValueError(f"dali_graph must be the function of the run, {which}, got the arguments {given['arguments']}")
+    if None not in (arguments, passed["arguments"]) and arguments != passed["arguments"]:
+        raise ValueError(f"dali_graph must be the function of the run, {function}, got the arguments {passed['arguments']}")
 
 
 def _warn_of_differences(config: Mapping[str, Any], loader: Loader) -> None:
     """Log in what this machine differs from that of the run, if pixels may differ because of it."""
     here = loader.describe()
-    found = [
-        f"{what} was {before} and is {now}"
-        for what, before, now in (
-            *((name, config["software"].get(name), version) for name, version in here["software"].items()),
+    differences = [
+        f"{name} was {before} and is {now}"
+        for name, before, now in (
+            *((package, config["software"].get(package), version) for package, version in here["software"].items()),
             ("device", config["loader"]["device"], here["loader"]["device"]),
             *((f"the decoder of {key}", config["routes"].get(key), decoder) for key, decoder in here["routes"].items()),
         )
         if before != now
     ]
-    if found:
-        _log.warning("Pixels may differ from those of the run: %s", "; ".join(found))
+    if differences:
+        _log.warning("Pixels may differ from those of the run: %s", "; ".join(differences))

@@ -95,18 +95,18 @@ def describe(
         "state": {"version": STATE_VERSION, "dataset": dataset.fingerprint, "order": config.order_state()},
         "begin": begin,
     }
-    found: dict[str, Any] = json.loads(json.dumps(described))  # equal to what a file brings back
-    return found
+    parsed: dict[str, Any] = json.loads(json.dumps(described))  # equal to the content of a file
+    return parsed
 
 
 @functools.cache
 def software() -> dict[str, str]:
     """Return the versions of the packages that make batches, of those that are installed."""
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def described_dataset(dataset: Dataset | Mixture) -> dict[str, Any]:
@@ -124,26 +124,26 @@ def described_dataset(dataset: Dataset | Mixture) -> dict[str, Any]:
             "missing": dataset.missing,
             "nearest": dataset.nearest,
         }
-    found: dict[str, Any] = {"uri": dataset.store.address}
+    arguments: dict[str, Any] = {"uri": dataset.store.address}
     if dataset.data_store is not dataset.store:
-        found["data_files_root"] = dataset.data_store.address
+        arguments["data_files_root"] = dataset.data_store.address
     if dataset.num_episodes < len(dataset.table.index):
-        found["episodes"] = _ranges(dataset.episodes)
+        arguments["episodes"] = _ranges(dataset.episodes)
     if dataset.frame_ranges is not None and dataset.drops is not None:
-        found["drop_first"], found["drop_last"] = dataset.drops
+        arguments["drop_first"], arguments["drop_last"] = dataset.drops
     elif dataset.frame_ranges is not None:
         ranges, frames = dataset.frame_ranges, dict[str, list[tuple[int, int]]]()
         for episode, start, stop in zip(ranges.episode.tolist(), ranges.start.tolist(), ranges.stop.tolist(), strict=True):
             frames.setdefault(str(dataset.episodes[episode]), []).append((start, stop))
-        found["frames"] = frames
+        arguments["frames"] = frames
     if dataset.own_stats is not None:
-        found["stats"] = {key: {name: v.tolist() for name, v in own.items()} for key, own in dataset.own_stats.items()}
+        arguments["stats"] = {key: {name: v.tolist() for name, v in own.items()} for key, own in dataset.own_stats.items()}
     missing = {key: feature for key, feature in dataset.stored_features.items() if key not in dataset.features}
     if any(feature.is_camera for feature in missing.values()):
-        found["cameras"] = list(dataset.cameras)
+        arguments["cameras"] = list(dataset.cameras)
     if without := [key for key, feature in missing.items() if not feature.is_camera]:
-        found["without"] = without
-    return found | {"clock": dataset.clock, "tolerance_s": dataset.tolerance_s}
+        arguments["without"] = without
+    return arguments | {"clock": dataset.clock, "tolerance_s": dataset.tolerance_s}
 
 
 def described_graph(dali_graph: Callable[..., Any] | None) -> dict[str, Any] | None:
@@ -178,14 +178,16 @@ def checked(config: object) -> dict[str, Any]:
         ValueError: If it is neither.
         ResumeError: If another version of dali_stream wrote it.
     """
-    found = config.get("config", config) if isinstance(config, Mapping) else config
-    if not isinstance(found, Mapping) or "version" not in found or any(part not in found for part in PARTS):
+    description = config.get("config", config) if isinstance(config, Mapping) else config
+    if not isinstance(description, Mapping) or "version" not in description or any(part not in description for part in PARTS):
         raise ValueError(
             f"config must be the result of Loader.describe(), or the content of a file of Loader.save(), got {str(config)[:80]}"
         )
-    if found["version"] != VERSION:
-        raise ResumeError(f"version of the config must be {VERSION}, got {found['version']}. Use the dali_stream that wrote it")
-    return dict(found)
+    if description["version"] != VERSION:
+        raise ResumeError(
+            f"version of the config must be {VERSION}, got {description['version']}. Use the dali_stream that wrote it"
+        )
+    return dict(description)
 
 
 def open_described(described: Mapping[str, Any], where: Mapping[str, Any] | None = None) -> Dataset | Mixture:
@@ -269,7 +271,7 @@ def position_of(config: Mapping[str, Any], epoch: int, batch: int, frames: int) 
     if not first <= batch < batches.count(0):
         least = f"at least {first}, where the run was resumed with another global batch, and " if first else ""
         raise ValueError(
-            f"batch must be {least}below {batches.count(0)}, the number of batches of an epoch, got {batch}; of a count from "
+            f"batch must be {least}below {batches.count(0)}, the number of batches of an epoch, got {batch}. For a count from "
             "the start of training, divmod(count, len(loader)) is (epoch, batch)"
         )
     return start + (batch - first) * batches.stride

@@ -38,13 +38,13 @@ class _Passage:
         epoch: Number of the epoch.
         start: Position at which the iteration begins.
         begun: Whether the iteration has begun.
-        given: Number of indices that this rank has yielded.
+        yielded: Number of indices that this rank has yielded.
     """
 
     epoch: int
     start: int = 0
     begun: bool = False
-    given: int = 0
+    yielded: int = 0
 
 
 class FrameSampler(Sampler[int]):
@@ -108,13 +108,13 @@ class FrameSampler(Sampler[int]):
         consumers, episode_pool_size = self._pools(self._batch_size, self._world)
         self._arguments = OrderArguments(shuffle, seed, consumers, episode_pool_size).checked(self._rank, self._world)
         drop_first, drop_last = from_zero("drop_first", drop_first), from_zero("drop_last", drop_last)
-        given = episode_lengths.lengths if isinstance(episode_lengths, (Dataset, Mixture)) else episode_lengths
-        lengths = checked_lengths(given)
+        all_lengths = episode_lengths.lengths if isinstance(episode_lengths, (Dataset, Mixture)) else episode_lengths
+        lengths = checked_lengths(all_lengths)
         self._first = np.cumsum(lengths) - lengths
         if isinstance(episode_lengths, Mixture):
             if drop_first or drop_last:
                 raise ValueError(
-                    f"drop_first is {drop_first} and drop_last is {drop_last}, which are of one dataset; give them to each "
+                    f"drop_first and drop_last must be 0 for a mixture, got {drop_first} and {drop_last}. Pass them to each "
                     "Dataset of the mixture, such as Dataset(uri, drop_last=10)"
                 )
             parts = [_fingerprint(part.lengths, part.frame_ranges) for part in episode_lengths.datasets.values()]
@@ -129,13 +129,13 @@ class FrameSampler(Sampler[int]):
         if self._frames < self._world:
             if isinstance(episode_lengths, Mixture):
                 raise ValueError(
-                    f"an epoch of {episode_lengths.uri} has {counted(self._frames, 'sample')} for world_size={self._world}; "
-                    "each rank needs one or more, so give a larger epoch_samples"
+                    f"an epoch of {episode_lengths.uri} must have a sample for each of world_size={self._world} ranks, got "
+                    f"{counted(self._frames, 'sample')}. Use a larger epoch_samples"
                 )
             raise ValueError(
                 f"{counted(len(lengths), 'episode')} with {counted(int(lengths.sum()), 'frame')}, drop_first={drop_first} and "
-                f"drop_last={drop_last} leave {counted(self._frames, 'frame')} for world_size={self._world}; each rank needs "
-                "one or more, so drop fewer frames or give more episodes"
+                f"drop_last={drop_last} must leave a frame for each of world_size={self._world} ranks, got "
+                f"{counted(self._frames, 'frame')}. Drop fewer frames, or use more episodes"
             )
         self._warn_if_uneven()
         self._drops = {"drop_first": drop_first, "drop_last": drop_last}
@@ -165,7 +165,7 @@ class FrameSampler(Sampler[int]):
             count = min(left, _BLOCK)
             episode, frame = order.read(position, count, self._rank, self._world)
             for index in (self._first[episode] + frame).tolist():
-                now.given += 1
+                now.yielded += 1
                 yield index
             left, position = left - count, position + count * self._world
 
@@ -176,7 +176,7 @@ class FrameSampler(Sampler[int]):
             return
         if not now.begun and now.start and self._share(now.start):
             _log.warning(
-                "set_epoch(%d) gives up the place that was resumed, position %d of epoch %d; begin with that epoch to continue",
+                "set_epoch(%d) discards the resumed position %d of epoch %d. Begin with that epoch to continue",
                 *(epoch, now.start, now.epoch),
             )
         self._now = _Passage(epoch)
@@ -197,20 +197,20 @@ class FrameSampler(Sampler[int]):
             ValueError: If this iteration has yielded fewer indices, or if only one argument is passed.
         """
         if step is None and batch_size is None:
-            return self._state(self._now.given)
+            return self._state(self._now.yielded)
         if step is None or batch_size is None:
             raise ValueError(
-                f"step is {step} and batch_size is {batch_size}; pass both, with a DataLoader, or neither, with torchdata's "
-                "StatefulDataLoader"
+                f"step and batch_size must both be passed (DataLoader) or both be None (torchdata's StatefulDataLoader), got "
+                f"{step} and {batch_size}"
             )
         step, batch_size, now = from_zero("step", step), positive("batch_size", batch_size), self._now
         share = self._share(now.start)
         delivered = min(step * batch_size, share)
-        if delivered > now.given or step > -(-share // batch_size):
+        if delivered > now.yielded or step > -(-share // batch_size):
             raise ValueError(
-                f"step={step} with batch_size={batch_size} is more than the {now.given} indices that this sampler has given "
-                f"out in its iteration of epoch {now.epoch}; step counts the batches that the present loop over the DataLoader "
-                "has delivered to this rank, from 0 in each loop, also in the first one after a resume"
+                f"step must be within the {now.yielded} indices that this sampler has yielded in its iteration of epoch "
+                f"{now.epoch}, got step={step} with batch_size={batch_size}. It counts the batches that the current loop over "
+                "the DataLoader has delivered to this rank, from 0 in each loop, also in the first one after a resume"
             )
         return self._state(delivered)
 
@@ -242,15 +242,15 @@ class FrameSampler(Sampler[int]):
         check_version(state, "FrameSampler", "episode_lengths")
         if state["episode_lengths"] != self._fingerprint:
             raise ResumeError(
-                f"the state is of other episodes: the fingerprint of their lengths is {state['episode_lengths']}, and here it "
-                f"is {self._fingerprint}; resume with the dataset and the episodes of that run"
+                f"episode_lengths of the state must be the fingerprint of these episodes, {self._fingerprint}, got "
+                f"{state['episode_lengths']}. Resume with the dataset and the episodes of that run"
             )
-        taken = noted(state, self._shuffle_given, self._pools_given)
-        arguments = self._arguments._replace(**taken)
+        saved = noted(state, self._shuffle_given, self._pools_given)
+        arguments = self._arguments._replace(**saved)
         place = check_state(state, "sampler", self._order_state(arguments), self._frames)
         arguments.check_resumable(self._world)
         self._arguments, self._now = arguments, _Passage(*place)
-        if "consumers" in taken:
+        if "consumers" in saved:
             self._warn_if_uneven()
 
     def save(self, path: str | os.PathLike[str], *, step: int | None = None, batch_size: int | None = None) -> None:
@@ -292,17 +292,17 @@ class FrameSampler(Sampler[int]):
         if batch > batches:
             raise ValueError(
                 f"batch must be at most {batches}, the number of batches of an epoch with batch_size={batch_size} on "
-                f"{counted(world_size, 'rank')}, got {batch}; of a count from the start of training, divmod(count, "
+                f"{counted(world_size, 'rank')}, got {batch}. For a count from the start of training, divmod(count, "
                 "len(dataloader)) with that run's DataLoader is (epoch, batch)"
             )
         position = min(batch * batch_size, share) * world_size
         self._arguments = arguments
         self._now = _Passage(epoch, position)
         _log.warning(
-            "resumed at position %d of epoch %d, from batch=%d, batch_size=%d, world_size=%d alone. What holds: each frame "
-            "still comes at most once in this epoch, and only the last ones that are no whole turn of the ranks are left out, "
-            "if the episodes, %s are those of that run, which these numbers do not tell. The global batches are those of the "
-            "uninterrupted run only while batch_size * world_size stays %d",
+            "resumed at position %d of epoch %d, from batch=%d, batch_size=%d, world_size=%d alone. The sampler "
+            "assumes that the episodes, %s are those of that run, which these numbers do not contain. Each frame then still "
+            "occurs at most once in this epoch, and only last frames that do not fill all ranks are left out. The global "
+            "batches are those of the uninterrupted run only while batch_size * world_size stays %d",
             *(position, epoch, batch, batch_size, world_size, ", ".join(self._order_state(arguments)), batch_size * world_size),
         )
 
@@ -317,19 +317,19 @@ class FrameSampler(Sampler[int]):
             batch_size: Batch size of the run per rank, or None if it is unknown.
             world_size: Number of ranks of the run.
         """
-        given = self._pools_given
+        pools = self._pools_given
         if batch_size is None:
-            given = {name: _WITHOUT_BATCH_SIZE[name] if value is None else value for name, value in given.items()}
-        return default_pools(batch_size or 1, world_size, **given)
+            pools = {name: _WITHOUT_BATCH_SIZE[name] if value is None else value for name, value in pools.items()}
+        return default_pools(batch_size or 1, world_size, **pools)
 
     def _warn_if_uneven(self) -> None:
-        told = self._batch_size and self._arguments.uneven(self._batch_size, self._world)
-        if told and self._rank == 0:
-            _log.warning("%s", told)
+        warning = self._batch_size and self._arguments.uneven(self._batch_size, self._world)
+        if warning and self._rank == 0:
+            _log.warning("%s", warning)
 
-    def _check_not_begun(self, what: str) -> None:
+    def _check_not_begun(self, method: str) -> None:
         if self._now.begun:
-            raise ResumeError(f"{what} was called after iteration began; call it on a new FrameSampler, before iterating")
+            raise ResumeError(f"{method} was called after iteration began. Call it on a new FrameSampler, before iterating")
 
     def _order_state(self, arguments: OrderArguments) -> dict[str, Any]:
         """Return the parameters of the order for the state, except episode lengths and epoch."""

@@ -59,7 +59,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     """
     global _spans
     if _spans is not None:
-        raise ValueError("trace must not be called inside of another trace; end that one first")
+        raise ValueError("trace must not be called inside of another trace. End that one first")
     began, _spans = time.perf_counter(), []
     try:
         yield

@@ -75,11 +75,11 @@ class Workers:
             thread.join()
 
     def _work(self) -> None:
-        while (taken := self._take()) is not None:
-            _, _, future, call, args = taken
+        while (job := self._take()) is not None:
+            _, _, future, call, args = job
             with self._around():
                 _run(future, call, args)
-            del taken, future, call, args  # an idle thread must not keep a job's result alive
+            del job, future, call, args  # an idle thread must not keep a job's result alive
 
     def _take(self) -> _Job | None:
         with self._changed:

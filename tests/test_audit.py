@@ -107,7 +107,7 @@ def test_without_audits_a_graph_may_drop_a_camera(vp9_demo: Path) -> None:
 
 
 def test_audit_must_not_be_negative(vp9_demo: Path) -> None:
-    with pytest.raises(ValueError, match="audit is -1"):
+    with pytest.raises(ValueError, match=r"audit must be .*, got -1"):
         Loader(Dataset(vp9_demo), audit=-1)
 
 

@@ -95,6 +95,6 @@ def test_an_epoch_that_fits_is_cut_alike(last_batch: str) -> None:
 def test_an_epoch_has_one_batch_or_more() -> None:
     for last_batch in LAST_BATCH:
         assert len(spans(Batches(8, 4, 2, last_batch).checked())) == 1
-    with pytest.raises(ValueError, match="batch_size=4 on 2 ranks needs 8 frames, and the selection has 7"):
+    with pytest.raises(ValueError, match="batch_size=4 on 2 ranks needs 8 frames, but the selection has 7"):
         Batches(7, 4, 2, "drop").checked()
     assert len(spans(Batches(7, 4, 2, "pad").checked())) == 1

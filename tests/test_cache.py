@@ -307,11 +307,11 @@ def test_files_are_as_private_as_the_umask_says(folder: Path) -> None:
 def test_a_folder_that_cannot_be_one_is_said_up_front(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"precious")
     for name in ("file", "file/below"):
-        with pytest.raises(ValueError, match=r"cache_dir is .*/file.* is a file or below one"):
+        with pytest.raises(ValueError, match=r"cache_dir must be .*/file.* is a file or below one"):
             DiskCache(tmp_path / name, None)
-    with pytest.raises(ValueError, match="cache_dir is /proc/none/x, which cannot be created"):
+    with pytest.raises(ValueError, match=r"cache_dir must be .*, got /proc/none/x, which cannot be created"):
         DiskCache("/proc/none/x", None)
-    with pytest.raises(ValueError, match="cache_bytes is 0; give"):
+    with pytest.raises(ValueError, match=r"cache_bytes must be a positive number of bytes, .*, got 0"):
         DiskCache(tmp_path / "cache", 0)
     assert (tmp_path / "file").read_bytes() == b"precious"
     assert not (tmp_path / "cache").exists()

@@ -100,7 +100,7 @@ def test_two_different_gpus_are_asked_each_for_itself(fake_driver: FakeDriver, t
 def test_a_mig_slice_without_engines(fake_driver: FakeDriver) -> None:
     found = ask(fake_driver("mig"))
     assert not supported(found["caps"][0])
-    assert found["h264"]["reason"] == "this GPU has no NVDEC engine; a MIG slice may have none"
+    assert found["h264"]["reason"] == "this GPU has no NVDEC engine, as is possible for a MIG slice"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_mig_slice_without_engines(fake_driver: FakeDriver) -> None:
         ("cuInit", 100, "CUDA_ERROR_NO_DEVICE", "--gpus all"),
         ("cuInit", 34, "CUDA_ERROR_STUB_LIBRARY", "LD_LIBRARY_PATH"),
         ("cuInit", 802, "CUDA_ERROR_SYSTEM_NOT_READY", "nvidia-fabricmanager"),
-        ("cuInit", 803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "restart"),
+        ("cuInit", 803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "Restart"),
         ("cuInit", 804, "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE", "cuda-compat"),
         ("cuInit", 4711, "error 4711", "nvidia-smi"),
         ("cuDeviceGetCount", 800, "CUDA_ERROR_NOT_PERMITTED", "/dev/nvidia"),
@@ -132,13 +132,13 @@ def test_a_driver_that_fails_says_how_and_what_to_do(
     ("call", "error", "reason"),
     [
         ("cuDeviceGet", 101, "CUDA_ERROR_INVALID_DEVICE (101) when GPU 0 was opened"),
-        ("cuDevicePrimaryCtxRetain", 2, "CUDA_ERROR_OUT_OF_MEMORY (2) when a context on GPU 0 was asked for; free memory"),
+        ("cuDevicePrimaryCtxRetain", 2, "CUDA_ERROR_OUT_OF_MEMORY (2) when a context on GPU 0 was requested: free memory"),
         ("cuDevicePrimaryCtxRetain", 46, "CUDA_ERROR_DEVICE_UNAVAILABLE"),
         ("cuCtxPushCurrent_v2", 1, "CUDA_ERROR_INVALID_VALUE (1) when the context on GPU 0 was made current"),
         (
             "cuvidGetDecoderCaps",
             100,
-            "(100) when asked what NVDEC decodes; a container with only some of the machine's GPUs",
+            "(100) when asked what NVDEC decodes: a container with only some of the machine's GPUs",
         ),
         ("cuvidGetDecoderCaps", 801, "CUDA_ERROR_NOT_SUPPORTED (801) when asked whether NVDEC decodes h264 420 8 bit"),
         ("cuvidGetDecoderCaps:h264", 1, "CUDA_ERROR_INVALID_VALUE (1) when asked whether NVDEC decodes h264 420 8 bit"),
@@ -223,4 +223,4 @@ def test_engines_are_those_of_supported_formats(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(capability, "capabilities", fail)
     assert capability.engines(0) == 1
-    assert capability.capability(0, "h264", "420", 8).reason == "no driver; install it"
+    assert capability.capability(0, "h264", "420", 8).reason == "no driver: install it"

@@ -397,7 +397,7 @@ def test_a_bad_argument_is_one_line_and_exit_code_2(
 
 def test_a_failed_run_is_one_line_and_exit_code_1(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change_info(old := copied(made, tmp_path), codebase_version="v1.6")
-    assert "v2.0, v2.1 and v3.0 are read" in failed(capsys, ["info", old], 1)
+    assert "must be v2.0, v2.1 or v3.0, got" in failed(capsys, ["info", old], 1)
     assert "/nowhere" in failed(capsys, ["info", "/nowhere"], 1)
     assert "s3://" in failed(capsys, ["preview", "s3://bucket/data"], 1)
     shutil.rmtree(old)

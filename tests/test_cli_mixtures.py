@@ -128,7 +128,7 @@ def test_what_does_not_go_together_is_one_line(
         (["info", mixture, demo], 2, "A mixture file must be the only URI, got "),
         (["info", demo, rows / "large/a", "--image-size", 96, 128], 2, "--image-size needs one dataset, got several"),
         (["info", mixture, "--data-files-root", demo], 2, "--data-files-root belongs to one dataset"),
-        (["info", bad], 2, "bad.json: the file has the unknown key 'weight'"),
+        (["info", bad], 2, "bad.json: Unknown key 'weight' in the file"),
         (["info", tmp_path / "none.yaml"], 2, "none.yaml: No such file"),
         (["info", demo, tmp_path / "none"], 1, "dataset 'none': "),
         (["preview", rows / "large/a", rows / "small/a"], 1, "plots of state and action are of one dataset"),
@@ -142,7 +142,7 @@ def test_a_table_of_differences_has_its_lines_and_fits_on_a_terminal(
     assert main(["preview", str(rows / "large/a"), str(rows / "small/b")]) == 2
     first, *table, last = capsys.readouterr().err.splitlines()
     assert first.startswith("dali-stream: ")
-    assert "cannot be one" in first
+    assert "Features with the same key must be compatible" in first
     assert last.startswith("Give one of them another key")
     assert len(table) > 1
     names = [f"a_name_that_takes_its_place_{number}" for number in range(4)]

@@ -12,7 +12,7 @@ from dali_stream.mp4.damage import checker, is_intra_refresh, leb128
 from dali_stream.mp4.hidden import hidden
 from dali_stream.mp4.keyframes import is_idr
 
-TOO_LONG = "it has 64 equal bytes in a row, which arithmetic coding does not write"
+TOO_LONG = "64 equal bytes in a row, which arithmetic coding does not write"
 IDR, PREDICTED = b"\x65\x88\x84", b"\x41\x9a\x02"  # the beginnings of two H.264 slices
 
 
@@ -42,7 +42,7 @@ def test_nal_units_have_lengths_of_the_size_that_avcc_says(width: int) -> None:
     frame = units(width, b"\x09\x10", IDR)
     assert wrong(avc(width), frame) == ""
     assert wrong(avc(width), frame[:-1]) == "its NAL units do not add up to its size"
-    assert wrong(avc(width), units(width, b"\x09\x10")) == "it has no slice of a frame"
+    assert wrong(avc(width), units(width, b"\x09\x10")) == "no slice of a frame"
     other = 4 if width < 4 else 2
     assert wrong(avc(other), frame) != ""
 
@@ -53,7 +53,7 @@ def test_a_predicted_slice_marks_an_intra_refresh(width: int) -> None:
     for whole in (IDR, b"\x41\x88\x84", b"\x41\xb2\x02", b"\x41\x94\x02", b"\x41\x8a\x02"):  # IDR, I of two kinds, SI of two
         assert not is_intra_refresh(avc(width), units(width, b"\x09\x10", whole))
         assert wrong(avc(width), units(width, whole)) == ""
-    assert "no keyframe" in wrong(avc(width), units(width, PREDICTED))
+    assert "not a keyframe" in wrong(avc(width), units(width, PREDICTED))
     assert wrong(avc(width), units(width, PREDICTED), key=False) == ""
 
 
@@ -65,17 +65,17 @@ def vp8(partition: int, predicted: bool = False) -> bytes:
 def test_frames_of_vp8() -> None:
     config = entry(b"vp08")
     assert wrong(config, vp8(20)) == ""
-    assert wrong(config, vp8(21)) == "its first partition is larger than it is"
+    assert wrong(config, vp8(21)) == "its first partition is larger than the packet"
     assert wrong(config, vp8(20, predicted=True), key=False) == ""
-    assert wrong(config, vp8(21, predicted=True), key=False) == "its first partition is larger than it is"
-    assert "no keyframe" in wrong(config, vp8(20, predicted=True))
-    assert wrong(config, vp8(20).replace(b"\x9d\x01\x2a", b"\x9d\x01\x2b")) == "a keyframe lacks its start code"
+    assert wrong(config, vp8(21, predicted=True), key=False) == "its first partition is larger than the packet"
+    assert "not a keyframe" in wrong(config, vp8(20, predicted=True))
+    assert wrong(config, vp8(20).replace(b"\x9d\x01\x2a", b"\x9d\x01\x2b")) == "missing start code of a keyframe"
 
 
 def test_images_of_mjpeg() -> None:
     config = entry(b"mp4v", box(b"esds", bytes(4), b"\x04\x0d\x6c\x11"))
     assert wrong(config, b"\xff\xd8\xff\xdb") == ""
-    assert wrong(config, b"\xff\xd9\xff\xdb") == "it does not begin as a JPEG image"
+    assert wrong(config, b"\xff\xd9\xff\xdb") == "missing start of a JPEG image"
 
 
 def test_numbers_of_av1_have_seven_bits_a_byte() -> None:
@@ -94,12 +94,12 @@ def test_frames_of_av1() -> None:
     key, predicted = obu(6, b"\x10\x55\x66"), obu(6, b"\x30\x55\x66")
     assert wrong(config, sequence + key) == ""
     assert wrong(config, predicted, key=False) == ""
-    assert "no keyframe" in wrong(config, sequence + predicted)
+    assert "not a keyframe" in wrong(config, sequence + predicted)
     assert wrong(config, obu(1, b"\x08\x00\x00") + predicted) == ""  # a still, whose frame header has no such bits
-    assert wrong(config, obu(2, b"")) == "it has no frame"
+    assert wrong(config, obu(2, b"")) == "no frame"
     assert wrong(config, sequence + key[:-1]) == "its OBUs do not add up to its size"
     for header in (0xB2, 0x33, 9 << 3 | 2):
-        assert wrong(config, bytes([header]) + key[1:]) == f"an OBU has the header {header:02x}, which is not allowed"
+        assert wrong(config, bytes([header]) + key[1:]) == f"invalid OBU header {header:02x}"
     for byte in (b"\x00", b"\xff"):
         assert wrong(config, sequence + obu(6, b"\x10" + 64 * byte)) == TOO_LONG
         assert wrong(config, sequence + obu(6, b"\x10" + 55 * byte)) == ""
@@ -116,15 +116,15 @@ def test_frames_of_vp9() -> None:
     key, predicted = b"\x82\x49\x83\x42\x55\x66", b"\x86\x55\x66"
     assert wrong(config, key) == ""
     assert wrong(config, predicted, key=False) == ""
-    assert "no keyframe" in wrong(config, predicted)
+    assert "not a keyframe" in wrong(config, predicted)
     for width in (1, 2):
         assert wrong(config, vp9([key, predicted], width)) == ""
-        assert "no keyframe" in wrong(config, vp9([predicted, key], width))
+        assert "not a keyframe" in wrong(config, vp9([predicted, key], width))
     longer = vp9([key, predicted]).replace(b"\x06\x03", b"\x06\x0d")
     assert wrong(config, longer) == "the sizes in its superframe index do not add up"
-    assert wrong(config, b"\x42" + key[1:]) == "a frame begins with 42, which is not allowed"
-    assert wrong(config, b"\xa2" + key[1:]) == "a frame begins with a2, which is not allowed"  # of another profile
-    assert wrong(config, key.replace(b"\x42", b"\x43")) == "a keyframe lacks its sync code"
+    assert wrong(config, b"\x42" + key[1:]) == "invalid frame header 42"
+    assert wrong(config, b"\xa2" + key[1:]) == "invalid frame header a2"  # of another profile
+    assert wrong(config, key.replace(b"\x42", b"\x43")) == "missing sync code of a keyframe"
     assert wrong(config, key + bytes(80)) == TOO_LONG
 
 
@@ -139,12 +139,12 @@ def test_profiles_of_vp9(profile: int) -> None:
             frame = bytes([header]) + b"\x49\x83\x42\x55"
             is_key = not repeats and not predicted
             assert wrong(config, frame, key=False) == ""
-            assert ("no keyframe" in wrong(config, frame)) != is_key
+            assert ("not a keyframe" in wrong(config, frame)) != is_key
             assert hidden("vp9", frame) == (not repeats and not shown)
             without = wrong(config, frame.replace(b"\x49", b"\x48"), key=False)
-            assert without == ("a keyframe lacks its sync code" if is_key and profile < 3 else "")
+            assert without == ("missing sync code of a keyframe" if is_key and profile < 3 else "")
     for other in {0x80, 0xA0, 0x90, 0xB0} - {0x80 | bits}:
-        assert "which is not allowed" in wrong(own, bytes([other | 4]) + b"\x49\x83\x42", key=False)
+        assert "invalid frame header" in wrong(own, bytes([other | 4]) + b"\x49\x83\x42", key=False)
         assert wrong(entry(b"vp09"), bytes([other | 4]) + b"\x49\x83\x42", key=False) == ""
 
 
@@ -171,9 +171,9 @@ def test_frames_of_mpeg_4() -> None:
     frame = b"\0\0\1\xb6\x55\x66"
     assert wrong(config, frame) == ""
     assert wrong(config, b"\0\0\1\xb0\x01" + frame + bytes(8)) == ""
-    assert wrong(config, frame[1:]) == "it does not begin with a start code"
-    assert wrong(config, b"\0\0\1\xb0\x01") == "it has no frame (VOP)"
-    assert wrong(config, frame + bytes(3) + b"\x55") == "it has 24 zero bits in a row, which no encoder writes"
+    assert wrong(config, frame[1:]) == "missing start code at its beginning"
+    assert wrong(config, b"\0\0\1\xb0\x01") == "no frame (VOP)"
+    assert wrong(config, frame + bytes(3) + b"\x55") == "24 zero bits in a row, which no encoder writes"
     assert wrong(config, frame + b"\0\0\1\xc6") == "invalid MPEG-4 start code c6"
     for code in range(256):
         is_allowed = code < 0x30 or 0xB0 <= code <= 0xC5
@@ -182,17 +182,17 @@ def test_frames_of_mpeg_4() -> None:
     check = checker(config)
     assert check
     assert check(frame, 0, len(frame), True) == ""
-    assert wrong(config, frame + bytes(9)) == "it has 24 zero bits in a row, which no encoder writes"
+    assert wrong(config, frame + bytes(9)) == "24 zero bits in a row, which no encoder writes"
 
 
 def test_bytes_that_an_encoder_protects_are_damage() -> None:
     """Inside a NAL unit of H.264, and not at its end."""
     for code in (b"\0\0\0", b"\0\0\1", b"\0\0\2"):
-        error = f"it has the bytes {code.hex(' ')} inside a NAL unit, where they are not allowed"
+        error = f"invalid bytes {code.hex(' ')} inside a NAL unit"
         assert wrong(avc(4), units(4, IDR + code + b"\x55")) == error
     assert wrong(avc(4), units(4, IDR + b"\0\0\3\x55")) == ""
     assert wrong(avc(4), units(4, IDR + bytes(8))) == ""
-    assert wrong(avc(4), units(4, b"\xe5" + IDR[1:])) == "a NAL unit has the header e5, which is not allowed"
+    assert wrong(avc(4), units(4, b"\xe5" + IDR[1:])) == "invalid NAL unit header e5"
 
 
 def hevc(width: int) -> bytes:
@@ -205,13 +205,13 @@ def test_kinds_of_nal_units_of_hevc(width: int) -> None:
     config = hevc(width)
     for kind, layer in itertools.product(range(64), (0, 1)):
         frame = units(width, b"\x46\x01\x10", bytes([kind << 1 | layer, 1, 0xAA]))
-        assert wrong(config, frame, key=False) == ("" if kind < 32 else "it has no slice of a frame")
-        assert ("no keyframe" in wrong(config, frame)) == (kind < 16 or 24 <= kind < 32)
+        assert wrong(config, frame, key=False) == ("" if kind < 32 else "no slice of a frame")
+        assert ("not a keyframe" in wrong(config, frame)) == (kind < 16 or 24 <= kind < 32)
         assert is_idr(config, frame) == (kind in (19, 20) if kind < 32 else None)
     key = b"\x26\x01\xaa"
-    assert wrong(config, units(width, b"\xa6\x01\xaa")) == "a NAL unit has the header a601, which is not allowed"
+    assert wrong(config, units(width, b"\xa6\x01\xaa")) == "invalid NAL unit header a601"
     for temporal in range(8):
-        error = "" if temporal else "a NAL unit has the header 2608, which is not allowed"
+        error = "" if temporal else "invalid NAL unit header 2608"
         assert wrong(config, units(width, bytes([0x26, 8 | temporal, 0xAA]))) == error
     assert wrong(config, units(width, b"\x48\x01", key)) == ""
     assert wrong(config, units(width, b"\x48", key)) == "its NAL units do not add up to its size"
@@ -228,8 +228,8 @@ def test_kinds_of_nal_units_of_h264(width: int) -> None:
         for intra, slice_head in ((True, b"\x88"), (False, b"\x9a")):
             frame = units(width, b"\x0b", bytes([kind | reference]) + slice_head + b"\x55")
             is_slice = 1 <= kind <= 5
-            assert wrong(config, frame, key=False) == ("" if is_slice else "it has no slice of a frame")
-            assert ("no keyframe" in wrong(config, frame)) == (is_slice and not (intra or kind == 5))
+            assert wrong(config, frame, key=False) == ("" if is_slice else "no slice of a frame")
+            assert ("not a keyframe" in wrong(config, frame)) == (is_slice and not (intra or kind == 5))
             assert is_intra_refresh(config, frame) == (is_slice and not (intra or kind == 5))
             assert is_idr(config, frame) == (kind == 5 if is_slice else None)
     assert wrong(config, units(width, b"", IDR)) == "its NAL units do not add up to its size"
@@ -247,9 +247,9 @@ def test_slices_of_h264_that_decoding_can_start_at() -> None:
         for rest in range(1 << 8 - len(bits)) if len(bits) < 8 else (0,):
             head = int(bits + (f"{rest:b}".zfill(8 - len(bits)) if len(bits) < 8 else ""), 2)
             frame = units(4, bytes([0x41, head, 0x55]))
-            assert wrong(avc(4), frame) == ("" if kind in (2, 4, 7, 9) else "decoding starts at it, and it is no keyframe")
-    assert "no keyframe" in wrong(avc(4), units(4, b"\x41"))
-    assert "no keyframe" in wrong(avc(4), units(4, b"\x41\x4b"))  # its first macroblock is not 0
+            assert wrong(avc(4), frame) == ("" if kind in (2, 4, 7, 9) else "decoding starts at it, but it is not a keyframe")
+    assert "not a keyframe" in wrong(avc(4), units(4, b"\x41"))
+    assert "not a keyframe" in wrong(avc(4), units(4, b"\x41\x4b"))  # its first macroblock is not 0
 
 
 def picture_set(number: int, sequence: int, cabac: int, size: int = 0) -> bytes:
@@ -288,19 +288,19 @@ def test_units_of_av1() -> None:
         for sized in (0, 2):
             data = bytes([kind << 3 | extended | sized]) + extension + (bytes([len(frame)]) if sized else b"") + frame
             if kind in (0, *range(9, 15)):
-                assert wrong(config, data) == f"an OBU has the header {data[0]:02x}, which is not allowed"
+                assert wrong(config, data) == f"invalid OBU header {data[0]:02x}"
             else:
-                assert wrong(config, data) == ("" if kind in (3, 6) else "it has no frame")
+                assert wrong(config, data) == ("" if kind in (3, 6) else "no frame")
             if sized:
                 assert wrong(config, data[:-1], key=False)
             for bit in (0x80, 1):
-                assert "which is not allowed" in wrong(config, bytes([data[0] | bit]) + data[1:])
+                assert "invalid OBU header" in wrong(config, bytes([data[0] | bit]) + data[1:])
     for head in range(256):
-        expected = "decoding starts at it, and it is no keyframe" if head & 0xE0 else ""
+        expected = "decoding starts at it, but it is not a keyframe" if head & 0xE0 else ""
         assert wrong(config, obu(6, bytes([head, 0x55]))) == expected
         assert wrong(config, obu(6, frame) + obu(6, bytes([head, 0x55]))) == ""  # only a sample's first frame is the keyframe
     assert wrong(config, obu(4, b"\x55") + obu(3, frame), key=False) == ""
-    assert "no keyframe" in wrong(config, obu(3, b""))
+    assert "not a keyframe" in wrong(config, obu(3, b""))
     assert wrong(config, b"\x34", key=False) == "its OBUs do not add up to its size"
     assert wrong(config, obu(1, b"") + obu(6, frame)) == ""
 
@@ -339,7 +339,7 @@ def test_frames_of_vp8_fit_their_first_partition() -> None:
 def test_the_checks_need_the_box_of_their_codec() -> None:
     for codec, kind, place in ((b"avc1", b"avcC", 4), (b"hvc1", b"hvcC", 21)):
         for boxes in ([], [box(kind, bytes(place))]):
-            with pytest.raises(DecodeError, match=r"decoder configuration .* is missing or cut short"):
+            with pytest.raises(DecodeError, match=r"decoder configuration .* is missing or truncated"):
                 checker(entry(codec, *boxes))
     assert checker(entry(b"hvc1", box(b"hvcC", bytes(22)))) is not None
     assert not is_intra_refresh(entry(b"avc1"), units(4, b"\x09\x10", IDR))

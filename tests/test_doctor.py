@@ -83,7 +83,7 @@ def test_what_each_gpu_decodes(
     ("fails", "status", "said", "remedy"),
     [
         ({"cuInit": 100}, "warning", "finds no GPU", "--gpus all"),
-        ({"cuInit": 803}, "problem", "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "restart"),
+        ({"cuInit": 803}, "problem", "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "Restart"),
         slow({"cuInit": 34}, "problem", "CUDA_ERROR_STUB_LIBRARY", "LD_LIBRARY_PATH"),
         slow({"cuDeviceGetCount": 800}, "problem", "CUDA_ERROR_NOT_PERMITTED", "/dev/nvidia"),
     ],

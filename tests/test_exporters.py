@@ -186,7 +186,7 @@ def test_prepare_refuses_a_copy_that_would_need_a_tolerance(early_ends: Path, tm
     """Its video is 0.4 frames late, so that frame_index / fps does not locate its frames either."""
     root = Path(shutil.copytree(early_ends, tmp_path / "data"))
     edit_table(root, EPISODE_TABLE, lambda table: put(table, START, [*(table[START].to_numpy() - 0.4 / FPS)]))
-    with pytest.raises(DaliStreamError, match=r"is at .* s away, and at most 0.0083 s \(a quarter of a frame\) is allowed"):
+    with pytest.raises(DaliStreamError, match=r"is at .* s away, but at most 0.0083 s \(a quarter of a frame\) is allowed"):
         prepared(root, tmp_path / "out", clock="frame_index", tolerance_s=0.016)
 
 

@@ -258,18 +258,18 @@ def test_text_is_delivered_as_lists_of_str(tmp_path: Path, stored: str) -> None:
 
 IMPOSSIBLE: dict[str, tuple[str, list[int], pa.Array, str]] = {
     "uint64 above int64": (
-        "uint64", [1], pa.array([0, 0, 0, 2**63, 0], pa.uint64()), r"has the value 9223372036854775808 \(uint64\).*is int64",
+        "uint64", [1], pa.array([0, 0, 0, 2**63, 0], pa.uint64()), r"int64 in batches, got 9223372036854775808 \(uint64\)",
     ),
-    "a fraction for an integer": ("int64", [1], pa.array([0, 0, 0, 0.5, 0]), r"value 0.5 \(double\), and .* says int64"),
-    "NaN for an integer": ("int64", [1], pa.array([0, 0, 0, np.nan, 0]), r"value nan \(double\), and .* says int64"),
-    "2 for bool": ("bool", [1], pa.array([0, 0, 0, 2, 0]), r"value 2 \(int64\), and .* says bool"),
-    "a list of two for one number": ("float32", [1], pa.array([[0.0]] * 3 + [[0.0, 1.0]] * 2), r"another shape than \[1\]"),
-    "a list of none for one number": ("float32", [1], pa.array([[0.0]] * 3 + [[], [0.0]]), r"another shape than \[1\]"),
-    "a number for a list": ("float32", [2], pa.array([0.0] * 5), r"holds double, and meta/info.json says shape \[2\]"),
+    "a fraction for an integer": ("int64", [1], pa.array([0, 0, 0, 0.5, 0]), r"must hold int64, .*got 0.5 \(double\)"),
+    "NaN for an integer": ("int64", [1], pa.array([0, 0, 0, np.nan, 0]), r"must hold int64, .*got nan \(double\)"),
+    "2 for bool": ("bool", [1], pa.array([0, 0, 0, 2, 0]), r"must hold bool, .*got 2 \(int64\)"),
+    "a list of two for one number": ("float32", [1], pa.array([[0.0]] * 3 + [[0.0, 1.0]] * 2), r"have shape \[1\], .*another"),
+    "a list of none for one number": ("float32", [1], pa.array([[0.0]] * 3 + [[], [0.0]]), r"must have shape \[1\], .*another"),
+    "a number for a list": ("float32", [2], pa.array([0.0] * 5), r"must have shape \[2\], as meta/info.json says, got double"),
     "a missing number": ("float32", [1], pa.array([0.0, 0.0, 0.0, None, 0.0]), "1 of 2 values are missing"),
-    "text for numbers": ("float32", [1], pa.array(list("abcde")), "holds string, and .* says float32"),
+    "text for numbers": ("float32", [1], pa.array(list("abcde")), "must hold float32 .*, got string"),
     "a missing text": ("string", [1], pa.array(["", "", "", None, ""]), "1 of 2 values are missing"),
-    "bytes for text": ("string", [1], pa.array([b"a"] * 5), "holds bytes, and str is needed"),
+    "bytes for text": ("string", [1], pa.array([b"a"] * 5), "must hold str, got bytes"),
 }  # fmt: skip
 
 
@@ -277,7 +277,7 @@ IMPOSSIBLE: dict[str, tuple[str, list[int], pa.Array, str]] = {
 def test_a_value_that_its_feature_cannot_have_is_an_error_with_a_remedy(tmp_path: Path, stored: str) -> None:
     dtype, shape, values, said = IMPOSSIBLE[stored]
     dataset = Dataset(one_column(tmp_path, dtype, shape, values), episodes=[1])
-    with pytest.raises(DatasetError, match=rf"file-000.parquet: episode 1: x: .*{said}"):
+    with pytest.raises(DatasetError, match=rf"file-000.parquet: episode 1: x:? .*{said}"):
         delivered(dataset)
     assert delivered(dataset.without(["x"]), "index").tolist() == [3, 4]  # type: ignore[attr-defined]
 
@@ -294,7 +294,7 @@ def test_a_column_of_another_dtype_is_passed_over_with_one_line(
     with Loader(plain, batch_size=2) as expected, Loader(root, batch_size=2) as found:
         assert all(equal(*pair) for pair in zip(expected, found, strict=True))
     [said] = [record.getMessage() for record in caplog.records]
-    assert f"feature 'y' has dtype {str(dtype)!r}, which is not read; batches will lack it" in said
+    assert f"feature 'y' has dtype {str(dtype)!r}, which is not read. Batches will lack it" in said
 
 
 def test_features_can_be_left_out(odd: Path) -> None:
@@ -309,7 +309,7 @@ def test_features_can_be_left_out(odd: Path) -> None:
 
 @pytest.mark.parametrize("key", ["nothing", "timestamp", "index"])
 def test_what_every_dataset_has_cannot_be_left_out(odd: Path, key: str) -> None:
-    with pytest.raises(ValueError, match=rf"'{key}' cannot be left out. Allowed: observation.image, note, "):
+    with pytest.raises(ValueError, match=rf"can be left out, got '{key}'. Available: observation.image, note, "):
         Dataset(odd).without([key])
 
 
@@ -415,7 +415,7 @@ def test_a_column_named_sample_is_delivered_where_nothing_is_augmented(odd: Path
 
 def test_a_column_named_sample_is_refused_where_frames_are_augmented(odd: Path, tmp_path: Path) -> None:
     root = with_column(copied(odd, tmp_path), "sample", "one")
-    with pytest.raises(ValueError, match=r"a feature 'sample'.*leave the feature out with dataset.without\(\['sample'\]\)"):
+    with pytest.raises(ValueError, match=r"the feature 'sample'.*Leave it out with dataset.without\(\['sample'\]\)"):
         Loader(root, batch_size=4, dali_graph=lambda nodes: nodes)
     with Loader(Dataset(root).without(["sample"]), batch_size=4, dali_graph=lambda nodes: nodes) as loader:
         assert "sample" not in next(iter(loader))
@@ -448,7 +448,9 @@ def test_a_column_with_the_key_of_a_text_gives_way_to_the_text(odd: Path, tmp_pa
 
 def test_windows_on_a_key_and_on_the_key_of_its_mask_are_refused(odd: Path, tmp_path: Path) -> None:
     root = with_column(copied(odd, tmp_path), "one_is_pad", "flag")
-    with pytest.raises(ValueError, match=r"delta_timestamps has 'one_is_pad'.*the mask of the window on 'one' is delivered"):
+    with pytest.raises(
+        ValueError, match=r"delta_timestamps must not have 'one_is_pad'.*the mask of the window on 'one' is delivered"
+    ):
         Loader(root, batch_size=4, delta_timestamps={"one": [0.0, 0.1], "one_is_pad": [0.0, 0.1]})
     with Loader(root, batch_size=4, delta_timestamps={"one_is_pad": [0.0, 0.1]}) as loader:
         assert next(iter(loader))["one_is_pad_is_pad"].shape == (4, 2)

@@ -140,7 +140,7 @@ def test_an_api_that_hangs_ends_in_the_stated_time(hub: Hub) -> None:
     [
         ("hf://datasets/owner/nothing", DatasetError, "not found on .*hf auth login"),
         ("hf://buckets/owner/nothing", DatasetError, "not found on .*hf auth login"),
-        ("hf://datasets/owner/gated", StorageError, "accept its terms on http"),
+        ("hf://datasets/owner/gated", StorageError, "accept the terms of a gated repository on http"),
         (f"{REPO}@v9", DatasetError, "unknown revision 'v9'"),
         ("hf://owner/robot", DatasetError, "hf://datasets/<owner>/<name>"),
         ("hf://datasets/robot", DatasetError, "hf://datasets/<owner>/<name>"),
@@ -155,8 +155,8 @@ def test_what_cannot_be_opened_says_what_to_do(hub: Hub, address: str, error: ty
 @pytest.mark.parametrize(
     ("address", "options", "revision", "words"),
     [
-        (f"{REPO}@main", {}, "v1", "give one of them"),
-        (BUCKET, {}, "main", "a bucket has no revisions"),
+        (f"{REPO}@main", {}, "v1", "revision must be 'main', as in .*, got 'v1'"),
+        (BUCKET, {}, "main", "revision must be None for a bucket, got 'main'"),
         (REPO, {"headers": {}}, None, "token, endpoint and timeout"),
     ],
 )

@@ -109,9 +109,9 @@ def test_a_file_of_an_image_that_is_missing_or_outside_is_named(tmp_path: Path) 
         delivered(root)
     for number, name in enumerate(("/tmp/cache/frame.png", "gs://bucket/frame.png")):
         outside = written(tmp_path / f"{number}", pa.array([name] * len(PNGS)))
-        with pytest.raises(DatasetError, match=rf"episode 0: {ODD_CAMERA}: frame 0: .*{name}.*Embed it"):
+        with pytest.raises(DatasetError, match=rf"episode 0: {ODD_CAMERA}: the image of frame 0 .*{name}.*Embed it"):
             delivered(outside)
-    with pytest.raises(DatasetError, match=r"leads out of the dataset"):
+    with pytest.raises(DatasetError, match=r"must be a path within the dataset"):
         delivered(written(tmp_path / "up", pa.array(["../frame.png"] * len(PNGS))))
 
 
@@ -202,14 +202,26 @@ def deep_png(channels: int) -> bytes:
 
 
 REFUSED: dict[str, tuple[int, Change, str]] = {
-    "16-bit grey": (1, lambda _: deep_png(1), r"PNG of 16 bits a channel \(Pillow's mode I;16\), and L .*cameras="),
-    "16-bit RGB": (3, lambda _: deep_png(3), r"PNG of 16 bits a channel \(Pillow's mode RGB\), and RGB .*cameras="),
-    "float": (1, lambda image: image_file(image.convert("F"), "TIFF"), r"no 8-bit grey or RGB image \(Pillow's mode F\)"),
+    "16-bit grey": (
+        1,
+        lambda _: deep_png(1),
+        r"must be L of .*, got a PNG of 16 bits per channel \(Pillow's mode I;16\).*cameras=",
+    ),
+    "16-bit RGB": (
+        3,
+        lambda _: deep_png(3),
+        r"must be RGB of .*, got a PNG of 16 bits per channel \(Pillow's mode RGB\).*cameras=",
+    ),
+    "float": (
+        1,
+        lambda image: image_file(image.convert("F"), "TIFF"),
+        r"with 8 bits per channel, got another format \(Pillow's mode F\)",
+    ),
     "CMYK": (3, lambda image: image_file(image.convert("CMYK"), "JPEG"), "mode CMYK"),
-    "RGB for grey": (1, image_file, "the image is RGB of 120×128, and L of 120×128 is promised"),
-    "transparent RGBA for RGB": (3, lambda image: image_file(clear(image)), "the image is RGBA of 120×128, and RGB"),
-    "another size": (3, lambda image: image_file(image.resize((130, 120))), "RGB of 120×130, and RGB of 120×128 is promised"),
-    "a turned size": (3, lambda image: image_file(image.resize((120, 128))), "RGB of 128×120, and RGB of 120×128 is promised"),
+    "RGB for grey": (1, image_file, "the image must be L of 120×128, got RGB of 120×128"),
+    "transparent RGBA for RGB": (3, lambda image: image_file(clear(image)), "the image must be RGB of .*, got RGBA of 120×128"),
+    "another size": (3, lambda image: image_file(image.resize((130, 120))), "must be RGB of 120×128, got RGB of 120×130"),
+    "a turned size": (3, lambda image: image_file(image.resize((120, 128))), "must be RGB of 120×128, got RGB of 128×120"),
     "half a file": (3, lambda image: image_file(image)[:9999], "the image is damaged"),
 }
 
@@ -224,7 +236,7 @@ def test_an_image_that_cannot_be_delivered_as_it_is_is_an_error(tmp_path: Path, 
 
 @pytest.mark.parametrize("shape", [[120], [120, 128], [120, 128, 2], [120, 128, 3, 1]])
 def test_a_shape_that_no_image_has_is_an_error(tmp_path: Path, shape: list[int]) -> None:
-    with pytest.raises(DatasetError, match=r"camera 'observation.image' has shape .* it is \(H, W, C\) or \(C, H, W\)"):
+    with pytest.raises(DatasetError, match=r"shape of camera 'observation.image' .*: must be \(H, W, C\) or \(C, H, W\)"):
         Dataset(written(tmp_path, structs(PNGS), tuple(shape)))
 
 

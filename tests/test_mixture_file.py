@@ -91,47 +91,50 @@ def test_names_that_are_no_folder_beside_the_file_are_of_the_hub(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("datasets: [data/pick", "it is no YAML: .* line 1"),
-        ("? [a, b]\n: 1", "it is no YAML: .*unhashable key"),
-        ("[1, 2]", r"the file is '\[1, 2\]'; it is a dict with datasets"),
-        ("", "the file is 'None'; it is a dict with datasets"),
-        ("weights: {pick: 1}", "the file has no 'datasets'. Its keys: weights"),
-        ("datasets: data/pick", "the file has datasets 'data/pick'; it is a dict"),
-        ("datasets: {}", "datasets is {}; it is a dict of one or more datasets by name"),
-        ("datasets: {1: data/pick}", "a dataset has the name 1, which is no text; put it in quotes"),
-        ("datasets: {a: data/pick}\nwieghts: {a: 1}", "unknown key 'wieghts'. Allowed: datasets, weights, repeats, .*nearest"),
-        ("datasets: {a: data/pick}\nnearest: 1", "nearest '1'; it is true or false"),
-        ("datasets: {a: data/pick}\nepoch_samples: yes", "epoch_samples 'True'; it is an integer"),
-        ("datasets: {a: data/pick}\nweights: [1]", r"weights '\[1\]'; it is a dict"),
-        ("datasets: {a: data/pick}\nweights: {b: 1}", "weights names 'b', which is no dataset. Available: a"),
-        ("datasets: {a: data/pick}\nweights: {a: much}", "weights of dataset 'a' is 'much'; it is a finite number above 0"),
-        ("datasets: {a: data/pick}\nkeys: {a: state}", r"keys\['a'\] is 'state'; it is a dict"),
+        ("datasets: [data/pick", "invalid YAML: .* line 1"),
+        ("? [a, b]\n: 1", "invalid YAML: .*unhashable key"),
+        ("[1, 2]", r"the file must be a dict with the key datasets, got '\[1, 2\]'"),
+        ("", "the file must be a dict with the key datasets, got 'None'"),
+        ("weights: {pick: 1}", "the file must have the key 'datasets', got weights"),
+        ("datasets: data/pick", "datasets of the file must be a dict, got 'data/pick'"),
+        ("datasets: {}", "datasets must be a dict of one or more datasets by name, got {}"),
+        ("datasets: {1: data/pick}", "the name of a dataset must be text, got 1. Put it in quotes"),
+        (
+            "datasets: {a: data/pick}\nwieghts: {a: 1}",
+            "Unknown key 'wieghts' in the file. Allowed: datasets, weights, repeats, .*nearest",
+        ),
+        ("datasets: {a: data/pick}\nnearest: 1", "nearest of the file must be true or false, got '1'"),
+        ("datasets: {a: data/pick}\nepoch_samples: yes", "epoch_samples of the file must be an integer, got 'True'"),
+        ("datasets: {a: data/pick}\nweights: [1]", r"weights of the file must be a dict, got '\[1\]'"),
+        ("datasets: {a: data/pick}\nweights: {b: 1}", "Unknown dataset 'b' in weights. Available: a"),
+        ("datasets: {a: data/pick}\nweights: {a: much}", "weights of dataset 'a' must be a finite number above 0, got 'much'"),
+        ("datasets: {a: data/pick}\nkeys: {a: state}", r"keys\['a'\] must be a dict {.*}, got 'state'"),
         (
             "datasets: {a: data/pick}\nkeys: {a: {state: 5}}",
-            "it is a dict {key in the dataset: common key}",
+            r"keys\['a'\] must be a dict {key in the dataset: common key}, got",
         ),
-        ("datasets: {a: data/pick}\nmissing: skip", "missing is 'skip'; allowed are 'error', 'pad'"),
-        ("datasets: {a: data/pick, b: data/old, a: data/old}", "the key 'a' twice in one dict"),
-        ("datasets: {a: {episodes: [0]}}", "dataset 'a' has no 'uri'. Its keys: episodes"),
-        ("datasets: {a: {uri: data/pick, shuffle: true}}", "dataset 'a' has the unknown key 'shuffle'. Allowed: uri, revision"),
-        ("datasets: {a: {uri: data/pick, cameras: top}}", "dataset 'a' has cameras 'top'; it is a list"),
-        ("datasets: {a: {uri: data/pick, drop_last: 1.5}}", "dataset 'a' has drop_last '1.5'; it is an integer"),
+        ("datasets: {a: data/pick}\nmissing: skip", "missing must be one of 'error', 'pad', got 'skip'"),
+        ("datasets: {a: data/pick, b: data/old, a: data/old}", "the key 'a' is duplicated in one dict"),
+        ("datasets: {a: {episodes: [0]}}", "dataset 'a' must have the key 'uri', got episodes"),
+        ("datasets: {a: {uri: data/pick, shuffle: true}}", "Unknown key 'shuffle' in dataset 'a'. Allowed: uri, revision"),
+        ("datasets: {a: {uri: data/pick, cameras: top}}", "cameras of dataset 'a' must be a list.*, got 'top'"),
+        ("datasets: {a: {uri: data/pick, drop_last: 1.5}}", "drop_last of dataset 'a' must be an integer.*, got '1.5'"),
         ("datasets: {a: {uri: data/pick, episodes: [7]}}", "dataset 'a': .*episode"),
-        ("datasets: {a: data/pick, b: data/old}", "the datasets differ:"),
-        ("datasets: {a: !!python/object/apply:os.system ['exit 1']}", "it is no YAML: could not determine a constructor"),
+        ("datasets: {a: data/pick, b: data/old}", "Datasets must have the same features, got:"),
+        ("datasets: {a: !!python/object/apply:os.system ['exit 1']}", "invalid YAML: could not determine a constructor"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said_with_its_name(written: Callable[[str, str], Path], text: str, said: str) -> None:
     path = written("wrong.yaml", text)
-    with pytest.raises(ValueError, match=f"(?s)^mixture file {re.escape(str(path))}: .*{said}"):
+    with pytest.raises(ValueError, match=f"(?s)^(Cannot read )?mixture file {re.escape(str(path))}: .*{said}"):
         Mixture.from_file(path)
 
 
 def test_files_that_cannot_be_read_are_named(written: Callable[[str, str], Path], folder: Path) -> None:
     for name, text, said in (
-        ("x.json", '{"datasets": {"a": "b", "a": "c"}}', "has the key 'a' twice"),
-        ("x.json", '{"datasets"}', "it is no JSON: Expecting ':' delimiter: line 1 column 12"),
-        ("x.txt", "datasets: {}", "its name ends in '.txt'; allowed are .yaml, .yml, .json"),
+        ("x.json", '{"datasets": {"a": "b", "a": "c"}}', "the key 'a' is duplicated"),
+        ("x.json", '{"datasets"}', "invalid JSON: Expecting ':' delimiter: line 1 column 12"),
+        ("x.txt", "datasets: {}", "its name must end in .yaml or .yml or .json, got '.txt'"),
     ):
         with pytest.raises(ValueError, match=said):
             Mixture.from_file(written(name, text))

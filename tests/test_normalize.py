@@ -143,8 +143,8 @@ def test_what_the_users_function_renames_is_not_left_as_it_is(demo: Path, normal
     [
         ("std", r"normalize\[.*\] must be one of 'mean_std', 'min_max', 'quantiles' or None, .* got 'std'"),
         ({ACTION: "zscore"}, r"normalize\['action'\] must be one of .*, got 'zscore'"),
-        ({"acton": "min_max"}, r"normalize has 'acton', which is not a float feature\. Available: observation"),
-        ({"index": "min_max"}, "normalize has 'index'"),
+        ({"acton": "min_max"}, r"normalize must name float features, got 'acton'\. Available: observation"),
+        ({"index": "min_max"}, "normalize must name float features, got 'index'"),
         (True, "normalize must be one of 'mean_std', 'min_max', 'quantiles', a dict .*, got True"),
         ([ACTION], r"normalize must be one of .*, got \['action'\]"),
         ({ACTION: ["min_max"]}, r"normalize\['action'\] must be one of .* got \['min_max'\]"),
@@ -156,22 +156,25 @@ def test_what_cannot_be_normalised(demo: Path, normalize: Any, message: str) -> 
 
 
 def test_frames_are_normalised_as_floats(demo: Path) -> None:
-    with pytest.raises(ValueError, match=f'normalize names {TOP}.*image_dtype="float32"'):
+    with pytest.raises(ValueError, match=f'image_dtype must be "float32" to normalize {TOP}, got .uint8.'):
         Loader(demo, batch_size=4, normalize={TOP: "mean_std"}, image_dtype="uint8")
 
 
 def test_statistics_that_are_missing_or_wrong(demo_copy: Path) -> None:
     changed(demo_copy, ACTION, q01=None)
-    with pytest.raises(ValueError, match=r"normalize needs q01 of action, and meta/stats.json has min, max, .* of it"):
+    with pytest.raises(ValueError, match=r"normalize needs q01 of action, but meta/stats.json has min, max, .* of it"):
         Loader(demo_copy, batch_size=4, normalize={ACTION: "quantiles"})
     (kept := demo_copy / "meta/kept.json").write_bytes((demo_copy / "meta/stats.json").read_bytes())
     (demo_copy / "meta/stats.json").unlink()
     how = r"Dataset\(uri, stats=dataset\.compute_stats\(\)\), or `dali-stream stats URI"
-    with pytest.raises(ValueError, match=rf"needs mean of .*, and meta/stats\.json is missing or empty\. Compute it: {how}"):
+    with pytest.raises(ValueError, match=rf"needs mean of .*, but meta/stats\.json is missing or empty\. Compute it: {how}"):
         Loader(demo_copy, batch_size=4, normalize="mean_std")
     kept.rename(demo_copy / "meta/stats.json")
     changed(demo_copy, ACTION, mean=[1.0, 2.0])
-    with pytest.raises(DatasetError, match=r"stats.json: mean of action is \[1.0, 2.0\], of shape \(2,\); .*of shape \(4,\)"):
+    with pytest.raises(
+        DatasetError,
+        match=r"Invalid mean of action in .*stats.json: must be .*of shape \(4,\), got \[1.0, 2.0\] of shape \(2,\)",
+    ):
         Loader(demo_copy, batch_size=4, normalize={ACTION: "mean_std"})
     changed(demo_copy, ACTION, mean=[1.0, 2.0, float("nan"), 0.0])
     with pytest.raises(DatasetError, match="finite numbers"):
@@ -297,10 +300,13 @@ def test_statistics_that_are_given_change_no_order_and_no_state(demo: Path) -> N
 @pytest.mark.parametrize(
     ("stats", "message"),
     [
-        ("mine.json", r"stats is mine.json; Invalid statistics: .*{key: {statistic: numbers}}"),
-        ({ACTION: [1, 2]}, "Invalid statistics"),
-        ({STATE: {"mean": [0.0]}}, "normalize needs mean of action, and stats= has nothing of it"),
-        ({ACTION: {"mean": [0.0], "std": [1.0]}}, r"stats=: mean of action is \[0.0\], of shape \(1,\); .* of shape \(4,\)"),
+        ("mine.json", r"stats must be {key: {statistic: numbers}} .*, got mine.json"),
+        ({ACTION: [1, 2]}, "stats must be {key: {statistic: numbers}} .*, got {'action'"),
+        ({STATE: {"mean": [0.0]}}, "normalize needs mean of action, but stats= has nothing of it"),
+        (
+            {ACTION: {"mean": [0.0], "std": [1.0]}},
+            r"mean of action in stats= must be .* of shape \(4,\), got \[0.0\] of shape \(1,\)",
+        ),
     ],
 )
 def test_statistics_that_are_none(demo: Path, stats: Any, message: str) -> None:

@@ -310,16 +310,16 @@ def test_a_forked_process_is_told_that_it_cannot_read(objects: Objects) -> None:
 @pytest.mark.parametrize(
     ("address", "options", "words"),
     [
-        ("s3://robots", {"acces_key": "x"}, "storage_options has acces_key"),
-        ("s3://robots", {"config_kwargs": {"no_such_option": 2}}, "storage_options has no_such_option"),
-        ("s3://robots", {"client_kwargs": {"verify": False}}, "storage_options has verify"),
-        ("s3://robots", {"client_options": {"no_such": 2}}, "storage_options has no_such"),
-        ("s3://robots", {"timeout": 0}, "timeout=0"),
-        ("s3://", {}, "names no bucket"),
+        ("s3://robots", {"acces_key": "x"}, "unknown storage_options acces_key"),
+        ("s3://robots", {"config_kwargs": {"no_such_option": 2}}, "Unknown storage_options in .*: no_such_option"),
+        ("s3://robots", {"client_kwargs": {"verify": False}}, "Unknown storage_options in .*: verify"),
+        ("s3://robots", {"client_options": {"no_such": 2}}, "unknown storage_options no_such"),
+        ("s3://robots", {"timeout": 0}, r"storage_options\['timeout'\] must be a positive number of seconds, got 0"),
+        ("s3://", {}, "address must name a bucket, .*, got"),
         ("gs://robots", {"requester_pays": True}, "the project that pays"),
-        ("gs://robots", {"consistency": "md5"}, "storage_options has consistency"),
-        ("az://robots", {}, "lacks account_name"),
-        ("az://robots", {"account_name": "a", "block": 2}, "storage_options has block"),
+        ("gs://robots", {"consistency": "md5"}, "unknown storage_options consistency"),
+        ("az://robots", {}, "must have account_name"),
+        ("az://robots", {"account_name": "a", "block": 2}, "unknown storage_options block"),
     ],
 )
 def test_what_is_not_understood_is_an_error_that_names_it(address: str, options: dict[str, Any], words: str) -> None:
@@ -410,7 +410,7 @@ def test_credentials_of_instance_and_web_identity_roles(
 
 @pytest.mark.parametrize(
     ("address", "module", "words"),
-    [("sftp://robots/set", "paramiko", "paramiko"), ("nonsense://robots/set", "json", "nonsense:// is unknown")],
+    [("sftp://robots/set", "paramiko", "paramiko"), ("nonsense://robots/set", "json", "unknown scheme nonsense://")],
 )
 def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch, address: str, module: str, words: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)

@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_refused(augmented: tuple[dict[str, Any], list[list
         batch_at(plain, 0, 0, graph)
     with pytest.raises(ValueError, match="batch must be below 4"):
         batch_at(config, 0, 4, graph)
-    with pytest.raises(ValueError, match="epoch is -1"):
+    with pytest.raises(ValueError, match=r"epoch must be .*, got -1"):
         batch_at(config, -1, 0, graph)
     with pytest.raises(ValueError, match=r"config must be the result of Loader.describe\(\)"):
         batch_at({"seed": 1}, 0, 0)

@@ -137,7 +137,7 @@ def test_set_epoch_keeps_a_place_in_that_epoch_and_warns_of_leaving_it(caplog: p
         sampler = make()
         sampler.load_state_dict(state)
         sampler.set_epoch(epoch)
-        assert ("gives up the place that was resumed, position 10 of epoch 0" in caplog.text) == bool(epoch)
+        assert ("discards the resumed position 10 of epoch 0" in caplog.text) == bool(epoch)
         assert list(sampler) == expected
 
 
@@ -246,16 +246,17 @@ def test_a_mixture_resumes_on_other_ranks_at_the_very_next_sample(parts: dict[st
 
 def test_what_does_not_fit_a_mixture_is_refused(parts: dict[str, Dataset]) -> None:
     state = make(mixture := Mixture(parts)).state_dict(step=0, batch_size=1)
-    with pytest.raises(ValueError, match=r"drop_last is 3, which are of one dataset; give them to each Dataset"):
+    with pytest.raises(ValueError, match=r"drop_last must be 0 for a mixture, got 0 and 3\. Pass them to each Dataset"):
         make(mixture, drop_last=3)
     with pytest.raises(
-        ValueError, match=r"an epoch of the mixture of c has 2 samples for world_size=3; .* larger epoch_samples"
+        ValueError,
+        match=r"an epoch of the mixture of c must have .* each of world_size=3 ranks, got 2 samples. .* larger epoch_samples",
     ):
         make(Mixture({"c": parts["c"]}, temperature=1, epoch_samples=2), world=3)
-    with pytest.raises(ResumeError, match=r"of the order .*'mixture'.* resume with the same arguments"):
+    with pytest.raises(ResumeError, match=r"order of the state must be .*'mixture'.* Resume with the same arguments"):
         make(Mixture(parts, repeats={"a": 2, "b": 1, "c": 1})).load_state_dict(state)
     for others in ({"b": parts["b"], "a": parts["a"], "c": parts["c"]}, parts | {"b": parts["a"]}):
-        with pytest.raises(ResumeError, match="of other episodes"):
+        with pytest.raises(ResumeError, match="must be the fingerprint of these episodes"):
             make(Mixture(others)).load_state_dict(state)
 
 
@@ -295,7 +296,9 @@ def test_a_resumed_run_keeps_the_order_of_its_state(batch_size: int | None, orde
 def test_a_run_on_ranks_that_do_not_divide_the_consumers_of_its_state_is_refused() -> None:
     state = FrameSampler(LENGTHS, batch_size=8, rank=0, world_size=1).state_dict(step=0, batch_size=8)
     for options in ({"batch_size": 4}, {}):
-        with pytest.raises(ResumeError, match=r"consumers=8, which world_size=3 does not divide; .* on 1, 2, 4, 8 ranks"):
+        with pytest.raises(
+            ResumeError, match=r"world_size must divide consumers=8 of the state, got 3. .* on 1, 2, 4, 8 ranks"
+        ):
             FrameSampler(LENGTHS, rank=0, world_size=3, **options).load_state_dict(state)
 
 
@@ -304,7 +307,7 @@ def test_a_checkpoint_of_plain_numbers_has_the_order_that_was_chosen_for_them() 
     sampler = FrameSampler(LENGTHS, batch_size=1, rank=0, world_size=3)
     sampler.resume(epoch=0, batch=2, batch_size=6, world_size=1)
     assert list(sampler) == order[12::3]
-    with pytest.raises(ValueError, match="world_size is 4, which does not divide consumers=6; allowed"):
+    with pytest.raises(ValueError, match=r"world_size must divide consumers=6, got 4\. Allowed"):
         FrameSampler(LENGTHS, batch_size=1, rank=0, world_size=4).resume(epoch=0, batch=2, batch_size=6, world_size=1)
 
 
@@ -405,7 +408,7 @@ def test_a_checkpoint_of_plain_numbers_resumes_with_a_warning(world: int, caplog
     warning = caplog.records[0].getMessage()
     assert caplog.records[0].levelno == logging.WARNING
     assert "position 24 of epoch 2, from batch=3, batch_size=2, world_size=4" in warning
-    assert "if the episodes, shuffle, seed, consumers" in warning
+    assert "assumes that the episodes, shuffle, seed, consumers" in warning
     assert "only while batch_size * world_size stays 8" in warning
 
 
@@ -415,14 +418,14 @@ def test_a_checkpoint_of_plain_numbers_resumes_with_a_warning(world: int, caplog
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"episode_lengths": [5, 1, 8, 7, 30]}, "of other episodes: the fingerprint .* resume with the dataset"),
-        ({"seed": 1}, "of the order .*'seed': 0.*'seed': 1.*resume with the same arguments"),
-        ({"consumers": 24}, "of the order"),
-        ({"episode_pool_size": 3}, "of the order"),
-        ({"shuffle": "global"}, "of the order"),
-        ({"shuffle": False}, "of the order"),
-        ({"drop_first": 1}, "of the order .*'drop_first': 0.*'drop_first': 1"),
-        ({"drop_last": 1}, "of the order"),
+        ({"episode_lengths": [5, 1, 8, 7, 30]}, "must be the fingerprint of these episodes, .* Resume with the dataset"),
+        ({"seed": 1}, "order of the state must be .*'seed': 1.*, got .*'seed': 0.*Resume with the same arguments"),
+        ({"consumers": 24}, "order of the state must be"),
+        ({"episode_pool_size": 3}, "order of the state must be"),
+        ({"shuffle": "global"}, "order of the state must be"),
+        ({"shuffle": False}, "order of the state must be"),
+        ({"drop_first": 1}, "order of the state must be .*'drop_first': 1.*, got .*'drop_first': 0"),
+        ({"drop_last": 1}, "order of the state must be"),
     ],
 )
 def test_a_state_of_another_order_is_refused(options: dict[str, Any], message: str) -> None:
@@ -446,14 +449,14 @@ def test_what_is_no_state_is_refused(demo: Path) -> None:
     with Loader(Dataset(demo, cameras=[]), num_threads=1) as loader:
         others = [loader.state_dict(), None, [], {}, "state"]
     for other in others:
-        with pytest.raises(ResumeError, match="this is no state of a FrameSampler"):
+        with pytest.raises(ResumeError, match="state must be that of a FrameSampler"):
             make().load_state_dict(other)  # type: ignore[arg-type]
 
 
 def test_a_place_comes_before_the_first_index() -> None:
     sampler = make()
     next(iter(sampler))
-    with pytest.raises(ResumeError, match="load_state_dict was called after iteration began; call it on a new FrameSampler"):
+    with pytest.raises(ResumeError, match=r"load_state_dict was called after iteration began. Call it on a new FrameSampler"):
         sampler.load_state_dict(sampler.state_dict(step=0, batch_size=1))
     with pytest.raises(ResumeError, match="resume was called after iteration began"):
         sampler.resume(epoch=0, batch=0, batch_size=1, world_size=1)
@@ -463,24 +466,26 @@ def test_a_step_beyond_what_was_given_out_is_refused() -> None:
     """Such as a count from the start of training, or from before a resume."""
     sampler = make()
     list(islice(it := iter(sampler), 8))
-    with pytest.raises(ValueError, match=r"step=3 with batch_size=4 is more than the 8 indices .* the present loop"):
+    with pytest.raises(
+        ValueError, match=r"step must be within the 8 indices .*, got step=3 with batch_size=4.* the current loop"
+    ):
         sampler.state_dict(step=3, batch_size=4)
     list(it)
     assert sampler.state_dict(step=13, batch_size=4)["position"] == 51
-    with pytest.raises(ValueError, match="step=14 with batch_size=4 is more than the 51"):
+    with pytest.raises(ValueError, match=r"must be within the 51 indices .*, got step=14 with batch_size=4"):
         sampler.state_dict(step=14, batch_size=4)
-    with pytest.raises(ValueError, match=r"step=1 .* is more than the 0 indices"):
+    with pytest.raises(ValueError, match=r"must be within the 0 indices .*, got step=1"):
         make().state_dict(step=1, batch_size=4)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch": 8}, r"batch must be at most 6, .* with batch_size=2 on 4 ranks, got 8; .*divmod\(count"),
-        ({"batch": -1}, "batch is -1; it is an integer of 0 or more"),
-        ({"epoch": 0.5}, "epoch is 0.5; it is an integer of 0 or more"),
-        ({"batch_size": 0}, "batch_size is 0; it is an integer of 1 or more"),
-        ({"world_size": 5}, "world_size is 5, which does not divide consumers=12; allowed"),
+        ({"batch": 8}, r"batch must be at most 6, .* with batch_size=2 on 4 ranks, got 8. For .*divmod\(count"),
+        ({"batch": -1}, "batch must be a nonnegative integer, got -1"),
+        ({"epoch": 0.5}, "epoch must be a nonnegative integer, got 0.5"),
+        ({"batch_size": 0}, "batch_size must be a positive integer, got 0"),
+        ({"world_size": 5}, "world_size must divide consumers=12, got 5. Allowed"),
     ],
 )
 def test_numbers_that_no_run_has_are_refused(change: dict[str, Any], message: str) -> None:
@@ -491,20 +496,23 @@ def test_numbers_that_no_run_has_are_refused(change: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"drop_first": -1}, "drop_first is -1; it is an integer of 0 or more"),
-        ({"drop_last": 1.5}, "drop_last is 1.5; it is an integer"),
-        ({"drop_first": 20, "drop_last": 10}, "6 episodes with 51 frames, .* leave 0 frames for world_size=1; .* drop fewer"),
-        ({"drop_first": 20, "drop_last": 5, "world": 6}, "leave 5 frames for world_size=6"),
-        ({"shuffle": "pool"}, "shuffle is 'pool'; allowed are"),
-        ({"seed": 0.5}, "seed is 0.5"),
-        ({"consumers": 0}, "consumers is 0"),
-        ({"world": 5}, "world_size is 5, which does not divide consumers=12; allowed with these consumers are 1, 2, 3"),
-        ({"rank": 2, "world": 2}, "rank is 2 and world_size is 2"),
-        ({"batch_size": 4, "world": 0}, "rank is 0 and world_size is 0"),
-        ({"batch_size": 0}, "batch_size is 0; it is an integer of 1 or more"),
-        ({"rank": None}, "give both or neither"),
-        ({"episode_lengths": [3, -1]}, "episode 1 has length -1"),
-        ({"episode_lengths": "lerobot/pusht"}, "episode_lengths has shape"),
+        ({"drop_first": -1}, "drop_first must be a nonnegative integer, got -1"),
+        ({"drop_last": 1.5}, "drop_last must be a nonnegative integer, got 1.5"),
+        (
+            {"drop_first": 20, "drop_last": 10},
+            "6 episodes with 51 frames, .* must leave a frame for each of world_size=1 ranks, got 0 frames. Drop fewer",
+        ),
+        ({"drop_first": 20, "drop_last": 5, "world": 6}, "must leave a frame for each of world_size=6 ranks, got 5 frames"),
+        ({"shuffle": "pool"}, "shuffle must be .*, got 'pool'"),
+        ({"seed": 0.5}, "seed must be an integer, got 0.5"),
+        ({"consumers": 0}, "consumers must be a positive integer, got 0"),
+        ({"world": 5}, "world_size must divide consumers=12, got 5. Allowed with these consumers: 1, 2, 3"),
+        ({"rank": 2, "world": 2}, "rank must be .*, got rank=2 and world_size=2"),
+        ({"batch_size": 4, "world": 0}, "rank must be .*, got rank=0 and world_size=0"),
+        ({"batch_size": 0}, "batch_size must be a positive integer, got 0"),
+        ({"rank": None}, "must both be passed or both be None, got None"),
+        ({"episode_lengths": [3, -1]}, "episode_lengths must be .*, got -1 for episode 1"),
+        ({"episode_lengths": "lerobot/pusht"}, "episode_lengths must be a list of integers, got shape"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
@@ -588,7 +596,7 @@ def test_a_dataset_or_a_loader_in_a_dataloader_is_an_error_with_advice(
                 given[0]
     gc.collect()  # the DataLoaders that the errors held
     assert len(dataset) == dataset.num_frames
-    with pytest.raises(TypeError, match="has no items"):
+    with pytest.raises(TypeError, match="is not indexable"):
         list(dataset)
 
 
@@ -640,5 +648,5 @@ def test_state_without_arguments_is_behind_the_last_index() -> None:
 
 @pytest.mark.parametrize("given", [{"step": 1}, {"batch_size": 4}])
 def test_a_state_takes_both_arguments_or_none(given: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="pass both, with a DataLoader, or neither"):
+    with pytest.raises(ValueError, match=r"step and batch_size must both be passed .* or both be None"):
         make().state_dict(**given)

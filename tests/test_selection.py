@@ -213,7 +213,7 @@ def test_a_split_of_the_datasets_own(demo_copy: Path) -> None:
     assert {name: part.episodes.tolist() for name, part in parts.items()} == {"train": [1, 2], "test": [5]}
     for splits, message in (
         ({}, "has no splits"),
-        ({"train": "all"}, "split 'train' must be a range such as '0:40', got 'all'"),
+        ({"train": "all"}, "Invalid split 'train' in .*: must be a range such as '0:40', got 'all'"),
         ({"train": [0, 4]}, "must be a range such as '0:40', got"),
     ):
         change_info(demo_copy, splits=splits)
@@ -230,23 +230,26 @@ def test_a_split_of_the_datasets_own(demo_copy: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"frames": {9: [(0, 1)]}}, "frames has episode 9; available are 6 episodes, from 0 to 5"),
-        ({"frames": {"gs://bucket--a": [(0, 1)]}}, "frames has the key 'gs://bucket--a'; keys are episode indices"),
-        ({"frames": {0: [(0, 4), (3, 6)]}}, r"range \[3, 6\) after frame 4; ranges rise, do not overlap"),
-        ({"frames": {0: [(4, 4)]}}, "are not empty"),
-        ({"frames": {0: [(0, 10_000)]}}, r"the episode has \d+ frames"),
-        ({"frames": {0: [(-1, 4)]}}, r"range \[-1, 4\)"),
-        ({"frames": {0: [(0.0, 4)]}}, r"range \(0.0, 4\); a range is \(start, stop\), in frames"),
-        ({"frames": {0: [3]}}, "a range is"),
-        ({"frames": {0: "0:4"}}, "it is a list of"),
-        ({"frames": [(0, 4)]}, "it is {episode index"),
-        ({"frames": "no/such.json"}, "no readable JSON file"),
-        ({"frames": {}}, "leave none of the"),
-        ({"drop_first": 10_000}, "leave none of the"),
-        ({"drop_last": -1}, "drop_last is -1; it is an integer of 0 or more"),
+        ({"frames": {9: [(0, 1)]}}, "Unknown episode 9 in frames. Available: 6 episodes, from 0 to 5"),
+        ({"frames": {"gs://bucket--a": [(0, 1)]}}, "Keys of frames must be episode indices, got 'gs://bucket--a'"),
+        (
+            {"frames": {0: [(0, 4), (3, 6)]}},
+            r"frames\[0\] must have nonempty ranges in increasing order, without overlap .*, got \[3, 6\) after frame 4",
+        ),
+        ({"frames": {0: [(4, 4)]}}, r"frames\[0\] must have nonempty ranges .*, got \[4, 4\)"),
+        ({"frames": {0: [(0, 10_000)]}}, r"within the \d+ frames of the episode, got \[0, 10000\)"),
+        ({"frames": {0: [(-1, 4)]}}, r"ranges .*, got \[-1, 4\)"),
+        ({"frames": {0: [(0.0, 4)]}}, r"frames\[0\] must have ranges \(start, stop\) in frames, got \(0.0, 4\)"),
+        ({"frames": {0: [3]}}, r"must have ranges \(start, stop\) in frames, got 3"),
+        ({"frames": {0: "0:4"}}, r"frames\[0\] must be a list of .*, got 0:4"),
+        ({"frames": [(0, 4)]}, "frames must be {episode index.*, got"),
+        ({"frames": "no/such.json"}, "frames must be a readable JSON file, got 'no/such.json'"),
+        ({"frames": {}}, "must leave at least one of the"),
+        ({"drop_first": 10_000}, "must leave at least one of the"),
+        ({"drop_last": -1}, "drop_last must be a nonnegative integer, got -1"),
         ({"episode_filter": lambda episode: False}, "episode_filter accepts none of 6 episodes"),
         ({"episode_filter": "length > 5"}, "episode_filter must be a function of an episode's columns"),
-        ({"episode_filter": pc.field("size") > 5}, "its columns are episode_index, "),
+        ({"episode_filter": pc.field("size") > 5}, "Available columns: episode_index, "),
     ],
 )
 def test_a_selection_that_makes_no_sense_is_refused(demo: Path, arguments: dict[str, Any], message: str) -> None:
@@ -261,7 +264,7 @@ def test_a_selection_that_makes_no_sense_is_refused(demo: Path, arguments: dict[
         (lambda dataset: dataset.split({"train": 0}), "must be positive numbers"),
         (lambda dataset: dataset.split({}), "shares must be positive numbers with a sum of at most 1"),
         (lambda dataset: dataset.split({"train": 0.99, "val": 0.01}), "split 'val' contains none of the 6 selected episodes"),
-        (lambda dataset: dataset.split({"train": 0.5}, seed=-1), "seed is -1"),
+        (lambda dataset: dataset.split({"train": 0.5}, seed=-1), "seed must be a nonnegative integer, got -1"),
     ],
 )
 def test_shares_that_make_no_sense_are_refused(demo: Path, split: Callable[[Dataset], Any], message: str) -> None:

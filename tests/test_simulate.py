@@ -181,7 +181,7 @@ def test_the_program_says_which_budget_or_pool_would_do(parts: SimpleNamespace, 
 
 def test_the_program_says_what_is_wrong_in_one_line(parts: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, what in (
-        ("--nodes 3 --consumers 32 --dataset-tb 0.01", "does not divide consumers=32"),
+        ("--nodes 3 --consumers 32 --dataset-tb 0.01", "must divide consumers=32, got 24"),
         ("--fps 1e9", "3e+10 frames"),
         ("--dataset-tb 1e300", "1e+300 TB"),
     ):

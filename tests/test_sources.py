@@ -87,9 +87,7 @@ def test_what_lerobot_has_downloaded_is_read_from_there(hub: Hub, small: Path, t
 
 
 def test_a_repository_that_is_not_there(hub: Hub) -> None:
-    with pytest.raises(
-        DatasetError, match=r"^someone/else: there is no such folder in .* hf://datasets/someone/else: not found"
-    ):
+    with pytest.raises(DatasetError, match=r"^someone/else does not exist in .* hf://datasets/someone/else: not found"):
         Dataset("someone/else")
 
 
@@ -102,7 +100,7 @@ def test_a_folder_that_is_not_there_is_said_before_the_hub_is_asked(hub: Hub, ca
 
     hub.set_faults([note])
     Dataset(REPOSITORY).close()
-    words = f"{REPOSITORY}: there is no such folder in {Path.cwd()}, so it is read as the id of a Hub dataset"
+    words = f"{REPOSITORY} does not exist in {Path.cwd()}, so it is read as the id of a Hub dataset"
     assert f"{words}, hf://datasets/{REPOSITORY}. " in said[0]
     caplog.clear()
     Dataset(f"hf://datasets/{REPOSITORY}").close()
@@ -115,7 +113,7 @@ def test_a_folder_that_is_not_there_where_there_is_no_network(
     monkeypatch.setenv("HF_ENDPOINT", refusing)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path / "lerobot"))
-    words = f"data/g1: there is no such folder in {tmp_path}, so it is read as the id of a Hub dataset, hf://datasets/data/g1"
+    words = f"data/g1 does not exist in {tmp_path}, so it is read as the id of a Hub dataset, hf://datasets/data/g1"
     with pytest.raises(StorageError, match=f"^{words}.*refused"):
         Dataset("data/g1")
     assert clock.now <= 5

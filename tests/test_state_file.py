@@ -94,9 +94,9 @@ def test_only_rank_0_writes_and_all_ranks_read(rows: Dataset, tmp_path: Path) ->
         (b"", r"state\.json is empty\. Remove it"),
         (b'{"version": 1, "epo', r"state\.json is not JSON .* Remove it"),
         (b"\xff\xfe\x00", r"state\.json is not JSON"),
-        (b"[]", r"state\.json: this is no state of a "),
-        (b'{"version": 1}', r"state\.json: version of the state must be 2, got 1: .* begin a new epoch"),
-        (b'{"version": 2}', r"state\.json: this is no state of a "),
+        (b"[]", r"state\.json: state must be that of a "),
+        (b'{"version": 1}', r"state\.json: version of the state must be 2, got 1 of .* begin a new epoch"),
+        (b'{"version": 2}', r"state\.json: state must be that of a "),
     ],
 )
 def test_a_damaged_file_is_an_error_that_names_it(rows: Dataset, tmp_path: Path, content: bytes, message: str) -> None:

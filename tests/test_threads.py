@@ -244,7 +244,7 @@ def test_after_dropping_a_dataset(demo: Path, use: Callable[[Path], Any]) -> Non
 
 
 def test_after_arguments_that_are_refused(demo: Path) -> None:
-    with nothing_left(), pytest.raises(ValueError, match="give a smaller batch_size"):
+    with nothing_left(), pytest.raises(ValueError, match="Use a smaller batch_size"):
         Loader(demo, batch_size=10_000)
 
 

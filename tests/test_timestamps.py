@@ -52,7 +52,7 @@ def test_wall_clock_timestamps_are_named_as_such_with_their_remedies(root: Path)
     message = str(raised.value)
     assert message.startswith(f"{CAMERA}: episode 0, frame 0: ")
     assert "timestamp 0.0103 s after from_timestamp 0.0000 s asks for 0.0103 s of the file" in message
-    assert "the nearest frame, number 0 of 72, is at 0.0000 s, 0.0103 s away" in message
+    assert "The nearest frame, number 0 of 72, is at 0.0000 s, 0.0103 s away" in message
     assert "at most 0.0083 s (a quarter of a frame) is allowed" in message
     assert "not a multiple of 1/fps = 0.03333 s, so it is probably a wall-clock time" in message
     assert 'Dataset(clock="frame_index"), or --clock frame_index on the command line, locates frames by frame_index' in message
@@ -76,7 +76,7 @@ def test_frames_by_frame_index(root: Path, jitter: float) -> None:
 
 def test_frames_by_frame_index_need_no_rising_timestamps(root: Path) -> None:
     with_times(root, [0.0] * sum(EPISODES))
-    with pytest.raises(DatasetError, match="Timestamps rise within an episode"):
+    with pytest.raises(DatasetError, match=r"Invalid timestamp of row .* must be greater than"):
         list(loader(root))
     found = list(samples(loader(Dataset(root, clock="frame_index"))))
     assert len(found) == sum(EPISODES)
@@ -102,7 +102,7 @@ def test_a_tolerance_keeps_to_the_episode(root: Path) -> None:
 def test_a_smaller_tolerance_is_kept(root: Path) -> None:
     shifted(root, 0.1)
     assert len(list(loader(root))) > 0
-    with pytest.raises(DecodeError, match=r"0.0033 s away, and at most 0.0001 s \(0.003 frames\) is allowed"):
+    with pytest.raises(DecodeError, match=r"0.0033 s away, but at most 0.0001 s \(0.003 frames\) is allowed"):
         list(loader(Dataset(root, tolerance_s=1e-4)))
 
 
@@ -143,5 +143,5 @@ def test_a_tolerance_beyond_half_a_frame_is_refused(exact: Path, tolerance_s: ob
 
 
 def test_an_unknown_clock_is_refused(exact: Path) -> None:
-    with pytest.raises(ValueError, match="clock is 'wall'; allowed are 'timestamp', 'frame_index'"):
+    with pytest.raises(ValueError, match="clock must be one of 'timestamp', 'frame_index', got 'wall'"):
         Dataset(exact, clock="wall")

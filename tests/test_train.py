@@ -277,7 +277,7 @@ def test_what_does_not_go_together_is_said_in_a_line(
         (["--resume", "--dummy"], "already exists"),
         ([], "already exists; continue from it with --resume"),
         (["--resume", "--chunk", 9], "is of chunk=8, and this run has chunk=9"),
-        (["--resume", "--seed", 1], "the state is of the order"),
+        (["--resume", "--seed", 1], "order of the state must be"),
         (["--resume", "--val-episodes", 1], "The state is of another dataset or of other episodes"),
     ],
 )

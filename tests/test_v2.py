@@ -298,7 +298,7 @@ def test_statistics_of_some_episodes_are_logged(root: Path, caplog: pytest.LogCa
     lines = (root / STATS).read_text().splitlines(keepends=True)
     (root / STATS).write_text("".join(lines[:3]))
     assert Dataset(root).stats["action"]["count"].tolist() == [sum(LENGTHS[:3])]
-    assert "has statistics of 3 episodes, and the dataset has 5" in caplog.text
+    assert "has statistics of 3 episodes, although the dataset has 5" in caplog.text
 
 
 def test_normalize(roots: dict[str, Path]) -> None:
@@ -318,71 +318,98 @@ def line(root: Path, path: str, number: int, text: str) -> None:
 
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no episodes.jsonl": (lambda root: (root / EPISODES).unlink(), r"episodes\.jsonl: no such file"),
-    "an empty episodes.jsonl": (lambda root: (root / EPISODES).write_text(""), r"episodes\.jsonl: no episodes"),
-    "half a line": (lambda root: line(root, EPISODES, 2, '{"episode_index": 2, "le'), r"episodes\.jsonl, line 3: not JSON"),
-    "a list": (lambda root: line(root, EPISODES, 1, "[]"), r"episodes\.jsonl, line 2: is list; it must be a JSON object"),
+    "an empty episodes.jsonl": (lambda root: (root / EPISODES).write_text(""), r"No episodes in .*episodes\.jsonl"),
+    "half a line": (
+        lambda root: line(root, EPISODES, 2, '{"episode_index": 2, "le'),
+        r"Invalid JSON in .*episodes\.jsonl, line 3: ",
+    ),
+    "a list": (lambda root: line(root, EPISODES, 1, "[]"), r"episodes\.jsonl, line 2: must be a JSON object, got list"),
     "an LFS pointer": (
         lambda root: (root / EPISODES).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 3\n"),
         r"episodes\.jsonl",
     ),
-    "no index": (lambda root: line(root, EPISODES, 1, '{"length": 6}'), "line 2: episode_index is None; it is an integer"),
+    "no index": (
+        lambda root: line(root, EPISODES, 1, '{"length": 6}'),
+        "Invalid episode_index in .*line 2: must be .* integer, got None",
+    ),
     "an index twice": (
         lambda root: line(root, EPISODES, 1, '{"episode_index": 0, "length": 6}'),
-        "episode 0: its index is negative or stands there twice",
+        "Invalid episode 0 in .*: episode_index must be nonnegative and not duplicated",
     ),
-    "an index of text": (lambda root: line(root, EPISODES, 1, '{"episode_index": "1"}'), "line 2: episode_index is 1"),
-    "a negative index": (lambda root: line(root, EPISODES, 1, '{"episode_index": -1, "length": 6}'), "episode_index is -1"),
-    "no length": (lambda root: line(root, EPISODES, 1, '{"episode_index": 1}'), "line 2: length is None"),
+    "an index of text": (
+        lambda root: line(root, EPISODES, 1, '{"episode_index": "1"}'),
+        "Invalid episode_index in .*line 2: .*, got 1$",
+    ),
+    "a negative index": (
+        lambda root: line(root, EPISODES, 1, '{"episode_index": -1, "length": 6}'),
+        "Invalid episode_index in .*, got -1$",
+    ),
+    "no length": (lambda root: line(root, EPISODES, 1, '{"episode_index": 1}'), "Invalid length in .*line 2: .*, got None"),
     "a length of 0": (
         lambda root: line(root, EPISODES, 1, '{"episode_index": 1, "length": 0}'),
-        "episode 1: its length is not",
+        "Invalid episode 1 in .*: length must be",
     ),
-    "a bool for a length": (lambda root: line(root, EPISODES, 1, '{"episode_index": 1, "length": true}'), "length is True"),
+    "a bool for a length": (
+        lambda root: line(root, EPISODES, 1, '{"episode_index": 1, "length": true}'),
+        "Invalid length in .*, got True",
+    ),
     "another length": (
         lambda root: line(root, EPISODES, 1, '{"episode_index": 1, "length": 7}'),
-        r"promises 41 frames, and .*episodes\.jsonl holds 42",
+        r"Invalid total_frames in .*: must be 42, .* in .*episodes\.jsonl, got 41",
     ),
-    "an episode less": (lambda root: line(root, EPISODES, 4, ""), r"promises 5 episodes, and .*episodes\.jsonl holds 4"),
+    "an episode less": (
+        lambda root: line(root, EPISODES, 4, ""),
+        r"total_episodes in .*: must be 4, .* in .*episodes\.jsonl, got 5",
+    ),
     "a task of a number": (
         lambda root: line(root, TASKS, 1, '{"task_index": 1, "task": 3}'),
-        r"tasks\.jsonl, line 2: task is 3",
+        r"tasks\.jsonl, line 2: task must be text, got 3",
     ),
     "a task twice": (
         lambda root: line(root, TASKS, 1, '{"task_index": 0, "task": "x"}'),
-        "line 2: a second line of task_index 0",
+        "line 2: task_index 0 is duplicated",
     ),
-    "half a line of statistics": (lambda root: line(root, STATS, 1, '{"episode'), r"episodes_stats\.jsonl, line 2: not JSON"),
+    "half a line of statistics": (lambda root: line(root, STATS, 1, '{"episode'), r"JSON in .*episodes_stats\.jsonl, line 2: "),
     "statistics of text": (
         lambda root: line(root, STATS, 1, '{"episode_index": 1, "stats": 3}'),
-        r"episodes_stats\.jsonl, line 2: episode 1: Invalid statistics",
+        r"Invalid statistics of episode 1 in .*episodes_stats\.jsonl, line 2: must be ",
     ),
     "statistics without count": (
         lambda root: line(root, STATS, 1, '{"episode_index": 1, "stats": {"action": {"min": [1]}}}'),
-        r"episodes_stats\.jsonl: the statistics of 'action' cannot be aggregated",
+        r"Invalid statistics in .*episodes_stats\.jsonl: each episode must have .* for 'action'",
     ),
-    "statistics twice": (lambda root: line(root, STATS, 1, '{"episode_index": 0, "stats": {}}'), "a second line of episode 0"),
+    "statistics twice": (
+        lambda root: line(root, STATS, 1, '{"episode_index": 0, "stats": {}}'),
+        "episode_index 0 is duplicated",
+    ),
     "a path of v3.0": (
         lambda root: change_info(root, data_path="data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"),
-        "data_path is not a path template: it has the field {file_index:03d}; allowed are .*{episode_index:06d}",
+        "path template data_path in .*: unknown field {file_index:03d}. Allowed fields: .*{episode_index:06d}",
     ),
     "one file for all episodes": (
         lambda root: change_info(root, data_path="data/{episode_chunk:03d}.parquet"),
-        "data_path is not a path template: it lacks the field {episode_index}",
+        "path template data_path in .*: missing field {episode_index}",
     ),
     "one file for all cameras": (
         lambda root: change_info(root, video_path="videos/{episode_index:06d}.mp4"),
-        "video_path is not a path template: it lacks the field {video_key}",
+        "path template video_path in .*: missing field {video_key}",
     ),
     "a path out of the dataset": (
         lambda root: change_info(root, data_path="../{episode_index:06d}"),
-        "leads out of the dataset",
+        "must be a path within the dataset",
     ),
-    "chunks of no episodes": (lambda root: change_info(root, chunks_size=0), "chunks_size is 0; it is the number of episodes"),
-    "no chunks": (lambda root: change_info(root, chunks_size=None), "chunks_size is None"),
-    "no path of the videos": (lambda root: change_info(root, video_path=None), "has video features, and video_path is null"),
+    "chunks of no episodes": (
+        lambda root: change_info(root, chunks_size=0),
+        "Invalid chunks_size in .*: must be the number of episodes in a chunk, got 0",
+    ),
+    "no chunks": (lambda root: change_info(root, chunks_size=None), "Invalid chunks_size in .*, got None"),
+    "no path of the videos": (
+        lambda root: change_info(root, video_path=None),
+        "Invalid video_path in .* for video features, got null",
+    ),
     "rows of another episode": (
         lambda root: shutil.copy(root / v2_path(V2_ROWS, 0), root / v2_path(V2_ROWS, 1)),
-        r"episode_000001\.parquet: episode 1: the metadata promises 6 rows, and the file holds 0",
+        r"Invalid episode 1 in .*episode_000001\.parquet: must have 6 rows, as the metadata says, got 0",
     ),
     "no rows": (lambda root: (root / v2_path(V2_ROWS, 3)).unlink(), r"chunk-001/episode_000003\.parquet: no such file"),
 }

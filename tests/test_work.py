@@ -87,4 +87,4 @@ def test_a_torchcodec_that_cannot_be_loaded_is_explained(error: Exception, said:
     assert spec.loader
     with pytest.raises(DaliStreamError) as caught:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert f"torchcodec cannot be loaded {said}; it needs FFmpeg's shared libraries" in str(caught.value)
+    assert f"torchcodec cannot be loaded {said}. It needs FFmpeg's shared libraries" in str(caught.value)

@@ -23,13 +23,13 @@ CODECS, CHROMA, DEPTHS = tuple(_CODECS), tuple(_CHROMA), (8, 10, 12)
 _NV12, _P016 = 1 << 0, 1 << 1  # bits of the output mask for the formats that DALI requests: 4:2:0 of 8 bits, and of more
 _REMEDIES = {  # advice by CUDA error
     2: "free memory on this GPU",
-    34: "what was loaded is the CUDA toolkit's stub and not the driver; take its folder out of LD_LIBRARY_PATH",
-    46: "another process holds this GPU for itself; end it, or set the GPU's compute mode back to Default",
+    34: "the CUDA toolkit's stub was loaded instead of the driver. Take its folder out of LD_LIBRARY_PATH",
+    46: "another process holds this GPU for itself. End it, or set the GPU's compute mode back to Default",
     100: "start the container with --gpus all, ask the scheduler for a GPU, or look at CUDA_VISIBLE_DEVICES",
     101: "look at CUDA_VISIBLE_DEVICES",
-    800: "this user may not use the GPU; look at the rights of /dev/nvidia*",
-    802: "the machine's fabric manager is not running or not of the driver's version; start nvidia-fabricmanager",
-    803: "the driver's libraries and its kernel module differ; restart the machine, or the container after a driver update",
+    800: "this user may not use the GPU. Check the permissions of /dev/nvidia*",
+    802: "the machine's fabric manager is not running or not of the driver's version. Start nvidia-fabricmanager",
+    803: "the driver's libraries and its kernel module differ. Restart the machine, or the container after a driver update",
     804: "remove the CUDA compatibility libraries (cuda-compat) from LD_LIBRARY_PATH, or use a data centre GPU",
 }
 
@@ -111,7 +111,7 @@ def cuda_version() -> tuple[int, int]:
         DriverError: If the driver is missing or fails.
     """
     version = ctypes.c_int()
-    _check(_cuda().cuDriverGetVersion(ctypes.byref(version)), "its version was asked for")
+    _check(_cuda().cuDriverGetVersion(ctypes.byref(version)), "its version was requested")
     return version.value // 1000, version.value % 1000 // 10
 
 
@@ -125,8 +125,8 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
         DriverError: If the driver is missing or fails.
     """
     with contextlib.suppress(OSError):
-        if found := re.search(r"Kernel Module .*?\s(\d+\.[\d.]+)\s", file.read_text()):
-            return found[1]
+        if match := re.search(r"Kernel Module .*?\s(\d+\.[\d.]+)\s", file.read_text()):
+            return match[1]
     return "with CUDA {}.{}".format(*cuda_version())
 
 
@@ -151,10 +151,10 @@ def capability(gpu: int, codec: str, chroma: str, depth: int) -> Capability:
         depth: Number of bits per value.
     """
     try:
-        found = capabilities(gpu).get((codec, chroma, depth))
+        supported = capabilities(gpu).get((codec, chroma, depth))
     except DriverError as error:
-        return Capability(False, f"{error}; {error.remedy}")
-    return found or Capability(False, f"NVDEC has no decoder for {codec} {chroma} {depth} bit")
+        return Capability(False, f"{error}: {error.remedy}")
+    return supported or Capability(False, f"NVDEC has no decoder for {codec} {chroma} {depth} bit")
 
 
 @functools.cache
@@ -199,19 +199,22 @@ class _Caps(ctypes.Structure):
 
 
 def _ask(nvcuvid: ctypes.CDLL, codec: str, chroma: str, depth: int) -> Capability:
-    caps, what = _Caps(codec=_CODECS[codec], chroma=_CHROMA[chroma], depth_minus_8=depth - 8), f"{codec} {chroma} {depth} bit"
+    caps, format_name = (
+        _Caps(codec=_CODECS[codec], chroma=_CHROMA[chroma], depth_minus_8=depth - 8),
+        f"{codec} {chroma} {depth} bit",
+    )
     failed = nvcuvid.cuvidGetDecoderCaps(ctypes.byref(caps))
     if failed == _NO_DEVICE:  # NVDEC is not accessible at all, whatever the codec
-        said = f"the driver answers {_error_name(failed)} when asked what NVDEC decodes"
-        raise DriverError(said, _NO_NVDEC, failed)
+        message = f"the driver answers {_error_name(failed)} when asked what NVDEC decodes"
+        raise DriverError(message, _NO_NVDEC, failed)
     if failed:
-        return Capability(False, f"the driver answers {_error_name(failed)} when asked whether NVDEC decodes {what}")
+        return Capability(False, f"the driver answers {_error_name(failed)} when asked whether NVDEC decodes {format_name}")
     if not caps.supported:
-        return Capability(False, f"this GPU has no NVDEC decoder for {what}")
+        return Capability(False, f"this GPU has no NVDEC decoder for {format_name}")
     if not caps.engines:
-        return Capability(False, "this GPU has no NVDEC engine; a MIG slice may have none")
+        return Capability(False, "this GPU has no NVDEC engine, as is possible for a MIG slice")
     if not caps.outputs & (_NV12 if depth == 8 else _P016):
-        return Capability(False, f"NVDEC decodes {what} to a format that DALI does not take (mask {caps.outputs:#x})")
+        return Capability(False, f"NVDEC decodes {format_name} to a format that DALI does not take (mask {caps.outputs:#x})")
     smallest, largest = (caps.min_height, caps.min_width), (caps.max_height, caps.max_width)
     return Capability(True, "", caps.engines, smallest, largest, caps.max_macroblocks)
 
@@ -238,7 +241,7 @@ def _context(cuda: ctypes.CDLL, gpu: int) -> Iterator[None]:
     """
     handle, context, popped = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
     _check(cuda.cuDeviceGet(ctypes.byref(handle), gpu), f"GPU {gpu} was opened")
-    _check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"a context on GPU {gpu} was asked for")
+    _check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"a context on GPU {gpu} was requested")
     try:
         _check(cuda.cuCtxPushCurrent_v2(context), f"the context on GPU {gpu} was made current")
         try:
@@ -250,9 +253,7 @@ def _context(cuda: ctypes.CDLL, gpu: int) -> Iterator[None]:
 
 
 def _cuda() -> ctypes.CDLL:
-    cuda = _load(
-        "libcuda.so.1", "install NVIDIA's driver; in a container, start it with --gpus all and NVIDIA's container toolkit"
-    )
+    cuda = _load("libcuda.so.1", "install NVIDIA's driver, or start a container with --gpus all and NVIDIA's container toolkit")
     _check(cuda.cuInit(0), "CUDA was initialised")
     return cuda
 

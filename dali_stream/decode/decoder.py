@@ -170,9 +170,9 @@ def even_tasks(ends: Int64, most: int) -> Int64:
 
 def named(source: Source, camera: str, episode: int, frames: Array, error: DecodeError) -> DecodeError:
     """Return an error whose message starts with the camera, the episode and the frames, and for a mixture also the dataset."""
-    which = ", ".join(str(frame) for frame in np.unique(frames).tolist()[:8])
+    frame_list = ", ".join(str(frame) for frame in np.unique(frames).tolist()[:8])
     names = source.dataset_names
     whose = f"dataset {names[source.dataset_of[episode]]!r}, " if names else ""
-    found = DecodeError(f"{camera}: {whose}episode {source.episodes[episode]}, frame {which}: {error}")
-    found.__cause__ = error
-    return found
+    located = DecodeError(f"{camera}: {whose}episode {source.episodes[episode]}, frame {frame_list}: {error}")
+    located.__cause__ = error
+    return located

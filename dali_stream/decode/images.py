@@ -93,21 +93,22 @@ def decode(data: bytes, feature: Feature) -> npt.NDArray[np.uint8]:
     (height, width), mode = feature.frame_size, CHANNELS[feature.channels]
     try:
         with Image.open(io.BytesIO(data)) as image:
-            promised = f"{mode} of {height}×{width} is promised"
+            expected = f"{mode} of {height}×{width}"
             deep = data[:8] == _PNG and data[24] == 16
             if deep or image.mode not in _MODES:
                 raise DecodeError(
-                    f"the image is {'a PNG of 16 bits a channel' if deep else 'no 8-bit grey or RGB image'} (Pillow's mode "
-                    f"{image.mode}), and {promised}. Leave the camera out with cameras=..., or convert its images to 8 bits"
+                    f"the image must be {expected} with 8 bits per channel, got "
+                    f"{'a PNG of 16 bits per channel' if deep else 'another format'} (Pillow's mode {image.mode}). Leave the "
+                    "camera out with cameras=..., or convert its images to 8 bits"
                 )
-            found = f"the image is {image.mode} of {image.height}×{image.width}"
+            mismatch = f"the image must be {expected}, got {image.mode} of {image.height}×{image.width}"
             if sorted(image.size) != sorted((height, width)):  # before Pillow allocates memory for the pixels
-                raise DecodeError(f"{found}, and {promised}")
+                raise DecodeError(mismatch)
             if ExifTags.Base.Orientation in image.getexif():
                 image = ImageOps.exif_transpose(image)
             pixels = _converted(image, mode)
             if pixels is None or image.size != (width, height):
-                raise DecodeError(f"{found}, and {promised}")
+                raise DecodeError(mismatch)
             return np.array(pixels).reshape(height, width, -1)
     except (OSError, SyntaxError, ValueError, IndexError, struct.error, Image.DecompressionBombError) as error:
         raise DecodeError(f"the image is damaged: {error}") from error

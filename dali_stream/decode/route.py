@@ -116,7 +116,7 @@ def refusal(gpu: int | None, video: VideoFormat, index: VideoIndex) -> str:
     """Return why DALI must not decode this video, by its index. Empty if it may."""
     if gpu is None:
         if video.codec not in DALI_ON_CPU:
-            return f"DALI decodes {', '.join(DALI_ON_CPU)} on a CPU, and this is {video.codec}"
+            return f"DALI decodes only {', '.join(DALI_ON_CPU)} on a CPU, and not {video.codec}"
     elif refused := _capability_refusal(gpu, video):
         return refused
     if len(index.configs) > 1:
@@ -146,7 +146,7 @@ def _unsafe_on_nvdec(video: VideoFormat, index: VideoIndex) -> str:
     if video.interlaced:
         return f"DALI was not seen to deliver interlaced {video.codec} right from NVDEC"
     if video.height % 2 or video.width % 2:
-        return f"NVDEC delivers frames of even sizes, and these are {video.height}×{video.width}"
+        return f"NVDEC delivers only frames of even sizes, and not of {video.height}×{video.width}"
     return video.header_error or _padding_refusal(video)
 
 
@@ -167,9 +167,9 @@ def _padding_refusal(video: VideoFormat) -> str:
     if coded == size:
         return ""
     helps = smallest_coded_size("hevc", *size) == size
-    advice = "; `dali-stream prepare URI OUT --codec hevc` re-encodes the dataset for NVDEC" if helps else ""
-    what = f"{size[0]}×{size[1]} is coded as {coded[0]}×{coded[1]} in {video.codec}"
-    return f"{what}, which DALI's cache of NVDEC decoders confuses with frames of that size{advice}"
+    advice = ". `dali-stream prepare URI OUT --codec hevc` re-encodes the dataset for NVDEC" if helps else ""
+    sizes = f"{size[0]}×{size[1]} is coded as {coded[0]}×{coded[1]} in {video.codec}"
+    return f"{sizes}, which DALI's cache of NVDEC decoders confuses with frames of that size{advice}"
 
 
 def _name(video: VideoFormat) -> str:

@@ -61,7 +61,7 @@ def compute_stats(
                 each.add(rows[key])
             seconds[episode] = dataset.seconds(episode, rows)[chosen.get(episode, [])]
             progress(next(done), total)
-        found: dict[str, dict[str, Any]] = {key: each.result() for key, each in sums.items()}
+        statistics: dict[str, dict[str, Any]] = {key: each.result() for key, each in sums.items()}
         for camera in cameras:
             of_episode = (
                 _of_video(dataset, store, camera, seconds) if camera in dataset.videos else _of_images(dataset, store, camera)
@@ -70,10 +70,10 @@ def compute_stats(
             for parts in _in_order(dataset, (functools.partial(of_episode, *each) for each in chosen.items())):
                 histograms.append(add_histograms(parts))
                 progress(next(done), total)
-            found[camera] = image_stats([add_histograms(histograms)])
+            statistics[camera] = image_stats([add_histograms(histograms)])
     finally:
         store.close()
-    return stats_of({key: found[key] for key in wanted})
+    return stats_of({key: statistics[key] for key in wanted})
 
 
 def _keys(dataset: DatasetFiles, keys: Iterable[str] | None) -> list[str]:
@@ -82,16 +82,16 @@ def _keys(dataset: DatasetFiles, keys: Iterable[str] | None) -> list[str]:
     Raises:
         ValueError: If `keys` is a string, or contains an unknown feature or one without numbers.
     """
-    there = [key for key, feature in dataset.features.items() if not feature.is_text]
+    numeric = [key for key, feature in dataset.features.items() if not feature.is_text]
     if keys is None:
-        return there
+        return numeric
     if isinstance(keys, str):
-        raise ValueError(f"keys is the string {keys!r}; it is a list of keys")
+        raise ValueError(f"keys must be a list of keys, got the string {keys!r}")
     asked = list(keys)
     for key in asked:
-        if key not in there:
-            raise ValueError(f"Unknown key {key!r}, or one without numbers. Available: {', '.join(there)}")
-    return [key for key in there if key in asked]
+        if key not in numeric:
+            raise ValueError(f"Unknown key {key!r}, or one without numbers. Available: {', '.join(numeric)}")
+    return [key for key in numeric if key in asked]
 
 
 def _sample(dataset: DatasetFiles) -> dict[int, list[int]]:
@@ -132,8 +132,8 @@ def _rows(dataset: DatasetFiles, store: Store, episodes: Iterable[int], keys: Se
     """Yield each episode with its rows, which have the features `keys`, the timestamps and the frame indices."""
     reader = RowReader(dataset, store, keys={*keys, "timestamp", "frame_index"})
     # A row group of several episodes is read once, as long as the result is referenced.
-    for episode, found in _in_order(dataset, (functools.partial(lambda e: (e, reader.read(e)), e) for e in episodes)):
-        yield episode, found[episode]
+    for episode, episode_rows in _in_order(dataset, (functools.partial(lambda e: (e, reader.read(e)), e) for e in episodes)):
+        yield episode, episode_rows[episode]
 
 
 def _of_video(
@@ -163,13 +163,13 @@ def _of_video(
             for lacking in times[packets == LACKING]:
                 why = explain(index, interval, lacking, dataset.fps, dataset.tolerance_s)
                 raise DecodeError(f"{store.where(index.path)}: {why}")
-            found = []
+            histograms = []
             for description, alike in itertools.groupby(packets.tolist(), key=lambda packet: index.config[packet]):
                 video, same = describe(index.configs[description]), list(alike)
                 for at in range(0, len(same), _FRAMES_AT_ONCE):
                     part = same[at : at + _FRAMES_AT_ONCE]
-                    found.append(image_histogram(decode.decode(store, [index] * len(part), part, video)[0]))
-            return found
+                    histograms.append(image_histogram(decode.decode(store, [index] * len(part), part, video)[0]))
+            return histograms
         except DecodeError as error:
             raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from None
 

@@ -35,7 +35,7 @@ try:
     from torchcodec.decoders import VideoDecoder
 except (ImportError, OSError, RuntimeError) as error:
     raise DaliStreamError(
-        f"torchcodec cannot be loaded ({(str(error).strip() or type(error).__name__).splitlines()[0]}); it needs FFmpeg's "
+        f"torchcodec cannot be loaded ({(str(error).strip() or type(error).__name__).splitlines()[0]}). It needs FFmpeg's "
         "shared libraries, version 4 to 8 (Debian, Ubuntu: apt-get install ffmpeg), and a version that fits torch "
         "(constraints.txt has a pair that does)"
     ) from error
@@ -299,8 +299,8 @@ def _decode_clip(
         size = decoder.metadata.height, decoder.metadata.width
         if size != (expected.height, expected.width):  # before torchcodec allocates memory for the frames
             raise DecodeError(
-                f"its encoded frames are {size[0]}×{size[1]}, and its sample description says "
-                f"{expected.height}×{expected.width}"
+                f"its encoded frames must be {expected.height}×{expected.width}, as its sample description says, got "
+                f"{size[0]}×{size[1]}"
             )
         for start in range(0, len(order), part):
             requests = order[start : start + part]
@@ -334,8 +334,8 @@ def _checked(batch: FrameBatch, indices: list[int], expected: VideoFormat) -> to
     wrong = sum(abs(seconds * TIMESCALE / TICK - index) > 0.25 for seconds, index in displayed)
     if wrong:
         raise DecodeError(
-            f"the {expected.codec} decoder delivered other frames than the {wrong} asked for: the encoded data "
-            "is damaged before or at them"
+            f"the {expected.codec} decoder delivered other frames than the {wrong} requested ones, because "
+            "the encoded data is damaged before or at them"
         )
     return frames
 

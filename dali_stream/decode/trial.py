@@ -41,10 +41,10 @@ def trial(store: Store, index: VideoIndex, video: VideoFormat, gpu: int | None) 
     if gpu is not None and (named := colour_space(clips[0])) not in _LIKE_BT601:
         return f"its frames say that their colours are {named}, and DALI converts all as BT.601 on a GPU"
     try:
-        found = dali.decode([dali.encoded(clip) for clip in clips], gpu, 1)
+        decoded = dali.decode([dali.encoded(clip) for clip in clips], gpu, 1)
     except DecodeError as error:
         return f"{error}, tried on its first frames"
-    return _differences("DALI", found, expected)
+    return _differences("DALI", decoded, expected)
 
 
 def trial_of_torchcodec(store: Store, index: VideoIndex, video: VideoFormat, device: str) -> str:
@@ -52,10 +52,10 @@ def trial_of_torchcodec(store: Store, index: VideoIndex, video: VideoFormat, dev
     clips = [_pack(store, index, frames, None) for frames in _frames(index)]
     expected = [decode_clip(clip, video) for clip in clips]
     try:
-        found = [decode_clip(clip, video, device) for clip in clips]
+        decoded = [decode_clip(clip, video, device) for clip in clips]
     except DecodeError as error:
         return f"{error}, tried on its first frames"
-    return _differences("torchcodec", found, expected)
+    return _differences("torchcodec", decoded, expected)
 
 
 def _frames(index: VideoIndex) -> list[list[int]]:
@@ -69,18 +69,18 @@ def _pack(store: Store, index: VideoIndex, packets: list[int], gpu: int | None) 
     return pack(store, [index] * len(packets), packets, for_nvdec=gpu is not None)
 
 
-def _differences(decoder: str, found: list[dali.Frames], expected: list[dali.Frames]) -> str:
+def _differences(decoder: str, decoded: list[dali.Frames], expected: list[dali.Frames]) -> str:
     """Return how a decoder's frames differ from FFmpeg's. Empty if they agree within the tolerance."""
-    return next(filter(None, map(functools.partial(_difference, decoder), found, expected)), "")
+    return next(filter(None, map(functools.partial(_difference, decoder), decoded, expected)), "")
 
 
-def _difference(decoder: str, found: dali.Frames, expected: dali.Frames) -> str:
-    if found.shape != expected.shape:
-        return f"{decoder} delivered frames of shape {found.shape[1:]} for its first ones, which are {expected.shape[1:]}"
-    errors = np.abs(found.astype(np.int16) - expected).mean((1, 2, 3))
+def _difference(decoder: str, decoded: dali.Frames, expected: dali.Frames) -> str:
+    if decoded.shape != expected.shape:
+        return f"{decoder}'s first frames must have shape {expected.shape[1:]}, got {decoded.shape[1:]}"
+    errors = np.abs(decoded.astype(np.int16) - expected).mean((1, 2, 3))
     if errors.max() > dali.COLOUR_TOLERANCE:
         return (
-            f"{decoder}'s frames differ from FFmpeg's by up to {errors.max():.1f} of 255 on average, and "
-            f"{dali.COLOUR_TOLERANCE:g} is tolerated; tried on its first ones"
+            f"{decoder}'s first frames must differ from FFmpeg's by at most {dali.COLOUR_TOLERANCE:g} of 255 on average, got "
+            f"{errors.max():.1f}"
         )
     return ""

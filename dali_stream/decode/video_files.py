@@ -90,8 +90,8 @@ class VideoFiles:
         size = feature.frame_size
         if (video.height, video.width) != size:
             raise DecodeError(
-                f"{self._source.data_store.where(index.path)}: has frames of {video.height}×{video.width}, and "
-                f"meta/info.json promises {size[0]}×{size[1]}"
+                f"{self._source.data_store.where(index.path)}: frames must be {size[0]}×{size[1]}, as meta/info.json says, got "
+                f"{video.height}×{video.width}"
             )
         if video.chroma == "gray" and video.depth > 8:
             raise DecodeError(

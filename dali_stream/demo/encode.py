@@ -94,7 +94,7 @@ def encode_video(images: np.ndarray, path: Path, *, codec: str | Codec, gop: int
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
             f"Cannot encode {path.name} with {settings.encoder}: {error}. FFmpeg's shared libraries must hold this "
-            f"encoder (`ffmpeg -encoders` lists them); or choose another codec of {', '.join(CODECS)}."
+            f"encoder (`ffmpeg -encoders` lists them), or choose another codec of {', '.join(CODECS)}."
         ) from error
 
 

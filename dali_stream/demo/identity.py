@@ -57,7 +57,7 @@ def read_identity(image: np.ndarray) -> tuple[int, int, int]:
     """
     image = np.asarray(image)
     if image.ndim != 3:
-        raise ValueError(f"Invalid frame of shape {image.shape}. Give one frame (H, W, 3), or use read_identities.")
+        raise ValueError(f"image must have shape (H, W, 3), got {image.shape}. Use read_identities for several frames.")
     episode, frame, camera = read_identities(image[None])[0].tolist()
     return episode, frame, camera
 
@@ -78,15 +78,15 @@ def read_identities(batch: np.ndarray) -> np.ndarray:
     batch = np.asarray(batch)
     _check_images(batch)
     cells = np.packbits(_sample_cells(batch) > (_BLACK + _WHITE) / 2, axis=1)
-    payload, found = cells[:, :4].view(">u4")[:, 0].astype(np.int64), cells[:, 4:].view(">u2")[:, 0]
+    payload, checksum = cells[:, :4].view(">u4")[:, 0].astype(np.int64), cells[:, 4:].view(">u2")[:, 0]
     expected = np.array([_checksum(row.tobytes()) for row in cells[:, :4]], np.uint16)
-    wrong = np.flatnonzero(found != expected)
+    wrong = np.flatnonzero(checksum != expected)
     if wrong.size:
         first = int(wrong[0])
         raise ValueError(
             f"No readable identity in {wrong.size} of {len(batch)} frames, the first at position {first}: checksum "
-            f"{int(found[first]):#06x}, expected {int(expected[first]):#06x}. The frame must be a whole frame of a "
-            "demo dataset (channels last; not cropped, flipped or normalised)."
+            f"{int(checksum[first]):#06x}, expected {int(expected[first]):#06x}. The frame must be a whole frame of a "
+            "demo dataset (channels last, and not cropped, flipped or normalised)."
         )
     return np.stack([payload >> 16, payload >> 4 & MAX_FRAME, payload & MAX_CAMERA], axis=1)
 
@@ -100,7 +100,7 @@ def encode_cells(episode: int, frame: int, camera: int) -> np.ndarray:
     limits = {"episode": (episode, MAX_EPISODE), "frame": (frame, MAX_FRAME), "camera": (camera, MAX_CAMERA)}
     for name, (value, most) in limits.items():
         if not 0 <= value <= most:
-            raise ValueError(f"Invalid {name} ({value}). The stamp holds 0 to {most} in {most.bit_length()} bits.")
+            raise ValueError(f"{name} must be from 0 to {most}, which {most.bit_length()} bits hold, got {value}.")
     payload = (episode << 16 | frame << 4 | camera).to_bytes(4, "big")
     return np.unpackbits(np.frombuffer(payload + _checksum(payload).to_bytes(2, "big"), np.uint8)).astype(bool)
 
@@ -129,11 +129,10 @@ def _checksum(payload: bytes) -> int:
 def _check_images(batch: np.ndarray) -> None:
     if batch.ndim != 4 or batch.shape[-1] != 3 or batch.dtype != np.uint8:
         raise ValueError(
-            f"Invalid frames: shape {batch.shape}, dtype {batch.dtype}. Give uint8 with channels last, (H, W, 3) for "
-            "one frame and (N, H, W, 3) for several."
+            f"Frames must be uint8 of shape (H, W, 3) or (N, H, W, 3), got dtype {batch.dtype} and shape {batch.shape}."
         )
     if batch.shape[1] < MIN_SIZE[0] or batch.shape[2] < MIN_SIZE[1]:
         raise ValueError(
-            f"Invalid frame size {batch.shape[1]}x{batch.shape[2]} (height x width). The identity strip needs at "
-            f"least {MIN_SIZE[0]}x{MIN_SIZE[1]}."
+            f"Frames must have at least {MIN_SIZE[0]}x{MIN_SIZE[1]} pixels (height x width) for the identity strip, got "
+            f"{batch.shape[1]}x{batch.shape[2]}."
         )

@@ -70,9 +70,9 @@ def write_tables(
     pq.write_table(metadata.tasks_table(dict(enumerate(tasks)), name=None), root / "meta/tasks.parquet")
     entries = _episode_entries(recorded, starts, fps)
     for i, entry in enumerate(entries):
-        found = {key: stats.table_stats(values) for key, values in rows[i].items()}
-        found |= {camera: stats.image_stats([histograms[camera, i]]) for camera in render.CAMERAS}
-        entry |= {f"stats/{key}/{name}": value for key, one in found.items() for name, value in one.items()}
+        episode_stats = {key: stats.table_stats(values) for key, values in rows[i].items()}
+        episode_stats |= {camera: stats.image_stats([histograms[camera, i]]) for camera in render.CAMERAS}
+        entry |= {f"stats/{key}/{name}": value for key, one in episode_stats.items() for name, value in one.items()}
         entry |= {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
     pq.write_table(pa.Table.from_pylist(entries), path)
     overall = {key: stats.table_stats(np.concatenate([row[key] for row in rows])) for key in rows[0]}

@@ -72,7 +72,7 @@ def write_demo(
 
 def _check(episodes: int, size: tuple[int, int], codec: str, gop: int, fps: int, seed: int) -> None:
     if codec not in CODECS:
-        raise ValueError(f"Invalid codec ({codec!r}). Supported values are {', '.join(CODECS)}.")
+        raise ValueError(f"codec must be one of {', '.join(CODECS)}, got {codec!r}.")
     limits = {
         "episodes": (episodes, 1, identity.MAX_EPISODE + 1),
         "gop": (gop, CODECS[codec].min_gop, 10_000),
@@ -82,14 +82,14 @@ def _check(episodes: int, size: tuple[int, int], codec: str, gop: int, fps: int,
     for name, (value, low, high) in limits.items():
         if not _is_whole(value) or not low <= value <= high:
             with_codec = f" with codec {codec}" if name == "gop" else ""
-            raise ValueError(f"Invalid {name} ({value!r}). Give a whole number from {low} to {high}{with_codec}.")
+            raise ValueError(f"{name} must be an integer from {low} to {high}{with_codec}, got {value!r}.")
     fits = len(size) == 2 and all(
         _is_whole(length) and length % 2 == 0 and length >= least for length, least in zip(size, identity.MIN_SIZE, strict=True)
     )
     if not fits:
         raise ValueError(
-            f"Invalid size ({size!r}). Give (height, width), both even, height at least {identity.MIN_SIZE[0]} and "
-            f"width at least {identity.MIN_SIZE[1]}, so that the identity strip stays readable."
+            f"size must be (height, width), both even and at least {identity.MIN_SIZE} so that the identity strip stays "
+            f"readable, got {size!r}."
         )
 
 
@@ -115,11 +115,11 @@ def _write_videos(
     done, total = 0, len(tables.VIDEO_CUTS) * sum(map(len, recorded))
 
     def write(camera: str, number: int, held: list[int]) -> int:
-        images, found = _draw({episode: recorded[episode] for episode in held}, camera, size)
+        images, drawn_histograms = _draw({episode: recorded[episode] for episode in held}, camera, size)
         path = root / tables.VIDEO_PATH.format(video_key=camera, **tables.place(number))
         path.parent.mkdir(parents=True, exist_ok=True)
         encode_video(images, path, codec=codec, gop=gop, fps=fps)
-        histograms.update(found)
+        histograms.update(drawn_histograms)
         return len(images)
 
     with quiet_encoders(), ThreadPoolExecutor(max_workers=2, thread_name_prefix="demo-video") as pool:

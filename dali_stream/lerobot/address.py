@@ -35,7 +35,7 @@ def resolved(uri: str, revision: str | None) -> tuple[str, str]:
     if revision is None and (cached / INFO).is_file():
         return str(cached), ""
     address = f"hf://datasets/{uri}"
-    return address, f"{uri}: there is no such folder in {Path.cwd()}, so it is read as the id of a Hub dataset, {address}"
+    return address, f"{uri} does not exist in {Path.cwd()}, so it is read as the id of a Hub dataset, {address}"
 
 
 def opened(address: str, note: str, storage_options: dict[str, Any] | None, **options: Any) -> Store:

@@ -49,9 +49,11 @@ def to_numpy(
     while depth < len(shape) or _is_list(array.type):
         size = shape[depth] if depth < len(shape) else 1
         if not _is_list(array.type):
-            raise DatasetError(f"{where}: holds {column.type}, and meta/info.json says shape {feature['shape']}")
+            raise DatasetError(f"{where} must have shape {feature['shape']}, as meta/info.json says, got {column.type}")
         if not _has_length(array, size):
-            raise DatasetError(f"{where}: a value has another shape than {feature['shape']}, which meta/info.json says")
+            raise DatasetError(
+                f"{where} must have shape {feature['shape']}, as meta/info.json says, got a value of another shape"
+            )
         array, depth = array.flatten(), depth + 1
         if array.null_count:
             raise DatasetError(f"{where}: {array.null_count} numbers are missing")
@@ -83,19 +85,19 @@ def _numbers(array: pa.Array, feature: Feature, where: str) -> npt.NDArray[Any]:
     kind = array.type
     if not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise DatasetError(
-            f"{where}: holds {kind}, and meta/info.json says {feature.dtype} of shape {feature['shape']}{_LEAVE_OUT}"
+            f"{where} must hold {feature.dtype} of shape {feature['shape']}, as meta/info.json says, got {kind}{_LEAVE_OUT}"
         )
     values = array.to_numpy(zero_copy_only=False)
     if values.dtype == feature.numpy:
         return values
     with np.errstate(invalid="ignore", over="ignore"):
-        found: npt.NDArray[Any] = values.astype(feature.numpy, copy=False)
-    if not feature.is_float and values.dtype != found.dtype and (wrong := found != values).any():
+        converted: npt.NDArray[Any] = values.astype(feature.numpy, copy=False)
+    if not feature.is_float and values.dtype != converted.dtype and (wrong := converted != values).any():
         raise DatasetError(
-            f"{where}: has the value {values[wrong][0]} ({kind}), and meta/info.json says {feature.dtype}, which is "
-            f"{found.dtype} in batches{_LEAVE_OUT}"
+            f"{where} must hold {feature.dtype}, as meta/info.json says, which is {converted.dtype} in batches, got "
+            f"{values[wrong][0]} ({kind}){_LEAVE_OUT}"
         )
-    return found
+    return converted
 
 
 def _encoded(array: pa.Array, where: str, read: Callable[[str], bytes] | None) -> list[Any]:
@@ -117,9 +119,9 @@ def _encoded(array: pa.Array, where: str, read: Callable[[str], bytes] | None) -
             raise DatasetError(f"{where}: {array.null_count} of {len(array)} images are missing, the first of frame {frame}")
         if read is None or path.startswith("/") or "://" in path:
             raise DatasetError(
-                f"{where}: frame {frame}: its image is in the file {path[:200]!r}; images are in Parquet rows, where LeRobot "
-                "writes them, or in files of the dataset, whose paths begin at its root. Embed it on the machine that has the "
-                "file, for example with lerobot.datasets.io_utils.embed_images, or leave the camera out with cameras=..."
+                f"{where}: the image of frame {frame} must be in its Parquet row, where LeRobot writes it, or in a file of the "
+                f"dataset, whose path begins at its root, got {path[:200]!r}. Embed it on the machine that has the file, for "
+                "example with lerobot.datasets.io_utils.embed_images, or leave the camera out with cameras=..."
             )
         try:
             encoded[frame] = read(path)
@@ -131,7 +133,7 @@ def _encoded(array: pa.Array, where: str, read: Callable[[str], bytes] | None) -
 def _objects(values: list[Any], kind: type, where: str) -> npt.NDArray[np.object_]:
     wrong = {type(value).__name__ for value in values if not isinstance(value, kind)}
     if wrong:
-        raise DatasetError(f"{where}: holds {', '.join(sorted(wrong))}, and {kind.__name__} is needed{_LEAVE_OUT}")
+        raise DatasetError(f"{where} must hold {kind.__name__}, got {', '.join(sorted(wrong))}{_LEAVE_OUT}")
     objects = np.empty(len(values), object)
     objects[:] = values
     return objects

@@ -53,7 +53,7 @@ class CombinedSource(Generic[D]):
         self._own = [own_keys(name, part, keys.get(name, {})) for name, part in self.datasets.items()]
         self.dataset_names = tuple(self.datasets)
         lengths = [part.lengths for part in self._parts]
-        counts = np.array([len(found) for found in lengths])
+        counts = np.array([len(part_lengths) for part_lengths in lengths])
         self.first = np.cumsum(counts) - counts
         self.dataset_of = np.repeat(np.arange(len(counts)), counts)
         self.lengths = np.concatenate(lengths)
@@ -61,26 +61,26 @@ class CombinedSource(Generic[D]):
         self.episodes = np.concatenate([part.episodes for part in self._parts])
         self.num_episodes = len(self.lengths)
         have = [{key: part.features[own] for key, own in own_keys.items()} for part, own_keys in self._each()]
-        found, names = common(have), list(self.datasets)
-        if found.conflicts:
+        union, names = common(have), list(self.datasets)
+        if union.conflicts:
             raise ValueError(
-                "the datasets have features under one key that cannot be one:\n"
-                f"{table(found.conflicts, names, have)}\nGive one of them another key with keys=, or leave it out with "
+                "Features with the same key must be compatible, got:\n"
+                f"{table(union.conflicts, names, have)}\nGive one of them another key with keys=, or leave it out with "
                 "Dataset.without"
             )
-        if found.differences and missing == "error":
+        if union.differences and missing == "error":
             raise ValueError(
-                f"the datasets differ:\n{table(found.differences, names, have)}\n"
-                'Give missing="pad" to fill up with zeros and masks; keys={name: {key: common key}} where they are the same '
-                "under other keys; or leave features out with Dataset.without"
+                f"Datasets must have the same features, got:\n{table(union.differences, names, have)}\n"
+                'Give missing="pad" to fill up with zeros and masks, or keys={name: {key: common key}} where they are the same '
+                "under other keys, or leave features out with Dataset.without"
             )
-        self.features, self._features = found.features, have
+        self.features, self._features = union.features, have
         self.cameras = tuple(key for key, feature in self.features.items() if feature.is_camera)
-        self.videos = tuple(key for key in self.cameras if any(key in of and of[key].is_video for of in have))
-        self.images = tuple(key for key in self.cameras if any(key in of and of[key].is_image for of in have))
+        self.videos = tuple(key for key in self.cameras if any(key in own and own[key].is_video for own in have))
+        self.images = tuple(key for key in self.cameras if any(key in own and own[key].is_image for own in have))
         self.constants: dict[str, npt.NDArray[Any]] = {"dataset_index": np.arange(len(self._parts))}
-        self.constants |= {f"{key}_is_missing": lacks for key, lacks in found.missing.items()}
-        self.constants |= {f"{key}_dim_is_pad": padded for key, padded in found.padded.items()}
+        self.constants |= {f"{key}_is_missing": lacks for key, lacks in union.missing.items()}
+        self.constants |= {f"{key}_dim_is_pad": padded for key, padded in union.padded.items()}
         self._files = {key: self._number_files(key) for key in self.videos}
 
     def _each(self) -> list[tuple[D, dict[str, str]]]:
@@ -117,8 +117,8 @@ class CombinedSource(Generic[D]):
     @property
     def cache_dir(self) -> str | os.PathLike[str] | None:
         """Folder of the cache of the first remote dataset. None if a remote dataset has no cache, or if all are local."""
-        found = [part.cache_dir for part in self._parts if part.data_store.remote]
-        return found[0] if found and all(found) else None
+        folders = [part.cache_dir for part in self._parts if part.data_store.remote]
+        return folders[0] if folders and all(folders) else None
 
     @functools.cached_property
     def row_bytes_without_objects(self) -> int:
@@ -169,19 +169,19 @@ class CombinedSource(Generic[D]):
         """Return (height, width) of a camera's frames. Raises ValueError if the datasets have different sizes."""
         if len({have[camera].frame_size for have in self._features if camera in have}) > 1:
             raise ValueError(
-                f"image_size is None, and the frames of {camera!r} differ in size:\n"
-                f"{table([camera], list(self.datasets), self._features)}\nGive image_size=(height, width) to make them equal"
+                f"image_size must be (height, width) because the frames of {camera!r} differ in size, got None:\n"
+                f"{table([camera], list(self.datasets), self._features)}"
             )
         return self.features[camera].frame_size
 
     def names(self) -> dict[str, list[dict[int, str]]]:
-        found: dict[str, list[dict[int, str]]] = {"task": [], "subtask": []}
+        tables_by_key: dict[str, list[dict[int, str]]] = {"task": [], "subtask": []}
         for part in self._parts:
             for key, tables in part.names().items():
-                found[key] += tables
-        if any(found["subtask"]):
-            found["subtask"] = [names or defaultdict(str) for names in found["subtask"]]
-        return found
+                tables_by_key[key] += tables
+        if any(tables_by_key["subtask"]):
+            tables_by_key["subtask"] = [names or defaultdict(str) for names in tables_by_key["subtask"]]
+        return tables_by_key
 
     def names_place(self, key: str, dataset: int) -> str:
         return self._parts[dataset].names_place(key, 0)
@@ -243,7 +243,9 @@ class CombinedReader:
         assert isinstance(store, CombinedStore)
         self._source = union
         memory = memory or RowMemory()
-        self._readers = [RowReader(part, of, memory) for (part, _), of in zip(union._each(), store.stores, strict=True)]
+        self._readers = [
+            RowReader(part, part_store, memory) for (part, _), part_store in zip(union._each(), store.stores, strict=True)
+        ]
 
     def read(self, episode: int) -> Found:
         """Return the rows of an episode with the common keys, and those of others of its dataset. See `RowReader.read`."""
@@ -261,19 +263,19 @@ class CombinedReader:
         """Return the rows of an episode with the common keys, padded as `CombinedSource` describes."""
         union, own = self._source, self._source._own[dataset]
         length = len(columns["frame_index"])
-        found: Columns = {}
+        renamed: Columns = {}
         for key, feature in union.features.items():
             if key in union.cameras and key not in union.images:
                 continue
             if own.get(key) not in columns:
-                found[key] = _nothing(feature, length)
+                renamed[key] = _nothing(feature, length)
             elif f"{key}_dim_is_pad" not in union.constants:
-                found[key] = columns[own[key]]
+                renamed[key] = columns[own[key]]
             else:
                 values = columns[own[key]].reshape(length, -1)
-                found[key] = np.zeros((length, *feature.row_shape), values.dtype)
-                found[key][:, : values.shape[1]] = values
-        return found
+                renamed[key] = np.zeros((length, *feature.row_shape), values.dtype)
+                renamed[key][:, : values.shape[1]] = values
+        return renamed
 
 
 class CombinedStore(Store):
@@ -344,16 +346,18 @@ def own_keys(name: str, dataset: DatasetFiles, keys: Mapping[str, str]) -> dict[
     for key, other in keys.items():
         if key not in dataset.features or (key in NEEDED and key != other):
             can = ", ".join(key for key in dataset.features if key not in NEEDED)
-            raise ValueError(f"keys[{name!r}] has {key!r}, which dataset {name!r} cannot rename. Available: {can}")
+            raise ValueError(f"keys[{name!r}] must rename features of dataset {name!r}, got {key!r}. Available: {can}")
         if other in RESERVED and other != key:
-            raise ValueError(f"keys[{name!r}] gives {key!r} the key {other!r}, under which batches have something else")
-    found: dict[str, str] = {}
+            raise ValueError(
+                f"keys[{name!r}] must not rename {key!r} to {other!r}, because batches have another value under that key"
+            )
+    own_key_of: dict[str, str] = {}
     for key in dataset.features:
         new = keys.get(key, key)
-        if new in found:
+        if new in own_key_of:
             raise ValueError(
-                f"keys[{name!r}] gives {new!r} to both {found[new]!r} and {key!r} of dataset {name!r}; give one of them "
-                "another key, or leave it out with Dataset.without"
+                f"keys[{name!r}] must give each feature its own key, got {new!r} for both {own_key_of[new]!r} and {key!r}. "
+                "Give one of them another key, or leave it out with Dataset.without"
             )
-        found[new] = key
-    return found
+        own_key_of[new] = key
+    return own_key_of

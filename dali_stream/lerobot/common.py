@@ -39,24 +39,24 @@ class Common:
 
 def common(datasets: Sequence[Mapping[str, Feature]]) -> Common:
     """Compare the features of datasets by their common keys, in the order in which the keys first appear."""
-    found = Common()
+    result = Common()
     for key in dict.fromkeys(key for features in datasets for key in features):
         have = [features.get(key) for features in datasets]
-        there = [feature for feature in have if feature is not None]
-        if len({_kind(feature) for feature in there}) > 1:
-            found.conflicts.append(key)
+        present = [feature for feature in have if feature is not None]
+        if len({_kind(feature) for feature in present}) > 1:
+            result.conflicts.append(key)
             continue
-        largest = max(there, key=lambda feature: np.prod(feature.shape or (1,)))
-        found.features[key] = next((feature for feature in there if feature.is_video), largest)
-        if len(there) < len(have):
-            found.missing[key] = np.array([feature is None for feature in have])
-        if len({feature.row_shape for feature in there}) > 1 and not there[0].is_camera:
-            [width] = found.features[key].row_shape
+        largest = max(present, key=lambda feature: np.prod(feature.shape or (1,)))
+        result.features[key] = next((feature for feature in present if feature.is_video), largest)
+        if len(present) < len(have):
+            result.missing[key] = np.array([feature is None for feature in have])
+        if len({feature.row_shape for feature in present}) > 1 and not present[0].is_camera:
+            [width] = result.features[key].row_shape
             widths = [width if feature is None else (feature.row_shape or (1,))[0] for feature in have]
-            found.padded[key] = np.arange(width) >= np.array(widths)[:, None]
-        if key in found.missing or key in found.padded:
-            found.differences.append(key)
-    return found
+            result.padded[key] = np.arange(width) >= np.array(widths)[:, None]
+        if key in result.missing or key in result.padded:
+            result.differences.append(key)
+    return result
 
 
 def table(keys: Sequence[str], names: Sequence[str], datasets: Sequence[Mapping[str, Feature]]) -> str:

@@ -65,12 +65,12 @@ class DatasetFiles:
             feature = self.features[key]
             if len(feature.shape) != 3 or feature.channels not in CHANNELS:
                 raise DatasetError(
-                    f"{self.store.where(metadata.INFO)}: camera {key!r} has shape {feature['shape']}; it is (H, W, C) or "
-                    f"(C, H, W), and images have {', '.join(map(str, CHANNELS))} channels"
+                    f"Invalid shape of camera {key!r} in {self.store.where(metadata.INFO)}: must be (H, W, C) or (C, H, W) "
+                    f"with {' or '.join(map(str, CHANNELS))} channels, got {feature['shape']}"
                 )
         for key in NEEDED:
             if key not in info.features:
-                raise DatasetError(f"{self.store.where(metadata.INFO)}: lacks the feature {key!r}, which every dataset has")
+                raise DatasetError(f"Missing feature {key!r} in {self.store.where(metadata.INFO)}. Every dataset must have it")
         self.skips_images = any(f.is_image and key not in self.features for key, f in info.features.items())
         self.videos = tuple(key for key in self.cameras if self.features[key].is_video)
         self.table = self.read_table(self.videos)
@@ -94,12 +94,12 @@ class DatasetFiles:
         if frames is None:
             ranges = frame_ranges.whole(self.lengths)
         else:
-            ranges = frame_ranges.given(frames, self.table.index, self.table.length).of(self.rows)
+            ranges = frame_ranges.parse_ranges(frames, self.table.index, self.table.length).of(self.rows)
         ranges = ranges.dropping(self.lengths, drop_first, drop_last)
         if not ranges.counts.any():
             raise ValueError(
-                f"frames, drop_first={drop_first} and drop_last={drop_last} leave none of the {int(self.lengths.sum())} frames "
-                f"of {self.num_episodes} episodes; give wider ranges, or drop fewer frames"
+                f"frames, drop_first={drop_first} and drop_last={drop_last} must leave at least one of the "
+                f"{int(self.lengths.sum())} frames of {self.num_episodes} episodes. Give wider ranges, or drop fewer frames"
             )
         self._take(self.rows, ranges)
 
@@ -161,21 +161,21 @@ class DatasetFiles:
         features = {key: _without(feature, *ENCODING, "fps") for key, feature in self._info.features.items()}
         # Only min, max and count are exact after the statistics of episodes are aggregated, so only they are hashed.
         stats = {
-            key: {name: _numbers(found[name]) for name in ("min", "max", "count") if name in found}
-            for key, found in self.stored_stats.items()
+            key: {name: _numbers(statistics[name]) for name in ("min", "max", "count") if name in statistics}
+            for key, statistics in self.stored_stats.items()
         }
         return self._digest([float(self.fps), features], json.dumps(stats, sort_keys=True).encode())
 
-    def has_fingerprint(self, found: object) -> bool:
+    def has_fingerprint(self, fingerprint: object) -> bool:
         """Return whether a fingerprint from a saved state matches this dataset.
 
         For v3.0, the fingerprint of earlier releases, which did not read v2.x, matches too.
         """
-        if found == self.fingerprint or self.is_v2:
-            return found == self.fingerprint
+        if fingerprint == self.fingerprint or self.is_v2:
+            return fingerprint == self.fingerprint
         features = {key: _without(feature, *ENCODING) for key, feature in self._info.features.items()}
         stats = self.store.read_all(metadata.STATS) if self.store.exists(metadata.STATS) else b""
-        return found == self._digest([self.fps, features], stats)
+        return fingerprint == self._digest([self.fps, features], stats)
 
     def _digest(self, head: list[Any], stats: bytes) -> str:
         table = self.table
@@ -296,7 +296,7 @@ class DatasetFiles:
         rest = object.__new__(type(self))
         vars(rest).update({name: value for name, value in vars(self).items() if not name.startswith("row_bytes")})
         rest.features = {key: feature for key, feature in self.features.items() if key not in keys}
-        rest.cameras, rest.videos = (tuple(key for key in of if key not in keys) for of in (self.cameras, self.videos))
+        rest.cameras, rest.videos = (tuple(key for key in group if key not in keys) for group in (self.cameras, self.videos))
         rest.skips_images = self.skips_images or any(self.features[key].is_image for key in keys)
         return rest
 
@@ -322,14 +322,14 @@ class DatasetFiles:
     def __getitem__(self, index: object) -> NoReturn:
         # A PyTorch DataLoader calls this method.
         raise TypeError(
-            "a dali_stream.Dataset has no items: it describes files and decodes nothing. Iterate dali_stream.Loader(dataset, "
-            "...) without a DataLoader, since a Loader uses its own threads; or give the DataLoader a LeRobotDataset, "
-            "with dali_stream.FrameSampler(dataset) as its sampler"
+            "dali_stream.Dataset is not indexable, because it describes files and decodes nothing. Iterate "
+            "dali_stream.Loader(dataset, ...) without a DataLoader, or give the DataLoader a LeRobotDataset with "
+            "dali_stream.FrameSampler(dataset) as its sampler"
         )
 
     def __repr__(self) -> str:
-        what = f"{counted(self.num_episodes, 'episode')}, {counted(self.num_frames, 'frame')} at {self.fps:g} fps"
-        return f"Dataset({self.uri!r}: {what}, cameras: {', '.join(self.cameras) or 'none'})"
+        contents = f"{counted(self.num_episodes, 'episode')}, {counted(self.num_frames, 'frame')} at {self.fps:g} fps"
+        return f"Dataset({self.uri!r}: {contents}, cameras: {', '.join(self.cameras) or 'none'})"
 
     def close(self) -> None:
         """Close file handles and connections. Reading opens them again."""
@@ -342,7 +342,7 @@ def check_left_out(keys: Collection[str], features: Collection[str]) -> None:
     for key in keys:
         if key not in features or key in NEEDED:
             can = ", ".join(other for other in features if other not in NEEDED)
-            raise ValueError(f"{key!r} cannot be left out. Allowed: {can}")
+            raise ValueError(f"keys must be features that can be left out, got {key!r}. Available: {can}")
 
 
 def _without(feature: Mapping[str, Any], *keys: str) -> dict[str, Any]:

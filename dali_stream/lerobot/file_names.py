@@ -33,9 +33,9 @@ def guessed_files(folder: str, exists: Callable[[str], bool]) -> list[str]:
 def _numbered(folder: str, exists: Callable[[str], bool]) -> Iterator[str]:
     """Yield the Parquet files of all chunks. Files are numbered from 0 in each chunk, and no number is left out."""
     for chunk in itertools.count():
-        found = list(
+        chunk_files = list(
             itertools.takewhile(exists, (f"{folder}/chunk-{chunk:03d}/file-{file:03d}.parquet" for file in itertools.count()))
         )
-        if not found:
+        if not chunk_files:
             return
-        yield from found
+        yield from chunk_files

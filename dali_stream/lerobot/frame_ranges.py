@@ -52,8 +52,8 @@ class FrameRanges:
         """
         # `place` counts the frames of all ranges, laid end to end.
         place = self._before[episode] + number
-        found = np.searchsorted(self._ends, place, side="right")
-        return self.stop[found] - (self._ends[found] - place)
+        range_index = np.searchsorted(self._ends, place, side="right")
+        return self.stop[range_index] - (self._ends[range_index] - place)
 
     def within(self, start: Int64, stop: Int64) -> FrameRanges:
         """Return the intersection of the ranges with one range [start, stop) per episode.
@@ -81,8 +81,8 @@ class FrameRanges:
             episodes: Numbers of the episodes, in increasing order, shape (E',).
         """
         place = np.searchsorted(episodes, self.episode)
-        there = (place < len(episodes)) & (episodes[np.minimum(place, len(episodes) - 1)] == self.episode)
-        return FrameRanges(len(episodes), place[there], self.start[there], self.stop[there])
+        is_selected = (place < len(episodes)) & (episodes[np.minimum(place, len(episodes) - 1)] == self.episode)
+        return FrameRanges(len(episodes), place[is_selected], self.start[is_selected], self.stop[is_selected])
 
     def to_bytes(self) -> bytes:
         """Return bytes that identify the ranges, for a fingerprint."""
@@ -103,7 +103,7 @@ def whole(lengths: Int64) -> FrameRanges:
     return FrameRanges(len(lengths), episode, np.zeros(len(episode), np.int64), lengths[episode])
 
 
-def given(frames: Frames | str | os.PathLike[str], index: Int64, length: Int64) -> FrameRanges:
+def parse_ranges(frames: Frames | str | os.PathLike[str], index: Int64, length: Int64) -> FrameRanges:
     """Convert ranges from a user, and check them against all episodes of the dataset.
 
     Args:
@@ -119,15 +119,19 @@ def given(frames: Frames | str | os.PathLike[str], index: Int64, length: Int64) 
     if isinstance(frames, (str, os.PathLike)):
         frames = _read(os.fspath(frames))
     if not isinstance(frames, Mapping):
-        raise ValueError(f"frames is {str(frames)[:80]}; it is {{episode index: [(start, stop), ...]}}, or a JSON file of that")
+        raise ValueError(
+            f"frames must be {{episode index: [(start, stop), ...]}} or a JSON file of that, got {str(frames)[:80]}"
+        )
     places = {int(episode): place for place, episode in enumerate(index.tolist())}
-    found: list[tuple[int, int, int]] = []
+    rows: list[tuple[int, int, int]] = []
     for key, ranges in frames.items():
         place = places.get(_episode(key))
         if place is None:
-            raise ValueError(f"frames has episode {key}; available are {len(index)} episodes, from {index[0]} to {index[-1]}")
-        found += [(place, *checked) for checked in _checked(ranges, key, int(length[place]))]
-    table = np.array(sorted(found), np.int64).reshape(-1, 3)
+            raise ValueError(
+                f"Unknown episode {key} in frames. Available: {len(index)} episodes, from {index[0]} to {index[-1]}"
+            )
+        rows += [(place, *checked) for checked in _checked(ranges, key, int(length[place]))]
+    table = np.array(sorted(rows), np.int64).reshape(-1, 3)
     return FrameRanges(len(index), *(table[:, column].copy() for column in range(3)))
 
 
@@ -136,7 +140,7 @@ def _read(path: str) -> Any:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
     except (OSError, ValueError) as error:
-        raise ValueError(f"frames is {path!r}, which is no readable JSON file: {error}") from error
+        raise ValueError(f"frames must be a readable JSON file, got {path!r}: {error}") from error
 
 
 def _episode(key: Any) -> int:
@@ -145,23 +149,23 @@ def _episode(key: Any) -> int:
             raise ValueError
         return int(key)
     except (TypeError, ValueError):
-        raise ValueError(f"frames has the key {str(key)[:80]!r}; keys are episode indices") from None
+        raise ValueError(f"Keys of frames must be episode indices, got {str(key)[:80]!r}") from None
 
 
 def _checked(ranges: Any, key: Any, length: int) -> list[tuple[int, int]]:
-    what = f"frames of episode {key}"
+    name = f"frames[{key}]"
     checked, before = [], 0
     if isinstance(ranges, (str, Mapping)) or not isinstance(ranges, Sequence):
-        raise ValueError(f"{what} is {str(ranges)[:80]}; it is a list of (start, stop)")
+        raise ValueError(f"{name} must be a list of (start, stop), got {str(ranges)[:80]}")
     for pair in ranges:
         whole_numbers = isinstance(pair, Sequence) and all(isinstance(n, (int, np.integer)) for n in pair)
         if not whole_numbers or len(pair) != 2:
-            raise ValueError(f"{what} has the range {str(pair)[:80]}; a range is (start, stop), in frames")
+            raise ValueError(f"{name} must have ranges (start, stop) in frames, got {str(pair)[:80]}")
         start, stop = int(pair[0]), int(pair[1])
         if not before <= start < stop <= length:
             raise ValueError(
-                f"{what} has the range [{start}, {stop}) after frame {before}; ranges rise, do not overlap, are not empty, and "
-                f"the episode has {length} frames"
+                f"{name} must have nonempty ranges in increasing order, without overlap and within the {length} frames of the "
+                f"episode, got [{start}, {stop}) after frame {before}"
             )
         checked.append((start, stop))
         before = stop

@@ -139,31 +139,34 @@ def read_info(store: Store) -> Info:
         DatasetError: If the file is missing or broken, or if its version or storage format is not supported.
     """
     try:
-        info = _object(read_json(store, INFO), store, "it")
+        info = _object(read_json(store, INFO), store, "content")
     except DatasetError:
         if store.exists(INFO):
             raise
-        raise DatasetError(f"{store.address}: not a LeRobot dataset: {INFO} does not exist. {_looks(store)}") from None
+        raise DatasetError(
+            f"{store.address} is not a LeRobot dataset, because {INFO} does not exist. {_looks(store)}"
+        ) from None
     if "codebase_version" not in info:
-        what = "lacks codebase_version" if info else "it is an empty object"
-        raise DatasetError(f"{store.where(INFO)}: {what}. {_looks(store)}")
+        problem = "codebase_version is missing" if info else "the JSON object is empty"
+        raise DatasetError(f"Invalid {store.where(INFO)}: {problem}. {_looks(store)}")
     version = str(info["codebase_version"])
     if not version.startswith(("v2.", "v3.")):
-        raise DatasetError(f"{store.where(INFO)}: codebase_version is {version[:40]!r}; v2.0, v2.1 and v3.0 are read")
+        raise DatasetError(f"Invalid codebase_version in {store.where(INFO)}: must be v2.0, v2.1 or v3.0, got {version[:40]!r}")
     fields = _V2_FIELDS if version.startswith("v2.") else _V3_FIELDS
     if info.get("storage_format") == "lance":
         raise DatasetError(
-            f'{store.where(INFO)}: storage_format is "lance", and Parquet with MP4 is read; export it to that with LeRobot'
+            f'Invalid storage_format in {store.where(INFO)}: must be Parquet with MP4, got "lance". Export the dataset to that '
+            "with LeRobot"
         )
     fps = info.get("fps")
     if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps <= 100_000:
-        raise DatasetError(f"{store.where(INFO)}: fps is {str(fps)[:40]}; it is a number above 0")
+        raise DatasetError(f"Invalid fps in {store.where(INFO)}: must be above 0 and at most 100000, got {str(fps)[:40]}")
     features = _object(info.get("features"), store, "features")
     data_path = _template(info.get("data_path"), "data_path", fields, store)
     video_path = _template(info["video_path"], "video_path", fields, store) if info.get("video_path") else None
     left_out = {key: why for key, feature in features.items() if (why := _left_out(key, feature, store))}
     for key, why in left_out.items():
-        _log.warning("%s: feature %.80r %s; batches will lack it", store.where(INFO), key, why)
+        _log.warning("%s: feature %.80r %s. Batches will lack it", store.where(INFO), key, why)
     return Info(
         version=version,
         fps=fps,
@@ -188,7 +191,7 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
     """
     names = [name for name in store.files("meta/episodes") if name.endswith(".parquet")]
     if not names:
-        raise DatasetError(f"{store.where('meta/episodes')}: no Parquet file in there, so there are no episodes")
+        raise DatasetError(f"No Parquet files in {store.where('meta/episodes')}, so the dataset has no episodes")
     cameras = list(cameras)
     video_path = video_template(store, info) if cameras else ""
     fields = ["chunk_index", "file_index", "from_timestamp", "to_timestamp"]
@@ -240,7 +243,7 @@ def _next_start(file: npt.NDArray[np.int64], start: npt.NDArray[np.float64]) -> 
 def video_template(store: Store, info: Info) -> str:
     """Return `video_path`. Raises DatasetError if it is null."""
     if not info.video_path:
-        raise DatasetError(f"{store.where(INFO)}: has video features, and video_path is null")
+        raise DatasetError(f"Invalid video_path in {store.where(INFO)}: must be a path template for video features, got null")
     return info.video_path
 
 
@@ -286,11 +289,13 @@ def read_names(store: Store, path: str, index: str) -> dict[int, str]:
         columns = []
     names = [c for c in (*columns, "task", "subtask", "__index_level_0__") if c in table.column_names]
     if not names or index not in table.column_names:
-        raise DatasetError(f"{store.where(path)}: columns {table.column_names}; {index} and a column of names are needed")
+        raise DatasetError(
+            f"Invalid columns in {store.where(path)}: must be {index} and a column of names, got {table.column_names}"
+        )
     with parquet_errors(store, path):  # only the conversion detects text that is not UTF-8
         pairs = dict(zip(table[index].to_pylist(), table[names[0]].to_pylist(), strict=True))
     if not all(isinstance(k, int) and isinstance(v, str) for k, v in pairs.items()):
-        raise DatasetError(f"{store.where(path)}: {index} must hold integers and {names[0]} strings")
+        raise DatasetError(f"Invalid columns in {store.where(path)}: {index} must hold integers and {names[0]} strings")
     return pairs
 
 
@@ -323,30 +328,32 @@ def read_stats(store: Store) -> Stats:
     try:
         return stats_of(read_json(store, STATS))
     except ValueError as error:
-        raise DatasetError(f"{store.where(STATS)}: {error}") from error
+        raise DatasetError(f"Invalid statistics in {store.where(STATS)}: {error}") from error
 
 
 def stats_of(values: Any) -> Stats:
     """Convert statistics from nested lists or arrays to arrays. Raises ValueError if they have another form."""
     try:
-        return {key: {name: np.asarray(v) for name, v in found.items()} for key, found in values.items()}
+        return {key: {name: np.asarray(v) for name, v in statistics.items()} for key, statistics in values.items()}
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"Invalid statistics: {error}; expected {{key: {{statistic: numbers}}}}") from error
+        raise ValueError(f"must be {{key: {{statistic: numbers}}}} ({error})") from error
 
 
 def read_json(store: Store, path: str) -> Any:
     """Read a JSON file of at most 64 MiB. Raises DatasetError if it is larger or no valid JSON."""
     data = store.read(path, 0, _LARGEST_JSON + 1)
     if len(data) > _LARGEST_JSON:
-        raise DatasetError(f"{store.where(path)}: {store.size(path)} bytes of JSON; up to {_LARGEST_JSON} are read")
+        raise DatasetError(
+            f"Invalid JSON in {store.where(path)}: must have at most {_LARGEST_JSON} bytes, got {store.size(path)}"
+        )
     if pointer := lfs.pointer(data):
         raise DatasetError(f"{store.where(path)}: {pointer}")
     if not data.strip():
-        raise DatasetError(f"{store.where(path)}: it is empty; copy or fetch it again")
+        raise DatasetError(f"{store.where(path)} is empty. Copy or fetch it again")
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise DatasetError(f"{store.where(path)}: not JSON: {error}; fetch it again") from None
+        raise DatasetError(f"Invalid JSON in {store.where(path)}: {error}. Fetch the file again") from None
 
 
 def read_parquet(store: Store, path: str, columns: list[str] | None = None) -> pa.Table:
@@ -376,7 +383,7 @@ class parquet_errors:
             if pointer := lfs.pointer(self._store.read(self._path, 0, lfs.ENOUGH)):
                 raise DatasetError(f"{where}: {pointer}") from None
             said = (str(error) or type(error).__name__).splitlines()[0][:200]
-            raise DatasetError(f"{where}: not a whole Parquet file: {said}; fetch or record it again") from None
+            raise DatasetError(f"Invalid Parquet file {where}: {said}. Fetch or record it again") from None
 
 
 _V3_FIELDS = {"video_key": "", "chunk_index": ":03d", "file_index": ":03d"}
@@ -391,21 +398,21 @@ _V2_FIELDS = {
 def _looks(store: Store) -> str:
     """Return the probable version of a dataset whose `info.json` is missing or has no version, and advice for the user."""
     if store.exists("meta/episodes.jsonl"):
-        return f"It has meta/episodes.jsonl, so it looks like v2.x: copy or fetch {INFO} again"
+        return f"It has meta/episodes.jsonl, so it looks like v2.x. Copy or fetch {INFO} again"
     if store.files("meta/episodes"):
-        return f"It has meta/episodes/, so it looks like v3.0: copy or fetch {INFO} again"
-    return "It has neither meta/episodes/ (v3.0) nor meta/episodes.jsonl (v2.x): give the folder that holds meta/"
+        return f"It has meta/episodes/, so it looks like v3.0. Copy or fetch {INFO} again"
+    return "It has neither meta/episodes/ (v3.0) nor meta/episodes.jsonl (v2.x). Give the folder that holds meta/"
 
 
-def _object(value: Any, store: Store, what: str, path: str = INFO) -> dict[str, Any]:
+def _object(value: Any, store: Store, name: str, path: str = INFO) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DatasetError(f"{store.where(path)}: {what} is {type(value).__name__}; it must be a JSON object")
+        raise DatasetError(f"Invalid {name} in {store.where(path)}: must be a JSON object, got {type(value).__name__}")
     return value
 
 
 def _count(value: Any, name: str, store: Store) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise DatasetError(f"{store.where(INFO)}: {name} is {str(value)[:40]}; it is an integer of 0 or more")
+        raise DatasetError(f"Invalid {name} in {store.where(INFO)}: must be a nonnegative integer, got {str(value)[:40]}")
     return value
 
 
@@ -415,7 +422,9 @@ def _names_chunk(templates: str) -> bool:
 
 def _chunk(value: Any, store: Store) -> int:
     if type(value) is not int or not 0 < value < 1 << 31:
-        raise DatasetError(f"{store.where(INFO)}: chunks_size is {str(value)[:40]}; it is the number of episodes in a chunk")
+        raise DatasetError(
+            f"Invalid chunks_size in {store.where(INFO)}: must be the number of episodes in a chunk, got {str(value)[:40]}"
+        )
     return value
 
 
@@ -427,8 +436,10 @@ def _left_out(key: str, feature: Any, store: Store) -> str:
         return f"has dtype {str(dtype)[:40]!r}, which is not read"
     whole = isinstance(shape, (list, tuple)) and all(type(n) is int and 0 < n < 1 << 31 for n in shape)
     if not whole or len(shape) > 5:
-        where = f"{store.where(INFO)}: feature {key[:80]!r}"
-        raise DatasetError(f"{where} has shape {str(shape)[:80]}; it is a list of up to five positive integers")
+        raise DatasetError(
+            f"Invalid shape of feature {key[:80]!r} in {store.where(INFO)}: must be a list of up to five positive integers, "
+            f"got {str(shape)[:80]}"
+        )
     if Feature(feature).is_camera and Feature(feature).is_depth:
         return "is a depth map of more than 8 bits, and cameras are decoded to 8 bits a channel, so it is not read"
     return ""
@@ -452,20 +463,22 @@ def _template(value: Any, name: str, fields: dict[str, str], store: Store) -> st
     needed = {"episode_index", "video_key"} if name == "video_path" else {"episode_index"}
     try:
         if not isinstance(value, str):
-            raise ValueError(f"it is {type(value).__name__}")
-        found = [
+            raise ValueError(f"must be text, got {type(value).__name__}")
+        template_fields = [
             (key, form or "", conversion) for _, key, form, conversion in string.Formatter().parse(value) if key is not None
         ]
-        for key, form, conversion in found:
+        for key, form, conversion in template_fields:
             plain = re.fullmatch("" if key == "video_key" else r"(0?\d{1,2}d?)?", form)
             if key not in fields or conversion or not plain:
-                raise ValueError(f"it has the field {{{key}:{form}}}"[:80])
-        lacking = sorted(needed & fields.keys() - {key for key, _, _ in found}) if "episode_index" in fields else []
+                raise ValueError(f"unknown field {{{key}:{form}}}"[:80])
+        lacking = sorted(needed & fields.keys() - {key for key, _, _ in template_fields}) if "episode_index" in fields else []
         if lacking:
-            raise ValueError(f"it lacks the field {{{lacking[0]}}}")
+            raise ValueError(f"missing field {{{lacking[0]}}}")
     except ValueError as error:
         allowed = ", ".join(f"{{{key}{form}}}" for key, form in fields.items())
-        raise DatasetError(f"{store.where(INFO)}: {name} is not a path template: {error}; allowed are {allowed}") from error
+        raise DatasetError(
+            f"Invalid path template {name} in {store.where(INFO)}: {error}. Allowed fields: {allowed}"
+        ) from error
     return value
 
 
@@ -474,13 +487,13 @@ def _numbers(store: Store, path: str, wanted: list[str]) -> dict[str, npt.NDArra
         parquet = pq.ParquetFile(file, pre_buffer=True)
         missing = [name for name in wanted if name not in parquet.schema_arrow.names]
         if missing:
-            raise DatasetError(f"{store.where(path)}: lacks the column {missing[0]}, which v3.0 has for each episode")
+            raise DatasetError(f"Missing column {missing[0]} in {store.where(path)}. A v3.0 dataset has it for each episode")
         table = parquet.read(columns=wanted, use_threads=False)
         columns = {}
         for name in wanted:
             column = table[name]
             if column.null_count or not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-                raise DatasetError(f"{store.where(path)}: column {name} must hold a number for each episode")
+                raise DatasetError(f"Invalid column {name} in {store.where(path)}: must hold a number for each episode")
             columns[name] = column.to_numpy()
             if not name.endswith("timestamp"):
                 columns[name] = columns[name].astype(np.int64)
@@ -501,30 +514,30 @@ def check_episodes(table: Mapping[str, npt.NDArray[Any]], where: str, store: Sto
     """
     index, length = table["episode_index"], table["length"]
 
-    def refuse(wrong: npt.NDArray[np.bool_], what: str) -> None:
+    def refuse(wrong: npt.NDArray[np.bool_], problem: str) -> None:
         if wrong.any():
-            raise DatasetError(f"{where}: episode {index[np.argmax(wrong)]}: {what}")
+            raise DatasetError(f"Invalid episode {index[np.argmax(wrong)]} in {where}: {problem}")
 
     if len(index) == 0:
-        raise DatasetError(f"{where}: no episodes")
-    refuse(np.append(False, np.diff(index) == 0) | (index < 0), "its index is negative or stands there twice")
-    refuse((length < 1) | (length > 1 << 40), "its length is not a positive number of frames")
+        raise DatasetError(f"No episodes in {where}")
+    refuse(np.append(False, np.diff(index) == 0) | (index < 0), "episode_index must be nonnegative and not duplicated")
+    refuse((length < 1) | (length > 1 << 40), "length must be a positive number of frames")
     if "dataset_to_index" in table:
         promised = table["dataset_to_index"] - table["dataset_from_index"]
-        refuse(promised != length, "its length and its dataset_from_index and dataset_to_index differ")
+        refuse(promised != length, "length must be dataset_to_index - dataset_from_index")
     for name, values in table.items():
         if name.endswith(("chunk_index", "file_index")):
-            refuse((values < 0) | (values > 1 << 40), f"{name} is not a number of a file")
+            refuse((values < 0) | (values > 1 << 40), f"{name} must be the number of a file")
         if name.endswith("timestamp"):
-            refuse(~np.isfinite(values) | (np.abs(values) > 1e9), f"{name} is no time in seconds")
+            refuse(~np.isfinite(values) | (np.abs(values) > 1e9), f"{name} must be a time in seconds")
         if name.endswith("/to_timestamp"):
             start = table[f"{name.removesuffix('to_timestamp')}from_timestamp"]
             refuse(values < start, f"{name} must not be less than from_timestamp")
-    for what, promise, found in (("episodes", info.episodes, len(index)), ("frames", info.frames, int(length.sum()))):
-        if promise is not None and promise != found:
+    for unit, total, count in (("episodes", info.episodes, len(index)), ("frames", info.frames, int(length.sum()))):
+        if total is not None and total != count:
             raise DatasetError(
-                f"{store.where(INFO)}: it promises {promise} {what}, and {where} holds {found}; a file is missing, or the "
-                "dataset was edited by hand: copy or edit it again with LeRobot's tools"
+                f"Invalid total_{unit} in {store.where(INFO)}: must be {count}, the number of {unit} in {where}, got {total}. "
+                "A file is missing, or the dataset was edited by hand: copy or edit it again with LeRobot's tools"
             )
 
 

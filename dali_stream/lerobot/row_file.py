@@ -53,7 +53,7 @@ class RowFile:
         missing = [key for key in self._columns if key not in self._names]
         if missing:
             raise DatasetError(
-                f"{store.where(self._path)}: lacks the column {missing[0]}, which meta/info.json has as a feature"
+                f"Missing column {missing[0]} in {store.where(self._path)}. The dataset's meta/info.json has it as a feature"
             )
         self._leaves = _leaves(parquet, self._columns)
         promised = int(table.length.sum())
@@ -61,7 +61,8 @@ class RowFile:
         rows = self.groups.rows
         if (wrong := (rows < 0) | (rows > most)).any():
             raise DatasetError(
-                f"{store.where(self._path)}: a row group claims {rows[wrong][0]} rows, and the dataset has {promised} frames"
+                f"Invalid row group in {store.where(self._path)}: must have at most {most} rows, since the dataset has "
+                f"{promised} frames, got {rows[wrong][0]}"
             )
         self._stop = int(table.first_row[table.data.rows(number)].min()) + np.cumsum(rows)
         self._episodes: npt.NDArray[np.int64] | None = None

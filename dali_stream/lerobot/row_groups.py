@@ -221,11 +221,11 @@ def _skip(data: bytes, at: int, kind: int) -> int:
         length, at = _read_varint(data, at)
         return at + length
     if kind in (9, 10):
-        count, of, at = _list(data, at)
+        count, element_kind, at = _list(data, at)
         if count > len(data) - at:  # each element takes a byte at least
             raise IndexError
         for _ in range(count):
-            at = at + 1 if of in (1, 2) else _skip(data, at, of)
+            at = at + 1 if element_kind in (1, 2) else _skip(data, at, element_kind)
         return at
     if kind == _STRUCT:
         number = 0

@@ -183,8 +183,8 @@ class _Group:
 
     def take_bytes(self) -> int:
         """Return the number of bytes that were read since the last call, so that they are counted only once."""
-        taken, self.bytes_read = self.bytes_read, 0
-        return taken
+        count, self.bytes_read = self.bytes_read, 0
+        return count
 
 
 class RowReader:
@@ -240,13 +240,13 @@ class RowReader:
                 group, is_new = self._group(file, path, file.groups_of(index))
             if episode not in group.lengths:
                 raise DatasetError(
-                    f"{self._store.where(path)}: episode {index}: the metadata promises {counted(length, 'row')}, and the file "
-                    f"holds {group.rows_of(index)}; copy the dataset again"
+                    f"Invalid episode {index} in {self._store.where(path)}: must have {counted(length, 'row')}, as the "
+                    f"metadata says, got {group.rows_of(index)}. Copy the dataset again"
                 )
             lengths = group.lengths if is_new else {episode: length}
-            found = Found(lengths, lambda group, e: self._columns(group, path, e), self._dataset.row_bytes, group)
-            _ = found[episode]  # convert the episode now, so that `read` raises its errors
-        return found
+            episode_rows = Found(lengths, lambda group, e: self._columns(group, path, e), self._dataset.row_bytes, group)
+            _ = episode_rows[episode]  # convert the episode now, so that `read` raises its errors
+        return episode_rows
 
     def _group(self, file: RowFile, path: str, groups: list[int]) -> tuple[_Group, bool]:
         """Return decoded row groups, and whether this call, or one that it shared, read them from the file."""
@@ -309,7 +309,7 @@ class RowReader:
             }
         numbers = columns.get("frame_index")
         if numbers is not None and (numbers[1:] - numbers[:-1] != 1).any():
-            raise DatasetError(f"{where}: its frame_index does not count its rows; record or convert it again")
+            raise DatasetError(f"Invalid frame_index in {where}: must count the rows. Record or convert the dataset again")
         if "timestamp" in columns and self._dataset.clock == "timestamp":
             check_rising(where, columns["timestamp"])
         return columns
@@ -327,10 +327,10 @@ def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
     """
     row = _not_rising(timestamp)
     if row is not None:
-        before = f", and that of row {row - 1} is {timestamp[row - 1]:.4f} s" if row else ""
+        allowed = f"greater than {timestamp[row - 1]:.4f} s, that of row {row - 1}" if row else "a finite number"
         raise DatasetError(
-            f"{where}: row {row}: its timestamp is {timestamp[row]:.4f} s{before}. Timestamps rise within an episode; the "
-            "file is damaged: copy or record it again"
+            f"Invalid timestamp of row {row} in {where}: must be {allowed}, got {timestamp[row]:.4f} s. The file is damaged, "
+            "so copy or record it again"
         )
 
 

@@ -23,27 +23,27 @@ class ReadColumns(Protocol):
     def __call__(self, *, stats: bool = False) -> pa.Table: ...
 
 
-def cameras(info: metadata.Info, given: Sequence[str] | None) -> tuple[str, ...]:
+def cameras(info: metadata.Info, keys: Sequence[str] | None) -> tuple[str, ...]:
     """Return the selected cameras, in the dataset's order.
 
     Args:
         info: Contents of `info.json`.
-        given: Keys of the cameras, or None for all cameras.
+        keys: Keys of the cameras, or None for all cameras.
 
     Raises:
-        ValueError: If `given` is a string, or contains an unknown or unreadable camera.
+        ValueError: If `keys` is a string, or contains an unknown or unreadable camera.
     """
-    there = tuple(key for key, feature in info.features.items() if feature.is_camera)
-    if given is None:
-        return there
-    if isinstance(given, str):
-        raise ValueError(f"cameras is the string {given!r}; it is a list of keys")
-    for camera in given:
+    available = tuple(key for key, feature in info.features.items() if feature.is_camera)
+    if keys is None:
+        return available
+    if isinstance(keys, str):
+        raise ValueError(f"cameras must be a list of keys, got the string {keys!r}")
+    for camera in keys:
         if camera in info.left_out:
-            raise ValueError(f"Camera {camera!r} {info.left_out[camera]}. Available: {', '.join(there) or 'none'}")
-        if camera not in there:
-            raise ValueError(f"Unknown camera {camera!r}. Available: {', '.join(there) or 'none'}")
-    return tuple(key for key in there if key in given)
+            raise ValueError(f"Camera {camera!r} {info.left_out[camera]}. Available: {', '.join(available) or 'none'}")
+        if camera not in available:
+            raise ValueError(f"Unknown camera {camera!r}. Available: {', '.join(available) or 'none'}")
+    return tuple(key for key in available if key in keys)
 
 
 def rows(index: Int64, episodes: Sequence[int] | None, episode_filter: EpisodeFilter | None, read: ReadColumns) -> Int64:
@@ -59,27 +59,27 @@ def rows(index: Int64, episodes: Sequence[int] | None, episode_filter: EpisodeFi
         ValueError: If `episodes` or `episode_filter` is invalid, if an episode is unknown or named twice, or if the filter
             accepts no episode.
     """
-    taken = np.arange(len(index)) if episodes is None else _named(index, episodes)
+    selected = np.arange(len(index)) if episodes is None else _named(index, episodes)
     if episode_filter is None:
-        return taken
-    matching = np.intersect1d(taken, np.searchsorted(index, _matching(episode_filter, read)))
+        return selected
+    matching = np.intersect1d(selected, np.searchsorted(index, _matching(episode_filter, read)))
     if not len(matching):
-        raise ValueError(f"episode_filter accepts none of {len(taken)} episodes. `dali-stream info URI` describes them")
+        raise ValueError(f"episode_filter accepts none of {len(selected)} episodes. `dali-stream info URI` describes them")
     return matching
 
 
 def _named(index: Int64, episodes: Sequence[int]) -> Int64:
     wanted = np.asarray(episodes)
     if wanted.ndim != 1 or not len(wanted) or not np.issubdtype(wanted.dtype, np.integer):
-        raise ValueError(f"episodes is {episodes!r}; it is a list of one or more episode indices")
+        raise ValueError(f"episodes must be a list of one or more episode indices, got {episodes!r}")
     wanted, count = np.unique(wanted, return_counts=True)
     if (count > 1).any():
-        raise ValueError(f"episodes has {wanted[count > 1][0]} more than once")
+        raise ValueError(f"episodes must have each index once, got {wanted[count > 1][0]} more than once")
     rows = np.minimum(np.searchsorted(index, wanted), len(index) - 1)
     unknown = wanted[index[rows] != wanted]
     if len(unknown):
-        there = f"{len(index)} episodes, from {index[0]} to {index[-1]}" if len(index) > 1 else f"episode {index[0]}"
-        raise ValueError(f"Unknown episode {unknown[0]}. Available: {there}")
+        available = f"{len(index)} episodes, from {index[0]} to {index[-1]}" if len(index) > 1 else f"episode {index[0]}"
+        raise ValueError(f"Unknown episode {unknown[0]}. Available: {available}")
     return rows
 
 
@@ -95,7 +95,7 @@ def _matching(episode_filter: EpisodeFilter, read: ReadColumns) -> Int64:
                 kept = table.filter(episode_filter)
             except (pa.ArrowException, TypeError) as error:
                 raise ValueError(
-                    f"episode_filter is {episode_filter}, which does not fit the episode table: {error}; its columns are "
+                    f"episode_filter must fit the episode table, got {episode_filter}: {error}. Available columns: "
                     f"{', '.join(name for name in table.column_names if not name.startswith('stats/'))}"
                 ) from error
         return kept["episode_index"].to_numpy()

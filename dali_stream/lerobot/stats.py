@@ -160,14 +160,16 @@ def merged(shares: Sequence[float], parts: Sequence[Mapping[str, np.ndarray]]) -
     weight = np.asarray(shares, np.float64).reshape(-1, *(1,) * (next(iter(stacked.values())).ndim - 1))
 
     def mean(values: np.ndarray) -> np.ndarray:
-        there = ~np.isnan(values)
-        return np.where(there, values * weight, 0).sum(axis=0) / (there * weight).sum(axis=0)
+        is_present = ~np.isnan(values)
+        return np.where(is_present, values * weight, 0).sum(axis=0) / (is_present * weight).sum(axis=0)
 
-    found = {name: least(stacked[name], axis=0) for name, least in (("min", np.nanmin), ("max", np.nanmax)) if name in names}
+    statistics = {
+        name: least(stacked[name], axis=0) for name, least in (("min", np.nanmin), ("max", np.nanmax)) if name in names
+    }
     if "mean" in names:
-        found["mean"] = mean(stacked["mean"])
+        statistics["mean"] = mean(stacked["mean"])
         if "std" in names:
-            found["std"] = np.sqrt(mean(stacked["std"] ** 2 + (stacked["mean"] - found["mean"]) ** 2))
+            statistics["std"] = np.sqrt(mean(stacked["std"] ** 2 + (stacked["mean"] - statistics["mean"]) ** 2))
     known = {name: share for name, share in {"min": 0.0, **QUANTILES, "max": 1.0}.items() if name in names}
     quantiles = [name for name in QUANTILES if name in names]
     if quantiles:
@@ -175,8 +177,8 @@ def merged(shares: Sequence[float], parts: Sequence[Mapping[str, np.ndarray]]) -
         columns = np.moveaxis(points.reshape(*points.shape[:2], -1), -1, 0)
         levels, wanted = list(known.values()), [QUANTILES[name] for name in quantiles]
         values = np.array([_mixed_quantiles(shares, column, levels, wanted) for column in columns])
-        found |= {name: row.reshape(points.shape[2:]) for name, row in zip(quantiles, values.T, strict=True)}
-    return found
+        statistics |= {name: row.reshape(points.shape[2:]) for name, row in zip(quantiles, values.T, strict=True)}
+    return statistics
 
 
 def _mixed_quantiles(
@@ -193,8 +195,8 @@ def _mixed_quantiles(
     Returns:
         Shape (Q,).
     """
-    there = ~np.isnan(points[:, 0])
-    points, weight = points[there], np.asarray(shares)[there]
+    is_present = ~np.isnan(points[:, 0])
+    points, weight = points[is_present], np.asarray(shares)[is_present]
     # The distribution function of the mixture is the weighted sum of those of its parts. It is linear between the points `at`,
     # so interpolation inverts it.
     at = np.unique(points)

@@ -34,10 +34,10 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
     """
     cameras = list(cameras)
     video_path = metadata.video_template(store, info) if cameras else ""
-    found = [
+    entries = [
         (_whole(entry, "episode_index", where), _whole(entry, "length", where)) for where, entry in read_lines(store, EPISODES)
     ]
-    table = np.array(sorted(found), np.int64).reshape(-1, 2)
+    table = np.array(sorted(entries), np.int64).reshape(-1, 2)
     index, length = table[:, 0].copy(), table[:, 1].copy()
     metadata.check_episodes({"episode_index": index, "length": length}, store.where(EPISODES), store, info)
     return Episodes(
@@ -64,7 +64,7 @@ def read_episode_columns(store: Store) -> pa.Table:
         return pa.table({name: pa.array([entry.get(name) for entry in entries]) for name in names}).sort_by("episode_index")
     except pa.ArrowException as error:
         raise DatasetError(
-            f"{store.where(EPISODES)}: is no table: {error}; episode_filter= needs values of one type in a column"
+            f"Invalid columns in {store.where(EPISODES)}: must have values of one type for episode_filter= ({error})"
         ) from error
 
 
@@ -81,8 +81,8 @@ def read_tasks(store: Store) -> dict[int, str]:
     for where, entry in read_lines(store, TASKS) if store.exists(TASKS) else ():
         index, task = _whole(entry, "task_index", where), entry.get("task")
         if not isinstance(task, str) or index in tasks:
-            wrong = f"task is {str(task)[:40]}; it is text" if index not in tasks else f"a second line of task_index {index}"
-            raise DatasetError(f"{where}: {wrong}")
+            problem = f"task must be text, got {str(task)[:40]}" if index not in tasks else f"task_index {index} is duplicated"
+            raise DatasetError(f"Invalid entry in {where}: {problem}")
         tasks[index] = task
     return tasks
 
@@ -105,16 +105,16 @@ def read_stats(store: Store, info: Info) -> Stats:
     """
     if stats_place(store, info) == STATS:
         return metadata.read_stats(store)
-    found = read_episode_stats(store)
-    if info.episodes is not None and len(found) != info.episodes:
+    episode_stats = read_episode_stats(store)
+    if info.episodes is not None and len(episode_stats) != info.episodes:
         _log.warning(
-            "%s has statistics of %d episodes, and the dataset has %d; stats are of the former",
-            store.where(EPISODES_STATS), len(found), info.episodes,
+            "%s has statistics of %d episodes, although the dataset has %d. The statistics of these episodes are used",
+            store.where(EPISODES_STATS), len(episode_stats), info.episodes,
         )  # fmt: skip
     try:
-        return aggregate(list(found.values()))
+        return aggregate(list(episode_stats.values()))
     except ValueError as error:
-        raise DatasetError(f"{store.where(EPISODES_STATS)}: {error}") from error
+        raise DatasetError(f"Invalid statistics in {store.where(EPISODES_STATS)}: {error}") from error
 
 
 def read_episode_stats(store: Store) -> dict[int, Stats]:
@@ -126,16 +126,16 @@ def read_episode_stats(store: Store) -> dict[int, Stats]:
     Raises:
         DatasetError: If a line is broken, or if two lines have the same episode.
     """
-    found: dict[int, Stats] = {}
+    episode_stats: dict[int, Stats] = {}
     for where, entry in read_lines(store, EPISODES_STATS):
         index = _whole(entry, "episode_index", where)
-        if index in found:
-            raise DatasetError(f"{where}: a second line of episode {index}")
+        if index in episode_stats:
+            raise DatasetError(f"Invalid entry in {where}: episode_index {index} is duplicated")
         try:
-            found[index] = metadata.stats_of(entry.get("stats"))
+            episode_stats[index] = metadata.stats_of(entry.get("stats"))
         except ValueError as error:
-            raise DatasetError(f"{where}: episode {index}: {error}") from error
-    return dict(sorted(found.items()))
+            raise DatasetError(f"Invalid statistics of episode {index} in {where}: {error}") from error
+    return dict(sorted(episode_stats.items()))
 
 
 def aggregate(parts: Sequence[Stats]) -> Stats:
@@ -154,8 +154,7 @@ def aggregate(parts: Sequence[Stats]) -> Stats:
             whole[key] = _aggregate([part[key] for part in parts if key in part])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"the statistics of {key!r} cannot be aggregated ({error}); each episode has numbers min, max, mean, std and "
-                "count, of one shape"
+                f"each episode must have numbers min, max, mean, std and count of one shape for {key!r} ({error})"
             ) from error
     return whole
 
@@ -167,15 +166,15 @@ def read_lines(store: Store, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if number == 1 and (pointer := lfs.pointer(line)):
             raise DatasetError(f"{store.where(path)}: {pointer}")
         if len(line) > _LONGEST_LINE:
-            raise DatasetError(f"{where}: more than {_LONGEST_LINE} bytes; is it a JSON Lines file?")
+            raise DatasetError(f"Invalid {where}: must have at most {_LONGEST_LINE} bytes. Check that the file is JSON Lines")
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DatasetError(f"{where}: not JSON: {error}; fetch the file again") from error
+            raise DatasetError(f"Invalid JSON in {where}: {error}. Fetch the file again") from error
         if not isinstance(entry, dict):
-            raise DatasetError(f"{where}: is {type(entry).__name__}; it must be a JSON object")
+            raise DatasetError(f"Invalid entry in {where}: must be a JSON object, got {type(entry).__name__}")
         yield where, entry
 
 
@@ -194,7 +193,7 @@ def _lines(store: Store, path: str) -> Iterator[bytes]:
 def _whole(entry: dict[str, Any], name: str, where: str) -> int:
     value = entry.get(name)
     if type(value) is not int or not 0 <= value < 1 << 40:
-        raise DatasetError(f"{where}: {name} is {str(value)[:40]}; it is an integer of 0 or more")
+        raise DatasetError(f"Invalid {name} in {where}: must be a nonnegative integer, got {str(value)[:40]}")
     return value
 
 
@@ -211,11 +210,11 @@ def _files(template: str, index: npt.NDArray[np.int64], chunk: int, video_key: s
 def _aggregate(parts: Sequence[dict[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:
     stacked = {name: np.stack([part[name] for part in parts]) for name in ("min", "max", "mean", "std", "count")}
     if not all(np.issubdtype(values.dtype, np.number) or values.dtype == bool for values in stacked.values()):
-        raise ValueError("not all are numbers")
+        raise ValueError("not all values are numbers")
     counts = stacked["count"]
     total = counts.sum(axis=0)
     if total.shape != (1,) or total[0] <= 0 or stacked["mean"].ndim < 2:
-        raise ValueError("count is not a list of one number above 0, or another is not a list")
+        raise ValueError("count must be a list of one positive number, and the others must be lists")
     weights = counts.reshape(counts.shape + (1,) * (stacked["mean"].ndim - counts.ndim))
 
     def weighted(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -10,17 +10,17 @@ class Bits:
 
     Args:
         data: Bytes of the header.
-        what: Name of the header, for messages.
+        name: Name of the header, for messages.
     """
 
-    def __init__(self, data: bytes, what: str) -> None:
-        self._data, self._what, self._at = data, what, 0
+    def __init__(self, data: bytes, name: str) -> None:
+        self._data, self._name, self._at = data, name, 0
 
     def take(self, count: int) -> int:
         """Return the next `count` bits as a number, the most significant bit first (`u(n)`)."""
         stop = self._at + count
         if stop > 8 * len(self._data):
-            raise DecodeError(f"its {self._what} is truncated")
+            raise DecodeError(f"invalid {self._name}: truncated")
         last = (stop + 7) >> 3
         value = int.from_bytes(self._data[self._at >> 3 : last], "big") >> (8 * last - stop)
         self._at = stop
@@ -44,10 +44,10 @@ class Bits:
         while not self.flag():
             zeros += 1
             if zeros > 32:
-                raise DecodeError(f"its {self._what} has an invalid {name}: more than 32 zero bits")
+                raise DecodeError(f"invalid {self._name}: {name} has more than 32 zero bits")
         value = (1 << zeros) - 1 + self.take(zeros)
         if value > most:
-            raise DecodeError(f"its {self._what} has an invalid {name}: must be at most {most}, got {value}")
+            raise DecodeError(f"invalid {self._name}: {name} must be at most {most}, got {value}")
         return value
 
     def skip_numbers(self, count: int) -> None:
@@ -63,14 +63,14 @@ class Bits:
             value |= part << 7 * place
             if not more:
                 return value
-        raise DecodeError(f"its {self._what} has a size of more than eight bytes")
+        raise DecodeError(f"invalid {self._name}: a size has more than eight bytes")
 
     def data(self, count: int | None) -> bytes:
         """Return the next `count` bytes, or all remaining bytes for None. The position must be at the beginning of a byte."""
         start = self._at >> 3
         stop = len(self._data) if count is None else start + count
         if stop > len(self._data):
-            raise DecodeError(f"its {self._what} is truncated")
+            raise DecodeError(f"invalid {self._name}: truncated")
         self._at = 8 * stop
         return self._data[start:stop]
 

@@ -32,14 +32,17 @@ def children(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, in
             ) from None
         yield kind, start + head, start + size
         start += size
-    raise DecodeError(f"a box contains more than {MOST_CHILDREN} boxes: the file's index is broken; fetch or record it again")
+    raise DecodeError(
+        f"a box must contain at most {MOST_CHILDREN} boxes: the file's index is broken. Copy or fetch the file again, or "
+        "record it again"
+    )
 
 
 def find(data: bytes, start: int, end: int, *path: bytes) -> tuple[int, int] | None:
     """Return (start, end) of the body of the first box at `path` below `data[start:end]`, or None."""
     for kind in path:
-        for found, first, last in children(data, start, end):
-            if found == kind:
+        for child, first, last in children(data, start, end):
+            if child == kind:
                 start, end = first, last
                 break
         else:
@@ -68,12 +71,12 @@ def read_moov(store: Store, path: str) -> bytes:
             raise DecodeError(f"{error}{_looks_like(store.read(path, 0, lfs.ENOUGH)) or _TRUNCATED}") from None
         if kind == b"moov":
             if length > LARGEST_MOOV:
-                raise DecodeError(f"its moov box claims {length} bytes; more than {LARGEST_MOOV} is not read")
+                raise DecodeError(f"box 'moov' must have at most {LARGEST_MOOV} bytes, got {length}")
             first, last = at + head - base, at + length - base
             rest = store.read(path, base + len(window), base + last) if last > len(window) else b""
             return window[first:last] + rest
         at += length
-    raise DecodeError(f"more than {MOST_CHILDREN} boxes at the top: not an MP4")
+    raise DecodeError(f"not an MP4, because it has more than {MOST_CHILDREN} boxes")
 
 
 def box(kind: bytes, *parts: bytes) -> bytes:
@@ -103,7 +106,7 @@ def _header(head: bytes, start: int, end: int) -> tuple[bytes, int, int]:
         DecodeError: If the header is truncated, or the size of the box is invalid.
     """
     if len(head) < 8:
-        raise DecodeError(f"it ends in the middle of a box header at byte {start}")
+        raise DecodeError(f"the file ends in the middle of a box header at byte {start}")
     size, kind = struct.unpack_from(">I4s", head)
     name, length = repr(kind.decode("latin-1")), 8
     if size == 1 and len(head) >= 16:
@@ -111,9 +114,9 @@ def _header(head: bytes, start: int, end: int) -> tuple[bytes, int, int]:
     elif size == 0:
         size = end - start  # to the end of the file
     if size < length:
-        raise DecodeError(f"its box {name} at byte {start} must have at least {length} bytes for its header, got {size}")
+        raise DecodeError(f"box {name} at byte {start} must have at least {length} bytes for its header, got {size}")
     if size > end - start:
-        raise DecodeError(f"its box {name} at byte {start} must have {size} bytes, got {end - start}")
+        raise DecodeError(f"box {name} at byte {start} must have {size} bytes, got {end - start}")
     return kind, length, size
 
 
@@ -124,7 +127,7 @@ _UNFINISHED = ": the file is truncated, or its recording was not finished. Copy 
 def _looks_like(first: bytes) -> str:
     """Return what a file is if it is not an MP4, and what to do. Empty for an MP4."""
     if pointer := lfs.pointer(first):
-        return f"; {pointer}"
+        return f": {pointer}"
     if first.lstrip()[:5].lower() in (b"<!doc", b"<html"):
         return ": the file is an HTML page, because its download failed. Fetch it again"
     if not first:

@@ -73,6 +73,7 @@ class _Run:
             self.samples, self.sizes = own.tolist(), table.size[own].tolist()
         self.ranks: Sequence[int] = range(len(self.sizes))  # place of each packet in display order within the run
         if table.reordered:
+            # The ranks are computed within the run, because frames that were left out would otherwise leave gaps in the times.
             self.ranks = np.argsort(np.argsort(table.pts[np.array(self.samples)], kind="stable")).tolist()
 
     def rank(self, sample: int) -> int:
@@ -83,8 +84,8 @@ class _Run:
         """
         if sample not in self.samples:
             raise DecodeError(
-                "the frame depends on frames before the start of the file: the file was cut there, in the middle of an open "
-                "GOP; record or convert it again"
+                "the frame depends on frames before the start of the file, which was cut in the middle of an open GOP. "
+                "Record or convert it again"
             )
         return self.ranks[self.samples.index(sample)]
 
@@ -96,6 +97,7 @@ class _Run:
         """
         table, samples = self.table, self.samples
         first, last = samples[0], samples[-1]
+        # One read is faster than a read for each packet, both remotely (a request each) and locally (a call each).
         if last - first == len(samples) - 1 and table.is_contiguous(first, last):
             begin = int(table.offset[first])
             parts = [(begin, begin + sum(self.sizes))]
@@ -104,10 +106,11 @@ class _Run:
             parts = [(begin, begin + size) for begin, size in zip(offsets, self.sizes, strict=True)]
         data = [store.read(table.path, start, stop) for start, stop in parts]
         whole = data[0] if len(data) == 1 else b"".join(data)
+        # A store returns fewer bytes if a range exceeds the file. All later packets in the buffer would then be shifted.
         if len(whole) != sum(self.sizes):
             raise DecodeError(
-                f"bytes {parts[0][0]} to {parts[-1][1]} are not all there: the file has become shorter since its index was "
-                "read; open the dataset again"
+                f"bytes {parts[0][0]} to {parts[-1][1]} are incomplete, because the file has become shorter since its index "
+                "was read. Open the dataset again"
             )
         return whole
 
@@ -135,12 +138,12 @@ class _Run:
                     f"{table.offset[sample] + size} is damaged: {wrong}. Copy the file again, or exclude its episodes"
                 )
             if look and hidden.hidden(codec, data[at : at + size]):
-                what = f"the {codec} frame at byte {table.offset[sample]} comes with frames that are never displayed"
-                raise UnsafeForNvdec(f"{hidden.hidden_frames_refusal(codec)} ({what})")
+                place = f"the {codec} packet at byte {table.offset[sample]} has hidden frames"
+                raise UnsafeForNvdec(f"{hidden.hidden_frames_refusal(codec)} ({place})")
             at += size
         if codec in keyframes.CODECS and not keyframes.is_idr(config, data[: self.sizes[0]]):
-            what = f"the keyframe at byte {table.offset[self.samples[0]]}"
-            raise UnsafeForNvdec(f"{keyframes.other_keyframes_refusal(codec)} ({what})")
+            place = f"the keyframe at byte {table.offset[self.samples[0]]}"
+            raise UnsafeForNvdec(f"{keyframes.other_keyframes_refusal(codec)} ({place})")
 
 
 def pack(
@@ -175,14 +178,15 @@ def pack(
     keys = [(id(table), start) for table, (start, _) in zip(tables, spans, strict=True)]
     for key, (_, stop) in zip(keys, spans, strict=True):
         stops[key] = max(stops.get(key, 0), stop)
+    # The keyframe of an open GOP may not reset the decoder (see `keyframes`), so frames of the run before would affect its run.
     if len(stops) > 1 and any(table.open_gops for table in by_id.values()):
-        raise DecodeError("frames of open GOPs cannot share a clip with others: each GOP prefix needs its own clip")
+        raise DecodeError("frames of open GOPs cannot share a clip with others, because each GOP prefix needs its own clip")
     runs = {key: _Run(by_id[key[0]], key[1], stop) for key, stop in stops.items()}
     # Most files have one sample description, which then applies to all of their packets. For the others, the first and the last
     # packet of each run are compared.
-    found = {config(table, 0) for table in by_id.values() if len(table.configs) == 1}
+    configs = {config(table, 0) for table in by_id.values() if len(table.configs) == 1}
     mixed = [run for run in runs.values() if len(run.table.configs) > 1]
-    if len(found.union(config(run.table, sample) for run in mixed for sample in (run.samples[0], run.samples[-1]))) > 1:
+    if len(configs.union(config(run.table, sample) for run in mixed for sample in (run.samples[0], run.samples[-1]))) > 1:
         raise DecodeError("frames of different sample descriptions (stsd) cannot share a clip")
     # The runs are displayed one after the other, so a frame's index is its place in its run plus the frames of all runs before.
     before = dict(zip(runs, itertools.accumulate((len(run.samples) for run in runs.values()), initial=0), strict=False))
@@ -234,6 +238,8 @@ def _mux(store: Store, runs: list[_Run], for_nvdec: bool, timed: Timed) -> bytea
     table, first = runs[0].table, runs[0].samples[0]
     shifts = None
     if any(run.table.reordered for run in runs):
+        # A shift is display time minus decode time. Both count from the start of the run here, because the number of frames in
+        # the runs before it cancels out.
         shifts = np.ones(n, np.int64), np.array([rank - i for run in runs for i, rank in enumerate(run.ranks)]) * TICK
     head = file_head(
         TIMESCALE, n * TICK, table.track_header, [table.configs[table.config[first]]],

@@ -38,11 +38,11 @@ from dali_stream.mp4.format import codec_of
 Check = Callable[[bytes, int, int, bool], str]
 
 _RUN = 64  # longest run observed in intact files: 32 (libvpx, a lossless gradient), and 10 in all others
-_TOO_LONG = f"it has {_RUN} equal bytes in a row, which arithmetic coding does not write"
+_TOO_LONG = f"{_RUN} equal bytes in a row, which arithmetic coding does not write"
 _ZEROS, _ONES = b"\0" * _RUN, b"\xff" * _RUN
 _ILLEGAL = re.compile(rb"\0\0[\0-\2]")  # twice as fast as bytes.find in a loop
 _MPEG4_CODES = re.compile(rb"\0\0[\0\1]")
-_NO_KEY = "decoding starts at it, and it is no keyframe"
+_NO_KEY = "decoding starts at it, but it is not a keyframe"
 _TRAILING = bytes(8)  # up to this many zeros at the end of a unit are padding that muxers add
 
 
@@ -69,7 +69,7 @@ def _nal_check(codec: str, config: bytes) -> Check:
     kind, place = (b"avcC", 4) if codec == "h264" else (b"hvcC", 21)
     parts = {k: config[a:b] for k, a, b in children(config, 86, len(config))}
     if len(parts.get(kind, b"")) <= place:
-        raise DecodeError(f"its {codec} decoder configuration ({kind.decode()}) is missing or cut short")
+        raise DecodeError(f"{codec} decoder configuration ({kind.decode()}) is missing or truncated")
     width, hevc = (parts[kind][place] & 3) + 1, codec == "hevc"
     arithmetic = hevc or _is_cabac(parts[kind])
 
@@ -82,7 +82,7 @@ def _nal_check(codec: str, config: bytes) -> Check:
                 return "its NAL units do not add up to its size"
             header = data[unit]
             if header & 0x80 or (hevc and not data[unit + 1] & 7):  # forbidden_zero_bit; nuh_temporal_id_plus1 is never 0
-                return f"a NAL unit has the header {data[unit : unit + 1 + hevc].hex()}, which is not allowed"
+                return f"invalid NAL unit header {data[unit : unit + 1 + hevc].hex()}"
             if header < 64 if hevc else 1 <= header & 31 <= 5:  # a slice
                 if key and not slices and not (0x20 <= header < 0x30 if hevc else _is_intra(data, unit)):
                     return _NO_KEY
@@ -90,8 +90,8 @@ def _nal_check(codec: str, config: bytes) -> Check:
                 if arithmetic and _monotonous(data, unit, start):
                     return _TOO_LONG
             if at := _unprotected(data, unit, start):
-                return f"it has the bytes {data[at : at + 3].hex(' ')} inside a NAL unit, where they are not allowed"
-        return "" if slices else "it has no slice of a frame"
+                return f"invalid bytes {data[at : at + 3].hex(' ')} inside a NAL unit"
+        return "" if slices else "no slice of a frame"
 
     return check
 
@@ -146,8 +146,8 @@ def _is_cabac(avcc: bytes) -> bool:
 
 def _unprotected(data: bytes, start: int, end: int) -> int:
     """Return the position of the first 00 00 00, 00 00 01 or 00 00 02 that is not padding at the end, or 0 for none."""
-    found = _ILLEGAL.search(data, start, end)
-    return found.start() if found and data[found.start() : end] not in _TRAILING else 0
+    match = _ILLEGAL.search(data, start, end)
+    return match.start() if match and data[match.start() : end] not in _TRAILING else 0
 
 
 def _monotonous(data: bytes, start: int, end: int) -> bool:
@@ -166,7 +166,7 @@ def _av1(data: bytes, start: int, end: int, key: bool) -> str:
         header, start = data[start], start + 1
         kind = header >> 3 & 15
         if header & 0x81 or kind not in (1, 2, 3, 4, 5, 6, 7, 8, 15):
-            return f"an OBU has the header {header:02x}, which is not allowed"
+            return f"invalid OBU header {header:02x}"
         start += header >> 2 & 1
         stop = end
         if header & 2:
@@ -184,7 +184,7 @@ def _av1(data: bytes, start: int, end: int, key: bool) -> str:
             if _monotonous(data, start, stop):
                 return _TOO_LONG
         start = stop
-    return "" if frames else "it has no frame"
+    return "" if frames else "no frame"
 
 
 def leb128(data: bytes, start: int) -> tuple[int, int]:
@@ -214,10 +214,10 @@ def _vp9_check(config: bytes) -> Check:
             header = data[first]
             own = header >> 5 & 1 | header >> 3 & 2
             if header >> 6 != 2 or own != (own if profile is None else profile):
-                return f"a frame begins with {header:02x}, which is not allowed"
+                return f"invalid frame header {header:02x}"
             is_key = not header & (0x06 if own == 3 else 0x0C)  # neither show_existing_frame nor predicted
             if is_key and own < 3 and data[first + 1 : first + 4] != b"\x49\x83\x42":
-                return "a keyframe lacks its sync code"
+                return "missing sync code of a keyframe"
             if key and first == start and not is_key:
                 return _NO_KEY
             if _monotonous(data, first, last):
@@ -255,26 +255,26 @@ def _vp8(data: bytes, start: int, end: int, key: bool) -> str:
     if key and not is_key:
         return _NO_KEY
     if is_key and data[start + 3 : start + 6] != b"\x9d\x01\x2a":
-        return "a keyframe lacks its start code"
+        return "missing start code of a keyframe"
     if start + (10 if is_key else 3) + (tag >> 5) > end:
-        return "its first partition is larger than it is"
+        return "its first partition is larger than the packet"
     return ""
 
 
 def _mpeg4(data: bytes, start: int, end: int, key: bool) -> str:
     if data[start : start + 3] != b"\0\0\1":
-        return "it does not begin with a start code"
+        return "missing start code at its beginning"
     vop = data.find(b"\0\0\1\xb6", start, end)
     if vop < 0:
-        return "it has no frame (VOP)"
-    for found in _MPEG4_CODES.finditer(data, vop, end):
-        at = found.start()
+        return "no frame (VOP)"
+    for code in _MPEG4_CODES.finditer(data, vop, end):
+        at = code.start()
         if data[at + 2] == 0 and data[at:end] not in _TRAILING:
-            return "it has 24 zero bits in a row, which no encoder writes"
+            return "24 zero bits in a row, which no encoder writes"
         if data[at + 2] == 1 and at + 3 < end and not (data[at + 3] < 0x30 or 0xB0 <= data[at + 3] <= 0xC5):
             return f"invalid MPEG-4 start code {data[at + 3]:02x}"
     return ""
 
 
 def _mjpeg(data: bytes, start: int, end: int, key: bool) -> str:
-    return "" if data[start : start + 2] == b"\xff\xd8" else "it does not begin as a JPEG image"
+    return "" if data[start : start + 2] == b"\xff\xd8" else "missing start of a JPEG image"

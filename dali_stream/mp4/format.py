@@ -83,12 +83,12 @@ def describe(config: bytes) -> VideoFormat:
     width, height = struct.unpack_from(">HH", config, 32)
     codec = codec_of(config)
     if not width or not height:
-        raise DecodeError(f"its sample description says {width}×{height} pixels")
+        raise DecodeError(f"the frame size of the sample description must be positive, got {width}×{height}")
     parts = {k: config[a:b] for k, a, b in children(config, 86, len(config))}
     try:
         profile, chroma, depth = _details(codec, parts)
     except IndexError as error:
-        raise DecodeError(f"its {codec} decoder configuration is cut short") from error
+        raise DecodeError(f"{codec} decoder configuration is truncated") from error
     colour = parts.get(b"colr", b"")
     matrix = struct.unpack_from(">H", colour, 8)[0] if colour[:4] in (b"nclx", b"nclc") and len(colour) >= 10 else None
     video = VideoFormat(codec, profile, chroma, depth, height, width, matrix)
@@ -108,11 +108,11 @@ def _read_sequence(codec: str, parts: Mapping[bytes, bytes]) -> Sequence | None:
         return None
     kind, read = _SEQUENCES[codec]
     sequences = read(parts.get(kind, b""))
-    what = "sequence header" if codec == "av1" else "SPS"
+    unit = "sequence header" if codec == "av1" else "SPS"
     if not sequences:
-        raise DecodeError(f"its {kind.decode()} has no {what}")
+        raise DecodeError(f"missing {unit} in {kind.decode()}")
     if any(sequence != sequences[0] for sequence in sequences):
-        raise DecodeError(f"its {kind.decode()} has {len(sequences)} of {what} that differ")
+        raise DecodeError(f"{kind.decode()} must have one {unit}, got {len(sequences)} that differ")
     return sequences[0]
 
 
@@ -122,7 +122,8 @@ def _completed(video: VideoFormat, sequence: Sequence | None) -> VideoFormat:
         return video
     (height, width), error = sequence.size, ""
     if sequence.size != (video.height, video.width):
-        error = f"its bitstream has frames of {height}×{width}, and its sample description says {video.height}×{video.width}"
+        error = f"its bitstream must have frames of {video.height}×{video.width}, as its sample description says, "
+        error += f"got {height}×{width}"
     return replace(
         video,
         chroma=sequence.chroma,
@@ -142,8 +143,8 @@ def codec_of(config: bytes) -> str:
         return CODECS.get(kind, kind.decode("latin-1").strip())
     # An `mp4v` entry may contain any codec that has an object type in ISO/IEC 14496-1. FFmpeg uses it for JPEG, for instance.
     esds = next((config[a:b] for k, a, b in children(config, 86, len(config)) if k == b"esds"), b"")
-    found = _DECODER_CONFIG.search(esds)
-    number = found[1][0] if found else 0x20
+    descriptor = _DECODER_CONFIG.search(esds)
+    number = descriptor[1][0] if descriptor else 0x20
     return _OBJECT_TYPES.get(number, f"mp4v-{number:02x}")
 
 

@@ -66,7 +66,7 @@ def hidden_frames(store: Store, table: VideoIndex, codec: str) -> tuple[int, int
 
 def hidden_frames_refusal(codec: str) -> str:
     """Return why a video with hidden frames is not decoded with NVDEC."""
-    return f"{codec} with hidden frames: DALI pairs times with decoded frames on a GPU, and would deliver others than asked for"
+    return f"{codec} with hidden frames: DALI would deliver other frames on a GPU, because it pairs times with decoded frames"
 
 
 def _av1(data: bytes) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.errors import DecodeError
+from dali_stream.errors import DecodeError, counted
 from dali_stream.mp4.boxes import box, children, find, read_moov
 from dali_stream.mp4.column import Chosen, Column, Floor, Gaps, Line, Without, packed
 from dali_stream.mp4.damage import is_intra_refresh
@@ -194,36 +194,36 @@ def read_index(store: Store, path: str) -> VideoIndex:
     except DecodeError as error:
         raise DecodeError(f"{store.where(path)}: {error}") from error.__cause__
     except (struct.error, ValueError, OverflowError, IndexError) as error:
-        raise DecodeError(f"{store.where(path)}: its index (moov) is broken: {error}") from error
+        raise DecodeError(f"{store.where(path)}: invalid index (moov): {error}") from error
 
 
 def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
     track = _video_track(moov)
     stbl = find(moov, *track, b"mdia", b"minf", b"stbl")
     if stbl is None:
-        raise DecodeError("its video track has no sample table (stbl)")
+        raise DecodeError("the video track must have a sample table (stbl)")
     boxes = {kind: moov[start:end] for kind, start, end in children(moov, *stbl)}
     size = _sizes(boxes)
     n = len(size)
     if not n:
         fragmented = find(moov, 0, len(moov), b"mvex") is not None
         raise DecodeError(
-            "it is a fragmented MP4, whose index is spread over the file; remux it with `ffmpeg -i IN -c copy OUT`"
+            "fragmented MP4, whose index is spread over the file. Remux it with `ffmpeg -i IN -c copy OUT`"
             if fragmented
-            else "its video track has no frames"
+            else "the video track has no frames"
         )
     configs, offset, config = _places(boxes, size)
     outside = (offset < 0) | (offset > file_size - size)
     if outside.any():
         first = int(np.argmax(outside))
         raise DecodeError(
-            f"sample {first} of {n} lies at bytes {offset[first]} to {offset[first] + size[first]}, and the file has "
-            f"{file_size}: truncated, or its index is broken; fetch or record it again"
+            f"sample {first} of {n} must end within the {file_size} bytes of the file, got bytes {offset[first]} to "
+            f"{offset[first] + size[first]}. The file is truncated or its index is broken, so fetch or record it again"
         )
     mdhd = _required(find(moov, *track, b"mdia", b"mdhd"), "mdhd")
     timescale = struct.unpack_from(">I", moov, mdhd[0] + (20 if moov[mdhd[0]] == 1 else 12))[0]
     if not timescale:
-        raise DecodeError("its timescale is 0")
+        raise DecodeError("the timescale must be positive, got 0")
     pts = _presentation_times(boxes, n)
     pts = _edited(moov, track, pts, timescale)
     sync = _sync(boxes, n)
@@ -237,9 +237,9 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
         offset=offset, size=size, pts=pts, keyframes=sync, config=config, index_bytes=len(moov),
     )  # fmt: skip
     if (np.diff(index.shown_at) == 0).any():
-        raise DecodeError("its index shows two frames at the same time (stts, ctts): which one a timestamp means is open")
+        raise DecodeError("the index displays two frames at the same time (stts, ctts), which makes a timestamp ambiguous")
     if len(configs) > 1 and (config != config[index.gop_start]).any():
-        raise DecodeError("its sample description (stsd) changes between frames that are decoded together (stsc, stss)")
+        raise DecodeError("the sample description (stsd) changes between frames that are decoded together (stsc, stss)")
     return index
 
 
@@ -255,8 +255,8 @@ def _video_track(moov: bytes) -> tuple[int, int]:
                 tracks.append((start, end))
     if len(tracks) != 1:
         raise DecodeError(
-            f"it has {len(tracks)} video tracks, and exactly one is allowed, since a frame's place would be ambiguous; "
-            "keep one with `ffmpeg -i IN -map 0:v:0 -c copy OUT`"
+            f"the file must have exactly one video track, got {len(tracks)}. "
+            "Keep one with `ffmpeg -i IN -map 0:v:0 -c copy OUT`"
         )
     return tracks[0]
 
@@ -264,12 +264,12 @@ def _video_track(moov: bytes) -> tuple[int, int]:
 def _sizes(boxes: dict[bytes, bytes]) -> Int64:
     stsz = boxes.get(b"stsz")
     if stsz is None:
-        raise DecodeError("its video track has no sample sizes (stsz)")
+        raise DecodeError("the video track must have sample sizes (stsz)")
     fixed, n = struct.unpack_from(">II", stsz, 4)
     # A table of n sizes has 4 n bytes, which limits n. A single size for all packets takes no table, so n has a fixed limit:
     # packets of equal size are rare, and a box that claims millions of them is broken.
     if n > (len(stsz) - 12) // 4 and not (fixed and n <= 65536):
-        raise DecodeError(f"its sample table claims {n} samples and holds the sizes of {(len(stsz) - 12) // 4}")
+        raise DecodeError(f"invalid stsz table: must have the sizes of {n} samples, got {(len(stsz) - 12) // 4}")
     return np.full(n, fixed, np.int64) if fixed else np.frombuffer(stsz, ">u4", n, 12).astype(np.int64)
 
 
@@ -285,20 +285,20 @@ def _runs(boxes: dict[bytes, bytes], kind: bytes, columns: str) -> npt.NDArray[A
     count = struct.unpack_from(">I", body, 4)[0]
     dtype = np.dtype([(name, ">" + form) for name, form in (c.split(":") for c in columns.split())])
     if count > (len(body) - 8) // dtype.itemsize:
-        raise DecodeError(f"its {kind.decode()} table claims {count} entries in {len(body)} bytes")
+        raise DecodeError(f"invalid {kind.decode()} table: must have {count} entries, got {len(body)} bytes")
     return np.frombuffer(body, dtype, count, 8)
 
 
 def _expand(values: npt.NDArray[Any], counts: npt.NDArray[Any], n: int, kind: str) -> Int64:
     counts = counts.astype(np.int64)
     if counts.sum() != n:
-        raise DecodeError(f"its {kind} table describes {counts.sum()} samples, and there are {n}")
+        raise DecodeError(f"invalid {kind} table: must describe {n} samples, got {counts.sum()}")
     return np.repeat(values.astype(np.int64), counts)
 
 
 def _presentation_times(boxes: dict[bytes, bytes], n: int) -> Int64:
     if b"stts" not in boxes:
-        raise DecodeError("its video track has no sample times (stts)")
+        raise DecodeError("the video track must have sample times (stts)")
     stts = _runs(boxes, b"stts", "count:u4 delta:u4")
     deltas = _expand(stts["delta"], stts["count"], n, "stts")
     pts = np.cumsum(deltas) - deltas
@@ -313,7 +313,7 @@ def _sync(boxes: dict[bytes, bytes], n: int) -> Int64:
         return np.arange(n)  # without the table, decoding can start at every packet
     sync = _runs(boxes, b"stss", "sample:u4")["sample"].astype(np.int64) - 1
     if not len(sync) or sync[0] != 0 or sync[-1] >= n or (np.diff(sync) <= 0).any():
-        raise DecodeError(f"its stss table (samples that decoding can start at) is not 1, ... up to {n} in rising order")
+        raise DecodeError(f"invalid stss table (keyframes): must be 1, ... up to {n} in increasing order")
     return sync
 
 
@@ -325,20 +325,20 @@ def _places(boxes: dict[bytes, bytes], size: Int64) -> tuple[tuple[bytes, ...], 
     """
     configs = _descriptions(boxes)
     if b"stsc" not in boxes or not (b"stco" in boxes or b"co64" in boxes):
-        raise DecodeError("its video track has no chunk table (stsc with stco or co64)")
+        raise DecodeError("the video track must have a chunk table (stsc with stco or co64)")
     kind, form = (b"stco", "u4") if b"stco" in boxes else (b"co64", "u8")
     chunk = _runs(boxes, kind, f"offset:{form}")["offset"].astype(np.int64)
     stsc = _runs(boxes, b"stsc", "first:u4 samples:u4 description:u4")
     first = stsc["first"].astype(np.int64) - 1
     if not len(first) or first[0] != 0 or (np.diff(first) <= 0).any() or first[-1] >= len(chunk):
-        raise DecodeError(f"its stsc table does not cover its {len(chunk)} chunks")
+        raise DecodeError(f"invalid stsc table: must cover {len(chunk)} chunks")
     description = stsc["description"].astype(np.int64) - 1
     if (description < 0).any() or (description >= len(configs)).any():
-        raise DecodeError(f"its stsc table names a sample description that is not there; there are {len(configs)}")
+        raise DecodeError(f"invalid stsc table: must refer to the {len(configs)} sample descriptions of the file")
     chunks = np.diff(np.append(first, len(chunk)))
     per_chunk = np.repeat(stsc["samples"].astype(np.int64), chunks)
     if per_chunk.sum() != len(size):
-        raise DecodeError(f"its stsc table places {per_chunk.sum()} samples, and there are {len(size)}")
+        raise DecodeError(f"invalid stsc table: must place {len(size)} samples, got {per_chunk.sum()}")
     before = np.cumsum(size) - size  # total size of all packets before each packet
     # The offset of a packet is the offset of its chunk, plus the sizes of the packets before it in the chunk.
     chunk_first = np.cumsum(per_chunk) - per_chunk
@@ -349,17 +349,17 @@ def _places(boxes: dict[bytes, bytes], size: Int64) -> tuple[tuple[bytes, ...], 
 
 def _descriptions(boxes: dict[bytes, bytes]) -> tuple[bytes, ...]:
     stsd = boxes.get(b"stsd", b"")
-    found = []
+    entries = []
     for kind, start, end in children(stsd, 8, len(stsd)) if len(stsd) > 8 else ():
         entry = stsd[start:end]
         if len(entry) < 78:
-            raise DecodeError(f"its sample description {kind!r} has {len(entry)} bytes, and a video's has 78 or more")
+            raise DecodeError(f"sample description {kind!r} must have at least 78 bytes, got {len(entry)}")
         # The bit rate differs between files and is irrelevant for decoding. Without it, files can share clips.
         parts = [box(k, entry[a:b]) for k, a, b in children(entry, 78, len(entry)) if k != b"btrt"]
-        found.append(box(kind, entry[:78], *parts))
-    if not 0 < len(found) <= 127:
-        raise DecodeError(f"it has {len(found)} sample descriptions (stsd), and 1 to 127 are allowed")
-    return tuple(found)
+        entries.append(box(kind, entry[:78], *parts))
+    if not 0 < len(entries) <= 127:
+        raise DecodeError(f"the file must have 1 to 127 sample descriptions (stsd), got {len(entries)}")
+    return tuple(entries)
 
 
 def _edited(moov: bytes, track: tuple[int, int], pts: Int64, timescale: int) -> Int64:
@@ -368,10 +368,10 @@ def _edited(moov: bytes, track: tuple[int, int], pts: Int64, timescale: int) -> 
     Raises:
         DecodeError: If the edit list hides frames, has more than one part, or changes the rate.
     """
-    found = find(moov, *track, b"edts", b"elst")
-    if found is None:
+    elst = find(moov, *track, b"edts", b"elst")
+    if elst is None:
         return pts
-    body = moov[found[0] : found[1]]
+    body = moov[elst[0] : elst[1]]
     form = "duration:u8 media:i8" if body[0] == 1 else "duration:u4 media:i4"
     edits = _runs({b"elst": body}, b"elst", f"{form} rate:i2 fraction:i2")
     mvhd = _required(find(moov, 0, len(moov), b"mvhd"), "mvhd")
@@ -382,19 +382,21 @@ def _edited(moov: bytes, track: tuple[int, int], pts: Int64, timescale: int) -> 
         return pts
     delay = sum(int(d) for d in edits["duration"][delays])
     if len(shown) > 1 or delays[1:].any() or shown["rate"][0] != 1 or not movie:
-        raise DecodeError(f"its edit list has {len(shown)} parts; one at rate 1, perhaps delayed, is allowed. {_REMUX}")
+        raise DecodeError(
+            f"the edit list must be one part at rate 1, perhaps delayed, got {counted(len(shown), 'part')}. {_REMUX}"
+        )
     start, length = int(shown["media"][0]), int(shown["duration"][0])
     end = start + (length + 1) * timescale // movie if length else None  # the length is rounded to a tick of the movie
     hidden = int((pts < start).sum() + (0 if end is None else (pts >= end).sum()))
     if hidden:
-        raise DecodeError(f"its edit list hides {hidden} of {len(pts)} frames, so frames and timestamps do not fit. {_REMUX}")
+        raise DecodeError(f"the edit list must not hide frames, got {hidden} of {len(pts)} hidden. {_REMUX}")
     return pts - start + delay * timescale // max(movie, 1)
 
 
 _REMUX = "Write it without one: `ffmpeg -ignore_editlist 1 -i IN -c copy OUT`, or record it again"
 
 
-def _required(found: tuple[int, int] | None, kind: str) -> tuple[int, int]:
-    if found is None:
-        raise DecodeError(f"it has no {kind} box")
-    return found
+def _required(body: tuple[int, int] | None, kind: str) -> tuple[int, int]:
+    if body is None:
+        raise DecodeError(f"the file must have a box {kind!r}")
+    return body

@@ -58,15 +58,17 @@ def head(track: Track) -> bytes:
     Raises:
         DecodeError: If the times do not fit into the 32 bits of the tables.
     """
-    # The nominal decode time of the i-th packet is the i-th display time.
+    # The nominal decode time of the i-th packet is the i-th display time. This keeps the shifts small, and makes all of them 0
+    # without B-frames, so that `ctts` is omitted.
     shown = np.sort(track.pts)
     durations, shifts = np.append(np.diff(shown), track.last), track.pts - shown
     if durations.max() > _U32 or np.abs(shifts).max() > _U32 // 2:
-        raise DecodeError("its times cannot be written: two frames are more than 2^32 ticks apart; record or convert it again")
+        raise DecodeError("consecutive frames must be at most 2^32 ticks apart. Record or convert the file again")
     begin = np.cumsum(track.size) - track.size
     # A chunk starts about every `CHUNK` bytes, and at each change of the sample description, of which a chunk has only one.
     first = np.flatnonzero(np.append(True, (np.diff(begin // CHUNK) != 0) | (np.diff(track.config) != 0)))
     count, description = np.diff(np.append(first, len(begin))), track.config[first] + 1
+    # `stsc` lists only the chunks whose packet count or sample description differs from the chunk before.
     entry = np.flatnonzero(np.append(True, (np.diff(count) != 0) | (np.diff(description) != 0)))
     return file_head(
         track.timescale, int(track.pts.max()) + track.last, track.header, track.configs, track.size,
@@ -118,11 +120,14 @@ def file_head(
         tables.append(_table(b"ctts", "i", *shifts))
     if keyframes is not None:
         tables.append(_table(b"stss", "I", keyframes))
+    # The AV1 binding for ISO media files requires the brand `av01`.
     ftyp = _FTYP_AV1 if b"av01" in [config[4:8] for config in configs] else _FTYP
     before = len(ftyp) + _REST + sum(map(len, tables))
     # The offsets depend on the size of their own table, so the choice between 32 and 64 bits uses an upper limit of the file.
     wide = before + 12 * len(offsets) + nbytes + 4096 > _U32
+    # `mdat` gets its final size here, so nothing has to be corrected after the packets are written.
     mdat = struct.pack(">I4s", nbytes + 8, b"mdat") if nbytes + 8 <= _U32 else struct.pack(">I4sQ", 1, b"mdat", nbytes + 16)
+    # The table of offsets is the only box whose size is not in `before` yet: 16 bytes of header, and one entry per chunk.
     before += 16 + len(offsets) * (8 if wide else 4) + len(mdat)
     places = [before + offset for offset in offsets]
     tables.append(_table(b"co64", "Q", places) if wide else _table(b"stco", "I", places))

@@ -67,9 +67,9 @@ def hevc_sequences(hvcc: bytes) -> list[Sequence]:
     for _ in range(bits.take(8) if hvcc else 0):
         kind, count = bits.take(8) & 63, bits.take(16)
         if count > _MOST_SETS:
-            raise DecodeError(f"its hvcC has {count} parameter sets of type {kind}, and at most {_MOST_SETS} are allowed")
-        found = [bits.data(bits.take(16)) for _ in range(count)]
-        units += found if kind == 33 else []
+            raise DecodeError(f"invalid hvcC: must have at most {_MOST_SETS} parameter sets of type {kind}, got {count}")
+        sets = [bits.data(bits.take(16)) for _ in range(count)]
+        units += sets if kind == 33 else []
     # The SPS of further layers (nuh_layer_id, 6 bits) has another layout. A decoder of one layer ignores it.
     return [_hevc(_unescaped(unit[2:])) for unit in units if len(unit) > 1 and not unit[0] & 1 and not unit[1] >> 3]
 
@@ -144,7 +144,7 @@ def _cropped(bits: Bits, coded: tuple[int, int], chroma: str, fields: int) -> tu
     rows, columns = _SUBSAMPLING[chroma]
     height, width = coded[0] - rows * fields * (top + bottom), coded[1] - columns * (left + right)
     if height <= 0 or width <= 0:
-        raise DecodeError(f"its SPS crops frames of {coded[0]}×{coded[1]} to {height}×{width}")
+        raise DecodeError(f"invalid SPS: crops frames of {coded[0]}×{coded[1]} to {height}×{width}")
     return height, width
 
 
@@ -175,7 +175,7 @@ def _hevc(sps: bytes) -> Sequence:
     chroma = _chroma_and_planes(bits)
     width, height = bits.number("width", _LARGEST), bits.number("height", _LARGEST)
     if not (width and height):
-        raise DecodeError(f"its SPS has frames of {height}×{width}")
+        raise DecodeError(f"invalid SPS: frame size must be positive, got {height}×{width}")
     coded = height, width
     size = _cropped(bits, coded, chroma, 1) if bits.flag() else coded
     depth = _depth(bits)
@@ -233,7 +233,7 @@ def _skip_reference_sets(bits: Bits) -> None:
             bits.skip_numbers(1)
             frames = sum(bits.flag() or bits.flag() for _ in range(frames + 1))
             if frames > 32:
-                raise DecodeError("its SPS has a reference picture set of more than 32 frames")
+                raise DecodeError(f"invalid SPS: a reference picture set must have at most 32 frames, got {frames}")
         else:
             counts = bits.number("num_negative_pics", 16), bits.number("num_positive_pics", 16)
             frames = sum(counts)

@@ -46,26 +46,26 @@ def explain(table: VideoIndex, interval: Interval, timestamp: float, fps: float,
     seconds = _seconds(interval, np.array([timestamp]))
     [sample], [away] = table.nearest(seconds)
     number = int(np.flatnonzero(table.display_order == sample)[0])
-    found = (
-        f"timestamp {timestamp:.4f} s after from_timestamp {interval[0]:.4f} s asks for {seconds[0]:.4f} s of the file; the "
+    nearest = (
+        f"timestamp {timestamp:.4f} s after from_timestamp {interval[0]:.4f} s asks for {seconds[0]:.4f} s of the file. The "
         f"nearest frame, number {number} of {len(table)}, is at {table.pts[sample] / table.timescale:.4f} s, {away:.4f} s away"
     )
     if not away <= tolerance:
-        found += f", and at most {tolerance:.4f} s ({_in_frames(tolerance * fps)}) is allowed"
+        nearest += f", but at most {tolerance:.4f} s ({_in_frames(tolerance * fps)}) is allowed"
         if abs(timestamp - round(timestamp * fps) / fps) > tolerance:
             near = tolerance < half and away <= half
             accepts = f", and Dataset(tolerance_s={half}) accepts frames up to half a frame away" if near else ""
             return (
-                f"{found}. The timestamp is not a multiple of 1/fps = {1 / fps:.4g} s, so it is probably a wall-clock time. "
+                f"{nearest}. The timestamp is not a multiple of 1/fps = {1 / fps:.4g} s, so it is probably a wall-clock time. "
                 f"{BY_FRAME_INDEX}{accepts}"
             )
         return (
-            f"{found}. The video is shorter than its episode, or its timestamps drift. Record or copy the dataset again. If "
+            f"{nearest}. The video is shorter than its episode, or its timestamps drift. Record or copy the dataset again. If "
             f"each row has its frame all the same: {BY_FRAME_INDEX}"
         )
     following = f", and the next episode of the file begins at {interval[1]:.4f} s" if math.isfinite(interval[1]) else ""
     return (
-        f"{found}, outside its episode, which begins at {interval[0]:.4f} s{following}. The rows are offset against the "
+        f"{nearest}, outside its episode, which begins at {interval[0]:.4f} s{following}. The rows are offset against the "
         "video, or meta/episodes is wrong. Record or convert the dataset again"
     )
 

@@ -36,7 +36,7 @@ class Batches:
         if not self.count(0):
             raise ValueError(
                 f"batch_size={self.batch_size} on {counted(self.world_size, 'rank')} needs {counted(self.stride, 'frame')}, "
-                f"and the selection has {self.frames}, so an epoch has no batch; give a smaller batch_size, or "
+                f"but the selection has {self.frames}, so an epoch has no batch. Use a smaller batch_size, or "
                 'last_batch="pad"'
             )
         return self
@@ -69,7 +69,7 @@ class Batches:
         """
         if batch > self.count(0):
             raise ValueError(
-                f"batch must be at most {self.count(0)}, the number of batches of an epoch, got {batch}; of a count from the "
+                f"batch must be at most {self.count(0)}, the number of batches of an epoch, got {batch}. For a count from the "
                 "start of training, divmod(count, len(loader)) is (epoch, batch)"
             )
         return self.frames if batch == self.count(0) else batch * self.stride

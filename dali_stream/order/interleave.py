@@ -50,6 +50,8 @@ class Interleave:
             first.append(first_child)
             second.append(second_child)
         self._children = np.array([second, first], np.int64)
+        # `at` walks all draws down the tree together, for as many steps as the deepest leaf needs. A draw that reaches its leaf
+        # earlier stays at it, because a leaf is its own first child.
         self._depth, below = 0, np.array([len(first) - 1])
         while (below >= datasets).any():
             below, self._depth = np.unique(self._children[:, below]), self._depth + 1
@@ -96,6 +98,7 @@ class Interleave:
             dataset: Number of the dataset.
             draws: Number of draws of each consumer, shape (C,).
         """
+        # From the root to the dataset: of the draws that reach a node, `before` continue to its first child.
         for node, is_first in reversed(self._path(dataset)):
             weight, of_first = self._weight[:, node], self._first[:, node]
             times, rest = np.divmod(draws, weight)
@@ -122,6 +125,8 @@ class Interleave:
             weight, of_first = self._weight[consumer, node], self._first[consumer, node]
             threshold = self._threshold[consumer, node]
             own = of_first if is_first else weight - of_first
+            # The smallest x is ceil(((s + 1) * w - t) / a) - 1. Each `own` samples take exactly `weight` draws, so whole
+            # multiples are split off, which keeps the products within int64.
             times, rest = np.divmod(sample, own)
             missing = (rest + 1) * weight - (threshold if is_first else weight - 1 - threshold)
             sample = times * weight - (-missing // own) - 1
@@ -150,6 +155,8 @@ def _ranks(first: list[int], second: list[int], consumers: int, seed: int) -> In
     for node in range(len(first) - 1, -1, -1):
         numbers = philox("thresholds", seed, node).random_raw(2 * consumers).reshape(2, consumers)
         within = np.empty(consumers, np.int64)
+        # The first sort shuffles each group of neighbours, and the second gives the i-th members of all groups the i-th part of
+        # the range, in random order.
         within[np.lexsort((numbers[0], rank[node] // side))] = np.arange(consumers) % side
         rank[node, np.lexsort((numbers[1], within))] = np.arange(consumers)
         if first[node] != node:

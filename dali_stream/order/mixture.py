@@ -79,12 +79,12 @@ class MixtureOrder(EpochOrder):
         check_order_arguments(shuffle, seed, consumers, episode_pool_size)
         positions = shares.epoch_samples
         if not 0 <= epoch <= _SAMPLES // positions - 1:
-            raise ValueError(f"epoch is {epoch}; it counts from 0 to {_SAMPLES // positions - 1} for {positions} positions")
+            raise ValueError(f"epoch must be from 0 to {_SAMPLES // positions - 1} for {positions} positions, got {epoch}")
         frames = [int(each.sum()) for each in lengths]
         if frames != shares.frames.tolist():
-            raise ValueError(f"The datasets have {frames} frames, and the shares are of {shares.frames.tolist()}")
+            raise ValueError(f"episode_lengths must have {shares.frames.tolist()} frames per dataset, as shares, got {frames}")
         if ranges is not None and len(ranges) != len(lengths):
-            raise ValueError(f"ranges has {len(ranges)} entries for {counted(len(lengths), 'dataset')}; give one for each")
+            raise ValueError(f"ranges must have one entry for each of {counted(len(lengths), 'dataset')}, got {len(ranges)}")
         super().__init__(positions, int(consumers) if shuffle is True else None, sum(map(len, lengths)))
         self._shuffle, self._seed = shuffle, int(seed)
         self._count = self._consumers or 1
@@ -96,6 +96,7 @@ class MixtureOrder(EpochOrder):
         samples = shares.weights if whole else 0 * shares.weights + _SAMPLES
         pools = shares.pools(episode_pool_size)
         numbers = [_Numbers(self._count, *each) for each in zip(before.tolist(), samples.tolist(), strict=True)]
+        # With whole numbers of samples, consumers have different weights, so that each draws exactly its samples of an epoch.
         weights = np.stack([each.samples for each in numbers], 1) if whole else np.tile(shares.weights, (self._count, 1))
         self._interleave = Interleave(weights, self._seed)
         self._datasets = [_Dataset((self._seed, i), lengths[i], numbers[i], shuffle, pools[i]) for i in range(len(lengths))]
@@ -106,6 +107,7 @@ class MixtureOrder(EpochOrder):
         draw, consumer = np.divmod(positions + self._start, self._count)
         dataset, number = self._interleave.at(consumer, draw)
         samples = np.empty((2, len(positions)), np.int64)
+        # Positions are grouped by dataset to call each one once. Within a group they stay in order, as the pools require.
         for i in np.unique(dataset).tolist():
             at = np.flatnonzero(dataset == i)
             episode, frame = self._datasets[i].frames(consumer[at], self._epoch, number[at])
@@ -131,6 +133,7 @@ class MixtureOrder(EpochOrder):
 
     def _unpermuted(self, position: Int64) -> Int64:
         """Return the positions that `_permuted` maps to these."""
+        # A permuted position stays in its window, so only the windows of these positions are computed and inverted.
         windows = np.unique(position // _WINDOW)
         places = (windows[:, None] * _WINDOW + np.arange(_WINDOW)).reshape(-1)
         places = places[places < len(self)]
@@ -236,13 +239,14 @@ class _Dataset:
             epoch: Number of the epoch.
             low, high: First sample of each consumer in the epoch, and the sample after its last, shape (C,).
         """
-        found = [np.empty((3, 0), np.int64)]
+        parts = [np.empty((3, 0), np.int64)]
         some = np.flatnonzero(low < high)
         if len(some):
             ends = self._numbers.of(some, epoch, low[some]).min(), self._numbers.of(some, epoch, high[some] - 1).max()
             for number in range(int(ends[0]) // self._count, int(ends[1]) // self._count + 1):
-                found += self._find_in_pass(episode, epoch, number)
-        consumer, sample, frame = np.concatenate(found, 1)
+                parts += self._find_in_pass(episode, epoch, number)
+        consumer, sample, frame = np.concatenate(parts, 1)
+        # The first and the last pass also contain samples of the epochs before and after.
         own = (low[consumer] <= sample) & (sample < high[consumer])
         return consumer[own], sample[own], frame[own]
 
@@ -266,6 +270,7 @@ class _Dataset:
     def _drawn(self, number: int, consumer: Int64, draw: Int64) -> Int64:
         """Return the places of draws on the line of a pass."""
         place = np.empty(len(draw), np.int64)
+        # The stable sort groups the draws by consumer and keeps them consecutive, so that no pool restarts.
         order = np.argsort(consumer, kind="stable")
         bounds = [0, *(np.flatnonzero(np.diff(consumer[order])) + 1).tolist(), len(order)]
         for begin, end in pairwise(bounds):

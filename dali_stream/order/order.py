@@ -72,13 +72,14 @@ class EpochOrder(ABC):
                 divide `consumers`.
         """
         if start < 0 or count < 0:
-            raise ValueError(f"start is {start} and count is {count}; both are 0 or more")
+            raise ValueError(f"start and count must be nonnegative, got {start} and {count}")
         check_world(rank, world_size, self._consumers)
         # Sample i of the rank has position i * world_size + rank. -((-x) // n) is x / n, rounded up.
         first = -((rank - start) // world_size)  # number of the sample among those of the rank
         stop = min(first + count, -((rank - self._positions) // world_size))
         samples = [np.empty((2, 0), np.int64)]
         with self._lock:
+            # Blocks begin at fixed samples, whatever `start` is, so that consecutive calls continue in the cached block.
             for block in range(first // _AHEAD, -(-stop // _AHEAD)):
                 begin = block * _AHEAD
                 samples.append(self._read_block(rank, world_size, block)[:, max(first - begin, 0) : stop - begin])
@@ -152,10 +153,11 @@ class Order(EpochOrder):
         lengths = checked_lengths(episode_lengths)
         check_order_arguments(shuffle, seed, consumers, episode_pool_size)
         if epoch < 0:
-            raise ValueError(f"epoch is {epoch}; it counts from 0")
+            raise ValueError(f"epoch must be nonnegative, got {epoch}")
         frames, key = int(lengths.sum()), (seed, epoch)
         super().__init__(frames, consumers if shuffle is True else None, len(lengths))
         if shuffle is True:
+            # Sorting raw random numbers gives the same permutation in every NumPy version, unlike `Generator.permutation`.
             self._episodes = np.argsort(philox("episodes", *key).random_raw(len(lengths)), kind="stable")
             ends = np.cumsum(lengths[self._episodes])
             self._walk: _Pools | Permutation | _Recorded = _Pools(ends, frames, key, consumers, episode_pool_size)
@@ -168,6 +170,7 @@ class Order(EpochOrder):
 
     def _samples(self, positions: Int64) -> Int64:
         laid = self._walk.at(positions)
+        # side="right", because an end is exclusive. It also skips episodes without frames, whose end equals the end before.
         run = np.searchsorted(self._ends, laid, side="right")
         return np.stack([self._episodes[run], laid - self._starts[run]])
 
@@ -217,7 +220,7 @@ def uneven(consumers: int, batch_size: int, world_size: int) -> str | None:
         f"consumers={consumers} does not divide the global batch of {stride} samples (batch_size {batch_size}, "
         f"{counted(world_size, 'rank')}): consecutive batches draw from different groups of episodes, and the training loss "
         "can alternate with the "
-        f"batch number. Choose a batch size whose global batch is a multiple of {consumers}; a new run can also leave "
+        f"batch number. Choose a batch size whose global batch is a multiple of {consumers}. A new run can also leave "
         f"consumers out, which makes it {own}"
     )
 
@@ -225,9 +228,9 @@ def uneven(consumers: int, batch_size: int, world_size: int) -> str | None:
 def check_order_arguments(shuffle: Shuffle, seed: int, consumers: int, episode_pool_size: int) -> None:
     """Raise ValueError if an argument of an order is out of range."""
     if shuffle != "global" and not isinstance(shuffle, bool):
-        raise ValueError(f'shuffle is {shuffle!r}; allowed are True (episode pool), "global" and False (recorded order)')
+        raise ValueError(f'shuffle must be True (episode pool), "global" or False (recorded order), got {shuffle!r}')
     if not isinstance(seed, (int, np.integer)):
-        raise ValueError(f"seed is {seed!r}; it is an integer")
+        raise ValueError(f"seed must be an integer, got {seed!r}")
     positive("consumers", consumers)
     positive("episode_pool_size", episode_pool_size)
 
@@ -241,12 +244,12 @@ def check_world(rank: int, world_size: int, consumers: int | None) -> None:
         consumers: Number of consumers. None if the order has no consumers, so that every world size is allowed.
     """
     if world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"rank is {rank} and world_size is {world_size}; a rank is at least 0 and below world_size")
+        raise ValueError(f"rank must be at least 0 and below world_size, got rank={rank} and world_size={world_size}")
     if consumers is not None and consumers % world_size:
         raise ValueError(
-            f"world_size is {world_size}, which does not divide consumers={consumers}; allowed with these consumers are "
-            f"{allowed_worlds(consumers)}. Choose consumers as a multiple of every world size you may run on "
-            "(it is part of the order: a run that is resumed keeps it)"
+            f"world_size must divide consumers={consumers}, got {world_size}. Allowed with these consumers: "
+            f"{allowed_worlds(consumers)}. Choose consumers as a multiple of every world size you may run on, because a "
+            "resumed run keeps it"
         )
 
 
@@ -289,6 +292,7 @@ class Permutation:
 
     def at(self, positions: Int64) -> Int64:
         value = self._step(positions.astype(np.uint64))
+        # Positions whose value is not below n continue on their cycle. It leads back below n, because it contains the position.
         outside = np.flatnonzero(value >= self._n)
         while len(outside):
             value[outside] = self._step(value[outside])
@@ -342,7 +346,8 @@ class _Pools:
     def at(self, positions: Int64) -> Int64:
         """Return the places of some positions. These must be an arithmetic progression whose step divides `consumers`."""
         laid = np.empty(len(positions), np.int64)
-        # One rank's positions visit its consumers in turn, so every `turn`-th belongs to the same one.
+        # One rank's positions visit its consumers in turn, so every `turn`-th belongs to the same one. Its draws are then
+        # consecutive, and a pool is called once per block and not once per frame.
         turn = self._count // int(positions[1] - positions[0]) if len(positions) > 1 else 1
         for i in range(min(turn, len(positions))):
             draw, consumer = divmod(int(positions[i]), self._count)
@@ -351,13 +356,13 @@ class _Pools:
 
     def find(self, start: int, stop: int) -> tuple[Int64, Int64]:
         """Return the positions of the places in [start, stop), and these places."""
-        found = [np.empty((2, 0), np.int64)]
+        parts = [np.empty((2, 0), np.int64)]
         for consumer in range(self._count):
             begin, end = self._bounds(consumer)
             if begin < stop and start < end:
                 draw, places = self._run(consumer).find(start, stop)
-                found.append(np.stack([draw * self._count + consumer, places]))
-        position, places = np.concatenate(found, 1)
+                parts.append(np.stack([draw * self._count + consumer, places]))
+        position, places = np.concatenate(parts, 1)
         return position, places
 
     def _bounds(self, index: int) -> tuple[int, int]:
@@ -378,8 +383,10 @@ def checked_lengths(episode_lengths: Sequence[int] | npt.NDArray[np.integer[Any]
     """Return the lengths of episodes as int64. Raises ValueError unless they are a list of nonnegative integers."""
     lengths = np.asarray(episode_lengths)
     if lengths.ndim != 1 or not (np.issubdtype(lengths.dtype, np.integer) or lengths.size == 0):
-        raise ValueError(f"episode_lengths has shape {lengths.shape} and dtype {lengths.dtype}; it is a list of integers")
+        raise ValueError(f"episode_lengths must be a list of integers, got shape {lengths.shape} and dtype {lengths.dtype}")
     lengths = lengths.astype(np.int64)
     if (lengths < 0).any():
-        raise ValueError(f"episode {int(np.argmax(lengths < 0))} has length {lengths.min()}; a length is 0 or more")
+        raise ValueError(
+            f"episode_lengths must be nonnegative, got {lengths[lengths < 0][0]} for episode {int(np.argmax(lengths < 0))}"
+        )
     return lengths

@@ -64,13 +64,13 @@ class DatasetOrders:
         lengths = self._sampled
         shuffle, _, consumers, episode_pool_size = arguments
         if shuffle is True:  # the segments of a pool, and one more that replaces a drained segment
-            found = consumers // batches.world_size * (episode_pool_size + 1)
+            count = consumers // batches.world_size * (episode_pool_size + 1)
         elif shuffle is False:  # the largest number of consecutive episodes in a global batch
             ends = np.cumsum(lengths)
-            found = int((np.searchsorted(ends, ends - lengths + batches.stride) - np.arange(len(ends))).max()) + 1
+            count = int((np.searchsorted(ends, ends - lengths + batches.stride) - np.arange(len(ends))).max()) + 1
         else:
-            found = batches.batch_size
-        return min(found, len(lengths))
+            count = batches.batch_size
+        return min(count, len(lengths))
 
 
 class MixtureOrders:
@@ -84,7 +84,7 @@ class MixtureOrders:
 
     def __init__(self, lengths: Sequence[Int64], ranges: Sequence[Ranges | None], shares: Shares) -> None:
         self._ranges, self._shares = ranges, shares
-        self._sampled = [own if taken is None else taken.counts for own, taken in zip(lengths, ranges, strict=True)]
+        self._sampled = [own if selected is None else selected.counts for own, selected in zip(lengths, ranges, strict=True)]
         self.positions = shares.epoch_samples
         self.state: dict[str, Any] = {"mixture": shares.state()}
 

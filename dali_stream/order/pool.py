@@ -34,6 +34,7 @@ class Run:
     ) -> None:
         self._ends, self._start, self._key, self._pool = ends, start, key, pool
         length, part = stop - start, _PART * pool * int(ends[-1])
+        # length / (average length of a part), rounded to the nearest integer in integer arithmetic.
         parts = max(1, (2 * length * len(ends) + part) // (2 * part))
         # Bounds are length / parts apart. Those of each consumer are shifted by a different offset of up to half this distance.
         shift = 2 * consumer + 1 - consumers
@@ -52,6 +53,7 @@ class Run:
         while count:
             part = bisect_right(self._bounds, first) - 1
             pool, begin, end = self._pool_at(part, first), *self._bounds[part : part + 2]
+            # Each draw changes the pool, so the draws before `first` have to be repeated.
             pool.skip(first - begin - pool.drawn)
             drawn = pool.draw(min(count, end - first))
             places += drawn
@@ -64,7 +66,7 @@ class Run:
         This draws only the parts of the run that contain these places.
         """
         first, stop = max(first - self._start, 0), min(stop - self._start, self._bounds[-1])
-        found = [np.empty((2, 0), np.int64)]
+        blocks = [np.empty((2, 0), np.int64)]
         for part in range(bisect_right(self._bounds, first) - 1, bisect_left(self._bounds, stop)) if first < stop else ():
             begin, end = self._bounds[part : part + 2]
             pool, missing = self._new_pool(part), min(stop, end) - max(first, begin)
@@ -72,9 +74,9 @@ class Run:
                 draw = begin + pool.drawn
                 places = np.array(pool.draw(min(EpisodePool.BLOCK, end - draw)), np.int64)
                 at = np.flatnonzero((places >= self._start + first) & (places < self._start + stop))
-                found.append(np.stack([draw + at, places[at]]))
+                blocks.append(np.stack([draw + at, places[at]]))
                 missing -= len(at)
-        draws, places = np.concatenate(found, 1)
+        draws, places = np.concatenate(blocks, 1)
         return draws, places
 
     def _pool_at(self, part: int, draw: int) -> EpisodePool:
@@ -130,6 +132,7 @@ class EpisodePool:
             slot = frame % pool
             left[slot] -= 1
             if not left[slot]:
+                # A refill appends, so the obsolete entries are deleted first. Deleting them only here keeps a draw cheap.
                 del frames[last:]
                 self._refill(slot)
                 last = len(frames)

@@ -89,20 +89,20 @@ def shares(
     """
     counts = [int(count) for count in frames]
     if not counts:
-        raise ValueError("A mixture has no datasets; give one or more")
+        raise ValueError("A mixture must have one or more datasets, got none")
     who = [repr(name) for name in names] if names is not None else [f"number {i}" for i in range(len(counts))]
-    given = {"weights": weights, "repeats": repeats, "temperature": temperature}
-    chosen = [name for name, value in given.items() if value is not None]
+    arguments = {"weights": weights, "repeats": repeats, "temperature": temperature}
+    chosen = [name for name, value in arguments.items() if value is not None]
     if len(chosen) > 1:
-        raise ValueError(f"{' and '.join(chosen)} are given; give one of weights, repeats and temperature, or none")
+        raise ValueError(f"At most one of weights, repeats and temperature must be passed, got {' and '.join(chosen)}")
     for dataset, count in zip(who, counts, strict=True):
         if count < 1:
-            raise ValueError(f"Dataset {dataset} has no frames to sample; leave it out of the mixture")
+            raise ValueError(f"Dataset {dataset} has no frames to sample. Leave it out of the mixture")
     kind = chosen[0] if chosen else "union"
     if kind in ("union", "repeats") and epoch_samples is not None:
         raise ValueError(
-            f"epoch_samples is {epoch_samples}, and an epoch {'of repeats' if repeats is not None else 'without weights'} has "
-            "an end of its own; leave epoch_samples out, or give weights or temperature"
+            f"epoch_samples must be None {'with repeats' if repeats is not None else 'without weights'}, which determine the "
+            f"length of an epoch, got {epoch_samples}. Leave it out, or pass weights or temperature"
         )
     if repeats is not None:
         passes = _numbers("repeats", repeats, who)
@@ -117,7 +117,7 @@ def shares(
         epoch_samples = sum(samples) if kind in ("union", "repeats") else sum(counts)
     epoch_samples = positive("epoch_samples", epoch_samples)
     if epoch_samples > _POSITIONS:
-        raise ValueError(f"An epoch of the mixture has {epoch_samples} samples; at most {_POSITIONS} are possible")
+        raise ValueError(f"An epoch of the mixture must have at most {_POSITIONS} samples, got {epoch_samples}")
     return Shares(np.array(counts, np.int64), kind, np.array(samples, np.int64), epoch_samples)
 
 
@@ -131,17 +131,17 @@ def _number(value: float) -> Fraction | None:
 def _numbers(argument: str, values: Sequence[float], who: Sequence[str]) -> list[Fraction]:
     """Check that an argument has one finite number above 0 for each dataset, and return them as fractions."""
     if len(values) != len(who):
-        raise ValueError(f"{argument} has {len(values)} numbers for {len(who)} datasets; give one for each")
-    found = []
+        raise ValueError(f"{argument} must have one number for each of {len(who)} datasets, got {len(values)}")
+    fractions = []
     for dataset, value in zip(who, values, strict=True):
         number = _number(value)
         if number is None:
             raise ValueError(
-                f"{argument} of dataset {dataset} is {value!r}; it is a finite number above 0. To show nothing of a dataset, "
-                "leave the dataset out instead"
+                f"{argument} of dataset {dataset} must be a finite number above 0, got {value!r}. To exclude a dataset, leave "
+                "it out of the mixture"
             )
-        found.append(number)
-    return found
+        fractions.append(number)
+    return fractions
 
 
 def _tempered(counts: Sequence[int], temperature: float) -> list[Fraction]:
@@ -151,7 +151,7 @@ def _tempered(counts: Sequence[int], temperature: float) -> list[Fraction]:
     """
     number = _number(temperature)
     if number is None:
-        raise ValueError(f"temperature is {temperature!r}; it is a finite number above 0")
+        raise ValueError(f"temperature must be a finite number above 0, got {temperature!r}")
     if number == 1:
         return [Fraction(count) for count in counts]
     context, most = Context(prec=30, Emin=-60), max(counts)
@@ -160,7 +160,7 @@ def _tempered(counts: Sequence[int], temperature: float) -> list[Fraction]:
     return [Fraction(context.power(ratio, exponent)) for ratio in ratios]
 
 
-def _integers(numbers: Sequence[Fraction], who: Sequence[str], what: str) -> list[int]:
+def _integers(numbers: Sequence[Fraction], who: Sequence[str], name: str) -> list[int]:
     """Return integers in the ratio of these numbers. They are exact if their sum is at most `_TOTAL`, and rounded otherwise."""
     common = math.lcm(*(number.denominator for number in numbers))
     whole = [int(number * common) for number in numbers]
@@ -171,8 +171,8 @@ def _integers(numbers: Sequence[Fraction], who: Sequence[str], what: str) -> lis
     most = max(range(len(numbers)), key=numbers.__getitem__)
     if numbers[least] < _SMALLEST * numbers[most]:
         raise ValueError(
-            f"The {what} of dataset {who[least]} is {float(numbers[least] / numbers[most]):.3g} times that of dataset "
-            f"{who[most]}; it is at least 1e-06 times the largest. Leave the dataset out, or choose weights closer together"
+            f"The {name} of dataset {who[least]} must be at least 1e-06 times the largest, that of dataset {who[most]}, got "
+            f"{float(numbers[least] / numbers[most]):.3g} times. Leave the dataset out, or choose weights closer together"
         )
     scale = Fraction(_TOTAL - len(numbers), sum(whole))
     return [round(number * scale) for number in whole]

@@ -30,8 +30,8 @@ class OrderArguments(NamedTuple):
         """Raise ResumeError if `world_size` does not divide the consumers of a saved state."""
         if self.shuffle is True and self.consumers % world_size:
             raise ResumeError(
-                f"the state is of a run with consumers={self.consumers}, which world_size={world_size} does not divide; a run "
-                f"keeps its consumers, so resume it on {allowed_worlds(self.consumers)} ranks"
+                f"world_size must divide consumers={self.consumers} of the state, got {world_size}. A run keeps its consumers, "
+                f"so resume it on {allowed_worlds(self.consumers)} ranks"
             )
 
     def uneven(self, batch_size: int, world_size: int) -> str | None:
@@ -60,13 +60,13 @@ def noted(state: Mapping[str, Any], shuffle: Shuffle | None, pools: Mapping[str,
     """
     order = state.get("order")
     saved = order.get("shuffle") if isinstance(order, Mapping) else None
-    taken: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if shuffle is None and (saved == "global" or isinstance(saved, bool)):
-        taken = {"shuffle": saved}
+        values = {"shuffle": saved}
     if isinstance(order, Mapping) and saved is True and shuffle in (None, True):
-        left = {name: order.get(name) for name, given in pools.items() if given is None}
-        taken |= {name: value for name, value in left.items() if type(value) is int and value >= 1}
-    return taken
+        left = {name: order.get(name) for name, user_value in pools.items() if user_value is None}
+        values |= {name: value for name, value in left.items() if type(value) is int and value >= 1}
+    return values
 
 
 def check_version(state: object, whose: str, key: str) -> None:
@@ -83,11 +83,11 @@ def check_version(state: object, whose: str, key: str) -> None:
     version = state.get("version") if isinstance(state, Mapping) else None
     if type(version) is int and version != STATE_VERSION:
         raise ResumeError(
-            f"version of the state must be {STATE_VERSION}, got {version}: a dali_stream with another order wrote it. "
+            f"version of the state must be {STATE_VERSION}, got {version} of a dali_stream with another order. "
             "Continue the run with that version, or begin a new epoch with this one"
         )
     if not isinstance(state, Mapping) or version != STATE_VERSION or key not in state:
-        raise ResumeError(f"this is no state of a {whose} (version {STATE_VERSION}): {str(state)[:200]}")
+        raise ResumeError(f"state must be that of a {whose} (version {STATE_VERSION}), got {str(state)[:200]}")
 
 
 def check_state(state: Mapping[str, Any], whose: str, order: Mapping[str, Any], frames: int) -> tuple[int, int]:
@@ -104,9 +104,11 @@ def check_state(state: Mapping[str, Any], whose: str, order: Mapping[str, Any], 
     """
     saved, epoch, position = (state.get(key) for key in ("order", "epoch", "position"))
     if saved != order:
-        raise ResumeError(f"the state is of the order {saved}, and this {whose} has {order}; resume with the same arguments")
+        raise ResumeError(
+            f"order of the state must be that of this {whose}, {order}, got {saved}. Resume with the same arguments"
+        )
     if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= frames:
         raise ResumeError(
-            f"the state is at epoch {epoch}, position {position}; an epoch counts from 0 and has {frames} positions"
+            f"the state must be at an epoch from 0 and a position from 0 to {frames}, got epoch {epoch}, position {position}"
         )
     return epoch, position

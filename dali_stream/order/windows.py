@@ -36,8 +36,8 @@ class Windows:
 
     def widest(self, key: str) -> Int64:
         """Return the frame offsets of a key in the dataset with the widest window, shape (T,)."""
-        found = self.of(key)
-        return found[np.argmax(np.ptp(found, axis=1))]
+        offsets = self.of(key)
+        return offsets[np.argmax(np.ptp(offsets, axis=1))]
 
     def steps(self, key: str) -> int:
         """Return the number of frames T in the window of a key, which is 1 without a window."""
@@ -62,7 +62,7 @@ def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[st
     """
     if not isinstance(deltas, Mapping):
         raise ValueError(f"delta_timestamps must be a dict of lists of seconds by key, got {deltas!r}")
-    found = {}
+    frame_offsets = {}
     for key, values in deltas.items():
         if key not in keys:
             raise ValueError(f"Unknown key {key!r} in delta_timestamps. Available: {', '.join(keys)}")
@@ -80,8 +80,8 @@ def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[st
                 f"delta_timestamps[{key!r}] must be multiples of 1/fps = {1 / fps:.6g} s within {TOLERANCE_S} s, got "
                 f"{seconds[wrong][0]}, whose nearest frame is at {frames[wrong][0] / fps:.6g} s"
             )
-        found[key] = frames.astype(np.int64)
-    return found
+        frame_offsets[key] = frames.astype(np.int64)
+    return frame_offsets
 
 
 def beyond_every_episode(frames: Int64, lengths: Int64, dataset_of: Int64) -> npt.NDArray[np.bool_]:

@@ -49,10 +49,10 @@ def open_store(
         StorageError: If the storage cannot be reached.
         ValueError: If an argument does not fit the address.
     """
-    patience = Patience(None if give_up_after_s is None else seconds(give_up_after_s, "give_up_after_s is "))
+    patience = Patience(None if give_up_after_s is None else seconds(give_up_after_s, "give_up_after_s"))
     scheme, separator, rest = address.partition("://")
     if revision is not None and scheme != "hf":
-        raise ValueError(f"revision is {revision!r}, but only repositories on the Hub have revisions; omit it")
+        raise ValueError(f"revision must be None except for repositories on the Hub, got {revision!r}")
     if not separator:
         return LocalStore(address)
     if scheme in ("file", "local"):

@@ -67,7 +67,7 @@ class DiskCache:
 
     def __init__(self, folder: str | os.PathLike[str], limit_bytes: int | None) -> None:
         if limit_bytes is not None and limit_bytes < 1:
-            raise ValueError(f"cache_bytes is {limit_bytes}; give a number of bytes of 1 or more, or None for no limit")
+            raise ValueError(f"cache_bytes must be a positive number of bytes, or None for no limit, got {limit_bytes}")
         self.__setstate__((_made(folder), limit_bytes))
         if limit_bytes is not None:  # the folder may have been filled under another limit
             self._guarded(lambda: self._reserve(0, None))
@@ -86,20 +86,20 @@ class DiskCache:
         """
         if not version:
             return [None] * (last - first)
-        found: list[bytes | None] = []
+        blocks: list[bytes | None] = []
         for number, a, b in _pieces(first, last):
             path = self._path(file, number)
             try:
-                found += _read(path, _hash(file), number, _hash(version), a, b)
+                blocks += _read(path, _hash(file), number, _hash(version), a, b)
             except OSError as error:  # usually because the segment does not exist
-                found += [None] * (b - a)
+                blocks += [None] * (b - a)
                 if isinstance(error, _DamagedError):
                     _logger.warning(
-                        "%s: a cached block is damaged: %s. It is removed, and its bytes are fetched again", path, error
+                        "%s: damaged cache segment: %s. It is removed, and its bytes are fetched again", path, error
                     )
                     with suppress(OSError):
                         os.unlink(path)
-        return found
+        return blocks
 
     def size(self, file: str) -> int | None:
         """Return the size of a file in bytes, or None if no version of it is cached."""
@@ -126,8 +126,8 @@ class DiskCache:
             at = (number * _PER_SEGMENT + a - first) * BLOCK if number else 0
             part, path = view[at : at + (b - a) * BLOCK], self._path(file, number)
             write = partial(_write, path, _fixed(_hash(file), number, _hash(version), size), a, part)
-            taken = _BLOCKS + len(part) + _PAGE
-            self._guarded(write if self._limit is None else partial(self._reserve, taken, write))
+            size_on_disk = _BLOCKS + len(part) + _PAGE
+            self._guarded(write if self._limit is None else partial(self._reserve, size_on_disk, write))
 
     @contextmanager
     def fetching(self, file: str, first: int, last: int) -> Iterator[None]:
@@ -162,7 +162,7 @@ class DiskCache:
                 first, self._writing = self._writing, False
             if first:
                 _logger.warning(
-                    "cannot write to cache_dir %s: %s. Fetched bytes are no longer cached; existing ones are still read",
+                    "cannot write to cache_dir %s: %s. Fetched bytes are no longer cached, and existing ones are still read",
                     self._folder,
                     error.strerror or error,
                 )
@@ -197,15 +197,15 @@ class DiskCache:
         Returns:
             Size of the remaining segments in bytes.
         """
-        found = sorted(self._segments())
-        usage = sum(taken for _, taken, _ in found)
+        segments = sorted(self._segments())
+        usage = sum(size_on_disk for _, size_on_disk, _ in segments)
         if usage + size > limit:
             keep = max(int(limit * _FULL) - size, 0)
-            for _, taken, path in found:
+            for _, size_on_disk, path in segments:
                 if usage > keep:
                     with suppress(FileNotFoundError):  # removed by a reader that found it damaged
                         os.unlink(path)
-                    usage -= taken
+                    usage -= size_on_disk
         return usage
 
     def _segments(self) -> Iterator[tuple[int, int, str]]:
@@ -214,8 +214,8 @@ class DiskCache:
         for group, _, names in os.walk(root):
             for name in filter(_SEGMENT.fullmatch, names):
                 with suppress(FileNotFoundError):
-                    found = os.lstat(path := os.path.join(group, name))
-                    yield found.st_mtime_ns, found.st_blocks * 512, path
+                    status = os.lstat(path := os.path.join(group, name))
+                    yield status.st_mtime_ns, status.st_blocks * 512, path
 
 
 class _DamagedError(OSError):
@@ -237,7 +237,7 @@ def _read(path: str, digest: bytes, number: int, version: bytes, first: int, las
         OSError: If the segment does not exist or cannot be read.
     """
     with _opened(path, os.O_RDONLY) as handle:
-        found, (written, _, header) = os.fstat(handle), _header(handle, digest, number)
+        status, (written, _, header) = os.fstat(handle), _header(handle, digest, number)
         if written != version:
             return [None] * (last - first)
         view = memoryview(os.pread(handle, (last - first) * BLOCK, _BLOCKS + first * BLOCK))
@@ -246,9 +246,9 @@ def _read(path: str, digest: bytes, number: int, version: bytes, first: int, las
             length, crc = _ENTRY.unpack_from(header, _ENTRIES + at * _ENTRY.size)
             block = view[(at - first) * BLOCK :][:length]
             if length > BLOCK or len(block) != length or (length and zlib.crc32(block) != crc):
-                raise _DamagedError(f"block {at} has another content")
+                raise _DamagedError(f"block {at} has another length or checksum")
             blocks.append(bytes(block) if length else None)
-        if abs(time.time() - found.st_mtime) > _NOTE_USE_S:
+        if abs(time.time() - status.st_mtime) > _NOTE_USE_S:
             with suppress(OSError):  # a segment of another user may be readable, but not permit setting its time
                 os.utime(handle)
         return blocks
@@ -297,13 +297,13 @@ def _header(handle: int, digest: bytes, number: int) -> tuple[bytes, int, bytes]
         FileNotFoundError: If the header is not yet written.
     """
     if not stat.S_ISREG(os.fstat(handle).st_mode):
-        raise _DamagedError("it is not a regular file")
+        raise _DamagedError("the segment is not a regular file")
     header = os.pread(handle, _BLOCKS, 0).ljust(_BLOCKS, b"\0")
     if not any(header[: _FIXED.size]):  # the first writer of a segment writes the header last
         raise FileNotFoundError
     version, size = _FIXED.unpack_from(header)[3:]
     if not header.startswith(_fixed(digest, number, version, size)):
-        raise _DamagedError("its header is damaged, or of another segment")
+        raise _DamagedError("the header is damaged, or belongs to another segment")
     return version, size, header
 
 
@@ -313,7 +313,7 @@ def _opened(path: str, how: int) -> Iterator[int]:
         handle = os.open(path, how | _NO_FOLLOW, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise _DamagedError("it is a symbolic link") from None
+            raise _DamagedError("the segment is a symbolic link") from None
         raise
     try:
         yield handle
@@ -341,10 +341,10 @@ def _made(folder: str | os.PathLike[str]) -> str:
         os.makedirs(path, exist_ok=True)
         return path
     except (FileExistsError, NotADirectoryError):
-        wrong = "is a file or below one; give a folder, or a path for a new one"
+        problem = "which is a file or below one"
     except OSError as error:
-        wrong = f"cannot be created: {error.strerror}; give a folder that you can write to"
-    raise ValueError(f"cache_dir is {path}, which {wrong}")
+        problem = f"which cannot be created ({error.strerror})"
+    raise ValueError(f"cache_dir must be a folder that you can write to, or a path for a new one, got {path}, {problem}")
 
 
 @lru_cache(1024)  # each read calls it several times with the same name

@@ -74,7 +74,7 @@ class Client:
             causes = list(_causes(error))
         if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes):
             raise StorageError(
-                f"{where}: the server's certificate is not trusted; install its authority's, or name it in SSL_CERT_FILE"
+                f"{where}: the server's certificate is not trusted. Install that of its authority, or name it in SSL_CERT_FILE"
             )
         unreachable = any(isinstance(cause, _UNREACHABLE) for cause in causes)
         deadline.patience.reached |= not unreachable
@@ -117,8 +117,8 @@ class Client:
             user, _, host = urlsplit(proxy).netloc.rpartition("@")
             options: dict[str, Any] = {"maxsize": PER_HOST, "ssl_context": ssl.create_default_context()}
             if proxy:
-                given = {"proxy-authorization": basic_authorization(user)} if user else {}
-                pool: urllib3.PoolManager = urllib3.ProxyManager(f"http://{host}", proxy_headers=given, **options)
+                proxy_headers = {"proxy-authorization": basic_authorization(user)} if user else {}
+                pool: urllib3.PoolManager = urllib3.ProxyManager(f"http://{host}", proxy_headers=proxy_headers, **options)
             else:
                 pool = urllib3.PoolManager(**options)
             self._pools.setdefault(key, pool)
@@ -176,7 +176,7 @@ def _proxy(url: str) -> str:
     proxy = proxy if "://" in proxy else f"http://{proxy}"
     if (scheme := urlsplit(proxy).scheme) != "http":
         raise StorageError(
-            f"the proxy for {parts.scheme}:// is of the scheme {scheme}://; allowed is http://. Change the "
+            f"the proxy for {parts.scheme}:// must have the scheme http://, got {scheme}://. Change the "
             f"environment variable {parts.scheme}_proxy or all_proxy"
         )
     return proxy

@@ -43,8 +43,8 @@ class FsspecStore(RemoteStore):
         self._filesystems: dict[int, tuple[Any, str]] = {}
         if scheme not in fsspec.available_protocols():
             raise DatasetError(
-                f"{shown}: the scheme {scheme}:// is unknown; allowed are a local folder, file://, http(s)://, hf://, "
-                "s3://, gs://, az:// and what fsspec has a driver for"
+                f"{shown}: unknown scheme {scheme}://. Allowed: a local folder, file://, http(s)://, hf://, s3://, gs://, "
+                "az:// and the schemes for which fsspec has a driver"
             )
         try:
             self._filesystem()
@@ -60,7 +60,7 @@ class FsspecStore(RemoteStore):
             )
         except OSError as error:
             failure = StorageError(
-                f"{shown}: cannot be reached ({type(error).__name__}); check the address and storage_options"
+                f"{shown}: cannot be reached ({type(error).__name__}). Check the address and storage_options"
             )
         raise failure  # outside of `except`, so that it has no context: the driver's message may contain credentials
 
@@ -92,28 +92,28 @@ class FsspecStore(RemoteStore):
         """Return the version from the filesystem's `info`."""
         info = self._call(path, lambda files, full: files.info(full))
         if info.get("type") == "directory" or info.get("size") is None:
-            raise DatasetError(f"{self.where(path)}: is not a file")
+            raise DatasetError(f"{self.where(path)} is not a file")
         return Version(int(info["size"]), next((str(info[name]) for name in _TAGS if info.get(name)), ""))
 
     def _list(self, folder: str, deadline: Deadline) -> dict[str, int]:
         """Return the sizes of the files below a folder, by path."""
         prefix = f"{self._filesystem()[1]}/"
         try:
-            found: dict[str, Any] = self._call(folder, lambda files, full: files.find(full, detail=True))
+            infos: dict[str, Any] = self._call(folder, lambda files, full: files.find(full, detail=True))
         except DatasetError:
             return {}
-        return {name.removeprefix(prefix): int(info["size"]) for name, info in found.items() if info["type"] == "file"}
+        return {name.removeprefix(prefix): int(info["size"]) for name, info in infos.items() if info["type"] == "file"}
 
     def _filesystem(self) -> tuple[Any, str]:
         """Return (filesystem, root in it).
 
         A forked process creates its own, because the event loop of an asynchronous driver does not survive a fork.
         """
-        if (found := self._filesystems.get(os.getpid())) is None:
+        if (opened := self._filesystems.get(os.getpid())) is None:
             with private():
                 filesystem, root = fsspec.core.url_to_fs(self._given, **self._options)
-            self._filesystems[os.getpid()] = found = filesystem, str(root).rstrip("/")
-        return found
+            self._filesystems[os.getpid()] = opened = filesystem, str(root).rstrip("/")
+        return opened
 
     def _call(self, path: str, call: Callable[[Any, str], Any]) -> Any:
         """Return `call(filesystem, full path)`.

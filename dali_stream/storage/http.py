@@ -35,12 +35,12 @@ class HttpStore(RemoteStore):
     """
 
     listings = False
-    hint = "give credentials in the URL (https://user:password@host/…) or storage_options={'headers': {'Authorization': …}}"
+    hint = "Give credentials in the URL (https://user:password@host/…) or storage_options={'headers': {'Authorization': …}}"
 
     def __init__(self, root: str, storage_options: dict[str, Any] | None = None, **common: Any) -> None:
         parts = urlsplit(root)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{cleaned(root)!r} is not the URL of a folder; give one like https://host/folder")
+            raise ValueError(f"address must be the URL of a folder, such as https://host/folder, got {cleaned(root)!r}")
         user, _, host = parts.netloc.rpartition("@")
         self._headers, timeout_s = _options(storage_options or {})
         if user:
@@ -73,7 +73,7 @@ class HttpStore(RemoteStore):
         except BaseException:
             self._targets.pop(path, None)
             raise
-        raise StorageError(f"{self.where(path)}: more than {_MAX_REDIRECTS} redirects; check the address")
+        raise StorageError(f"{self.where(path)}: more than {_MAX_REDIRECTS} redirects. Check the address")
 
     def _head(self, path: str, deadline: Deadline) -> Version:
         """Return the version from a GET of one byte.
@@ -83,7 +83,7 @@ class HttpStore(RemoteStore):
         return self._get(path, 0, 1, None, deadline).version
 
     def _list(self, folder: str, deadline: Deadline) -> dict[str, int]:
-        raise StorageError(f"{self.where(folder)}: HTTP has no listings; give open_store a guess")
+        raise StorageError(f"{self.where(folder)}: HTTP has no listings. Pass guess to open_store")
 
     def _original(self, path: str) -> _Target:
         return _Target(f"{self._folder}/{quote(path)}" + (f"?{self._query}" if self._query else ""), "")
@@ -92,8 +92,8 @@ class HttpStore(RemoteStore):
         self, path: str, target: _Target, start: int, stop: int, deadline: Deadline, remembered: bool
     ) -> Answer | _Target:
         """Send one request. Return its answer, or the next target if it is redirected."""
-        given = self._headers if origin(target.url) == origin(self._folder) else {}
-        headers = {**given, "Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
+        own_headers = self._headers if origin(target.url) == origin(self._folder) else {}
+        headers = {**own_headers, "Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
 
         def use(response: Response) -> Answer | _Target:
             if remembered and response.status in (400, 401, 403, 404, 410):  # the signed URL has expired
@@ -105,16 +105,16 @@ class HttpStore(RemoteStore):
         return self._client.get(target.url, headers, deadline, use, self.where(path))
 
     def _redirected(self, path: str, target: _Target, headers: Mapping[str, str]) -> _Target:
-        there, scheme, host = "", "", None
+        url, scheme, host = "", "", None
         with suppress(ValueError):  # e.g. a port that is not a number
-            there = urljoin(target.url, headers["Location"])
-            scheme, host, _ = origin(there)
+            url = urljoin(target.url, headers["Location"])
+            scheme, host, _ = origin(url)
         if scheme not in ("http", "https") or not host:
             raise TransientError("the server redirects to an invalid URL")
         if scheme == "http" and target.url.startswith("https:"):
-            raise StorageError(f"{self.where(path)}: redirects from https to http, which is not allowed; use its new address")
+            raise StorageError(f"{self.where(path)}: redirects from https to http are not allowed. Use its new address")
         # The Hub sends the version with the redirect. The ETags of its CDNs differ from it.
-        return _Target(there, target.tag or headers.get("X-Linked-ETag") or headers.get("X-Xet-Hash") or "")
+        return _Target(url, target.tag or headers.get("X-Linked-ETag") or headers.get("X-Xet-Hash") or "")
 
     def _answer(self, path: str, response: Response, tag: str, start: int, stop: int, deadline: Deadline) -> Answer:
         headers, length = response.headers, connection.length(response)
@@ -122,17 +122,17 @@ class HttpStore(RemoteStore):
             raise self._refusal(path, response.status, after_s=retry_after(headers))
         if headers.get("Content-Encoding", "identity").lower() not in ("identity", ""):
             raise StorageError(
-                f"{self.where(path)}: the server sends Content-Encoding {headers['Content-Encoding']!r}, in which byte "
-                "ranges have no meaning; configure it to send the file uncompressed"
+                f"{self.where(path)}: the server must send the file uncompressed, since byte ranges have no meaning "
+                f"otherwise, got Content-Encoding {headers['Content-Encoding']!r}. Configure the server"
             )
         tag = tag or headers.get("ETag") or headers.get("Last-Modified") or ""
         if response.status == 200:  # the whole file, which is accepted if it is small or was requested
             if length is None or (length > WHOLE_FILE and (start > 0 or stop < length)):
-                found = "of unknown size" if length is None else f"of {length} bytes"
+                size_text = "of unknown size" if length is None else f"of {length} bytes"
                 raise StorageError(
-                    f"{self.where(path)}: the server does not support byte ranges: it answers a Range request with the whole "
-                    f"file, {found} (up to {WHOLE_FILE} are accepted). Use a server that does (nginx, Apache, Caddy, S3), or "
-                    "copy the dataset to a local folder"
+                    f"{self.where(path)}: the server does not support byte ranges, and answers a Range request with the whole "
+                    f"file, {size_text} (up to {WHOLE_FILE} are accepted). Use a server that does (nginx, Apache, Caddy, S3), "
+                    "or copy the dataset to a local folder"
                 )
             size = wanted = length
         else:
@@ -141,7 +141,7 @@ class HttpStore(RemoteStore):
                 return Answer(Version(size, tag), b"")
             wanted = end - start
             if length not in (None, wanted):
-                raise TransientError(f"Content-Length is {length} for a range of {wanted} bytes")
+                raise TransientError(f"Content-Length must be {wanted} for the requested range, got {length}")
         data, cut = connection.body(response, wanted, deadline)
         self._traffic.add(requests=1, fetched_bytes=len(data))
         return Answer(Version(size, tag), data[start:stop] if response.status == 200 else data, cut)
@@ -163,13 +163,13 @@ def content_range(headers: Mapping[str, str], start: int, stop: int) -> tuple[in
     Raises:
         TransientError: If the header is missing, or names another range.
     """
-    found = headers.get("Content-Range", "")
-    match = re.fullmatch(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", found)
+    content = headers.get("Content-Range", "")
+    match = re.fullmatch(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", content)
     first, last, size = map(int, match.groups("-1")) if match else (-1, -1, -1)
     if first < 0 <= size <= start:  # HTTP 416: the file ends at or before `start`
         return start, size
     if first != start or not start <= last < min(stop, size):
-        raise TransientError(f"Content-Range is {found!r} instead of 'bytes {start}-{stop - 1}/<size>'")
+        raise TransientError(f"Content-Range must be 'bytes {start}-{stop - 1}/<size>', got {content!r}")
     return last + 1, size
 
 
@@ -202,7 +202,7 @@ def _options(options: Mapping[str, Any]) -> tuple[dict[str, str], float]:
     unknown += [f"client_kwargs[{name!r}]" for name in sorted(set(client) - {"headers"})]
     if unknown:
         raise ValueError(
-            f"storage_options has {', '.join(unknown)}; allowed for http(s):// are headers, client_kwargs={{'headers': …}} "
-            "and timeout"
+            f"Unknown storage_options for http(s)://: {', '.join(unknown)}. Allowed: headers, "
+            "client_kwargs={'headers': …} and timeout"
         )
     return {**(client.get("headers") or {}), **(options.get("headers") or {})}, silence_s(options)

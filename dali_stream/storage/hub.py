@@ -17,7 +17,7 @@ from dali_stream.storage.connection import Response, body
 from dali_stream.storage.http import HttpStore, origin, retry_after
 from dali_stream.storage.retry import Deadline, TransientError, silence_s
 
-_LOGIN = "run `hf auth login`, or give storage_options={'token': …} or HF_TOKEN"
+_LOGIN = "Run `hf auth login`, or give storage_options={'token': …} or HF_TOKEN"
 _ADDRESS = re.compile(
     r"hf://(?P<kind>datasets|buckets)/(?P<id>[\w.-]+/[\w.-]+)"
     r"(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(?:/(?P<folder>.*))?"
@@ -40,7 +40,7 @@ class HubStore(HttpStore):
     Raises:
         DatasetError: If the repository, bucket or revision does not exist, or the address is invalid.
         StorageError: If access is denied, the Hub cannot be reached, or huggingface_hub is in offline mode.
-        ValueError: If a storage option is unknown or invalid, there are two different revisions, or a bucket has a revision.
+        ValueError: If a storage option is unknown or invalid, if the revisions differ, or if a bucket has a revision.
     """
 
     listings = True
@@ -50,20 +50,20 @@ class HubStore(HttpStore):
         endpoint, headers, timeout_s = _options(storage_options or {})
         super().__init__(f"{endpoint}/{place}/resolve", {"headers": headers, "timeout": timeout_s}, **common)
         self._endpoint, self._place, self._wanted, self._inside = endpoint, place, revision, f"{inside}/" if inside else ""
-        self.hint = f"{_LOGIN}; for a gated one accept its terms on {endpoint}/{place}"
-        self.address = what = f"hf://{place}"
+        self.hint = f"{_LOGIN}, and accept the terms of a gated repository on {endpoint}/{place}"
+        self.address = address = f"hf://{place}"
         url = f"{endpoint}/api/{place}" + ("" if revision is None else f"/revision/{quote(revision, safe='')}")
-        found, _ = self._retried(what, lambda deadline: self._asked(url, deadline))
+        info, _ = self._retried(address, lambda deadline: self._asked(url, deadline))
         if place.startswith("datasets/"):
-            self.revision, self.frozen = _commit(found, what), True
-            self._folder, what = f"{self._folder}/{self.revision}", f"{what}@{self.revision}"
+            self.revision, self.frozen = _commit(info, address), True
+            self._folder, address = f"{self._folder}/{self.revision}", f"{address}@{self.revision}"
         self._folder += quote(f"/{inside}" if inside else "")
-        self.address = what + (f"/{inside}" if inside else "")
+        self.address = address + (f"/{inside}" if inside else "")
         self._source = f"{endpoint} {self.address}"
 
     def _list(self, folder: str, deadline: Deadline) -> dict[str, int]:
         """Return the sizes of the files below a folder, by path. Listings contain no ETags."""
-        root, found = f"{self._inside}{folder}".strip("/"), {}
+        root, sizes = f"{self._inside}{folder}".strip("/"), {}
         revision = f"{self.revision}/" if self.revision else ""
         url: str | None = f"{self._endpoint}/api/{self._place}/tree/{revision}{quote(root, safe='')}?recursive=true"
         while url:
@@ -71,8 +71,8 @@ class HubStore(HttpStore):
             for entry in entries:
                 # A bucket lists every path that starts with the same characters, such as `data2/` for `data`.
                 if entry["type"] == "file" and entry["path"].startswith(f"{root}/"):
-                    found[entry["path"].removeprefix(self._inside)] = int(entry["size"])
-        return found
+                    sizes[entry["path"].removeprefix(self._inside)] = int(entry["size"])
+        return sizes
 
     def _asked(self, url: str, deadline: Deadline) -> tuple[Any, str | None]:
         """Return (response of the API, URL of its next page or None). The response is empty if the folder does not exist."""
@@ -91,26 +91,24 @@ class HubStore(HttpStore):
         return self._client.get(url, headers, deadline, use, f"hf://{self._place}")
 
     def _following(self, url: str, headers: Mapping[str, str]) -> str | None:
-        found = re.search(r'<([^>]+)>;\s*rel="?next"?', headers.get("Link", ""))
-        following = urljoin(url, found[1]) if found else None
+        link = re.search(r'<([^>]+)>;\s*rel="?next"?', headers.get("Link", ""))
+        following = urljoin(url, link[1]) if link else None
         if following is not None and origin(following) != origin(self._endpoint):
-            raise StorageError(
-                f"hf://{self._place}: its listing continues at another host, which is not allowed; check HF_ENDPOINT"
-            )
+            raise StorageError(f"hf://{self._place}: its listing must not continue at another host. Check HF_ENDPOINT")
         return following
 
     def _api_refusal(self, response: Response) -> Exception:
         status, code, where = response.status, response.headers.get("X-Error-Code", ""), f"hf://{self._place}"
         if code == "RevisionNotFound":
-            return DatasetError(f"{where}: unknown revision {self._wanted!r}; give an existing branch, tag or commit")
+            return DatasetError(f"{where}: unknown revision {self._wanted!r}. Give an existing branch, tag or commit")
         if code == "GatedRepo" or status == 403:
             return StorageError(
-                f"{where}: access denied (HTTP {status}). If it is gated, accept its terms on {self._endpoint}/{self._place}; "
-                f"then {_LOGIN}"
+                f"{where}: access denied (HTTP {status}). {_LOGIN}, and accept the terms of a gated repository on "
+                f"{self._endpoint}/{self._place}"
             )
         if status in (401, 404, 410):
             return DatasetError(
-                f"{where}: not found on {self._endpoint} (HTTP {status}). Check owner and name; if it is private, {_LOGIN}"
+                f"{where}: not found on {self._endpoint} (HTTP {status}). Check owner and name. {_LOGIN}, if it is private"
             )
         return self._refusal("", status, after_s=retry_after(response.headers))
 
@@ -128,14 +126,14 @@ def _parsed(address: str, revision: str | None) -> tuple[str, str | None, str]:
     match = _ADDRESS.fullmatch(address)
     if match is None or ".." in (match["folder"] or "").split("/"):
         raise DatasetError(
-            f"{address}: not an address of a dataset on the Hub; allowed are hf://datasets/<owner>/<name>[@revision][/folder] "
-            "and hf://buckets/<owner>/<name>[/folder]"
+            f"{address}: an address on the Hub must be hf://datasets/<owner>/<name>[@revision][/folder] or "
+            "hf://buckets/<owner>/<name>[/folder]"
         )
     inside = unquote(match["revision"]) if match["revision"] else None
     if match["kind"] == "buckets" and (inside or revision):
-        raise ValueError(f"revision is {inside or revision!r}, but a bucket has no revisions; omit it")
+        raise ValueError(f"revision must be None for a bucket, got {inside or revision!r}")
     if inside and revision and inside != revision:
-        raise ValueError(f"{address} has the revision {inside!r}, but revision is {revision!r}; give one of them")
+        raise ValueError(f"revision must be {inside!r}, as in {address}, or None, got {revision!r}")
     return f"{match['kind']}/{match['id']}", inside or revision, (match["folder"] or "").strip("/")
 
 
@@ -148,21 +146,21 @@ def _options(options: Mapping[str, Any]) -> tuple[str, dict[str, str], float]:
     """
     unknown = sorted(set(options) - {"token", "endpoint", "timeout"})
     if unknown:
-        raise ValueError(f"storage_options has {', '.join(unknown)}; allowed for hf:// are token, endpoint and timeout")
+        raise ValueError(f"Unknown storage_options for hf://: {', '.join(unknown)}. Allowed: token, endpoint and timeout")
     endpoint = options.get("endpoint") or os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
     if constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise StorageError(f"HF_HUB_OFFLINE is set, so no request is sent to {endpoint}; unset it, or give a local folder")
+        raise StorageError(f"HF_HUB_OFFLINE is set, so no request is sent to {endpoint}. Unset it, or give a local folder")
     try:
         headers = build_hf_headers(token=options.get("token"), library_name="dali_stream")
     except OSError:  # LocalTokenNotFoundError
         headers = None
     if headers is None:
-        raise StorageError(f"storage_options has token=True, but no token is saved on this machine; {_LOGIN}")
+        raise StorageError(f"storage_options has token=True, but no token is saved on this machine. {_LOGIN}")
     return endpoint.rstrip("/"), headers, silence_s(options)
 
 
-def _commit(info: Any, what: str) -> str:
+def _commit(info: Any, address: str) -> str:
     commit = info.get("sha") if isinstance(info, dict) else None
     if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-f]{40,64}", commit):
-        raise DatasetError(f"{what}: the Hub gives no commit for it ({commit!r}); check that the repository is not empty")
+        raise DatasetError(f"{address}: the Hub gives no commit for it ({commit!r}). Check that the repository is not empty")
     return commit

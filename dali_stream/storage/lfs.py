@@ -7,9 +7,9 @@ from __future__ import annotations
 
 _VERSION = b"version https://git-lfs"  # the beginning of each pointer
 ENOUGH = 64  # bytes of a file that suffice to recognize a pointer
-REMEDY = "run `git lfs pull` in its repository, or read the dataset from the Hub (hf://datasets/OWNER/NAME)"
+REMEDY = "Run `git lfs pull` in its repository, or read the dataset from the Hub (hf://datasets/OWNER/NAME)"
 
 
 def pointer(first: bytes) -> str:
     """Return part of an error message if a file with these first bytes is a Git LFS pointer, or else an empty string."""
-    return f"it is a Git LFS pointer and not the file itself: {REMEDY}" if first.startswith(_VERSION) else ""
+    return f"the file is a Git LFS pointer, which only names the content. {REMEDY}" if first.startswith(_VERSION) else ""

@@ -25,8 +25,8 @@ class LocalStore(Store):
         self._root = Path(folder).expanduser().absolute()
         self.address = str(self._root)
         if not self._root.is_dir():
-            found = "is a file" if self._root.exists() else "does not exist"
-            raise DatasetError(f"no dataset at {folder}: the folder {self._root} {found}")
+            problem = "is a file" if self._root.exists() else "does not exist"
+            raise DatasetError(f"no dataset at {folder}: the folder {self._root} {problem}")
         self._open_files = OpenFiles(self._root)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -56,13 +56,13 @@ _S3 = _Cloud(
         "secret": "secret_access_key",
         "token": "session_token",
     },
-    f"give storage_options={{'key': …, 'secret': …}} or AWS's environment or, after `{install_command('s3')}`, its "
-    "config files; for a public bucket {'anon': True}",
+    f"Give storage_options={{'key': …, 'secret': …}} or AWS's environment or, after `{install_command('s3')}`, its "
+    "config files, or for a public bucket {'anon': True}",
 )
 _GS = _Cloud(
     GCSStore,
     {"anon": "skip_signature", "endpoint_url": "base_url", "project": "", "requester_pays": "", "token": ""},
-    "run `gcloud auth application-default login`, or give storage_options={'token': PATH}; for a public bucket "
+    "Run `gcloud auth application-default login`, or give storage_options={'token': PATH}, or for a public bucket "
     "{'token': 'anon'}",
 )
 _AZ = _Cloud(
@@ -75,7 +75,8 @@ _AZ = _Cloud(
         "endpoint_url": "endpoint",
         "sas_token": "sas_key",
     },
-    "give storage_options={'account_name': …, 'account_key': …} or Azure's environment; for a public container {'anon': True}",
+    "Give storage_options={'account_name': …, 'account_key': …} or Azure's environment, or for a public container "
+    "{'anon': True}",
 )
 CLOUDS = {"s3": _S3, "s3a": _S3, "gs": _GS, "gcs": _GS, "az": _AZ, "abfs": _AZ, "abfss": _AZ}
 _CONNECTION = {  # keys of Azure's connection strings
@@ -151,23 +152,23 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
         ValueError: If an option is unknown or invalid, or the address has no bucket.
     """
     parts = urlsplit(address)
-    cloud, given = CLOUDS[parts.scheme], {key: value for key, value in options.items() if value is not None}
-    client = _client(given, patience)
-    profile = given.pop("profile", None) if cloud is _S3 else None
+    cloud, settings = CLOUDS[parts.scheme], {key: value for key, value in options.items() if value is not None}
+    client = _client(settings, patience)
+    profile = settings.pop("profile", None) if cloud is _S3 else None
     if cloud is _GS:
-        _google(given, client)
+        _google(settings, client)
     shown, (user, _, name) = cleaned(address).rstrip("/"), parts.netloc.rpartition("@")
     if cloud is _AZ:
-        pairs = (item.partition("=") for item in given.pop("connection_string", "").split(";"))
-        given |= {_CONNECTION[key]: value for key, _, value in pairs if key in _CONNECTION}
+        pairs = (item.partition("=") for item in settings.pop("connection_string", "").split(";"))
+        settings |= {_CONNECTION[key]: value for key, _, value in pairs if key in _CONNECTION}
         if user:  # abfs://container@account.dfs.core.windows.net/folder
-            given.setdefault("account_name", name.partition(".")[0])
+            settings.setdefault("account_name", name.partition(".")[0])
             name, shown = user, f"{parts.scheme}://{user}@{name}{parts.path}".rstrip("/")
     if not name:
-        raise ValueError(f"{shown!r} names no bucket; give an address like {parts.scheme}://bucket/folder")
+        raise ValueError(f"address must name a bucket, such as {parts.scheme}://bucket/folder, got {shown!r}")
     config = {
         cloud.names.get(key) or _PREFIX.sub("", key.lower(), 1): value if isinstance(value, bool) else str(value)
-        for key, value in given.items()
+        for key, value in settings.items()
     }
     if config.get("skip_signature"):
         config = {key: value for key, value in config.items() if key not in _SIGNING}
@@ -176,28 +177,30 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
         bucket.store(config)
         return bucket
     except Exception as error:  # not shown to the user, because its text contains the values of the options
-        wrong = re.search(r"key: '?(\w+)", str(error))
-        problem = f"storage_options has {wrong[1]}" if wrong else "obstore does not accept the values of storage_options"
+        unknown = re.search(r"key: '?(\w+)", str(error))
+        problem = (
+            f"unknown storage_options {unknown[1]}" if unknown else "obstore does not accept the values of storage_options"
+        )
         if "Account must be specified" in str(error):
-            problem = "storage_options lacks account_name"
+            problem = "storage_options must have account_name"
     known = ", ".join(sorted([*cloud.names, "timeout", "client_options"]))
-    raise ValueError(f"{shown}: {problem}; allowed for {parts.scheme}:// are {known}, and the names of obstore's options")
+    raise ValueError(f"{shown}: {problem}. Allowed for {parts.scheme}://: {known}, and the names of obstore's options")
 
 
-def _client(given: dict[str, Any], patience: Patience) -> dict[str, Any]:
-    """Return the options of obstore's client, and remove the options of s3fs and botocore from `given`.
+def _client(options: dict[str, Any], patience: Patience) -> dict[str, Any]:
+    """Return the options of obstore's client, and remove the options of s3fs and botocore from `options`.
 
     Raises:
         ValueError: If `client_kwargs` or `config_kwargs` have unknown keys.
     """
-    kwargs, limits = dict(given.pop("client_kwargs", {})), dict(given.pop("config_kwargs", {}))
-    given |= {name: kwargs.pop(name) for name in ("endpoint_url", "region_name") if name in kwargs}
-    silent_s = silence_s(given)
-    given.pop("timeout", None)
+    kwargs, limits = dict(options.pop("client_kwargs", {})), dict(options.pop("config_kwargs", {}))
+    options |= {name: kwargs.pop(name) for name in ("endpoint_url", "region_name") if name in kwargs}
+    silent_s = silence_s(options)
+    options.pop("timeout", None)
     connect_s, read_s = limits.pop("connect_timeout", silent_s), limits.pop("read_timeout", silent_s)
     if unknown := [*kwargs, *limits]:
         raise ValueError(
-            f"storage_options has {', '.join(unknown)} in client_kwargs or config_kwargs; allowed there are endpoint_url, "
+            f"Unknown storage_options in client_kwargs or config_kwargs: {', '.join(unknown)}. Allowed: endpoint_url, "
             "region_name, connect_timeout and read_timeout"
         )
     return {
@@ -205,27 +208,27 @@ def _client(given: dict[str, Any], patience: Patience) -> dict[str, Any]:
         "read_timeout": timedelta(seconds=min(read_s, patience.total_s / 3)),  # leaves time for further attempts
         "timeout": timedelta(seconds=patience.total_s),
         "pool_max_idle_per_host": str(PER_HOST),
-        **given.pop("client_options", {}),
+        **options.pop("client_options", {}),
     }
 
 
-def _google(given: dict[str, Any], client: dict[str, Any]) -> None:
+def _google(options: dict[str, Any], client: dict[str, Any]) -> None:
     """Translate gcsfs's `token`, `project` and `requester_pays` in place.
 
     Raises:
         ValueError: If the requester pays and no project is set.
     """
-    token, project, pays = (given.pop(name, None) for name in ("token", "project", "requester_pays"))
+    token, project, pays = (options.pop(name, None) for name in ("token", "project", "requester_pays"))
     if token == "anon":
-        given["skip_signature"] = True
+        options["skip_signature"] = True
     elif isinstance(token, Mapping):
-        given["service_account_key"] = json.dumps(dict(token))
+        options["service_account_key"] = json.dumps(dict(token))
     elif token not in (None, "google_default", "cloud"):
-        given["application_credentials"] = token
+        options["application_credentials"] = token
     if pays:
         payer = pays if isinstance(pays, str) else project
         if not payer:
-            raise ValueError("storage_options has requester_pays; give the project that pays as well: {'project': …}")
+            raise ValueError("storage_options with requester_pays must name the project that pays, {'project': …}")
         client["default_headers"] = {"x-goog-user-project": payer}
 
 
@@ -255,7 +258,7 @@ def _as_aws(bucket: Bucket) -> tuple[dict[str, Any], Callable[[], Any] | None]:
             session = botocore.session.Session(profile=bucket.profile)
             scoped, region = session.get_scoped_config(), session.get_config_variable("region")
         except botocore.exceptions.ProfileNotFound:
-            raise StorageError(f"{bucket.address}: AWS's config files have no profile of this name; check it") from None
+            raise StorageError(f"{bucket.address}: AWS's config files have no profile of this name. Check it") from None
     endpoint = environment("AWS_ENDPOINT_URL_S3") or environment("AWS_ENDPOINT_URL") or scoped.get("endpoint_url")
     config = {**({"endpoint": endpoint} if endpoint else {}), **bucket.config}
     if "region" not in config:
@@ -266,7 +269,7 @@ def _as_aws(bucket: Bucket) -> tuple[dict[str, Any], Callable[[], Any] | None]:
     with private():  # filters the loggers of botocore, which may just have been imported
         credentials = session.get_credentials()
     if credentials is None:
-        raise StorageError(f"{bucket.address}: access denied (no credentials were found); {bucket.hint}")
+        raise StorageError(f"{bucket.address}: access denied (no credentials were found). {bucket.hint}")
 
     def current() -> dict[str, Any]:
         """Return the credentials as obstore's S3Credential."""

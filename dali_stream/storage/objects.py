@@ -20,7 +20,7 @@ _FAILURES = {
     "Connect": "cannot connect to the host",
     "Timeout": "timed out",
     "Interrupted": "the connection broke",
-    "UnexpectedRange": "Content-Range is of another range",
+    "UnexpectedRange": "the response has another range than requested",
     "NoContentRange": "Content-Range is missing",
 }
 _NAMES = re.compile(rf"\b({'|'.join(_FAILURES)})\b")
@@ -69,14 +69,14 @@ class ObjectStore(RemoteStore):
         if version is not None and version.tag.startswith('"'):  # a strong ETag
             options["if_match"] = version.tag
         try:
-            found = obstore.get(self._opened(), path, options=options)
-            meta, (first, last), data = found.meta, found.range, bytes(found.bytes())
+            result = obstore.get(self._opened(), path, options=options)
+            meta, (first, last), data = result.meta, result.range, bytes(result.bytes())
         except Exception as error:
             failure = self._failure(path, error)
         else:
             self._traffic.add(requests=1, fetched_bytes=len(data))
             if (first, len(data)) != (start, last - first):
-                raise TransientError(f"the response has {len(data)} bytes for a range of {last - first}")
+                raise TransientError(f"the response must have {last - first} bytes, got {len(data)}")
             return Answer(_version(meta), data)
         if failure is None:  # the object changed, or ends at or before `start`
             return Answer(self._head(path, deadline), b"")
@@ -94,7 +94,7 @@ class ObjectStore(RemoteStore):
         """Return the sizes of the files below a folder, by path."""
         try:
             pages = list(obstore.list(self._opened(), folder, chunk_size=1000))
-            return {found["path"]: found["size"] for page in pages for found in page}
+            return {meta["path"]: meta["size"] for page in pages for meta in page}
         except Exception as error:
             failure = self._failure(folder, error)
         raise failure or TransientError("unexpected HTTP 412 or 416")
@@ -110,7 +110,7 @@ class ObjectStore(RemoteStore):
         if _user != os.getpid():
             raise StorageError(
                 f"{self.address} is read in process {os.getpid()}, which was forked from process {_user} after that one had "
-                "read from a bucket; obstore's threads do not outlive a fork. Start processes with spawn or forkserver"
+                "read from a bucket. obstore's threads do not outlive a fork, so start processes with spawn or forkserver"
             )
         with self._opening:
             client = next(iter(self._clients), None) or self._bucket.open()
@@ -122,15 +122,15 @@ class ObjectStore(RemoteStore):
         if isinstance(error, (StorageError, TransientError)):
             return error
         text = str(error)
-        found, code = re.search(r"status code: (\d{3})", text), re.search(r"<Code>(\w{1,64})</Code>", text)
-        status = int(found[1]) if found else 0
+        number, code = re.search(r"status code: (\d{3})", text), re.search(r"<Code>(\w{1,64})</Code>", text)
+        status = int(number[1]) if number else 0
         words = ", ".join([f"HTTP {status}"] * bool(status) + [code[1] if code else type(error).__name__])
         if isinstance(error, PreconditionError) or status == 416:
             return None
         if "redirect without LOCATION" in text:
-            return StorageError(f"{self.where(path)}: the bucket is in another region; give storage_options={{'region': …}}")
+            return StorageError(f"{self.where(path)}: the bucket is in another region. Give storage_options={{'region': …}}")
         if "NotPartial" in text:
-            return StorageError(f"{self.where(path)}: the server does not support byte ranges; check the address")
+            return StorageError(f"{self.where(path)}: the server does not support byte ranges. Check the address")
         if status == 0 and (name := _NAMES.search(text)) and not _INSTANCE.search(text):
             return TransientError(_FAILURES[name[1]], unreachable=name[1] == "Connect")
         if isinstance(error, FileNotFoundError):

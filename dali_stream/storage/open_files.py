@@ -66,7 +66,7 @@ class OpenFile:
 
     def __reduce__(self) -> NoReturn:
         # A copy would close the descriptor of the original.
-        raise TypeError("an open file cannot be copied; copy its LocalStore, which opens the file again")
+        raise TypeError("an open file cannot be copied. Copy its LocalStore, which opens the file again")
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at shutdown, `os` may be None
         if hasattr(self, "number"):

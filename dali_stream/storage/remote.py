@@ -67,7 +67,7 @@ class RemoteStore(Store):
 
     remote = True
     frozen = False
-    hint = "give credentials in storage_options"
+    hint = "Give credentials in storage_options"
 
     def __init__(
         self,
@@ -146,10 +146,10 @@ class RemoteStore(Store):
         checked(folder)
         if self._guess is not None and not self.listings:
             return self._guess(folder, self.exists)
-        found = self._retried(self.where(folder), lambda deadline: self._list(folder, deadline))
-        for path, size in found.items():
+        sizes = self._retried(self.where(folder), lambda deadline: self._list(folder, deadline))
+        for path, size in sizes.items():
             self._pin_size(path, size)
-        return sorted(found)
+        return sorted(sizes)
 
     def session(self) -> RemoteStore:
         """Return a view of this store for one user. It shares versions, connections and counts.
@@ -198,14 +198,14 @@ class RemoteStore(Store):
         if tag and version.tag and tag != version.tag:
             self._changed(path, f"it still has {version.size} bytes, but another tag (ETag, generation or time)")
 
-    def _pin_size(self, path: str, found: int) -> None:
-        size = self._sizes.setdefault(path, found)
-        if size != found:
-            self._changed(path, f"it had {size} bytes and now has {found}")
+    def _pin_size(self, path: str, size: int) -> None:
+        first_size = self._sizes.setdefault(path, size)
+        if first_size != size:
+            self._changed(path, f"it had {first_size} bytes and now has {size}")
 
     def _changed(self, path: str, how: str) -> NoReturn:
         raise StorageError(
-            f"{self.where(path)} changed during the run: {how}. Bytes of two versions are never mixed; start again when "
+            f"{self.where(path)} changed during the run: {how}. Bytes of two versions are never mixed. Start again when "
             "nothing writes to the dataset, or read a fixed copy of it"
         )
 
@@ -232,7 +232,7 @@ class RemoteStore(Store):
             self._traffic.add(fetch_s=time.perf_counter() - began)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _retried(self, what: str, request: Callable[[Deadline], _T]) -> _T:
+    def _retried(self, description: str, request: Callable[[Deadline], _T]) -> _T:
         """Return `request(deadline)`, which is retried after each `TransientError`, with pauses.
 
         Raises:
@@ -244,17 +244,17 @@ class RemoteStore(Store):
             deadline = Deadline(self._patience, stop)
             while True:
                 if stop.is_set():
-                    raise given_up(what, failures, deadline, 0)
+                    raise given_up(description, failures, deadline, 0)
                 try:
-                    found = bounded(request, deadline)
+                    answer = bounded(request, deadline)
                     self._patience.reached = True
-                    return found
+                    return answer
                 except TransientError as error:
                     failure = error.with_traceback(None)  # the traceback would refer to this frame
                 failures.append(str(failure))
                 pause = pause_s(len(failures), failure.after_s, deadline)
                 if deadline.left(failure.unreachable) <= pause:
-                    raise given_up(what, failures, deadline, deadline.allowed_s(failure.unreachable))
+                    raise given_up(description, failures, deadline, deadline.allowed_s(failure.unreachable))
                 self._traffic.add(retries=1)
                 deadline.sleep(pause)
 
@@ -271,10 +271,10 @@ class RemoteStore(Store):
         if status in (404, 410):
             return missing_file(where, path, words)
         if status in (401, 403):
-            return StorageError(f"{where}: access denied ({words}); {self.hint}")
+            return StorageError(f"{where}: access denied ({words}). {self.hint}")
         if status in AGAIN or status < 300:
             return TransientError(words, after_s)
-        return StorageError(f"{where}: cannot be read ({words}); check the address and storage_options")
+        return StorageError(f"{where}: cannot be read ({words}). Check the address and storage_options")
 
     # -- the cache
 
@@ -310,11 +310,11 @@ class RemoteStore(Store):
             with cache.fetching(name, first, last):
                 # Another process may have fetched the blocks while this one waited for the lock.
                 blocks = cache.read(name, self._tag(cache, path), first, last)
-                for there, run in itertools.groupby(range(first, last), lambda number: blocks[number - first] is not None):
+                for is_cached, run in itertools.groupby(range(first, last), lambda number: blocks[number - first] is not None):
                     numbers = list(run)
                     begin, end = numbers[0] * BLOCK, (numbers[-1] + 1) * BLOCK
                     known_end = min(end, self._sizes.get(path, end))
-                    if there or begin >= known_end:  # cached, or beyond the end of the file, whose size is known by now
+                    if is_cached or begin >= known_end:  # cached, or beyond the end of the file, whose size is known by now
                         continue
                     data = self._fetch(path, begin, known_end)
                     if tag := self._tag(cache, path):
@@ -323,6 +323,6 @@ class RemoteStore(Store):
                         at = number * BLOCK - begin
                         blocks[number - first] = data[at : at + BLOCK]
                     fetched += max(min(begin + len(data), stop) - max(begin, start), 0)
-        found = b"".join(block for block in blocks if block)[start - first * BLOCK : stop - first * BLOCK]
-        self._traffic.add(cached_bytes=len(found) - fetched)
-        return found
+        data = b"".join(block for block in blocks if block)[start - first * BLOCK : stop - first * BLOCK]
+        self._traffic.add(cached_bytes=len(data) - fetched)
+        return data

@@ -117,24 +117,24 @@ def slot(host: str, stop: threading.Event) -> Iterator[None]:
             slots.release()
 
 
-def seconds(given: Any, found: str) -> float:
+def seconds(value: Any, name: str) -> float:
     """Return a time as a float.
 
     Args:
-        given: Value that a user has passed.
-        found: Text of the error before the value.
+        value: Value that a user has passed.
+        name: Name of the argument, for the message.
 
     Raises:
         ValueError: If the value is not a positive, finite number.
     """
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
-        raise ValueError(f"{found}{given!r}; give a positive number of seconds")
-    return float(given)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive number of seconds, got {value!r}")
+    return float(value)
 
 
 def silence_s(options: Mapping[str, Any]) -> float:
     """Return the storage option `timeout`, the time limit for each wait for further bytes in seconds. Default: 10."""
-    return seconds(options.get("timeout", _TIMEOUT_S), "storage_options has timeout=")
+    return seconds(options.get("timeout", _TIMEOUT_S), "storage_options['timeout']")
 
 
 def cleaned(url: str) -> str:
@@ -160,22 +160,22 @@ def pause_s(attempts: int, after_s: float | None, deadline: Deadline) -> float:
     return max(backoff, min(after_s, deadline.left() - min(5.0, deadline.allowed_s() / 4)))
 
 
-def given_up(what: str, failures: list[str], deadline: Deadline, allowed_s: float) -> StorageError:
+def given_up(request: str, failures: list[str], deadline: Deadline, allowed_s: float) -> StorageError:
     """Return the error for a request that was closed or has exceeded its time limit.
 
     Args:
-        what: Description of the request.
+        request: Description of the request.
         failures: Description of each failed attempt.
         deadline: Time limit of the request.
         allowed_s: Time limit for the message, in seconds.
     """
     if deadline.stop.is_set():
-        return StorageError(f"{what}: not read, because the store was closed meanwhile")
+        return StorageError(f"{request}: not read, because the store was closed meanwhile")
     tries = f"{len(failures)} {'try' if len(failures) == 1 else 'tries'} in {deadline.elapsed():.1f} s"
     reasons = ", ".join(reason + (f" ({times} times)" if times > 1 else "") for reason, times in Counter(failures).items())
     return StorageError(
-        f"{what}: not read after {tries}, where {allowed_s:g} s are allowed (give_up_after_s). What failed: {reasons}. Check "
-        "the address, the network and the server, then resume from the last saved state if there is one"
+        f"{request}: not read after {tries}, where {allowed_s:g} s are allowed (give_up_after_s). Reasons: {reasons}. Check "
+        "the address, the network and the server, then resume from the last saved state if one exists"
     )
 
 
@@ -229,11 +229,11 @@ def bounded(request: Callable[[Deadline], _T], deadline: Deadline) -> _T:
         helper.requests.put(partial(request, deadline))
         while (left := deadline.left(bool(deadline.connecting))) > 0:
             with suppress(Empty):
-                found, error = helper.answers.get(timeout=min(left, _WAKE_S))
+                answer, error = helper.answers.get(timeout=min(left, _WAKE_S))
                 busy = False
                 if error is not None:
                     raise error
-                return found  # type: ignore[no-any-return]
+                return answer  # type: ignore[no-any-return]
     finally:
         if busy:
             deadline.abandoned = True

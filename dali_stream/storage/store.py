@@ -124,8 +124,7 @@ def checked(path: str) -> str:
         if named and not path.startswith("/") and ".." not in parts and "\0" not in path and "\\" not in path:
             return path
     raise DatasetError(
-        f"the metadata names the file {path!r}, which leads out of the dataset or is no file name; correct the path in the "
-        "metadata"
+        f"Invalid file name {path!r} in the metadata: must be a path within the dataset. Correct it in the metadata"
     )
 
 
@@ -151,7 +150,7 @@ class Ranges(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         if at < 0:
-            raise OSError(f"{self._store.where(self._path)}: seek to {at}, before the file's start")
+            raise OSError(f"{self._store.where(self._path)}: position of seek must not be negative, got {at}")
         self._at = at
         return at
 

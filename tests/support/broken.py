@@ -60,52 +60,91 @@ GARBAGE: dict[str, Callable[[bytes], bytes]] = {
 
 VIDEO_FEATURE = {"dtype": "video", "shape": [128, 160, 3], "names": None}
 INFOS: dict[str, tuple[dict[str, Any], str]] = {
-    "no version": ({"codebase_version": None}, r"info\.json: lacks codebase_version\. It has meta/episodes/.*like v3\.0"),
-    "no fps": ({"fps": None}, "fps is None; it is a number above 0"),
-    "fps of 0": ({"fps": 0}, "fps is 0"),
-    "fps as text": ({"fps": "30"}, "fps is 30; it is a number"),
-    "fps that no float holds": ({"fps": 10**400}, "fps is 1000"),
-    "no features": ({"features": None}, "features is NoneType; it must be a JSON object"),
-    "a feature that is none": ({"features__action": 3}, "feature 'action' is int; it must be a JSON object"),
-    "a shape of text": ({"features__action": {"dtype": "float32", "shape": "2"}}, "'action' has shape 2"),
-    "a shape of six axes": ({"features__action": {"dtype": "float32", "shape": [1] * 6}}, r"'action' has shape \[1, 1, 1"),
+    "no version": ({"codebase_version": None}, r"info\.json: codebase_version is missing\. It has meta/episodes/.*like v3\.0"),
+    "no fps": ({"fps": None}, "Invalid fps in .*: must be above 0 and at most 100000, got None"),
+    "fps of 0": ({"fps": 0}, "Invalid fps in .*, got 0$"),
+    "fps as text": ({"fps": "30"}, "Invalid fps in .*: must be above 0 .*, got 30$"),
+    "fps that no float holds": ({"fps": 10**400}, "Invalid fps in .*, got 1000"),
+    "no features": ({"features": None}, "Invalid features in .*: must be a JSON object, got NoneType"),
+    "a feature that is none": ({"features__action": 3}, "Invalid feature 'action' in .*: must be a JSON object, got int"),
+    "a shape of text": (
+        {"features__action": {"dtype": "float32", "shape": "2"}},
+        "Invalid shape of feature 'action' in .*, got 2$",
+    ),
+    "a shape of six axes": (
+        {"features__action": {"dtype": "float32", "shape": [1] * 6}},
+        r"Invalid shape of feature 'action' in .*, got \[1, 1, 1",
+    ),
     "a shape of gigabytes": ({"features__action": {"dtype": "float32", "shape": [1 << 40]}}, "positive integers"),
     "a camera without channels": (
         {f"features__{data.CAMERA}": {**VIDEO_FEATURE, "shape": [128, 160]}},
-        r"camera '.*' has shape \[128, 160\]; it is \(H, W, C\)",
+        r"Invalid shape of camera '.*' in .*: must be \(H, W, C\) or .*, got \[128, 160\]",
     ),
-    "no timestamp": ({"features__timestamp": None}, "lacks the feature 'timestamp'"),
-    "a column that is not there": ({"features__force": {"dtype": "float32", "shape": [1]}}, f"{ROWS}: lacks the column force"),
-    "no path of the videos": ({"video_path": None}, "has video features, and video_path is null"),
-    "no path of the data": ({"data_path": None}, "data_path is not a path template"),
-    "a path out of the dataset": ({"data_path": "../{chunk_index:03d}"}, "'../000', which leads out of the dataset"),
-    "an absolute path": ({"data_path": "/etc/{file_index:03d}"}, "'/etc/000', which leads out of the dataset"),
-    "a path of gigabytes": ({"data_path": "{file_index:09999999999d}"}, "data_path is not a path template"),
-    "a path that looks into objects": ({"video_path": "{video_key.__class__}"}, "video_path is not a path template"),
-    "a path with other fields": ({"data_path": "{episode_index}"}, "is not a path template.*allowed are {video_key}"),
-    "episodes that are not there": ({"total_episodes": 3}, r"promises 3 episodes, and .*meta/episodes holds 2"),
-    "frames that are not there": ({"total_frames": 100}, "promises 100 frames, and .*meta/episodes holds 72"),
-    "totals of another kind": ({"total_frames": "72"}, "total_frames is 72; it is an integer"),
+    "no timestamp": ({"features__timestamp": None}, "Missing feature 'timestamp'"),
+    "a column that is not there": (
+        {"features__force": {"dtype": "float32", "shape": [1]}},
+        f"Missing column force in .*{ROWS}",
+    ),
+    "no path of the videos": ({"video_path": None}, "Invalid video_path in .* for video features, got null"),
+    "no path of the data": ({"data_path": None}, "Invalid path template data_path in .*: must be text, got NoneType"),
+    "a path out of the dataset": (
+        {"data_path": "../{chunk_index:03d}"},
+        "file name '../000' in the metadata: must be a path within the dataset",
+    ),
+    "an absolute path": (
+        {"data_path": "/etc/{file_index:03d}"},
+        "file name '/etc/000' in the metadata: must be a path within the dataset",
+    ),
+    "a path of gigabytes": ({"data_path": "{file_index:09999999999d}"}, "Invalid path template data_path in"),
+    "a path that looks into objects": ({"video_path": "{video_key.__class__}"}, "Invalid path template video_path in"),
+    "a path with other fields": ({"data_path": "{episode_index}"}, "Invalid path template .* Allowed fields: {video_key}"),
+    "episodes that are not there": (
+        {"total_episodes": 3},
+        r"Invalid total_episodes in .*: must be 2, .* in .*meta/episodes, got 3",
+    ),
+    "frames that are not there": (
+        {"total_frames": 100},
+        "Invalid total_frames in .*: must be 72, .* in .*meta/episodes, got 100",
+    ),
+    "totals of another kind": ({"total_frames": "72"}, "Invalid total_frames in .*: must be a nonnegative integer, got 72"),
 }
 
 # ---- the episode table
 
 FROM = f"videos/{data.CAMERA}/from_timestamp"
 TABLES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
-    "no episodes": (lambda t: t.slice(0, 0), "no episodes"),
-    "a lost column": (lambda t: t.drop_columns(["length"]), "lacks the column length"),
-    "a lost column of a camera": (lambda t: t.drop_columns([FROM]), f"lacks the column {FROM}"),
-    "text for numbers": (lambda t: put(t, "length", ["31", "41"]), "column length must hold a number for each episode"),
-    "a missing number": (lambda t: put(t, "length", [31, None]), "column length must hold a number for each episode"),
-    "the same episode twice": (lambda t: put(t, "episode_index", [1, 1]), "episode 1: its index .* stands there twice"),
-    "a negative episode": (lambda t: put(t, "episode_index", [-1, 1]), "episode -1: its index is negative"),
-    "an empty episode": (lambda t: put(t, "length", [31, 0]), "episode 1: its length is not a positive number"),
-    "lengths at odds": (lambda t: put(t, "length", [30, 42]), "episode 0: its length and .* differ"),
-    "a negative file": (lambda t: put(t, "data/file_index", [0, -1]), "episode 1: data/file_index is not a number of a file"),
-    "no time": (lambda t: put(t, FROM, [0.0, float("nan")]), "episode 1: .*from_timestamp is no time in seconds"),
+    "no episodes": (lambda t: t.slice(0, 0), "No episodes in "),
+    "a lost column": (lambda t: t.drop_columns(["length"]), "Missing column length in "),
+    "a lost column of a camera": (lambda t: t.drop_columns([FROM]), f"Missing column {FROM} in "),
+    "text for numbers": (
+        lambda t: put(t, "length", ["31", "41"]),
+        "Invalid column length in .*: must hold a number for each episode",
+    ),
+    "a missing number": (
+        lambda t: put(t, "length", [31, None]),
+        "Invalid column length in .*: must hold a number for each episode",
+    ),
+    "the same episode twice": (
+        lambda t: put(t, "episode_index", [1, 1]),
+        "Invalid episode 1 in .*: episode_index .* not duplicated",
+    ),
+    "a negative episode": (
+        lambda t: put(t, "episode_index", [-1, 1]),
+        "Invalid episode -1 in .*: episode_index must be nonnegative",
+    ),
+    "an empty episode": (lambda t: put(t, "length", [31, 0]), "Invalid episode 1 in .*: length must be a positive number"),
+    "lengths at odds": (
+        lambda t: put(t, "length", [30, 42]),
+        "Invalid episode 0 in .*: length must be dataset_to_index - dataset_from_index",
+    ),
+    "a negative file": (
+        lambda t: put(t, "data/file_index", [0, -1]),
+        "Invalid episode 1 in .*: data/file_index must be the number of a file",
+    ),
+    "no time": (lambda t: put(t, FROM, [0.0, float("nan")]), "Invalid episode 1 in .*from_timestamp must be a time in seconds"),
     "an end before its start": (
         lambda t: put(t, f"videos/{data.CAMERA}/to_timestamp", [31 / 30, 1.0]),
-        "episode 1: .*to_timestamp must not be less than from_timestamp",
+        "Invalid episode 1 in .*to_timestamp must not be less than from_timestamp",
     ),
     "another file": (lambda t: put(t, "data/file_index", [0, 7]), r"data/chunk-000/file-007\.parquet: no such file"),
 }
@@ -134,18 +173,24 @@ def swapped(table: pa.Table) -> pa.Table:
 
 
 ROW_TABLES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
-    "fewer rows than promised": (fewer, "episode 1: the metadata promises 41 rows, and the file holds 29"),
+    "fewer rows than promised": (fewer, "Invalid episode 1 in .*: must have 41 rows, as the metadata says, got 29"),
     "rows of another episode": (
         lambda t: put(t, "episode_index", pa.array(np.full(72, 5))),
-        "episode 0: .*promises 31 rows, and the file holds 0",
+        "Invalid episode 0 in .*: must have 31 rows, as the metadata says, got 0",
     ),
-    "rows out of order": (swapped, "episode 0: its frame_index does not count its rows"),
+    "rows out of order": (swapped, "Invalid frame_index in .*episode 0: must count the rows"),
     "a timestamp that falls": (
         lambda t: with_time(t, 48, 0.15),
-        r"episode 1: row 17: its timestamp is 0\.1500 s, and that of row 16 is 0\.5333 s\. Timestamps rise",
+        r"timestamp of row 17 in .*episode 1: must be greater than 0\.5333 s, that of row 16, got 0\.1500 s\. The file is",
     ),
-    "a timestamp that stays": (lambda t: with_time(t, 48, 16 / 30), r"episode 1: row 17: its timestamp is 0\.5333 s, and"),
-    "a timestamp that is none": (lambda t: with_time(t, 31, float("nan")), "episode 1: row 0: its timestamp is nan s"),
+    "a timestamp that stays": (
+        lambda t: with_time(t, 48, 16 / 30),
+        r"timestamp of row 17 in .*episode 1: must be .*, got 0\.5333 s",
+    ),
+    "a timestamp that is none": (
+        lambda t: with_time(t, 31, float("nan")),
+        "timestamp of row 0 in .*episode 1: must be a finite number, got nan s",
+    ),
     "a missing number": (lambda t: with_null(t, "timestamp"), "episode 1: timestamp: 1 of 41 values are missing"),
     "a missing vector": (
         lambda t: with_null(t, "action"),
@@ -153,16 +198,19 @@ ROW_TABLES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
     ),
     "text for numbers": (
         lambda t: put(t, "timestamp", pc.cast(t["timestamp"], pa.string())),
-        "timestamp: holds string, and meta/info.json says float32",
+        "timestamp must hold float32 of shape .*, as meta/info.json says, got string",
     ),
-    "a scalar for a vector": (lambda t: put(t, "action", t["timestamp"]), r"action: holds float, and .*shape \[2\]"),
+    "a scalar for a vector": (
+        lambda t: put(t, "action", t["timestamp"]),
+        r"action must have shape \[2\], as .* says, got float",
+    ),
     "longer vectors": (
         lambda t: put(t, "action", pa.array([[1.0, 2.0, 3.0]] * 72)),
-        r"action: a value has another shape than \[2\]",
+        r"action must have shape \[2\], .*got a value of another shape",
     ),
     "a hole in a vector": (lambda t: put(t, "action", pa.array([[1.0, None]] * 72)), "action: .*numbers are missing"),
-    "a lost column": (lambda t: t.drop_columns(["action"]), f"{ROWS}: lacks the column action"),
-    "no episode index": (lambda t: t.drop_columns(["episode_index"]), f"{ROWS}: lacks the column episode_index"),
+    "a lost column": (lambda t: t.drop_columns(["action"]), f"Missing column action in .*{ROWS}"),
+    "no episode index": (lambda t: t.drop_columns(["episode_index"]), f"Missing column episode_index in .*{ROWS}"),
 }
 
 
@@ -180,7 +228,7 @@ WHOLE_FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "HTML page": (lambda _: b"\n<!DOCTYPE html><html>Sign in</html>" + b" " * 500, "HTML page.*Fetch it again"),
     "something else": (lambda _: b"PK\3\4" + bytes(1000), rf"begins with b'PK.*not an MP4. {AGAIN}"),
     "cut in the media": (
-        cut_in_media, rf"its box 'mdat' at byte \d+ must have \d+ bytes, got 2004: the file is truncated or damaged. {AGAIN}"
+        cut_in_media, rf"box 'mdat' at byte \d+ must have \d+ bytes, got 2004: the file is truncated or damaged. {AGAIN}"
     ),
     "cut in the index": (lambda video: video[:-300], f"'moov'.*truncated.*{AGAIN}"),
     "index at the end is gone": (

@@ -140,8 +140,8 @@ class _Run:
         def saved(checkpoint_dir: Any, *arguments: Any, **named: Any) -> Any:
             result = save(checkpoint_dir, *arguments, **named)
             assert self._loader is not None  # `preparing` has made sure
-            given = {name: value for name, value in self._arguments.items() if name in ARGUMENTS}
-            write_state(Path(checkpoint_dir, ARGUMENTS_FILE), given)
+            own_arguments = {name: value for name, value in self._arguments.items() if name in ARGUMENTS}
+            write_state(Path(checkpoint_dir, ARGUMENTS_FILE), own_arguments)
             self._loader.save(Path(checkpoint_dir, STATE_FILE))
             return result
 
