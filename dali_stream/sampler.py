@@ -329,7 +329,7 @@ class FrameSampler(Sampler[int]):
 
     def _check_not_begun(self, method: str) -> None:
         if self._now.begun:
-            raise ResumeError(f"{method} was called after iteration began. Call it on a new FrameSampler, before iterating")
+            raise ResumeError(f"{method} must be called before iteration begins. Call it on a new FrameSampler")
 
     def _order_state(self, arguments: OrderArguments) -> dict[str, Any]:
         """Return the parameters of the order for the state, except episode lengths and epoch."""

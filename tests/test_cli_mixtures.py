@@ -126,7 +126,6 @@ def test_what_does_not_go_together_is_one_line(
     for arguments, code, said in (
         (["info", rows / "large/a", rows / "large/a"], 2, "Datasets must differ, got "),
         (["info", mixture, demo], 2, "A mixture file must be the only URI, got "),
-        (["info", demo, rows / "large/a", "--image-size", 96, 128], 2, "--image-size needs one dataset, got several"),
         (["info", mixture, "--data-files-root", demo], 2, "--data-files-root belongs to one dataset"),
         (["info", bad], 2, "bad.json: Unknown key 'weight' in the file"),
         (["info", tmp_path / "none.yaml"], 2, "none.yaml: No such file"),

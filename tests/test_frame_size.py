@@ -52,25 +52,23 @@ def test_preview(demo: Path, tmp_path: Path, size: tuple[str, ...], position: st
     assert {pixels.shape for _, pixels in pictures(tmp_path / "a.png")} == {(96, 128, 3)}
 
 
-@pytest.mark.parametrize("position", ["first", "last"])
-@pytest.mark.parametrize("size", FORMS)
-def test_info(demo: Path, capsys: pytest.CaptureFixture[str], size: tuple[str, ...], position: str) -> None:
-    assert main(["info", *orders(position, size, demo, "--json")]) == 0
-    assert json.loads(capsys.readouterr().out)["memory"]
-
-
 def test_size_of_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--size", "120", "128", "--root", str(tmp_path / "demo"), "--episodes", "1", "--codec", "h264"]) == 0
     info = json.loads((tmp_path / "demo/meta/info.json").read_text())
     assert info["features"]["observation.images.top"]["shape"] == [120, 128, 3]
 
 
-@pytest.mark.parametrize("command", ["bench", "preview", "info"])
+@pytest.mark.parametrize("command", ["bench", "preview"])
 @pytest.mark.parametrize("size", [["96"], ["96", "wide"], ["96x"], ["0x96"], ["-1", "96"], ["0", "96"], ["96x128x3"]])
 def test_a_wrong_size_is_an_error_that_names_both_forms(
     demo: Path, capsys: pytest.CaptureFixture[str], command: str, size: list[str]
 ) -> None:
     assert f"--image-size {BOTH}" in failed(capsys, [command, demo, "--image-size", *size], 2)
+
+
+@pytest.mark.parametrize("size", ["96", "96x", "0x96", "96x128x3"])
+def test_a_wrong_size_of_why(demo: Path, capsys: pytest.CaptureFixture[str], size: str) -> None:
+    assert f"--image-size {BOTH}" in failed(capsys, ["why", demo, "--image-size", size], 2)
 
 
 # ----------------------------------------------------------------------- programs of argparse

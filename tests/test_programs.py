@@ -96,6 +96,7 @@ def test_every_program_writes_its_report_without_paths() -> None:
         "mutation.py": "self.tests",
         "lerobot_train.py": "spec.json",
         "prepare.py": "executors.run_tasks",
+        "prepare_lerobot.py": "dumps(jobs)",
     }
     for name, text in programs.items():
         written = [line for line in text.splitlines() if "json.dump" in line and inner.get(name, "\n") not in line]

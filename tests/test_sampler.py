@@ -456,9 +456,11 @@ def test_what_is_no_state_is_refused(demo: Path) -> None:
 def test_a_place_comes_before_the_first_index() -> None:
     sampler = make()
     next(iter(sampler))
-    with pytest.raises(ResumeError, match=r"load_state_dict was called after iteration began. Call it on a new FrameSampler"):
+    with pytest.raises(
+        ResumeError, match=r"load_state_dict must be called before iteration begins\. Call it on a new FrameSampler"
+    ):
         sampler.load_state_dict(sampler.state_dict(step=0, batch_size=1))
-    with pytest.raises(ResumeError, match="resume was called after iteration began"):
+    with pytest.raises(ResumeError, match="resume must be called before iteration begins"):
         sampler.resume(epoch=0, batch=0, batch_size=1, world_size=1)
 
 

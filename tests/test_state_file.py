@@ -116,7 +116,7 @@ def test_restore_comes_before_the_first_iteration(rows: Dataset, tmp_path: Path)
     with make(rows) as loader:
         next(iter(loader))
         for each in (loader, sampler):
-            with pytest.raises(ResumeError, match="restore was called after iteration began"):
+            with pytest.raises(ResumeError, match="restore must be called before iteration begins"):
                 each.restore(tmp_path / "none.json")
 
 

@@ -57,7 +57,9 @@ def progress(description: str = "", enabled: bool = True) -> Iterator[Show]:
         task = bar.add_task(description, total=None)
 
         def show(done: int, total: int, description: str = description) -> None:
-            bar.update(task, description=description, completed=done, total=total)
+            # A new description is drawn at once. Otherwise that of a short stage might never be.
+            is_new = bar.tasks[task].description != description
+            bar.update(task, description=description, completed=done, total=total, refresh=is_new)
 
         yield show
 
