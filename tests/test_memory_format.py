@@ -40,7 +40,7 @@ def test_frames_are_the_same_with_the_strides_asked_for(demo: Path, graph: str, 
 
 
 def test_another_format_is_refused(demo: Path) -> None:
-    with pytest.raises(ValueError, match="memory_format must be one of .*got 'nhwc'"):
+    with pytest.raises(ValueError, match=r"memory_format must be one of .*got 'nhwc'"):
         Loader(demo, memory_format="nhwc")
 
 
