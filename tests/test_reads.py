@@ -160,8 +160,9 @@ class Run:
         for episode in step.samples.episode.tolist():
             assert self.held["", episode]
             assert self.held[CAMERA, int(self.file[episode])]
-        there = {key for key in step.video.needed[CAMERA] if key in self.blocks}
-        assert there == set(step.video.needed[CAMERA])
+        needed = {name[1:] for name in step.video.needed}
+        there = {key for key in needed if key in self.blocks}
+        assert there == needed
         if not self.cached:
             assert (step.packets[CAMERA] >= 0).all()
             return
@@ -280,7 +281,7 @@ def test_the_first_batch_has_storage_for_itself_and_more_is_read_from_batch_to_b
     run = Run(np.full(40, 30), look_ahead=12, per_file=1).go(30)
     first = run.steps[0].video
     fetched = [(f.episode, f.first + k) for f in first.fetch for k in range(len(f.ranges))]
-    assert sorted(fetched) == sorted(first.needed[CAMERA])
+    assert sorted(fetched) == sorted(name[1:] for name in first.needed)
     distances = [max([f.batch - n for f in step.video.fetch], default=0) for n, step in enumerate(run.steps)]
     assert all(distance <= 2 * number for number, distance in enumerate(distances))
     assert max(distances) == 12
@@ -355,8 +356,7 @@ def test_the_table_holds_what_was_opened_and_little_more(lengths: np.ndarray, st
             assert table.gather("value", whole, frames).tolist() == (1000.0 * each + frames).tolist()
             assert table.gather("text", whole, frames).tolist() == [f"{each} {f}" for f in frames]
             if fetched:
-                blocks_of = camera.blocks
-                assert blocks_of is not None
-                assert set(camera.first_block[rows].tolist()) == {blocks_of.first[each]}
+                [block] = table.blocks.of(CAMERA, each).tolist()
+                assert set(camera.first_block[rows].tolist()) == {block}
         if fetched:
             assert (table.cameras[CAMERA].first_block >= 0).sum() == held

@@ -6,12 +6,11 @@ import bisect
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
+from dali_stream.schedule.episodes import BlockName
 from dali_stream.schedule.video import Fetch
 from dali_stream.storage import Store
 from dali_stream.tracing import span
 from dali_stream.workers import Workers
-
-Name = tuple[str, int, int]  # camera, episode, number of the block within the episode
 
 
 class _Block:
@@ -34,34 +33,33 @@ class BlockCache:
 
     def __init__(self, store: Store, pool: Workers, path: Callable[[str, int], str]) -> None:
         self._store, self._pool, self._path = store, pool, path
-        self._blocks: dict[Name, _Block] = {}
+        self._blocks: dict[BlockName, _Block] = {}
 
     def fetch(self, ranges: Iterable[Fetch]) -> list[Future[None]]:
         """Begin to fetch ranges of blocks. Return a future for each of them."""
         return [self._fetch(fetch) for fetch in ranges]
 
-    def drop(self, blocks: Iterable[Name]) -> None:
+    def drop(self, blocks: Iterable[BlockName]) -> None:
         """Evict blocks. Views of them stay valid."""
         for name in blocks:
             del self._blocks[name]
 
-    def view(self, batch: int, needed: Mapping[str, list[tuple[int, int]]]) -> Mapping[str, Store]:
+    def view(self, batch: int, needed: Iterable[BlockName]) -> Mapping[str, Store]:
         """Return the stores from which a batch reads its encoded video. Blocks whose fetch has failed are fetched again.
 
         Args:
             batch: Number of the batch.
-            needed: {camera: (episode, number) of each block that the batch needs}.
+            needed: Blocks that the batch needs.
 
         Returns:
-            {camera: store that reads these blocks from memory, and waits for those that are being fetched}.
+            {camera with blocks: store that reads these blocks from memory, and waits for those that are being fetched}.
         """
-        views = {}
-        for camera, names in needed.items():
-            found = [self._block(batch, (camera, *name)) for name in names]
-            views[camera] = _View(self._store, [(self._path(camera, e), b) for (e, _), b in zip(names, found, strict=True)])
-        return views
+        blocks = dict[str, list[tuple[str, _Block]]]()
+        for name in needed:
+            blocks.setdefault(name[0], []).append((self._path(*name[:2]), self._block(batch, name)))
+        return {camera: _View(self._store, found) for camera, found in blocks.items()}
 
-    def _block(self, batch: int, name: Name) -> _Block:
+    def _block(self, batch: int, name: BlockName) -> _Block:
         """Return a block for a batch. Fetch it again if it was fetched for an earlier batch, and that failed."""
         block = self._blocks[name]
         if block.fetch.batch < batch and block.done.done() and (block.done.cancelled() or block.done.exception()):
