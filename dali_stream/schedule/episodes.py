@@ -59,14 +59,14 @@ class CameraTable:
         packet: Packet of each frame. `NONE` if the frame has no packet.
         gop: Row of the first frame of each frame's GOP. The entry of that first frame itself is minus the number of frames of
             the GOP, so that one array holds both.
-        first_block, last_block: First and last entry of the `BlockTable` that decoding each frame's GOP needs. `NONE` if the
-            frame has no packet. The arrays are empty if encoded video is read in place.
+        first_block, block_count: First entry of the `BlockTable` that decoding each frame's GOP needs, and number of entries.
+            The number is 0 if the frame has no packet. The arrays are empty if encoded video is read in place.
     """
 
     packet: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     gop: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     first_block: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
-    last_block: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    block_count: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
 
     def gops(self, rows: Int64) -> Int64:
         """Return the row of the first frame of each frame's GOP."""
@@ -85,11 +85,10 @@ class CameraTable:
         Returns:
             Each block of each frame, and the index in `rows` of that frame, both of shape (n,).
         """
-        first = self.first_block[rows].astype(np.int64)
-        count = np.where(first == NONE, 0, self.last_block[rows] - first + 1)
+        count = self.block_count[rows]
         index = np.repeat(np.arange(len(rows)), count)
         before = np.cumsum(count) - count
-        return (first - before)[index] + np.arange(len(index)), index
+        return (self.first_block[rows] - before)[index] + np.arange(len(index)), index
 
 
 class _Rows:
@@ -103,11 +102,10 @@ class _Rows:
     Attributes:
         used: Number of rows up to the last one that is or was allocated.
         live: Number of rows that are allocated.
-        capacity: Number of rows that the arrays must have.
     """
 
     def __init__(self, used: int = 0) -> None:
-        self.used = self.live = self.capacity = used
+        self.used = self.live = used
         self._starts: list[int] = []  # free stretches [start, stop), in increasing order
         self._stops: list[int] = []
 
@@ -123,8 +121,6 @@ class _Rows:
                 del self._starts[i], self._stops[i]
             return first
         first, self.used = self.used, self.used + count
-        if self.used > self.capacity:
-            self.capacity = max(self.used, self.capacity * 9 // 8)
         return first
 
     def give_back(self, first: int, count: int) -> None:
@@ -176,8 +172,8 @@ class BlockTable:
         return self._rows.used
 
     def of(self, camera: str, episode: int) -> Int64:
-        """Return the blocks of an open episode."""
-        first, count = self._places[camera, episode]
+        """Return the blocks of an open episode. Empty if it has none."""
+        first, count = self._places.get((camera, episode), (0, 0))
         return np.arange(first, first + count)
 
     def sizes(self, blocks: Int64) -> Int64:
@@ -191,28 +187,23 @@ class BlockTable:
 
     def groups(self, blocks: Int64) -> list[Int64]:
         """Split blocks, given in increasing order, into groups that are adjacent in a file."""
-        apart = np.diff(blocks) > 1
-        apart |= self.number[blocks[1:]] == 0  # the first block of another episode or camera
-        apart |= self.start[blocks[1:]] != self.stop[blocks[:-1]]
+        # Number 0 is the first block of another episode or camera.
+        apart = (np.diff(blocks) > 1) | (self.number[blocks[1:]] == 0) | (self.start[blocks[1:]] != self.stop[blocks[:-1]])
         return np.split(blocks, np.flatnonzero(apart) + 1) if len(blocks) else []
 
-    def open(self, camera: str, episode: int, cut: Blocks | None) -> int:
+    def open(self, camera: str, episode: int, start: Int64, stop: Int64) -> int:
         """Add the blocks of an episode, of which none is held. Return the entry of the first one."""
-        count = 0 if cut is None else len(cut.start)
-        first = self._rows.take(count)
-        self._places[camera, episode] = first, count
-        for column in ("camera", "episode", "number", "start", "stop", "held", "touched", "epoch"):
-            setattr(self, column, _grown(getattr(self, column), self._rows.capacity))
-        if cut is not None:
-            own = slice(first, first + count)
-            self.camera[own], self.episode[own] = self.cameras.index(camera), episode
-            self.number[own], self.start[own], self.stop[own] = np.arange(count), cut.start, cut.stop
-            self.held[own], self.touched[own], self.epoch[own] = False, NONE, NONE
+        first = self._rows.take(len(start))
+        self._places[camera, episode] = first, len(start)
+        new = {"start": start, "stop": stop, "number": np.arange(len(start)), "held": False, "touched": NONE, "epoch": NONE}
+        for column, values in (new | {"camera": self.cameras.index(camera), "episode": episode}).items():
+            setattr(self, column, _grown(getattr(self, column), self._rows.used))
+            getattr(self, column)[first : first + len(start)] = values
         return first
 
     def close(self, camera: str, episode: int) -> None:
         """Remove the blocks of an episode. None of them may be held."""
-        self._rows.give_back(*self._places.pop((camera, episode)))
+        self._rows.give_back(*self._places.pop((camera, episode), (0, 0)))
 
 
 class EpisodeTable:
@@ -277,7 +268,7 @@ class EpisodeTable:
 
     def rows_with_blocks(self, camera: str) -> Int64:
         """Return the rows of all frames whose encoded video is in blocks."""
-        return np.flatnonzero(self.cameras[camera].first_block != NONE)
+        return np.flatnonzero(self.cameras[camera].block_count[: self._rows.used])
 
     def gather(self, key: str, episode: Int64, frame: Int64) -> npt.NDArray[Any]:
         """Return values of a column.
@@ -298,32 +289,27 @@ class EpisodeTable:
         length = int(self.lengths[opened.number])
         first = self._rows.take(length)
         rows = slice(first, first + length)
-        capacity = len(self.episode)
-        if capacity < self._rows.used:  # doubling copies rarely, and rows that were never written take no memory
-            capacity = 2 * self._rows.used
-        self.episode = _grown(self.episode, capacity)
+        used = self._rows.used
+        self.episode = _grown(self.episode, used)
         self.episode[rows], self.first_row[opened.number] = opened.number, first
         for key, values in opened.columns.items():
             column = self.columns.get(key, np.empty((0, *values.shape[1:]), values.dtype))
-            self.columns[key] = column = _grown(column, capacity)
+            self.columns[key] = column = _grown(column, used)
             column[rows] = values
         for camera, table in self.cameras.items():
             located = opened.cameras[camera]
-            for column in ("packet", "gop", *(("first_block", "last_block") if camera in self.blocks.cameras else ())):
-                # `rows_with_blocks` searches all of `first_block` for entries other than `NONE`.
-                fill = NONE if column == "first_block" else None
-                setattr(table, column, _grown(getattr(table, column), capacity, fill))
+            for column in ("packet", "gop", *(("first_block", "block_count") if camera in self.blocks.cameras else ())):
+                setattr(table, column, _grown(getattr(table, column), used))
             starts = np.flatnonzero(np.append(True, located.keyframe[1:] != located.keyframe[:-1]))
             frames = np.diff(np.append(starts, length))
             table.packet[rows] = located.packet
             table.gop[rows] = first + np.repeat(starts, frames)
             table.gop[first + starts] = -frames
             if camera in self.blocks.cameras:
-                table.first_block[rows] = table.last_block[rows] = NONE
-                first_block = self.blocks.open(camera, opened.number, located.blocks)
+                table.block_count[rows] = 0
                 if (cut := located.blocks) is not None:
-                    table.first_block[rows] = np.where(cut.first >= 0, first_block + cut.first, NONE)
-                    table.last_block[rows] = np.where(cut.last >= 0, first_block + cut.last, NONE)
+                    table.first_block[rows] = self.blocks.open(camera, opened.number, cut.start, cut.stop) + cut.first
+                    table.block_count[rows] = np.where(cut.first >= 0, cut.last - cut.first + 1, 0)
         if self._rows.used * ROW_SPARE[1] > self._rows.live * ROW_SPARE[0]:
             self._compact()
 
@@ -336,7 +322,7 @@ class EpisodeTable:
             if values.dtype == object:
                 values[first : first + length] = None
         for camera in self.blocks.cameras:
-            self.cameras[camera].first_block[first : first + length] = NONE
+            self.cameras[camera].block_count[first : first + length] = 0
             self.blocks.close(camera, episode)
 
     def _compact(self) -> None:
@@ -357,19 +343,17 @@ class EpisodeTable:
             gop = table.gop[: len(rows)]
             gop[gop >= 0] -= shift[gop >= 0].astype(np.int32)
             if camera in self.blocks.cameras:
-                table.first_block = _copied(table.first_block, rows, capacity, NONE)
-                table.last_block = _copied(table.last_block, rows, capacity)
+                table.first_block = _copied(table.first_block, rows, capacity)
+                table.block_count = _copied(table.block_count, rows, capacity)
 
 
-def _grown(values: npt.NDArray[Scalar], capacity: int, fill: int | None = None) -> npt.NDArray[Scalar]:
-    """Return an array with room for `capacity` entries. New entries are `fill`, or uninitialized if that is None."""
-    return values if len(values) >= capacity else _copied(values, np.arange(len(values)), capacity, fill)
+def _grown(values: npt.NDArray[Scalar], used: int) -> npt.NDArray[Scalar]:
+    """Return an array with room for `used` entries. Doubling copies rarely, and unwritten entries take no memory."""
+    return values if len(values) >= used else _copied(values, np.arange(len(values)), 2 * used)
 
 
-def _copied(values: npt.NDArray[Scalar], rows: Int64, capacity: int, fill: int | None = None) -> npt.NDArray[Scalar]:
-    """Return a new array that begins with these rows. Its other entries are `fill`, or uninitialized if that is None."""
+def _copied(values: npt.NDArray[Scalar], rows: Int64, capacity: int) -> npt.NDArray[Scalar]:
+    """Return a new array that begins with these rows. Its other entries are uninitialized."""
     copied = np.empty((capacity, *values.shape[1:]), values.dtype)
     np.take(values, rows, axis=0, out=copied[: len(rows)], mode="clip")  # "raise" would copy once more
-    if fill is not None:
-        copied[len(rows) :] = fill
     return copied

@@ -117,7 +117,7 @@ class VideoPlanner:
             MemoryBudgetError: If the blocks of the batch alone do not fit into the memory.
         """
         self._now, plan, blocks = samples.number, self._plan, self._table.blocks
-        needed = self._needed({camera: decoded[camera] for camera in self._windows})
+        needed = self._needed(decoded)
         plan.needed = blocks.names(needed)
         fresh = needed[blocks.epoch[needed] != samples.epoch]
         plan.needed_bytes = int(blocks.sizes(fresh).sum())
@@ -170,7 +170,9 @@ class VideoPlanner:
         short = self.bytes + int(blocks.sizes(missing).sum()) - self.room
         if short <= 0:
             return True
-        next_use = self._next_uses()
+        next_use = np.full(len(blocks), NEVER, np.int64)
+        for camera in self._windows:
+            np.minimum.at(next_use, *self._uses(camera, self._table.rows_with_blocks(camera)))
         candidates = np.flatnonzero(self._is_idle() & (next_use > later_than))
         total = int(blocks.sizes(candidates).sum())
         if total < short:
@@ -227,7 +229,8 @@ class VideoPlanner:
         # A block whose next use is later than those of blocks just evicted would soon be evicted itself.
         before = self._now + min(self._horizon, NEVER - self._now)
         table, rows = self._table.cameras[camera], self._table.rows_of(episode)
-        rows = rows[(table.last_block[rows] > block) & (table.first_block[rows] <= behind[-1])]
+        first = table.first_block[rows]
+        rows = rows[(first + table.block_count[rows] - 1 > block) & (first <= behind[-1])]
         used, next_use = self._uses(camera, rows)
         return behind[np.logical_and.accumulate(np.isin(behind, used[next_use < before]))]
 
@@ -255,17 +258,10 @@ class VideoPlanner:
         """Return the blocks that decoding frames needs, in increasing order.
 
         Args:
-            rows: {camera: rows of the frames}.
+            rows: {camera: rows of the frames}. Cameras whose video is not fetched are ignored.
         """
-        blocks = [self._table.cameras[camera].blocks(each)[0] for camera, each in rows.items()]
+        blocks = [self._table.cameras[camera].blocks(rows[camera])[0] for camera in self._windows]
         return np.unique(np.concatenate([np.empty(0, np.int64), *blocks]))
-
-    def _next_uses(self) -> Int64:
-        """Return the next batch that needs each block for frames that are not cached, or `NEVER`."""
-        next_use = np.full(len(self._table.blocks), NEVER, np.int64)
-        for camera in self._windows:
-            np.minimum.at(next_use, *self._uses(camera, self._table.rows_with_blocks(camera)))
-        return next_use
 
     def _uses(self, camera: str, rows: Int64) -> tuple[Int64, Int64]:
         """Return the next uses of frames that are not cached.
