@@ -218,6 +218,8 @@ def test_episodes_are_closed_and_opened_again(opened_room: int, kept: int) -> No
     run = Run(np.full(24, 20), opened_room=opened_room, per_file=1, kept=kept).go(150)
     assert run.closed > 20
     assert max(run.fetched.values()) > 1, "encoded video of a closed episode was used again"
+    early = sum(step.video.evicted_early for step in run.steps)
+    assert 0 < early <= sum(len(step.video.evict) for step in run.steps), "the order was known when they were closed"
 
 
 @examples(20)

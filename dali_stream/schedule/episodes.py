@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -106,38 +105,28 @@ class _Rows:
 
     def __init__(self, used: int = 0) -> None:
         self.used = self.live = used
-        self._starts: list[int] = []  # free stretches [start, stop), in increasing order
-        self._stops: list[int] = []
+        self._free: dict[int, int] = {}  # {start of a free stretch: its stop}
 
     def take(self, count: int) -> int:
         """Allocate `count` adjacent rows. Return the first one."""
         self.live += count
-        fits = [(stop - start, i) for i, (start, stop) in enumerate(zip(self._starts, self._stops, strict=True))
-                if stop - start >= count]  # fmt: skip
-        if fits:
-            i = min(fits)[1]
-            first, self._starts[i] = self._starts[i], self._starts[i] + count
-            if self._starts[i] == self._stops[i]:
-                del self._starts[i], self._stops[i]
-            return first
-        first, self.used = self.used, self.used + count
+        fits = [(stop - start, start) for start, stop in self._free.items() if stop - start >= count]
+        if not fits:
+            self.used += count
+            return self.used - count
+        first = min(fits)[1]
+        stop = self._free.pop(first)
+        if first + count < stop:
+            self._free[first + count] = stop
         return first
 
     def give_back(self, first: int, count: int) -> None:
         """Free the rows that `take(count)` allocated."""
-        if not count:
-            return
-        self.live -= count
-        # Merge the stretch with free neighbours on both sides.
-        i, stop = bisect_right(self._starts, first), first + count
-        if i < len(self._starts) and self._starts[i] == stop:
-            stop = self._stops.pop(i)
-            del self._starts[i]
-        if i and self._stops[i - 1] == first:
-            self._stops[i - 1] = stop
-        else:
-            self._starts.insert(i, first)
-            self._stops.insert(i, stop)
+        if count:
+            self.live -= count
+            # Merge the stretch with free neighbours on both sides.
+            stop = self._free.pop(first + count, first + count)
+            self._free[next((start for start, end in self._free.items() if end == first), first)] = stop
 
 
 class BlockTable:

@@ -54,7 +54,7 @@ class VideoPlan:
 
     Attributes:
         needed: Name of each block that the batch decodes.
-        needed_bytes: Bytes of the needed blocks that no earlier batch of the epoch has needed.
+        needed_bytes: Bytes of the needed blocks that no earlier batch of the epoch has needed since their episode was opened.
         fetch: Requests to make, most urgent first.
         evict: Name of each block to evict before blocks are fetched.
         evicted_early: Number of blocks that were evicted although a later batch was known to need them.
@@ -103,7 +103,10 @@ class VideoPlanner:
         """Evict the blocks of an episode that will be closed."""
         for camera in self._windows:
             blocks = self._table.blocks.of(camera, episode)
-            self._evict(blocks[self._table.blocks.held[blocks]])
+            held = blocks[self._table.blocks.held[blocks]]
+            used, _ = self._uses(camera, self._table.rows_of(episode))
+            self._plan.evicted_early += int(np.isin(held, used).sum())
+            self._evict(held)
 
     def plan(self, samples: Samples, decoded: Mapping[str, Int64], ahead: Iterable[Samples]) -> VideoPlan:
         """Plan a batch.
