@@ -14,10 +14,12 @@ from dali_stream.workers import Workers
 
 
 class _Block:
-    __slots__ = ("data", "done", "fetch", "start", "stop")
+    """Byte range of a file. `planned` is the batch whose plan requested it, which may be earlier than the one that needs it."""
 
-    def __init__(self, fetch: Fetch, start: int, stop: int) -> None:
-        self.fetch, self.start, self.stop = fetch, start, stop
+    __slots__ = ("data", "done", "planned", "start", "stop")
+
+    def __init__(self, planned: int, start: int, stop: int) -> None:
+        self.planned, self.start, self.stop = planned, start, stop
         self.data = b""
         self.done: Future[None]
 
@@ -35,9 +37,9 @@ class BlockCache:
         self._store, self._pool, self._path = store, pool, path
         self._blocks: dict[BlockName, _Block] = {}
 
-    def fetch(self, ranges: Iterable[Fetch]) -> list[Future[None]]:
-        """Begin to fetch ranges of blocks. Return a future for each of them."""
-        return [self._fetch(fetch) for fetch in ranges]
+    def fetch(self, batch: int, ranges: Iterable[Fetch]) -> list[Future[None]]:
+        """Begin to fetch ranges of blocks, as the plan of a batch says. Return a future for each of them."""
+        return [self._fetch(batch, fetch) for fetch in ranges]
 
     def drop(self, blocks: Iterable[BlockName]) -> None:
         """Evict blocks. Views of them stay valid."""
@@ -60,25 +62,27 @@ class BlockCache:
         return {camera: _View(self._store, found) for camera, found in blocks.items()}
 
     def _block(self, batch: int, name: BlockName) -> _Block:
-        """Return a block for a batch. Fetch it again if it was fetched for an earlier batch, and that failed."""
+        """Return a block for a batch. Fetch it again if the plan of an earlier batch requested it, and the fetch has failed.
+
+        So a block is fetched at most once per plan. If this fetch fails too, the batch raises its error.
+        """
         block = self._blocks[name]
-        if block.fetch.batch < batch and block.done.done() and (block.done.cancelled() or block.done.exception()):
-            camera, episode, number = name
-            self._fetch(Fetch(batch, camera, episode, number, [(block.start, block.stop)]))
+        if block.planned < batch and block.done.done() and (block.done.cancelled() or block.done.exception()):
+            self._fetch(batch, Fetch(batch, *name, [(block.start, block.stop)]))
         return self._blocks[name]
 
-    def _fetch(self, fetch: Fetch) -> Future[None]:
-        blocks = [_Block(fetch, *ends) for ends in fetch.ranges]
+    def _fetch(self, planned: int, fetch: Fetch) -> Future[None]:
+        blocks = [_Block(planned, *ends) for ends in fetch.ranges]
         path = self._path(fetch.camera, fetch.episode)
-        done = self._pool.submit(self._read, path, blocks, priority=(fetch.batch, 1))
+        done = self._pool.submit(self._read, fetch.batch, path, blocks, priority=(fetch.batch, 1))
         for number, block in enumerate(blocks, start=fetch.first):
             block.done = done
             self._blocks[fetch.camera, fetch.episode, number] = block
         return done
 
-    def _read(self, path: str, blocks: list[_Block]) -> None:
+    def _read(self, batch: int, path: str, blocks: list[_Block]) -> None:
         begin = blocks[0].start
-        with span("fetch video", blocks[0].fetch.batch):
+        with span("fetch video", batch):
             data = self._store.read(path, begin, blocks[-1].stop)
         for block in blocks:
             block.data = data[block.start - begin : block.stop - begin]
@@ -92,10 +96,12 @@ class _View(Store):
     def __init__(self, store: Store, blocks: list[tuple[str, _Block]]) -> None:
         self.address, self._store = store.address, store
         self._files: dict[str, list[_Block]] = {}
-        for path, block in blocks:
-            self._files.setdefault(path, []).append(block)
-        for found in self._files.values():
-            found.sort(key=lambda block: block.start)
+        for path, block in sorted(blocks, key=lambda each: (each[0], each[1].start, -each[1].stop)):
+            found = self._files.setdefault(path, [])
+            # Blocks of episodes that share a GOP overlap. Without blocks that lie within others, the last one that starts at or
+            # before a byte is the one that continues the farthest, so `read` finds all bytes that are in memory.
+            if not found or found[-1].stop < block.stop:
+                found.append(block)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         blocks = self._files.get(path, [])
