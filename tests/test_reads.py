@@ -358,7 +358,7 @@ def test_the_table_holds_what_was_opened_and_little_more(lengths: np.ndarray, st
             assert table.gather("value", whole, frames).tolist() == (1000.0 * each + frames).tolist()
             assert table.gather("text", whole, frames).tolist() == [f"{each} {f}" for f in frames]
             if fetched:
-                [block] = table.blocks.of(CAMERA, each).tolist()
+                [block] = table.blocks.entries(CAMERA, each).tolist()
                 assert set(camera.first_block[rows].tolist()) == {block}
         if fetched:
             assert len(table.rows_with_blocks(CAMERA)) == held

@@ -14,7 +14,7 @@ from dali_stream.workers import Workers
 
 
 class _Block:
-    """Byte range of a file. `planned` is the batch whose plan requested it, which may be earlier than the one that needs it."""
+    """Byte range of a file. `planned` is the batch whose plan requested it. A later batch may be the first to need it."""
 
     __slots__ = ("data", "done", "planned", "start", "stop")
 
@@ -64,7 +64,7 @@ class BlockCache:
     def _block(self, batch: int, name: BlockName) -> _Block:
         """Return a block for a batch. Fetch it again if the plan of an earlier batch requested it, and the fetch has failed.
 
-        So a block is fetched at most once per plan. If this fetch fails too, the batch raises its error.
+        A batch repeats the fetch of a block at most once. If that fails too, its decode tasks raise the error.
         """
         block = self._blocks[name]
         if block.planned < batch and block.done.done() and (block.done.cancelled() or block.done.exception()):
@@ -96,10 +96,10 @@ class _View(Store):
     def __init__(self, store: Store, blocks: list[tuple[str, _Block]]) -> None:
         self.address, self._store = store.address, store
         self._files: dict[str, list[_Block]] = {}
-        for path, block in sorted(blocks, key=lambda each: (each[0], each[1].start, -each[1].stop)):
+        for path, block in sorted(blocks, key=lambda each: (each[0], each[1].start, each[1].stop)):
             found = self._files.setdefault(path, [])
-            # Blocks of episodes that share a GOP overlap. Without blocks that lie within others, the last one that starts at or
-            # before a byte is the one that continues the farthest, so `read` finds all bytes that are in memory.
+            # Blocks of episodes that share a GOP overlap. Without blocks that lie within others, the last block that starts at
+            # or before a byte also ends last, so `read` finds all bytes that are in memory.
             if not found or found[-1].stop < block.stop:
                 found.append(block)
 

@@ -78,7 +78,7 @@ class CameraTable:
         before = np.cumsum(frames) - frames
         return np.repeat(gops - before, frames) + np.arange(int(frames.sum()))
 
-    def blocks(self, rows: Int64) -> tuple[Int64, Int64]:
+    def blocks_of(self, rows: Int64) -> tuple[Int64, Int64]:
         """Return the blocks that decoding the frames of these rows needs.
 
         Returns:
@@ -124,7 +124,7 @@ class _Rows:
         """Free the rows that `take(count)` allocated."""
         if count:
             self.live -= count
-            # Merge the stretch with free neighbours on both sides.
+            # Merge the stretch with free neighbours on both sides. There are few free stretches, so a search is fast enough.
             stop = self._free.pop(first + count, first + count)
             self._free[next((start for start, end in self._free.items() if end == first), first)] = stop
 
@@ -144,15 +144,15 @@ class BlockTable:
         number: Number of each block within its episode and camera.
         start, stop: Byte range of each block in its file.
         held: Whether each block is in memory or being fetched.
-        touched: Last batch that needed each block, or during whose planning the block was fetched. `NONE` if there is none.
-        epoch: Last epoch that needed each block. `NONE` if there is none.
+        touched: Last batch that needed each block, or during whose planning the block was fetched. `NONE` at first.
+        epoch: Last epoch that needed each block. `NONE` at first.
     """
 
     def __init__(self, cameras: Collection[str]) -> None:
         self.cameras = list(cameras)
-        self.camera, self.episode, self.number = np.empty((3, 0), np.int32)
-        self.start, self.stop = np.empty((2, 0), np.int64)
-        self.held, self.touched, self.epoch = np.empty(0, np.bool_), np.empty(0, np.int32), np.empty(0, np.int32)
+        self.camera = self.episode = self.number = self.touched = self.epoch = np.empty(0, np.int32)
+        self.start = self.stop = np.empty(0, np.int64)
+        self.held = np.empty(0, np.bool_)
         self._rows = _Rows()
         self._places: dict[tuple[str, int], tuple[int, int]] = {}  # {(camera, episode): (first entry, number of entries)}
 
@@ -160,7 +160,7 @@ class BlockTable:
         """Number of entries up to the last one in use."""
         return self._rows.used
 
-    def of(self, camera: str, episode: int) -> Int64:
+    def entries(self, camera: str, episode: int) -> Int64:
         """Return the blocks of an open episode. Empty if it has none."""
         first, count = self._places.get((camera, episode), (0, 0))
         return np.arange(first, first + count)
@@ -176,7 +176,7 @@ class BlockTable:
 
     def groups(self, blocks: Int64) -> list[Int64]:
         """Split blocks, given in increasing order, into groups that are adjacent in a file."""
-        # Number 0 is the first block of another episode or camera.
+        # Adjacent entries may belong to two episodes or cameras, and then the second one has number 0.
         apart = (np.diff(blocks) > 1) | (self.number[blocks[1:]] == 0) | (self.start[blocks[1:]] != self.stop[blocks[:-1]])
         return np.split(blocks, np.flatnonzero(apart) + 1) if len(blocks) else []
 

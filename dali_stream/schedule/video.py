@@ -27,7 +27,9 @@ Mask = npt.NDArray[np.bool_]
 BLOCK = 64 << 10  # bytes of a block, unless a GOP has more: about what 1.3 MB/s transfer in a round trip of 50 ms
 RANGE = 4 << 20  # maximum bytes of a request: enough for the server to be efficient, and other requests wait only briefly
 GROWTH = 2  # number of batches by which the look-ahead grows per planned batch
-_SLACK = 32  # a full cache evicts 1/32 of its bytes more than necessary, so that the search for blocks to evict is rare
+# A full cache evicts 1/32 of its bytes more than necessary. Each search for blocks to evict computes the next uses of all open
+# frames, so it should not be repeated for every batch.
+_SLACK = 32
 _FINISHED_EVERY = 16  # number of batches after which blocks are dropped whose frames are all cached
 
 
@@ -94,15 +96,19 @@ class VideoPlanner:
         self._block, self._look_ahead = block, look_ahead
         self.room = self.bytes = 0
         self._now = NONE  # batch that is planned, or that was planned last
-        # Last batch whose blocks have been requested. After the memory was full: next batch at which to try to fetch ahead.
-        self._fetched, self._retry = NONE, 0
-        self._horizon = NEVER  # number of batches from the last eviction to the soonest next use of the blocks it evicted
+        self._fetched = NONE  # last batch whose blocks were requested ahead
+        # First batch whose plan may fetch ahead. It is moved on when the memory is full of blocks that are needed sooner, since
+        # the next batches would find it full, too.
+        self._retry_at = 0
+        # Number of batches from the last eviction to the soonest next use of the blocks that it evicted. This is about how far
+        # ahead the memory reaches, so optional blocks are fetched only if they are needed sooner.
+        self._soonest_evicted = NEVER
         self._plan = VideoPlan()  # decisions since the last plan was returned
 
     def close(self, episode: int) -> None:
-        """Evict the blocks of an episode that will be closed."""
+        """Evict the blocks of an episode that will be closed. If a later batch needs them, they must be fetched again."""
         for camera in self._windows:
-            blocks = self._table.blocks.of(camera, episode)
+            blocks = self._table.blocks.entries(camera, episode)
             held = blocks[self._table.blocks.held[blocks]]
             used, _ = self._uses(camera, self._table.rows_of(episode))
             self._plan.evicted_early += int(np.isin(held, used).sum())
@@ -124,6 +130,7 @@ class VideoPlanner:
         plan.needed = blocks.names(needed)
         fresh = needed[blocks.epoch[needed] != samples.epoch]
         plan.needed_bytes = int(blocks.sizes(fresh).sum())
+        # Needed blocks are marked before room is made, so that they are not evicted for missing ones.
         blocks.epoch[fresh], blocks.touched[needed] = samples.epoch, self._now
         missing = needed[~blocks.held[needed]]
         if not self._make_room(missing, self._now):
@@ -140,7 +147,7 @@ class VideoPlanner:
 
     def _fetch_ahead(self, ahead: Iterable[Samples]) -> None:
         """Fetch blocks for later batches, until one has an episode that is not open, or the memory is full."""
-        if self._now < self._retry:
+        if self._now < self._retry_at:
             return
         for samples in itertools.islice(ahead, min(GROWTH * self._now, self._look_ahead)):
             batch = samples.number
@@ -154,7 +161,7 @@ class VideoPlanner:
             missing = needed[~self._table.blocks.held[needed]]
             if not self._make_room(missing, batch):
                 # Memory is freed when batches before this one are planned. Waiting for a quarter of them saves attempts.
-                self._retry = self._now + 1 + (batch - self._now) // 4
+                self._retry_at = self._now + 1 + (batch - self._now) // 4
                 break
             self._fetch(batch, missing)
             self._fetched = batch
@@ -173,6 +180,8 @@ class VideoPlanner:
         short = self.bytes + int(blocks.sizes(missing).sum()) - self.room
         if short <= 0:
             return True
+        # All cameras share the memory. Ranking their blocks together evicts those that are needed last, whichever camera they
+        # belong to. A share per camera would be wasted where cameras differ in bitrate or window.
         next_use = np.full(len(blocks), NEVER, np.int64)
         for camera in self._windows:
             np.minimum.at(next_use, *self._uses(camera, self._table.rows_with_blocks(camera)))
@@ -185,7 +194,7 @@ class VideoPlanner:
         candidates = candidates[np.argsort(-blocks.touched[candidates], kind="stable")]
         keep = nearest(next_use[candidates], total - short - self.room // _SLACK, blocks.sizes(candidates))
         evicted = candidates[~keep]
-        self._horizon = int(next_use[evicted].min()) - self._now
+        self._soonest_evicted = int(next_use[evicted].min()) - self._now
         self._plan.evicted_early += int((next_use[evicted] < NEVER).sum())
         self._evict(evicted)
         return True
@@ -206,15 +215,15 @@ class VideoPlanner:
         for group in blocks.groups(missing):
             if batch > self._now:
                 room = min(wanted - int(blocks.sizes(group).sum()), self.room - self.bytes)
-                behind = self._behind(int(group[-1]), room)
-                self._hold(behind)
-                group = np.concatenate([group, behind])
+                following = self._following(int(group[-1]), room)
+                self._hold(following)
+                group = np.concatenate([group, following])
             ends = np.cumsum(blocks.sizes(group))  # split into requests of at most about `largest` bytes
             for part in np.split(group, np.flatnonzero(np.diff((ends - 1) // largest)) + 1):
                 ranges = list(zip(blocks.start[part].tolist(), blocks.stop[part].tolist(), strict=True))
                 self._plan.fetch.append(Fetch(batch, *blocks.names(part[:1])[0], ranges))
 
-    def _behind(self, block: int, room: int) -> Int64:
+    def _following(self, block: int, room: int) -> Int64:
         """Return the adjacent blocks that follow a block and are worth fetching with it.
 
         Args:
@@ -223,38 +232,39 @@ class VideoPlanner:
         """
         blocks = self._table.blocks
         [(camera, episode, _)] = blocks.names(np.array([block]))
-        behind = np.arange(block + 1, int(blocks.of(camera, episode)[-1]) + 1)
-        good = ~blocks.held[behind] & (blocks.start[behind] == blocks.stop[behind - 1])
-        good &= np.cumsum(blocks.sizes(behind)) <= room
-        behind = behind[np.logical_and.accumulate(good)]
-        if not len(behind):
-            return behind
+        following = np.arange(block + 1, int(blocks.entries(camera, episode)[-1]) + 1)
+        good = ~blocks.held[following] & (blocks.start[following] == blocks.stop[following - 1])
+        good &= np.cumsum(blocks.sizes(following)) <= room
+        following = following[np.logical_and.accumulate(good)]
+        if not len(following):
+            return following
         # A block whose next use is later than those of blocks just evicted would soon be evicted itself.
-        before = self._now + min(self._horizon, NEVER - self._now)
+        before = self._now + min(self._soonest_evicted, NEVER - self._now)
         table, rows = self._table.cameras[camera], self._table.rows_of(episode)
         first = table.first_block[rows]
-        rows = rows[(first + table.block_count[rows] - 1 > block) & (first <= behind[-1])]
+        rows = rows[(first + table.block_count[rows] - 1 > block) & (first <= following[-1])]
         used, next_use = self._uses(camera, rows)
-        return behind[np.logical_and.accumulate(np.isin(behind, used[next_use < before]))]
+        return following[np.logical_and.accumulate(np.isin(following, used[next_use < before]))]
 
-    def _hold(self, rows: Int64) -> None:
-        blocks = self._table.blocks
-        blocks.held[rows], blocks.touched[rows] = True, self._now
-        self.bytes += int(blocks.sizes(rows).sum())
+    def _hold(self, blocks: Int64) -> None:
+        table = self._table.blocks
+        table.held[blocks], table.touched[blocks] = True, self._now
+        self.bytes += int(table.sizes(blocks).sum())
 
-    def _evict(self, rows: Int64) -> None:
-        blocks = self._table.blocks
-        blocks.held[rows] = False
-        self.bytes -= int(blocks.sizes(rows).sum())
-        self._plan.evict += blocks.names(rows)
+    def _evict(self, blocks: Int64) -> None:
+        table = self._table.blocks
+        table.held[blocks] = False
+        self.bytes -= int(table.sizes(blocks).sum())
+        self._plan.evict += table.names(blocks)
 
     def _evict_finished(self) -> None:
         """Evict the blocks whose frames are all cached, if no cached frame is ever evicted."""
         if not self._frames or not all(cache.keeps_all for cache in self._frames.values()):
             return
         rows = {camera: self._table.rows_with_blocks(camera) for camera in self._windows}
+        missing = {camera: each[~self._is_cached(camera, self._table.frames(each))] for camera, each in rows.items()}
         finished = self._is_idle()
-        finished[self._needed({c: each[~self._is_cached(c, self._table.frames(each))] for c, each in rows.items()})] = False
+        finished[self._needed(missing)] = False
         self._evict(np.flatnonzero(finished))
 
     def _needed(self, rows: Mapping[str, Int64]) -> Int64:
@@ -263,7 +273,7 @@ class VideoPlanner:
         Args:
             rows: {camera: rows of the frames}. Cameras whose video is not fetched are ignored.
         """
-        blocks = [self._table.cameras[camera].blocks(rows[camera])[0] for camera in self._windows]
+        blocks = [self._table.cameras[camera].blocks_of(rows[camera])[0] for camera in self._windows]
         return np.unique(np.concatenate([np.empty(0, np.int64), *blocks]))
 
     def _uses(self, camera: str, rows: Int64) -> tuple[Int64, Int64]:
@@ -281,7 +291,7 @@ class VideoPlanner:
         next_use = self._windows[camera].uses.next(frames, self._now)
         used = next_use < NEVER
         used[used] = ~self._is_cached(camera, frames[used])
-        blocks, index = self._table.cameras[camera].blocks(rows[used])
+        blocks, index = self._table.cameras[camera].blocks_of(rows[used])
         return blocks, next_use[used][index]
 
     def _is_cached(self, camera: str, frames: Int64) -> Mask:
