@@ -351,8 +351,7 @@ class _Rank:
             for number in range(len(fetch.ranges)):
                 self._blocks[fetch.camera, fetch.episode, fetch.first + number] = fetched[-1]
         self._first = fetched if not plan.samples.number else []
-        names = [(camera, *name) for camera, needed in plan.video.needed.items() for name in needed]
-        jobs = {id(job): job for job in map(self._blocks.__getitem__, names)}
+        jobs = {id(job): job for job in map(self._blocks.__getitem__, plan.video.needed)}
         decodes = sum(planned.decodes for planned in plan.frames.values())
         self.decoded += decodes
         self.shown += sum(planned.show.size for planned in plan.frames.values())

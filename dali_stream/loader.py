@@ -417,7 +417,7 @@ class Loader:
         - `fetched_bytes`, `cached_bytes`: Bytes read over the network and from `cache_dir` since the dataset was opened.
         - `fetch_s`: Time that all reads waited for the network since the dataset was opened, in seconds.
         - `needed_bytes`: Bytes of the indices, rows and encoded video that the batches so far needed. Each of them is counted
-          at most once per epoch.
+          once per epoch, unless its episode was closed and opened again.
         - `evicted_early`: Number of blocks of encoded video that memory_budget did not hold until their next use.
 
         `bottleneck` interprets the times.

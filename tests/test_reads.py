@@ -161,8 +161,9 @@ class Run:
         for episode in step.samples.episode.tolist():
             assert self.held["", episode]
             assert self.held[CAMERA, int(self.file[episode])]
-        there = {key for key in step.video.needed[CAMERA] if key in self.blocks}
-        assert there == set(step.video.needed[CAMERA])
+        needed = {name[1:] for name in step.video.needed}
+        there = {key for key in needed if key in self.blocks}
+        assert there == needed
         if not self.cached:
             assert (step.packets[CAMERA] >= 0).all()
             return
@@ -218,6 +219,8 @@ def test_episodes_are_closed_and_opened_again(opened_room: int, kept: int) -> No
     run = Run(np.full(24, 20), opened_room=opened_room, per_file=1, kept=kept).go(150)
     assert run.closed > 20
     assert max(run.fetched.values()) > 1, "encoded video of a closed episode was used again"
+    early = sum(step.video.evicted_early for step in run.steps)
+    assert 0 < early <= sum(len(step.video.evict) for step in run.steps), "the order was known when they were closed"
 
 
 @examples(20)
@@ -318,7 +321,7 @@ def test_rows_of_open_episodes_do_not_overlap(steps: list[tuple[int, bool]]) -> 
             held.append((rows.take(count), count))
         taken = sorted((first, first + count) for first, count in held if count)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(taken))
-        assert not taken or taken[-1][1] <= rows.capacity
+        assert not taken or taken[-1][1] <= rows.used
         most = max(most, sum(count for _, count in held))
     for first, count in held:
         rows.give_back(first, count)
@@ -333,14 +336,14 @@ def test_tables_are_not_much_larger_than_the_open_episodes(spread: float) -> Non
         held.append((rows.take(count), count))
         if len(held) > 500:
             rows.give_back(*held.pop(number * 7919 % 500))
-    assert rows.capacity < 1.4 * sum(count for _, count in held)
+    assert rows.used < 1.4 * sum(count for _, count in held)
 
 
 def test_the_first_batch_has_storage_for_itself_and_more_is_read_from_batch_to_batch() -> None:
     run = Run(np.full(40, 30), look_ahead=12, per_file=1).go(30)
     first = run.steps[0].video
     fetched = [(f.episode, f.first + k) for f in first.fetch for k in range(len(f.ranges))]
-    assert sorted(fetched) == sorted(first.needed[CAMERA])
+    assert sorted(fetched) == sorted(name[1:] for name in first.needed)
     distances = [max([f.batch - n for f in step.video.fetch], default=0) for n, step in enumerate(run.steps)]
     assert all(distance <= 2 * number for number, distance in enumerate(distances))
     assert max(distances) == 12
@@ -415,8 +418,7 @@ def test_the_table_holds_what_was_opened_and_little_more(lengths: np.ndarray, st
             assert table.gather("value", whole, frames).tolist() == (1000.0 * each + frames).tolist()
             assert table.gather("text", whole, frames).tolist() == [f"{each} {f}" for f in frames]
             if fetched:
-                blocks_of = camera.blocks
-                assert blocks_of is not None
-                assert set(camera.first_block[rows].tolist()) == {blocks_of.first[each]}
+                [block] = table.blocks.entries(CAMERA, each).tolist()
+                assert set(camera.first_block[rows].tolist()) == {block}
         if fetched:
-            assert (table.cameras[CAMERA].first_block >= 0).sum() == held
+            assert len(table.rows_with_blocks(CAMERA)) == held

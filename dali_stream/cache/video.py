@@ -6,19 +6,20 @@ import bisect
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
+from dali_stream.schedule.episodes import BlockName
 from dali_stream.schedule.video import Fetch
 from dali_stream.storage import Store
 from dali_stream.tracing import span
 from dali_stream.workers import Workers
 
-Name = tuple[str, int, int]  # camera, episode, number of the block within the episode
-
 
 class _Block:
-    __slots__ = ("data", "done", "fetch", "start", "stop")
+    """Byte range of a file. `planned` is the batch whose plan requested it. A later batch may be the first to need it."""
 
-    def __init__(self, fetch: Fetch, start: int, stop: int) -> None:
-        self.fetch, self.start, self.stop = fetch, start, stop
+    __slots__ = ("data", "done", "planned", "start", "stop")
+
+    def __init__(self, planned: int, start: int, stop: int) -> None:
+        self.planned, self.start, self.stop = planned, start, stop
         self.data = b""
         self.done: Future[None]
 
@@ -34,53 +35,54 @@ class BlockCache:
 
     def __init__(self, store: Store, pool: Workers, path: Callable[[str, int], str]) -> None:
         self._store, self._pool, self._path = store, pool, path
-        self._blocks: dict[Name, _Block] = {}
+        self._blocks: dict[BlockName, _Block] = {}
 
-    def fetch(self, ranges: Iterable[Fetch]) -> list[Future[None]]:
-        """Begin to fetch ranges of blocks. Return a future for each of them."""
-        return [self._fetch(fetch) for fetch in ranges]
+    def fetch(self, batch: int, ranges: Iterable[Fetch]) -> list[Future[None]]:
+        """Begin to fetch ranges of blocks, as the plan of a batch says. Return a future for each of them."""
+        return [self._fetch(batch, fetch) for fetch in ranges]
 
-    def drop(self, blocks: Iterable[Name]) -> None:
+    def drop(self, blocks: Iterable[BlockName]) -> None:
         """Evict blocks. Views of them stay valid."""
         for name in blocks:
             del self._blocks[name]
 
-    def view(self, batch: int, needed: Mapping[str, list[tuple[int, int]]]) -> Mapping[str, Store]:
+    def view(self, batch: int, needed: Iterable[BlockName]) -> Mapping[str, Store]:
         """Return the stores from which a batch reads its encoded video. Blocks whose fetch has failed are fetched again.
 
         Args:
             batch: Number of the batch.
-            needed: {camera: (episode, number) of each block that the batch needs}.
+            needed: Blocks that the batch needs.
 
         Returns:
-            {camera: store that reads these blocks from memory, and waits for those that are being fetched}.
+            {camera with blocks: store that reads these blocks from memory, and waits for those that are being fetched}.
         """
-        views = {}
-        for camera, names in needed.items():
-            found = [self._block(batch, (camera, *name)) for name in names]
-            views[camera] = _View(self._store, [(self._path(camera, e), b) for (e, _), b in zip(names, found, strict=True)])
-        return views
+        blocks = dict[str, list[tuple[str, _Block]]]()
+        for name in needed:
+            blocks.setdefault(name[0], []).append((self._path(*name[:2]), self._block(batch, name)))
+        return {camera: _View(self._store, found) for camera, found in blocks.items()}
 
-    def _block(self, batch: int, name: Name) -> _Block:
-        """Return a block for a batch. Fetch it again if it was fetched for an earlier batch, and that failed."""
+    def _block(self, batch: int, name: BlockName) -> _Block:
+        """Return a block for a batch. Fetch it again if the plan of an earlier batch requested it, and the fetch has failed.
+
+        A batch repeats the fetch of a block at most once. If that fails too, its decode tasks raise the error.
+        """
         block = self._blocks[name]
-        if block.fetch.batch < batch and block.done.done() and (block.done.cancelled() or block.done.exception()):
-            camera, episode, number = name
-            self._fetch(Fetch(batch, camera, episode, number, [(block.start, block.stop)]))
+        if block.planned < batch and block.done.done() and (block.done.cancelled() or block.done.exception()):
+            self._fetch(batch, Fetch(batch, *name, [(block.start, block.stop)]))
         return self._blocks[name]
 
-    def _fetch(self, fetch: Fetch) -> Future[None]:
-        blocks = [_Block(fetch, *ends) for ends in fetch.ranges]
+    def _fetch(self, planned: int, fetch: Fetch) -> Future[None]:
+        blocks = [_Block(planned, *ends) for ends in fetch.ranges]
         path = self._path(fetch.camera, fetch.episode)
-        done = self._pool.submit(self._read, path, blocks, priority=(fetch.batch, 1))
+        done = self._pool.submit(self._read, fetch.batch, path, blocks, priority=(fetch.batch, 1))
         for number, block in enumerate(blocks, start=fetch.first):
             block.done = done
             self._blocks[fetch.camera, fetch.episode, number] = block
         return done
 
-    def _read(self, path: str, blocks: list[_Block]) -> None:
+    def _read(self, batch: int, path: str, blocks: list[_Block]) -> None:
         begin = blocks[0].start
-        with span("fetch video", blocks[0].fetch.batch):
+        with span("fetch video", batch):
             data = self._store.read(path, begin, blocks[-1].stop)
         for block in blocks:
             block.data = data[block.start - begin : block.stop - begin]
@@ -94,10 +96,12 @@ class _View(Store):
     def __init__(self, store: Store, blocks: list[tuple[str, _Block]]) -> None:
         self.address, self._store = store.address, store
         self._files: dict[str, list[_Block]] = {}
-        for path, block in blocks:
-            self._files.setdefault(path, []).append(block)
-        for found in self._files.values():
-            found.sort(key=lambda block: block.start)
+        for path, block in sorted(blocks, key=lambda each: (each[0], each[1].start, each[1].stop)):
+            found = self._files.setdefault(path, [])
+            # Blocks of episodes that share a GOP overlap. Without blocks that lie within others, the last block that starts at
+            # or before a byte also ends last, so `read` finds all bytes that are in memory.
+            if not found or found[-1].stop < block.stop:
+                found.append(block)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         blocks = self._files.get(path, [])

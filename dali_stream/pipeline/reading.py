@@ -86,7 +86,7 @@ class Reading:
         """
         self._opening.advance()
         self._video.drop(plan.video.evict)
-        fetched = self._video.fetch(plan.video.fetch)
+        fetched = self._video.fetch(plan.samples.number, plan.video.fetch)
         if not plan.samples.number:
             self._first = fetched
         self._counters.add(needed_bytes=plan.video.needed_bytes)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -18,6 +17,7 @@ Int64 = npt.NDArray[np.int64]
 Scalar = TypeVar("Scalar", bound=np.generic)
 ROW_SPARE = 5, 4  # factor (5/4) on the size of the rows in use, since the table of open episodes has free rows
 NONE = -1  # no row, no slot, no packet, no block
+BlockName = tuple[str, int, int]  # camera, episode, and number of a block within them
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,14 @@ class CameraTable:
         packet: Packet of each frame. `NONE` if the frame has no packet.
         gop: Row of the first frame of each frame's GOP. The entry of that first frame itself is minus the number of frames of
             the GOP, so that one array holds both.
-        first_block, last_block: First and last entry of `blocks` that decoding each frame's GOP needs. `NONE` if the frame has
-            no packet. The arrays are empty if encoded video is read in place.
-        blocks: Blocks of encoded video. None if it is read in place.
+        first_block, block_count: First entry of the `BlockTable` that decoding each frame's GOP needs, and number of entries.
+            The number is 0 if the frame has no packet. The arrays are empty if encoded video is read in place.
     """
 
     packet: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     gop: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     first_block: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
-    last_block: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
-    blocks: BlockTable | None = None
+    block_count: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
 
     def gops(self, rows: Int64) -> Int64:
         """Return the row of the first frame of each frame's GOP."""
@@ -80,23 +78,16 @@ class CameraTable:
         before = np.cumsum(frames) - frames
         return np.repeat(gops - before, frames) + np.arange(int(frames.sum()))
 
+    def blocks_of(self, rows: Int64) -> tuple[Int64, Int64]:
+        """Return the blocks that decoding the frames of these rows needs.
 
-@dataclass
-class BlockTable:
-    """One camera's blocks of the open episodes. The blocks of an episode are consecutive entries.
-
-    Attributes:
-        first: {episode: entry of its first block}.
-        count: {episode: number of its blocks}.
-        start, stop: Byte range of each block in its file.
-        episode: Episode of each block.
-    """
-
-    first: dict[int, int] = field(default_factory=dict)
-    count: dict[int, int] = field(default_factory=dict)
-    start: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
-    stop: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
-    episode: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+        Returns:
+            Each block of each frame, and the index in `rows` of that frame, both of shape (n,).
+        """
+        count = self.block_count[rows]
+        index = np.repeat(np.arange(len(rows)), count)
+        before = np.cumsum(count) - count
+        return (self.first_block[rows] - before)[index] + np.arange(len(index)), index
 
 
 class _Rows:
@@ -110,45 +101,98 @@ class _Rows:
     Attributes:
         used: Number of rows up to the last one that is or was allocated.
         live: Number of rows that are allocated.
-        capacity: Number of rows that the arrays must have.
     """
 
     def __init__(self, used: int = 0) -> None:
-        self.used = self.live = self.capacity = used
-        self._starts: list[int] = []  # free stretches [start, stop), in increasing order
-        self._stops: list[int] = []
+        self.used = self.live = used
+        self._free: dict[int, int] = {}  # {start of a free stretch: its stop}
 
     def take(self, count: int) -> int:
         """Allocate `count` adjacent rows. Return the first one."""
         self.live += count
-        fits = [(stop - start, i) for i, (start, stop) in enumerate(zip(self._starts, self._stops, strict=True))
-                if stop - start >= count]  # fmt: skip
-        if fits:
-            i = min(fits)[1]
-            first, self._starts[i] = self._starts[i], self._starts[i] + count
-            if self._starts[i] == self._stops[i]:
-                del self._starts[i], self._stops[i]
-            return first
-        first, self.used = self.used, self.used + count
-        if self.used > self.capacity:
-            self.capacity = max(self.used, self.capacity * 9 // 8)
+        fits = [(stop - start, start) for start, stop in self._free.items() if stop - start >= count]
+        if not fits:
+            self.used += count
+            return self.used - count
+        first = min(fits)[1]
+        stop = self._free.pop(first)
+        if first + count < stop:
+            self._free[first + count] = stop
         return first
 
     def give_back(self, first: int, count: int) -> None:
         """Free the rows that `take(count)` allocated."""
-        if not count:
-            return
-        self.live -= count
-        # Merge the stretch with free neighbours on both sides.
-        i, stop = bisect_right(self._starts, first), first + count
-        if i < len(self._starts) and self._starts[i] == stop:
-            stop = self._stops.pop(i)
-            del self._starts[i]
-        if i and self._stops[i - 1] == first:
-            self._stops[i - 1] = stop
-        else:
-            self._starts.insert(i, first)
-            self._stops.insert(i, stop)
+        if count:
+            self.live -= count
+            # Merge the stretch with free neighbours on both sides. There are few free stretches, so a search is fast enough.
+            stop = self._free.pop(first + count, first + count)
+            self._free[next((start for start, end in self._free.items() if end == first), first)] = stop
+
+
+class BlockTable:
+    """Blocks of encoded video of the open episodes. All cameras share the table, since they share the memory for video.
+
+    The blocks of an episode and a camera are consecutive entries.
+
+    Args:
+        cameras: Cameras whose encoded video is fetched in blocks.
+
+    Attributes:
+        cameras: See above.
+        camera: Camera of each block, as an index of `cameras`.
+        episode: Episode of each block.
+        number: Number of each block within its episode and camera.
+        start, stop: Byte range of each block in its file.
+        held: Whether each block is in memory or being fetched.
+        touched: Last batch that needed each block, or during whose planning the block was fetched. `NONE` at first.
+        epoch: Last epoch that needed each block. `NONE` at first.
+    """
+
+    def __init__(self, cameras: Collection[str]) -> None:
+        self.cameras = list(cameras)
+        self.camera = self.episode = self.number = self.touched = self.epoch = np.empty(0, np.int32)
+        self.start = self.stop = np.empty(0, np.int64)
+        self.held = np.empty(0, np.bool_)
+        self._rows = _Rows()
+        self._places: dict[tuple[str, int], tuple[int, int]] = {}  # {(camera, episode): (first entry, number of entries)}
+
+    def __len__(self) -> int:
+        """Number of entries up to the last one in use."""
+        return self._rows.used
+
+    def entries(self, camera: str, episode: int) -> Int64:
+        """Return the blocks of an open episode. Empty if it has none."""
+        first, count = self._places.get((camera, episode), (0, 0))
+        return np.arange(first, first + count)
+
+    def sizes(self, blocks: Int64) -> Int64:
+        """Return the size of each block in bytes."""
+        return self.stop[blocks] - self.start[blocks]
+
+    def names(self, blocks: Int64) -> list[BlockName]:
+        """Return the name of each block."""
+        cameras = [self.cameras[camera] for camera in self.camera[blocks].tolist()]
+        return list(zip(cameras, self.episode[blocks].tolist(), self.number[blocks].tolist(), strict=True))
+
+    def groups(self, blocks: Int64) -> list[Int64]:
+        """Split blocks, given in increasing order, into groups that are adjacent in a file."""
+        # Adjacent entries may belong to two episodes or cameras, and then the second one has number 0.
+        apart = (np.diff(blocks) > 1) | (self.number[blocks[1:]] == 0) | (self.start[blocks[1:]] != self.stop[blocks[:-1]])
+        return np.split(blocks, np.flatnonzero(apart) + 1) if len(blocks) else []
+
+    def open(self, camera: str, episode: int, start: Int64, stop: Int64) -> int:
+        """Add the blocks of an episode, of which none is held. Return the entry of the first one."""
+        first = self._rows.take(len(start))
+        self._places[camera, episode] = first, len(start)
+        new = {"start": start, "stop": stop, "number": np.arange(len(start)), "held": False, "touched": NONE, "epoch": NONE}
+        for column, values in (new | {"camera": self.cameras.index(camera), "episode": episode}).items():
+            setattr(self, column, _grown(getattr(self, column), self._rows.used))
+            getattr(self, column)[first : first + len(start)] = values
+        return first
+
+    def close(self, camera: str, episode: int) -> None:
+        """Remove the blocks of an episode. None of them may be held."""
+        self._rows.give_back(*self._places.pop((camera, episode), (0, 0)))
 
 
 class EpisodeTable:
@@ -169,6 +213,7 @@ class EpisodeTable:
         first_row: First row of each open episode, shape (E,). `NONE` for other episodes.
         episode: Episode of each row.
         cameras: {camera: table of its frames}.
+        blocks: Table of the blocks of encoded video.
         columns: {key: values of each row, shape (capacity, ...)}. With one array per key, a batch takes one gather per key.
     """
 
@@ -176,9 +221,10 @@ class EpisodeTable:
         self.lengths, self.first_frame = lengths, np.cumsum(lengths) - lengths
         self.first_row = np.full(len(lengths), NONE, np.int64)
         self.episode = np.empty(0, np.int32)
-        self.cameras = {camera: CameraTable(blocks=BlockTable() if camera in fetched else None) for camera in cameras}
+        self.cameras = {camera: CameraTable() for camera in cameras}
+        self.blocks = BlockTable(fetched)
         self.columns: dict[str, npt.NDArray[Any]] = {}
-        self._rows, self._blocks = _Rows(), {camera: _Rows() for camera in fetched}
+        self._rows = _Rows()
 
     @staticmethod
     def row_bytes(cameras: int, fetched: int) -> int:
@@ -205,6 +251,14 @@ class EpisodeTable:
         episode = self.episode[rows]
         return rows - self.first_row[episode] + self.first_frame[episode]
 
+    def rows_of(self, episode: int) -> Int64:
+        """Return the rows of an open episode."""
+        return self.first_row[episode] + np.arange(self.lengths[episode])
+
+    def rows_with_blocks(self, camera: str) -> Int64:
+        """Return the rows of all frames whose encoded video is in blocks."""
+        return np.flatnonzero(self.cameras[camera].block_count[: self._rows.used])
+
     def gather(self, key: str, episode: Int64, frame: Int64) -> npt.NDArray[Any]:
         """Return values of a column.
 
@@ -224,28 +278,27 @@ class EpisodeTable:
         length = int(self.lengths[opened.number])
         first = self._rows.take(length)
         rows = slice(first, first + length)
-        capacity = len(self.episode)
-        if capacity < self._rows.used:  # doubling copies rarely, and rows that were never written take no memory
-            capacity = 2 * self._rows.used
-        self.episode = _grown(self.episode, capacity)
+        used = self._rows.used
+        self.episode = _grown(self.episode, used)
         self.episode[rows], self.first_row[opened.number] = opened.number, first
         for key, values in opened.columns.items():
             column = self.columns.get(key, np.empty((0, *values.shape[1:]), values.dtype))
-            self.columns[key] = column = _grown(column, capacity)
+            self.columns[key] = column = _grown(column, used)
             column[rows] = values
         for camera, table in self.cameras.items():
             located = opened.cameras[camera]
-            for column in ("packet", "gop", *(("first_block", "last_block") if table.blocks else ())):
-                # `VideoPlanner` searches all of `first_block` for entries other than `NONE`.
-                fill = NONE if column == "first_block" else None
-                setattr(table, column, _grown(getattr(table, column), capacity, fill))
+            for column in ("packet", "gop", *(("first_block", "block_count") if camera in self.blocks.cameras else ())):
+                setattr(table, column, _grown(getattr(table, column), used))
             starts = np.flatnonzero(np.append(True, located.keyframe[1:] != located.keyframe[:-1]))
             frames = np.diff(np.append(starts, length))
             table.packet[rows] = located.packet
             table.gop[rows] = first + np.repeat(starts, frames)
             table.gop[first + starts] = -frames
-            if table.blocks:
-                self._open_blocks(camera, opened.number, rows, located.blocks)
+            if camera in self.blocks.cameras:
+                table.block_count[rows] = 0
+                if (cut := located.blocks) is not None:
+                    table.first_block[rows] = self.blocks.open(camera, opened.number, cut.start, cut.stop) + cut.first
+                    table.block_count[rows] = np.where(cut.first >= 0, cut.last - cut.first + 1, 0)
         if self._rows.used * ROW_SPARE[1] > self._rows.live * ROW_SPARE[0]:
             self._compact()
 
@@ -257,11 +310,9 @@ class EpisodeTable:
         for values in self.columns.values():
             if values.dtype == object:
                 values[first : first + length] = None
-        for camera, rows in self._blocks.items():
-            blocks = self.cameras[camera].blocks
-            assert blocks is not None
-            self.cameras[camera].first_block[first : first + length] = NONE
-            rows.give_back(blocks.first.pop(episode), blocks.count.pop(episode))
+        for camera in self.blocks.cameras:
+            self.cameras[camera].block_count[first : first + length] = 0
+            self.blocks.close(camera, episode)
 
     def _compact(self) -> None:
         """Move the rows of open episodes together, in new arrays, so that free rows do not keep their memory."""
@@ -276,39 +327,22 @@ class EpisodeTable:
         self.episode = _copied(self.episode, rows, capacity)
         for key in self.columns:  # one after the other, since each takes its memory twice meanwhile
             self.columns[key] = _copied(self.columns[key], rows, capacity)
-        for table in self.cameras.values():
+        for camera, table in self.cameras.items():
             table.packet, table.gop = _copied(table.packet, rows, capacity), _copied(table.gop, rows, capacity)
             gop = table.gop[: len(rows)]
             gop[gop >= 0] -= shift[gop >= 0].astype(np.int32)
-            if table.blocks:
-                table.first_block = _copied(table.first_block, rows, capacity, NONE)
-                table.last_block = _copied(table.last_block, rows, capacity)
-
-    def _open_blocks(self, camera: str, episode: int, rows: slice, cut: Blocks | None) -> None:
-        table, free = self.cameras[camera], self._blocks[camera]
-        blocks, count = table.blocks, 0 if cut is None else len(cut.start)
-        assert blocks is not None
-        first = blocks.first[episode] = free.take(count)
-        blocks.count[episode] = count
-        for column in fields(BlockTable)[2:]:
-            setattr(blocks, column.name, _grown(getattr(blocks, column.name), free.capacity))
-        table.first_block[rows] = table.last_block[rows] = NONE
-        if cut is not None:
-            own = slice(first, first + count)
-            blocks.start[own], blocks.stop[own], blocks.episode[own] = cut.start, cut.stop, episode
-            table.first_block[rows] = np.where(cut.first >= 0, first + cut.first, NONE)
-            table.last_block[rows] = np.where(cut.last >= 0, first + cut.last, NONE)
+            if camera in self.blocks.cameras:
+                table.first_block = _copied(table.first_block, rows, capacity)
+                table.block_count = _copied(table.block_count, rows, capacity)
 
 
-def _grown(values: npt.NDArray[Scalar], capacity: int, fill: int | None = None) -> npt.NDArray[Scalar]:
-    """Return an array with room for `capacity` entries. New entries are `fill`, or uninitialized if that is None."""
-    return values if len(values) >= capacity else _copied(values, np.arange(len(values)), capacity, fill)
+def _grown(values: npt.NDArray[Scalar], used: int) -> npt.NDArray[Scalar]:
+    """Return an array with room for `used` entries. Doubling copies rarely, and unwritten entries take no memory."""
+    return values if len(values) >= used else _copied(values, np.arange(len(values)), 2 * used)
 
 
-def _copied(values: npt.NDArray[Scalar], rows: Int64, capacity: int, fill: int | None = None) -> npt.NDArray[Scalar]:
-    """Return a new array that begins with these rows. Its other entries are `fill`, or uninitialized if that is None."""
+def _copied(values: npt.NDArray[Scalar], rows: Int64, capacity: int) -> npt.NDArray[Scalar]:
+    """Return a new array that begins with these rows. Its other entries are uninitialized."""
     copied = np.empty((capacity, *values.shape[1:]), values.dtype)
     np.take(values, rows, axis=0, out=copied[: len(rows)], mode="clip")  # "raise" would copy once more
-    if fill is not None:
-        copied[len(rows) :] = fill
     return copied

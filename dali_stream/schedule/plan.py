@@ -103,7 +103,7 @@ class BatchPlanner:
             camera: FrameCache(table, camera, self._windows[camera], limits.kept, batch_size * each.shape[-1], limits.in_flight)
             for camera, each in windows.items()
         }
-        fetched = {camera: window for camera, window in self._windows.items() if table.cameras[camera].blocks is not None}
+        fetched = {camera: window for camera, window in self._windows.items() if camera in table.blocks.cameras}
         self.video = VideoPlanner(self.table, fetched, self.frames, limits.block, limits.look_ahead)
         # If nothing is ever evicted, next uses do not matter.
         self._evicts = bool(fetched) or not all(cache.keeps_all for cache in self.frames.values())

@@ -17,16 +17,19 @@ import numpy.typing as npt
 
 from dali_stream.errors import MemoryBudgetError
 from dali_stream.schedule.belady import nearest
-from dali_stream.schedule.episodes import NONE, EpisodeTable
+from dali_stream.schedule.episodes import NONE, BlockName, EpisodeTable
 from dali_stream.schedule.frames import FrameCache
 from dali_stream.schedule.look_ahead import NEVER, Window
 from dali_stream.schedule.samples import Samples
 
 Int64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 BLOCK = 64 << 10  # bytes of a block, unless a GOP has more: about what 1.3 MB/s transfer in a round trip of 50 ms
 RANGE = 4 << 20  # maximum bytes of a request: enough for the server to be efficient, and other requests wait only briefly
 GROWTH = 2  # number of batches by which the look-ahead grows per planned batch
-_SLACK = 32  # a full cache evicts 1/32 of its bytes more than necessary, so that the search for blocks to evict is rare
+# A full cache evicts 1/32 of its bytes more than necessary. Each search for blocks to evict computes the next uses of all open
+# frames, so it should not be repeated for every batch.
+_SLACK = 32
 _FINISHED_EVERY = 16  # number of batches after which blocks are dropped whose frames are all cached
 
 
@@ -52,17 +55,17 @@ class VideoPlan:
     """Blocks of encoded video to fetch and evict for a batch.
 
     Attributes:
-        needed: {camera: (episode, number) of each block that the batch decodes}.
-        needed_bytes: Bytes of the needed blocks that no earlier batch of the epoch has needed.
+        needed: Name of each block that the batch decodes.
+        needed_bytes: Bytes of the needed blocks that no earlier batch of the epoch has needed since their episode was opened.
         fetch: Requests to make, most urgent first.
-        evict: (camera, episode, number) of each block to evict before blocks are fetched.
+        evict: Name of each block to evict before blocks are fetched.
         evicted_early: Number of blocks that were evicted although a later batch was known to need them.
     """
 
-    needed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    needed: list[BlockName] = field(default_factory=list)
     needed_bytes: int = 0
     fetch: list[Fetch] = field(default_factory=list)
-    evict: list[tuple[str, int, int]] = field(default_factory=list)
+    evict: list[BlockName] = field(default_factory=list)
     evicted_early: int = 0
 
 
@@ -89,19 +92,27 @@ class VideoPlanner:
         block: int = BLOCK,
         look_ahead: int = 0,
     ) -> None:
-        self._table, self._block, self._look_ahead = table, block, look_ahead
-        self._cameras = {camera: _CameraBlocks(table, camera, windows[camera], frames.get(camera)) for camera in windows}
+        self._table, self._windows, self._frames = table, windows, frames
+        self._block, self._look_ahead = block, look_ahead
         self.room = self.bytes = 0
-        self._keeps_frames = bool(frames) and all(cache.keeps_all for cache in frames.values())
-        # Last batch whose blocks have been requested. After the memory was full: next batch at which to try to fetch ahead.
-        self._fetched, self._retry = NONE, 0
-        self._horizon = NEVER  # number of batches from the last eviction to the soonest next use of the blocks it evicted
+        self._now = NONE  # batch that is planned, or that was planned last
+        self._fetched = NONE  # last batch whose blocks were requested ahead
+        # First batch whose plan may fetch ahead. It is moved on when the memory is full of blocks that are needed sooner, since
+        # the next batches would find it full, too.
+        self._retry_at = 0
+        # Number of batches from the last eviction to the soonest next use of the blocks that it evicted. This is about how far
+        # ahead the memory reaches, so optional blocks are fetched only if they are needed sooner.
+        self._soonest_evicted = NEVER
         self._plan = VideoPlan()  # decisions since the last plan was returned
 
     def close(self, episode: int) -> None:
-        """Evict the blocks of an episode that will be closed."""
-        for camera, blocks in self._cameras.items():
-            self._evict(camera, blocks.forget(episode))
+        """Evict the blocks of an episode that will be closed. If a later batch needs them, they must be fetched again."""
+        for camera in self._windows:
+            blocks = self._table.blocks.entries(camera, episode)
+            held = blocks[self._table.blocks.held[blocks]]
+            used, _ = self._uses(camera, self._table.rows_of(episode))
+            self._plan.evicted_early += int(np.isin(held, used).sum())
+            self._evict(held)
 
     def plan(self, samples: Samples, decoded: Mapping[str, Int64], ahead: Iterable[Samples]) -> VideoPlan:
         """Plan a batch.
@@ -114,255 +125,180 @@ class VideoPlanner:
         Raises:
             MemoryBudgetError: If the blocks of the batch alone do not fit into the memory.
         """
-        now, plan, missing = samples.number, self._plan, {}
-        for camera, blocks in self._cameras.items():
-            needed = blocks.of(decoded[camera])
-            blocks.touched[needed] = now
-            plan.needed[camera] = blocks.names(needed)
-            plan.needed_bytes += blocks.count(needed, samples.epoch)
-            missing[camera] = needed[~blocks.held[needed]]
-        if not self._make_room(missing, now, now):
+        self._now, plan, blocks = samples.number, self._plan, self._table.blocks
+        needed = self._needed(decoded)
+        plan.needed = blocks.names(needed)
+        fresh = needed[blocks.epoch[needed] != samples.epoch]
+        plan.needed_bytes = int(blocks.sizes(fresh).sum())
+        # Needed blocks are marked before room is made, so that they are not evicted for missing ones.
+        blocks.epoch[fresh], blocks.touched[needed] = samples.epoch, self._now
+        missing = needed[~blocks.held[needed]]
+        if not self._make_room(missing, self._now):
             raise MemoryBudgetError(
                 f"memory_budget leaves {self.room} bytes for encoded video, of which {self.bytes} are in use, but a batch "
-                f"needs {self._bytes(missing)} more. Use a larger memory_budget or a smaller batch_size"
+                f"needs {blocks.sizes(missing).sum()} more. Use a larger memory_budget or a smaller batch_size"
             )
-        self._fetch(now, now, missing)
-        self._fetch_ahead(now, ahead)
-        if self._keeps_frames and now % _FINISHED_EVERY == _FINISHED_EVERY - 1:
-            for camera, blocks in self._cameras.items():
-                self._evict(camera, blocks.finished(now))
+        self._fetch(self._now, missing)
+        self._fetch_ahead(ahead)
+        if self._now % _FINISHED_EVERY == _FINISHED_EVERY - 1:
+            self._evict_finished()
         self._plan = VideoPlan()
         return plan
 
-    def _fetch_ahead(self, now: int, ahead: Iterable[Samples]) -> None:
+    def _fetch_ahead(self, ahead: Iterable[Samples]) -> None:
         """Fetch blocks for later batches, until one has an episode that is not open, or the memory is full."""
-        if now < self._retry:
+        if self._now < self._retry_at:
             return
-        for samples in itertools.islice(ahead, min(GROWTH * now, self._look_ahead)):
+        for samples in itertools.islice(ahead, min(GROWTH * self._now, self._look_ahead)):
             batch = samples.number
             if batch <= self._fetched:
                 continue
             if not self._table.is_open(samples.episode).all():
                 break
-            missing = {camera: blocks.missing(samples) for camera, blocks in self._cameras.items()}
-            if not self._make_room(missing, now, batch):
+            frames = {camera: np.unique(window.frames(samples)) for camera, window in self._windows.items()}
+            rows = {camera: self._table.rows(each[~self._is_cached(camera, each)]) for camera, each in frames.items()}
+            needed = self._needed(rows)
+            missing = needed[~self._table.blocks.held[needed]]
+            if not self._make_room(missing, batch):
                 # Memory is freed when batches before this one are planned. Waiting for a quarter of them saves attempts.
-                self._retry = now + 1 + (batch - now) // 4
+                self._retry_at = self._now + 1 + (batch - self._now) // 4
                 break
-            self._fetch(now, batch, missing)
+            self._fetch(batch, missing)
             self._fetched = batch
 
-    def _bytes(self, blocks: Mapping[str, Int64]) -> int:
-        return sum(int(self._cameras[camera].sizes(rows).sum()) for camera, rows in blocks.items())
-
-    def _make_room(self, missing: Mapping[str, Int64], now: int, later_than: int) -> bool:
+    def _make_room(self, missing: Int64, later_than: int) -> bool:
         """Make room for missing blocks by evicting others whose next use is after batch `later_than`.
 
         Args:
-            missing: {camera: blocks that need room}.
-            now: Batch that is planned.
+            missing: Blocks that need room.
             later_than: Batch that needs the missing blocks.
 
         Returns:
             Whether the missing blocks fit. If not, nothing is evicted.
         """
-        short = self.bytes + self._bytes(missing) - self.room
+        blocks = self._table.blocks
+        short = self.bytes + int(blocks.sizes(missing).sum()) - self.room
         if short <= 0:
             return True
-        candidates = {camera: blocks.evictable(now, later_than) for camera, blocks in self._cameras.items()}
-        rows, next_use, touched = (np.concatenate(column) for column in zip(*candidates.values(), strict=True))
-        sizes = np.concatenate([self._cameras[camera].sizes(found) for camera, (found, *_) in candidates.items()])
-        if sizes.sum() < short:
+        # All cameras share the memory. Ranking their blocks together evicts those that are needed last, whichever camera they
+        # belong to. A share per camera would be wasted where cameras differ in bitrate or window.
+        next_use = np.full(len(blocks), NEVER, np.int64)
+        for camera in self._windows:
+            np.minimum.at(next_use, *self._uses(camera, self._table.rows_with_blocks(camera)))
+        candidates = np.flatnonzero(self._is_idle() & (next_use > later_than))
+        total = int(blocks.sizes(candidates).sum())
+        if total < short:
             return False
         # Among blocks with the same next use, such as `NEVER`, the least recently used ones are evicted: `nearest` keeps the
         # first ones of equal rank.
-        order = np.argsort(-touched, kind="stable")
-        keep = np.zeros(len(order), np.bool_)
-        keep[order] = nearest(next_use[order], int(sizes.sum()) - short - self.room // _SLACK, sizes[order])
-        self._horizon = int(next_use[~keep].min()) - now
-        self._plan.evicted_early += int((next_use[~keep] < NEVER).sum())
-        ends = np.cumsum([len(found) for found, *_ in candidates.values()])
-        for camera, end in zip(candidates, ends.tolist(), strict=True):
-            own = slice(end - len(candidates[camera][0]), end)
-            self._evict(camera, rows[own][~keep[own]])
+        candidates = candidates[np.argsort(-blocks.touched[candidates], kind="stable")]
+        keep = nearest(next_use[candidates], total - short - self.room // _SLACK, blocks.sizes(candidates))
+        evicted = candidates[~keep]
+        self._soonest_evicted = int(next_use[evicted].min()) - self._now
+        self._plan.evicted_early += int((next_use[evicted] < NEVER).sum())
+        self._evict(evicted)
         return True
 
-    def _evict(self, camera: str, rows: Int64) -> None:
-        blocks = self._cameras[camera]
-        blocks.held[rows] = False
-        self.bytes -= int(blocks.sizes(rows).sum())
-        self._plan.evict += [(camera, *name) for name in blocks.names(rows)]
-
-    def _fetch(self, now: int, batch: int, missing: Mapping[str, Int64]) -> None:
+    def _fetch(self, batch: int, missing: Int64) -> None:
         """Request the missing blocks of a batch, for which the memory has room.
 
         Args:
-            now: Batch that is planned.
             batch: Batch that needs the blocks.
-            missing: {camera: blocks in increasing order}.
+            missing: Blocks in increasing order.
         """
+        blocks = self._table.blocks
         # All missing blocks are counted first, so that blocks that are fetched in addition do not take their room.
-        for camera, rows in missing.items():
-            self._hold(camera, rows, now)
+        self._hold(missing)
         largest = max(min(RANGE, self.room // 128), self._block)
         # A request for a later batch may take longer, so it is extended by blocks that follow in the file.
-        wanted = min(largest, self._block << min(batch - now, 16))
-        for camera, rows in missing.items():
-            blocks = self._cameras[camera]
-            for group in blocks.groups(rows):
-                if batch > now:
-                    room = min(wanted - int(blocks.sizes(group).sum()), self.room - self.bytes)
-                    # A block whose next use is later than those of blocks just evicted would soon be evicted itself.
-                    behind = blocks.behind(int(group[-1]), now, now + min(self._horizon, NEVER - now), room)
-                    self._hold(camera, behind, now)
-                    group = np.concatenate([group, behind])
-                ends = np.cumsum(blocks.sizes(group))  # split into requests of at most about `largest` bytes
-                for part in np.split(group, np.flatnonzero(np.diff((ends - 1) // largest)) + 1):
-                    [(episode, first)] = blocks.names(part[:1])
-                    self._plan.fetch.append(Fetch(batch, camera, episode, first, blocks.ranges(part)))
+        wanted = min(largest, self._block << min(batch - self._now, 16))
+        for group in blocks.groups(missing):
+            if batch > self._now:
+                room = min(wanted - int(blocks.sizes(group).sum()), self.room - self.bytes)
+                following = self._following(int(group[-1]), room)
+                self._hold(following)
+                group = np.concatenate([group, following])
+            ends = np.cumsum(blocks.sizes(group))  # split into requests of at most about `largest` bytes
+            for part in np.split(group, np.flatnonzero(np.diff((ends - 1) // largest)) + 1):
+                ranges = list(zip(blocks.start[part].tolist(), blocks.stop[part].tolist(), strict=True))
+                self._plan.fetch.append(Fetch(batch, *blocks.names(part[:1])[0], ranges))
 
-    def _hold(self, camera: str, rows: Int64, now: int) -> None:
-        blocks = self._cameras[camera]
-        blocks.held[rows], blocks.touched[rows] = True, now
-        self.bytes += int(blocks.sizes(rows).sum())
-
-
-class _CameraBlocks:
-    """Blocks of one camera's open episodes. The number of a block is its entry in the camera's `BlockTable`.
-
-    Attributes:
-        held: Whether each block is in memory or being fetched.
-        touched: Last batch that needed each block, or during whose planning the block was fetched.
-    """
-
-    def __init__(self, table: EpisodeTable, camera: str, window: Window, frames: FrameCache | None) -> None:
-        blocks = table.cameras[camera].blocks
-        assert blocks is not None
-        self._table, self._camera, self._blocks = table, table.cameras[camera], blocks
-        self._window, self._frames = window, frames
-        self.held = np.empty(0, np.bool_)
-        self.touched, self._epoch = np.empty(0, np.int32), np.empty(0, np.int32)
-
-    def of(self, rows: Int64) -> Int64:
-        """Return the blocks that decoding the frames of these rows needs, in increasing order."""
-        self._grow()
-        # The first block of each frame, and for frames with several blocks the second one, the third one and so on.
-        first = self._camera.first_block[rows].astype(np.int64)
-        more = (self._camera.last_block[rows] - first)[first >= 0]
-        first = first[first >= 0]
-        return np.unique(np.concatenate([first, *(first[more >= i] + i for i in range(1, int(more.max(initial=0)) + 1))]))
-
-    def missing(self, samples: Samples) -> Int64:
-        """Return the blocks that a batch needs for frames that are not cached, without those that are held."""
-        blocks = self.of(self._table.rows(self._not_cached(np.unique(self._window.frames(samples)))))
-        return blocks[~self.held[blocks]]
-
-    def sizes(self, blocks: Int64) -> Int64:
-        """Return the size of each block in bytes."""
-        return self._blocks.stop[blocks] - self._blocks.start[blocks]
-
-    def ranges(self, blocks: Int64) -> list[tuple[int, int]]:
-        """Return the byte range (start, stop) of each block in its file."""
-        return list(zip(self._blocks.start[blocks].tolist(), self._blocks.stop[blocks].tolist(), strict=True))
-
-    def names(self, blocks: Int64) -> list[tuple[int, int]]:
-        """Return (episode, number within the episode) of each block."""
-        first = self._blocks.first
-        return [(e, b - first[e]) for e, b in zip(self._blocks.episode[blocks].tolist(), blocks.tolist(), strict=True)]
-
-    def count(self, blocks: Int64, epoch: int) -> int:
-        """Mark blocks as needed by an epoch. Return the bytes of those that it had not needed before."""
-        fresh = blocks[self._epoch[blocks] != epoch]
-        self._epoch[fresh] = epoch
-        return int(self.sizes(fresh).sum())
-
-    def groups(self, blocks: Int64) -> list[Int64]:
-        """Split blocks, given in increasing order, into groups that are adjacent in a file."""
-        apart = np.diff(blocks) > 1
-        apart |= self._blocks.episode[blocks[1:]] != self._blocks.episode[blocks[:-1]]
-        apart |= self._blocks.start[blocks[1:]] != self._blocks.stop[blocks[:-1]]
-        return np.split(blocks, np.flatnonzero(apart) + 1) if len(blocks) else []
-
-    def behind(self, block: int, now: int, before: int, room: int) -> Int64:
+    def _following(self, block: int, room: int) -> Int64:
         """Return the adjacent blocks that follow a block and are worth fetching with it.
 
         Args:
             block: Block that is fetched.
-            now: Batch that is planned.
-            before: Batch before which the returned blocks must be needed.
             room: Maximum number of bytes of the returned blocks together.
         """
-        episode = int(self._blocks.episode[block])
-        blocks = np.arange(block + 1, self._blocks.first[episode] + self._blocks.count[episode])
-        good = ~self.held[blocks] & (self._blocks.start[blocks] == self._blocks.stop[blocks - 1])
-        good &= np.cumsum(self.sizes(blocks)) <= room
-        blocks = blocks if good.all() else blocks[: int(np.argmin(good))]
-        if not len(blocks):
-            return blocks
-        first = int(self._table.first_row[episode])
-        rows = np.arange(first, first + int(self._table.lengths[episode]))
-        rows = rows[(self._camera.last_block[rows] > block) & (self._camera.first_block[rows] <= blocks[-1])]
-        soon = self.next_uses(rows, now)[blocks] < before
-        return blocks if soon.all() else blocks[: int(np.argmin(soon))]
+        blocks = self._table.blocks
+        [(camera, episode, _)] = blocks.names(np.array([block]))
+        following = np.arange(block + 1, int(blocks.entries(camera, episode)[-1]) + 1)
+        good = ~blocks.held[following] & (blocks.start[following] == blocks.stop[following - 1])
+        good &= np.cumsum(blocks.sizes(following)) <= room
+        following = following[np.logical_and.accumulate(good)]
+        if not len(following):
+            return following
+        # A block whose next use is later than those of blocks just evicted would soon be evicted itself.
+        before = self._now + min(self._soonest_evicted, NEVER - self._now)
+        table, rows = self._table.cameras[camera], self._table.rows_of(episode)
+        first = table.first_block[rows]
+        rows = rows[(first + table.block_count[rows] - 1 > block) & (first <= following[-1])]
+        used, next_use = self._uses(camera, rows)
+        return following[np.logical_and.accumulate(np.isin(following, used[next_use < before]))]
 
-    def evictable(self, now: int, later_than: int) -> tuple[Int64, Int64, Int64]:
-        """Return the held blocks that may be evicted.
+    def _hold(self, blocks: Int64) -> None:
+        table = self._table.blocks
+        table.held[blocks], table.touched[blocks] = True, self._now
+        self.bytes += int(table.sizes(blocks).sum())
 
-        These are the blocks that were not touched by batch `now`, and whose next use is after batch `later_than`.
+    def _evict(self, blocks: Int64) -> None:
+        table = self._table.blocks
+        table.held[blocks] = False
+        self.bytes -= int(table.sizes(blocks).sum())
+        self._plan.evict += table.names(blocks)
 
-        Returns:
-            Blocks, batch of their next use, and batch of their last use, each of shape (n,).
-        """
-        held = np.flatnonzero(self.held & (self.touched != now))
-        next_use = self.next_uses(np.flatnonzero(self._camera.first_block != NONE), now)[held]
-        late = next_use > later_than
-        return held[late], next_use[late], self.touched[held[late]].astype(np.int64)
+    def _evict_finished(self) -> None:
+        """Evict the blocks whose frames are all cached, if no cached frame is ever evicted."""
+        if not self._frames or not all(cache.keeps_all for cache in self._frames.values()):
+            return
+        rows = {camera: self._table.rows_with_blocks(camera) for camera in self._windows}
+        missing = {camera: each[~self._is_cached(camera, self._table.frames(each))] for camera, each in rows.items()}
+        finished = self._is_idle()
+        finished[self._needed(missing)] = False
+        self._evict(np.flatnonzero(finished))
 
-    def finished(self, now: int) -> Int64:
-        """Return the held blocks whose frames are all cached, without those that batch `now` has touched."""
-        needed = np.zeros(len(self.held), np.bool_)
-        rows = np.flatnonzero(self._camera.first_block != NONE)
-        needed[self.of(self._table.rows(self._not_cached(self._table.frames(rows))))] = True
-        return np.flatnonzero(self.held & ~needed & (self.touched != now))
-
-    def forget(self, episode: int) -> Int64:
-        """Return the held blocks of an episode, and reset the state of all its blocks. The caller resets `held`."""
-        self._grow()
-        first = self._blocks.first[episode]
-        own = slice(first, first + self._blocks.count[episode])
-        self.touched[own] = self._epoch[own] = NONE
-        return first + np.flatnonzero(self.held[own])
-
-    def next_uses(self, rows: Int64, now: int) -> Int64:
-        """Return the first batch after `now` that needs each block of the camera for frames that are not cached.
+    def _needed(self, rows: Mapping[str, Int64]) -> Int64:
+        """Return the blocks that decoding frames needs, in increasing order.
 
         Args:
-            rows: Rows of the frames to consider.
-            now: Batch that is planned.
+            rows: {camera: rows of the frames}. Cameras whose video is not fetched are ignored.
+        """
+        blocks = [self._table.cameras[camera].blocks_of(rows[camera])[0] for camera in self._windows]
+        return np.unique(np.concatenate([np.empty(0, np.int64), *blocks]))
+
+    def _uses(self, camera: str, rows: Int64) -> tuple[Int64, Int64]:
+        """Return the next uses of frames that are not cached.
+
+        Args:
+            camera: Name of the camera.
+            rows: Rows of the frames.
 
         Returns:
-            Batch of each block, in the order of `held`. `NEVER` if none is known.
+            Blocks that the frames need, and the next batch that needs each of them for such a frame, both of shape (n,). A
+            block may be repeated.
         """
-        found = np.full(len(self.held), NEVER, np.int64)
         frames = self._table.frames(rows)
-        after = self._window.uses.next(frames, now)
-        used = after < NEVER
-        if self._frames is not None:
-            used[used] = self._frames.slots_of(frames[used]) == NONE
-        rows, after = rows[used], after[used]
-        first = self._camera.first_block[rows].astype(np.int64)
-        rows, after, first = rows[first >= 0], after[first >= 0], first[first >= 0]
-        more = self._camera.last_block[rows] - first
-        for i in range(int(more.max(initial=0)) + 1):
-            np.minimum.at(found, first[more >= i] + i, after[more >= i])
-        return found
+        next_use = self._windows[camera].uses.next(frames, self._now)
+        used = next_use < NEVER
+        used[used] = ~self._is_cached(camera, frames[used])
+        blocks, index = self._table.cameras[camera].blocks_of(rows[used])
+        return blocks, next_use[used][index]
 
-    def _not_cached(self, frames: Int64) -> Int64:
-        return frames if self._frames is None else frames[self._frames.slots_of(frames) == NONE]
+    def _is_cached(self, camera: str, frames: Int64) -> Mask:
+        cache = self._frames.get(camera)
+        return np.zeros(len(frames), np.bool_) if cache is None else cache.slots_of(frames) != NONE
 
-    def _grow(self) -> None:
-        """Extend the arrays for the blocks of episodes that were opened."""
-        if more := len(self._blocks.start) - len(self.held):
-            self.held = np.append(self.held, np.zeros(more, np.bool_))
-            self.touched = np.append(self.touched, np.full(more, NONE, np.int32))
-            self._epoch = np.append(self._epoch, np.full(more, NONE, np.int32))
+    def _is_idle(self) -> Mask:
+        """Return a mask of the held blocks that the planned batch has not touched."""
+        blocks = self._table.blocks
+        return blocks.held[: len(blocks)] & (blocks.touched[: len(blocks)] != self._now)
