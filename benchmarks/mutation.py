@@ -50,7 +50,10 @@ ROOT = Path(__file__).parents[1]
 PARTS = {  # modules, and the test files
     "order": (["order"], "order mixture_order batches windows resume selection augment options"),
     "schedule": (["schedule"], "budget reads schedule plan bottleneck required_memory options"),
-    "cache": (["cache"], "reads frame_cache cache windows open_files loader memory_format row_groups streaming stream_faults"),
+    "cache": (
+        ["cache"],
+        "slots open_episodes reads frame_cache cache windows open_files loader memory_format row_groups streaming stream_faults",
+    ),
     "decode": (
         ["decode"],
         "turns work images audit timestamps decode_speed torchcodec_cuda clips routes capability normalize bad_video",
