@@ -52,7 +52,8 @@ PARTS = {  # modules, and the test files
     "schedule": (["schedule"], "budget reads schedule plan bottleneck required_memory options"),
     "cache": (
         ["cache"],
-        "slots open_episodes reads frame_cache cache windows open_files loader memory_format row_groups streaming stream_faults",
+        "slots open_episodes reads frame_cache cache windows open_files loader memory_format row_groups streaming "
+        "stream_faults",
     ),
     "decode": (
         ["decode"],
