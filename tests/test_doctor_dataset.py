@@ -106,7 +106,7 @@ def test_a_decoder_that_fails_where_another_does_not_is_not_the_files_fault(
     monkeypatch.setattr(frames, "decode", lambda tasks, _: {task.camera: decoded for task in tasks})
     report = doctor(vp9_demo, libraries=shadows(tmp_path))
     finding = found(report, f"{TOP} frame, DALI on the CPU")
-    assert (finding["status"], finding["text"]) == ("problem", "no surface; torchcodec decodes it")
+    assert (finding["status"], finding["text"]) == ("problem", "no surface. torchcodec decodes it")
     assert "copy" not in finding["remedy"]
     assert found(report, f"{TOP} frame, torchcodec")["status"] == "ok"
 
@@ -303,7 +303,7 @@ def test_what_long_gops_cost(encoded: Callable[..., Path]) -> None:
     findings, _ = looked_at(encoded(*h264(36)))
     finding = findings[f"{CAMERA} GOPs"]
     assert finding.status == "ok"  # since the default memory_budget keeps all frames
-    assert finding.text.startswith("GOP 36 decodes 18 frames per delivered frame without a frame cache; memory_budget=")
+    assert finding.text.startswith("GOP 36 decodes 18 frames per delivered frame without a frame cache. memory_budget=")
     assert re.search(r"brings it to about 1\.\d, and to 0 after the first epoch", finding.text)
     assert "`dali-stream prepare URI OUT --codec h264 --gop 2` to 1.5" in finding.text
     assert f"{CAMERA} GOPs" not in looked_at(encoded(*h264(2)))[0]
@@ -414,7 +414,7 @@ def test_rows_that_are_offset_against_the_video(encoded: Callable[..., Path]) ->
     assert finding.status == "problem"
     assert finding.text.startswith("episode 0, frame 30: ")
     assert "outside its episode, which begins at 0.0000 s, and the next episode of the file begins at 1.0333 s" in finding.text
-    assert finding.text.endswith("; 2 of 2 episodes have such faults")
+    assert finding.text.endswith(". 2 of 2 episodes have such faults")
 
 
 def test_a_to_timestamp_that_is_a_frame_short_is_a_warning(encoded: Callable[..., Path]) -> None:

@@ -10,7 +10,7 @@ from dali_stream.storage import LocalStore, Store, lfs
 
 SHOWN = 16  # bytes; enough to recognize kinds, too few to leak a request that an error page repeats
 _FETCH = "fetch or copy it again"
-_PAGE = f"{_FETCH}: a server's answer was saved in its place; check the address, the login and the dataset's permissions"
+_PAGE = f"{_FETCH}: a server's answer was saved in its place. Check the address, the login and the dataset's permissions"
 _PACKED = "unpack it"
 _BEGINNINGS = (  # (first bytes, what they are, what to do)
     (b"<!doctype", "an HTML page", _PAGE),
@@ -23,7 +23,7 @@ _BEGINNINGS = (  # (first bytes, what they are, what to do)
     (b"\xfd7zxz", "xz", _PACKED),
     (b"\x1a\x45\xdf\xa3", "Matroska or WebM", "remux it: `ffmpeg -i IN -c copy OUT.mp4`"),
     (b"riff", "AVI or another RIFF", "remux it: `ffmpeg -i IN -c copy OUT.mp4`"),
-    (b"par1", "Parquet", "the metadata names the wrong file, or files were mixed up; copy the dataset again"),
+    (b"par1", "Parquet", "the metadata names the wrong file, or files were mixed up. Copy the dataset again"),
     (bytes(SHOWN), "zeros: its space was allocated and never written", _FETCH),
 )
 
