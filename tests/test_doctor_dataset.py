@@ -332,7 +332,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
     "html": (lambda _: b"<!DOCTYPE html><html>404</html>", "an HTML page", "a server's answer"),
     "json": (lambda _: b'{"error":"Repository not found"}', "JSON", "a server's answer"),
     "xml": (lambda _: b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "XML", "a server's answer"),
-    "empty": (lambda _: b"", "the file is empty", "fetch or copy"),
+    "empty": (lambda _: b"", "The file is empty", "fetch or copy"),
     "gzip": (gzip.compress, "gzip", "unpack it"),
     "zeros": (lambda data: bytes(len(data)), "zeros", "fetch or copy"),
     "cut": (_cut, ": box 'mdat' at byte", "fetch or copy"),
@@ -370,8 +370,8 @@ def test_where_a_link_leads(vp9_demo: Path, tmp_path: Path) -> None:
         path.unlink()
         path.symlink_to(os.path.relpath(target, path.parent))
     findings, facts = looked_at(root)
-    assert f"its name leads to {blob}" in findings[f"{SIDE} file 1"].text
-    assert f"its name leads to {tmp_path / 'blobs/gone'}, which does not exist" in findings[f"{TOP} file 1"].text
+    assert f"Its name leads to {blob}" in findings[f"{SIDE} file 1"].text
+    assert f"Its name leads to {tmp_path / 'blobs/gone'}, which does not exist" in findings[f"{TOP} file 1"].text
     assert facts["cameras"][SIDE]["frame"]["episode"] == 1  # the first whose file is whole
 
 
@@ -388,7 +388,7 @@ def test_damage_behind_a_whole_index(encoded: Callable[..., Path]) -> None:
     finding = findings[f"{CAMERA} file"]
     assert finding.text.startswith(str(path))
     assert "is damaged: " in finding.text
-    assert "it looks like an MP4" in finding.text
+    assert "It looks like an MP4" in finding.text
     assert "exclude its episodes" in finding.remedy
 
 

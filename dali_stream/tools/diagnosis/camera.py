@@ -93,7 +93,7 @@ class Camera:
         """Return the result for a file that cannot be read or decoded."""
         where = self.dataset.data_store.where(path)
         kind, remedy = look(self.dataset.data_store, path)
-        text = f"{where}: {str(error).removeprefix(f'{where}: ')}{'; ' if kind else ''}{kind}"
+        text = f"{where}: {str(error).removeprefix(f'{where}: ')}{'. ' if kind else ''}{kind[:1].upper()}{kind[1:]}"
         return PROBLEM, text, remedy or "copy or fetch the dataset again"
 
     def _read_files(self, rows: Rows, deep: Deep | None) -> list[VideoIndex]:

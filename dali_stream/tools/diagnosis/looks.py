@@ -40,7 +40,7 @@ def look(store: Store, path: str) -> tuple[str, str]:
     kind, remedy = _kind(first)
     shown = first[:SHOWN]
     printable = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in shown)
-    return f"it looks like {kind}; {size} bytes, the first are {shown.hex(' ')} ({printable}){place}", remedy
+    return f"it looks like {kind}, of {size} bytes. The first are {shown.hex(' ')} ({printable}){place}", remedy
 
 
 def _target(store: Store, path: str) -> str:
@@ -51,7 +51,7 @@ def _target(store: Store, path: str) -> str:
     target = os.path.realpath(name)
     if target == str(name):
         return ""
-    return f"; its name leads to {target}" + ("" if os.path.exists(target) else ", which does not exist")
+    return f". Its name leads to {target}" + ("" if os.path.exists(target) else ", which does not exist")
 
 
 def _kind(first: bytes) -> tuple[str, str]:

@@ -114,7 +114,11 @@ def check_rows(rows: Rows) -> Result:
         kind, remedy = look(dataset.data_store, files.paths[files.index[dataset.rows[episode]]])
         count = len(rows.errors)
         more = f"{count} of {len(episodes)} checked episodes have such rows" if count > 1 else ""
-        return PROBLEM, "; ".join(filter(None, (str(error), kind, more))), remedy or "copy the dataset again"
+        return (
+            PROBLEM,
+            ". ".join(filter(None, (str(error), kind[:1].upper() + kind[1:], more))),
+            remedy or "copy the dataset again",
+        )
     return OK, f"rows are whole and timestamps rise in {len(episodes)} checked episodes of {dataset.num_episodes}", ""
 
 
