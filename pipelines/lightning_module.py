@@ -91,12 +91,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--devices", default="auto", help="how many GPUs; with --device cpu, how many processes")
     arguments = parser.parse_args(join_sizes(argv))
     if (file := arguments.out / "last.ckpt").exists() and not arguments.resume:
-        parser.error(f"{file} exists already; continue from it with --resume, or name another --out")
+        parser.error(f"{file} exists already. Continue from it with --resume, or name another --out")
     saves = [ModelCheckpoint(arguments.out, "last", every_n_train_steps=n, enable_version_counter=False) for n in (500, None)]
     where: dict[str, Any] = {"default_root_dir": arguments.out, "accelerator": arguments.device, "devices": arguments.devices}
     trainer = Trainer(max_steps=arguments.max_steps, callbacks=[*saves], **where)
     if arguments.batch_size % trainer.world_size:
-        parser.error(f"--batch-size is {arguments.batch_size}; give a multiple of the {trainer.world_size} processes")
+        parser.error(f"--batch-size must be a multiple of the {trainer.world_size} processes, got {arguments.batch_size}")
     torch.manual_seed(0)
     trainer.fit(module := Cloning(arguments), ckpt_path=file if file.exists() else None)
     module.loader.close()

@@ -72,8 +72,8 @@ class Policy(nn.Module):
         """Return the loss, which is the mean absolute error. The error of actions after the end of the episode is 0."""
         seen = [self.backbone(batch[key]) for key in self.cameras] + [self.task(batch["task_index"])]
         seen += [batch[STATE].reshape(len(seen[0]), -1)] if self.state else []
-        found = self.head(torch.cat(seen, dim=1)).unflatten(1, self.shape)
-        wrong = (found - batch[ACTION].reshape(found.shape)).abs()
+        predicted = self.head(torch.cat(seen, dim=1)).unflatten(1, self.shape)
+        wrong = (predicted - batch[ACTION].reshape(predicted.shape)).abs()
         return (wrong * ~batch[f"{ACTION}_is_pad"][..., None]).mean()
 
 
@@ -119,9 +119,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(join_sizes(argv))
     arguments.out.mkdir(parents=True, exist_ok=True)
     if (file := arguments.out / "checkpoint.pt").exists() and not arguments.resume:
-        parser.error(f"{file} already exists; continue from it with --resume, or name another --out")
+        parser.error(f"{file} already exists. Continue from it with --resume, or name another --out")
     if arguments.batch_size % RANKS:
-        parser.error(f"--batch-size is {arguments.batch_size}, of all {RANKS} processes together; give a multiple of {RANKS}")
+        parser.error(f"--batch-size must be a multiple of the {RANKS} processes, which share it, got {arguments.batch_size}")
     gpu = arguments.device == "auto" and torch.cuda.is_available()
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
     if RANKS > 1:

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if the cluster has GPUs")
     arguments = parser.parse_args(join_sizes(argv))
     if arguments.out.exists() and not arguments.resume:
-        parser.error(f"{arguments.out} exists already; continue from it with --resume, or name another --out")
+        parser.error(f"{arguments.out} exists already. Continue from it with --resume, or name another --out")
     if not ray.is_initialized():
         ray.init()
     gpu = arguments.device == "cuda" or (arguments.device == "auto" and "GPU" in ray.cluster_resources())

@@ -99,14 +99,14 @@ class Run:
         self.console = Console(stderr=True, quiet=not accelerator.is_main_process)
         self.file = arguments.out / "checkpoint.pt"
         if self.file.exists() and (arguments.dummy or not arguments.resume):
-            raise ValueError(f"{self.file} already exists; continue from it with --resume, or name another --out")
+            raise ValueError(f"{self.file} already exists. Continue from it with --resume, or name another --out")
         arguments.out.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(arguments.out / ".lock")
         if accelerator.is_main_process:
             try:
                 self.lock.acquire(timeout=0)
             except Timeout:
-                raise ValueError(f"another run is writing to {arguments.out}; end it, or name another --out") from None
+                raise ValueError(f"another run is writing to {arguments.out}. End it, or name another --out") from None
         self.data = open_data(arguments, accelerator)
         if not arguments.dummy:
             model = make_policy(arguments, self.data)
@@ -219,7 +219,7 @@ class Run:
         """
         if not self.sound:
             raise FloatingPointError(
-                f"a gradient was not finite, at step {self.step} or shortly before, so nothing is saved after it; resume "
+                f"a gradient was not finite, at step {self.step} or shortly before, so nothing is saved after it. Resume "
                 "from the last checkpoint with a smaller --learning-rate, or a smaller --clip"
             )
 

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(join_sizes(argv))
     checkpoint = get_last_checkpoint(arguments.out) if arguments.out.exists() else None
     if checkpoint and not arguments.resume:
-        parser.error(f"{checkpoint} exists already; continue from it with --resume, or name another --out")
+        parser.error(f"{checkpoint} exists already. Continue from it with --resume, or name another --out")
     settings = TrainingArguments(
         str(arguments.out),
         max_steps=arguments.max_steps,
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         report_to="none",
     )
     if arguments.batch_size % settings.world_size:
-        parser.error(f"--batch-size is {arguments.batch_size}; give a multiple of the {settings.world_size} processes")
+        parser.error(f"--batch-size must be a multiple of the {settings.world_size} processes, got {arguments.batch_size}")
     settings.per_device_train_batch_size = arguments.batch_size // settings.world_size
     dataset = dali_stream.Dataset(arguments.uri)
     state, action = (math.prod(dataset.features.get(key, {"shape": [0]})["shape"]) for key in (STATE, ACTION))
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         trainer = Cloning(policy, settings, callbacks=[SaveLoader()])
         trainer.loader = loader
         if checkpoint and not loader.restore(Path(checkpoint, LOADER)):
-            parser.error(f"{checkpoint} has no {LOADER}, as if it was cut off; remove it to continue from the one before it")
+            parser.error(f"{checkpoint} has no {LOADER}, as if it was cut off. Remove it to continue from the one before it")
         trainer.train(resume_from_checkpoint=checkpoint)
 
 

@@ -106,7 +106,7 @@ def test_a_decoder_that_fails_where_another_does_not_is_not_the_files_fault(
     monkeypatch.setattr(frames, "decode", lambda tasks, _: {task.camera: decoded for task in tasks})
     report = doctor(vp9_demo, libraries=shadows(tmp_path))
     finding = found(report, f"{TOP} frame, DALI on the CPU")
-    assert (finding["status"], finding["text"]) == ("problem", "no surface; torchcodec decodes it")
+    assert (finding["status"], finding["text"]) == ("problem", "no surface. torchcodec decodes it")
     assert "copy" not in finding["remedy"]
     assert found(report, f"{TOP} frame, torchcodec")["status"] == "ok"
 
@@ -303,7 +303,7 @@ def test_what_long_gops_cost(encoded: Callable[..., Path]) -> None:
     findings, _ = looked_at(encoded(*h264(36)))
     finding = findings[f"{CAMERA} GOPs"]
     assert finding.status == "ok"  # since the default memory_budget keeps all frames
-    assert finding.text.startswith("GOP 36 decodes 18 frames per delivered frame without a frame cache; memory_budget=")
+    assert finding.text.startswith("GOP 36 decodes 18 frames per delivered frame without a frame cache. memory_budget=")
     assert re.search(r"brings it to about 1\.\d, and to 0 after the first epoch", finding.text)
     assert "`dali-stream prepare URI OUT --codec h264 --gop 2` to 1.5" in finding.text
     assert f"{CAMERA} GOPs" not in looked_at(encoded(*h264(2)))[0]
@@ -332,7 +332,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
     "html": (lambda _: b"<!DOCTYPE html><html>404</html>", "an HTML page", "a server's answer"),
     "json": (lambda _: b'{"error":"Repository not found"}', "JSON", "a server's answer"),
     "xml": (lambda _: b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "XML", "a server's answer"),
-    "empty": (lambda _: b"", "the file is empty", "fetch or copy"),
+    "empty": (lambda _: b"", "The file is empty", "fetch or copy"),
     "gzip": (gzip.compress, "gzip", "unpack it"),
     "zeros": (lambda data: bytes(len(data)), "zeros", "fetch or copy"),
     "cut": (_cut, ": box 'mdat' at byte", "fetch or copy"),
@@ -370,8 +370,8 @@ def test_where_a_link_leads(vp9_demo: Path, tmp_path: Path) -> None:
         path.unlink()
         path.symlink_to(os.path.relpath(target, path.parent))
     findings, facts = looked_at(root)
-    assert f"its name leads to {blob}" in findings[f"{SIDE} file 1"].text
-    assert f"its name leads to {tmp_path / 'blobs/gone'}, which does not exist" in findings[f"{TOP} file 1"].text
+    assert f"Its name leads to {blob}" in findings[f"{SIDE} file 1"].text
+    assert f"Its name leads to {tmp_path / 'blobs/gone'}, which does not exist" in findings[f"{TOP} file 1"].text
     assert facts["cameras"][SIDE]["frame"]["episode"] == 1  # the first whose file is whole
 
 
@@ -388,7 +388,7 @@ def test_damage_behind_a_whole_index(encoded: Callable[..., Path]) -> None:
     finding = findings[f"{CAMERA} file"]
     assert finding.text.startswith(str(path))
     assert "is damaged: " in finding.text
-    assert "it looks like an MP4" in finding.text
+    assert "It looks like an MP4" in finding.text
     assert "exclude its episodes" in finding.remedy
 
 
@@ -414,7 +414,7 @@ def test_rows_that_are_offset_against_the_video(encoded: Callable[..., Path]) ->
     assert finding.status == "problem"
     assert finding.text.startswith("episode 0, frame 30: ")
     assert "outside its episode, which begins at 0.0000 s, and the next episode of the file begins at 1.0333 s" in finding.text
-    assert finding.text.endswith("; 2 of 2 episodes have such faults")
+    assert finding.text.endswith(". 2 of 2 episodes have such faults")
 
 
 def test_a_to_timestamp_that_is_a_frame_short_is_a_warning(encoded: Callable[..., Path]) -> None:

@@ -118,7 +118,7 @@ def test_a_run_that_is_there_is_not_written_over(
     (tmp_path / CHECKPOINTS[name]).touch()
     with pytest.raises(SystemExit):
         importlib.import_module(name).main(line(demo, tmp_path))
-    assert "continue from it with --resume" in capsys.readouterr().err
+    assert "Continue from it with --resume" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -298,5 +298,5 @@ def test_images_become_video(tmp_path: Path) -> None:
         for batch in loader:
             expected = list(zip(batch["episode_index"].tolist(), batch["frame_index"].tolist(), strict=True))
             assert video_data.identities(batch[ODD_CAMERA]) == expected
-    with pytest.raises(ValueError, match="give --images-to-video too"):
+    with pytest.raises(ValueError, match=r"size must be None for .* Give --images-to-video too"):
         prepared(root, tmp_path / "small", size=(64, 64))

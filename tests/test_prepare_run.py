@@ -224,7 +224,7 @@ def test_a_camera_cannot_lead_out_of_the_folder(
     rename_camera(demo_copy, name)
     before = tree(tmp_path)
     line = failed(capsys, ["prepare", demo_copy, tmp_path / "deep/er/out"], 1)
-    assert "nothing was written" in line
+    assert "Nothing was written" in line
     assert tree(tmp_path) == before
     assert not (tmp_path / "deep").exists()
 

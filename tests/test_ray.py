@@ -66,7 +66,7 @@ def test_a_run_that_exists_is_continued_only_with_resume(
     monkeypatch.syspath_prepend(str(PIPELINES))
     with pytest.raises(SystemExit):
         importlib.import_module("ray_train").main([str(demo), "--out", str(tmp_path)])
-    assert "continue from it with --resume" in capsys.readouterr().err
+    assert "Continue from it with --resume" in capsys.readouterr().err
 
 
 def test_a_run_continues_when_a_node_dies(demo: Path, tmp_path: Path) -> None:

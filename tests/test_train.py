@@ -226,7 +226,7 @@ def check_validation(out: Path, demo: Path, small: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--val-episodes", 2], "dataset 'side': --val-episodes is 2, and the dataset has 2 episodes"),
+        (["--val-episodes", 2], "dataset 'side': --val-episodes must be 0 to 1, to leave one episode to train on, got 2"),
         (["--revision", "main"], "--revision must not be given with a mixture file"),
     ],
 )
@@ -249,8 +249,8 @@ def test_dummy_trains_nothing_and_measures_the_loader(program: Any, demo: Path, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--max-steps", 0], "--max-steps is 0; give 1 or more"),
-        (["--val-episodes", 6], "--val-episodes is 6, and the dataset has 6 episodes"),
+        (["--max-steps", 0], "--max-steps must be 1 or more, got 0"),
+        (["--val-episodes", 6], "--val-episodes must be 0 to 5, to leave one episode to train on, got 6"),
         (["--batch-size", 1000], "batch_size=1000 on 1 rank needs 1000 frames"),
         (["--policy", "lerobot-act"], "LeRobot's ACT cannot be imported"),
     ],
@@ -275,7 +275,7 @@ def test_what_does_not_go_together_is_said_in_a_line(
     ("arguments", "said"),
     [
         (["--resume", "--dummy"], "already exists"),
-        ([], "already exists; continue from it with --resume"),
+        ([], "already exists. Continue from it with --resume"),
         (["--resume", "--chunk", 9], "is of chunk=8, and this run has chunk=9"),
         (["--resume", "--seed", 1], "order of the state must be"),
         (["--resume", "--val-episodes", 1], "The state is of another dataset or of other episodes"),

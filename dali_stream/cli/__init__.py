@@ -125,15 +125,15 @@ def _explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, _UsageError):
         path = error.ctx.command_path if error.ctx else PROGRAM  # type: ignore[attr-defined]  # Click's UsageError
         message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
-        return 2, _one_line(f"{message}; see {path} --help")
+        return 2, _one_line(f"{message}. See {path} --help")
     if isinstance(error, ValueError):
         parts = itertools.groupby(str(error).splitlines(), lambda line: line.startswith("  "))
         return 2, "\n".join("\n".join(lines) if is_table else _one_line(" ".join(lines)) for is_table, lines in parts)
     if isinstance(error, OSError) and error.strerror:
-        return 1, _one_line(f"{error.filename or 'the output'}: {error.strerror}; --debug shows where")
+        return 1, _one_line(f"{error.filename or 'the output'}: {error.strerror}. Use --debug to see where")
     if isinstance(error, (dali_stream.DaliStreamError, OSError, RuntimeError)) and str(error):
         return 1, _one_line(str(error))
-    return 1, _one_line(f"{type(error).__name__}: {error}; --debug shows where, and please report it")
+    return 1, _one_line(f"{type(error).__name__}: {error}. Use --debug to see where, and please report it")
 
 
 def _one_line(text: str) -> str:

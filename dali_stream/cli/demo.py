@@ -60,7 +60,7 @@ def demo(
     if not report["exactly_once"]:
         raise DaliStreamError(
             f"{report['frames']} frames were delivered, {report['unique_frames']} of them different, and the epoch "
-            f"has {dataset.num_frames}. This is a bug of dali_stream; please report it with the output of --json"
+            f"has {dataset.num_frames}. This is a bug of dali_stream, so please report it with the output of --json"
         )
 
 
@@ -74,9 +74,9 @@ def _dataset(root: Path, wanted: dict[str, Any]) -> Dataset:
         try:
             write_demo(root, **wanted, progress=show)
         except FileExistsError as error:
-            raise DaliStreamError(f"{root} is a file; give another folder with --root") from error
+            raise DaliStreamError(f"--root must be a folder, got {root}, which is a file") from error
         except OSError as error:
-            raise DaliStreamError(f"{root} cannot be written: {error.strerror}; give another folder with --root") from error
+            raise DaliStreamError(f"{root} cannot be written: {error.strerror}. Give another folder with --root") from error
     return dali_stream.Dataset(root)
 
 
@@ -86,11 +86,11 @@ def _existing(root: Path, wanted: dict[str, Any]) -> Dataset:
         report = dali_stream.tools.describe(dataset, look_at=1)
     except DaliStreamError as error:
         raise DatasetError(
-            f"{root} is not empty, and holds no demo dataset ({error}); give another folder with --root"
+            f"{root} is not empty, and holds no demo dataset ({error}). Give another folder with --root"
         ) from error
     if report.robot_type != _ROBOT:
         raise DatasetError(
-            f"{root} holds a dataset of robot {report.robot_type}, not the demo; give another folder with --root, or look at "
+            f"{root} holds a dataset of robot {report.robot_type}, not the demo. Give another folder with --root, or look at "
             f"this one with `dali-stream preview {root}`"
         )
     camera = next(iter(report.cameras.values()))
@@ -99,7 +99,7 @@ def _existing(root: Path, wanted: dict[str, Any]) -> Dataset:
     if differing:
         new, old = (", ".join(f"{name} {_text(values[name])}" for name in differing) for values in (wanted, existing))
         raise ValueError(
-            f"{root} already holds a demo with {old}, and {new} was requested; give another folder with --root, remove "
+            f"{root} already holds a demo with {old}, and {new} was requested. Give another folder with --root, remove "
             f"this one, or leave out {' and '.join(f'--{name}' for name in differing)}"
         )
     return dataset

@@ -97,7 +97,7 @@ def prepare(
         console.print_json(state.as_dict()) if as_json else typer.echo(state)
         return
     if out is None:
-        raise ValueError("OUT is missing; give a new folder or an address")
+        raise ValueError("OUT must be a new folder or an address, got none")
     wanted = arguments.json_object("--episode-filter", episode_filter)
     options: dict[str, Any] = {
         "for_": for_, "size": arguments.size("--size", size), "codec": codec, "gop": gop, "crf": crf, "encoder": encoder,
@@ -162,21 +162,21 @@ def _say(out: str, report: PrepareReport, as_json: bool) -> None:
         _print(out, report)
     if report.failed:
         raise DaliStreamError(
-            f"{out}: {counted(len(report.failed), 'file')} could not be written; mend the source, or give --drop-broken with a "
+            f"{out}: {counted(len(report.failed), 'file')} could not be written. Mend the source, or give --drop-broken with a "
             "new OUT, and run the command again"
         )
 
 
 def _print(out: str, report: PrepareReport) -> None:
-    made = console.table(
+    table = console.table(
         "camera", "files", "bytes", "encoder", "PSNR min", "mean", "SSIM min", "mean ", right=("files", "bytes")
     )
     for key, camera in report.cameras.items():
         psnr = ["" if value is None else f"{value:.1f} dB" for value in (camera.psnr_min, camera.psnr_mean)]
         ssim = ["" if value is None else f"{value:.4f}" for value in (camera.ssim_min, camera.ssim_mean)]
-        made.add_row(key, str(camera.files), console.megabytes(camera.bytes), camera.encoder or "copied", *psnr, *ssim)
+        table.add_row(key, str(camera.files), console.megabytes(camera.bytes), camera.encoder or "copied", *psnr, *ssim)
     if report.cameras:
-        console.results().print(made)
+        console.results().print(table)
     for title, broken in (("file", report.failed), ("left-out episode", report.dropped)):
         if broken:
             lost = console.table(title, "why")
@@ -185,9 +185,9 @@ def _print(out: str, report: PrepareReport) -> None:
                 lost.add_row(name, why)
             console.results().print(lost)
     if not report.failed:
-        what = (
+        outcome = (
             "nothing to do, all files are there"
             if not report.written
             else f"{counted(report.written, 'file')} written and verified"
         )
-        typer.echo(f"{out}: {counted(report.episodes, 'episode')}, {counted(report.frames, 'frame')}; {what}")
+        typer.echo(f"{out}: {counted(report.episodes, 'episode')}, {counted(report.frames, 'frame')}; {outcome}")

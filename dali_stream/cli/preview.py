@@ -147,7 +147,7 @@ def _of_run(
 
     described, saved = runs.config_and_state(config, state)
     if (epoch is None) != (batch is None) or (batch is None and saved is None):
-        raise ValueError(f"--epoch and --batch must be given together, got {epoch} and {batch}; or give --state")
+        raise ValueError(f"--epoch and --batch must be given together, got {epoch} and {batch}. Without them, give --state")
     if len(uris) > 1:
         raise ValueError(f"URI must be the one dataset of the run, got {counted(len(uris), 'URI')}")
     graph = runs.graph("--dali-graph", dali_graph, described["dali_graph"])
@@ -158,14 +158,14 @@ def _of_run(
         if epoch is None or batch is None:
             assert saved is not None
             epoch, batch = run_config.last_batch(described, saved, dataset.orders().positions)
-        found = dali_stream.batch_at(described, epoch, batch, graph, rank=rank, dataset=dataset)
+        values = dali_stream.batch_at(described, epoch, batch, graph, rank=rank, dataset=dataset)
         normalizer = dali_stream.Normalizer(dataset, described["loader"]["normalize"])
-        images = sheet.image_keys(found, dataset)
-        scaled = {key: found[key] for key in images if key in normalizer.modes}
-        found |= normalizer.inverse(scaled | {key: found[key] for key in ("dataset_index",) if key in found})
+        images = sheet.image_keys(values, dataset)
+        scaled = {key: values[key] for key in images if key in normalizer.modes}
+        values |= normalizer.inverse(scaled | {key: values[key] for key in ("dataset_index",) if key in values})
         where_in_run = f"epoch {epoch}, batch {batch}, rank {rank} of {described['loader']['world_size']}"
-        numbers = [key for key in sheet.plotted(dataset) if key in found]
-    return _Sheet(f"{_name(dataset)}: {where_in_run}", found, described["loader"]["delta_timestamps"], images, numbers)
+        numbers = [key for key in sheet.plotted(dataset) if key in values]
+    return _Sheet(f"{_name(dataset)}: {where_in_run}", values, described["loader"]["delta_timestamps"], images, numbers)
 
 
 def _save(drawn: _Sheet, out: Path, most: int | None, plots: bool) -> None:
@@ -192,7 +192,7 @@ def _plot(dataset: Dataset | Mixture, out: Path, most: int) -> None:
     from dali_stream.tools import sheet
 
     if not isinstance(dataset, Dataset):
-        raise DatasetError(f"{dataset.uri} has no cameras; plots of state and action are of one dataset, so give one URI")
+        raise DatasetError(f"{dataset.uri} has no cameras, and plots of state and action are of one dataset. Give one URI")
     keys = sheet.plotted(dataset)
     if not keys:
         raise DatasetError(f"{dataset.uri}: no camera is recorded or selected, and it has neither action nor observations")

@@ -11,7 +11,7 @@ import typer
 from dali_stream import run_config
 from dali_stream.cli import arguments, console, runs
 from dali_stream.errors import counted
-from dali_stream.tools import receipt as made
+from dali_stream.tools import receipt as make_receipt
 
 
 def receipt(
@@ -39,22 +39,24 @@ def receipt(
         console.progress("epochs", enabled=not json) as show,
         closing(run_config.open_described(described["dataset"], where)) as opened,
     ):
-        found = made(described, episode, until=saved, log=log, mixed=dataset or "", dataset=opened, progress=show)
+        report = make_receipt(described, episode, until=saved, log=log, mixed=dataset or "", dataset=opened, progress=show)
     if json:
-        console.print_json(found.as_dict())
+        console.print_json(report.as_dict())
         return
-    of = f" of {found.dataset}" if found.dataset else ""
-    until = f"up to epoch {found.until[0]}, position {found.until[1]}"
-    if not found.selected:
-        typer.echo(f"episode {episode}{of} is not among the run's episodes, so no epoch has shown it, {until}")
+    of_dataset = f" of {report.dataset}" if report.dataset else ""
+    until = f"up to epoch {report.until[0]}, position {report.until[1]}"
+    if not report.selected:
+        typer.echo(f"episode {episode}{of_dataset} is not among the run's episodes, so no epoch has shown it, {until}")
         return
-    typer.echo(f"episode {episode}{of}: {counted(found.samples, 'sample')} in {counted(len(found.epochs), 'epoch')}, {until}")
+    typer.echo(
+        f"episode {episode}{of_dataset}: {counted(report.samples, 'sample')} in {counted(len(report.epochs), 'epoch')}, {until}"
+    )
     table = console.table("epoch", "samples", "positions", "steps", right=("epoch", "samples"))
-    for seen in found.epochs:
+    for seen in report.epochs:
         steps = [step for step in seen.steps if step is not None]
         count = len(seen.positions) + len(seen.padded)
         table.add_row(str(seen.epoch), str(count), _span(seen.positions), _span(steps) if steps else "unknown")
-    if found.epochs:
+    if report.epochs:
         console.results().print(table)
         typer.echo("positions and steps are the first and the last; --json prints all")
 

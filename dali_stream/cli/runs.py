@@ -30,14 +30,14 @@ GraphFunction = Annotated[
 def read(option: str, path: Path) -> dict[str, Any]:
     """Return a JSON object in a file. Raises ValueError."""
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"{option} must be a file that can be read, got {str(path)!r}: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{option} must be a JSON file, got {str(path)!r}: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{option} must be a JSON object, got a {type(found).__name__} in {str(path)!r}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{option} must be a JSON object, got a {type(content).__name__} in {str(path)!r}")
+    return content
 
 
 def config_and_state(config: Path | None, state: Path | None) -> tuple[dict[str, Any], dict[str, Any] | None]:

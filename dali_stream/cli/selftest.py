@@ -93,7 +93,7 @@ def _print(report: dict[str, Any]) -> None:
         if reason:
             typer.echo(f"{codec} was not tested: {reason}")
     if report["left_out"]:
-        typer.echo(f"no time was left for: {'; '.join(report['left_out'])}; give a higher --limit")
+        typer.echo(f"no time was left for: {'; '.join(report['left_out'])}. Give a higher --limit")
     for problem in report["problems"]:
         typer.echo(f"failed: {problem}")
     place = report["machine"]["gpu"] or "the CPU"

@@ -88,12 +88,12 @@ def _check_frames(dataset: Dataset, shown: list[sheet.Sample]) -> int:
             identities = read_identities(np.concatenate([sample.strips[number].frames for sample in shown])).tolist()
         except ValueError as error:
             raise DecodeError(
-                f"{camera}: a frame of the first batch is damaged: {error}; try --decode torchcodec, and please report it"
+                f"{camera}: a frame of the first batch is damaged: {error}. Try --decode torchcodec, and please report it"
             ) from error
         for sample, (episode, frame, _) in zip(shown, identities, strict=True):
             if (episode, frame) != (sample.episode, sample.frame):
                 raise DecodeError(
                     f"{camera}: episode {sample.episode}, frame {sample.frame} was requested, and frame {frame} of episode "
-                    f"{episode} was delivered; try --decode torchcodec, and please report it"
+                    f"{episode} was delivered. Try --decode torchcodec, and please report it"
                 )
     return len(shown) * len(dataset.cameras)

@@ -60,7 +60,7 @@ def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, 
     """
     if not dataset.data_store.remote:
         raise ValueError(
-            f"{dataset.data_store.address} is local. Only remote datasets have a cache; local files are read in place"
+            f"{dataset.data_store.address} is local. Only remote datasets have a cache, because local files are read in place"
         )
     jobs, traffic = _jobs(dataset), dataset.data_store.traffic
     fetched, cached = traffic.fetched_bytes, traffic.cached_bytes

@@ -148,7 +148,7 @@ def _end(state: Mapping[str, Any] | None, entries: list[tuple[Place, int]]) -> P
     if state is not None:
         return Place(state["epoch"], state["position"])
     if not entries:
-        raise ValueError("until must be a saved state of the run, got None; or give a log, or a file of Loader.save as config")
+        raise ValueError("until must be a saved state of the run, got None. Give it, a log, or a file of Loader.save as config")
     return entries[-1][0]
 
 

@@ -163,9 +163,9 @@ def why(
         ValueError: If an argument is invalid, or the dataset has fewer frames than two batches.
         DatasetError, DecodeError, StorageError: If the dataset cannot be read.
     """
-    given, options = dict(dataset or {}), dict(loader or {})
-    with closing(Dataset(uri, **given)) as whole, Loader(whole, **options) as full:
-        study = _Study(uri, given, options, whole, full, progress)
+    dataset_arguments, options = dict(dataset or {}), dict(loader or {})
+    with closing(Dataset(uri, **dataset_arguments)) as whole, Loader(whole, **options) as full:
+        study = _Study(uri, dataset_arguments, options, whole, full, progress)
         first, later = study.base.speeds(study.decodes())
         now = _seconds(first, later, epochs)
         remedies = [replace(each, gain=now / _seconds(each.first, each.later, epochs)) for each in study.remedies(later)]
@@ -182,7 +182,7 @@ class _Study:
 
     Args:
         uri: The dataset.
-        given: Other arguments of the Dataset.
+        dataset_arguments: Other arguments of the Dataset.
         options: Arguments of the Loader.
         whole: The dataset.
         full: Loader of the dataset, which is not iterated.
@@ -193,13 +193,16 @@ class _Study:
     """
 
     def __init__(
-        self, uri: str | os.PathLike[str], given: dict[str, Any], options: dict[str, Any], whole: Dataset, full: Loader,
-        progress: Callable[[str], None],
+        self, uri: str | os.PathLike[str], dataset_arguments: dict[str, Any], options: dict[str, Any], whole: Dataset,
+        full: Loader, progress: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._uri, self._given, self._options, self._whole, self._full = uri, given, options, whole, full
+        self._uri, self._dataset_arguments, self._options = uri, dataset_arguments, options
+        self._whole, self._full = whole, full
         self._progress, self._config = progress, full._config
         self._on_cpu = self._config.on_cpu(full.routes)
-        self.base = self._streamed("streaming a part of the dataset", self._given | {"episodes": self._part(_BATCHES)})
+        self.base = self._streamed(
+            "streaming a part of the dataset", self._dataset_arguments | {"episodes": self._part(_BATCHES)}
+        )
 
     def decodes(self, gop: int | None = None, **changed: Any) -> Decodes:
         """Return the frames decoded per delivered frame of the whole dataset, by replaying the schedule.
@@ -258,7 +261,7 @@ class _Study:
         for options in kinds[: 1 + smaller]:
             name = "prepare --for cpu" + (f" --size {size[0]}x{size[1]}" if size and "size" in options else "")
             self._progress(f"rewriting {len(part)} episodes with {name}")
-            read = {key: value for key, value in self._given.items() if key not in ("episodes", "cache_dir")}
+            read = {key: value for key, value in self._dataset_arguments.items() if key not in ("episodes", "cache_dir")}
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "part"
                 try:
@@ -295,12 +298,14 @@ class _Study:
     def _changed(self, **changed: Any) -> _Measured:
         """Return a measurement with other arguments of the Loader."""
         [(name, value)] = changed.items()
-        return self._streamed(f"streaming with {name}={value!r}", self._given | {"episodes": self._part(_BATCHES)}, changed)
+        return self._streamed(
+            f"streaming with {name}={value!r}", self._dataset_arguments | {"episodes": self._part(_BATCHES)}, changed
+        )
 
     def _streamed(
         self,
         name: str,
-        given: dict[str, Any],
+        dataset_arguments: dict[str, Any],
         changed: Mapping[str, Any] | None = None,
         uri: str | os.PathLike[str] | None = None,
     ) -> _Measured:
@@ -308,7 +313,7 @@ class _Study:
 
         Args:
             name: Description of the measurement.
-            given: Arguments of the Dataset.
+            dataset_arguments: Arguments of the Dataset.
             changed: Arguments of the Loader that change.
             uri: Another dataset.
         """
@@ -316,7 +321,7 @@ class _Study:
         options = self._options | {"last_batch": "drop"} | dict(changed or {})
         first: list[dict[str, float]] = []
         later: list[dict[str, float]] = []
-        with closing(Dataset(uri or self._uri, **given)) as part:
+        with closing(Dataset(uri or self._uri, **dataset_arguments)) as part:
             while not first or sum(growth["batches"] for growth in first) < _BATCHES // 2:
                 with Loader(part, **options) as loader:
                     if len(loader) < 2:

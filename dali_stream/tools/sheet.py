@@ -210,7 +210,7 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = 
     try:
         page.image.save(path, format="PNG", pnginfo=text)
     except OSError as error:
-        raise DaliStreamError(f"{path}: the contact sheet cannot be written: {error.strerror}; give another --out") from error
+        raise DaliStreamError(f"{path}: the contact sheet cannot be written: {error.strerror}. Give another --out") from error
 
 
 class _Page:

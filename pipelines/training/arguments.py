@@ -54,10 +54,10 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     arguments = parser.parse_args(join_sizes(argv))
     for name in ("max_steps", "batch_size", "chunk", "val_every", "save_every", "log_every"):
         if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; give 1 or more")
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(arguments, name)}")
     if min(arguments.image_size) < 32:
         size = "x".join(map(str, arguments.image_size))
         parser.error(f"--image-size must be 32x32 or more, since a policy makes one token of 32x32 pixels, got {size}")
     if arguments.clip <= 0:
-        parser.error(f"--clip is {arguments.clip}; give more than 0, the largest norm that a gradient keeps")
+        parser.error(f"--clip must be greater than 0, the largest norm that a gradient keeps, got {arguments.clip}")
     return arguments

@@ -59,13 +59,13 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
     ranks, size = accelerator.num_processes, arguments.image_size
     if arguments.batch_size % ranks:
         raise ValueError(
-            f"--batch-size is {arguments.batch_size}, for all {ranks} processes together; give a multiple of {ranks}"
+            f"--batch-size must be a multiple of the {ranks} processes, which share the batch, got {arguments.batch_size}"
         )
     train, val = open_sets(arguments)
     mixed = isinstance(train, dali_stream.Mixture)
     parts = list(train.datasets.values()) if mixed else [train]
     if ACTION not in train.features or not train.cameras:
-        raise ValueError(f"{train.uri} has the keys {', '.join(train.features)}; a camera and {ACTION!r} are needed")
+        raise ValueError(f"{train.uri} must have a camera and {ACTION!r}, got the keys {', '.join(train.features)}")
     fps = min(part.fps for part in parts)  # the lowest rate, so that each dataset has a frame at each step of a chunk
     common: dict[str, Any] = {
         "batch_size": arguments.batch_size // ranks,
@@ -113,9 +113,9 @@ def open_sets(arguments: Namespace) -> tuple[Set, Set | None]:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in where)
         raise ValueError(f"{options} must not be given with a mixture file. Give them in {arguments.uri}")
     mixed, train, val = dali_stream.Mixture.file_arguments(arguments.uri), {}, {}
-    for name, given in mixed.pop("datasets").items():
+    for name, dataset_arguments in mixed.pop("datasets").items():
         try:
-            train[name], val[name] = divided(given, count, mixed.get("keys", {}).get(name, {}))
+            train[name], val[name] = divided(dataset_arguments, count, mixed.get("keys", {}).get(name, {}))
         except (ValueError, dali_stream.DaliStreamError) as error:
             raise type(error)(f"dataset {name!r}: {error}") from error
     # Weights apply to the training data only. Each frame of the validation episodes is used once.
@@ -155,7 +155,7 @@ def held_out(episodes: Sequence[int], count: int) -> tuple[list[int], list[int]]
         ValueError: If no training episode would remain, or `count` is negative.
     """
     if not 0 <= count < len(episodes):
-        raise ValueError(f"--val-episodes is {count}, and the dataset has {len(episodes)} episodes; leave one to train on")
+        raise ValueError(f"--val-episodes must be 0 to {len(episodes) - 1}, to leave one episode to train on, got {count}")
     out = {(2 * number + 1) * len(episodes) // (2 * count) for number in range(count)}
     return [e for n, e in enumerate(episodes) if n not in out], [e for n, e in enumerate(episodes) if n in out]
 

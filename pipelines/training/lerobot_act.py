@@ -38,10 +38,10 @@ class LeRobotAct(nn.Module):
             from lerobot.policies.act.modeling_act import ACTPolicy
         except ImportError as error:
             raise ValueError(
-                f"LeRobot's ACT cannot be imported ({error}); pip install lerobot, or take the policy of this folder"
+                f"LeRobot's ACT cannot be imported ({error}). Install lerobot, or take the policy of this folder"
             ) from error
         if not width:
-            raise ValueError(f"LeRobot's ACT needs {STATE!r}, and the dataset has none; take the policy of this folder")
+            raise ValueError(f"LeRobot's ACT needs {STATE!r}, and the dataset has none. Take the policy of this folder")
         super().__init__()
         inputs = {key: PolicyFeature(FeatureType.VISUAL, (3, *size)) for key in cameras}
         inputs[STATE] = PolicyFeature(FeatureType.STATE, (width,))

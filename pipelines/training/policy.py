@@ -95,12 +95,12 @@ def recorded(batch: Mapping[str, Tensor]) -> Tensor:
 
     Actions after the end of the episode were not recorded, nor were actions that a sample's dataset does not have.
     """
-    there = ~batch["action_is_pad"][..., None].expand_as(actions(batch))
+    mask = ~batch["action_is_pad"][..., None].expand_as(actions(batch))
     if "action_dim_is_pad" in batch:
-        there = there & ~batch["action_dim_is_pad"].reshape(len(there), 1, -1)
+        mask = mask & ~batch["action_dim_is_pad"].reshape(len(mask), 1, -1)
     if "action_is_missing" in batch:
-        there = there & ~batch["action_is_missing"][:, None, None]
-    return there
+        mask = mask & ~batch["action_is_missing"][:, None, None]
+    return mask
 
 
 def state(batch: Mapping[str, Tensor]) -> Tensor:
@@ -122,8 +122,8 @@ class Block(nn.Module):
         )
         self.past = nn.Conv2d(inside, outside, 1, stride, bias=False) if stride > 1 else nn.Identity()
 
-    def forward(self, given: Tensor) -> Tensor:
-        return functional.relu(self.body(given) + self.past(given))
+    def forward(self, features: Tensor) -> Tensor:
+        return functional.relu(self.body(features) + self.past(features))
 
 
 def places(height: int, width: int, channels: int, device: torch.device) -> Tensor:

@@ -28,9 +28,9 @@ class Preemption:
         """Return whether any rank has received a signal. All ranks must call it at the same step. It does not use the GPU."""
         if distributed.is_initialized():
             self._group = self._group or distributed.new_group(backend="gloo")
-            found = torch.tensor(self.signal, dtype=torch.int32)
-            distributed.all_reduce(found, distributed.ReduceOp.MAX, self._group)
-            self.signal = int(found)
+            highest = torch.tensor(self.signal, dtype=torch.int32)
+            distributed.all_reduce(highest, distributed.ReduceOp.MAX, self._group)
+            self.signal = int(highest)
         return self.signal != 0
 
     def leave(self) -> NoReturn:

@@ -90,7 +90,7 @@ def measure(
         DaliStreamError: If the dataset has no frames, or if one cannot be read.
     """
     if not dataset.cameras:
-        raise DaliStreamError(f"no frame was measured: {dataset.uri} has no cameras; give a dataset with cameras")
+        raise DaliStreamError(f"no frame was measured: {dataset.uri} has no cameras. Give a dataset with cameras")
     environment.forget_peak()
     deltas = windows(mode, dataset)
     steps = {key: len(deltas.get(key, [0])) for key in dataset.cameras}

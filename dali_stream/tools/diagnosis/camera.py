@@ -93,7 +93,7 @@ class Camera:
         """Return the result for a file that cannot be read or decoded."""
         where = self.dataset.data_store.where(path)
         kind, remedy = look(self.dataset.data_store, path)
-        text = f"{where}: {str(error).removeprefix(f'{where}: ')}{'; ' if kind else ''}{kind}"
+        text = f"{where}: {str(error).removeprefix(f'{where}: ')}{'. ' if kind else ''}{kind[:1].upper()}{kind[1:]}"
         return PROBLEM, text, remedy or "copy or fetch the dataset again"
 
     def _read_files(self, rows: Rows, deep: Deep | None) -> list[VideoIndex]:
@@ -225,9 +225,9 @@ def check_gops(camera: Camera) -> Result | None:
     if cached := _cached(camera.dataset, camera.key, tables):
         budget, first, later = cached
         cache = f'memory_budget="{budget >> 30}GiB" with image_size={_SIZE}'
-        text += f"; {cache} brings it to about {first:.1f}" + ("" if later else ", and to 0 after the first epoch")
+        text += f". {cache} brings it to about {first:.1f}" + ("" if later else ", and to 0 after the first epoch")
         text += f", {shorter} to 1.5"
-        remedy = f"give the Loader {cache}; or {shorter}"
+        remedy = f"give the Loader {cache}, or use {shorter}"
         if budget == _BUDGETS[0] and first <= _GOOD:
             status = OK  # the default does it
     return status, text, "" if status == OK else remedy
@@ -294,8 +294,8 @@ def check_frame(camera: Camera, decoded: Mapping[str, Decoded]) -> dict[str, Res
 
 def _check_decoded(camera: Camera, name: str, decoded: Decoded, right: list[str]) -> Result:
     if decoded.error and right:  # the file is fine
-        remedy = f"the loader uses {right[0]}; check this decoder's version and driver, and please report it"
-        return PROBLEM, f"{decoded.error}; {right[0]} decodes it", remedy
+        remedy = f"the loader uses {right[0]}. Check this decoder's version and driver, and please report it"
+        return PROBLEM, f"{decoded.error}. {right[0]} decodes it", remedy
     if decoded.error:
         return camera.broken(camera.tables[0].path, DecodeError(f"{name}: {decoded.error}"))
     if decoded.psnr_db is None:
@@ -304,4 +304,4 @@ def _check_decoded(camera: Camera, name: str, decoded: Decoded, right: list[str]
     if decoded.psnr_db >= LEAST_PSNR_DB:
         return OK, text, ""
     remedy = 'use Loader(decode="torchcodec"), and please report it with the file'
-    return PROBLEM, f"{text}; two correct decoders have {LEAST_PSNR_DB:g} or more", remedy
+    return PROBLEM, f"{text}. Two correct decoders have {LEAST_PSNR_DB:g} or more", remedy

@@ -204,7 +204,7 @@ class Deep:
             return OK, f"decoded, in {counted(dataset.num_episodes, 'episode')}", ""
         first = min(broken)
         frame, error = broken[first]
-        more = f"; {len(broken)} of {dataset.num_episodes} episodes have such frames" if len(broken) > 1 else ""
+        more = f". {len(broken)} of {dataset.num_episodes} episodes have such frames" if len(broken) > 1 else ""
         text = f"episode {dataset.episodes[first]}, frame {frame}: {error}{more}"
         return PROBLEM, text, "copy the files again, or exclude these episodes (episodes=...)"
 

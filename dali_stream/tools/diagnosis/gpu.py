@@ -16,7 +16,7 @@ NAMES = {"h264": "H.264", "hevc": "HEVC", "av1": "AV1", "vp9": "VP9", "mpeg4": "
 FORMATS = {("420", 8): "4:2:0 8 bit", ("420", 10): "4:2:0 10 bit", ("422", 8): "4:2:2", ("444", 8): "4:4:4"}
 _NO_GPU = "frames are decoded on the CPU, which works for every codec"
 NOTHING_TO_DO = "nothing to do: the CPU decodes every codec"
-_BROKEN = "check nvidia-smi and the kernel log (dmesg) of this machine; restart it if they fail too"
+_BROKEN = "check nvidia-smi and the kernel log (dmesg) of this machine. Restart it if they fail too"
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 

@@ -10,7 +10,7 @@ from dali_stream.storage import LocalStore, Store, lfs
 
 SHOWN = 16  # bytes; enough to recognize kinds, too few to leak a request that an error page repeats
 _FETCH = "fetch or copy it again"
-_PAGE = f"{_FETCH}: a server's answer was saved in its place; check the address, the login and the dataset's permissions"
+_PAGE = f"{_FETCH}: a server's answer was saved in its place. Check the address, the login and the dataset's permissions"
 _PACKED = "unpack it"
 _BEGINNINGS = (  # (first bytes, what they are, what to do)
     (b"<!doctype", "an HTML page", _PAGE),
@@ -23,7 +23,7 @@ _BEGINNINGS = (  # (first bytes, what they are, what to do)
     (b"\xfd7zxz", "xz", _PACKED),
     (b"\x1a\x45\xdf\xa3", "Matroska or WebM", "remux it: `ffmpeg -i IN -c copy OUT.mp4`"),
     (b"riff", "AVI or another RIFF", "remux it: `ffmpeg -i IN -c copy OUT.mp4`"),
-    (b"par1", "Parquet", "the metadata names the wrong file, or files were mixed up; copy the dataset again"),
+    (b"par1", "Parquet", "the metadata names the wrong file, or files were mixed up. Copy the dataset again"),
     (bytes(SHOWN), "zeros: its space was allocated and never written", _FETCH),
 )
 
@@ -40,7 +40,7 @@ def look(store: Store, path: str) -> tuple[str, str]:
     kind, remedy = _kind(first)
     shown = first[:SHOWN]
     printable = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in shown)
-    return f"it looks like {kind}; {size} bytes, the first are {shown.hex(' ')} ({printable}){place}", remedy
+    return f"it looks like {kind}, of {size} bytes. The first are {shown.hex(' ')} ({printable}){place}", remedy
 
 
 def _target(store: Store, path: str) -> str:
@@ -51,7 +51,7 @@ def _target(store: Store, path: str) -> str:
     target = os.path.realpath(name)
     if target == str(name):
         return ""
-    return f"; its name leads to {target}" + ("" if os.path.exists(target) else ", which does not exist")
+    return f". Its name leads to {target}" + ("" if os.path.exists(target) else ", which does not exist")
 
 
 def _kind(first: bytes) -> tuple[str, str]:

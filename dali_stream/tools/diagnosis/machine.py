@@ -122,7 +122,7 @@ def check_container(machine: Machine) -> Result:
         return PROBLEM, f"{text}, and no GPU is usable", remedy
     # If libnvcuvid exists nevertheless, the findings on the GPUs say so.
     if kind and machine.gpus and capabilities and not {"all", "video"} & set(known):
-        remedy = "set NVIDIA_DRIVER_CAPABILITIES=video,compute,utility; on Kubernetes in the pod's env"
+        remedy = "set NVIDIA_DRIVER_CAPABILITIES=video,compute,utility (on Kubernetes, in the pod's env)"
         return WARNING, f"{text}, which lacks video, so NVDEC is unavailable", remedy
     return OK, text, ""
 
@@ -144,7 +144,7 @@ def check_memory(machine: Machine) -> Result:
     text = f"{usable / _GIB:.1f} GiB" + (f", the container's limit, of {total / _GIB:.1f}" if limit and limit < total else "")
     if usable >= 8 * _GIB:
         return OK, text, ""
-    return WARNING, text, 'set Loader(memory_budget=...) to what the model leaves free; its default is "4GiB"'
+    return WARNING, text, 'set Loader(memory_budget=...) to what the model leaves free. Its default is "4GiB"'
 
 
 def check_shared_memory(machine: Machine) -> Result | None:
@@ -155,7 +155,7 @@ def check_shared_memory(machine: Machine) -> Result | None:
     text = f"{size / _GIB:.2g} GiB in /dev/shm"
     if len(machine.gpus) < 2 or size >= _SMALL_SHM:
         return OK, text, ""
-    text += ", and NCCL needs more for several GPUs; dali_stream uses none"
+    text += ", and NCCL needs more for several GPUs. dali_stream uses none"
     return WARNING, text, "start the container with --shm-size=8g or --ipc=host"
 
 

@@ -95,7 +95,7 @@ def check_files(rows: Rows) -> Result:
         return OK, f"{counted(looked_for, 'file')} of rows and video, none missing", ""
     names = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
     text = f"{dataset.data_store.address}: {len(missing)} of {counted(looked_for, 'file')} missing: {names}"
-    remedy = "copy or fetch them again, or exclude their episodes (episodes=...); `dali-stream info URI --json` lists all"
+    remedy = "copy or fetch them again, or exclude their episodes (episodes=...). `dali-stream info URI --json` lists all"
     return PROBLEM, text, remedy
 
 
@@ -114,7 +114,11 @@ def check_rows(rows: Rows) -> Result:
         kind, remedy = look(dataset.data_store, files.paths[files.index[dataset.rows[episode]]])
         count = len(rows.errors)
         more = f"{count} of {len(episodes)} checked episodes have such rows" if count > 1 else ""
-        return PROBLEM, "; ".join(filter(None, (str(error), kind, more))), remedy or "copy the dataset again"
+        return (
+            PROBLEM,
+            ". ".join(filter(None, (str(error), kind[:1].upper() + kind[1:], more))),
+            remedy or "copy the dataset again",
+        )
     return OK, f"rows are whole and timestamps rise in {len(episodes)} checked episodes of {dataset.num_episodes}", ""
 
 
@@ -185,7 +189,7 @@ class FrameTimes:
         if not faults:
             return OK, f"each row has a frame of its episode, in {self.checked} checked episodes of {dataset.num_episodes}", ""
         first = min(faults)
-        more = f"; {len(faults)} of {dataset.num_episodes} episodes have such faults" if len(faults) > 1 else ""
+        more = f". {len(faults)} of {dataset.num_episodes} episodes have such faults" if len(faults) > 1 else ""
         remedy = "exclude these episodes (episodes=...), or record or convert the dataset again"
         if faults.keys() == self.by_frame_index:
             remedy = f"each row has its frame at frame_index / fps. {BY_FRAME_INDEX}"

@@ -75,7 +75,7 @@ def check_dali(machine: Machine) -> Result:
         if driver and cuda > driver:
             remedy = f"install driver {_DRIVERS.get(cuda[0], 'of that CUDA')} or later"
             if cuda[0] > 12 and driver >= (12, 0):
-                remedy += f"; or `pip uninstall {build}`, then `{install_command('cuda12')}`"
+                remedy += f", or `pip uninstall {build}`, then `{install_command('cuda12')}`"
             return PROBLEM, f"{text}, and the driver supports up to {driver[0]}.{driver[1]}", remedy
     return _new_enough(build, version, text)
 
@@ -111,7 +111,7 @@ def check_torchcodec(machine: Machine) -> Result:
 def _unloadable(answer: Answer, module: str, remedy: str) -> Result:
     if answer.kind == "ModuleNotFoundError":
         return PROBLEM, f"not installed ({answer.reason})", remedy
-    see = f"; `python -c 'import {module}'` shows the whole error"
+    see = f". `python -c 'import {module}'` shows the whole error"
     return PROBLEM, f"cannot be loaded: {answer.reason.rstrip('.:')}", remedy + see
 
 
@@ -124,7 +124,7 @@ def _new_enough(package: str, version: str, text: str) -> Result:
     bounds = (re.match(rf"{re.escape(package)}>=([\d.]+)", line) for line in requirements)
     least = next((match[1] for match in bounds if match), "0")
     if _major_minor(version) < _major_minor(least):
-        return PROBLEM, f"{text}; {least} or later is needed", f"`pip install '{package}>={least}'`"
+        return PROBLEM, f"{text}, and {least} or later is needed", f"`pip install '{package}>={least}'`"
     return OK, text, ""
 
 

@@ -57,11 +57,11 @@ def encoder(codec: str, gop: int, crf: int | None, *, nvenc: bool, size: tuple[i
     """
     one_of("codec", codec, CODECS)
     if codec in ("h264", "hevc") and (size[0] % 2 or size[1] % 2):
-        raise ValueError(f"size must have even sides for {codec}, got {size[0]}×{size[1]}; give --size, or --codec vp9")
+        raise ValueError(f"size must have even sides for {codec}, got {size[0]}×{size[1]}. Give --size, or --codec vp9")
     if positive("gop", gop) > _LONGEST_GOP:
         raise ValueError(f"gop must be 1 to {_LONGEST_GOP} frames, got {gop}")
     if nvenc and codec == "vp9":
-        raise ValueError("NVENC has no VP9 encoder; use the CPU's (--encoder cpu), or another codec")
+        raise ValueError("NVENC has no VP9 encoder. Use the CPU's (--encoder cpu), or another codec")
     name = f"{codec}_nvenc" if nvenc else _CPU[codec]
     if name == "libsvtav1" and gop < 2:
         raise ValueError(f"gop must be 2 or more for SVT-AV1, got {gop}. With 1, only the first frame becomes a keyframe")

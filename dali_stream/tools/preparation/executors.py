@@ -132,5 +132,5 @@ def _failed(
             again.append([task])
         else:
             cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            why = f"its worker died each time ({cause}); check its memory"
+            why = f"its worker died each time ({cause}). Check its memory"
             yield task, {"path": task["path"], "bytes": 0, "error": why}

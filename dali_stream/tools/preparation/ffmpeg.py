@@ -71,5 +71,5 @@ def encode(frames: Iterable[npt.NDArray[np.uint8]], size: tuple[int, int], encod
             text = " ".join(output.read().decode(errors="replace").split())[-_SAID:]
             raise DaliStreamError(
                 f"ffmpeg cannot encode with {encoder.name} (exit code {code}): {text}. `ffmpeg -encoders` lists what it can "
-                "do; NVENC needs a GPU with an encoder (A100 and H100 have none) and its driver"
+                "do. NVENC needs a GPU with an encoder (A100 and H100 have none) and its driver"
             )

@@ -109,7 +109,7 @@ class LocalPlace(Place):
         for part in Path(checked(path)).parts:
             place = place / part
             if place.is_symlink():
-                raise DatasetError(f"{place} is a link, and files are not written through links; remove it")
+                raise DatasetError(f"{place} is a link, and files are not written through links. Remove it")
         return place
 
 
@@ -131,7 +131,7 @@ class RemotePlace(Place):
         self._retried(path, lambda: self._calls.upload(checked(path), file))
         if (arrived := self.size(path)) != size:
             raise StorageError(
-                f"{self.address}/{path}: {size} bytes were uploaded, and {arrived} arrived; run the command again"
+                f"{self.address}/{path}: {size} bytes were uploaded, and {arrived} arrived. Run the command again"
             )
 
     def read(self, path: str) -> bytes | None:
@@ -151,12 +151,12 @@ class RemotePlace(Place):
             except (StorageError, ValueError):
                 raise
             except FileNotFoundError:
-                raise StorageError(f"{self.address}: does not exist; create the bucket or repository first") from None
+                raise StorageError(f"{self.address}: does not exist. Create the bucket or repository first") from None
             except Exception as error:  # each library has its own
                 status = getattr(getattr(error, "response", None), "status_code", None)  # of huggingface_hub
                 if attempt == _ATTEMPTS - 1 or isinstance(error, PermissionError) or status in (401, 403):
-                    what = type(error).__name__ + (f", HTTP {status}" if status else "")  # the text may hold credentials
-                    raise StorageError(f"{self.address}/{path}: cannot be written ({what}); run the command again") from None
+                    reason = type(error).__name__ + (f", HTTP {status}" if status else "")  # the text may hold credentials
+                    raise StorageError(f"{self.address}/{path}: cannot be written ({reason}). Run the command again") from None
             time.sleep(random.random() * 0.5 * 2**attempt)
         raise AssertionError
 

@@ -69,7 +69,9 @@ class Plan:
             header, *tasks = (json.loads(line) for line in data.decode().splitlines())
             return cls(header, tasks)
         except ValueError as error:
-            raise DatasetError(f"meta/prepare/plan.jsonl is broken ({error}); remove OUT and run the command again") from error
+            raise DatasetError(
+                f"Invalid meta/prepare/plan.jsonl in OUT: {error}. Remove OUT and run the command again"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -126,13 +128,13 @@ def _camera(dataset: Dataset, key: str, feature: Feature, options: Options) -> J
     """Return how a camera is written as video: {"mode": "copy", "encode" or "images"}; None if it has no video."""
     if feature.is_image and not options.images_to_video:
         if options.size is not None:
-            raise ValueError(f"size does not apply to {key!r}, whose frames are images in rows; give --images-to-video too")
+            raise ValueError(f"size must be None for {key!r}, whose frames are images in rows. Give --images-to-video too")
         return None
     if not feature.is_video and not feature.is_image:
         return None
     if feature.is_image and feature.channels == 4:
         raise ValueError(
-            f"images_to_video: {key!r} has transparent images, which videos cannot hold; leave it out with --cameras"
+            f"images_to_video must be False for {key!r}, whose images are transparent. Leave it out with --cameras"
         )
     if feature.is_video and (feature.is_depth or not options.encodes):
         return {"mode": "copy"}
@@ -140,7 +142,7 @@ def _camera(dataset: Dataset, key: str, feature: Feature, options: Options) -> J
     size = options.size or feature.frame_size
     codec = options.codec or ("h264" if feature.is_image else recorded.get("video.codec", ""))
     if codec not in CODECS:
-        raise ValueError(f"codec of {key!r} is {codec!r}, which is not encoded; give --codec {', '.join(CODECS)}")
+        raise ValueError(f"codec of {key!r} must be one of {', '.join(CODECS)}, got {codec!r}. Give one with --codec")
     gop = options.gop or 2
     chosen = encoder(codec, gop, options.crf, nvenc=options.encoder == "nvenc", size=size)
     requested = {"video.codec": codec, "video.g": gop, "video.crf": chosen.quality, "video.encoder": chosen.name}
@@ -158,15 +160,15 @@ def _identity(dataset: Dataset, info: Json) -> str:
 
 def _check_apart(keys: Collection[str]) -> None:
     """Check that cameras have files in places of their own, inside of OUT. Raises DatasetError."""
-    rename = "nothing was written. Rename it in meta/info.json and meta/episodes"
+    rename = "Nothing was written, so rename it in meta/info.json and meta/episodes"
     places: dict[PurePosixPath, str] = {}
     for key in sorted(keys, key=len):
         try:
             place = PurePosixPath(checked(key))
         except DatasetError:
-            raise DatasetError(f"{key[:80]!r} is a path outside the output folder; {rename}") from None
+            raise DatasetError(f"{key[:80]!r} is a path outside the output folder. {rename}") from None
         for other in {place, *place.parents} & places.keys():
-            raise DatasetError(f"{key[:80]!r} would be written to the same path as {places[other][:80]!r}; {rename}")
+            raise DatasetError(f"{key[:80]!r} would be written to the same path as {places[other][:80]!r}. {rename}")
         places[place] = key
 
 

@@ -101,8 +101,8 @@ def compare(where: str, frame: int, own: Frames, new: Frames, neighbours: list[t
     psnr = min(10 * math.log10(255**2 / error), _LOSSLESS) if error else _LOSSLESS
     if psnr < FLOOR:
         raise DaliStreamError(
-            f"{where}, frame {frame}: PSNR against the source is {psnr:.1f} dB, and at least {FLOOR:g} is required; "
-            "give a lower --crf"
+            f"{where}, frame {frame}: PSNR against the source is {psnr:.1f} dB, and at least {FLOOR:g} is required. "
+            "Give a lower --crf"
         )
     return psnr, ssim(own, new)
 

@@ -73,7 +73,7 @@ def check_columns(store: Store, features: Mapping[str, Any], footer: Footer) -> 
         if key not in footer.schema.names:
             raise DatasetError(
                 f"{store.where(footer.path)}: has no column {key}, a feature of dtype {str(feature.get('dtype'))[:40]!r} in "
-                "meta/info.json. Only columns and videos can be copied; remove the feature or copy the dataset again"
+                "meta/info.json. Remove the feature or copy the dataset again, since only columns and videos can be copied"
             )
         kind = footer.schema.field(key).type
         if feature.get("dtype") == "image" and (
@@ -161,8 +161,8 @@ class EpisodeRows:
         rows = np.flatnonzero(self._index == index)
         if len(rows) != length or rows[-1] - rows[0] != length - 1:
             raise DatasetError(
-                f"{self._store.where(self._path)}: episode {index}: the metadata has {length} contiguous rows, and "
-                f"the file holds {len(rows)}; copy the dataset again"
+                f"{self._store.where(self._path)}: episode {index} must have the {length} contiguous rows of the metadata, "
+                f"got {len(rows)}. Copy the dataset again"
             )
         return int(rows[0])
 

@@ -177,8 +177,8 @@ def prepare(
             "out_options": out_storage_options,
         }
         with _locked(place):
-            made = _planned(dataset, place, head, shared, run_of)
-            return _run(dataset, place, made, made.header | shared, run_of, progress)
+            out_plan = _planned(dataset, place, head, shared, run_of)
+            return _run(dataset, place, out_plan, out_plan.header | shared, run_of, progress)
 
 
 def _absolute(address: str) -> str:
@@ -197,7 +197,7 @@ def _check_same(place: Place, stored: Json, head: Json, content: str) -> None:
     differs = [name for name in head if stored.get(name) != json.loads(json.dumps(head[name]))]
     if differs:
         raise ValueError(
-            f"{place.address} holds {content} with another {' and another '.join(differs)}; repeat the earlier command to "
+            f"{place.address} holds {content} with another {' and another '.join(differs)}. Repeat the earlier command to "
             "continue it, remove it, or give another folder"
         )
 
@@ -208,7 +208,7 @@ def _check_outside(dataset: Dataset, place: Place) -> None:
         if isinstance(store, LocalStore) and isinstance(place, LocalPlace):
             source, root = Path(os.path.realpath(store.address)), Path(os.path.realpath(place.root))
             if source == root or source in root.parents or root in source.parents:
-                raise ValueError(f"one of {root} and the dataset's {source} is inside the other; give another folder")
+                raise ValueError(f"one of {root} and the dataset's {source} is inside the other. Give another folder")
 
 
 @contextlib.contextmanager
@@ -218,26 +218,28 @@ def _locked(place: Place) -> Iterator[None]:
         yield
         return
     if place.root.exists() and not place.root.is_dir():
-        raise ValueError(f"{place.root} is a file; give a folder that is empty or new")
+        raise ValueError(f"OUT must be a folder that is empty or new, got {place.root}, which is a file")
     if place.root.is_dir() and os.listdir(place.root) and not (place.root / "meta/prepare").is_dir():
-        raise ValueError(f"{place.root} is not empty, and holds no unfinished run; give a folder that is empty or new")
+        raise ValueError(
+            f"OUT must be a folder that is empty or new, got {place.root}, which is not empty, and holds no unfinished run"
+        )
     lock = filelock.FileLock(place.lock_path(), timeout=0, fallback_to_soft=False)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(lock)
         except filelock.Timeout:
-            raise ValueError(f"{place.root} is being written by another process; wait for it, or give another folder") from None
+            raise ValueError(f"{place.root} is being written by another process. Wait for it, or give another folder") from None
         yield
 
 
 def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: Any) -> plan.Plan:
     """Return the plan of an earlier run, or a new one, which is stored in OUT."""
     if (stored := place.read(PLAN)) is not None:
-        made = plan.Plan.from_bytes(stored)
-        _check_same(place, made.header, head, "an unfinished run")
-        return made
+        out_plan = plan.Plan.from_bytes(stored)
+        _check_same(place, out_plan.header, head, "an unfinished run")
+        return out_plan
     if not isinstance(place, LocalPlace) and place.sizes().keys() - {".gitattributes"}:  # a new repository has that
-        raise ValueError(f"{place.address} is not empty, and holds no unfinished run; give an empty place")
+        raise ValueError(f"OUT must be an empty place, got {place.address}, which is not empty, and holds no unfinished run")
     planner = plan.Planner(dataset, head)
     planner.survey()
     job = head | shared | {"renumber": False, "row_stats": False}
@@ -261,9 +263,9 @@ def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: A
         "row_stats": planner.renumber and not metadata.has_episode_stats(dataset),
         "dropped": {str(episode): why for episode, why in sorted(dropped.items())},
     }
-    made = plan.Plan(head, tasks)
-    place.write(PLAN, made.to_bytes())
-    return made
+    out_plan = plan.Plan(head, tasks)
+    place.write(PLAN, out_plan.to_bytes())
+    return out_plan
 
 
 def _call_each(function: Callable[[Json, Json], Json], job: Json, tasks: Sequence[Json]) -> list[Json]:
@@ -271,13 +273,13 @@ def _call_each(function: Callable[[Json, Json], Json], job: Json, tasks: Sequenc
 
 
 def _run(
-    dataset: Dataset, place: Place, made: plan.Plan, job: Json, run_of: Any, show: Callable[[PrepareStatus], None]
+    dataset: Dataset, place: Place, out_plan: plan.Plan, job: Json, run_of: Any, show: Callable[[PrepareStatus], None]
 ) -> PrepareReport:
     if isinstance(place, LocalPlace):
         place.remove("meta/prepare/scratch")  # of workers that were killed
     done = {path for path, note in _notes(place).items() if note["bytes"] == note["found"]}
-    todo = [each for each in made.tasks if each["path"] not in done]
-    progress = Progress(place, len(made.tasks), len(made.tasks) - len(todo), show)
+    todo = [each for each in out_plan.tasks if each["path"] not in done]
+    progress = Progress(place, len(out_plan.tasks), len(out_plan.tasks) - len(todo), show)
     failed: dict[str, str] = {}
     state = "stopped"
     try:
@@ -289,9 +291,9 @@ def _run(
     finally:
         progress.update(state)
     notes = _notes(place)
-    report = _report(made, notes, failed, len(todo) - len(failed))
+    report = _report(out_plan, notes, failed, len(todo) - len(failed))
     if not failed:
-        metadata.write(dataset, made, notes, place, {"plan": made.header, "report": report.as_dict() | {"written": 0}})
+        metadata.write(dataset, out_plan, notes, place, {"plan": out_plan.header, "report": report.as_dict() | {"written": 0}})
         _verify(place, report, job["out_options"])
         place.remove("meta/prepare")
     return report
@@ -307,10 +309,10 @@ def _notes(place: Place) -> dict[str, Json]:
     return {path: note | {"found": sizes.get(path)} for path, note in zip(paths, notes, strict=True)}
 
 
-def _report(made: plan.Plan, notes: dict[str, Json], failed: dict[str, str], written: int) -> PrepareReport:
+def _report(out_plan: plan.Plan, notes: dict[str, Json], failed: dict[str, str], written: int) -> PrepareReport:
     cameras = {}
-    for key, spec in made.header["cameras"].items():
-        own = [notes[each["path"]] for each in made.tasks if each.get("camera") == key and each["path"] in notes]
+    for key, spec in out_plan.header["cameras"].items():
+        own = [notes[each["path"]] for each in out_plan.tasks if each.get("camera") == key and each["path"] in notes]
         cameras[key] = PreparedCamera(
             files=len(own),
             bytes=sum(note["bytes"] for note in own),
@@ -318,10 +320,10 @@ def _report(made: plan.Plan, notes: dict[str, Json], failed: dict[str, str], wri
             **_quality(own, "psnr"),
             **_quality(own, "ssim"),
         )
-    rows = [each for each in made.tasks if "camera" not in each]
+    rows = [each for each in out_plan.tasks if "camera" not in each]
     lengths = [episode["length"] for each in rows for episode in each["episodes"]]
     nbytes = sum(note["bytes"] for note in notes.values())
-    return PrepareReport(len(lengths), sum(lengths), len(rows), nbytes, written, cameras, failed, made.header["dropped"])
+    return PrepareReport(len(lengths), sum(lengths), len(rows), nbytes, written, cameras, failed, out_plan.header["dropped"])
 
 
 def _quality(notes: list[Json], name: str) -> dict[str, float | None]:
@@ -350,7 +352,7 @@ def status(out: str | os.PathLike[str], storage_options: dict[str, Any] | None =
         files = report["data_files"] + sum(camera["files"] for camera in report["cameras"].values())
         return PrepareStatus("finished", files, 0, 0, files, report["bytes"], 0.0, None, time.time())
     if (stored := place.read(PROGRESS)) is None:
-        raise ValueError(f"{place.address} holds no run of prepare; give its OUT")
+        raise ValueError(f"out must be the OUT of a run of prepare, got {place.address}, which holds no run")
     last = PrepareStatus(**json.loads(stored))
     silent = last.state == "running" and time.time() - last.at > _SILENT_S
     return dataclasses.replace(last, state="stopped", running=0) if silent else last

@@ -109,7 +109,7 @@ def refuse_sound(store: Store, path: str) -> None:
         handler = find(moov, start, end, b"mdia", b"hdlr") if kind == b"trak" else None
         if handler and moov[handler[0] + 8 : handler[0] + 12] == b"soun":
             raise DecodeError(
-                f"{store.where(path)}: has sound, which cannot be copied; remove it with `ffmpeg -i IN -c copy -an OUT`"
+                f"{store.where(path)}: has sound, which cannot be copied. Remove it with `ffmpeg -i IN -c copy -an OUT`"
             )
 
 
@@ -129,8 +129,8 @@ def read_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Iter
         data = memoryview(store.read(table.path, begin, after))
         if len(data) != after - begin:
             raise DecodeError(
-                f"{store.where(table.path)}: bytes {begin} to {after} are missing: the file has become shorter since its "
-                "index was read; run the same command again"
+                f"{store.where(table.path)}: bytes {begin} to {after} are missing, because the file has become shorter "
+                "since its index was read. Run the same command again"
             )
         yield [data[offset[i] - begin : end[i] - begin] for i in range(start, last + 1)]
         start = last + 1

@@ -97,5 +97,5 @@ def _write_rows(task: TaskInput, file: Path) -> Json:
     with pq.ParquetFile(file) as written:
         groups = (written.read_row_group(group, use_threads=False) for group in range(written.num_row_groups))
         if list(map(rows.digest, groups)) != digests or not written.schema_arrow.equals(schema, check_metadata=True):
-            raise DaliStreamError(f"{task.where}: its rows differ from the source's; check the disk")
+            raise DaliStreamError(f"{task.where}: its rows differ from the source's. Check the disk")
     return {"stats": stats, "rows": True}

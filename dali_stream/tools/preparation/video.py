@@ -54,7 +54,7 @@ def copy(task: TaskInput, file: Path) -> Json:
         copied.append((episode, task.new_times(table), shown, packets.add(runs, index, shown)))
     last, count = packets.join(runs, task.fps), len(packets.descriptions(runs))
     if count > _MOST_CONFIGS:
-        raise DecodeError(f"{task.where}: its sources have {count} sample descriptions; give a smaller --file-mb")
+        raise DecodeError(f"{task.where}: its sources have {count} sample descriptions. Give a smaller --file-mb")
     pts = [run.index.pts[run.start : run.stop] + run.shift for run in runs]
     index = runs[0].index
     track, digest = packets.write(file, task.store, runs, pts, index.timescale, index.track_header, last)
@@ -71,13 +71,13 @@ def _verify(task: TaskInput, store: LocalStore, file: Path, track: Track, digest
     """Check that a file has the packets that were written, and that its rows locate the right ones. Return its index."""
     index = packets.read_back(store, file.name, track, digest)
     if index is None:
-        raise DaliStreamError(f"{task.where}: its encoded frames or their times differ from the source's; check the disk")
+        raise DaliStreamError(f"{task.where}: its encoded frames or their times differ from the source's. Check the disk")
     starts = sorted({episode.start for episode in episodes})
     stops = dict(zip(starts, [*starts[1:], math.inf], strict=True))
     for number, start, times, expected in episodes:
         where = f"{task.where}: {task.camera}, episode {number}"
         if (task.new_clock.locate(where, index, (start, stops[start]), times) != expected).any():
-            raise DaliStreamError(f"{where}: a timestamp has another frame than in the source; check the disk")
+            raise DaliStreamError(f"{where}: a timestamp has another frame than in the source. Check the disk")
     return index
 
 
@@ -168,7 +168,7 @@ def _grid(task: TaskInput, episode: int, times: Times) -> Int64:
     if grid[0] != 0 or (np.diff(grid) <= 0).any():
         raise DatasetError(
             f"{task.where}: episode {episode}: its timestamps are not near multiples of 1/fps from 0 on, so its frames "
-            "cannot be encoded at the dataset's rate; give --clock frame_index, which writes regular timestamps"
+            "cannot be encoded at the dataset's rate. Give --clock frame_index, which writes regular timestamps"
         )
     return grid
 

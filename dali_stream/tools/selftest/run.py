@@ -124,7 +124,7 @@ def selftest(
 
 
 def _without_gpu() -> Report:
-    reason = "no GPU that torch can use was found, so NVDEC was not tested; `dali-stream doctor` shows what is missing"
+    reason = "no GPU that torch can use was found, so NVDEC was not tested. `dali-stream doctor` shows what is missing"
     try:
         unusable = gpus()
     except DriverError:
