@@ -11,7 +11,7 @@ import numpy.typing as npt
 from dali_stream.decode.audit import Audit
 from dali_stream.decode.dali import Packed
 from dali_stream.decode.route import TORCHCODEC_CUDA, Route
-from dali_stream.pipeline.batches import FinishedBatch, Texts, with_time_axis
+from dali_stream.pipeline.batches import PlannedBatch, Texts, with_time_axis
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.finisher import Finisher
 
@@ -36,7 +36,7 @@ class ExternalSource:
         self._config, self._finisher, self._on_cpu = config, finisher, config.on_cpu(routes)
         self._on_dali = [key for key in config.dataset.cameras if routes[key].decoder == "dali"]
         self._on_cuda = [key for key in config.dataset.cameras if routes[key].decoder == TORCHCODEC_CUDA]
-        self._current: FinishedBatch
+        self._current: PlannedBatch
         self._clips: deque[dict[str, list[Packed]]] = deque(maxlen=2)  # of the batches that a failed run may concern
         self.texts: deque[Texts] = deque()
         self.audits: deque[dict[str, dict[int, Audit]]] = deque()
