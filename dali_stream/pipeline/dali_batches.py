@@ -11,7 +11,7 @@ from dali_stream.decode.route import Route
 from dali_stream.decode.turns import turns
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.pipeline import graph
-from dali_stream.pipeline.batches import closed
+from dali_stream.pipeline.batches import PlannedBatch, closed
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.external_source import ExternalSource
 from dali_stream.pipeline.finisher import Finisher
@@ -36,7 +36,6 @@ class DaliBatches:
         self, config: Config, planner: Planner, counters: Counters, routes: dict[str, Route], user: graph.Graph | None
     ) -> None:
         self._config, self._planner, self._counters, self._routes, self._user = config, planner, counters, routes, user
-        self._on_dali = [key for key in config.dataset.cameras if routes[key].decoder == "dali"]
         self._source = ExternalSource(config, Finisher(config, planner, counters), routes)
         self._iterator: Any = None
 
@@ -69,19 +68,21 @@ class DaliBatches:
             raise DaliStreamError(
                 f"An operator of the DALI pipeline failed: {error.explanation}. See the error that caused this one"
             ) from error.__cause__
-        self._audit(batch)
+        given = self._source.batches.popleft()
+        self._audit(given, batch)
         for key, layout in iterator.layouts.items():
             if key in batch and layout.endswith("HWC"):
                 frames = batch[key].movedim(-1, -3)
                 batch[key] = frames.contiguous() if self._config.memory_format == "contiguous" else frames
-        return self._source.texts.popleft() | batch
+        return given.texts | batch  # DALI has no strings
 
-    def _audit(self, batch: dict[str, Any]) -> None:
+    def _audit(self, given: PlannedBatch, batch: dict[str, Any]) -> None:
         """Compare samples with the frames that FFmpeg decodes. Raises RouteChange if DALI delivered a different frame."""
-        for camera, audits in self._source.audits.popleft().items():
+        for camera in self._source.on_dali:
             # A user's graph may change the frames, so its inputs are additional outputs.
             frames: Any = batch.pop(graph.AUDITED + camera) if self._config.audits_apart else batch.get(camera)
-            for row, audit in audits.items():
+            audits = ((row, clip.audit) for row, clip in enumerate(given.frames[camera]) if clip.audit)
+            for row, audit in audits:
                 window = frames[row].unsqueeze(0) if self._config.squeezed(camera) else frames[row]
                 levels = window.cpu().float().numpy() * (255 if self._config.image_dtype == "float32" else 1)
                 with self._counters.timed("starved_s"):
@@ -92,22 +93,22 @@ class DaliBatches:
     def _route_change(self, explanation: str) -> RouteChange | None:
         """Return the cameras that DALI cannot decode. None if another operator failed.
 
-        DALI's error names neither camera nor clip, so the clips of the last batches are decoded again, camera by camera. If
-        all of them can be decoded, the decoder is still considered the cause, unless the user gives a function for the graph,
-        whose operators may have failed.
+        DALI's error names neither camera nor clip, so the clips of all batches in the pipeline are decoded again, camera by
+        camera. If all of them can be decoded, the decoder is still considered the cause, unless the user gives a function for
+        the graph, whose operators may have failed.
         """
-        failed = {}
-        for camera in self._on_dali:
-            clips = self._source.clips(camera)
+        failed, on_dali = {}, self._source.on_dali
+        for camera in on_dali:
+            clips = [clip for batch in self._source.batches for clip in batch.frames[camera]]
             try:
                 for i in range(0, len(clips), _TRIED):
                     dali.decode([(clip.clip, clip.frames) for clip in clips[i : i + _TRIED]], self._config.gpu, 1)
             except DecodeError as error:
                 failed[camera] = str(error)
-        if not failed and (self._user is not None or not self._on_dali):
+        if not failed and (self._user is not None or not on_dali):
             return None
         reason = next(iter(failed.values()), f"DALI's video decoder failed: {explanation}")
-        return RouteChange(list(failed) or self._on_dali, reason)
+        return RouteChange(list(failed) or on_dali, reason)
 
     def close(self) -> None:
         """Free the pipeline."""
