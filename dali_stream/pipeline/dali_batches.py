@@ -11,7 +11,7 @@ from dali_stream.decode.route import Route
 from dali_stream.decode.turns import turns
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.pipeline import graph
-from dali_stream.pipeline.batches import PlannedBatch, closed
+from dali_stream.pipeline.batches import PlannedBatch
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.external_source import ExternalSource
 from dali_stream.pipeline.finisher import Finisher
@@ -24,30 +24,27 @@ _TRIED = 8  # number of clips that are decoded at a time to find a broken one, s
 class DaliBatches:
     """Batches that a DALI graph makes. On the DALI route, the graph also decodes.
 
+    The pipeline is built when an instance is created, and freed with it.
+
     Args:
         config: Configuration of the loader.
         planner: Planner of the batches.
         counters: Counters to add to.
         routes: {camera: decoder}.
         user: User's function for the graph. None if the user gives none.
+
+    Raises:
+        ValueError: If the user's function does not return a dict of DataNodes.
+        DaliStreamError: If DALI cannot build the graph.
     """
 
     def __init__(
         self, config: Config, planner: Planner, counters: Counters, routes: dict[str, Route], user: graph.Graph | None
     ) -> None:
-        self._config, self._planner, self._counters, self._routes, self._user = config, planner, counters, routes, user
+        self._config, self._counters, self._user = config, counters, user
         self._source = ExternalSource(config, Finisher(config, planner, counters), routes)
-        self._iterator: Any = None
-
-    def build(self) -> None:
-        """Build the DALI pipeline.
-
-        Raises:
-            ValueError: If the user's function does not return a dict of DataNodes.
-            DaliStreamError: If DALI cannot build the graph.
-        """
-        pipeline, names = graph.build(self._config, self._source, self._routes, self._user)
-        self._iterator = Iterator(pipeline, names, self._planner.ready, self._source.prepare, turns(self._config.gpu))
+        pipeline, names = graph.build(config, self._source, routes, user)
+        self._iterator = Iterator(pipeline, names, planner.ready, self._source.prepare, turns(config.gpu))
 
     def next(self) -> dict[str, Any]:
         """Return the next batch, with frames channels first.
@@ -56,12 +53,9 @@ class DaliBatches:
             RouteChange: If DALI cannot decode a camera.
             DaliStreamError: If the batch could not be made.
         """
-        iterator = self._iterator
-        if iterator is None:
-            raise closed()
         try:
             with self._counters.timed("graph_s"):  # without the time that `Finisher` waits, which counts as `starved_s`
-                [batch] = next(iterator)
+                [batch] = next(self._iterator)
         except PipelineError as error:
             if change := self._route_change(error.explanation):
                 raise change from error.__cause__
@@ -70,7 +64,7 @@ class DaliBatches:
             ) from error.__cause__
         given = self._source.batches.popleft()
         self._audit(given, batch)
-        for key, layout in iterator.layouts.items():
+        for key, layout in self._iterator.layouts.items():
             if key in batch and layout.endswith("HWC"):
                 frames = batch[key].movedim(-1, -3)
                 batch[key] = frames.contiguous() if self._config.memory_format == "contiguous" else frames
@@ -110,11 +104,6 @@ class DaliBatches:
         reason = next(iter(failed.values()), f"DALI's video decoder failed: {explanation}")
         return RouteChange(list(failed) or on_dali, reason)
 
-    def close(self) -> None:
-        """Free the pipeline."""
-        self._iterator = None
-
     def abandon(self) -> None:
         """Leave the pipeline to the parent of a forked process."""
-        if self._iterator is not None:
-            abandon(self._iterator)
+        abandon(self._iterator)
