@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -39,16 +39,23 @@ def task(state: str) -> Future[None]:
 @pytest.mark.parametrize("state", ["waits", "runs", "cancelled", "failed", "done"])
 def test_a_batch_is_ready_once_all_of_its_tasks_are_done(state: str) -> None:
     assert succeeded(task(state)) == (state == "done")
-    slots: Any = SimpleNamespace(broken={})
-    plan: Any = None
-    assert Decoded(slots, plan, [task("done"), task(state)], {}).ready() == (state == "done")
+    plan: Any = SimpleNamespace(show=np.array([[0]]))
+    assert Decoded(Slots(1, (2, 2, 3)), plan, [task("done"), task(state)], {}).ready() == (state == "done")
 
 
 def test_a_batch_with_a_frame_that_failed_is_not_ready() -> None:
-    plan: Any = None
-    for broken, failed in (({3: "damaged"}, {}), ({}, {0: DecodeError("damaged")})):
-        slots: Any = SimpleNamespace(broken=broken)
-        assert not Decoded(slots, plan, [task("done")], failed).ready()
+    slots, plan = Slots(4, (2, 2, 3)), cast(Any, SimpleNamespace(show=np.array([[0, -1], [2, 3]])))
+    assert not Decoded(slots, plan, [task("done")], {0: DecodeError("damaged")}).ready()
+    slots.fail(3, DecodeError("damaged"))
+    assert not Decoded(slots, plan, [task("done")], {}).ready()
+    slots.put([3], np.zeros((1, 2, 2, 3), np.uint8))
+    assert Decoded(slots, plan, [task("done")], {}).ready()
+
+
+def test_a_batch_is_ready_although_a_frame_of_another_one_has_failed() -> None:
+    slots, plan = Slots(4, (2, 2, 3)), cast(Any, SimpleNamespace(show=np.array([[0, -1], [2, 3]])))
+    slots.fail(1, DecodeError("damaged"))
+    assert Decoded(slots, plan, [task("done")], {}).ready()
 
 
 SHAPE = (2, 3, 4, 5, 3)  # of two windows with three steps each
