@@ -26,7 +26,7 @@ from support.datasets import TOP
 from support.slow import slow
 
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader
-from dali_stream.pipeline import graph
+from dali_stream.pipeline import dali_batches, graph
 from dali_stream.pipeline import stream as stream_module
 from dali_stream.pipeline.graph import Graph
 from dali_stream.storage import LocalStore
@@ -520,6 +520,25 @@ def test_closing_while_the_pipeline_is_built_leaves_nothing(demo: Path, monkeypa
         monkeypatch.setattr(graph, "build", closed_meanwhile)
         with pytest.raises(DaliStreamError, match="closed"):
             next(iter(loader))
+
+
+@pytest.mark.parametrize("dali_graph", [None, lambda nodes: nodes], ids=["without DALI", "with DALI"])
+def test_an_error_before_the_first_batch_leaves_nothing(
+    demo: Path, monkeypatch: pytest.MonkeyPatch, dali_graph: Graph | None
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory for the front end")
+
+    with nothing_left() as before, Loader(demo, batch_size=8, dali_graph=dali_graph) as loader:
+        monkeypatch.setattr(dali_batches, "DaliBatches", fail)
+        monkeypatch.setattr(stream_module, "TorchBatches", fail)
+        for _ in range(2):
+            with pytest.raises(MemoryError, match="front end"):
+                next(iter(loader))
+            assert not any("dali_stream" in name for name in traces()[0])
+        assert traces()[1] == before[1]
+        monkeypatch.undo()
+        assert len(list(loader)) == len(loader)
 
 
 def test_a_loader_that_is_collected_in_its_own_thread_leaves_nothing(demo: Path) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from dali_stream import DaliStreamError
+from dali_stream.cache import slots as slots_module
+from dali_stream.cache.slots import Slots
 from dali_stream.decode import torchcodec
 from dali_stream.decode.decoder import Decoded, even_tasks, succeeded, task_frames
 from dali_stream.decode.torchcodec import frames_at_once
 from dali_stream.errors import DecodeError
+from dali_stream.workers import Workers
 
 
 def task(state: str) -> Future[None]:
@@ -35,16 +39,52 @@ def task(state: str) -> Future[None]:
 @pytest.mark.parametrize("state", ["waits", "runs", "cancelled", "failed", "done"])
 def test_a_batch_is_ready_once_all_of_its_tasks_are_done(state: str) -> None:
     assert succeeded(task(state)) == (state == "done")
-    slots: Any = SimpleNamespace(broken={})
-    plan: Any = None
-    assert Decoded(slots, plan, [task("done"), task(state)], {}).ready() == (state == "done")
+    plan: Any = SimpleNamespace(show=np.array([[0]]))
+    assert Decoded(Slots(1, (2, 2, 3)), plan, [task("done"), task(state)], {}).ready() == (state == "done")
 
 
 def test_a_batch_with_a_frame_that_failed_is_not_ready() -> None:
-    plan: Any = None
-    for broken, failed in (({3: "damaged"}, {}), ({}, {0: DecodeError("damaged")})):
-        slots: Any = SimpleNamespace(broken=broken)
-        assert not Decoded(slots, plan, [task("done")], failed).ready()
+    slots, plan = Slots(4, (2, 2, 3)), cast(Any, SimpleNamespace(show=np.array([[0, -1], [2, 3]])))
+    assert not Decoded(slots, plan, [task("done")], {0: DecodeError("damaged")}).ready()
+    slots.fail(3, DecodeError("damaged"))
+    assert not Decoded(slots, plan, [task("done")], {}).ready()
+    slots.put([3], np.zeros((1, 2, 2, 3), np.uint8))
+    assert Decoded(slots, plan, [task("done")], {}).ready()
+
+
+def test_a_batch_is_ready_although_a_frame_of_another_one_has_failed() -> None:
+    slots, plan = Slots(4, (2, 2, 3)), cast(Any, SimpleNamespace(show=np.array([[0, -1], [2, 3]])))
+    slots.fail(1, DecodeError("damaged"))
+    assert Decoded(slots, plan, [task("done")], {}).ready()
+
+
+SHAPE = (2, 3, 4, 5, 3)  # of two windows with three steps each
+LAYOUTS: dict[str, Callable[[type[np.generic]], Any]] = {
+    "contiguous": lambda dtype: np.empty(SHAPE, dtype),
+    "channels first": lambda dtype: np.moveaxis(np.empty((2, 3, 3, 4, 5), dtype), -3, -1),
+    "frames apart": lambda dtype: np.empty((2, 6, 4, 5, 3), dtype)[:, ::2],
+    "frames apart, channels first": lambda dtype: np.moveaxis(np.empty((2, 6, 3, 4, 5), dtype)[:, ::2], -3, -1),
+    "backwards": lambda dtype: np.empty(SHAPE, dtype)[::-1, ::-1],
+    "wide rows": lambda dtype: np.empty((2, 3, 4, 9, 3), dtype)[:, :, :, 2:7],
+}
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_a_batch_of_any_layout_gets_its_frames(
+    dtype: type[np.generic], layout: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = np.random.default_rng(0).integers(1, 256, (5, *SHAPE[2:]), np.uint8)
+    slots, out, helpers = Slots(7, SHAPE[2:]), LAYOUTS[layout](dtype), Workers("copy", threads)
+    monkeypatch.setattr(slots_module, "_COPY_BYTES", out.nbytes // 3)  # a share for two frames
+    slots.put([0, 2, 3, 5, 6], frames)
+    out[:] = 99
+    assert slots.gather(np.array([[5, 0, 5], [-1, 3, 2]]), out, helpers) == {}
+    helpers.stop()
+    helpers.join()
+    expected = np.stack([frames[3], frames[0], frames[3], np.zeros_like(frames[0]), frames[2], frames[1]]).reshape(SHAPE)
+    assert np.array_equal(out, expected if dtype == np.uint8 else expected / np.float32(255))
 
 
 def test_tasks_of_small_frames_have_more_of_them() -> None:

@@ -48,10 +48,10 @@ class Slots:
         """Free the memory. The slots cannot be used afterwards."""
         self._frames = self._frames[:0].copy()
 
-    @property
-    def broken(self) -> bool:
-        """Whether any slot has a frame that cannot be decoded."""
-        return bool(self._errors)
+    def has_failed(self, show: Int64) -> bool:
+        """Return whether a frame of a batch cannot be decoded. The batch's tasks must have ended. See `gather` for `show`."""
+        # A slot keeps its error until it is written again, so other slots may have errors that do not concern this batch.
+        return bool(self._errors) and any(slot in self._errors for slot in show.reshape(-1).tolist())
 
     def gather(self, show: Int64, out: npt.NDArray[Any], helpers: Workers) -> dict[int, DecodeError]:
         """Copy the frames of a batch.
@@ -74,14 +74,8 @@ class Slots:
         self._copy(shares)
         for other in others:
             other.result()
-        if not self._errors:
-            return {}
-        failed = {}
-        for sample, shown in enumerate(show.tolist()):
-            errors = [self._errors[slot] for slot in shown if slot in self._errors]
-            if errors:
-                failed[sample] = errors[0]
-        return failed
+        samples = enumerate(show.tolist()) if self._errors else ()
+        return {row: self._errors[bad[0]] for row, shown in samples if (bad := [s for s in shown if s in self._errors])}
 
     def _copy(self, shares: Iterator[tuple[Int64, npt.NDArray[Any]]]) -> None:
         with span("copy"):
@@ -96,9 +90,11 @@ class Slots:
         planes = np.moveaxis(np.empty((self.shape[2], *self.shape[:2]), np.uint8), 0, -1)
         for slot, to in zip(slots.tolist(), out, strict=True):
             frame = self._frames[slot]
+            if to.dtype == np.uint8:
+                to[:] = frame
+                continue
             if not to.flags.c_contiguous:  # transposing first and then dividing is faster than both in one operation
-                planes = planes if to.dtype != np.uint8 else to
                 planes[:] = frame
                 frame = planes
-            if to.dtype != np.uint8:  # a division as in LeRobot, since x * (1 / 255) is rounded differently
-                np.divide(frame, np.float32(255), out=to, dtype=np.float32)
+            # A division as in LeRobot, since x * (1 / 255) is rounded differently.
+            np.divide(frame, np.float32(255), out=to, dtype=np.float32)

@@ -92,7 +92,8 @@ class Decoded:
         self._slots, self._plan, self.tasks, self.failed = slots, plan, tasks, failed
 
     def ready(self) -> bool:
-        return not self.failed and not self._slots.broken and all(map(succeeded, self.tasks))
+        done = not self.failed and all(map(succeeded, self.tasks))
+        return done and not self._slots.has_failed(self._plan.show)
 
     def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Array:
         frames = buffers.take((*self._plan.show.shape, *self._slots.shape), dtype)

@@ -1,8 +1,8 @@
-"""Batches in progress: as planned, and with their frames."""
+"""Batches in progress."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
@@ -19,34 +19,21 @@ Texts = dict[str, list[str]]
 
 @dataclass
 class PlannedBatch:
-    """One rank's share of a global batch, whose frames are being decoded.
+    """One rank's share of a global batch. `Finisher` adds the frames when they have been decoded.
 
     Attributes:
         samples: Samples of the batch.
         columns: {key: values of shape (B, ...)}, for tabular features, masks and random numbers.
         texts: {key: one string per sample}.
         work: {camera: decode tasks in progress}.
+        frames: {camera: frames of shape (B, T, H, W, C), or a list with one item per sample, see `Work.collect`}.
     """
 
     samples: Samples
     columns: dict[str, Array]
     texts: Texts
     work: dict[str, Work]
-
-
-@dataclass
-class FinishedBatch:
-    """A batch with its frames.
-
-    Attributes:
-        samples, columns, texts: See `PlannedBatch`.
-        frames: {camera: frames of shape (B, T, H, W, C), or a list of B `Packed` clips on the DALI route}.
-    """
-
-    samples: Samples
-    columns: dict[str, Array]
-    texts: Texts
-    frames: dict[str, Any]
+    frames: dict[str, Any] = field(default_factory=dict)
 
 
 def with_time_axis(config: Config, camera: str, frames: Array) -> Array:

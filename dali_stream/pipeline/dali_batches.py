@@ -11,7 +11,7 @@ from dali_stream.decode.route import Route
 from dali_stream.decode.turns import turns
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.pipeline import graph
-from dali_stream.pipeline.batches import closed
+from dali_stream.pipeline.batches import PlannedBatch
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.external_source import ExternalSource
 from dali_stream.pipeline.finisher import Finisher
@@ -24,31 +24,27 @@ _TRIED = 8  # number of clips that are decoded at a time to find a broken one, s
 class DaliBatches:
     """Batches that a DALI graph makes. On the DALI route, the graph also decodes.
 
+    The pipeline is built when an instance is created, and freed with it.
+
     Args:
         config: Configuration of the loader.
         planner: Planner of the batches.
         counters: Counters to add to.
         routes: {camera: decoder}.
         user: User's function for the graph. None if the user gives none.
+
+    Raises:
+        ValueError: If the user's function does not return a dict of DataNodes.
+        DaliStreamError: If DALI cannot build the graph.
     """
 
     def __init__(
         self, config: Config, planner: Planner, counters: Counters, routes: dict[str, Route], user: graph.Graph | None
     ) -> None:
-        self._config, self._planner, self._counters, self._routes, self._user = config, planner, counters, routes, user
-        self._on_dali = [key for key in config.dataset.cameras if routes[key].decoder == "dali"]
+        self._config, self._counters, self._user = config, counters, user
         self._source = ExternalSource(config, Finisher(config, planner, counters), routes)
-        self._iterator: Any = None
-
-    def build(self) -> None:
-        """Build the DALI pipeline.
-
-        Raises:
-            ValueError: If the user's function does not return a dict of DataNodes.
-            DaliStreamError: If DALI cannot build the graph.
-        """
-        pipeline, names = graph.build(self._config, self._source, self._routes, self._user)
-        self._iterator = Iterator(pipeline, names, self._planner.ready, self._source.prepare, turns(self._config.gpu))
+        pipeline, names = graph.build(config, self._source, routes, user)
+        self._iterator = Iterator(pipeline, names, planner.ready, self._source.prepare, turns(config.gpu))
 
     def next(self) -> dict[str, Any]:
         """Return the next batch, with frames channels first.
@@ -57,31 +53,30 @@ class DaliBatches:
             RouteChange: If DALI cannot decode a camera.
             DaliStreamError: If the batch could not be made.
         """
-        iterator = self._iterator
-        if iterator is None:
-            raise closed()
         try:
             with self._counters.timed("graph_s"):  # without the time that `Finisher` waits, which counts as `starved_s`
-                [batch] = next(iterator)
+                [batch] = next(self._iterator)
         except PipelineError as error:
             if change := self._route_change(error.explanation):
                 raise change from error.__cause__
             raise DaliStreamError(
                 f"An operator of the DALI pipeline failed: {error.explanation}. See the error that caused this one"
             ) from error.__cause__
-        self._audit(batch)
-        for key, layout in iterator.layouts.items():
+        given = self._source.batches.popleft()
+        self._audit(given, batch)
+        for key, layout in self._iterator.layouts.items():
             if key in batch and layout.endswith("HWC"):
                 frames = batch[key].movedim(-1, -3)
                 batch[key] = frames.contiguous() if self._config.memory_format == "contiguous" else frames
-        return self._source.texts.popleft() | batch
+        return given.texts | batch  # DALI has no strings
 
-    def _audit(self, batch: dict[str, Any]) -> None:
+    def _audit(self, given: PlannedBatch, batch: dict[str, Any]) -> None:
         """Compare samples with the frames that FFmpeg decodes. Raises RouteChange if DALI delivered a different frame."""
-        for camera, audits in self._source.audits.popleft().items():
+        for camera in self._source.on_dali:
             # A user's graph may change the frames, so its inputs are additional outputs.
             frames: Any = batch.pop(graph.AUDITED + camera) if self._config.audits_apart else batch.get(camera)
-            for row, audit in audits.items():
+            audits = ((row, clip.audit) for row, clip in enumerate(given.frames[camera]) if clip.audit)
+            for row, audit in audits:
                 window = frames[row].unsqueeze(0) if self._config.squeezed(camera) else frames[row]
                 levels = window.cpu().float().numpy() * (255 if self._config.image_dtype == "float32" else 1)
                 with self._counters.timed("starved_s"):
@@ -92,28 +87,23 @@ class DaliBatches:
     def _route_change(self, explanation: str) -> RouteChange | None:
         """Return the cameras that DALI cannot decode. None if another operator failed.
 
-        DALI's error names neither camera nor clip, so the clips of the last batches are decoded again, camera by camera. If
-        all of them can be decoded, the decoder is still considered the cause, unless the user gives a function for the graph,
-        whose operators may have failed.
+        DALI's error names neither camera nor clip, so the clips of all batches in the pipeline are decoded again, camera by
+        camera. If all of them can be decoded, the decoder is still considered the cause, unless the user gives a function for
+        the graph, whose operators may have failed.
         """
-        failed = {}
-        for camera in self._on_dali:
-            clips = self._source.clips(camera)
+        failed, on_dali = {}, self._source.on_dali
+        for camera in on_dali:
+            clips = [clip for batch in self._source.batches for clip in batch.frames[camera]]
             try:
                 for i in range(0, len(clips), _TRIED):
                     dali.decode([(clip.clip, clip.frames) for clip in clips[i : i + _TRIED]], self._config.gpu, 1)
             except DecodeError as error:
                 failed[camera] = str(error)
-        if not failed and (self._user is not None or not self._on_dali):
+        if not failed and (self._user is not None or not on_dali):
             return None
         reason = next(iter(failed.values()), f"DALI's video decoder failed: {explanation}")
-        return RouteChange(list(failed) or self._on_dali, reason)
-
-    def close(self) -> None:
-        """Free the pipeline."""
-        self._iterator = None
+        return RouteChange(list(failed) or on_dali, reason)
 
     def abandon(self) -> None:
         """Leave the pipeline to the parent of a forked process."""
-        if self._iterator is not None:
-            abandon(self._iterator)
+        abandon(self._iterator)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from concurrent.futures import CancelledError
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from dali_stream.cache.buffers import Buffers
 from dali_stream.counters import Counters
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.source import ABSENT
-from dali_stream.pipeline.batches import FinishedBatch, PlannedBatch, closed
+from dali_stream.pipeline.batches import PlannedBatch, closed
 from dali_stream.pipeline.config import SUBSTITUTE, Config
 from dali_stream.pipeline.planner import Planner
 
@@ -39,47 +38,46 @@ class Finisher:
         self._config, self._planner, self._counters, self._dtype = config, planner, counters, dtype
         self._buffers = Buffers(channels_first)
 
-    def next(self) -> FinishedBatch:
-        """Return the next batch, with decoded and gathered frames.
+    def next(self) -> PlannedBatch:
+        """Return the next batch, with its frames.
 
         Raises:
             DaliStreamError: If the batch could not be made, or the loader was closed.
         """
         batch = self._planner.take()
         try:
-            frames = self._finish(batch)
+            self._finish(batch)
         except Exception as error:  # any error may be the consequence of another thread closing the loader
             if self._planner.stopping or isinstance(error, CancelledError):
                 raise closed() from error
             raise
         self._planner.done()
         self._counters.padded += batch.samples.padded
-        return FinishedBatch(batch.samples, batch.columns, batch.texts, frames)
+        return batch
 
-    def _finish(self, batch: PlannedBatch) -> dict[str, Any]:
+    def _finish(self, batch: PlannedBatch) -> None:
         """Wait for the frames of a batch and gather them. Substitute samples that failed, if this is allowed."""
-        config, frames = self._config, dict[str, Any]()
+        config = self._config
         failed: dict[int, DecodeError] = {}
         files: dict[int, str] = {}  # {sample that failed: its file}
         with self._counters.timed("starved_s"):
             for task in itertools.chain.from_iterable(work.tasks for work in batch.work.values()):
                 task.result()
         for key, work in batch.work.items():
-            frames[key] = work.collect(self._buffers, self._dtype, self._planner.pool.copiers)
+            batch.frames[key] = work.collect(self._buffers, self._dtype, self._planner.pool.copiers)
             failed |= work.failed
             files |= {row: self._file(key, int(batch.samples.episode[row])) for row in work.failed}
         rows = len(batch.samples.frame)
         self._counters.samples += rows
-        self._counters.frames += sum(config.windows.steps(key) * (rows - self._missing(batch, key)) for key in frames)
+        self._counters.frames += sum(config.windows.steps(key) * (rows - self._missing(batch, key)) for key in batch.frames)
         if failed:
             good = self._substitutes(rows, failed)
             for row, error in sorted(failed.items()):
                 config.substitutes.add(batch.samples.epoch, files[row], error)
-                for values in (*batch.columns.values(), *batch.texts.values(), *frames.values()):
+                for values in (*batch.columns.values(), *batch.texts.values(), *batch.frames.values()):
                     values[row] = values[good[row % len(good)]]
                 batch.columns[SUBSTITUTE][row] = True
             self._counters.substituted += len(failed)
-        return frames
 
     def _substitutes(self, rows: int, failed: dict[int, DecodeError]) -> list[int]:
         """Return the samples that may substitute others. Raises DecodeError if too many failed."""

@@ -33,8 +33,8 @@ def _leave_to_the_parent() -> None:
     """Leave threads and pipelines to the parent of a forked process."""
     for stream in list(_streams):
         stream._finalizer.detach()
-        if stream._dali is not None:
-            stream._dali.abandon()
+        if stream._batches is not None:
+            stream._batches.abandon()
 
 
 if hasattr(os, "register_at_fork"):
@@ -60,28 +60,28 @@ class BatchStream:
         self, config: Config, routes: dict[str, Route], user: Graph | None, epoch: int, position: int, counters: Counters
     ) -> None:
         self.planner = Planner(config, routes, epoch, position, counters)
-        self._dali: DaliBatches | None = None
-        self._batches: TorchBatches | DaliBatches
-        if config.uses_dali(config.on_cpu(routes)):
-            from dali_stream.pipeline.dali_batches import DaliBatches
-
-            self._batches = self._dali = DaliBatches(config, self.planner, counters, routes, user)
-        else:
-            self._batches = TorchBatches(config, self.planner, counters)
+        self._batches: TorchBatches | DaliBatches | None = None  # None also after `close`
         # The finalizer ends the threads of a loader that is dropped without being closed.
         self._finalizer = weakref.finalize(self, _close_dropped, self.planner)
         _streams.add(self)
         try:
-            self.planner.start()
-            if self._dali is not None:
-                self._dali.build()
+            self.planner.start()  # first, so that the first batches are decoded while DALI builds its pipeline
+            if config.uses_dali(config.on_cpu(routes)):
+                from dali_stream.pipeline.dali_batches import DaliBatches
+
+                self._batches = DaliBatches(config, self.planner, counters, routes, user)
+            else:
+                self._batches = TorchBatches(config, self.planner, counters)
         except BaseException:
             self.close()
             raise
 
     def next(self) -> Batch:
         """Return the next batch. Raises RouteChange if DALI cannot decode a camera, and DaliStreamError for other errors."""
-        return self._batches.next()
+        batches = self._batches  # a local reference, since another thread that closes the loader resets the attribute
+        if batches is None:
+            raise closed()
+        return batches.next()
 
     @property
     def closed(self) -> bool:
@@ -92,8 +92,7 @@ class BatchStream:
         """Stop all threads and wait for them."""
         if self._finalizer.detach():
             self.planner.close()
-        if self._dali is not None:
-            self._dali.close()
+        self._batches = None  # frees the pipeline
 
 
 def _close_dropped(planner: Planner) -> None:

@@ -42,3 +42,6 @@ class TorchBatches:
                 for key, values in batch.frames.items()
             }
             return batch.texts | columns | frames
+
+    def abandon(self) -> None:
+        """Do nothing, because no pipeline must be left to the parent of a forked process."""
