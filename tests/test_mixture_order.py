@@ -211,6 +211,13 @@ def test_a_temperature_gives_powers_of_the_frames() -> None:
         np.testing.assert_allclose(found, expected / expected.sum(), rtol=2e-3)
 
 
+def test_a_temperature_that_leaves_a_dataset_out_is_an_error() -> None:
+    """Also if the power is so small that its decimal form is 0."""
+    for temperature in (0.1, 0.01):
+        with pytest.raises(ValueError, match="number 1 must be at least 1e-06 times the largest"):
+            shares([1000, 1], temperature=temperature)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -174,6 +174,11 @@ def test_a_filter_takes_what_listing_the_episodes_would(demo: Path, episode_filt
     assert both.episodes.tolist() == [episode for episode in expected if episode < 4]
 
 
+def test_other_files_beside_the_episode_table_are_ignored(demo_copy: Path) -> None:
+    (demo_copy / "meta/episodes/chunk-000/.DS_Store").write_bytes(b"not Parquet")
+    assert Dataset(demo_copy, episode_filter=lambda episode: episode["episode_index"] == 2).episodes.tolist() == [2]
+
+
 def test_a_filter_sees_tasks_and_statistics(demo: Path) -> None:
     columns = Dataset(demo).episode_columns(stats=True)
     task = columns["tasks"].to_pylist()[2][0]
@@ -241,6 +246,7 @@ def test_a_split_of_the_datasets_own(demo_copy: Path) -> None:
         ({"frames": {0: [(-1, 4)]}}, r"ranges .*, got \[-1, 4\)"),
         ({"frames": {0: [(0.0, 4)]}}, r"frames\[0\] must have ranges \(start, stop\) in frames, got \(0.0, 4\)"),
         ({"frames": {0: [3]}}, r"must have ranges \(start, stop\) in frames, got 3"),
+        ({"frames": {3: [(0, 5)], "3": [(2, 6)]}}, "Each episode must be in frames once, got 3 twice"),
         ({"frames": {0: "0:4"}}, r"frames\[0\] must be a list of .*, got 0:4"),
         ({"frames": [(0, 4)]}, "frames must be {episode index.*, got"),
         ({"frames": "no/such.json"}, "frames must be a readable JSON file, got 'no/such.json'"),

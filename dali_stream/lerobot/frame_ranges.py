@@ -124,12 +124,16 @@ def parse_ranges(frames: Frames | str | os.PathLike[str], index: Int64, length: 
         )
     places = {int(episode): place for place, episode in enumerate(index.tolist())}
     rows: list[tuple[int, int, int]] = []
+    seen: set[int] = set()
     for key, ranges in frames.items():
         place = places.get(_episode(key))
         if place is None:
             raise ValueError(
                 f"Unknown episode {key} in frames. Available: {len(index)} episodes, from {index[0]} to {index[-1]}"
             )
+        if place in seen:
+            raise ValueError(f"Each episode must be in frames once, got {key} twice, as a number and as a string")
+        seen.add(place)
         rows += [(place, *checked) for checked in _checked(ranges, key, int(length[place]))]
     table = np.array(sorted(rows), np.int64).reshape(-1, 3)
     return FrameRanges(len(index), *(table[:, column].copy() for column in range(3)))

@@ -256,6 +256,8 @@ def read_episode_columns(store: Store, *, stats: bool) -> pa.Table:
     """
     parts = []
     for name in store.files("meta/episodes"):
+        if not name.endswith(".parquet"):
+            continue
         with parquet_errors(store, name), store.open(name) as file:
             parquet = pq.ParquetFile(file, pre_buffer=True)
             columns = [column for column in parquet.schema_arrow.names if stats or not column.startswith("stats/")]

@@ -165,7 +165,7 @@ def _integers(numbers: Sequence[Fraction], who: Sequence[str], name: str) -> lis
     common = math.lcm(*(number.denominator for number in numbers))
     whole = [int(number * common) for number in numbers]
     divisor = math.gcd(*whole)
-    if sum(whole) <= _TOTAL * divisor:
+    if sum(whole) <= _TOTAL * divisor and all(whole):  # a power of a small temperature may underflow to 0
         return [number // divisor for number in whole]
     least = min(range(len(numbers)), key=numbers.__getitem__)
     most = max(range(len(numbers)), key=numbers.__getitem__)
