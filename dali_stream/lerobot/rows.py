@@ -127,7 +127,7 @@ class RowMemory:
         with self._room:
             self._room.wait_for(lambda: not self._reading or self._reading + size <= self.at_once)
             self._reading += size
-            # Cached row groups make room, so that both together stay below `largest`.
+            # Cached row groups make room, so that both together do not exceed `largest`.
             self._evict(min(self._kept, max(self.largest - self._reading, 0)))
         try:
             yield

@@ -90,7 +90,7 @@ def read_tasks(store: Store) -> dict[int, str]:
 def stats_place(store: Store, info: Info) -> str:
     """Return the path to the file of statistics.
 
-    v2.1 has a file with the statistics of each episode. If this file is missing, or in v2.0, it is `meta/stats.json`.
+    In v2.1, this is the file with the statistics of each episode. In v2.0, or if that file is missing, it is `meta/stats.json`.
     """
     return EPISODES_STATS if info.version != "v2.0" and store.exists(EPISODES_STATS) else STATS
 
@@ -160,7 +160,7 @@ def aggregate(parts: Sequence[Stats]) -> Stats:
 
 
 def read_lines(store: Store, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (address for messages, object) of each line of a JSON Lines file. Raises DatasetError if a line is not one."""
+    """Yield (address for messages, object) of each line of a JSON Lines file. Raises DatasetError if a line is broken."""
     for number, line in enumerate(_lines(store, path), start=1):
         where = f"{store.where(path)}, line {number}"
         if number == 1 and (pointer := lfs.pointer(line)):
