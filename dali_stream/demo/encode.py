@@ -49,7 +49,8 @@ CODECS = {
         "libx265",
         26,
         "ultrafast",
-        # The preset has blocks of 16 pixels, with which x265 codes 360 lines as 368. NVDEC is not used for such files.
+        # min-cu-size=8 replaces the preset's blocks of 16 pixels, with which x265 codes 360 lines as 368. NVDEC is not used
+        # for such files.
         {"x265-params": "open-gop=0:scenecut=0:keyint={gop}:min-keyint={gop}:min-cu-size=8:log-level=none"},
     ),
     # Deadline 1 means realtime. Alternate reference frames are disabled, because they are never displayed. Without them, each

@@ -1,7 +1,7 @@
 """Renderer of the demo scene: a painter's algorithm for convex polygons with soft edges, in NumPy.
 
-A polygon covers a pixel in proportion to the signed distance between the pixel and the nearest edge. The coverage rises from 0
-to 1 over one pixel for an antialiased edge, and over several for the edge of a shadow. The table and its goals do not move
+How much a polygon covers a pixel depends on the signed distance between the pixel and the nearest edge. The coverage rises from
+0 to 1 over one pixel for an antialiased edge, and over several for the edge of a shadow. The table and its goals do not move
 within an episode, so they are painted once. For each frame, shadows and boxes are painted over a copy.
 """
 
@@ -48,7 +48,7 @@ class Camera:
     def focal_length(self, size: tuple[int, int]) -> float:
         """Return the focal length in pixels for frames of a size (height, width).
 
-        Frames that are at least as wide as 4:3 have the vertical field of view. Narrower frames show the same width as 4:3.
+        `field_of_view` applies to frames that are at least as wide as 4:3. Narrower frames show the same width as 4:3.
         """
         return min(size[0], size[1] * 0.75) / 2 / np.tan(self.field_of_view / 2)
 

@@ -50,7 +50,8 @@ class FrameRanges:
         Returns:
             Frame indices within the episodes, the same shape.
         """
-        # `place` is the position among the frames of all ranges of all episodes, laid end to end.
+        # `place` is the position among the frames of all ranges of all episodes, laid end to end. The range that contains it is
+        # the first that ends after it.
         place = self._before[episode] + number
         range_index = np.searchsorted(self._ends, place, side="right")
         return self.stop[range_index] - (self._ends[range_index] - place)
@@ -81,6 +82,7 @@ class FrameRanges:
             episodes: Numbers of the episodes, in increasing order, shape (E',).
         """
         place = np.searchsorted(episodes, self.episode)
+        # An episode that is not selected has the place of the next one that is, or a place after the last one.
         is_selected = (place < len(episodes)) & (episodes[np.minimum(place, len(episodes) - 1)] == self.episode)
         return FrameRanges(len(episodes), place[is_selected], self.start[is_selected], self.stop[is_selected])
 

@@ -153,6 +153,8 @@ def _entries(footer: bytes, at: int, num_rows: tuple[int, int]) -> tuple[Int64, 
     # All entries begin with the same bytes, apart from a few numbers. These bytes contain the name of the first column, which
     # pyarrow parses from a footer with the first entry only. The number of rows in this footer is not used.
     alone = footer[: num_rows[0]] + _varint(0) + footer[num_rows[1] : at] + _list_header(1) + footer[first:second] + b"\0"
+    # The pattern may match by chance, or not match an unusual entry. The number of matches, the first two entries and the total
+    # number of rows show whether it has found the entries.
     starts = [match.start() for match in _beginning(pq.read_metadata(as_file(alone))).finditer(footer, first)]
     if len(starts) != count or starts[:2] != [first, second]:
         return None

@@ -73,6 +73,7 @@ class Found(Mapping[int, Columns]):
             The row groups, for a caller that keeps them in memory.
         """
         assert self._group is not None
+        # A view would keep the memory of all row groups alive.
         owned = {
             key: values if values.base is None and values.flags.owndata else values.copy()
             for key, values in self[episode].items()

@@ -162,6 +162,7 @@ def merged(shares: Sequence[float], parts: Sequence[Mapping[str, np.ndarray]]) -
     stacked = {name: np.stack([part[name] for part in parts]) for name in names}
     weight = np.asarray(shares, np.float64).reshape(-1, *(1,) * (next(iter(stacked.values())).ndim - 1))
 
+    # A number that a part lacks has no weight.
     def mean(values: np.ndarray) -> np.ndarray:
         is_present = ~np.isnan(values)
         return np.where(is_present, values * weight, 0).sum(axis=0) / (is_present * weight).sum(axis=0)
@@ -172,6 +173,7 @@ def merged(shares: Sequence[float], parts: Sequence[Mapping[str, np.ndarray]]) -
     if "mean" in names:
         statistics["mean"] = mean(stacked["mean"])
         if "std" in names:
+            # The variance of a mixture is the mean of the variances, plus the variance of the means.
             statistics["std"] = np.sqrt(mean(stacked["std"] ** 2 + (stacked["mean"] - statistics["mean"]) ** 2))
     known = {name: share for name, share in {"min": 0.0, **QUANTILES, "max": 1.0}.items() if name in names}
     quantiles = [name for name in QUANTILES if name in names]

@@ -222,6 +222,7 @@ def _aggregate(parts: Sequence[dict[str, npt.NDArray[Any]]]) -> dict[str, npt.ND
         return result
 
     mean = weighted(stacked["mean"])
+    # The variance of all frames is the mean of the episodes' variances, plus the variance of their means.
     variance = weighted(stacked["std"] ** 2 + (stacked["mean"] - mean) ** 2)
     quantiles = [name for name in parts[0] if name[:1] == "q" and name[1:].isdigit() and all(name in part for part in parts)]
     return {

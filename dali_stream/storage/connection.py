@@ -77,7 +77,7 @@ class Client:
                 f"{where}: the server's certificate is not trusted. Install that of its authority, or name it in SSL_CERT_FILE"
             )
         unreachable = any(isinstance(cause, _UNREACHABLE) for cause in causes)
-        deadline.patience.reached |= not unreachable
+        deadline.patience.reached |= not unreachable  # in any other failure, the host has responded
         raise TransientError(_words(causes), unreachable=unreachable)
 
     def close(self) -> None:

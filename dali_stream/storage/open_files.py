@@ -112,6 +112,7 @@ class OpenFiles:
             replaced = self._files.pop(path, None)  # another thread may have opened it
             self._files[path] = file
             files = sum(len(store._files) for store in _all)
+            # The files may use half of the descriptors, so the process needs twice as many.
             evicted = _evict(_to_keep(files, file.number, _allowed(2 * max(files, file.number))))
         del evicted, replaced  # closes the files, without holding the lock
         return file
@@ -146,6 +147,7 @@ def _evict(most: int) -> list[OpenFile]:
     excess = sum(map(len, stores)) - most
     evicted = []
     for _ in range(excess):
+        # Each store orders its own files, and `used` orders the oldest files of different stores.
         oldest = min(filter(None, stores), key=lambda files: next(iter(files.values())).used)
         evicted.append(oldest.popitem(last=False)[1])
     return evicted

@@ -97,7 +97,7 @@ class _Run:
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._given = dict(arguments)
-        self._arguments = self._given  # updated with those of a checkpoint that is resumed
+        self._arguments = self._given  # and those of a checkpoint that is resumed
         self._config: Any = None
         self._train: Any = None  # training dataset
         self._eval: Any = None  # evaluation dataset, if any
