@@ -1,4 +1,4 @@
-"""Demo dataset: a small simulated robot dataset in LeRobot's format, in which each frame contains its own identity."""
+"""Demo dataset: a small simulated robot dataset in LeRobot's format. Each frame contains its identity."""
 
 from __future__ import annotations
 

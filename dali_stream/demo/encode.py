@@ -1,4 +1,4 @@
-"""Encoding of the demo's frames to MP4 with torchcodec, with keyframes exactly at the requested distance."""
+"""Encoding of the demo's frames to MP4 with torchcodec, with keyframes at exactly the requested distance."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Codec:
     Attributes:
         encoder: FFmpeg's name of the encoder.
         crf: Constant rate factor, or None if the encoder has none.
-        preset: Preset of the encoder, or None.
-        options: Further options. `{gop}` in a value is replaced by the distance of keyframes.
-        min_gop: Minimum distance of keyframes, in frames.
-        alone: Whether only one encoder may run at a time in a process.
+        preset: Preset of the encoder. Default: none.
+        options: Further options. `{gop}` in a value is replaced by the distance of keyframes. Default: none.
+        min_gop: Minimum distance of keyframes, in frames. Default: 1.
+        alone: Whether only one of these encoders may run at a time in a process. Default: False.
     """
 
     encoder: str
@@ -38,9 +38,10 @@ class Codec:
 
 
 CODECS = {
-    # The encoder and crf are LeRobot's defaults. SVT-AV1 has no scene detection. Three settings protect the identity strip, as
-    # measured with SVT-AV1 1.4. The cells would enable screen-content mode, which takes three times as long and turns single
-    # white cells black at GOPs of 7 or more frames. Preset 12 also does the latter. Temporal filtering mixes adjacent frames.
+    # The encoder and crf are LeRobot's defaults. SVT-AV1 has no scene detection. Three settings keep the identity strip
+    # readable, as measured with SVT-AV1 1.4. scm=0 disables the screen-content mode, which the strip would trigger. It takes
+    # three times as long, and turns single white cells black at GOPs of 7 or more frames. Preset 12 also turns them black, and
+    # preset 10 does not. enable-tf=0 disables temporal filtering, which mixes adjacent frames.
     "av1": Codec("libsvtav1", 30, "10", {"svtav1-params": "scm=0:enable-tf=0"}, min_gop=2, alone=True),
     # B-frames are enabled, so display order and decode order differ, as in real recordings. GOPs are closed.
     "h264": Codec("libx264", 23, "veryfast", {"sc_threshold": 0, "keyint_min": "{gop}"}),
@@ -48,13 +49,14 @@ CODECS = {
         "libx265",
         26,
         "ultrafast",
-        # Blocks have 8 pixels. With 16, the preset's value, x265 codes 360 lines as 368, and NVDEC is not used for such files.
+        # min-cu-size=8 replaces the preset's blocks of 16 pixels, with which x265 codes 360 lines as 368. NVDEC is not used
+        # for such files.
         {"x265-params": "open-gop=0:scenecut=0:keyint={gop}:min-keyint={gop}:min-cu-size=8:log-level=none"},
     ),
     # Deadline 1 means realtime. Alternate reference frames are disabled, because they are never displayed. Without them, each
     # packet of the file is one frame.
     "vp9": Codec("libvpx-vp9", 32, None, {"deadline": 1, "cpu-used": 8, "auto-alt-ref": 0, "lag-in-frames": 0, "b": 0}),
-    # MPEG-4 Part 2, as in older recordings. The quantizer is 3, in FFmpeg's unit of 1/118, and scene detection is disabled.
+    # MPEG-4 Part 2, as in older recordings. The quantizer is 3, which FFmpeg counts in 118ths. Scene detection is disabled.
     "mpeg4": Codec("mpeg4", None, None, {"flags": "+qscale", "global_quality": 3 * 118, "sc_threshold": 1_000_000_000}),
 }
 
@@ -100,7 +102,7 @@ def encode_video(images: np.ndarray, path: Path, *, codec: str | Codec, gop: int
 
 @contextmanager
 def quiet_encoders() -> Iterator[None]:
-    """Prevent SVT-AV1 from writing its settings to stderr in the body. Its log level can be set only in the environment."""
+    """Prevent SVT-AV1 from writing its settings to stderr. Its log level can be set only in the environment."""
     if "SVT_LOG" in os.environ:  # the user has set a log level
         yield
         return

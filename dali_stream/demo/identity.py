@@ -1,8 +1,8 @@
 """Identity of a frame: a bar code in the frame with its episode, frame index and camera, and a checksum.
 
-With it, a test can distinguish a frame from its neighbours, which is not possible with shapes and timestamps. The code is a
-strip of black and white cells along the lower edge. Its position and size are fractions of the frame's, so it remains readable
-after resizing to any size of at least `MIN_SIZE`, also with another aspect ratio. It is not readable after a crop or a flip.
+It lets a test distinguish a frame from its neighbours, which shapes and timestamps do not. The code is a strip of black and
+white cells along the lower edge. Its position and size are fractions of the frame's, so it remains readable after resizing to
+any size of at least `MIN_SIZE`, even if the aspect ratio changes. It is not readable after a crop or a flip.
 
     row 0   | episode, 16 bits              | frame, first 8 bits       |
     row 1   | frame, 4 | camera, 4 | CRC-16 of the 32 bits before it    |
@@ -16,13 +16,13 @@ import numpy as np
 
 ROWS, COLUMNS = 2, 24
 STRIP = 1 / 15  # fraction of the frame's height, such as 16 of 240 rows
-MIN_SIZE = (120, 128)  # (height, width), at which a cell has about 4×5 pixels; smaller cells were not tested
+MIN_SIZE = (120, 128)  # (height, width); a cell then has about 4×5 pixels, and smaller ones have not been tested
 MAX_EPISODE, MAX_FRAME, MAX_CAMERA = 2**16 - 1, 2**12 - 1, 2**4 - 1
 _BLACK, _WHITE = 16, 235
 
 
 def stamp(image: np.ndarray, episode: int, frame: int, camera: int) -> None:
-    """Draw an identity into a frame, in place. The lowest fifteenth of the frame is overwritten.
+    """Draw an identity into a frame, in place. It overwrites the lowest fifteenth of the frame.
 
     Args:
         image: Frame of at least `MIN_SIZE`, uint8, shape (H, W, 3).
@@ -31,7 +31,7 @@ def stamp(image: np.ndarray, episode: int, frame: int, camera: int) -> None:
         camera: Number of the camera, 0 to 15.
 
     Raises:
-        ValueError: If the frame is too small, has another shape or dtype, or a number is out of range.
+        ValueError: If the frame is too small or has another shape or dtype, or if a number is out of range.
     """
     _check_images(image[None] if image.ndim == 3 else image)
     cells = encode_cells(episode, frame, camera).reshape(ROWS, COLUMNS)
@@ -53,7 +53,7 @@ def read_identity(image: np.ndarray) -> tuple[int, int, int]:
         Episode, frame index and camera.
 
     Raises:
-        ValueError: If the checksum is wrong, or the frame is too small or has another shape or dtype.
+        ValueError: If the checksum is wrong, or if the frame is too small or has another shape or dtype.
     """
     image = np.asarray(image)
     if image.ndim != 3:
@@ -72,8 +72,8 @@ def read_identities(batch: np.ndarray) -> np.ndarray:
         Episode, frame index and camera of each frame, int64, shape (N, 3).
 
     Raises:
-        ValueError: If a checksum is wrong (the message has the position of the first), or the frames are too small or have
-            another shape or dtype.
+        ValueError: If a checksum is wrong, or if the frames are too small or have another shape or dtype. The message contains
+            the position of the first frame with a wrong checksum.
     """
     batch = np.asarray(batch)
     _check_images(batch)
@@ -108,7 +108,7 @@ def encode_cells(episode: int, frame: int, camera: int) -> np.ndarray:
 def _sample_cells(batch: np.ndarray) -> np.ndarray:
     """Return the mean brightness of each cell, shape (N, 48).
 
-    It is the mean of 3×3 points near the centre of the cell, because encoding blurs the edges.
+    It is the mean of 3×3 points near the centre of the cell, because encoding blurs the edges of the cell.
     """
     height, width = batch.shape[1:3]
     inside = np.array([0.3, 0.5, 0.7])
@@ -121,7 +121,7 @@ def _sample_cells(batch: np.ndarray) -> np.ndarray:
 def _checksum(payload: bytes) -> int:
     """Return the CRC-16/CCITT-FALSE, which detects all errors of up to three bits at this length.
 
-    Because of its start value, completely black and completely white strips are invalid.
+    Its start value makes completely black and completely white strips invalid.
     """
     return binascii.crc_hqx(payload, 0xFFFF)
 

@@ -1,8 +1,8 @@
 """Renderer of the demo scene: a painter's algorithm for convex polygons with soft edges, in NumPy.
 
-A polygon's coverage of a pixel is the signed distance of the pixel to the nearest edge, scaled and clipped to [0, 1] over one
-pixel (for an antialiased edge) or several (for the edge of a shadow). The table and its goals do not move within an episode, so
-they are painted once. For each frame, shadows and boxes are painted over a copy.
+How much a polygon covers a pixel depends on the signed distance between the pixel and the nearest edge. The coverage rises from
+0 to 1 over one pixel for an antialiased edge, and over several for the edge of a shadow. The table and its goals do not move
+within an episode, so they are painted once. For each frame, shadows and boxes are painted over a copy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from dali_stream.demo import scene
 
-_LIGHT = np.array([0.34, -0.40, 0.85]) / np.linalg.norm([0.34, -0.40, 0.85])
+_LIGHT = np.array([0.34, -0.40, 0.85]) / np.linalg.norm([0.34, -0.40, 0.85])  # direction to the lamp
 _BLOCK_COLOURS = np.array([[214, 62, 52], [52, 168, 92], [50, 108, 214]], dtype=np.float64)
 _FINGER, _PALM, _WRIST = np.array([[66, 70, 80], [214, 218, 224], [244, 152, 54]], dtype=np.float64)
 _WOOD, _WALL, _GOAL = np.array([[206, 172, 130], [72, 80, 92], [250, 250, 244]], dtype=np.float64)
@@ -48,7 +48,7 @@ class Camera:
     def focal_length(self, size: tuple[int, int]) -> float:
         """Return the focal length in pixels for frames of a size (height, width).
 
-        The field of view is vertical for frames of at least 4:3. Narrower frames show the same width as 4:3 instead.
+        `field_of_view` applies to frames that are at least as wide as 4:3. Narrower frames show the same width as 4:3.
         """
         return min(size[0], size[1] * 0.75) / 2 / np.tan(self.field_of_view / 2)
 
@@ -90,7 +90,7 @@ class Box:
     colour: np.ndarray
 
     def corners(self) -> np.ndarray:
-        """Return the corners, float64, shape (8, 3). The bits of a corner's index are its signs, from x to z."""
+        """Return the corners, float64, shape (8, 3). Bits 2, 1 and 0 of a corner's index are its signs in x, y and z."""
         return self.middle + (_SIGNS * self.half) @ self.rotation().T
 
     def rotation(self) -> np.ndarray:
@@ -150,12 +150,12 @@ def _boxes(state: np.ndarray, blocks: np.ndarray, yaws: np.ndarray) -> list[Box]
 
 
 def _background(goals: np.ndarray, camera: Camera, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return an image of the empty table, shape (H, W, 3), and its coverage of each pixel, shape (H, W), as float32."""
+    """Return an image of the empty table, shape (H, W, 3), and how much the table covers each pixel, shape (H, W), float32."""
     height, width = size
     columns, rows = np.meshgrid(np.arange(width) + 0.5 - width / 2, np.arange(height) + 0.5 - height / 2)
     right, down, forward = camera.axes
     rays = columns[..., None] * right + rows[..., None] * down + camera.focal_length(size) * forward
-    # Points at which the rays of the pixels hit the plane of the table. For rays that do not descend, they are far away.
+    # Points at which the rays of the pixels hit the plane of the table. Rays that do not descend get a point far away.
     points = np.array(camera.eye[:2]) + rays[..., :2] * (camera.eye[2] / np.maximum(-rays[..., 2:], 1e-6))
     fade = np.linspace(1.12, 0.72, height)[:, None, None]
     image = np.broadcast_to(_WALL * fade, (height, width, 3)).astype(np.float32)
@@ -197,7 +197,7 @@ def _table_top(points: np.ndarray, goals: np.ndarray) -> np.ndarray:
 
 
 def _cast_shadows(image: np.ndarray, mask: np.ndarray, boxes: list[Box], camera: Camera, size: tuple[int, int]) -> None:
-    """Darken the table below boxes, which block the parallel light of the lamp. Overlapping shadows merge."""
+    """Darken the table where boxes block the parallel light of the lamp. Overlapping shadows merge."""
     light = np.ones(size, dtype=np.float32)
     for box in boxes:
         corners = box.corners()
@@ -216,6 +216,7 @@ def _paint_box(image: np.ndarray, box: Box, camera: Camera, size: tuple[int, int
     pixels = camera.project(corners, size)
     for normal, face in _FACES:
         outward = rotation @ normal
+        # The normal of a visible face points towards the camera.
         if outward @ (np.array(camera.eye) - corners[face[0]]) <= 0:
             continue
         colour = box.colour * (0.58 + 0.5 * max(0.0, float(outward @ _LIGHT)))
@@ -248,6 +249,7 @@ def _coverage(
     rows = np.arange(window[0].start, window[0].stop, dtype=np.float32) + np.float32(0.5)
     following = np.concatenate([polygon[1:], polygon[:1]])
     edges = following - polygon
+    # The sign of the area makes the normals point inwards, for corners in either direction.
     area = float((polygon[:, 0] * following[:, 1] - polygon[:, 1] * following[:, 0]).sum())
     normals = np.stack([-edges[:, 1], edges[:, 0]], axis=1) * np.sign(area)
     normals = (normals / np.maximum(np.linalg.norm(normals, axis=1, keepdims=True), 1e-9)).astype(np.float32)

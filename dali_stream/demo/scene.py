@@ -18,7 +18,7 @@ ACTION_NAMES = ("vx", "vy", "vz", "yaw_rate")
 TABLE_HALF = (0.34, 0.25)
 BLOCK_HALF = 0.022
 FINGER_RADIUS = 0.007
-FINGER_SPREAD = 0.017  # distance of each finger from the centre of the gripper
+FINGER_SPREAD = 0.017  # distance between each finger and the centre of the gripper
 GOAL_RADIUS = 0.045
 TRAVEL_HEIGHT = 0.085
 SUCCESS_DISTANCE = 0.015
@@ -27,8 +27,8 @@ MAX_SECONDS = 7.0
 _LAG = 0.08  # time constant of the velocity controller
 _PUSH_HEIGHT = 0.006
 _SUBSTEPS = 10
-# Ratio of the largest friction torque to the largest friction force for a square with uniform pressure. It is the mean distance
-# of the square's points from its centre, 0.3826 times the side.
+# Ratio of the maximum friction torque to the maximum friction force of a square with uniform pressure. It is the mean distance
+# between the points of the square and its centre, which is 0.3826 times the side.
 _TORQUE_ARM = 0.3826 * 2 * BLOCK_HALF
 
 
@@ -51,7 +51,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Episode:
-    """Recorded episode of T frames. Row t has the state that frame t shows, and the action in this state."""
+    """Recorded episode of T frames. Row t contains the state that frame t shows, and the action that follows it."""
 
     task: str
     """Task in words."""
@@ -66,7 +66,7 @@ class Episode:
     block_yaws: np.ndarray
     """Rotations of these blocks, float32, shape (T, 3)."""
     reward: np.ndarray
-    """1 if the block is in its goal after the action, and otherwise 0, float32, shape (T,)."""
+    """1 if the block is in its goal after the action, or else 0, float32, shape (T,)."""
     done: np.ndarray
     """True in the last frame, bool, shape (T,)."""
 
@@ -75,7 +75,7 @@ class Episode:
 
 
 def finger_positions(gripper: np.ndarray) -> np.ndarray:
-    """Return the x and y of the two fingers, shape (2, 2). Their line is perpendicular to the gripper's heading."""
+    """Return x and y of both fingers, shape (2, 2). The line between them is perpendicular to the gripper's heading."""
     across = np.array([-np.sin(gripper[3]), np.cos(gripper[3])]) * FINGER_SPREAD
     return np.stack([gripper[:2] + across, gripper[:2] - across])
 
@@ -105,10 +105,10 @@ def step(table: Table, command: np.ndarray, dt: float) -> Table:
 
 
 def _push(blocks: np.ndarray, yaws: np.ndarray, block: int, finger: np.ndarray) -> None:
-    """Move a block out of a finger, with an ellipsoidal limit surface for planar sliding and without friction of the finger.
+    """Move a block out of a finger. The block slides with an ellipsoidal limit surface, and the finger has no friction.
 
-    For a force f of the finger, the twist of the block is proportional to (f, torque / c^2), where c is `_TORQUE_ARM` (Howe and
-    Cutkosky 1996). Its magnitude is such that the contact point moves to the surface of the finger.
+    Under a force f of the finger, the velocity and the angular velocity of the block are proportional to f and torque / c^2,
+    where c is `_TORQUE_ARM` (Howe and Cutkosky 1996). The block moves until the contact point is at the surface of the finger.
     """
     cos, sin = np.cos(yaws[block]), np.sin(yaws[block])
     rotation = np.array([[cos, -sin], [sin, cos]])
@@ -126,7 +126,7 @@ def _push(blocks: np.ndarray, yaws: np.ndarray, block: int, finger: np.ndarray) 
 
 
 def _separate(blocks: np.ndarray) -> None:
-    """Move overlapping blocks apart by equal distances. They are approximated by discs of 1.15 times the inscribed circle."""
+    """Move overlapping blocks apart by equal distances. Each is treated as a disc of 1.15 times its inscribed circle."""
     reach = 2 * 1.15 * BLOCK_HALF
     for first in range(len(blocks)):
         for second in range(first + 1, len(blocks)):
@@ -142,7 +142,8 @@ def _separate(blocks: np.ndarray) -> None:
 class Expert:
     """Scripted policy that pushes a block to a goal.
 
-    The gripper moves above the side of the block that is opposite to the goal, descends, pushes, and then rises and retreats.
+    The gripper moves to a point above the side of the block that faces away from the goal. It descends, pushes, and then rises
+    and retreats.
     """
 
     block: int
@@ -150,7 +151,7 @@ class Expert:
     goal: np.ndarray
     """Centre of the goal, shape (2,)."""
     speed: float
-    """Factor on most speeds, 0.58 to 0.95 in demo datasets."""
+    """Factor of most speeds. In demo datasets, it is 0.58 to 0.95."""
     phase: str = field(default="approach", init=False)
     _heading: np.ndarray = field(default_factory=lambda: np.zeros(2), init=False)
 
@@ -185,7 +186,7 @@ class Expert:
     def _pushing(self, position: np.ndarray, block: np.ndarray, remaining: float) -> np.ndarray:
         """Return the linear velocity while pushing, shape (3,).
 
-        It is lower near the goal. Its sideways part keeps the block, the gripper and the goal in line.
+        The gripper slows down near the goal. The sideways component keeps the block, the gripper and the goal in line.
         """
         across = np.array([-self._heading[1], self._heading[0]])
         sideways = np.clip(8 * float((block - position[:2]) @ across), -0.06, 0.06)
@@ -196,8 +197,8 @@ class Expert:
 def record_episode(seed: int, episode: int, fps: int) -> Episode:
     """Simulate one episode of a dataset, from a random start until the expert has completed the task.
 
-    The result depends only on the arguments. If the expert fails, because it pushes another block into its own path, the next
-    random start of the same generator is used.
+    The result depends only on the arguments. If the expert fails, because it pushes another block into its own path, it tries
+    again from the next random start of the same generator.
 
     Args:
         seed: Seed of the dataset.
@@ -215,10 +216,10 @@ def record_episode(seed: int, episode: int, fps: int) -> Episode:
 
 
 def _simulate(table: Table, expert: Expert, fps: int) -> tuple[np.ndarray, ...] | None:
-    """Return the arrays of an `Episode` after its goals, or None if the expert does not finish within `MAX_SECONDS`."""
+    """Return the arrays that follow `goals` in an `Episode`. None if the expert does not finish within `MAX_SECONDS`."""
     rows = []
     for _ in range(round(MAX_SECONDS * fps)):
-        # The command is rounded to float32 before it moves the gripper, so the recorded actions are exact.
+        # Rounding the command before it moves the gripper makes the recorded actions exact.
         command = expert.command(table).astype(np.float32)
         before, table = table, step(table, command.astype(np.float64), 1 / fps)
         inside = np.linalg.norm(table.blocks[expert.block] - expert.goal) < SUCCESS_DISTANCE
@@ -234,7 +235,7 @@ def _simulate(table: Table, expert: Expert, fps: int) -> tuple[np.ndarray, ...] 
 def _random_start(rng: np.random.Generator, colour: int, side: int) -> tuple[Table, np.ndarray]:
     """Return a random table and the centres of both goals, shape (2, 2).
 
-    The blocks do not touch each other, and no other block is on the path of the block to its goal.
+    The blocks do not touch each other. No block is on the path along which the block to push moves to its goal.
     """
     goals = np.array([[-0.23, 0.02], [0.23, 0.02]]) + rng.uniform(-1, 1, (2, 2)) * (0.02, 0.07)
     while True:
@@ -248,11 +249,12 @@ def _random_start(rng: np.random.Generator, colour: int, side: int) -> tuple[Tab
 
 
 def _distance_to_path(points: np.ndarray, start: np.ndarray, goal: np.ndarray) -> np.ndarray:
-    """Return the distances of points from the path of the gripper and the block, shape (n,).
+    """Return the distances between points and the path of the gripper and the block, shape (n,).
 
     Args:
         points: Points in metres, shape (n, 2).
-        start: Centre of the block in metres, shape (2,). The path starts on the opposite side of the block from the goal.
+        start: Centre of the block in metres, shape (2,). The path starts on the side of the block that faces away from the
+            goal.
         goal: Centre of the goal in metres, shape (2,).
     """
     heading = (goal - start) / np.linalg.norm(goal - start)
@@ -266,5 +268,5 @@ def _limit(vector: np.ndarray, length: float) -> np.ndarray:
 
 
 def _wrap_half(angle: float) -> float:
-    """Return an angle modulo a half turn, in [-pi/2, pi/2), because the gripper is symmetric under half a turn."""
+    """Return an angle modulo pi, in [-pi/2, pi/2). The gripper looks the same after half a turn."""
     return float((angle + np.pi / 2) % np.pi - np.pi / 2)

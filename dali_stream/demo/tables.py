@@ -1,6 +1,6 @@
 """Parquet and JSON files of the demo, in the layout of LeRobot v3.0.
 
-The files of rows and of each camera start at different episodes, so that a reader that confuses their numbers fails:
+The data files and the video files of each camera start at different episodes, so a reader that confuses their numbers fails:
 
     episode   0   1   2   3   4   5   6   7   8   9  ...
     data     |           |                   |           from 3, every 5
@@ -27,8 +27,8 @@ DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 EPISODES_PATH = "meta/episodes/chunk-000/file-000.parquet"
 
-# An episode starts a new file if its index modulo 5 is one of these. After the first episode, two kinds of files never start at
-# the same episode.
+# An episode starts a new file if its index modulo 5 is one of these. Except at episode 0, no two kinds of files start at the
+# same episode.
 _PERIOD = 5
 _DATA_CUTS = (3,)
 VIDEO_CUTS = dict(zip(render.CAMERAS, ((0, 2), (1, 4)), strict=True))
@@ -55,11 +55,11 @@ def write_tables(
 
     Args:
         root: Folder of the dataset.
-        recorded: Episodes.
+        recorded: Episodes, in the order of their indices.
         size: Size (height, width) of the frames in pixels.
-        codec: Codec of the videos.
+        codec: Codec of the videos, for `info.json`.
         fps: Frames per second.
-        histograms: Histograms of the frames, by camera and episode.
+        histograms: Histograms of the frames, {(camera, episode): histogram}.
     """
     tasks = list(dict.fromkeys(episode.task for episode in recorded))  # numbered by first use, as LeRobot does
     starts = np.cumsum([0, *map(len, recorded)]).tolist()
@@ -83,7 +83,7 @@ def write_tables(
 
 
 def _rows(episode: scene.Episode, index: int, start: int, task_index: int, fps: int) -> dict[str, np.ndarray]:
-    """Return the columns of an episode, each of shape (T, ...), in the order of the files."""
+    """Return the columns of an episode, each of shape (T, ...), in the order in which they are written."""
     frames = np.arange(len(episode), dtype=np.int64)
     return {
         "observation.state": episode.state,
@@ -114,7 +114,7 @@ def _write_data(root: Path, rows: list[dict[str, np.ndarray]]) -> None:
 
 
 def _arrow_type(values: np.ndarray) -> pa.DataType:
-    """Return the type of a column as in LeRobot: a scalar for shape (1,), a fixed-size list for a vector, or nested lists."""
+    """Return the type of a column as in LeRobot: a number, a fixed-size list for a vector, or nested lists for a matrix."""
     kind = pa.from_numpy_dtype(values.dtype)
     if values.ndim == 2:
         return pa.list_(kind, values.shape[1])
@@ -137,7 +137,7 @@ def _episode_entries(recorded: list[scene.Episode], starts: list[int], fps: int)
         begin = 0
         for i, (entry, number) in enumerate(zip(entries, files, strict=True)):
             if i and number != files[i - 1]:
-                begin = starts[i]  # the times of a file start with 0 at its first episode
+                begin = starts[i]  # times are counted from the first episode of a file
             entry |= place(number, f"videos/{camera}/")
             entry[f"videos/{camera}/from_timestamp"] = (starts[i] - begin) / fps
             entry[f"videos/{camera}/to_timestamp"] = (starts[i + 1] - begin) / fps

@@ -27,10 +27,11 @@ def write_demo(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Write a dataset of simulated episodes in which a gripper pushes a block to a goal, seen by two cameras.
+    """Write a dataset of simulated episodes. In each one, a gripper pushes a block to a goal, and two cameras record it.
 
     The rows depend only on `episodes`, `fps` and `seed`. Each frame contains its identity, which `read_identity` reads. The
-    dataset is written to a folder next to `root`, which is renamed at the end. If writing fails, `root` is not created.
+    dataset is written to a temporary folder next to `root`, which is renamed to `root` at the end. If writing fails, `root` is
+    not created.
 
     Args:
         root: Folder to write. It must be empty or must not exist.
@@ -40,8 +41,8 @@ def write_demo(
         gop: Distance of keyframes in frames, 1 to 10 000, or for AV1 at least 2. Default: 2.
         fps: Frames per second, 5 to 60. Default: 20.
         seed: Seed of the random generator, not negative. Default: 0.
-        progress: Function that is called in this thread with the numbers of finished and of all frames, after each video file.
-            A frame counts once per camera. Default: none.
+        progress: Function that is called in the calling thread after each video file, with the number of finished frames and
+            the number of all frames. A frame counts once per camera. Default: none.
 
     Returns:
         `root` as a Path.
@@ -106,7 +107,7 @@ def _write_videos(
     fps: int,
     progress: Callable[[int, int], None] | None,
 ) -> tables.Histograms:
-    """Draw and encode all video files, two at a time. Return the histograms of the frames by camera and episode."""
+    """Render and encode all video files, two at a time. Return the histograms of the frames by camera and episode."""
     files: dict[tuple[str, int], list[int]] = {}
     for camera, cuts in tables.VIDEO_CUTS.items():
         for episode, number in enumerate(tables.file_numbers(len(recorded), cuts)):
@@ -136,7 +137,7 @@ def _write_videos(
 
 
 def _draw(held: dict[int, scene.Episode], camera: str, size: tuple[int, int]) -> tuple[np.ndarray, tables.Histograms]:
-    """Return the frames of one video file with their identities, uint8, shape (N, H, W, 3), and their histograms."""
+    """Render the frames of one video file, and return them, uint8, shape (N, H, W, 3), and their histograms."""
     images = np.empty((sum(map(len, held.values())), *size, 3), dtype=np.uint8)
     camera_number = list(render.CAMERAS).index(camera)
     histograms: tables.Histograms = {}

@@ -1,1 +1,1 @@
-"""A Loader inside the training programs of other projects."""
+"""Use of `Loader` in the training scripts of other projects."""

@@ -1,4 +1,4 @@
-"""Locations of datasets: a folder, the id of a Hub repository, or an address."""
+"""Resolution of the location of a dataset, which may be a folder, the id of a Hub repository, or an address."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def resolved(uri: str, revision: str | None) -> tuple[str, str]:
         revision: Revision of the dataset, or None.
 
     Returns:
-        Address, and the note. The note is empty unless the id was resolved to an address of the Hub.
+        Address, and the note, which is empty unless an id was resolved to an address of the Hub.
     """
     if "://" in uri or Path(uri).expanduser().exists() or not REPOSITORY.fullmatch(uri):
         return uri, ""
@@ -39,7 +39,7 @@ def resolved(uri: str, revision: str | None) -> tuple[str, str]:
 
 
 def opened(address: str, note: str, storage_options: dict[str, Any] | None, **options: Any) -> Store:
-    """Return the store for an address. A nonempty `note` is logged first, and precedes the message of an error."""
+    """Return the store for an address. If `note` is not empty, it is logged first, and prepended to the message of an error."""
     if not note:
         return open_store(address, storage_options, **options)
     _log.warning("%s. Write %s to say that it is one", note, address)

@@ -27,12 +27,12 @@ def to_numpy(
         column: Column with L rows.
         feature: Feature that the column must match.
         where: Address of the file and the column, for messages.
-        image: Function that reads an image from a file of its own, given its path in the dataset. Default: such images
-            are an error.
+        image: Function that reads an image file of the dataset, given its path. Default: None, and images outside the Parquet
+            file are an error.
 
     Returns:
-        Shape (L, *shape), or (L,) if the shape of the feature is (1,) or (). Encoded images and strings are objects of type
-        bytes and str.
+        Array of shape (L, *shape), or (L,) if the shape of the feature is (1,) or (). Images are encoded, as objects of type
+        bytes, and strings are objects of type str.
 
     Raises:
         DatasetError: If a value is missing, if its shape or dtype differs from the feature, or if it does not fit into the
@@ -65,7 +65,7 @@ _LEAVE_OUT = ". Record or convert the dataset again, or leave the feature out wi
 
 
 def _storage(array: pa.Array) -> pa.Array:
-    """Return an array without its extension type. The library `datasets`, if imported, registers types for matrices."""
+    """Return an array without its extension type. If the library `datasets` is imported, it registers types for matrices."""
     return array.storage if isinstance(array, pa.ExtensionArray) else array
 
 
@@ -74,14 +74,14 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _has_length(array: pa.Array, size: int) -> bool:
-    """Return whether all lists have this length. None of them may be null."""
+    """Return whether all lists have the length `size`. No list may be null."""
     if pa.types.is_fixed_size_list(array.type):
         return bool(array.type.list_size == size or not len(array))
     return bool((np.diff(array.offsets.to_numpy()) == size).all())
 
 
 def _numbers(array: pa.Array, feature: Feature, where: str) -> npt.NDArray[Any]:
-    """Return numbers in the dtype of a batch. Floats are rounded to float32. Other values must be preserved exactly."""
+    """Return numbers in the dtype of a batch. Floats are rounded to float32. Other values that would change are an error."""
     kind = array.type
     if not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise DatasetError(
@@ -103,8 +103,8 @@ def _numbers(array: pa.Array, feature: Feature, where: str) -> npt.NDArray[Any]:
 def _encoded(array: pa.Array, where: str, read: Callable[[str], bytes] | None) -> list[Any]:
     """Return the encoded bytes of images.
 
-    The column is binary, a struct of `bytes` and `path` as written by the library `datasets`, or a column of paths. The path
-    of a struct is ignored if its bytes are present, since the path is then the former location of the image.
+    The column contains bytes, structs of `bytes` and `path`, which the library `datasets` writes, or paths. If a struct has
+    bytes, its path is ignored, because it is the former location of the image.
     """
     named = pa.nulls(len(array), pa.string())
     if pa.types.is_struct(array.type):

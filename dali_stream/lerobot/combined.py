@@ -1,4 +1,4 @@
-"""Combination of several datasets into one source, with concatenated episodes and common keys."""
+"""Source that combines several datasets: it concatenates their episodes and gives their features common keys."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ RESERVED = ("dataset", "dataset_index", "task", "subtask")  # keys of a mixture'
 class CombinedSource(Generic[D]):
     """A `Source` of M datasets.
 
-    `constants` contains `dataset_index`, the number of each dataset, shape (M,). If some datasets lack a feature, their rows
-    contain zeros or empty strings, and `constants` contains `<key>_is_missing`, shape (M,). If a vector is shorter in some
-    datasets, it is padded with zeros, and `constants` contains `<key>_dim_is_pad`, shape (M, D).
+    `constants` contains `dataset_index`, the number of each dataset, shape (M,). If a dataset lacks a feature that others have,
+    its rows contain zeros or empty strings, and `constants` contains `<key>_is_missing`, bool, shape (M,). If a vector is
+    shorter in some datasets, it is padded with zeros, and `constants` contains `<key>_dim_is_pad`, bool, shape (M, D).
 
     Args:
         datasets: Datasets by name.
         keys: Renamed features of each dataset, {name: {key in the dataset: common key}}. Other features keep their key.
-        missing: Either "pad", or "error" to raise ValueError if the features or the widths of vectors differ. Default:
+        missing: Either "pad", or "error" to raise ValueError if datasets lack features or vectors differ in width. Default:
             "error".
 
     Attributes:
@@ -93,7 +93,7 @@ class CombinedSource(Generic[D]):
         return dataset, int(episode - self.first[dataset])
 
     def _number_files(self, camera: str) -> tuple[Int64, Int64]:
-        """Return the number of each episode's file, shape (E,), and of the files of all earlier datasets, shape (M,)."""
+        """Return the number of each episode's file, shape (E,), and the first file number of each dataset, shape (M,)."""
         numbers, before, count = [], [], 0
         for part, own in self._each():
             before.append(count)
@@ -145,8 +145,8 @@ class CombinedSource(Generic[D]):
 
     def path(self, camera: str, file: int) -> str:
         _, before = self._files[camera]
-        # Files are numbered over all datasets with video of this camera, so the file belongs to the last of them that begins
-        # at or before it.
+        # Only datasets with video of this camera count. Their files are numbered consecutively, so a file belongs to the last
+        # of them whose first number does not exceed the file's.
         dataset = max(d for d, (part, own) in enumerate(self._each()) if own.get(camera) in part.videos and before[d] <= file)
         return f"{dataset}/{self._parts[dataset].path(self._own[dataset][camera], int(file - before[dataset]))}"
 
@@ -166,7 +166,7 @@ class CombinedSource(Generic[D]):
         return self._features[self.dataset_of[episode]].get(key)
 
     def picture_size(self, camera: str) -> tuple[int, int]:
-        """Return (height, width) of a camera's frames. Raises ValueError if the datasets have different sizes."""
+        """Return the size (height, width) of a camera's frames. Raises ValueError if the datasets have different sizes."""
         if len({have[camera].frame_size for have in self._features if camera in have}) > 1:
             raise ValueError(
                 f"image_size must be (height, width) because the frames of {camera!r} differ in size, got None:\n"
@@ -179,6 +179,7 @@ class CombinedSource(Generic[D]):
         for part in self._parts:
             for key, tables in part.names().items():
                 tables_by_key[key] += tables
+        # If only some datasets have subtasks, each sample of the others gets an empty name.
         if any(tables_by_key["subtask"]):
             tables_by_key["subtask"] = [names or defaultdict(str) for names in tables_by_key["subtask"]]
         return tables_by_key
@@ -187,10 +188,13 @@ class CombinedSource(Generic[D]):
         return self._parts[dataset].names_place(key, 0)
 
     def without(self: Self, keys: Collection[str]) -> Self:
-        """Return the same episodes without these features and cameras, which are then not read. Open files are shared.
+        """Return the same episodes without some features and cameras, which are then not read. Both share their open files.
+
+        Args:
+            keys: Common keys of the features and cameras to leave out.
 
         Raises:
-            ValueError: If a key is unknown, or if every dataset needs it.
+            ValueError: If a key is unknown, or if every dataset must have it.
         """
         check_left_out(keys, self.features)
         rest = object.__new__(type(self))
@@ -207,7 +211,7 @@ class CombinedSource(Generic[D]):
         return rest
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy creates its `data_store` again, from the stores of its own datasets.
+        # `data_store` is derived from the stores of the datasets, so a copy must derive it from its own datasets.
         return {name: value for name, value in vars(self).items() if name != "data_store"}
 
     def close(self) -> None:
@@ -248,19 +252,19 @@ class CombinedReader:
         ]
 
     def read(self, episode: int) -> Found:
-        """Return the rows of an episode with the common keys, and those of others of its dataset. See `RowReader.read`."""
+        """Return the rows of an episode, and of others of its dataset, with the common keys. See `RowReader.read`."""
         union = self._source
         dataset, number = union._place(episode)
         read = self._readers[dataset].read(number)
-        # The result refers to the row groups until its own `release`. Its function keeps `read` alive, so `read` must not refer
-        # to them any more.
+        # The result refers to the row groups until its own `release`. Its `convert` function keeps `read` alive, so `read` must
+        # drop its reference here. Otherwise, the row groups would stay in memory after that `release`.
         group, first = read.release(number), int(union.first[dataset])
         lengths = {first + own: length for own, length in read.lengths.items()}
         row_bytes = int(union.row_bytes_of[dataset])
         return Found(lengths, lambda _, e: self._renamed(dataset, read[e - first]), row_bytes, group)
 
     def _renamed(self, dataset: int, columns: Columns) -> Columns:
-        """Return the rows of an episode with the common keys, padded as `CombinedSource` describes."""
+        """Return the columns of an episode under the common keys, padded as described in `CombinedSource`."""
         union, own = self._source, self._source._own[dataset]
         length = len(columns["frame_index"])
         renamed: Columns = {}
@@ -279,7 +283,7 @@ class CombinedReader:
 
 
 class CombinedStore(Store):
-    """Combination of the stores of several datasets. Each path begins with the number of its dataset.
+    """Store that combines the stores of several datasets. Each path begins with the number of its dataset.
 
     Args:
         stores: Store of each dataset.
@@ -324,7 +328,7 @@ class CombinedStore(Store):
 
 
 def _nothing(feature: Feature, length: int) -> npt.NDArray[Any]:
-    """Return rows of a feature that a dataset lacks."""
+    """Return the rows of a feature that a dataset lacks: zeros, empty strings, or empty bytes for images."""
     if feature.is_camera:
         return np.full(length, b"", object)
     if feature.is_text:
@@ -338,10 +342,10 @@ def own_keys(name: str, dataset: DatasetFiles, keys: Mapping[str, str]) -> dict[
     Args:
         name: Name of the dataset, for messages.
         dataset: Dataset.
-        keys: Renamed features, {key in the dataset: common key}.
+        keys: Common keys of the features to rename, {key in the dataset: common key}.
 
     Raises:
-        ValueError: If a feature cannot be renamed in this way, or if two features get the same key.
+        ValueError: If a feature is unknown or must keep its key, if a new key is reserved, or if two features get the same key.
     """
     for key, other in keys.items():
         if key not in dataset.features or (key in NEEDED and key != other):

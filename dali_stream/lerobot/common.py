@@ -14,7 +14,7 @@ import numpy.typing as npt
 from dali_stream.lerobot.features import Feature
 
 Bools = npt.NDArray[np.bool_]
-_COLUMNS, _LEAST = 80, len("video 480×640")  # width of a terminal, and minimum width of a column of a dataset
+_COLUMNS, _LEAST = 80, len("video 480×640")  # width of a terminal, and minimum width of a dataset's column
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Common:
         features: Features by key. A vector has the largest width of all datasets. A camera is the feature of the first dataset
             that has it as video, or else of the dataset with the largest frames.
         missing: Whether each dataset lacks the key, shape (M,), for each key that some datasets lack.
-        padded: Whether each dimension of the widest vector is padding, shape (M, D), for each key whose widths differ.
+        padded: Whether each dimension of the widest vector is padding in each dataset, shape (M, D), for each key whose widths
+            differ. It is False for datasets that lack the key.
         differences: Keys that some datasets lack, or whose widths differ.
         conflicts: Keys whose features are incompatible.
     """
@@ -38,7 +39,7 @@ class Common:
 
 
 def common(datasets: Sequence[Mapping[str, Feature]]) -> Common:
-    """Compare the features of datasets by their common keys, in the order in which the keys first appear."""
+    """Compare the features of datasets, given by common key. The result lists keys in the order of their first occurrence."""
     result = Common()
     for key in dict.fromkeys(key for features in datasets for key in features):
         have = [features.get(key) for features in datasets]
@@ -60,7 +61,7 @@ def common(datasets: Sequence[Mapping[str, Feature]]) -> Common:
 
 
 def table(keys: Sequence[str], names: Sequence[str], datasets: Sequence[Mapping[str, Feature]]) -> str:
-    """Return a table of the features of each dataset for some keys, or a list if the table would be wider than a terminal."""
+    """Return a table with a row per key and a column per dataset, or a list if the table would be wider than a terminal."""
     rows = [(key, *(described(features.get(key)) for features in datasets)) for key in keys]
     widths = _widths([("key", *names), *rows])
     if widths is None:
@@ -71,10 +72,10 @@ def table(keys: Sequence[str], names: Sequence[str], datasets: Sequence[Mapping[
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int] | None:
-    """Return widths of the columns with which a row fits on a terminal. None if a dataset's column would become too narrow."""
+    """Return column widths at which a row fits on a terminal, or None if a dataset's column would become too narrow."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     while sum(widths) + 2 * len(widths) > _COLUMNS:
-        widest = max(range(1, len(widths)), key=widths.__getitem__)
+        widest = max(range(1, len(widths)), key=widths.__getitem__)  # the column of keys keeps its width
         if widths[widest] <= _LEAST:
             return None
         widths[widest] -= 1
@@ -99,8 +100,9 @@ def described(feature: Feature | None) -> str:
 
 
 def _kind(feature: Feature) -> tuple[Any, ...]:
-    """Return a value that is equal for two features that are compatible."""
-    if feature.is_camera:  # it may be video in some datasets, and images in others
+    """Return a value that is the same for all features that are compatible with this one."""
+    if feature.is_camera:  # a camera may be video in some datasets, and images in others
         return "camera", feature.channels
     shape = feature.row_shape
+    # Scalars and vectors of all widths are compatible, since shorter ones are padded. Matrices and text must have equal shapes.
     return ("string" if feature.is_text else feature.numpy), None if len(shape) < 2 and not feature.is_text else shape

@@ -1,4 +1,4 @@
-"""Description of a LeRobot dataset by its metadata. This module decodes nothing."""
+"""Description of a LeRobot dataset, read from its metadata. This module does not decode frames."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.process import trim_memory
 from dali_stream.storage import Store
 
-NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # features of every dataset
-CLOCKS = ("timestamp", "frame_index")
-_MANY = 2000  # number of episodes above which the memory that was freed after parsing is returned to the operating system
+NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # features that every dataset must have
+CLOCKS = ("timestamp", "frame_index")  # values of the argument `clock`; the first is the default
+_MANY = 2000  # for more episodes than this, memory freed by parsing is returned to the operating system
 Self = TypeVar("Self", bound="DatasetFiles")
 
 
 class DatasetFiles:
-    """The part of `dali_stream.Dataset` that reads no frame. See `Dataset` for the attributes, which its constructor sets."""
+    """Base class of `dali_stream.Dataset` that reads no frames. See `Dataset` for the attributes. Its constructor sets them."""
 
     uri: str
     version: str
@@ -80,7 +80,7 @@ class DatasetFiles:
         self._take(selection.rows(self.table.index, episodes, episode_filter, self.episode_columns), None)
 
     def _take(self, rows: npt.NDArray[np.int64], ranges: FrameRanges | None) -> None:
-        """Select the episodes in these rows of the table, and the frames in `ranges`. None selects all frames."""
+        """Select the episodes in some rows of the table, and the frames in `ranges`, or all frames if `ranges` is None."""
         self.rows, self.frame_ranges = rows, ranges
         self._files: dict[str, npt.NDArray[np.int64]] = {}
         self.episodes, self.lengths = self.table.index[rows], self.table.length[rows]
@@ -122,7 +122,7 @@ class DatasetFiles:
         return self._info.is_v2
 
     def read_table(self, cameras: Iterable[str]) -> metadata.Episodes:
-        """Return the episodes of the whole dataset, with these cameras. Raises DatasetError if the metadata is broken."""
+        """Read the table of all episodes, with the columns of some cameras. Raises DatasetError if the metadata is broken."""
         read = v2.read_episodes if self.is_v2 else metadata.read_episodes
         return read(self.store, self._info, cameras)
 
@@ -140,8 +140,8 @@ class DatasetFiles:
     def stats(self) -> metadata.Stats:
         """Statistics per key (`mean`, `std`, `min`, `max`, quantiles).
 
-        These are the statistics that the user passed, or else those of `meta/stats.json`, which cover all episodes of the
-        dataset, selected or not. For v2.1 they are aggregated from `meta/episodes_stats.jsonl` in the same way as in LeRobot's
+        These are the statistics that the user passed or, by default, those of `meta/stats.json`, which cover all episodes,
+        selected or not. For v2.1, they are aggregated from `meta/episodes_stats.jsonl` in the same way as in LeRobot's
         converter to v3.0.
         """
         return self.stored_stats if self.own_stats is None else self.own_stats
@@ -156,7 +156,7 @@ class DatasetFiles:
         """Hash of the metadata and of the selected episodes and frames, 32 hexadecimal digits.
 
         It does not depend on the selected cameras, the location of the dataset, its files, their codecs, or the version of the
-        format.
+        format. It includes the commit of a Hub repository, and `clock` and `tolerance_s` unless both have their defaults.
         """
         features = {key: _without(feature, *ENCODING, "fps") for key, feature in self._info.features.items()}
         # Only min, max and count are exact after the statistics of episodes are aggregated, so only they are hashed.
@@ -169,7 +169,7 @@ class DatasetFiles:
     def has_fingerprint(self, fingerprint: object) -> bool:
         """Return whether a fingerprint from a saved state matches this dataset.
 
-        For v3.0, the fingerprint of earlier releases, which did not read v2.x, matches too.
+        For v3.0, the fingerprint of earlier releases also matches. It hashed the bytes of `meta/stats.json`.
         """
         if fingerprint == self.fingerprint or self.is_v2:
             return fingerprint == self.fingerprint
@@ -180,29 +180,29 @@ class DatasetFiles:
     def _digest(self, head: list[Any], stats: bytes) -> str:
         table = self.table
         digest = hashlib.blake2b((json.dumps(head, sort_keys=True) + (self.revision or "")).encode(), digest_size=16)
-        if (self.clock, self.tolerance_s) != (CLOCKS[0], TOLERANCE / self.fps):  # these may select different frames
+        if (self.clock, self.tolerance_s) != (CLOCKS[0], TOLERANCE / self.fps):  # other values may select different frames
             digest.update(json.dumps([self.clock, self.tolerance_s]).encode())
         for values in (table.index, table.length, self.rows):
             digest.update(values.astype("<i8").tobytes())
         digest.update(json.dumps(sorted(self.tasks.items())).encode())
         if self.frame_ranges is not None:
             digest.update(b"frames" + self.frame_ranges.to_bytes())
-        digest.update(stats)  # datasets with equal lengths are common, datasets with equal statistics are not
+        digest.update(stats)  # tells datasets of equal lengths apart, which are common
         return digest.hexdigest()
 
     @property
     def stored_features(self) -> dict[str, Feature]:
-        """Features of `meta/info.json`, selected or not."""
+        """All features of `meta/info.json`, including cameras that are not selected."""
         return self._info.features
 
     @property
     def stored_splits(self) -> dict[str, Any]:
-        """Unmodified entry `splits` of `meta/info.json`."""
+        """Entry `splits` of `meta/info.json`, unmodified. Empty if the file has none."""
         return self._info.splits
 
     @property
     def tasks_place(self) -> str:
-        """Path to the file of `tasks`."""
+        """Path of the file that contains `tasks`."""
         return v2.TASKS if self.is_v2 else metadata.TASKS
 
     @property
@@ -212,7 +212,7 @@ class DatasetFiles:
 
     @functools.cached_property
     def stored_stats_place(self) -> str:
-        """Path to the file of `stored_stats`."""
+        """Path of the file that contains `stored_stats`."""
         return v2.stats_place(self.store, self._info) if self.is_v2 else metadata.STATS
 
     @property
@@ -222,7 +222,7 @@ class DatasetFiles:
 
     @functools.cached_property
     def row_bytes(self) -> int:
-        """Approximate memory of a row in bytes. It counts half a byte per value of an image, and 64 bytes per string."""
+        """Approximate memory of a row in bytes, with half a byte per value of an image, and 64 bytes per string."""
         return self.row_bytes_without_objects + sum(feature.object_bytes for feature in self.features.values())
 
     @property
@@ -241,7 +241,7 @@ class DatasetFiles:
 
     @property
     def dataset_of(self) -> npt.NDArray[np.int64]:
-        """Zeros, since all episodes belong to this dataset, shape (E,). See `Source` for this and the following members."""
+        """Zeros, since all episodes belong to one dataset, shape (E,). See `Source` for this member and those below."""
         return np.zeros(self.num_episodes, np.int64)
 
     @property
@@ -287,10 +287,13 @@ class DatasetFiles:
         return self.store.where(self.tasks_place if key == "task" else metadata.SUBTASKS)
 
     def without(self: Self, keys: Collection[str]) -> Self:
-        """Return the same dataset without these features and cameras, which are then not read. Open files are shared.
+        """Return the same dataset without some features and cameras, which are then not read. Both share their open files.
+
+        Args:
+            keys: Keys of the features and cameras to leave out.
 
         Raises:
-            ValueError: If a key is unknown, or if every dataset needs it.
+            ValueError: If a key is unknown, or if every dataset must have it.
         """
         check_left_out(keys, self.features)
         rest = object.__new__(type(self))
@@ -301,10 +304,10 @@ class DatasetFiles:
         return rest
 
     def part(self: Self, rows: npt.NDArray[np.int64]) -> Self:
-        """Return the dataset with only some of the selected episodes. Open files are shared.
+        """Return the same dataset with only some of the selected episodes. Both share their open files.
 
         Args:
-            rows: Rows of the episodes in the table, in increasing order, shape (E',).
+            rows: Rows of these episodes in the table, in increasing order, shape (E',).
         """
         part = object.__new__(type(self))
         vars(part).update({name: value for name, value in vars(self).items() if name != "fingerprint"})
@@ -338,7 +341,7 @@ class DatasetFiles:
 
 
 def check_left_out(keys: Collection[str], features: Collection[str]) -> None:
-    """Check that features can be left out. Raises ValueError if a key is unknown, or if every dataset needs it."""
+    """Check that features can be left out. Raises ValueError if a key is unknown, or if every dataset must have it."""
     for key in keys:
         if key not in features or key in NEEDED:
             can = ", ".join(other for other in features if other not in NEEDED)

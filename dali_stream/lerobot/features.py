@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}  # supported numbers of channels of images, with Pillow's modes
-ENCODING = ("info", "video_info")  # entries about the encoding of a video, which do not identify its frames
+CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}  # supported numbers of image channels, with Pillow's mode for each
+ENCODING = ("info", "video_info")  # entries that describe the encoding of a video and not its frames
 
 
 class Feature(dict[str, Any]):
@@ -56,7 +56,7 @@ class Feature(dict[str, Any]):
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of the value of one row of a batch: () if LeRobot has (1,)."""
+        """Shape of the value of one sample in a batch: () if the shape in LeRobot is (1,)."""
         return () if self.shape == (1,) else self.shape
 
     @property
@@ -66,7 +66,7 @@ class Feature(dict[str, Any]):
 
     @property
     def row_bytes(self) -> int:
-        """Memory of the value of one row in bytes. For images and text, this counts only the references."""
+        """Memory of the value of one row in bytes. For images and text, only the references are counted."""
         if self.is_video:
             return 4
         if self.is_image:
@@ -77,7 +77,7 @@ class Feature(dict[str, Any]):
 
     @property
     def object_bytes(self) -> int:
-        """Approximate memory of the referenced objects of one row in bytes: half a byte per value of an image, 64 per text."""
+        """Approximate memory of the images or strings of one row: half a byte per value of an image, 64 bytes per string."""
         return math.prod(self.shape) // 2 if self.is_image else 64 * math.prod(self.shape) if self.is_text else 0
 
     @property
@@ -92,13 +92,13 @@ class Feature(dict[str, Any]):
 
     @property
     def _layout(self) -> tuple[int, int, int]:
-        """Shape of a camera as (H, W, C), also if `meta/info.json` has (C, H, W)."""
+        """Shape of a camera as (H, W, C), even if `meta/info.json` has (C, H, W)."""
         first, second, third = self.shape
         return (second, third, first) if first in CHANNELS and third not in CHANNELS else (first, second, third)
 
     @property
     def is_depth(self) -> bool:
-        """Whether a camera contains distances, which must be exact to the last bit, instead of visible frames."""
+        """Whether a camera records depth, whose values must be exact to the last bit."""
         said: dict[str, Any] = next((self[place] for place in ENCODING if isinstance(self.get(place), dict)), {})
-        deep = str(said.get("video.pix_fmt", "")).startswith("gray1")  # gray10le to gray16le; 8 bits may be visible frames
+        deep = str(said.get("video.pix_fmt", "")).startswith("gray1")  # gray10le to gray16le; 8 bits may be an ordinary camera
         return bool(deep or said.get("video.is_depth_map") or said.get("is_depth_map"))

@@ -1,4 +1,4 @@
-"""File names of LeRobot, for storage that cannot list a folder."""
+"""Search for the files of a dataset by LeRobot's naming scheme, for storage that cannot list a folder."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def guessed_files(folder: str, exists: Callable[[str], bool]) -> list[str]:
     """Return the files in a folder of a dataset, by checking each name that LeRobot writes.
 
     Args:
-        folder: Path to `meta`, or to a folder with files such as `chunk-000/file-000.parquet`, such as `meta/episodes` and
-            `data`.
+        folder: Path of `meta`, or of a folder that contains files such as `chunk-000/file-000.parquet`, for example
+            `meta/episodes` or `data`.
         exists: Function that returns whether a file exists.
     """
     folder = folder.rstrip("/")
@@ -31,7 +31,7 @@ def guessed_files(folder: str, exists: Callable[[str], bool]) -> list[str]:
 
 
 def _numbered(folder: str, exists: Callable[[str], bool]) -> Iterator[str]:
-    """Yield the Parquet files of all chunks. Files are numbered from 0 in each chunk, and no number is left out."""
+    """Yield the Parquet files of all chunks. Files are numbered from 0 in each chunk, without gaps."""
     for chunk in itertools.count():
         chunk_files = list(
             itertools.takewhile(exists, (f"{folder}/chunk-{chunk:03d}/file-{file:03d}.parquet" for file in itertools.count()))

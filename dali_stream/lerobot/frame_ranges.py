@@ -41,16 +41,17 @@ class FrameRanges:
         return counts
 
     def frames(self, episode: Int64, number: Int64) -> Int64:
-        """Return frames of the ranges of some episodes.
+        """Convert positions within the ranges of an episode to frame indices within the episode.
 
         Args:
-            episode: Number of each episode, any shape.
-            number: Number of the frame among those of the ranges of its episode, from 0, the same shape.
+            episode: Number of the episode of each position, any shape.
+            number: Position among all frames in the ranges of that episode, counted from 0, the same shape.
 
         Returns:
-            Frames within the episodes, the same shape.
+            Frame indices within the episodes, the same shape.
         """
-        # `place` counts the frames of all ranges, laid end to end.
+        # `place` is the position among the frames of all ranges of all episodes, laid end to end. The range that contains it is
+        # the first that ends after it.
         place = self._before[episode] + number
         range_index = np.searchsorted(self._ends, place, side="right")
         return self.stop[range_index] - (self._ends[range_index] - place)
@@ -59,14 +60,14 @@ class FrameRanges:
         """Return the intersection of the ranges with one range [start, stop) per episode.
 
         Args:
-            start, stop: First frame of each episode to keep, and the frame after the last, shape (E,).
+            start, stop: First frame to keep in each episode, and the frame after the last one to keep, shape (E,).
         """
         first, last = np.maximum(self.start, start[self.episode]), np.minimum(self.stop, stop[self.episode])
         some = first < last
         return FrameRanges(self.episodes, self.episode[some], first[some], last[some])
 
     def dropping(self, lengths: Int64, first: int, last: int) -> FrameRanges:
-        """Return the ranges without the first and the last frames of each episode. Short episodes have no frames left.
+        """Return the ranges without the first and the last frames of each episode, which may leave none of a short episode.
 
         Args:
             lengths: Number of frames of each episode, shape (E,).
@@ -75,12 +76,13 @@ class FrameRanges:
         return self.within(np.full(self.episodes, first), lengths - last)
 
     def of(self, episodes: Int64) -> FrameRanges:
-        """Return the ranges of some episodes, which are numbered from 0 in the result.
+        """Return the ranges of some episodes. The result numbers these episodes from 0.
 
         Args:
             episodes: Numbers of the episodes, in increasing order, shape (E',).
         """
         place = np.searchsorted(episodes, self.episode)
+        # An episode that is not selected has the place of the next one that is, or a place after the last one.
         is_selected = (place < len(episodes)) & (episodes[np.minimum(place, len(episodes) - 1)] == self.episode)
         return FrameRanges(len(episodes), place[is_selected], self.start[is_selected], self.stop[is_selected])
 
@@ -98,7 +100,7 @@ class FrameRanges:
 
 
 def whole(lengths: Int64) -> FrameRanges:
-    """Return ranges of all frames of episodes with these lengths, shape (E,)."""
+    """Return one range per episode that contains all of its frames. `lengths` has shape (E,)."""
     episode = np.flatnonzero(lengths)
     return FrameRanges(len(lengths), episode, np.zeros(len(episode), np.int64), lengths[episode])
 
@@ -107,8 +109,8 @@ def parse_ranges(frames: Frames | str | os.PathLike[str], index: Int64, length: 
     """Convert ranges from a user, and check them against all episodes of the dataset.
 
     Args:
-        frames: Ranges {episode index: [(start, stop), ...]}, or the path to a JSON file of them. Keys may be strings, as in
-            JSON. Episodes without an entry have no range.
+        frames: Ranges {episode index: [(start, stop), ...]}, or the path of a JSON file that contains them. Keys may be
+            strings, as in JSON. No frame of an episode without an entry is sampled.
         index: Index of each episode, shape (E,).
         length: Number of frames of each episode, shape (E,).
 

@@ -84,7 +84,7 @@ class Files:
     index: npt.NDArray[np.int64]
 
     def rows(self, file: int) -> npt.NDArray[np.int64]:
-        """Return the rows in the episode table of the episodes of one file."""
+        """Return the rows of the episode table whose episodes are in one file."""
         order, sorted_index = self._by_file
         first, last = np.searchsorted(sorted_index, [file, file + 1])
         return order[first:last]
@@ -126,14 +126,14 @@ class Episodes:
         return float(self.start[camera][row]), float(self.stop[camera][row])
 
     def ends_early(self, camera: str, fps: float) -> npt.NDArray[np.bool_]:
-        """Return whether `to_timestamp` is before the end of the last frame, shape (E,). Such frames are read nevertheless."""
+        """Return whether `to_timestamp` is before the end of each episode, shape (E,). All frames are read in any case."""
         frames = (self.to_timestamp[camera] - self.start[camera]) * fps
         early: npt.NDArray[np.bool_] = frames < self.length - 0.5
         return early
 
 
 def read_info(store: Store) -> Info:
-    """Read `meta/info.json`. Features that cannot be read are logged.
+    """Read `meta/info.json`. Features that cannot be read are left out, with a warning.
 
     Raises:
         DatasetError: If the file is missing or broken, or if its version or storage format is not supported.
@@ -220,9 +220,9 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
 
 
 def _next_start(file: npt.NDArray[np.int64], start: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return when the next episode of the same file begins, infinity after the last one.
+    """Return the time in seconds at which the next episode of the same file begins, or infinity for the last one, shape (E,).
 
-    Episodes that begin at the same time share their frames, and end where the next other one begins.
+    Episodes that begin at the same time share their frames, so all of them end where the next later one begins.
 
     Args:
         file: Number of each episode's file, shape (E,).
@@ -230,8 +230,8 @@ def _next_start(file: npt.NDArray[np.int64], start: npt.NDArray[np.float64]) -> 
     """
     order = np.lexsort((start, file))
     files, starts = file[order], start[order]
-    # `last_at_time` has the last of the episodes that begin at the same time in the same file. `following` has, for each
-    # episode, the first one that begins later, in the same file or in the next one.
+    # `last_at_time` has the last of all episodes that begin at the same time in the same file. `following` has the first
+    # episode after that one, which begins later in the same file, or is in the next file.
     last_at_time = np.flatnonzero(np.append((np.diff(files) != 0) | (np.diff(starts) != 0), True))
     following = last_at_time[np.searchsorted(last_at_time, np.arange(len(order)))] + 1
     in_file = np.append(files, -1)[following] == files
@@ -241,7 +241,7 @@ def _next_start(file: npt.NDArray[np.int64], start: npt.NDArray[np.float64]) -> 
 
 
 def video_template(store: Store, info: Info) -> str:
-    """Return `video_path`. Raises DatasetError if it is null."""
+    """Return `video_path`. Raises DatasetError if `info.json` has none."""
     if not info.video_path:
         raise DatasetError(f"Invalid video_path in {store.where(INFO)}: must be a path template for video features, got null")
     return info.video_path
@@ -253,6 +253,9 @@ def read_episode_columns(store: Store, *, stats: bool) -> pa.Table:
     Args:
         store: Store of the dataset.
         stats: Whether to include columns of statistics.
+
+    Raises:
+        DatasetError: If a file is broken.
     """
     parts = []
     for name in store.files("meta/episodes"):
@@ -268,12 +271,12 @@ def read_episode_columns(store: Store, *, stats: bool) -> pa.Table:
 def read_names(store: Store, path: str, index: str) -> dict[int, str]:
     """Read a table of names such as `meta/tasks.parquet`.
 
-    The names are the pandas index of the table. Its column may have any name, which the pandas metadata contains.
+    The names are the pandas index of the table. The column may have any name, which the pandas metadata contains.
 
     Args:
         store: Store of the dataset.
         path: Path to the file.
-        index: Column of the numbers, such as "task_index".
+        index: Name of the column that contains the numbers, such as "task_index".
 
     Returns:
         {number: name}. Empty if the file does not exist.
@@ -324,7 +327,7 @@ def tasks_table(tasks: Mapping[int, str], name: str | None = "task") -> pa.Table
 
 
 def read_stats(store: Store) -> Stats:
-    """Read `meta/stats.json`. The result is empty if the file does not exist. Raises DatasetError if it is broken."""
+    """Read `meta/stats.json`. Returns {} if the file does not exist. Raises DatasetError if it is broken."""
     if not store.exists(STATS):
         return {}
     try:
@@ -342,7 +345,7 @@ def stats_of(values: Any) -> Stats:
 
 
 def read_json(store: Store, path: str) -> Any:
-    """Read a JSON file of at most 64 MiB. Raises DatasetError if it is larger or no valid JSON."""
+    """Read a JSON file of at most 64 MiB. Raises DatasetError if it is larger, empty or not valid JSON."""
     data = store.read(path, 0, _LARGEST_JSON + 1)
     if len(data) > _LARGEST_JSON:
         raise DatasetError(
@@ -359,7 +362,7 @@ def read_json(store: Store, path: str) -> Any:
 
 
 def read_parquet(store: Store, path: str, columns: list[str] | None = None) -> pa.Table:
-    """Read a Parquet file, or only some of its columns. Raises DatasetError if it cannot be read."""
+    """Read a Parquet file, or only some of its columns. Raises DatasetError if the file is broken."""
     with parquet_errors(store, path), _opened(store, path) as file:
         return pq.ParquetFile(file, pre_buffer=True).read(columns=columns, use_threads=False)
 
@@ -398,7 +401,7 @@ _V2_FIELDS = {
 
 
 def _looks(store: Store) -> str:
-    """Return the probable version of a dataset whose `info.json` is missing or has no version, and advice for the user."""
+    """Return text for messages about an `info.json` that is missing or has no version: the probable version, and advice."""
     if store.exists("meta/episodes.jsonl"):
         return f"It has meta/episodes.jsonl, so it looks like v2.x. Copy or fetch {INFO} again"
     if store.files("meta/episodes"):
@@ -451,12 +454,12 @@ def _template(value: Any, name: str, fields: dict[str, str], store: Store) -> st
     """Check a template of paths, and return it.
 
     Only plain integer formats are allowed, since others can produce gigabytes of padding. In v2.x, the template must contain
-    the episode, and a template of videos also the camera. Otherwise all episodes or cameras would have the same file.
+    the episode, and the template of videos must also contain the camera. Otherwise, several of them would have the same file.
 
     Args:
         value: Template from `info.json`.
         name: Either "data_path" or "video_path".
-        fields: Allowed fields, {name: format in the error message}.
+        fields: Allowed fields, {name: format that the error message shows}.
         store: Store of the dataset.
 
     Raises:
@@ -506,7 +509,7 @@ def check_episodes(table: Mapping[str, npt.NDArray[Any]], where: str, store: Sto
     """Check the columns of an episode table, sorted by episode index, against each other and the totals of `info.json`.
 
     Args:
-        table: Columns with their names in v3.0.
+        table: Columns, with the names that they have in v3.0.
         where: Address of the file or folder of the table, for messages.
         store: Store of the dataset.
         info: Contents of `info.json`.

@@ -1,4 +1,4 @@
-"""Parquet file of rows: locates the row groups of an episode, and reads some of their columns."""
+"""Reader of one Parquet file of rows, which locates the row groups of an episode and reads some of their columns."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from dali_stream.lerobot.row_groups import MAGIC, RowGroups, as_file
 from dali_stream.storage import Store
 from dali_stream.storage.store import SMALL, Ranges
 
-_TAIL = 64 << 10  # bytes that are read first from the end of a file, which contains its footer
-_GAP = 8 << 10  # maximum bytes between columns that are read together with them, which saves a request
-_LARGE = 32 << 20  # bytes of columns above which pyarrow plans the reads, with several requests at a time
-_FEW_ROWS = 1 << 20  # number of rows that a row group may claim in any case
+_TAIL = 64 << 10  # number of bytes at the end of a file that are read first; they usually contain the whole footer
+_GAP = 8 << 10  # maximum gap between two columns that are read in one request, in bytes
+_LARGE = 32 << 20  # above this size of the columns in bytes, pyarrow plans the reads and sends several requests at a time
+_FEW_ROWS = 1 << 20  # number of rows that is plausible for a row group of any dataset
 
 
 class RowFile:
     """Data file of a dataset. The constructor reads its footer.
 
-    The statistics of the row groups, which contain the episodes of each group, are not used: pyarrow terminates the process if
-    they have another type than their column, as in a broken footer.
+    The statistics in the footer would tell which episodes a row group contains. They are not used, because pyarrow terminates
+    the process if their type differs from the type of the column, as in a broken footer.
 
     Args:
-        dataset: Dataset.
-        store: Store of its files.
+        dataset: Dataset that contains the file.
+        store: Store to read from.
         number: Number of the file among the data files.
         keys: Columns to read.
 
@@ -37,7 +37,7 @@ class RowFile:
         groups: Row groups of the file.
 
     Raises:
-        DatasetError: If the file lacks a column, or if its numbers of rows contradict the metadata.
+        DatasetError: If the file lacks a column, or if a row group has a negative or implausible number of rows.
     """
 
     def __init__(self, dataset: DatasetFiles, store: Store, number: int, keys: Sequence[str]) -> None:
@@ -68,14 +68,14 @@ class RowFile:
         self._episodes: npt.NDArray[np.int64] | None = None
 
     def groups_at(self, start: int, stop: int) -> list[int]:
-        """Return the row groups of rows [start, stop) of the dataset, if the file has its episodes in the metadata's order."""
+        """Return the row groups of rows [start, stop) of the dataset, if the file's episodes are in the metadata's order."""
         first, last = np.searchsorted(self._stop, [start, stop], side="right").tolist()
         # `last` is the first group that ends after `stop`. It is included if it begins before `stop`.
         last += last < len(self._stop) and int(self._stop[last] - self.groups.rows[last]) < stop
         return [group for group in range(first, last) if self.groups.rows[group]]
 
     def groups_of(self, episode: int) -> list[int]:
-        """Return the row groups that may contain rows of an episode, by its index, in a file with any order of episodes.
+        """Return the row groups that may contain rows of an episode, by its index, for files with any order of episodes.
 
         The first call reads the episode indices of all row groups.
         """
@@ -86,6 +86,7 @@ class RowFile:
     def read(self, groups: Sequence[int]) -> tuple[pa.Table, int]:
         """Return the columns of some row groups, and the number of bytes that were read for them."""
         metadata, numbers = self.groups.metadata(groups)
+        # The bytes that `_open` has read serve one call only, since footers are cached and whole files must not be.
         whole, self._whole = self._whole, b""
         if whole:
             parquet = self._parquet(pa.BufferReader(whole), metadata, pre_buffer=False)
@@ -95,7 +96,7 @@ class RowFile:
         for start, stop in ranges:
             file.hold(start, stop)
         parquet = self._parquet(file, metadata, pre_buffer=not ranges)
-        # Pyarrow also reads small gaps between columns, which may contain images. Reading runs of columns avoids that.
+        # Pyarrow also reads small gaps between columns, which may contain images. Reading each run by itself avoids that.
         runs = [self._columns] if ranges or self._gap else self._runs()
         parts = [parquet.read_row_groups(numbers, columns=run, use_threads=False) for run in runs]
         table = pa.table({name: part[name] for part in parts for name in part.column_names}) if len(parts) > 1 else parts[0]
@@ -113,7 +114,10 @@ class RowFile:
         return pq.ParquetFile(file, metadata=metadata, pre_buffer=pre_buffer, page_checksum_verification=True)
 
     def _ranges(self, metadata: pq.FileMetaData, groups: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the byte ranges (start, stop) of the columns, in increasing order. Empty if pyarrow plans the reads."""
+        """Return the byte ranges (start, stop) of the columns.
+
+        The list is empty if the ranges are large or invalid. Pyarrow then plans the reads.
+        """
         ranges: list[tuple[int, int]] = []
         for group in map(metadata.row_group, groups):
             for chunk in map(group.column, self._leaves):
@@ -128,7 +132,7 @@ class RowFile:
         return ranges if sum(stop - start for start, stop in ranges) <= _LARGE else []
 
     def _runs(self) -> list[list[str]]:
-        """Return the columns in runs that are adjacent in the file."""
+        """Return the columns, grouped into runs that are adjacent in the file."""
         runs: list[list[str]] = []
         before = -2
         for place in sorted(map(self._names.index, self._columns)):
@@ -140,7 +144,7 @@ class RowFile:
 
 
 def read_schema(dataset: DatasetFiles, store: Store, number: int) -> pa.Schema:
-    """Return the schema of a data file, by its number among the data files. The requests are the same as for a `RowFile`."""
+    """Return the schema of a data file, by its number among the data files. It sends the same requests as `RowFile` does."""
     metadata, footer, _ = _open(dataset, store, number)
     return (metadata or pq.read_metadata(as_file(footer))).schema.to_arrow_schema()
 
@@ -151,7 +155,8 @@ def _open(dataset: DatasetFiles, store: Store, number: int) -> tuple[pq.FileMeta
     A remote file of one short episode, as in datasets of version 2.x, is read whole, with one request instead of three.
 
     Returns:
-        Metadata if it was parsed already, or None; the footer, or b""; and the bytes of the file if it was read whole, or b"".
+        Parsed metadata, the footer, and the bytes of the whole file. Each may be missing (None or b""), but either the metadata
+        or the footer is present.
     """
     path = dataset.table.data.paths[number]
     rows = dataset.table.length[dataset.table.data.rows(number)]
@@ -187,9 +192,9 @@ def _footer(store: Store, path: str, size: int, tail: int) -> bytes | None:
 
 
 def _leaves(parquet: pq.ParquetFile, columns: Sequence[str]) -> list[int]:
-    """Return the numbers of the Parquet columns that contain some columns of the Arrow schema. A structure has several."""
+    """Return the numbers of the Parquet columns that store some Arrow columns. Empty if the two schemas do not match."""
     leaves: list[int] = []
-    first = 0
+    first = 0  # not the number of the field, since a struct is stored as several Parquet columns
     for field in parquet.schema_arrow:
         count = _count_leaves(field.type)
         leaves += range(first, first + count) if field.name in columns else ()

@@ -1,4 +1,4 @@
-"""Metadata of the row groups of a Parquet file, in a tenth of the memory that pyarrow takes.
+"""Metadata of the row groups of a Parquet file, in a tenth of the memory that it takes in pyarrow.
 
 A data file of DROID's size has 4600 row groups. Their metadata takes 29 MB in pyarrow and 3.8 MB in the file. This module
 splits the footer into the entries of its row groups, and keeps them compressed. To read some row groups, it assembles a footer
@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 
 Int64 = npt.NDArray[np.int64]
 MAGIC = b"PAR1"
-_SMALL = 8  # maximum number of row groups of a file whose metadata is kept as a pyarrow object
-_BLOCK = 8  # number of entries that are compressed together: 2.6 times smaller, and 4 microseconds to decompress
+_SMALL = 8  # a file with at most this number of row groups keeps its metadata as a pyarrow object
+_BLOCK = 8  # entries compressed together, which makes them 2.6 times smaller and takes 4 microseconds to decompress
 _CODEC = "lz4_raw"
 _STRUCT = 12  # Thrift's number of the type "struct"
 _NUM_ROWS, _ROW_GROUPS, _LAST_FIELD = 3, 4, 7  # field numbers of FileMetaData; encrypted files have larger ones
@@ -34,13 +34,13 @@ class RowGroups:
 
     Args:
         footer: Footer of the file, without length and magic. Empty if only `metadata` is known.
-        metadata: Metadata of the file if it was read already, instead of `footer`.
+        metadata: Metadata of the file, if pyarrow has parsed it already. It replaces `footer`.
 
     Attributes:
-        sample: Metadata of the file with its schema, and with at least one row group if it has any.
+        sample: Metadata of the file with its schema and at least one of its row groups, if it has any.
         rows: Number of rows of each group, shape (G,).
         sizes: Uncompressed size of each group in bytes, shape (G,).
-        nbytes: Memory of the data that grows with the number of row groups, in bytes.
+        nbytes: Memory in bytes, without the parts that do not grow with the number of row groups.
 
     Raises:
         pyarrow.ArrowInvalid: If the footer is broken.
@@ -67,7 +67,7 @@ class RowGroups:
         self.nbytes = sum(map(len, self._blocks)) + self.rows.nbytes + self.sizes.nbytes + self._starts.nbytes
 
     def metadata(self, groups: Sequence[int]) -> tuple[pq.FileMetaData, Sequence[int]]:
-        """Return metadata of the file that includes some row groups, and the numbers of these row groups in it."""
+        """Return metadata that includes some row groups of the file, and the numbers of these row groups in this metadata."""
         if self._is_whole:
             return self.sample, groups
         # Unpickling the footer would be faster, but pyarrow terminates the process if it is broken.
@@ -75,7 +75,7 @@ class RowGroups:
 
     def _footer(self, groups: Sequence[int]) -> bytes:
         """Return a footer with the entries of some row groups only."""
-        # The number of rows of the file becomes the sum of those of the row groups. Thrift's zigzag coding doubles it.
+        # The number of rows of the file must be the sum over these row groups. Thrift's zigzag coding doubles it.
         number, entries = _varint(2 * int(self.rows[list(groups)].sum())), b"".join(map(self._entry, groups))
         return self._before + number + self._between + _list_header(len(groups)) + entries + self._after
 
@@ -138,8 +138,8 @@ def _split(footer: bytes) -> _Layout | None:
 def _entries(footer: bytes, at: int, num_rows: tuple[int, int]) -> tuple[Int64, Int64, Int64] | None:
     """Return `starts`, `rows` and `sizes` of `_Layout`. None if the list has an unusual form, or few row groups.
 
-    Parsing an entry in Python takes 0.1 ms, and pyarrow needs as much time for the whole footer as the rest of opening a file.
-    Instead, this function searches for the beginnings of the entries, and reads the numbers at their ends.
+    Parsing all entries would be slow: Python takes 0.1 ms per entry, and pyarrow would double the time to open a file. Instead,
+    this function searches for the beginning of each entry, and reads only the numbers at its end.
 
     Args:
         footer: Footer of the file.
@@ -150,9 +150,11 @@ def _entries(footer: bytes, at: int, num_rows: tuple[int, int]) -> tuple[Int64, 
     if count <= _SMALL or kind != _STRUCT:
         return None
     second = _skip(footer, first, _STRUCT)
-    # All entries begin with the same bytes, apart from a few numbers. Pyarrow parses a footer with the first entry only, which
-    # gives the name of the first column in these bytes. The number of rows in this footer is not used.
+    # All entries begin with the same bytes, apart from a few numbers. These bytes contain the name of the first column, which
+    # pyarrow parses from a footer with the first entry only. The number of rows in this footer is not used.
     alone = footer[: num_rows[0]] + _varint(0) + footer[num_rows[1] : at] + _list_header(1) + footer[first:second] + b"\0"
+    # The pattern may match by chance, or not match an unusual entry. The number of matches, the first two entries and the total
+    # number of rows show whether it has found the entries.
     starts = [match.start() for match in _beginning(pq.read_metadata(as_file(alone))).finditer(footer, first)]
     if len(starts) != count or starts[:2] != [first, second]:
         return None
@@ -164,15 +166,16 @@ def _entries(footer: bytes, at: int, num_rows: tuple[int, int]) -> tuple[Int64, 
         if ending is None:
             return None
         values = [_read_varint(ending[i], 0)[0] for i in (1, 2)]
-        if any(value & 1 or value >> 64 for value in values):  # negative, or no i64
+        if any(value & 1 or value >> 64 for value in values):  # negative, or not an i64
             return None
         sizes[group], rows[group] = (value >> 1 for value in values)
         total -= values[1]
-    if total:  # an entry was found in the wrong place
+    if total:  # an entry was found at a wrong offset
         return None
     return np.array(starts, np.int64), rows, sizes
 
 
+# A variable-length integer: all of its bytes except the last have the highest bit set.
 _VALUE = rb"[\x80-\xff]{0,9}[\x00-\x7f]"
 # total_byte_size (field 2, i64), num_rows (3, i64), file_offset (5, i64), total_compressed_size (6, i64), ordinal (7, i16)
 _ENDING = re.compile(rb"\x16(%b)\x16(%b)(?:\x26%b(?:\x16%b(?:\x14%b)?)?)?\x00\Z" % ((_VALUE,) * 5))
@@ -195,7 +198,7 @@ def _beginning(metadata: pq.FileMetaData) -> re.Pattern[bytes]:
 
 def _field(data: bytes, at: int, before: int) -> tuple[int, int, int]:
     """Return (type, number, offset of the value) of the field at `at`, which follows the field of number `before`."""
-    header = data[at]
+    header = data[at]  # the upper four bits have the difference to `before`, or 0 if the number follows
     if header >> 4:
         return header & 15, before + (header >> 4), at + 1
     number, at = _read_varint(data, at + 1)
@@ -204,7 +207,7 @@ def _field(data: bytes, at: int, before: int) -> tuple[int, int, int]:
 
 def _list(data: bytes, at: int) -> tuple[int, int, int]:
     """Return (length, type of the elements, offset of the first one) of the list at `at`."""
-    header = data[at]
+    header = data[at]  # the upper four bits have the length, or 15 if the length follows
     if header >> 4 < 15:
         return header >> 4, header & 15, at + 1
     count, at = _read_varint(data, at + 1)
@@ -212,7 +215,11 @@ def _list(data: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _skip(data: bytes, at: int, kind: int) -> int:
-    """Return the offset at which the value at `at` ends. Raises IndexError if data ends before it, or its type is unknown."""
+    """Return the offset at which the value at `at` ends, which may exceed the size of truncated data.
+
+    Raises:
+        IndexError: If the data ends within the value, or if its type is unknown.
+    """
     if kind in (1, 2):  # a boolean, whose value is part of its type
         return at
     if kind in (4, 5, 6):
@@ -222,7 +229,7 @@ def _skip(data: bytes, at: int, kind: int) -> int:
         return at + length
     if kind in (9, 10):
         count, element_kind, at = _list(data, at)
-        if count > len(data) - at:  # each element takes a byte at least
+        if count > len(data) - at:  # each element has at least one byte
             raise IndexError
         for _ in range(count):
             at = at + 1 if element_kind in (1, 2) else _skip(data, at, element_kind)

@@ -26,19 +26,20 @@ from dali_stream.workers import Once
 
 _log = logging.getLogger("dali_stream")
 Columns = dict[str, npt.NDArray[Any]]
-KEPT = 128 << 20  # maximum bytes of decoded row groups to keep: a group of a million rows with two vectors of 8 numbers
+KEPT = 128 << 20  # default maximum of kept row groups, in bytes: a million rows with two vectors of 8 numbers
 
 
 class Found(Mapping[int, Columns]):
-    """Mapping {episode: {key: array of shape (L, ...)}} of some row groups. Strings and images are arrays of objects.
+    """Rows of the episodes in some row groups, {episode: {key: array of shape (L, ...)}}.
 
-    An episode is converted to NumPy when it is accessed.
+    An episode is converted to NumPy when it is accessed, and only the last one is kept. Strings and images are arrays of
+    objects.
 
     Args:
         lengths: {episode: number of its rows}.
-        convert: Function from the row groups and an episode to its columns.
+        convert: Function that returns the columns of an episode, given the row groups and the episode.
         row_bytes: Approximate memory of a row in bytes.
-        group: Row groups.
+        group: Row groups that contain the episodes.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class Found(Mapping[int, Columns]):
         The other episodes remain available as long as something else refers to the row groups.
 
         Returns:
-            Row groups.
+            The row groups, for a caller that keeps them in memory.
         """
         assert self._group is not None
+        # A view would keep the memory of all row groups alive.
         owned = {
             key: values if values.base is None and values.flags.owndata else values.copy()
             for key, values in self[episode].items()
@@ -81,7 +83,7 @@ class Found(Mapping[int, Columns]):
         return group
 
     def sizes(self) -> dict[int, int]:
-        """Return {episode that is in memory: approximate size in bytes}, without converting any episode."""
+        """Return {episode: approximate size in bytes} of the episodes in memory, without converting them."""
         if self._reference() is None:
             return {}
         return {episode: length * self._row_bytes for episode, length in self.lengths.items()}
@@ -96,19 +98,19 @@ class Rows(Protocol):
 
 
 class RowMemory:
-    """Limit and cache of decoded row groups, for one reader or for several together.
+    """Memory limit and cache for decoded row groups, for one reader or shared by several.
 
-    Row groups are cached since their other episodes are needed later: a dataset that was converted by LeRobot has one row group
+    Row groups are cached because their other episodes are needed later. A dataset that LeRobot has converted has one row group
     per file, with thousands of episodes. The least recently used row groups are evicted first.
 
     Args:
-        at_once: Maximum bytes of row groups that are read at the same time, unless a single one has more.
-        kept: Maximum bytes of decoded row groups to keep. The last one is kept even if it has more, up to `at_once`.
+        at_once: Maximum bytes of row groups that are read at the same time. A larger one is read alone. Default: no limit.
+        kept: Maximum bytes of decoded row groups to keep. A single row group may exceed it, up to `at_once`. Default: 128 MiB.
 
     Attributes:
-        at_once: See above.
-        largest: Maximum size of row groups that are kept, in bytes.
-        nbytes: Bytes of the row groups that are kept.
+        at_once: Maximum bytes of row groups that are read at the same time.
+        largest: Size in bytes above which a row group is not kept.
+        nbytes: Total bytes of the row groups that are kept.
     """
 
     def __init__(self, at_once: int = 1 << 62, kept: int = KEPT) -> None:
@@ -117,14 +119,16 @@ class RowMemory:
         self._reading = self.nbytes = 0
         self._room = threading.Condition()
         self._groups: OrderedDict[tuple[object, ...], _Group] = OrderedDict()
+        # Also finds evicted row groups, as long as a `Found` or its caller refers to them.
         self._alive: weakref.WeakValueDictionary[tuple[object, ...], _Group] = weakref.WeakValueDictionary()
 
     @contextmanager
     def turn(self, size: int) -> Iterator[None]:
-        """Wait until row groups of `size` bytes may be read in addition to those that are being read."""
+        """Wait until row groups of `size` bytes may be read, and count them as being read within the `with` block."""
         with self._room:
             self._room.wait_for(lambda: not self._reading or self._reading + size <= self.at_once)
             self._reading += size
+            # Cached row groups make room, so that both together do not exceed `largest`.
             self._evict(min(self._kept, max(self.largest - self._reading, 0)))
         try:
             yield
@@ -134,14 +138,14 @@ class RowMemory:
                 self._room.notify_all()
 
     def get(self, key: tuple[object, ...]) -> _Group | None:
-        """Return row groups that are kept, or that are still referenced."""
+        """Return row groups that are kept or still referenced, or None."""
         with self._room:
             if key in self._groups:
                 self._groups.move_to_end(key)
             return self._alive.get(key)
 
     def put(self, key: tuple[object, ...], group: _Group) -> None:
-        """Keep row groups, unless they have at most one selected episode or are too large."""
+        """Keep row groups, unless they are too large, or have no second episode that could be requested later."""
         with self._room:
             self._alive[key] = group
             if len(group.lengths) > 1 and group.nbytes <= self.largest:
@@ -160,9 +164,9 @@ class _Group:
     Attributes:
         columns: {key: values of all rows}.
         nbytes: Memory of the columns in bytes.
-        bytes_read: Number of bytes that were read for them, and not yet returned by `take_bytes`.
-        lengths: {selected episode that is complete in the row groups: number of its rows}.
-        start: {the same episode: its first row}.
+        bytes_read: Number of bytes that were read for the columns and that `take_bytes` has not returned yet.
+        lengths: Number of rows of each selected episode that is complete in these row groups, {episode: rows}.
+        start: First row of each of these episodes, {episode: row}.
     """
 
     def __init__(self, table: pa.Table, index: npt.NDArray[np.int64], dataset: DatasetFiles, bytes_read: int) -> None:
@@ -171,6 +175,7 @@ class _Group:
         starts = np.flatnonzero(np.append(True, index[1:] != index[:-1])) if len(index) else np.empty(0, np.int64)
         lengths, index = np.diff(np.append(starts, len(index))), index[starts]
         number = np.minimum(np.searchsorted(dataset.episodes, index), len(dataset.episodes) - 1)
+        # An episode that continues in another row group, or that is not selected, is left out.
         whole = (dataset.episodes[number] == index) & (dataset.lengths[number] == lengths)
         numbers = number[whole].tolist()
         self.lengths = dict(zip(numbers, lengths[whole].tolist(), strict=True))
@@ -182,7 +187,7 @@ class _Group:
         return int(self._lengths[self._index == index].sum())
 
     def take_bytes(self) -> int:
-        """Return the number of bytes that were read since the last call, so that they are counted only once."""
+        """Return the number of bytes that were read since the last call. Each byte is thus counted only once."""
         count, self.bytes_read = self.bytes_read, 0
         return count
 
@@ -191,7 +196,7 @@ class RowReader:
     """Reader of the rows of episodes, with the selected features only. Safe to use from several threads.
 
     Args:
-        dataset: Selected part of a dataset.
+        dataset: Dataset with its selected episodes and features.
         store: Store to read from. Default: the store of the dataset.
         memory: Memory for decoded row groups. Default: a new one that is not shared.
         keys: Features to read. Default: all selected features.
@@ -219,14 +224,15 @@ class RowReader:
     def read(self, episode: int) -> Found:
         """Return the rows of a selected episode, and those of other episodes that had to be read with it.
 
-        Row groups that are kept or still referenced are not read again, and only the requested episode is returned. Do not
-        modify the arrays.
+        Row groups that are kept or still referenced are not read again. In this case, only the requested episode is returned.
+        Do not modify the arrays.
 
         Args:
             episode: Number of the episode among the selected ones.
 
         Raises:
             DatasetError: If a file is missing or broken, or its rows contradict the metadata.
+            StorageError: If a file cannot be read.
         """
         dataset = self._dataset
         row = int(dataset.rows[episode])
@@ -249,7 +255,7 @@ class RowReader:
         return episode_rows
 
     def _group(self, file: RowFile, path: str, groups: list[int]) -> tuple[_Group, bool]:
-        """Return decoded row groups, and whether this call, or one that it shared, read them from the file."""
+        """Return decoded row groups, and whether this call, or one that overlaps with it, read them from the file."""
         key = (id(self), path, *groups)
 
         def read() -> tuple[_Group, bool]:
@@ -278,12 +284,12 @@ class RowReader:
             yield
 
     def _file(self, path: str, number: int) -> RowFile:
-        """Return the data file with a number, whose footer is cached."""
+        """Return a data file by its number. Files are cached with their footers."""
         with self._lock:
             file = self._files.get(path)
         if file is None:
             file = self._once(path, lambda: RowFile(self._dataset, self._store, number, list(self.features)))
-            if len(file.groups.rows) > _MANY:  # whose footer had some MB
+            if len(file.groups.rows) > _MANY:  # parsing such a footer takes several MB
                 trim_memory()
         with self._lock:
             self._files[path] = file
@@ -316,14 +322,14 @@ class RowReader:
 
 
 def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
-    """Check that the timestamps of an episode increase. Otherwise a row could get the frame of another row.
+    """Check that the timestamps of an episode increase. Otherwise, a row could get the frame of another row.
 
     Args:
         where: Address of the file and the episode, for the message.
         timestamp: Timestamps in seconds, shape (L,).
 
     Raises:
-        DatasetError: If a timestamp is not greater than that of the row before.
+        DatasetError: If a timestamp is not greater than that of the previous row, or if the first is not a number.
     """
     row = _not_rising(timestamp)
     if row is not None:
@@ -334,12 +340,12 @@ def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
         )
 
 
-_MANY = 1000  # row groups
+_MANY = 1000  # number of row groups above which memory is returned to the operating system after parsing
 _EPISODE_INDEX = Feature(dtype="int64", shape=[1])
 
 
 def _not_rising(timestamp: npt.NDArray[Any]) -> int | None:
-    """Return the first row whose timestamp is not greater than that of the row before. None if all increase."""
+    """Return the first row whose timestamp is NaN or not greater than that of the previous row. None if all increase."""
     wrong = ~(timestamp[1:] > timestamp[:-1])
     if not timestamp[:1] > -np.inf:
         return 0

@@ -14,11 +14,11 @@ from dali_stream.lerobot import metadata
 
 Int64 = npt.NDArray[np.int64]
 EpisodeFilter: TypeAlias = Callable[[dict[str, Any]], bool] | pc.Expression
-"""Function from the columns of an episode to whether the episode is selected, or a `pyarrow.compute` expression."""
+"""Function that returns whether to select an episode, given its columns, or a `pyarrow.compute` expression."""
 
 
 class ReadColumns(Protocol):
-    """Function that reads the episode table of the whole dataset, with or without columns of statistics."""
+    """Function that reads the table of all episodes, with or without its columns of statistics."""
 
     def __call__(self, *, stats: bool = False) -> pa.Table: ...
 
@@ -52,11 +52,11 @@ def rows(index: Int64, episodes: Sequence[int] | None, episode_filter: EpisodeFi
     Args:
         index: Indices of all episodes of the dataset, in increasing order, shape (E,).
         episodes: Indices of the episodes to select, or None for all episodes.
-        episode_filter: Filter that selects among these episodes, or None to select all of them.
+        episode_filter: Filter that is applied to these episodes, or None to select all of them.
         read: Function that reads the episode table for `episode_filter`.
 
     Raises:
-        ValueError: If `episodes` or `episode_filter` is invalid, if an episode is unknown or named twice, or if the filter
+        ValueError: If `episodes` or `episode_filter` is invalid, if an episode is unknown or duplicated, or if the filter
             accepts no episode.
     """
     selected = np.arange(len(index)) if episodes is None else _named(index, episodes)

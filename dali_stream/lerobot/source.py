@@ -18,7 +18,7 @@ ABSENT = -1  # file number of episodes whose dataset has no video of the camera
 
 
 class Timing(NamedTuple):
-    """Frame rate of an episode, and tolerance for finding the frame at the time of a row.
+    """Frame rate of an episode, and tolerance when the frame of a row is located by its time.
 
     Attributes:
         fps: Frames per second.
@@ -30,7 +30,7 @@ class Timing(NamedTuple):
 
 
 class Source(Protocol):
-    """E episodes of M datasets, numbered from 0, with their features and files.
+    """E episodes of M datasets, with their features and files. Episodes and datasets are numbered from 0.
 
     `DatasetFiles` and `CombinedSource` implement this protocol.
 
@@ -44,7 +44,8 @@ class Source(Protocol):
         episodes: Index of each episode in its dataset, for messages, int64, shape (E,).
         dataset_of: Number of each episode's dataset, int64, shape (E,).
         dataset_names: Names of the datasets of a mixture. Empty for a single dataset.
-        constants: Values that a batch contains for the dataset of each sample, {key: array of shape (M, ...)}.
+        constants: Values that a batch contains for each sample and that depend only on its dataset, {key: array of shape
+            (M, ...)}.
         data_store: Store of the rows and videos.
         cache_dir: Folder on the disk in which fetched bytes are cached, or None.
         row_bytes: Approximate memory of a row in bytes, averaged over all frames.
@@ -82,7 +83,7 @@ class Source(Protocol):
     def row_bytes_without_objects(self) -> int: ...
 
     def files(self, camera: str) -> Int64:
-        """Return the number of each episode's MP4 file, shape (E,). It is `ABSENT` if the dataset has no such video."""
+        """Return the number of each episode's MP4 file, shape (E,), or `ABSENT` if its dataset has no video of the camera."""
         ...
 
     def path(self, camera: str, file: int) -> str:
@@ -90,7 +91,7 @@ class Source(Protocol):
         ...
 
     def interval(self, camera: str, episode: int) -> tuple[float, float]:
-        """Return the interval [start, stop) of an episode in its MP4 file, in seconds. The next episode begins at `stop`."""
+        """Return the interval [start, stop) of an episode in its MP4 file, in seconds. `stop` is infinite for the last one."""
         ...
 
     def timing(self, episode: int) -> Timing:
@@ -98,19 +99,19 @@ class Source(Protocol):
         ...
 
     def seconds(self, episode: int, rows: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
-        """Return the seconds from the beginning of an episode to some of its rows.
+        """Return the times of some rows of an episode, in seconds from its beginning.
 
         Args:
             episode: Number of the episode.
-            rows: Columns of the rows, of which `timestamp` and `frame_index` are used, shape (L,).
+            rows: Columns of the rows. Only `timestamp` or `frame_index` is used, shape (L,).
 
         Returns:
-            Shape (L,), float64.
+            Times, float64, shape (L,).
         """
         ...
 
     def feature(self, key: str, episode: int) -> Feature | None:
-        """Return a feature in the dataset of an episode. None if a dataset of a mixture lacks it."""
+        """Return the feature that the dataset of an episode has for a key, or None if this dataset lacks it."""
         ...
 
     def picture_size(self, camera: str) -> tuple[int, int]:
@@ -118,7 +119,7 @@ class Source(Protocol):
         ...
 
     def names(self) -> dict[str, list[dict[int, str]]]:
-        """Return the names of tasks and subtasks, {"task": [{task_index: task} of each dataset], "subtask": [...]}.
+        """Return the names of tasks and subtasks, {"task": [{task_index: task} for each dataset], "subtask": [...]}.
 
         Raises:
             DatasetError: If a file is broken.
@@ -127,9 +128,9 @@ class Source(Protocol):
         ...
 
     def names_place(self, key: str, dataset: int) -> str:
-        """Return the address of the file of one of these tables, for messages."""
+        """Return the address of the file with the names of "task" or "subtask" of a dataset, for messages."""
         ...
 
     def without(self: S, keys: Collection[str]) -> S:
-        """Return the same episodes without these features and cameras. Raises ValueError if one cannot be left out."""
+        """Return the same episodes without some features and cameras. Raises ValueError if one cannot be left out."""
         ...

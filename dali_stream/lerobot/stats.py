@@ -1,4 +1,4 @@
-"""Statistics of features with LeRobot's definitions. Those of cameras are computed from a sample of the frames."""
+"""Statistics of features, as LeRobot defines them. Statistics of cameras are computed from a sample of the frames."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
-MAX_IMAGES = 100  # maximum number of frames of an episode to sample; LeRobot samples about as many
+MAX_IMAGES = 100  # maximum number of frames sampled per episode; LeRobot samples about as many
 Histogram = tuple[np.ndarray, int]  # see `image_histogram`
 
 
@@ -38,7 +38,7 @@ def table_stats(values: np.ndarray) -> dict[str, list[Any]]:
 
 
 class TableStats:
-    """Statistics such as `table_stats`, of rows that are added in parts, in bounded memory.
+    """Statistics as in `table_stats`, of rows that are added in parts. The memory does not grow with the number of rows.
 
     Quantiles are exact for up to `KEPT` numbers. For more numbers, they are computed from evenly spaced rows.
 
@@ -46,7 +46,7 @@ class TableStats:
         rows: Total number of rows that will be added.
     """
 
-    KEPT = 1 << 22
+    KEPT = 1 << 22  # maximum number of values kept for the quantiles
 
     def __init__(self, rows: int) -> None:
         self._rows, self._count = rows, 0
@@ -93,7 +93,7 @@ class TableStats:
 
 
 def image_histogram(frames: np.ndarray) -> Histogram:
-    """Return the histogram of each channel in a sample of some frames.
+    """Return the histogram of each channel, computed from a sample of the frames.
 
     The sample has at most 100 evenly spaced frames. As in LeRobot, only every n-th row and column of pixels is used if the
     longer side has at least 300 pixels, so that 150 to 225 of its pixels remain.
@@ -112,12 +112,15 @@ def image_histogram(frames: np.ndarray) -> Histogram:
 
 
 def add_histograms(parts: Sequence[Histogram]) -> Histogram:
-    """Return the sum of some histograms."""
+    """Return the sum of the histograms, and the total number of sampled frames."""
     return np.sum([histogram for histogram, _ in parts], axis=0), sum(size for _, size in parts)
 
 
 def image_stats(histograms: Sequence[Histogram]) -> dict[str, list[Any]]:
-    """Return statistics of frames from their histograms.
+    """Return statistics of frames, computed from their histograms.
+
+    Args:
+        histograms: One or more results of `image_histogram`, with the same number of channels.
 
     Returns:
         Nested lists by name, with values in [0, 1] and shape (C, 1, 1). `count` is the number of frames, [N].
@@ -146,12 +149,12 @@ def merged(shares: Sequence[float], parts: Sequence[Mapping[str, np.ndarray]]) -
     the values of a part are assumed to be evenly spread between its known quantiles.
 
     Args:
-        shares: Share of each part in the mixture.
-        parts: Statistics of each part, float64 arrays of one shape: some of `mean`, `std`, `min`, `max` and quantiles. NaN
-            marks numbers that a part lacks.
+        shares: Share of each part in the mixture. The shares need not sum to 1.
+        parts: Statistics of each part by name: some of `mean`, `std`, `min`, `max` and the quantiles, as float64 arrays of one
+            shape. NaN marks a number that a part lacks. The other parts then determine the result.
 
     Returns:
-        The statistics that all parts have.
+        Statistics with the names that all parts have, in the same shape.
     """
     names = [name for name in parts[0] if all(name in part for part in parts)]
     if not names:
@@ -159,6 +162,7 @@ def merged(shares: Sequence[float], parts: Sequence[Mapping[str, np.ndarray]]) -
     stacked = {name: np.stack([part[name] for part in parts]) for name in names}
     weight = np.asarray(shares, np.float64).reshape(-1, *(1,) * (next(iter(stacked.values())).ndim - 1))
 
+    # A number that a part lacks has no weight.
     def mean(values: np.ndarray) -> np.ndarray:
         is_present = ~np.isnan(values)
         return np.where(is_present, values * weight, 0).sum(axis=0) / (is_present * weight).sum(axis=0)
@@ -169,6 +173,7 @@ def merged(shares: Sequence[float], parts: Sequence[Mapping[str, np.ndarray]]) -
     if "mean" in names:
         statistics["mean"] = mean(stacked["mean"])
         if "std" in names:
+            # The variance of a mixture is the mean of the variances, plus the variance of the means.
             statistics["std"] = np.sqrt(mean(stacked["std"] ** 2 + (stacked["mean"] - statistics["mean"]) ** 2))
     known = {name: share for name, share in {"min": 0.0, **QUANTILES, "max": 1.0}.items() if name in names}
     quantiles = [name for name in QUANTILES if name in names]
@@ -184,7 +189,7 @@ def merged(shares: Sequence[float], parts: Sequence[Mapping[str, np.ndarray]]) -
 def _mixed_quantiles(
     shares: Sequence[float], points: np.ndarray, levels: Sequence[float], wanted: Sequence[float]
 ) -> np.ndarray:
-    """Return quantiles of a mixture of one number.
+    """Return quantiles of a scalar in a mixture.
 
     Args:
         shares: Share of each of P parts.
@@ -193,12 +198,12 @@ def _mixed_quantiles(
         wanted: Levels of the quantiles to return, shape (Q,).
 
     Returns:
-        Shape (Q,).
+        Quantiles of the mixture, shape (Q,).
     """
     is_present = ~np.isnan(points[:, 0])
     points, weight = points[is_present], np.asarray(shares)[is_present]
-    # The distribution function of the mixture is the weighted sum of those of its parts. It is linear between the points `at`,
-    # so interpolation inverts it.
+    # The distribution function of the mixture is the weighted sum of the distribution functions of its parts. It is linear
+    # between the points `at`, so interpolation inverts it.
     at = np.unique(points)
     below = sum(share * np.interp(at, own, levels, left=0.0, right=1.0) for share, own in zip(weight, points, strict=True))
     return np.interp(np.asarray(wanted) * weight.sum(), below, at)

@@ -1,7 +1,7 @@
 """Reader of the files in `meta/` of LeRobot v2.0 and v2.1. It returns the same classes as `metadata` does for v3.0.
 
-Each episode has a Parquet file, and an MP4 file for each camera, in which it begins at 0 seconds. The format is defined by
-`datasets/utils.py` of LeRobot 0.3.3.
+Each episode has its own Parquet file, and an MP4 file for each camera, in which it begins at 0 seconds. The format is defined
+by `datasets/utils.py` of LeRobot 0.3.3.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dali_stream.lerobot.metadata import STATS, Episodes, Files, Info, Stats
 from dali_stream.storage import Store, lfs
 
 EPISODES, TASKS, EPISODES_STATS = "meta/episodes.jsonl", "meta/tasks.jsonl", "meta/episodes_stats.jsonl"
-_PART = 8 << 20  # bytes of one read
+_PART = 8 << 20  # number of bytes per read
 _LONGEST_LINE = 64 << 20  # maximum bytes of a line
 _log = logging.getLogger("dali_stream")
 
 
 def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
-    """Read `meta/episodes.jsonl`. An episode ends with its MP4 file, so `stop` is infinite.
+    """Read `meta/episodes.jsonl`. Each episode extends to the end of its MP4 file, so `stop` is infinite.
 
     Raises:
         DatasetError: If a line is broken, or if the numbers contradict each other or `info.json`.
@@ -75,7 +75,7 @@ def read_tasks(store: Store) -> dict[int, str]:
         {task_index: task}. Empty if the file does not exist.
 
     Raises:
-        DatasetError: If a line is broken, or if two lines have the same index.
+        DatasetError: If a line is broken, or if a task index is duplicated.
     """
     tasks: dict[int, str] = {}
     for where, entry in read_lines(store, TASKS) if store.exists(TASKS) else ():
@@ -90,7 +90,7 @@ def read_tasks(store: Store) -> dict[int, str]:
 def stats_place(store: Store, info: Info) -> str:
     """Return the path to the file of statistics.
 
-    v2.1 has a file with the statistics of each episode. If it is missing, and in v2.0, the file for all episodes is used.
+    In v2.1, this is the file with the statistics of each episode. In v2.0, or if that file is missing, it is `meta/stats.json`.
     """
     return EPISODES_STATS if info.version != "v2.0" and store.exists(EPISODES_STATS) else STATS
 
@@ -124,7 +124,7 @@ def read_episode_stats(store: Store) -> dict[int, Stats]:
         {episode_index: statistics}, in increasing order of the index.
 
     Raises:
-        DatasetError: If a line is broken, or if two lines have the same episode.
+        DatasetError: If a line is broken, or if an episode is duplicated.
     """
     episode_stats: dict[int, Stats] = {}
     for where, entry in read_lines(store, EPISODES_STATS):
@@ -139,10 +139,10 @@ def read_episode_stats(store: Store) -> dict[int, Stats]:
 
 
 def aggregate(parts: Sequence[Stats]) -> Stats:
-    """Aggregate the statistics of several episodes: `min`, `max`, the sum of `count`, and `mean` and `std` weighted by it.
+    """Aggregate the statistics of several episodes: `min`, `max`, `count`, and `mean` and `std`, weighted by `count`.
 
-    Quantiles are averaged with the same weights. The operations are those of LeRobot's `aggregate_stats`, so that the numbers
-    are equal.
+    Quantiles are averaged with the same weights, which is only an approximation. The operations are those of LeRobot's
+    `aggregate_stats`, so that the results are equal to LeRobot's.
 
     Raises:
         ValueError: If statistics are missing, have different shapes, or are not numbers.
@@ -160,7 +160,7 @@ def aggregate(parts: Sequence[Stats]) -> Stats:
 
 
 def read_lines(store: Store, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (address for messages, object) of each line of a JSON Lines file. Raises DatasetError if a line is no object."""
+    """Yield (address for messages, object) of each line of a JSON Lines file. Raises DatasetError if a line is broken."""
     for number, line in enumerate(_lines(store, path), start=1):
         where = f"{store.where(path)}, line {number}"
         if number == 1 and (pointer := lfs.pointer(line)):
@@ -179,7 +179,7 @@ def read_lines(store: Store, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _lines(store: Store, path: str) -> Iterator[bytes]:
-    """Yield the lines of a file. The last one may be incomplete if a line is longer than `_LONGEST_LINE`."""
+    """Yield the lines of a file. Stops at a line that is longer than `_LONGEST_LINE`, which is then incomplete."""
     rest, at = b"", 0
     while part := store.read(path, at, at + _PART):
         at += len(part)
@@ -198,7 +198,7 @@ def _whole(entry: dict[str, Any], name: str, where: str) -> int:
 
 
 def _files(template: str, index: npt.NDArray[np.int64], chunk: int, video_key: str = "") -> Files:
-    """Return the file of each episode. LeRobot names its chunk `episode_chunk`, and some exporters `chunk_index`."""
+    """Return the file of each episode. The chunk is called `episode_chunk` by LeRobot, and `chunk_index` by some exporters."""
     paths = []
     for episode in index.tolist():
         number = episode // chunk if chunk else 0
@@ -222,6 +222,7 @@ def _aggregate(parts: Sequence[dict[str, npt.NDArray[Any]]]) -> dict[str, npt.ND
         return result
 
     mean = weighted(stacked["mean"])
+    # The variance of all frames is the mean of the episodes' variances, plus the variance of their means.
     variance = weighted(stacked["std"] ** 2 + (stacked["mean"] - mean) ** 2)
     quantiles = [name for name in parts[0] if name[:1] == "q" and name[1:].isdigit() and all(name in part for part in parts)]
     return {

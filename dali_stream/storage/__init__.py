@@ -33,20 +33,20 @@ def open_store(
     """Return the store for an address.
 
     Args:
-        address: Local folder, or a URL with the scheme `file://`, `memory://`, `http(s)://`, `hf://datasets/<owner>/<name>`,
-            `hf://buckets/<owner>/<name>`, `s3://`, `gs://`, `az://`, or that of any other fsspec filesystem.
+        address: Local folder, `hf://datasets/<owner>/<name>`, `hf://buckets/<owner>/<name>`, or a URL with the scheme
+            `file://`, `memory://`, `http(s)://`, `s3://`, `gs://`, `az://`, or that of any other fsspec filesystem.
         storage_options: Options of the storage backend, such as credentials. Default: none.
         revision: Branch, tag or commit of a Hub repository. Default: the main branch.
         cache_dir: Folder for a cache of fetched bytes, shared with other processes and later runs. Local files are not cached.
             Default: no cache.
         cache_bytes: Maximum size of that cache on disk, in bytes. Default: no limit.
-        give_up_after_s: Total time for a read over the network, including retries, in seconds. Default: see `Patience`.
-        guess: Function that lists a folder for a protocol without listings (HTTP). It receives the folder and a function that
-            returns whether a file exists, and returns file names. Default: none.
+        give_up_after_s: Time limit of a read over the network, including retries, in seconds. Default: see `Patience`.
+        guess: Function that returns the files in a folder, for a protocol without listings (HTTP). Its arguments are the folder
+            and a function that returns whether a file exists. Default: none.
 
     Raises:
-        DatasetError: If the address does not exist, or its scheme is unknown.
-        StorageError: If the storage cannot be reached.
+        DatasetError: If a local folder, a repository or a bucket of the Hub does not exist, or if the scheme is unknown.
+        StorageError: If the Hub or an fsspec filesystem cannot be reached. Other storage is not contacted until the first read.
         ValueError: If an argument does not fit the address.
     """
     patience = Patience(None if give_up_after_s is None else seconds(give_up_after_s, "give_up_after_s"))

@@ -1,14 +1,15 @@
 """Disk cache of remote files, shared by the processes of a host and by later runs.
 
-    <folder>/blocks/4f/4fc1…-12   segment: the fetched blocks of 4 MiB of a remote file, named by a hash of the file
-    <folder>/usage                total size of all segments in bytes, as decimal digits; only if the cache has a limit
+    <folder>/blocks/4f/4fc1…-12   segment: the fetched blocks of 4 MiB of a remote file, named by a hash of the file's name
+    <folder>/usage                total size of all segments in bytes, as decimal digits, if the cache has a limit
     <folder>/locks                lock file, with one byte per block
 
-A segment is a sparse file. It has a header with the length and the CRC-32 of each block, and then the blocks, each at a fixed
-offset. A CRC detects damage, not forgery.
+A segment is a sparse file. Its header has the length and the CRC-32 of each block. The blocks follow, each at a fixed offset. A
+CRC detects damage, but not forgery.
 
-A process that writes locks `usage`, and a process that fetches a block locks the block's byte of `locks`. The kernel releases
-the locks of a process that dies. The number in `usage` may exceed the actual size, and never falls below it.
+A process locks a block's byte of `locks` while it fetches the block. If the cache has a limit, it also locks `usage` while it
+writes. The kernel releases the locks of a process that dies. The number in `usage` may exceed the actual size, but never falls
+below it.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 
-BLOCK = 1 << 14
-_PER_SEGMENT = 256
-_FIXED = struct.Struct("<8s16sQ16sQ")  # magic, hash of the remote file, number of the segment, hash of its version, its size
+BLOCK = 1 << 14  # bytes per block
+_PER_SEGMENT = 256  # blocks per segment
+_FIXED = struct.Struct("<8s16sQ16sQ")  # magic, hash of the file's name, number of the segment, hash of its version, file size
 _CRC = struct.Struct("<I")  # CRC-32 of _FIXED
 _MAGIC = b"dsblock1"
-_ENTRY = struct.Struct("<II")  # length of a block, which is 0 for a missing block, and its CRC-32
+_ENTRY = struct.Struct("<II")  # length of a block and its CRC-32; the length of a missing block is 0
 _ENTRIES, _BLOCKS = 64, 4096  # offsets of the entries and of the blocks in a segment
 _SEGMENT = re.compile(r"[0-9a-f]{32}-[0-9]{1,12}")
 _LOCK = struct.Struct("hhqqi")  # struct flock: kind, whence, start, length, process
 _PAGE = 4096  # smallest allocation of a file system, in bytes
-_FULL = 0.9  # fraction of the limit that eviction keeps; eviction scans all segments and should be rare
-# The modification time of a segment records its last use, for eviction. Its smallest update interval, in seconds:
+_FULL = 0.9  # fraction of the limit that remains after an eviction, which scans all segments and should be rare
+# The modification time of a segment records its last use, for eviction. It is updated at most once in this time, in seconds:
 _NOTE_USE_S = 60.0
 _NO_FOLLOW = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK, because opening a named pipe would block
 
@@ -50,16 +51,16 @@ class DiskCache:
     """Cache of blocks of remote files in a folder. Least recently used segments are evicted first.
 
     The cache is safe to use from several threads and processes. A damaged block is a miss. If the folder can no longer be
-    written to (full, read-only or removed), the cache logs one warning, and reading continues. Users who can write to the
-    folder are trusted.
+    written (full, read-only or removed), the cache logs one warning, and reading continues. Users who can write to the folder
+    are trusted.
 
-    In all methods, `file` identifies a remote file and `version` its content. The cache holds one version of each file. Blocks
-    are numbered from 0 and have `BLOCK` bytes, except a file's last block, which may be shorter.
+    In all methods, `file` identifies a remote file, and `version` identifies its content. A segment contains blocks of one
+    version. Blocks are numbered from 0 and have `BLOCK` bytes. Only the last block of a file may be shorter.
 
     Args:
         folder: Path to the cache's folder, which is created if it does not exist.
-        limit_bytes: Maximum size of all segments on disk, in bytes, or None for no limit. Processes that use the folder at the
-            same time must use the same limit.
+        limit_bytes: Maximum total size of the segments on disk, in bytes, or None for no limit. Processes that use the folder
+            at the same time must use the same limit.
 
     Raises:
         ValueError: If the folder is a file or cannot be created, or if the limit is less than 1.
@@ -82,7 +83,7 @@ class DiskCache:
     def read(self, file: str, version: str, first: int, last: int) -> list[bytes | None]:
         """Return blocks [first, last) of a file, with None for each miss.
 
-        All blocks are misses if `version` is empty, which means that it is unknown.
+        If `version` is empty, the version is unknown, and all blocks are misses.
         """
         if not version:
             return [None] * (last - first)
@@ -102,13 +103,13 @@ class DiskCache:
         return blocks
 
     def size(self, file: str) -> int | None:
-        """Return the size of a file in bytes, or None if no version of it is cached."""
+        """Return the size of the cached version of a file in bytes, or None if no version is cached."""
         with suppress(OSError), _opened(self._path(file, 0), os.O_RDONLY) as handle:
             return _header(handle, _hash(file), 0)[1]
         return None
 
     def write(self, file: str, version: str, first: int, data: bytes, size: int) -> None:
-        """Cache consecutive blocks and the file's size, and remove another version of the file.
+        """Cache consecutive blocks of a file, and its size. Segments that have another version are replaced.
 
         An error of the disk is logged and not raised.
 
@@ -123,22 +124,24 @@ class DiskCache:
         if first >= _PER_SEGMENT and not os.path.exists(self._path(file, 0)):
             pieces.insert(0, (0, first, first))  # `size` reads segment 0, so it is created without blocks
         for number, a, b in pieces:
-            at = (number * _PER_SEGMENT + a - first) * BLOCK if number else 0
+            at = (number * _PER_SEGMENT + a - first) * BLOCK if number else 0  # segment 0 is always the first piece
             part, path = view[at : at + (b - a) * BLOCK], self._path(file, number)
             write = partial(_write, path, _fixed(_hash(file), number, _hash(version), size), a, part)
-            size_on_disk = _BLOCKS + len(part) + _PAGE
+            size_on_disk = _BLOCKS + len(part) + _PAGE  # an upper bound, since the disk allocates whole pages
             self._guarded(write if self._limit is None else partial(self._reserve, size_on_disk, write))
 
     @contextmanager
     def fetching(self, file: str, first: int, last: int) -> Iterator[None]:
-        """Lock blocks [first, last), so that only one thread of one process fetches them at a time.
+        """Lock blocks [first, last) in the `with` block, so that only one thread of one process fetches them at a time.
 
-        If the lock is not acquired within 30 s, or the folder cannot contain a lock file, the body runs without the lock. The
-        blocks may then be fetched twice, which is correct but wastes bandwidth.
+        If the lock is not acquired within 30 s, or locks are not supported, the body runs without the lock. The blocks may then
+        be fetched twice, which is correct but wastes bandwidth.
         """
         handle = -1
         with suppress(OSError, AttributeError):  # open file description locks (F_OFD_SETLK) exist only on Linux
             handle = os.open(os.path.join(self._folder, "locks"), os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o666)
+            # A file has 2**22 bytes of `locks`, at a position that depends on its hash. If the positions of two files overlap,
+            # their fetches wait for each other, which is harmless.
             start = (int.from_bytes(_hash(file)[:5], "little") << 22) + first % (1 << 22)
             lock = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, last - first, 0)
             _locked(lambda: fcntl.fcntl(handle, fcntl.F_OFD_SETLK, lock), 30.0)
@@ -168,14 +171,14 @@ class DiskCache:
                 )
 
     def _reserve(self, size: int, write: Callable[[], None] | None) -> None:
-        """Reserve space, evict segments if necessary, and write. Only one thread of one process does so at a time.
+        """Reserve space, evict segments if necessary, and write, in only one thread of one process at a time.
 
-        The count in `usage` is raised before the write, so a writer that dies leaves the count too high, never too low. A
-        writer that does not get the lock within 5 s does not cache its bytes.
+        The number in `usage` is increased before the write. If the writer then dies, the number is too high, but never too low.
+        A writer that does not get the lock within 5 s does not cache its bytes.
 
         Args:
             size: Number of bytes to reserve.
-            write: Function that writes them. None: recount all segments and write nothing.
+            write: Function that writes them, or None to write nothing and recount all segments.
         """
         limit = self._limit or 0
         if size > limit:
@@ -184,6 +187,7 @@ class DiskCache:
             if not _locked(lambda: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB), 5.0):
                 return
             noted = os.pread(handle, 21, 0)
+            # A missing or damaged number is replaced by a recount, which a value above the limit causes.
             usage = int(noted) if re.fullmatch(rb"\d{20}\n", noted) and write is not None else limit + 1
             if usage + size > limit:
                 usage = self._evicted(size, limit)
@@ -192,7 +196,7 @@ class DiskCache:
                 write()
 
     def _evicted(self, size: int, limit: int) -> int:
-        """Evict the least recently used segments if `size` more bytes would exceed the limit.
+        """Recount all segments, and evict the least recently used ones if `size` more bytes would exceed the limit.
 
         Returns:
             Size of the remaining segments in bytes.
@@ -219,11 +223,11 @@ class DiskCache:
 
 
 class _DamagedError(OSError):
-    """Damaged segment, or a segment whose content does not match its name."""
+    """Segment that is damaged, or whose content does not match its name."""
 
 
 def _pieces(first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (segment, first block, end of the blocks) for blocks [first, last). Blocks are relative to the segment."""
+    """Yield (segment, a, b) for each part [a, b) of blocks [first, last). `a` and `b` count from the start of the segment."""
     for number in range(first // _PER_SEGMENT, -(-last // _PER_SEGMENT)):
         start = number * _PER_SEGMENT
         yield number, max(first - start, 0), min(last - start, _PER_SEGMENT)
@@ -249,26 +253,26 @@ def _read(path: str, digest: bytes, number: int, version: bytes, first: int, las
                 raise _DamagedError(f"block {at} has another length or checksum")
             blocks.append(bytes(block) if length else None)
         if abs(time.time() - status.st_mtime) > _NOTE_USE_S:
-            with suppress(OSError):  # a segment of another user may be readable, but not permit setting its time
+            with suppress(OSError):  # a segment of another user may be readable although its time cannot be set
                 os.utime(handle)
         return blocks
 
 
 def _write(path: str, header: bytes, first: int, data: memoryview) -> None:
-    """Write blocks of a segment, and afterwards their entries, so that readers never see an entry without its block."""
+    """Write blocks of a segment, and then their entries, so that readers never see an entry without its block."""
     blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
     entries = b"".join(_ENTRY.pack(len(block), zlib.crc32(block)) for block in blocks)
     with suppress(FileNotFoundError), _opened(path, os.O_RDWR) as handle:
         if os.pread(handle, len(header), 0) == header:
             return _put(handle, (data, _BLOCKS + first * BLOCK), (entries, _ENTRIES + first * _ENTRY.size))
-        # The segment is of another version. It is replaced and not overwritten, because other processes may still write to it.
+        # The segment has another version. It is replaced and not overwritten, because other processes may still write to it.
         os.unlink(path)
     folder = os.path.dirname(path)
     # `mkdir` and not `makedirs`: a removed cache folder is not created again.
     for missing in () if os.path.isdir(folder) else (os.path.dirname(folder), folder):
         with suppress(FileExistsError):
             os.mkdir(missing)
-    # FileExistsError: another process has created the segment meanwhile. These blocks are then not cached.
+    # FileExistsError: another process has just created the segment. These blocks are then not cached.
     with suppress(FileExistsError), _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:
         _put(handle, (data, _BLOCKS + first * BLOCK), (header.ljust(_ENTRIES + first * _ENTRY.size, b"\0") + entries, 0))
     return None

@@ -1,4 +1,4 @@
-"""HTTP connections, kept alive by urllib3."""
+"""HTTP client whose connections are kept alive by urllib3."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dali_stream.errors import StorageError
 from dali_stream.storage import logs
 from dali_stream.storage.retry import PER_HOST, Deadline, TransientError
 
-_CHUNK = 1 << 18
-_SHORT = 1 << 16  # longest body of a redirect or an error that is read to keep the connection, in bytes
+_CHUNK = 1 << 18  # maximum number of bytes per read of a body
+_SHORT = 1 << 16  # maximum body of a redirect or an error that is read so that its connection can be reused, in bytes
 _NO_NAME = "the name of the host could not be resolved (DNS)"
 _FAILURES = (HTTPError, http.client.HTTPException, OSError, ValueError)  # invalid host names raise UnicodeError, a ValueError
 _UNREACHABLE = (ConnectTimeoutError, ProxyError, socket.gaierror, ValueError)
@@ -30,7 +30,7 @@ Response = urllib3.BaseHTTPResponse
 
 
 class Client:
-    """HTTP client with keep-alive connections, which uses the proxies of the environment. Safe to use after a fork.
+    """HTTP client with keep-alive connections. It uses the proxies of the environment, and is safe to use after a fork.
 
     Args:
         timeout_s: Time limit for connecting, and for each wait for further bytes, in seconds.
@@ -45,9 +45,9 @@ class Client:
         return Client, (self.timeout_s,)  # a copy opens its own connections
 
     def get(self, url: str, headers: dict[str, str], deadline: Deadline, use: Callable[[Response], _T], where: str) -> _T:
-        """Return `use(response)` for the response to a GET. Redirects are not followed.
+        """Send a GET, and return `use(response)`. Redirects are not followed.
 
-        Exceptions of urllib3 are never raised, nor kept as causes, because some contain the URL with its query.
+        Exceptions of urllib3 are neither raised nor kept as causes, because some contain the URL with its query.
 
         Args:
             url: URL of the request.
@@ -77,7 +77,7 @@ class Client:
                 f"{where}: the server's certificate is not trusted. Install that of its authority, or name it in SSL_CERT_FILE"
             )
         unreachable = any(isinstance(cause, _UNREACHABLE) for cause in causes)
-        deadline.patience.reached |= not unreachable
+        deadline.patience.reached |= not unreachable  # in any other failure, the host has responded
         raise TransientError(_words(causes), unreachable=unreachable)
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Client:
 
     def _response(self, url: str, headers: dict[str, str], deadline: Deadline) -> Response:
         """Send a GET, and return the response after reading its headers only."""
-        addresses = 1  # the first address of a host that was reached before most likely responds
+        addresses = 1  # most likely, the first address of a host that was reached before responds
         if not deadline.patience.reached:
             host = urlsplit(_proxy(url) or url).hostname
             deadline.connecting = _NO_NAME  # the reason to report if the deadline passes, since DNS may take minutes to fail
@@ -97,7 +97,7 @@ class Client:
             finally:
                 deadline.connecting = ""
         silence_s = min(self.timeout_s, deadline.allowed_s() / 3)  # leaves time for further attempts
-        connect_s = max(min(silence_s, deadline.left(unreachable=True)) / addresses, 0.001)  # urllib3 tries all addresses
+        connect_s = max(min(silence_s, deadline.left(unreachable=True)) / addresses, 0.001)  # for each address
         return self._pool(url).request(
             "GET",
             url,
@@ -135,7 +135,7 @@ def body(response: Response, length: int | None, deadline: Deadline) -> tuple[by
 
     Args:
         response: Response whose body is read.
-        length: Number of bytes to read. None: the whole body.
+        length: Number of bytes to read, or None for the whole body.
         deadline: Time limit.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Store for fsspec filesystems that have no store of their own."""
+"""Store for all fsspec filesystems that no other store supports."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from dali_stream.storage.logs import private
 from dali_stream.storage.remote import Answer, RemoteStore, Version
 from dali_stream.storage.retry import Deadline, TransientError, cleaned
 
+# Keys in the result of `info` that identify a version, in order of preference.
 _TAGS = ("generation", "etag", "ETag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "modified", "created")
-# Errors that a retry does not fix.
+# Exceptions for which a retry is useless.
 _FINAL = (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
 
 
 class FsspecStore(RemoteStore):
-    """Folder of any fsspec filesystem. Each read checks the file's version before and after it.
+    """Folder of any fsspec filesystem. The version of a file is checked after each read, and before the first one.
 
     Args:
         address: URL of the folder.
-        storage_options: Options of the fsspec driver.
+        storage_options: Options of the fsspec driver, or None.
         common: Arguments of `RemoteStore`.
 
     Raises:
@@ -62,7 +63,7 @@ class FsspecStore(RemoteStore):
             failure = StorageError(
                 f"{shown}: cannot be reached ({type(error).__name__}). Check the address and storage_options"
             )
-        raise failure  # outside of `except`, so that it has no context: the driver's message may contain credentials
+        raise failure  # outside of `except`, so that it has no context, since the driver's message may contain credentials
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_filesystems": {}}  # a copy creates its own
@@ -73,9 +74,9 @@ class FsspecStore(RemoteStore):
         self._filesystems.clear()
 
     def _get(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
-        """Read a range and check the version after it, and before it if the version is unknown.
+        """Read a range, and then check that the version is still `version`. An unknown version is requested first.
 
-        fsspec has no conditional reads, so bytes count only if both versions are equal.
+        fsspec has no conditional reads, so bytes are used only if the version is the same before and after the read.
         """
         before = version if version is not None and version.tag else self._head(path, deadline)
         stop = min(stop, before.size)
@@ -107,7 +108,7 @@ class FsspecStore(RemoteStore):
     def _filesystem(self) -> tuple[Any, str]:
         """Return (filesystem, root in it).
 
-        A forked process creates its own, because the event loop of an asynchronous driver does not survive a fork.
+        A forked process creates its own filesystem, because the event loop of an asynchronous driver does not survive a fork.
         """
         if (opened := self._filesystems.get(os.getpid())) is None:
             with private():
@@ -129,7 +130,7 @@ class FsspecStore(RemoteStore):
         raise failure
 
     def _failure(self, path: str, error: Exception) -> Exception:
-        """Return the exception to raise instead of a driver's."""
+        """Return the exception that replaces one of the driver."""
         values = (str(getattr(error, name, "")) for name in ("status", "status_code", "code"))
         status = next((int(value) for value in values if value.isdigit()), 0)
         words = (f"HTTP {status}, " if status else "") + type(error).__name__

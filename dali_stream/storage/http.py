@@ -16,7 +16,7 @@ from dali_stream.storage.connection import Client, Response, basic_authorization
 from dali_stream.storage.remote import Answer, RemoteStore, Version
 from dali_stream.storage.retry import Deadline, TransientError, cleaned, silence_s
 
-WHOLE_FILE = 1 << 20  # largest file that is read in part from a server without byte ranges
+WHOLE_FILE = 1 << 20  # if a server ignores a Range, a whole file of up to this size in bytes is accepted
 _MAX_REDIRECTS = 5
 
 
@@ -24,8 +24,8 @@ class HttpStore(RemoteStore):
     """Folder on an HTTP server.
 
     Args:
-        root: URL of the folder. A user and a password in it are sent as basic authentication. A query is appended to the URL of
-            each file, for instance a signature that is valid for the folder.
+        root: URL of the folder. A user and password in it are sent as basic authentication. Its query, for example a signature
+            that is valid for the folder, is appended to the URL of each file.
         storage_options: `headers` (or `client_kwargs={"headers": …}`, as in fsspec), which are sent to the host of `root` only,
             and `timeout`, the time limit for each wait for further bytes in seconds. Default of `timeout`: 10.
         common: Arguments of `RemoteStore`.
@@ -57,7 +57,7 @@ class HttpStore(RemoteStore):
         self._client.close()
 
     def _get(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
-        """Send a GET with a Range, and follow redirects. Later reads start at the remembered target of the redirects."""
+        """Send a GET with a Range, and follow redirects. Later reads of the file start at the target of the redirects."""
         remembered = self._targets.get(path)
         target = remembered or self._original(path)
         try:
@@ -78,7 +78,7 @@ class HttpStore(RemoteStore):
     def _head(self, path: str, deadline: Deadline) -> Version:
         """Return the version from a GET of one byte.
 
-        A HEAD would fail for signed URLs, which are valid for GET only, and some servers do not report the size in it.
+        A HEAD would fail for signed URLs, which are valid for GET only. Some servers do not report the size in a HEAD, either.
         """
         return self._get(path, 0, 1, None, deadline).version
 
@@ -91,12 +91,12 @@ class HttpStore(RemoteStore):
     def _request(
         self, path: str, target: _Target, start: int, stop: int, deadline: Deadline, remembered: bool
     ) -> Answer | _Target:
-        """Send one request. Return its answer, or the next target if it is redirected."""
+        """Send one request. Return its answer, or the URL to try next if it is redirected."""
         own_headers = self._headers if origin(target.url) == origin(self._folder) else {}
         headers = {**own_headers, "Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
 
         def use(response: Response) -> Answer | _Target:
-            if remembered and response.status in (400, 401, 403, 404, 410):  # the signed URL has expired
+            if remembered and response.status in (400, 401, 403, 404, 410):  # probably, the signed URL has expired
                 return self._original(path)
             if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
                 return self._redirected(path, target, response.headers)
@@ -113,7 +113,7 @@ class HttpStore(RemoteStore):
             raise TransientError("the server redirects to an invalid URL")
         if scheme == "http" and target.url.startswith("https:"):
             raise StorageError(f"{self.where(path)}: redirects from https to http are not allowed. Use its new address")
-        # The Hub sends the version with the redirect. The ETags of its CDNs differ from it.
+        # The Hub sends the version with the redirect. Its CDNs send other ETags for the same file.
         return _Target(url, target.tag or headers.get("X-Linked-ETag") or headers.get("X-Xet-Hash") or "")
 
     def _answer(self, path: str, response: Response, tag: str, start: int, stop: int, deadline: Deadline) -> Answer:
@@ -148,7 +148,7 @@ class HttpStore(RemoteStore):
 
 
 class _Target(NamedTuple):
-    """URL of a file, and the version that the redirect to it contained, or an empty string."""
+    """URL of a file, and the version in the redirect that led to it, or an empty string."""
 
     url: str
     tag: str

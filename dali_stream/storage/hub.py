@@ -32,15 +32,16 @@ class HubStore(HttpStore):
 
     Args:
         address: URL, `hf://datasets/<owner>/<name>[@revision][/folder]` or `hf://buckets/<owner>/<name>[/folder]`.
-        storage_options: `token` (a string, True for the saved one, or False for none), `endpoint`, and `timeout` as in
-            `HttpStore`.
+        storage_options: `token` (a string, True for the saved token, or False for no token), `endpoint`, and `timeout` as in
+            `HttpStore`. Default: the token of the environment or the saved one, if any, and the endpoint of the environment.
         revision: Branch, tag or commit, which the constructor resolves to a commit. Default: the main branch.
         common: Arguments of `RemoteStore`.
 
     Raises:
         DatasetError: If the repository, bucket or revision does not exist, or the address is invalid.
         StorageError: If access is denied, the Hub cannot be reached, or huggingface_hub is in offline mode.
-        ValueError: If a storage option is unknown or invalid, if the revisions differ, or if a bucket has a revision.
+        ValueError: If a storage option is unknown or invalid, if `revision` differs from the one in the address, or if a bucket
+            has a revision.
     """
 
     listings = True
@@ -75,7 +76,7 @@ class HubStore(HttpStore):
         return sizes
 
     def _asked(self, url: str, deadline: Deadline) -> tuple[Any, str | None]:
-        """Return (response of the API, URL of its next page or None). The response is empty if the folder does not exist."""
+        """Return (JSON response of the API, URL of the next page or None). The response is [] if the folder does not exist."""
 
         def use(response: Response) -> tuple[Any, str | None]:
             if response.headers.get("X-Error-Code") == "EntryNotFound":
@@ -117,11 +118,11 @@ def _parsed(address: str, revision: str | None) -> tuple[str, str | None, str]:
     """Split an address.
 
     Returns:
-        `datasets/<owner>/<name>` or `buckets/<owner>/<name>`, revision or None, and folder.
+        `datasets/<owner>/<name>` or `buckets/<owner>/<name>`, revision or None, and folder, which may be empty.
 
     Raises:
         DatasetError: If the address is invalid.
-        ValueError: If a bucket has a revision, or the address has another one than `revision`.
+        ValueError: If a bucket has a revision, or if `revision` differs from the one in the address.
     """
     match = _ADDRESS.fullmatch(address)
     if match is None or ".." in (match["folder"] or "").split("/"):

@@ -1,4 +1,4 @@
-"""Git LFS pointers, which take the place of files that were never fetched.
+"""Git LFS pointers: small text files in place of files that have not been fetched.
 
 Format: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 """
@@ -6,7 +6,7 @@ Format: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 from __future__ import annotations
 
 _VERSION = b"version https://git-lfs"  # the beginning of each pointer
-ENOUGH = 64  # bytes of a file that suffice to recognize a pointer
+ENOUGH = 64  # number of bytes of a file that are enough to recognize a pointer
 REMEDY = "Run `git lfs pull` in its repository, or read the dataset from the Hub (hf://datasets/OWNER/NAME)"
 
 

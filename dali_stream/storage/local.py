@@ -1,4 +1,4 @@
-"""Store for local folders, which uses positional reads."""
+"""Store for local folders, with positional reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dali_stream.storage.store import Store, checked, missing_file
 
 
 class LocalStore(Store):
-    """Local folder. It keeps files open, see `OpenFiles`. A copy opens its own files.
+    """Store of a local folder. It keeps files open. See `OpenFiles`. A copy opens its own files.
 
     Args:
         folder: Path of the folder. A leading `~` is expanded.

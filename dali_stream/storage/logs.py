@@ -1,4 +1,4 @@
-"""Log filters that keep credentials out of records about requests of this package. Other records are not affected."""
+"""Log filters that drop records with credentials about requests of this package. Other records are not affected."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def _keep(record: logging.LogRecord) -> bool:
 
 
 def filter_drivers() -> None:
-    """Add a filter to each existing logger of the drivers. It applies in contexts in which `ours` is set."""
-    # A filter does not apply to child loggers, and modules that are imported later create further loggers.
+    """Add a filter to each existing logger of the drivers. The filter has an effect only in contexts where `ours` is True."""
+    # Every logger needs the filter, since child loggers do not inherit it. Modules that are imported later add further loggers,
+    # so this function is called repeatedly.
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if name.startswith(_DRIVERS) and isinstance(logger, logging.Logger):
             logger.addFilter(_keep)  # has no effect if the logger already has the filter

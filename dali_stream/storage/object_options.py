@@ -1,6 +1,7 @@
 """Storage options of s3://, gs:// and az://.
 
-Options may have obstore's names or fsspec's. Credentials for AWS are found in the same places as by AWS's own tools.
+Options may have obstore's names or fsspec's. If botocore is installed, it looks up the credentials for AWS, as AWS's own tools
+do.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dali_stream.storage.retry import PER_HOST, Patience, cleaned, silence_s
 
 _PREFIX = re.compile("aws_|google_|azure_(storage_)?")
 _SIGNING = ("access_key_id", "secret_access_key", "session_token")
-_REFRESH = timedelta(minutes=10)  # interval after which obstore asks again; botocore renews credentials that expire sooner
+_REFRESH = timedelta(minutes=10)  # interval at which obstore asks for credentials; botocore renews those that expire sooner
 
 
 class _Cloud(NamedTuple):
@@ -34,8 +35,8 @@ class _Cloud(NamedTuple):
 
     Attributes:
         store: Class of obstore.
-        names: Name in obstore of each option of s3fs, gcsfs, adlfs and botocore, or an empty string if the option requires more
-            than another name. Names that are not listed are passed to obstore.
+        names: Name in obstore of each option of s3fs, gcsfs, adlfs and botocore, or an empty string if renaming the option is
+            not enough. Options that are not listed are passed to obstore.
         hint: Instructions for the user on how to provide credentials.
     """
 
@@ -98,8 +99,8 @@ class Bucket:
         folder: Path of the folder in the bucket.
         config: Options of obstore's store.
         client: Options of obstore's client.
-        profile: Profile in AWS's config files. Default: the environment's profile.
-        endpoint: URL of the server without credentials. Empty for the default of the cloud.
+        profile: Profile in AWS's config files. Default: the profile that the environment names.
+        endpoint: URL of the server without credentials. Empty for the default server of the cloud.
     """
 
     scheme: str
@@ -123,7 +124,8 @@ class Bucket:
         """Return obstore's store with credentials, which may be requested over the network.
 
         Raises:
-            StorageError: If no credentials are found, or the profile does not exist or requires botocore, which is missing.
+            StorageError: If no credentials are found, or if a profile is set that does not exist or requires botocore, which is
+                not installed.
         """
         return self.store(*_as_aws(self)) if CLOUDS[self.scheme] is _S3 else self.store(self.config)
 
@@ -213,7 +215,7 @@ def _client(options: dict[str, Any], patience: Patience) -> dict[str, Any]:
 
 
 def _google(options: dict[str, Any], client: dict[str, Any]) -> None:
-    """Translate gcsfs's `token`, `project` and `requester_pays` in place.
+    """Translate gcsfs's options `token`, `project` and `requester_pays`, in place.
 
     Raises:
         ValueError: If the requester pays and no project is set.
@@ -286,7 +288,7 @@ def _region(name: str) -> str | None:
     url = f"https://s3.amazonaws.com/{quote(name)}?max-keys=0"
     try:
         answer = urllib.request.urlopen(url, timeout=5)
-    except urllib.error.HTTPError as error:  # most buckets refuse, and still return their region
+    except urllib.error.HTTPError as error:  # most buckets refuse the request, but their response contains the region
         answer = error
     except (OSError, http.client.HTTPException):
         return None

@@ -24,18 +24,18 @@ _FAILURES = {
     "NoContentRange": "Content-Range is missing",
 }
 _NAMES = re.compile(rf"\b({'|'.join(_FAILURES)})\b")
-_INSTANCE = re.compile(r"169\.254\.|metadata\.google\.internal")  # hosts that return the credentials of instance roles
+_INSTANCE = re.compile(r"169\.254\.|metadata\.google\.internal")  # hosts that provide the credentials of a machine in the cloud
 
-_user: int | None = None  # the process that used obstore first
+_user: int | None = None  # id of the process that used obstore first
 
 
 class ObjectStore(RemoteStore):
-    """Folder in a bucket. Each GET of an object after the first requests the version of the first (`If-Match`).
+    """Folder in a bucket. After the first GET of an object, each GET requests the same version with `If-Match`.
 
     Args:
         address: URL, such as `s3://bucket/folder`, `gs://bucket/folder`, `az://container/folder` or
             `abfs://container@account…/folder`.
-        storage_options: Storage options, see `object_options`. Default: none.
+        storage_options: Options with the names of obstore or fsspec, such as credentials, or None.
         patience: Time limits of each request.
         common: Arguments of `RemoteStore`.
 
@@ -118,7 +118,7 @@ class ObjectStore(RemoteStore):
             return client
 
     def _failure(self, path: str, error: Exception) -> Exception | None:
-        """Return the exception to raise instead of obstore's, whose text contains URLs, or None for HTTP 412 and 416."""
+        """Return the exception that replaces one of obstore, whose text contains URLs. None for HTTP 412 and 416."""
         if isinstance(error, (StorageError, TransientError)):
             return error
         text = str(error)

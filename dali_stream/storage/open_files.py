@@ -1,4 +1,4 @@
-"""Open files of local stores, under one limit for the whole process."""
+"""Open files of local stores, with one limit for all stores of a process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ try:
 except ImportError:  # on Windows
     resource = None  # type: ignore[assignment]
 
-_MOST = 8192  # maximum number of descriptors; a training run uses fewer files at a time
+_MOST = 8192  # maximum number of descriptors; a training run needs fewer
 
 
 def _allowed(needed: int) -> int:
-    """Return the maximum number of descriptors of this process, and raise the system's soft limit if `needed` exceeds it.
+    """Return the maximum number of descriptors of this process. The soft limit is raised first if `needed` exceeds it.
 
     The soft limit is usually 1024, and a process may raise it up to the hard limit. A pool of 256 episodes with three cameras
     reads about 500 files.
@@ -45,7 +45,8 @@ def _to_keep(files: int, newest: int, allowed: int) -> int:
     """Return how many of `files` open files may stay open.
 
     The files use at most half of the allowed descriptors. A new descriptor gets the lowest free number, so `newest` is about
-    the number of descriptors of the whole process. If it exceeds three quarters of the limit, the excess is closed.
+    the number of descriptors of the whole process. If it exceeds three quarters of the limit, files are closed until it no
+    longer does.
 
     Args:
         files: Number of open files.
@@ -56,7 +57,12 @@ def _to_keep(files: int, newest: int, allowed: int) -> int:
 
 
 class OpenFile:
-    """Open file, which is closed when its last reference disappears, because another thread may still read an evicted file."""
+    """Open file. It is closed with its last reference, so another thread can finish reading a file that is evicted.
+
+    Attributes:
+        number: Descriptor of the file.
+        used: Value of a counter at the last use, for eviction.
+    """
 
     __slots__ = ("number", "used")
 
@@ -106,12 +112,13 @@ class OpenFiles:
             replaced = self._files.pop(path, None)  # another thread may have opened it
             self._files[path] = file
             files = sum(len(store._files) for store in _all)
+            # The files may use half of the descriptors, so the process needs twice as many.
             evicted = _evict(_to_keep(files, file.number, _allowed(2 * max(files, file.number))))
-        del evicted, replaced  # closes the files without the lock
+        del evicted, replaced  # closes the files, without holding the lock
         return file
 
     def close(self) -> None:
-        """Close all files of this store. A file that another thread reads is closed after the read."""
+        """Close all files of this store. A file that another thread is reading is closed after that read."""
         with _lock:
             files, self._files = self._files, OrderedDict()
         del files
@@ -122,6 +129,7 @@ class OpenFiles:
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
+        # Other parts of the process have used up the descriptors. Close all files, and try once more.
         with _lock:
             evicted = _evict(0)
         del evicted
@@ -139,6 +147,7 @@ def _evict(most: int) -> list[OpenFile]:
     excess = sum(map(len, stores)) - most
     evicted = []
     for _ in range(excess):
+        # Each store orders its own files, and `used` orders the oldest files of different stores.
         oldest = min(filter(None, stores), key=lambda files: next(iter(files.values())).used)
         evicted.append(oldest.popitem(last=False)[1])
     return evicted

@@ -23,7 +23,7 @@ class Version(NamedTuple):
 
     Attributes:
         size: Size in bytes.
-        tag: ETag, generation or modification time. Empty if the source reports none.
+        tag: ETag, generation or modification time. Empty if the storage reports none.
     """
 
     size: int
@@ -35,7 +35,7 @@ class Answer(NamedTuple):
 
     Attributes:
         version: Version of the file.
-        data: Bytes from the start of the range, fewer than requested if the file or the connection ended.
+        data: Bytes from the start of the range. They are fewer than requested if the file or the connection ended.
         cut: Reason why the response ended early, or None.
     """
 
@@ -45,23 +45,23 @@ class Answer(NamedTuple):
 
 
 class RemoteStore(Store):
-    """Store on a network. All reads of a file must return the same version, and a change is an error.
+    """Store on a network. All reads of a file must return the same version. If a file changes, `StorageError` is raised.
 
     A subclass implements one protocol. Each call of its methods `_get`, `_head` and `_list` is one attempt of one request. They
-    may block and are called from several threads at a time. They raise a `TransientError` for a retryable failure, a
-    `DatasetError` for a missing file and a `StorageError` for any other failure. Neither the messages of these errors nor their
-    chains of causes may contain credentials.
+    may block, and several threads call them at the same time. They raise a `TransientError` for a retryable failure, a
+    `DatasetError` for a missing file, and a `StorageError` for any other failure. Neither the messages of these errors nor
+    their chains of causes may contain credentials.
 
     Args:
         address: Root without credentials, for messages.
         host: Host whose connection slots the requests use.
         patience: Time limits of requests. Default: see `Patience`.
         cache: Disk cache of fetched blocks. Default: none.
-        guess: Function that lists a folder for a protocol without listings, see `open_store`. Default: none.
+        guess: Function that returns the files in a folder, for a protocol without listings. See `open_store`. Default: none.
         source: Name of the root in the cache, without credentials. Default: `address`.
 
     Attributes:
-        frozen: Whether files never change, so that a file's name identifies its content.
+        frozen: Whether files never change, so that the name of a file identifies its content.
         hint: Instructions for the user on how to provide credentials.
     """
 
@@ -80,7 +80,7 @@ class RemoteStore(Store):
     ) -> None:
         self.address, self._source, self._host, self._guess = address, source or address, host, guess
         self._patience, self._cache = patience or Patience(), cache
-        # Threads add to these with setdefault, which is atomic and keeps the first value, so no lock is needed.
+        # Threads fill these with setdefault, which is atomic and keeps the first value, so they need no lock.
         self._sizes: dict[str, int] = {}
         self._tags: dict[str, str] = {}
         self._traffic, self._stop = Traffic(), threading.Event()
@@ -95,6 +95,9 @@ class RemoteStore(Store):
             stop: End of the range. It may exceed the size of the file.
             version: Version of earlier requests, or None.
             deadline: Time limit of the request with all its attempts.
+
+        Returns:
+            Bytes of the range, and the current version. If it differs from `version`, the bytes may be missing.
         """
 
     @abc.abstractmethod
@@ -111,7 +114,7 @@ class RemoteStore(Store):
         return self._traffic
 
     def size(self, path: str) -> int:
-        """Return the size of a file in bytes. Sends a request only if no read and no listing has returned the size before."""
+        """Return the size of a file in bytes. Sends a request only if no read or listing has returned the size before."""
         size = self._known_size(checked(path))
         return self._stat(path).size if size is None else size
 
@@ -119,7 +122,7 @@ class RemoteStore(Store):
         """Return whether a file exists.
 
         Raises:
-            StorageError: If the storage does not say whether the file exists.
+            StorageError: If the storage does not respond or denies access.
         """
         checked(path)
         try:
@@ -152,9 +155,9 @@ class RemoteStore(Store):
         return sorted(sizes)
 
     def session(self) -> RemoteStore:
-        """Return a view of this store for one user. It shares versions, connections and counts.
+        """Return a view of this store for one of several users. It shares versions, connections and counts with the store.
 
-        Its `close` ends the reads that were made through it, and no other reads.
+        Its `close` ends only reads that were made through the view.
         """
         session = object.__new__(type(self))
         vars(session).update(vars(self))
@@ -186,7 +189,7 @@ class RemoteStore(Store):
     def _pin(self, path: str, version: Version) -> None:
         """Record the first version of a file, or compare a later one with it.
 
-        Some sources report a tag in some responses only. Tags are compared if both responses have one.
+        Some servers send a tag in only some of their responses, so tags are compared only if both responses have one.
 
         Raises:
             StorageError: If the file has changed.
@@ -236,10 +239,11 @@ class RemoteStore(Store):
         """Return `request(deadline)`, which is retried after each `TransientError`, with pauses.
 
         Raises:
-            StorageError: If the time limit, which starts with the first attempt, is exceeded, or the store is closed.
+            StorageError: If the time limit is exceeded, or the store is closed. The time starts with the first attempt and does
+                not include waiting for a connection slot.
         """
         failures: list[str] = []
-        stop = self._stop  # a local variable, because `close` replaces the event
+        stop = self._stop  # a local variable, because `close` replaces the attribute
         with slot(self._host, stop):
             deadline = Deadline(self._patience, stop)
             while True:
@@ -283,7 +287,7 @@ class RemoteStore(Store):
         return f"{self._source} {path}"
 
     def _known_size(self, path: str) -> int | None:
-        """Return the size of a file if a request of this run, or of the run that filled the cache, has returned it."""
+        """Return the size of a file if a request of this run or of the run that filled the cache returned it, or else None."""
         if path not in self._sizes and self._cache is not None and self.frozen:
             size = self._cache.size(self._name(path))
             if size is not None:
@@ -291,9 +295,9 @@ class RemoteStore(Store):
         return self._sizes.get(path)
 
     def _tag(self, cache: DiskCache, path: str) -> str:
-        """Return the current version of a file as it is named in the cache, or an empty string if it is unknown.
+        """Return the current version of a file, as a name for the cache, or an empty string if it is unknown.
 
-        If part of the file is cached and its version is unknown, a request is sent.
+        An unknown version is requested only if a part of the file is cached. Otherwise, all blocks are misses anyway.
         """
         if self.frozen:
             return "frozen"
@@ -302,7 +306,7 @@ class RemoteStore(Store):
         return self._tags.get(path, "")
 
     def _read_cached(self, cache: DiskCache, path: str, start: int, stop: int) -> bytes:
-        """Read a range in whole blocks, from the cache if possible. Blocks that are missing are fetched and cached."""
+        """Read a range in whole blocks from the cache. Missing blocks are fetched and cached."""
         first, last, fetched = start // BLOCK, -(-stop // BLOCK), 0
         name = self._name(path)
         blocks = cache.read(name, self._tag(cache, path), first, last)
@@ -322,6 +326,7 @@ class RemoteStore(Store):
                     for number in numbers:
                         at = number * BLOCK - begin
                         blocks[number - first] = data[at : at + BLOCK]
+                    # Only the requested bytes count, since the blocks at both ends may have more.
                     fetched += max(min(begin + len(data), stop) - max(begin, start), 0)
         data = b"".join(block for block in blocks if block)[start - first * BLOCK : stop - first * BLOCK]
         self._traffic.add(cached_bytes=len(data) - fetched)

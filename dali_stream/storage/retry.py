@@ -1,4 +1,4 @@
-"""Time limits and pauses of retries, and a limit on concurrent requests to a host."""
+"""Time limits and pauses of retries, and the limit of concurrent requests to a host."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from dali_stream.errors import StorageError
 from dali_stream.storage import logs
 
 AGAIN = (408, 425, 429, 500, 502, 503, 504)  # retryable HTTP statuses
-PER_HOST = 32  # maximum number of concurrent requests to a host, from all stores of this process
+PER_HOST = 32  # maximum number of concurrent requests to a host by all stores of this process
 
-_TIMEOUT_S = 10.0
-_CLOSE_S = 2.0  # time that a request has to end after its store was closed
+_TIMEOUT_S = 10.0  # default of the storage option `timeout`
+_CLOSE_S = 2.0  # time in which a request can end after its store was closed
 _IDLE_S = 0.5  # time after which an idle thread ends
-_WAKE_S = 0.2  # interval at which a thread that waits checks whether to stop
+_WAKE_S = 0.2  # interval at which a waiting thread checks whether to stop
 _T = TypeVar("_T")
 
 _slots: dict[str, threading.BoundedSemaphore] = {}
-os.register_at_fork(after_in_child=_slots.clear)  # a child would wait for slots that only threads of its parent release
+os.register_at_fork(after_in_child=_slots.clear)  # in a child, no thread would release the slots that are in use at the fork
 
 
 class TransientError(Exception):
@@ -36,8 +36,8 @@ class TransientError(Exception):
 
     Args:
         reason: Description of the failure, without credentials.
-        after_s: Pause that the server requests, in seconds, or None.
-        unreachable: Whether the failure is that no connection to the host was made.
+        after_s: Pause that the server requests, in seconds. Default: none.
+        unreachable: Whether no connection to the host was made. Default: False.
     """
 
     def __init__(self, reason: str, after_s: float | None = None, *, unreachable: bool = False) -> None:
@@ -49,12 +49,12 @@ class Patience:
     """Time limits of requests to one host.
 
     Args:
-        total_s: Time limit of a request including all attempts and pauses, in seconds. Default: 60, or 5 if no connection has
-            been made yet, because then the address is probably wrong or this machine has no network.
+        total_s: Time limit of a request including all attempts and pauses, in seconds. Default: 60, or 5 until the first
+            connection, because the address is then probably wrong, or this machine has no network.
 
     Attributes:
         total_s: Time limit of a request, in seconds.
-        first_s: Time limit of a request until the first connection is made, in seconds.
+        first_s: Time limit of a request that cannot connect, until the first connection is made, in seconds.
         reached: Whether a connection has been made.
     """
 
@@ -71,7 +71,7 @@ class Deadline:
         stop: Event that ends the request early.
 
     Attributes:
-        connecting: Reason to report if the time ends now, while the request resolves the host's name. Otherwise empty.
+        connecting: Reason to report if the time is over while the host's name is being resolved. Empty at other times.
         abandoned: Whether the caller no longer waits for the request.
     """
 
@@ -97,7 +97,7 @@ class Deadline:
         return 0.0 if self.abandoned or self.stop.is_set() else self.allowed_s(unreachable) - self.elapsed()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for `seconds`, or until the event if that is earlier."""
+        """Wait for `seconds`, or until the event is set if that is earlier."""
         self.stop.wait(seconds)
 
 
@@ -105,7 +105,7 @@ class Deadline:
 def slot(host: str, stop: threading.Event) -> Iterator[None]:
     """Hold one of the `PER_HOST` connection slots of a host.
 
-    Waits until a slot is free. If the event `stop` is set earlier, the body runs without a slot.
+    Waits until a slot is free. If the event `stop` is set before, the body runs without a slot.
     """
     slots = _slots.setdefault(host, threading.BoundedSemaphore(PER_HOST))
     while not (held := slots.acquire(timeout=_WAKE_S)) and not stop.is_set():
@@ -118,10 +118,10 @@ def slot(host: str, stop: threading.Event) -> Iterator[None]:
 
 
 def seconds(value: Any, name: str) -> float:
-    """Return a time as a float.
+    """Check a time that a user has passed, and return it as a float.
 
     Args:
-        value: Value that a user has passed.
+        value: Time in seconds.
         name: Name of the argument, for the message.
 
     Raises:
@@ -153,7 +153,7 @@ def pause_s(attempts: int, after_s: float | None, deadline: Deadline) -> float:
         after_s: Pause that the server requests, in seconds, or None.
         deadline: Time limit of the request.
     """
-    # The random part is at most 0.1 s, 0.2 s, … 4 s, so that many readers do not retry at the same time.
+    # The pause has a random part of up to 0.1 s, 0.2 s, … 4 s, so that many readers do not retry at the same time.
     backoff = 0.05 + random.uniform(0, min(0.1 * 2 ** min(attempts - 1, 10), 4))
     if after_s is None:
         return backoff
@@ -161,13 +161,13 @@ def pause_s(attempts: int, after_s: float | None, deadline: Deadline) -> float:
 
 
 def given_up(request: str, failures: list[str], deadline: Deadline, allowed_s: float) -> StorageError:
-    """Return the error for a request that was closed or has exceeded its time limit.
+    """Return the error for a request whose store was closed, or that has exceeded its time limit.
 
     Args:
         request: Description of the request.
         failures: Description of each failed attempt.
         deadline: Time limit of the request.
-        allowed_s: Time limit for the message, in seconds.
+        allowed_s: Time limit that the message states, in seconds.
     """
     if deadline.stop.is_set():
         return StorageError(f"{request}: not read, because the store was closed meanwhile")
@@ -180,7 +180,7 @@ def given_up(request: str, failures: list[str], deadline: Deadline, allowed_s: f
 
 
 class _Helper:
-    """Thread that makes requests for other threads, one at a time. It ends after None, or after `_IDLE_S` without a request."""
+    """Thread that makes requests for other threads, one at a time. It ends on None, or after `_IDLE_S` without a request."""
 
     def __init__(self) -> None:
         self.requests: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
@@ -205,17 +205,19 @@ class _Helper:
             try:
                 return self.requests.get(timeout=_IDLE_S)
             except Empty:
-                with suppress(ValueError):  # `bounded` has just removed it from the list and is about to send a request
+                with suppress(ValueError):  # `bounded` has just removed this thread from the list, and will send it a request
                     _idle.remove(self)
                     return None
 
 
-_idle: list[_Helper] = []  # a stack, so that threads that are not needed stay idle and end
+_idle: list[_Helper] = []  # used as a stack, so that surplus threads stay idle and end
 os.register_at_fork(after_in_child=_idle.clear)  # threads of the parent do not exist in a child
 
 
 def bounded(request: Callable[[Deadline], _T], deadline: Deadline) -> _T:
-    """Return `request(deadline)`, which is called in another thread. The thread is abandoned when the time is over.
+    """Return `request(deadline)`, called in another thread, which is abandoned when the time is over.
+
+    Without this thread, a call that ignores time limits, such as resolving a name, could block the caller for minutes.
 
     Raises:
         TransientError: If the time is over, or the event of the deadline is set.
@@ -235,7 +237,7 @@ def bounded(request: Callable[[Deadline], _T], deadline: Deadline) -> _T:
                     raise error
                 return answer  # type: ignore[no-any-return]
     finally:
-        if busy:
+        if busy:  # the thread cannot be interrupted, so it ends after its request, and its answer is dropped
             deadline.abandoned = True
             helper.requests.put(None)
         else:

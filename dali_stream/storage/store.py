@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from dali_stream.errors import DatasetError
 
-SMALL = 1 << 20  # a file up to this size in bytes is read in one request
+SMALL = 1 << 20  # files of up to this number of bytes are read in one request
 
 
 @dataclass
@@ -22,10 +22,10 @@ class Traffic:
     Attributes:
         requests: Number of requests whose responses contained bytes of a file.
         fetched_bytes: Number of bytes in these responses, including those of attempts that ended early.
-        retries: Number of attempts after the first.
+        retries: Number of attempts that were made after a failed one.
         cached_bytes: Number of bytes that were read from `cache_dir`.
         fetch_s: Time that reads waited for the network, in seconds, summed over the threads.
-        lock: Lock that `add` holds.
+        lock: Lock that `add` holds while it changes the other attributes.
     """
 
     requests: int = 0
@@ -36,7 +36,7 @@ class Traffic:
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, **counts: float) -> None:
-        """Add to the attributes of these names. Safe to call from several threads."""
+        """Add a number to each named attribute. Safe to call from several threads."""
         with self.lock:
             for name, count in counts.items():
                 setattr(self, name, getattr(self, name) + count)
@@ -45,7 +45,8 @@ class Traffic:
 class Store(abc.ABC):
     """Read access to the files below one root. Safe to use from several threads.
 
-    A copy (`copy`, `pickle`) of a store that `open_store` returns reads the same files with its own handles and connections.
+    A store from `open_store` can be copied with `copy` and `pickle`. The copy reads the same files with its own handles and
+    connections.
 
     Paths are relative, with forward slashes. Each method raises `DatasetError` if a file is missing, and `StorageError` if its
     bytes cannot be read.
@@ -53,8 +54,8 @@ class Store(abc.ABC):
     Attributes:
         address: Root without credentials, for messages.
         remote: Whether reads send requests over a network.
-        listings: Whether the storage can list folders. If not, `files` tries each possible name.
-        revision: Commit that is read, or None if the source has no commits.
+        listings: Whether the storage can list folders. If it cannot, `files` returns what `guess` finds. See `open_store`.
+        revision: Commit that is read, or None if the storage has no commits.
         traffic: Requests, bytes and time of all reads so far.
     """
 
@@ -89,16 +90,16 @@ class Store(abc.ABC):
         """Close all handles. The next read opens them again."""
 
     def session(self) -> Store:
-        """Return a view of this store for one of several users. Its `close` ends its own remote reads only."""
+        """Return a view of this store for one of several users. If the store is remote, `close` ends only the view's reads."""
         return self
 
     def read_all(self, path: str) -> bytes:
-        """Return all bytes of a file. A small file takes one read, since no request for its size is needed."""
+        """Return all bytes of a file. A small file takes one read, and no request for its size."""
         head = self.read(path, 0, SMALL)
         return head if len(head) < SMALL else head + self.read(path, SMALL, self.size(path))
 
     def open(self, path: str, size: int | None = None) -> Ranges:
-        """Return a seekable file object for libraries that need one. It holds no handle, and each of its reads calls `read`.
+        """Return a seekable file object for libraries that need one. It has no handle of its own: its reads call `read`.
 
         Args:
             path: Path of the file.
@@ -113,7 +114,7 @@ class Store(abc.ABC):
 
 @functools.lru_cache(maxsize=1 << 14)
 def checked(path: str) -> str:
-    """Return the path itself after checking it, because paths in metadata are not trusted.
+    """Check a path, and return it unchanged. Paths in metadata are not trusted.
 
     Raises:
         DatasetError: If the path leads out of the root, or is not the name of a file.
@@ -137,7 +138,7 @@ class Ranges(io.RawIOBase):
         self.bytes_read = 0
 
     def hold(self, start: int, stop: int) -> None:
-        """Read bytes [start, stop) and keep them in memory, from which later reads within the range are served."""
+        """Read bytes [start, stop), and keep them in memory for later reads within this range."""
         self.seek(start)
         self._held.append((start, self.read(stop - start)))
 
@@ -168,11 +169,11 @@ class Ranges(io.RawIOBase):
 
 
 def missing_file(where: str, path: str, words: str = "") -> DatasetError:
-    """Return the error for a file that the metadata refers to and that does not exist.
+    """Return the error for a missing file to which the metadata refers.
 
     Args:
         where: Address of the file.
-        path: Path of the file in the dataset. The advice depends on it: without the files in `meta/`, no episode can be read.
+        path: Path of the file in the dataset. For files outside `meta/`, the message suggests leaving their episodes out.
         words: Response of the server. Default: none.
     """
     remedy = "Copy or fetch it again"

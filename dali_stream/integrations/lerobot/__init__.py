@@ -1,4 +1,4 @@
-"""LeRobot's training script with a Loader in place of its DataLoader, and a Loader for a dataset of LeRobot's.
+"""LeRobot's training script with a Loader in place of its DataLoader, and a Loader for a `LeRobotDataset`.
 
     dali-stream lerobot-train --dataset.repo_id=... --policy.type=act --loader.image_size=224x224
 
@@ -10,7 +10,7 @@ The same in Python:
     lerobot.patch(image_size=(224, 224))
     lerobot_train.main()
 
-LeRobot is imported when a function needs it. This package does not require it.
+LeRobot is imported only when a function needs it, so it need not be installed.
 """
 
 from dali_stream.integrations.lerobot.loader import make_loader

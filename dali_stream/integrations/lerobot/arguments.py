@@ -52,7 +52,7 @@ ARGUMENTS: dict[str, Callable[[str], Any]] = {
     "on_error": str,
     "max_substitutes": _number,
 }
-"""Arguments of a Loader that LeRobot does not set, each with a function that converts its text."""
+"""Arguments of a Loader that LeRobot does not set, each with a function that parses its value."""
 
 
 def split_arguments(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -89,7 +89,7 @@ def split_arguments(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise ValueError for a name that is no argument of a Loader, or one that LeRobot sets."""
+    """Check names of arguments. Raises ValueError if one is not an argument of a Loader, or if LeRobot sets it."""
     for name in names:
         if name not in ARGUMENTS:
             raise ValueError(

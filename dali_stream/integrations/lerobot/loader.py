@@ -1,4 +1,4 @@
-"""A Loader for a dataset of LeRobot's."""
+"""Construction of a Loader for a `LeRobotDataset`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.integrations.lerobot.transforms import TransformingLoader, unknown_parts
 from dali_stream.loader import Loader
 
-_TOLERANCE_S = 1e-4  # LeRobot's default
+_TOLERANCE_S = 1e-4  # LeRobot's default, in seconds
 
 
 def make_loader(
@@ -25,23 +25,28 @@ def make_loader(
 ) -> Loader:
     """Make a Loader that delivers the samples of a LeRobotDataset.
 
-    It reads the same files, revision and episodes, with the same windows and tolerance. By default, frames are contiguous, they
-    are uint8 if the dataset returns uint8, and the last batch of an epoch is partial, as in LeRobot's training script. Image
-    transforms are applied to each sample, after `image_size`. Their random numbers are a function of the seed, the epoch and
-    the position in its order, so a resumed run repeats them.
+    The Loader reads the same files, revision and episodes, with the same windows and tolerance. By default, it does the same as
+    LeRobot's training script: frames are contiguous, they are uint8 if the dataset returns uint8 and float32 otherwise, and the
+    last batch of an epoch is partial. Image transforms are applied to each sample after it is resized to `image_size`. Their
+    random numbers depend only on the seed, the epoch and the sample's position in the epoch, so a resumed run repeats them.
 
     Args:
-        dataset: LeRobotDataset, StreamingLeRobotDataset or LeRobotDatasetMetadata. A StreamingLeRobotDataset is read from where
-            it streams, without a download. Metadata are read from their folder, or from the Hub if it has no rows.
-        policy_config: Configuration of a policy. Its `drop_n_last_frames` last frames of each episode are not sampled. It
-            provides the windows if the dataset has no `delta_timestamps`.
+        dataset: LeRobotDataset, StreamingLeRobotDataset or LeRobotDatasetMetadata. A StreamingLeRobotDataset that streams from
+            the Hub is read from the Hub, without a download. A LeRobotDatasetMetadata is read from its folder, or from the Hub
+            if its folder has no `data`.
+        policy_config: Configuration of a policy. The last `drop_n_last_frames` frames of each episode are not sampled. If the
+            dataset has no `delta_timestamps`, those of the policy are used. Default: none.
         batch_size: Number of samples per batch and rank.
-        seed: Seed of the order and of the transforms.
-        frames: Frames to sample, see `Dataset`. Default: all.
+        seed: Seed of the order and of the transforms. Default: 0.
+        frames: Frames to sample, {episode index: [(start, stop), ...]}. See `Dataset`. Default: all.
         loader_arguments: Other arguments of `Loader`.
 
+    Returns:
+        Loader. Its `dataset` is a `Dataset` of the same files.
+
     Raises:
-        ValueError: If the dataset has a feature or a transform that a Loader does not deliver, such as depth or language.
+        ValueError: If the dataset has a feature that a Loader does not deliver, such as depth or language, or a transform that
+            is defined in neither LeRobot nor torchvision.
         DatasetError: See `Dataset`.
     """
     meta = getattr(dataset, "meta", dataset)
@@ -83,7 +88,7 @@ def make_loader(
 
 
 def _address(dataset: Any, meta: Any) -> tuple[str, str | None]:
-    """Return where a dataset of LeRobot's is read from, and the revision of a Hub repository."""
+    """Return the address of the files of a `LeRobotDataset`, and the revision if it is a Hub repository."""
     downloaded = Path(meta.root, "data").is_dir() if dataset is meta else getattr(dataset, "streaming_from_local", True)
     if downloaded:
         return str(meta.root), None

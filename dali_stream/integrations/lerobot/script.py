@@ -1,7 +1,7 @@
 """LeRobot's training script with a Loader in place of its DataLoader.
 
-The script itself is not changed. `patch` wraps those of its functions that make datasets and that save and load checkpoints,
-and `Accelerator.prepare`, through which each DataLoader of the script goes, however it was made.
+The source of the script is not changed. `patch` replaces the script's functions that make datasets, load checkpoints and save
+checkpoints, its sampler, and `Accelerator.prepare`. The script passes every DataLoader to `prepare`, however it makes them.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ _log = logging.getLogger("dali_stream")
 STATE_FILE = Path("training_state", "dali_stream.json")
 """State of the Loader in a checkpoint."""
 ARGUMENTS_FILE = Path("training_state", "dali_stream_arguments.json")
-"""Arguments of the Loader in a checkpoint, which a resumed run keeps."""
+"""Arguments of the Loader in a checkpoint. A resumed run uses them again."""
 _STEP_FILE = Path("training_state", "training_step.json")
 _CONFIG_FILE = Path("pretrained_model", "train_config.json")
-_EVAL_SHARE = 4  # memory_budget is divided by this for the Loader of an evaluation
-_CHANNELS = (1, 3, 4)
+_EVAL_SHARE = 4  # the Loader of an evaluation gets memory_budget divided by this number
+_CHANNELS = (1, 3, 4)  # numbers of channels by which shapes (C, H, W) are recognized
 _SUPPORTED = "0.4.4 and 0.6.1"
 
 
 def patch(**loader_arguments: Any) -> Any:
     """Make LeRobot's training script load its data through a Loader, in this process.
 
-    The script's own arguments keep their meaning, except for those of DataLoader's workers. Each checkpoint gets the state and
-    the arguments of the Loader, and a resumed run continues at the next sample. In a checkpoint without them, the position
-    follows from the number of steps, see `Loader.resume`.
+    The script's own arguments keep their meaning, except those for the workers of a DataLoader. Each checkpoint contains the
+    state and the arguments of the Loader, and a resumed run continues at the next sample. If a checkpoint has no such state,
+    the position is computed from the number of steps. See `Loader.resume`.
 
     Args:
-        loader_arguments: Arguments of `Loader`. The policy is made for frames of `image_size`. An evaluation has a Loader of
-            its own, with a quarter of `memory_budget`.
+        loader_arguments: Arguments of `Loader`. The script makes the policy for frames of `image_size`. Evaluation uses another
+            Loader, with a quarter of `memory_budget`. In a resumed run, these arguments override those of the checkpoint.
 
     Returns:
         The module of the script, `lerobot.scripts.lerobot_train`.
 
     Raises:
         ValueError: If an argument is unknown, or set by LeRobot, such as batch_size.
-        DaliStreamError: If LeRobot is not installed or of an unsupported version, or if its script is patched already.
+        DaliStreamError: If LeRobot is not installed, if its version is not supported, or if its script is already patched.
     """
     check_names(name for name in loader_arguments if name != "dali_graph")
     try:
@@ -63,7 +63,7 @@ def patch(**loader_arguments: Any) -> Any:
         raise DaliStreamError(
             f"LeRobot's training script cannot be imported ({error}). Install LeRobot with: pip install 'lerobot[training]'"
         ) from error
-    makers = [name for name in ("make_train_eval_datasets", "make_dataset") if hasattr(script, name)]  # of 0.6.1 and of 0.4.4
+    makers = [name for name in ("make_train_eval_datasets", "make_dataset") if hasattr(script, name)]  # in 0.6.1 and 0.4.4
     missing = [name for name in ("load_training_state", "save_checkpoint", "EpisodeAwareSampler") if not hasattr(script, name)]
     if missing or not makers:
         raise DaliStreamError(
@@ -93,19 +93,19 @@ def _refuse_remote(_: Any) -> None:
 
 
 class _Run:
-    """One run of LeRobot's script: what its patched functions share."""
+    """State of one run of LeRobot's script, which the patched functions share."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._given = dict(arguments)
-        self._arguments = self._given  # with those of the checkpoint that is resumed
+        self._arguments = self._given  # and those of a checkpoint that is resumed
         self._config: Any = None
-        self._train: Any = None  # datasets
-        self._eval: Any = None
+        self._train: Any = None  # training dataset
+        self._eval: Any = None  # evaluation dataset, if any
         self._loader: Loader | None = None
-        self._checkpoint: tuple[Path, int] | None = None  # to resume from, with its number of steps
+        self._checkpoint: tuple[Path, int] | None = None  # folder and number of steps of the checkpoint that is resumed
 
     def making(self, make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that makes LeRobot's datasets, with the size of the Loader's frames in their metadata."""
+        """Wrap the function that makes the datasets, and set the size of the Loader's frames in their metadata."""
 
         @functools.wraps(make)
         def made(config: Any) -> Any:
@@ -123,7 +123,7 @@ class _Run:
         return made
 
     def loading(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that loads a checkpoint, and remembers which one."""
+        """Wrap the function that loads a checkpoint, and remember the checkpoint."""
 
         @functools.wraps(load)
         def loaded(checkpoint_dir: Any, *arguments: Any, **named: Any) -> Any:
@@ -134,12 +134,12 @@ class _Run:
         return loaded
 
     def saving(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that saves a checkpoint, with the state and the arguments of the Loader."""
+        """Wrap the function that saves a checkpoint, and add the state and the arguments of the Loader."""
 
         @functools.wraps(save)
         def saved(checkpoint_dir: Any, *arguments: Any, **named: Any) -> Any:
             result = save(checkpoint_dir, *arguments, **named)
-            assert self._loader is not None  # `preparing` has made sure
+            assert self._loader is not None  # `prepared` raises an error if it has made no Loader
             own_arguments = {name: value for name, value in self._arguments.items() if name in ARGUMENTS}
             write_state(Path(checkpoint_dir, ARGUMENTS_FILE), own_arguments)
             self._loader.save(Path(checkpoint_dir, STATE_FILE))
@@ -149,7 +149,7 @@ class _Run:
         return saved
 
     def sampling(self, sampler: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that makes the script's sampler, which a DataLoader of a streamed dataset would refuse."""
+        """Wrap the class of the script's sampler. It makes none for a streamed dataset, whose DataLoader would refuse it."""
 
         @functools.wraps(sampler, updated=())
         def sampled(*arguments: Any, **named: Any) -> Any:
@@ -158,7 +158,7 @@ class _Run:
         return sampled
 
     def preparing(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `Accelerator.prepare` with a Loader in place of each DataLoader over the script's datasets."""
+        """Wrap `Accelerator.prepare`, and replace each DataLoader over one of the script's datasets with a Loader."""
 
         @functools.wraps(prepare)
         def prepared(accelerator: Any, *objects: Any, **named: Any) -> Any:
@@ -180,7 +180,7 @@ class _Run:
         if whole is self._train:
             return self._train_loader(prepared.batch_size)
         if self._eval is not None and whole is self._eval:
-            return self._eval_loader(prepared.batch_size, indices)  # a part with `max_eval_samples`
+            return self._eval_loader(prepared.batch_size, indices)  # some rows, if `max_eval_samples` limits them
         return prepared
 
     def _train_loader(self, batch_size: int) -> Loader:
@@ -201,19 +201,20 @@ class _Run:
 
     @property
     def _policy(self) -> Any:
-        """Configuration of the policy, or of 0.6.1's reward model."""
+        """Configuration of the policy, or of a reward model, which LeRobot 0.6.1 can train."""
         return getattr(self._config, "trainable_config", self._config.policy)
 
 
 def _saved_arguments(checkpoint: Path) -> dict[str, Any]:
-    """Return the arguments of the Loader in a checkpoint, and none for a checkpoint of LeRobot's own."""
+    """Return the arguments of the Loader in a checkpoint. Empty if LeRobot saved it without a Loader."""
     saved: dict[str, Any] = {}
     load_state(checkpoint / ARGUMENTS_FILE, saved.update)
+    # JSON stores tuples, such as `image_size`, as lists.
     return {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
 
 
 def _resume(loader: Loader, batch_size: int, checkpoint: Path, step: int) -> None:
-    """Continue from a checkpoint, by the state of the Loader in it or by its number of steps."""
+    """Continue from a checkpoint, with the Loader's state in it or, if it has none, with its number of steps."""
     if loader.restore(checkpoint / STATE_FILE):
         _log.info("resumed from %s at batch %d of epoch %d", checkpoint / STATE_FILE, loader.batch_index, loader.epoch)
         return
@@ -231,7 +232,7 @@ def _resume(loader: Loader, batch_size: int, checkpoint: Path, step: int) -> Non
 
 
 def _resize(meta: Any, size: tuple[int, int]) -> None:
-    """Write the size of the Loader's frames into LeRobot's metadata, from which a policy is made."""
+    """Set the size of the Loader's frames in LeRobot's metadata, from which the script makes the policy."""
     for key in meta.camera_keys:
         shape = tuple(meta.features[key]["shape"])
         channels_first = shape[0] in _CHANNELS and shape[-1] not in _CHANNELS
@@ -239,10 +240,11 @@ def _resize(meta: Any, size: tuple[int, int]) -> None:
 
 
 def _frames(dataset: Any, indices: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
-    """Return rows of a LeRobotDataset as ranges of frames, by episode."""
+    """Convert row numbers of a LeRobotDataset to ranges of frames, {episode: [(start, stop), ...]}."""
     table = dataset.hf_dataset.data
     rows = np.sort(np.asarray(indices))
     episodes, frames = (table.column(name).to_numpy()[rows] for name in ("episode_index", "frame_index"))
+    # A range ends where the episode changes or a frame is left out.
     starts = np.flatnonzero((np.diff(episodes, prepend=-1) != 0) | (np.diff(frames, prepend=-2) != 1))
     ranges: dict[int, list[tuple[int, int]]] = {}
     for first, last in zip(starts, [*starts[1:] - 1, len(rows) - 1], strict=True):

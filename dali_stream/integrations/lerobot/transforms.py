@@ -1,4 +1,4 @@
-"""Image transforms of LeRobot, with random numbers that a resumed run repeats."""
+"""Image transforms of LeRobot whose random numbers are repeated by a resumed run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from dali_stream.loader import Loader
 
 
 def unknown_parts(transform: Any) -> list[Any]:
-    """Return the parts of a transform that are neither of LeRobot's nor of torchvision's."""
+    """Return the parts of a transform that are defined in neither LeRobot nor torchvision."""
     if not type(transform).__module__.startswith(("lerobot.", "torchvision.")):
         return [transform]
     values = list(vars(transform).values())
+    # The parts are the callable attributes, including those in lists and mappings.
     parts: list[Any] = []
     while values:
         value = values.pop()
@@ -32,7 +33,15 @@ def unknown_parts(transform: Any) -> list[Any]:
 
 
 class TransformingLoader(Loader):
-    """A Loader that applies a transform to the frames of each sample."""
+    """Loader that applies a transform to the frames of each sample.
+
+    Args:
+        dataset: Dataset to load.
+        transform: Function of the frames of one camera in one sample. The cameras of a sample draw their random numbers one
+            after the other from the same generator.
+        seed: Seed of the order and of the random numbers.
+        arguments: Other arguments of `Loader`.
+    """
 
     def __init__(
         self, dataset: Dataset, transform: Callable[[torch.Tensor], torch.Tensor], *, seed: int, **arguments: Any
@@ -44,10 +53,11 @@ class TransformingLoader(Loader):
         return self._transformed(super().__iter__())
 
     def _transformed(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield batches whose frames are transformed. The positions of a batch lie between two states of the Loader."""
+        """Yield the batches with transformed frames. The Loader's state before a batch gives the positions of its samples."""
         before = self.state_dict()
         for batch in batches:
             after = self.state_dict()
+            # Before the first batch of an epoch, the state may still be that of the previous epoch.
             start = before["position"] if before["epoch"] == after["epoch"] else 0
             position = self._config.batches.first(start, self._ranks.rank)
             cameras = [key for key in self.dataset.cameras if key in batch]
@@ -63,7 +73,7 @@ class TransformingLoader(Loader):
 
 @contextlib.contextmanager
 def _random_numbers(name: str, device: torch.device) -> Iterator[None]:
-    """Let torch draw the random numbers of a name, on the CPU and on a device, and go back to its previous state."""
+    """Seed torch's generators of the CPU and of a device with a hash of `name`, and restore their states afterwards."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index])
