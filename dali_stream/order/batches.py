@@ -66,7 +66,7 @@ class Batches:
         """Return the position at which a global batch begins.
 
         Args:
-            batch: Number of the batch, from 0 to the number of batches, which stands for the end of the epoch.
+            batch: Number of the batch, from 0. The number of batches is also valid, for the end of the epoch.
 
         Raises:
             ValueError: If the epoch has fewer batches.

@@ -260,7 +260,7 @@ class _Dataset:
         line = self._pass(number) if self._shuffle is True else self._recorded
         stop = int(line.ends[np.flatnonzero(line.episodes == episode)[0]])
         start = stop - int(self._lengths[episode])
-        if self._shuffle is not True:  # there is a single consumer
+        if self._shuffle is not True:  # these orders have a single consumer
             place = laid = np.arange(start, stop)
             if self._shuffle == "global":
                 place, laid = Permutation(self._count, (*self._key, number)).find(start, stop)
