@@ -54,15 +54,15 @@ def cut(index: VideoIndex, packet: Int64, keyframe: Int64, size: int) -> Blocks:
     keyframes = index.keyframes[origin:stop] - packets.start
     offset, sizes = index.offset[packets], index.size[packets]
     before = np.cumsum(sizes)[keyframes] - sizes[keyframes]
-    blocks = begin - origin  # a block starts only at a GOP in `begin`, so K is at most L
-    # A block starts at the first of these GOPs, and at each one that is the first after another multiple of `size` bytes.
+    blocks = begin - origin  # a block starts only at a GOP at which decoding starts, so K is at most L
+    # The first of these GOPs starts a block, and so does the first one after each multiple of `size` bytes.
     blocks = blocks[np.append(True, np.diff(before[blocks] // size) > 0)]
 
     def block(gop: Int64) -> Int64:
         return np.searchsorted(blocks, gop - origin, side="right") - 1
 
     first[exists], last[exists] = block(begin)[group], block(end)[group]
-    # The minimum and maximum are first computed per GOP and then per block, because packets need not be in order in the file.
+    # A byte range is the minimum and maximum over its packets, because these need not be stored in decode order.
     return Blocks(
         np.minimum.reduceat(np.minimum.reduceat(offset, keyframes), blocks),
         np.maximum.reduceat(np.maximum.reduceat(offset + sizes, keyframes), blocks),
