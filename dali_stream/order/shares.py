@@ -53,7 +53,9 @@ class Shares:
     def pools(self, episode_pool_size: int) -> list[int]:
         """Return the number of segments of each dataset in the pools of a consumer.
 
-        `episode_pool_size` is divided in the ratio of the shares. Each number is rounded, and at least 1.
+        Args:
+            episode_pool_size: Number of segments that is divided in the ratio of the shares. Each part is rounded, and at
+                least 1.
         """
         total = int(self.weights.sum())
         return [max(1, (2 * int(episode_pool_size) * weight + total) // (2 * total)) for weight in self.weights.tolist()]
