@@ -1,6 +1,6 @@
 """Packed clips: small MP4s in memory with only the packets that decoding the requested frames requires.
 
-    file A   |I p|I p|I p|I p|I p| ...        requests: A3 (the p of the second GOP), A7, B4, counted from 0
+    file A   |I p|I p|I p|I p|I p| ...        requests: A3 (packet 3 of file A), A7, B4
     file B   |I p|I p|I p| ...
 
     clip     |I p|I p|I|     the GOP prefixes of A3, A7 and B4, packed end to end
@@ -36,7 +36,7 @@ class Clip:
 
     Attributes:
         data: Bytes of the file. It is a `bytearray`, because torch warns about buffers that are not writable.
-        frames: Index of each requested frame in the clip, in display order.
+        frames: Index of each requested frame in the clip, counted in display order. The list has the order of the requests.
         coded_frames: Number of frames in the clip.
     """
 
@@ -215,6 +215,7 @@ def span(table: VideoIndex, sample: int) -> tuple[int, int]:
         return start, sample
     if table.pts[sample] < table.pts[start] and start > 0:
         start = int(table.gop_start[start - 1])
+    # FFmpeg drops no frames of a clip that starts at the beginning of the file (see `_stop`), so it needs no further packets.
     return (start, _stop(table, sample)) if is_avc(table) and start > 0 else (start, sample)
 
 

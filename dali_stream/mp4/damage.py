@@ -145,7 +145,7 @@ def _is_cabac(avcc: bytes) -> bool:
 
 
 def _unprotected(data: bytes, start: int, end: int) -> int:
-    """Return the position of the first 00 00 00, 00 00 01 or 00 00 02, or 0 if none occurs before padding at the end."""
+    """Return the position of the first 00 00 00, 00 00 01 or 00 00 02, or 0 if none occurs or it is padding at the end."""
     match = _ILLEGAL.search(data, start, end)
     return match.start() if match and data[match.start() : end] not in _TRAILING else 0
 

@@ -39,8 +39,8 @@ class VideoFormat:
         coded: Size (height, width) of the coded frames before cropping, in pixels, or None if no header was read.
         interlaced: Whether frames may be coded as two fields.
         full_range: Whether values use the full range, according to the bitstream.
-        header_error: Reason not to trust the headers in the sample description: they are missing, broken or contradict the
-            sample description. Empty if they are valid, and for codecs whose headers are not read.
+        header_error: Reason not to trust the headers in the sample description, such as a missing or broken header, or one that
+            contradicts the sample description. Empty for valid headers, and for codecs whose headers are not read.
     """
 
     codec: str

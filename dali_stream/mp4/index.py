@@ -86,7 +86,7 @@ class VideoIndex:
 
     def is_contiguous(self, first: int, last: int) -> bool:
         """Return whether the packets from `first` to `last` are stored end to end in the file."""
-        if isinstance(self.size, Gaps):
+        if isinstance(self.size, Gaps):  # `video_index` uses `Gaps` only if all packets are contiguous
             return True
         offset = self.offset[first : last + 1]
         return bool((np.diff(offset) == self.size[first:last]).all())
@@ -160,6 +160,7 @@ def video_index(
         places = np.argsort(pts, kind="stable")
         order, place, times = packed(places, 1), packed(np.argsort(places), 1), pts[places]
     ends = offset + size
+    # Offsets grow by about the mean size per packet, so `packed` has to store only small differences from that.
     mean = int(ends[-1] - offset[0]) // n
     contiguous = bool((offset[1:] == ends[:-1]).all())
     # If the packets are stored end to end, their sizes are the differences of the offsets and are not stored.
@@ -230,7 +231,7 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
     if len(sync) > 1 and codec_of(configs[0]) == "h264":
         begin = int(offset[sync[1]])
         if is_intra_refresh(configs[0], store.read(path, begin, begin + min(int(size[sync[1]]), _SLICE_HEAD))):
-            sync = sync[:1]
+            sync = sync[:1]  # only the first keyframe of a file with intra refresh is decodable on its own
     tkhd = _required(find(moov, *track, b"tkhd"), "tkhd")
     index = video_index(
         path, configs, moov[tkhd[1] - 44 : tkhd[1]], timescale,
