@@ -60,6 +60,7 @@ def request_clips(store: Store, index: VideoIndex, gpu: int | None) -> RequestCl
         DecodeError: If the file is damaged.
     """
     lengths = index.gop_lengths
+    # A frame in the middle of a GOP costs about half of the GOP.
     count = int(np.clip(_DECODED // ((median_gop(index) + 1) / 2), 1, _REQUESTS))
     packets = (index.keyframes + (lengths - 1) // 2)[:count].tolist()
     singles = [pack(store, [index], [packet], for_nvdec=gpu is not None) for packet in packets]
