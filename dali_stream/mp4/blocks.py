@@ -55,8 +55,9 @@ def cut(index: VideoIndex, packet: Int64, keyframe: Int64, size: int) -> Blocks:
     keyframes = index.keyframes[origin:stop] - packets.start
     offset, sizes = index.offset[packets], index.size[packets]
     before = np.cumsum(sizes)[keyframes] - sizes[keyframes]
-    blocks = begin - origin  # a block starts only at a GOP at which decoding starts, so K is at most L
-    # The first of these GOPs starts a block, and so does the first one after each multiple of `size` bytes.
+    blocks = begin - origin
+    # Only GOPs at which decoding starts begin a block, so K is at most L: the first one, and the first one after each multiple
+    # of `size` bytes.
     blocks = blocks[np.append(True, np.diff(before[blocks] // size) > 0)]
 
     def block(gop: Int64) -> Int64:
