@@ -1,1 +1,1 @@
-"""From encoded video and images to frames: decoders, what NVDEC can do, which decoder a camera gets, and resizing."""
+"""Decoding of video and images: the decoders, the capabilities of NVDEC, the choice of a decoder per camera, and resizing."""

@@ -1,6 +1,6 @@
-"""Audits of DALI's frames, which compare samples that DALI has decoded with the frames of torchcodec.
+"""Audits, which compare frames that DALI has decoded with those of torchcodec.
 
-An audit compares pixels and not timestamps. DALI's timestamps originate from its index of the clip and not from the decoded
+An audit compares pixels and not timestamps. DALI computes timestamps from its index of the clip and not from the decoded
 frames, so they do not reveal a frame of another clip.
 """
 
@@ -30,11 +30,11 @@ class Audit(NamedTuple):
     where: str
 
     def mismatch(self, delivered: npt.NDArray[np.float32], tolerance: float) -> str:
-        """Return how delivered frames differ from the expected frames. Empty if they agree within the tolerance.
+        """Return how delivered frames differ from the expected frames. The text is empty if they agree within the tolerance.
 
         Args:
             delivered: Frames that DALI has decoded, with values in [0, 255], shape (T, H, W, 3).
-            tolerance: Maximum mean absolute difference of a frame.
+            tolerance: Maximum mean absolute difference of a frame, on the same scale.
         """
         if isinstance(self.expected, DecodeError):
             return f"{self.where}: FFmpeg cannot decode what NVDEC has decoded: {self.expected}"

@@ -1,7 +1,7 @@
 """Capabilities of NVDEC, according to the driver (`cuvidGetDecoderCaps` in libnvcuvid) and not to the GPU's name.
 
 Sources of structures and constants: NVIDIA Video Codec SDK, cuviddec.h (CUVIDDECODECAPS, cudaVideoCodec, cudaVideoChromaFormat,
-cudaVideoSurfaceFormat), and CUDA driver API, cuda.h. GPUs have the same numbers as in torch, because both apply
+cudaVideoSurfaceFormat), and CUDA driver API, cuda.h. The driver numbers the GPUs as torch does, because both apply
 CUDA_VISIBLE_DEVICES.
 """
 
@@ -20,8 +20,8 @@ from dali_stream.errors import DaliStreamError
 _CODECS = {"mpeg4": 2, "h264": 4, "mjpeg": 5, "hevc": 8, "vp8": 9, "vp9": 10, "av1": 11}
 _CHROMA = {"gray": 0, "420": 1, "422": 2, "444": 3}
 CODECS, CHROMA, DEPTHS = tuple(_CODECS), tuple(_CHROMA), (8, 10, 12)
-_NV12, _P016 = 1 << 0, 1 << 1  # bits of the output mask for the formats that DALI requests: 4:2:0 of 8 bits, and of more
-_REMEDIES = {  # advice by CUDA error
+_NV12, _P016 = 1 << 0, 1 << 1  # output formats that DALI requests, as bits of a mask: 4:2:0 of 8 bits, and of more
+_REMEDIES = {  # advice for each CUDA error
     2: "free memory on this GPU",
     34: "the CUDA toolkit's stub was loaded instead of the driver. Take its folder out of LD_LIBRARY_PATH",
     46: "another process holds this GPU for itself. End it, or set the GPU's compute mode back to Default",
@@ -47,7 +47,7 @@ class DriverError(DaliStreamError):
     Args:
         said: Message of the error.
         remedy: Advice for the user.
-        code: Error code of the driver. Default: 0, if the driver could not be loaded.
+        code: Error code of the driver, or 0 if the driver could not be loaded. Default: 0.
     """
 
     def __init__(self, said: str, remedy: str, code: int = 0) -> None:
@@ -92,7 +92,7 @@ class Capability:
     max_macroblocks: int = 0
 
     def refusal(self, height: int, width: int) -> str:
-        """Return why NVDEC does not decode frames of this size in pixels. Empty if it does."""
+        """Return why NVDEC does not decode frames of this size in pixels. The text is empty if it does."""
         if not self.supported:
             return self.reason
         small, large = self.min_size, self.max_size
@@ -119,7 +119,7 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
     """Return the version of the driver, such as "580.95.05", or "with CUDA 13.0" if the file does not contain it.
 
     Args:
-        file: File of the kernel module with its version.
+        file: File with the version of the kernel module. Default: /proc/driver/nvidia/version.
 
     Raises:
         DriverError: If the driver is missing or fails.
@@ -235,9 +235,9 @@ def _gpu(index: int) -> Gpu:
 
 @contextlib.contextmanager
 def _context(cuda: ctypes.CDLL, gpu: int) -> Iterator[None]:
-    """Make a context on a GPU current in this thread, since `cuvidGetDecoderCaps` queries the GPU of the current context.
+    """Make the primary context of a GPU current in this thread, because `cuvidGetDecoderCaps` asks the current context.
 
-    It is the primary context, which torch uses as well.
+    torch uses the primary context too, so no second one takes memory on the GPU.
     """
     handle, context, popped = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
     _check(cuda.cuDeviceGet(ctypes.byref(handle), gpu), f"GPU {gpu} was opened")

@@ -1,6 +1,7 @@
 """Choice of the decoder of each camera when a loader starts.
 
-The choice depends on the index of the camera's first video file, and for DALI also on a trial of its frames and on its speed.
+The choice depends on the index of the first video file of each dataset. For DALI, it also depends on a trial of its frames and
+on its speed.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class _Chooser:
     def choose(self, key: str) -> Route:
         """Return the route of a camera.
 
-        The first file of each dataset is tested, and torchcodec decodes the camera if it is the route of one of them.
+        The first file of each dataset is tested. If torchcodec is the route of one of them, it decodes the camera in all.
         """
         source, decode = self._source, self._decode
         present = source.files(key) != ABSENT
@@ -118,7 +119,7 @@ class _Chooser:
         except DaliStreamError as error:
             if decode in ("dali", TORCHCODEC_CUDA):
                 raise
-            # Other files may be intact, so this is not an error. The first batch that requires the damaged file reports it.
+            # Other files may be intact, so no error is raised here. The first batch that requires the damaged file raises it.
             return Route("torchcodec", f"the file of its first episode cannot be read: {error}")
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error

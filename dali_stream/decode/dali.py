@@ -1,7 +1,7 @@
-"""Decoding of packed clips with DALI, on NVDEC with a GPU, and for VP8, VP9 and MJPEG also on the CPU.
+"""Decoding of packed clips with DALI: on a GPU with NVDEC, and for VP8, VP9 and MJPEG also on the CPU.
 
-The loader adds the operator to its graph, and `DaliDecoder` packs the clips for it. `decode` runs the operator in a pipeline of
-its own. In this module, `gpu` is the number of a CUDA device, or None for the CPU.
+The loader adds the operator to its graph, and `DaliDecoder` packs the clips for it. `decode` runs the operator in a separate
+pipeline. In this module, `gpu` is the number of a CUDA device, or None for the CPU.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ Encoded = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]  # bytes of a clip
 COLOUR_TOLERANCE = 4.0
 """Maximum mean absolute difference between 8-bit RGB values of DALI and of FFmpeg, per frame.
 
-DALI upsamples chroma and converts to RGB in another way than FFmpeg, so their frames are never equal. The difference was 1.6
-for VP9 on a CPU. This tolerance does not distinguish BT.709 from BT.601, which differ by 2.6 on a demo frame. They are
-distinguished by the colour matrix that a file specifies (`route.refusal` and `trial`)."""
+DALI and FFmpeg upsample chroma and convert to RGB differently, so their frames are never equal. They differed by 1.6 for VP9 on
+a CPU. BT.709 and BT.601 differ by only 2.6 on a demo frame, so this tolerance does not distinguish them. `route.refusal` and
+`trial` therefore compare the colour matrix that a file specifies."""
 
 SESSIONS_PER_ENGINE = 3
-"""Number of decoding sessions per NVDEC engine. The number is an assumption and was not measured on a GPU."""
+"""Maximum number of decoding sessions per NVDEC engine. It is an assumption and was not measured on a GPU."""
 
 STREAMS, CONCURRENCY = StreamPolicy.SINGLE, OperatorConcurrency.BACKEND
 """Settings of all pipelines, which `empty_pipeline` reads when it is called.
 
-With one stream per backend, DALI's default, the buffers of a decoder may be reused by another operator while they are still
-being copied. This follows from the sources of DALI 2.4 and was not observed on a GPU. `benchmarks/gpu_settings.py` tries the
+With one stream per backend, DALI's default, another operator may reuse the buffers of a decoder while they are still being
+copied. This follows from the sources of DALI 2.4 and was not observed on a GPU. `benchmarks/gpu_settings.py` tries the
 alternatives."""
 
 
@@ -73,9 +73,9 @@ class Packed(NamedTuple):
 
     Attributes:
         clip: Bytes of the clip.
-        frames: Indices of frames in the clip, increasing.
-        order: Index in `frames` of each step of the window, shape (T,).
-        audit: Frames to compare with, or None if the sample is not audited.
+        frames: Indices of the requested frames in the clip, increasing, int32.
+        order: Index in `frames` of each step of the window, int32, shape (T,).
+        audit: Frames that an audit expects, or None if the sample is not audited.
     """
 
     clip: Array
@@ -113,8 +113,8 @@ class DaliDecoder(SampleDecoder):
         counters: Counters of the Loader.
         gpu: CUDA device, or None for the CPU.
         size: Size (height, width) of the frames in batches, for audits.
-        audited: Function that returns a mask of the samples of a batch to audit, shape (B,), or None for no audits. If it is
-            not None, the first sample of each file is audited as well.
+        audited: Function that returns which samples of a batch are audited, shape (B,), or None for no audits. With such a
+            function, the first sample of each file is audited as well.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class DaliDecoder(SampleDecoder):
     ) -> None:
         super().__init__(source, key, counters)
         self._gpu, self._size, self._audited = gpu, size, audited
-        self._first: dict[str, object] = {}  # for each file, an object of the task that audits its first sample
+        self._first: dict[str, object] = {}  # {path of a file: object of the task that audits its first sample}
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Clips:
         """See `Decoder.start`."""
@@ -228,21 +228,21 @@ def operator(clips: DataNode, frames: DataNode, gpu: int | None) -> DataNode:
     Returns:
         RGB frames of each sample, uint8, shape (F, H, W, 3).
     """
-    # With pad_mode "none", a missing frame is an error. Other modes silently return padding. affine=True would pin threads to
-    # cores, and in each process of a machine to the same cores.
+    # With pad_mode "none", a missing frame is an error, for which other modes silently return padding. affine=True would pin
+    # the threads to cores, and every process of a machine to the same ones.
     device = "cpu" if gpu is None else "mixed"
     return fn.decoders.video(clips, device=device, frames=frames, pad_mode="none", affine=False)
 
 
 def encoded(clip: Clip) -> Encoded:
-    """Return a clip in the form that `pipeline` and `decode` accept. Its frames must be increasing, without repetitions."""
+    """Return a clip as `pipeline` and `decode` accept it. Its frame indices must be increasing, without repetitions."""
     return np.frombuffer(clip.data, np.uint8), np.array(clip.frames, np.int32)
 
 
 def pipeline(
     source: Callable[[], Sequence[Encoded]], batch_size: int, gpu: int | None, threads: int, prefetch: int
 ) -> Pipeline:
-    """Return a pipeline that only decodes.
+    """Return a pipeline with no other operator than the decoder.
 
     Args:
         source: Function that returns the next batch of up to `batch_size` clips.

@@ -36,7 +36,7 @@ class Pool(Protocol):
 
 
 class Work(Protocol):
-    """Frames of one camera for one batch, in progress.
+    """Decoding of one camera's frames for one batch, in progress.
 
     Attributes:
         tasks: Tasks that must end before `collect` is called.
@@ -86,7 +86,7 @@ class Decoder(Protocol):
 
 
 class Decoded:
-    """`Work` of a decoder that puts frames into slots."""
+    """`Work` of a decoder that puts its frames into slots."""
 
     def __init__(self, slots: Slots, plan: FramePlan, tasks: list[Future[None]], failed: dict[int, DecodeError]) -> None:
         self._slots, self._plan, self.tasks, self.failed = slots, plan, tasks, failed
@@ -133,7 +133,7 @@ class VideoAndImages:
 
 
 class RouteChange(DaliStreamError):
-    """DALI cannot continue to decode cameras, because a file is unsafe for it or it failed. The loader rebuilds its pipeline.
+    """DALI must not decode some cameras any longer, because a file is unsafe or it failed. The loader rebuilds its pipeline.
 
     Args:
         cameras: Names of the cameras.
@@ -151,7 +151,7 @@ def succeeded(task: Future[None]) -> bool:
 
 
 def task_frames(size: tuple[int, int]) -> int:
-    """Return the number of frames that a decode task should have, from their original size (height, width) in pixels."""
+    """Return the number of frames that a decode task should have, for frames of this size (height, width) in the file."""
     return int(np.clip(_TASK_PIXELS // (size[0] * size[1]), TASK_FRAMES, _SMALL_TASK_FRAMES))
 
 
@@ -160,12 +160,13 @@ def even_tasks(ends: Int64, most: int) -> Int64:
 
     Args:
         ends: Cumulative number of frames, up to and including each item, shape (n,).
-        most: Maximum mean number of frames of the tasks. A task may have more, because items are not split.
+        most: Maximum number of frames of a task on average. A single task may have more, because items are not split.
 
     Returns:
         Number of each item's task, shape (n,).
     """
     tasks = -(-int(ends[-1]) // most)
+    # The frames are divided evenly, and an item belongs to the task that has its last frame.
     return (ends - 1) * tasks // ends[-1]
 
 

@@ -1,6 +1,6 @@
 """Decoding of frames that are stored as images (PNG, JPEG) in Parquet rows, with Pillow, as in LeRobot.
 
-LeRobot returns each image with the channels of its file. Here, all images have the channels that the metadata specify.
+LeRobot returns each image with the channels of its file. This module returns all images with the channels in the metadata.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class ImageDecoder:
 def decode(data: bytes, feature: Feature) -> npt.NDArray[np.uint8]:
     """Decode one image, and rotate it according to its EXIF orientation.
 
-    The number of channels is that of `feature`: 1 (grey), 3 (RGB) or 4 (RGBA). An image with other channels is converted if
-    this is lossless, for instance from grey, palette or opaque RGBA to RGB.
+    The image has as many channels as `feature`: 1 (grey), 3 (RGB) or 4 (RGBA). A file with other channels is converted if this
+    loses no information, for example from grey, palette or opaque RGBA to RGB.
 
     Args:
         data: Bytes of the PNG or JPEG file.

@@ -19,7 +19,7 @@ def resize(frames: Frames, size: tuple[int, int]) -> Frames:
         size: New size (height, width) in pixels.
 
     Returns:
-        Frames of shape (n, height, width, C), uint8. If they already have this size, `frames` itself.
+        Frames of shape (n, height, width, C), uint8. This is `frames` itself if they already have this size.
     """
     if frames.shape[1:3] == size:
         return frames

@@ -15,10 +15,10 @@ from dali_stream.storage import Store
 TORCHCODEC_CUDA = "torchcodec-cuda"
 DECODE = ("auto", "fastest", "dali", "torchcodec", TORCHCODEC_CUDA)
 SLOW = 0.7
-"""Fraction of the CPU's speed below which NVDEC is reported as slow."""
+"""NVDEC is reported as slow if its speed is below this fraction of the CPU's."""
 DALI_ON_CPU = ("vp8", "vp9", "mjpeg")
 _BLOCKS = {"h264": 16, "mpeg4": 16, "hevc": 8}
-"""Smallest block of each codec in pixels, of which coded sizes are multiples. HEVC encoders may use 16, 32 or 64 instead."""
+"""Smallest block size of each codec in pixels. Coded sizes are multiples of it. HEVC encoders may use 16, 32 or 64 instead."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Route:
 
     @property
     def advice(self) -> str:
-        """Advice for the user if the decoder is DALI and much slower than the CPU. Otherwise empty."""
+        """Advice for the user if the decoder is DALI and much slower than the CPU, and empty otherwise."""
         if self.rates is None or self.decoder != "dali" or self.rates.nvdec >= SLOW * self.rates.cpu:
             return ""
         return f'NVDEC reaches {self.rates.nvdec / self.rates.cpu:.2f} of the CPU\'s speed. Use decode="fastest"'
 
 
 def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> Route:
-    """Return the route of a camera, according to what the decoders support.
+    """Return the route of a camera, from what the decoders support.
 
     Args:
         decode: One of `DECODE`. "fastest" is treated as "auto", see `by_speed`.
@@ -93,7 +93,7 @@ def by_speed(decode: str, route: Route, rates: Rates) -> Route:
     """Return the route of a camera that NVDEC can decode, according to the measured speeds.
 
     Args:
-        decode: Choice of the decoder. "fastest" selects the faster one, and all other values keep NVDEC.
+        decode: One of `DECODE`. "fastest" selects the faster decoder, and all other values keep NVDEC.
         route: Route with NVDEC.
         rates: Measured speed of both decoders.
     """
@@ -103,7 +103,7 @@ def by_speed(decode: str, route: Route, rates: Rates) -> Route:
 
 
 def refusal_of_file(gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> str:
-    """Return why DALI must not decode this video, by its index and first frames. Empty if it may."""
+    """Return why DALI must not decode this video, from its index and first frames. The text is empty if it may."""
     refused = refusal(gpu, video, index)
     if refused or gpu is None:
         return refused
@@ -113,7 +113,7 @@ def refusal_of_file(gpu: int | None, video: VideoFormat, index: VideoIndex, stor
 
 
 def refusal(gpu: int | None, video: VideoFormat, index: VideoIndex) -> str:
-    """Return why DALI must not decode this video, by its index. Empty if it may."""
+    """Return why DALI must not decode this video, from its index. The text is empty if it may."""
     if gpu is None:
         if video.codec not in DALI_ON_CPU:
             return f"DALI decodes only {', '.join(DALI_ON_CPU)} on a CPU, and not {video.codec}"
@@ -133,9 +133,9 @@ def _capability_refusal(gpu: int, video: VideoFormat) -> str:
 
 
 def _unsafe_on_nvdec(video: VideoFormat, index: VideoIndex) -> str:
-    """Return why DALI must not decode a video on a GPU. Empty if it may.
+    """Return why DALI must not decode a video on a GPU. The text is empty if it may.
 
-    The reasons are formats that DALI decodes wrongly according to its sources, and formats that were never tested on a GPU.
+    DALI decodes some of the refused formats wrongly, according to its sources. The others were never tested on a GPU.
     """
     if video.chroma != "420" or video.depth != 8:
         return f"DALI was not seen to deliver {_name(video)} right from NVDEC"
@@ -151,13 +151,13 @@ def _unsafe_on_nvdec(video: VideoFormat, index: VideoIndex) -> str:
 
 
 def smallest_coded_size(codec: str, height: int, width: int) -> tuple[int, int]:
-    """Return the smallest coded size (height, width) of progressive frames of a size, in pixels."""
+    """Return the smallest coded size (height, width) of progressive frames with this displayed size, in pixels."""
     block = _BLOCKS.get(codec, 1)
     return -(-height // block) * block, -(-width // block) * block
 
 
 def _padding_refusal(video: VideoFormat) -> str:
-    """Return why DALI must not decode frames that are coded larger than they are displayed. Empty if they are not.
+    """Return why DALI must not decode frames that are coded larger than they are displayed. The text is empty for others.
 
     DALI caches NVDEC decoders by displayed size and looks them up by coded size (2.4.0, `NVDECCache` in
     frames_decoder_gpu.cc). If the two sizes differ, each clip gets a new decoder, or a decoder for frames of another size.

@@ -70,7 +70,8 @@ class SampleDecoder(VideoFiles):
     ) -> None:
         """Start a task for each sample, which calls `make(store, request, work)`.
 
-        `work` receives the tasks, and the errors of samples that fail a check. See `Decoder.start` for the other arguments.
+        The tasks are added to `work`, and so are the errors of samples that fail a check. See `Decoder.start` for the other
+        arguments.
         """
         for row, episode in enumerate(plan.samples.episode.tolist()):
             packets = plan.packets[self.key][row]
@@ -82,14 +83,14 @@ class SampleDecoder(VideoFiles):
                 work.tasks.append(pool.submit(self.make, store, Request(row, episode, frames[row], packets, index), work))
 
     def make(self, store: Store, request: Request, work: Any) -> None:
-        """Add one sample to `work`. A decode thread calls this method."""
+        """Add the frames or the clip of one sample to `work`. A decode thread calls this method."""
         raise NotImplementedError
 
     def check(self, index: VideoIndex, packet: int) -> None:
         """Check whether this decoder may decode the file of a packet. Subclasses raise an error if not."""
 
     def _locate(self, episodes: OpenEpisodes, episode: int, frames: Int64, packets: Int64) -> VideoIndex:
-        """Return the index of the episode's file after all checks that do not require decoding.
+        """Return the index of the episode's file, after all checks that are possible without decoding.
 
         Raises:
             DecodeError: If a frame has no packet, or the file differs from the metadata.

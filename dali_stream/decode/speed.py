@@ -30,13 +30,13 @@ from dali_stream.state_file import write_state
 from dali_stream.storage import Store
 
 LIMIT_S = 1.5
-"""Time limit for measuring all cameras when a Loader starts, in seconds. A batch that is in progress is finished."""
-_REQUESTS, _DECODED = 8, 64  # limits of a clip for the CPU: requested frames, and approximately the frames to decode for them
+"""Time limit for measuring all cameras when a Loader starts, in seconds. It does not interrupt a batch."""
+_REQUESTS, _DECODED = 8, 64  # limits of a clip for the CPU: requested frames, and approximate number of frames to decode
 _CLIPS = 16  # minimum number of clips of a batch for DALI
 
 
 class RequestClips(NamedTuple):
-    """Single frames from the first GOPs of a file, packed as both routes pack them.
+    """Single frames from the first GOPs of a file, packed as each of the two routes packs them.
 
     Attributes:
         singles: One clip per frame, for DALI.
@@ -60,6 +60,7 @@ def request_clips(store: Store, index: VideoIndex, gpu: int | None) -> RequestCl
         DecodeError: If the file is damaged.
     """
     lengths = index.gop_lengths
+    # A frame in the middle of a GOP costs about half of the GOP.
     count = int(np.clip(_DECODED // ((median_gop(index) + 1) / 2), 1, _REQUESTS))
     packets = (index.keyframes + (lengths - 1) // 2)[:count].tolist()
     singles = [pack(store, [index], [packet], for_nvdec=gpu is not None) for packet in packets]
@@ -71,7 +72,7 @@ class Speeds:
 
     Args:
         num_threads: Number of decode threads of the Loader.
-        cameras: Number of cameras that are stored as video. It is assumed that NVDEC decodes all of them.
+        cameras: Number of cameras that are stored as video. NVDEC is assumed to decode all of them.
         gpu: CUDA device, or None for DALI's decoder on the CPU.
     """
 
@@ -80,7 +81,7 @@ class Speeds:
         self._left, self._known = LIMIT_S, dict[str, Rates]()
 
     def of(self, video: VideoFormat, gop: int, clips: Callable[[], RequestClips]) -> Rates:
-        """Return the speeds on a kind of video, measured now or by an earlier Loader on this machine.
+        """Return the speeds for a kind of video. They are measured if no earlier Loader on this machine has done so.
 
         Args:
             video: Format of the video.
@@ -102,7 +103,7 @@ class Speeds:
         return self._known[kind]
 
     def _describe(self, video: VideoFormat, gop: int) -> str:
-        """Return a text with all that the speeds depend on: machine, libraries, number of threads and kind of video."""
+        """Return a text with everything that the speeds depend on: machine, libraries, threads, cameras and kind of video."""
         import nvidia.dali
         import torchcodec
 

@@ -1,4 +1,4 @@
-"""Statistics of the selected episodes of a dataset: of all rows, and for cameras of a sample of the frames."""
+"""Statistics of the selected episodes of a dataset, from all rows, and for cameras from a sample of the frames."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def compute_stats(
     Args:
         dataset: Selected episodes of a dataset.
         keys: Features with numbers, or None for all of them.
-        progress: Function that is called after each step. Default: none.
+        progress: Function that is called after each step, with the numbers of finished steps and of all steps. Default: none.
+
+    Returns:
+        Statistics of each feature, in the order of the features.
 
     Raises:
         ValueError: If `keys` is a string, or contains an unknown feature or one without numbers.
@@ -97,7 +100,7 @@ def _keys(dataset: DatasetFiles, keys: Iterable[str] | None) -> list[str]:
 def _sample(dataset: DatasetFiles) -> dict[int, list[int]]:
     """Return the frames of each episode from which cameras' statistics are computed.
 
-    They are evenly spaced: about 100 per episode, and at most 10 000 in total. Episodes without any are omitted.
+    They are evenly spaced: about 100 per episode, and at most 10,000 in total. Episodes without such frames are omitted.
     """
     total = int(dataset.lengths.sum())
     count = min(total, MAX_IMAGES * dataset.num_episodes, _MAX_FRAMES)
@@ -112,7 +115,7 @@ def _sample(dataset: DatasetFiles) -> dict[int, list[int]]:
 
 
 def _in_order(dataset: DatasetFiles, jobs: Iterable[Callable[[], _T]]) -> Iterator[_T]:
-    """Yield the results of jobs in order. Threads run some jobs ahead. After the first error, no further jobs are started."""
+    """Yield the results of jobs in order, while threads run the next ones. After an error, no further jobs are started."""
     threads = process.reading_threads(dataset.data_store.remote)
     with ThreadPoolExecutor(threads, thread_name_prefix="dali_stream stats") as pool:
         ahead: deque[Future[_T]] = deque()
@@ -131,7 +134,7 @@ def _in_order(dataset: DatasetFiles, jobs: Iterable[Callable[[], _T]]) -> Iterat
 def _rows(dataset: DatasetFiles, store: Store, episodes: Iterable[int], keys: Sequence[str]) -> Iterator[tuple[int, Columns]]:
     """Yield each episode with its rows, which have the features `keys`, the timestamps and the frame indices."""
     reader = RowReader(dataset, store, keys={*keys, "timestamp", "frame_index"})
-    # A row group of several episodes is read once, as long as the result is referenced.
+    # `RowReader` does not read a row group again while an earlier result refers to it, as the last `episode_rows` does here.
     for episode, episode_rows in _in_order(dataset, (functools.partial(lambda e: (e, reader.read(e)), e) for e in episodes)):
         yield episode, episode_rows[episode]
 

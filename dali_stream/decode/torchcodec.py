@@ -1,7 +1,7 @@
-"""Decoding of packed clips with torchcodec, on the CPU. One thread decodes a clip, and no state is kept between calls.
+"""Decoding of packed clips with torchcodec, on the CPU. One thread decodes a clip, and keeps no state for the next one.
 
-A decoder may skip a damaged frame without an error and return the next frame instead. Therefore the time of each returned frame
-is compared with the requested time.
+A decoder may skip a damaged frame without an error, and return the next frame instead. The time of each returned frame is
+therefore compared with the requested time.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 Frames = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
-# Maximum size of the RGB frames at full size that a decode thread keeps in memory, in bytes. Threads have heaps of 64 MiB, in
-# which glibc does not reuse an aligned block for another block of the same size if a small block next to it is still allocated
-# (glibc bug 14581). With blocks of 30 MiB, two per heap, the process grew by gigabytes.
+# Maximum size of the RGB frames at full size that a decode thread keeps in memory, in bytes. In glibc, threads have heaps of
+# 64 MiB, in which a freed, aligned block is not reused for one of the same size while a small block next to it is allocated
+# (glibc bug 14581). With blocks of 30 MiB, of which a heap holds two, the process grew by gigabytes.
 PART_BYTES = 15 << 20
 
 
@@ -70,7 +70,7 @@ class _Gop(NamedTuple):
 
 
 class TorchcodecDecoder(VideoFiles):
-    """`Decoder` of a camera's video that puts frames into slots.
+    """`Decoder` of a camera's video on the CPU, which puts its frames into slots.
 
     Args:
         source: Episodes of the Loader.
@@ -121,7 +121,7 @@ class TorchcodecDecoder(VideoFiles):
         ]
 
     def _usable(self, plan: FramePlan, episodes: OpenEpisodes) -> dict[int, VideoIndex]:
-        """Return the index of each episode's file. If a file differs from the metadata, its slots receive the error instead."""
+        """Return the index of each episode's file. If a file contradicts the metadata, its slots get the error instead."""
         indices = {}
         starts = np.flatnonzero(np.diff(plan.episode, prepend=LACKING)).tolist()  # GOPs of one episode are consecutive
         for start, stop in itertools.pairwise([*starts, len(plan.episode)]):
@@ -156,7 +156,7 @@ class TorchcodecDecoder(VideoFiles):
     def _decode(self, store: Store, gops: list[_Gop]) -> None:
         """Decode GOPs in a decode thread, and put their frames into slots.
 
-        If decoding fails, each frame is decoded separately, so that only the frames that cannot be decoded receive the error.
+        If decoding fails, each frame is decoded separately, so that only frames that cannot be decoded get the error.
         """
         indices = [gop.file for gop in gops for _ in gop.packets]
         packets = [packet for gop in gops for packet in gop.packets]
@@ -226,8 +226,8 @@ def decode_in_parts(
         part: Maximum number of requests in a part.
 
     Yields:
-        Numbers of the requests in this part, their frames as a tensor of shape (n, H, W, 3) on `device`, and the number of
-        frames that were decoded since the previous part. A request may be yielded twice, and then the second frame is valid.
+        Numbers of the requests in this part, their RGB frames as a uint8 tensor of shape (n, H, W, 3) on `device`, and the
+        number of frames that were decoded since the previous part. If a request is yielded twice, the second frame is valid.
     """
     for group in _groups(indices, packets):
         mine, wanted = [indices[i] for i in group], [packets[i] for i in group]
@@ -260,7 +260,8 @@ def _holds_back(store: Store, indices: Sequence[VideoIndex]) -> bool:
 def _groups(indices: Sequence[VideoIndex], packets: Sequence[int]) -> list[list[int]]:
     """Divide requests into groups that can share a clip, and return the request numbers of each group.
 
-    The requests of a group have the same sample description. If the file has open GOPs, their runs start at the same keyframe.
+    The requests of a group have the same sample description. In a file with open GOPs, they also have the same first packet to
+    decode, because `pack` accepts only one run of such a file.
     """
     groups: dict[Hashable, list[int]] = {}
     for i, (index, packet) in enumerate(zip(indices, packets, strict=True)):
@@ -292,7 +293,7 @@ def decode_clip(clip: Clip, expected: VideoFormat, device: str = "cpu") -> Frame
 def _decode_clip(
     clip: Clip, expected: VideoFormat, part: int, device: str = "cpu"
 ) -> Iterator[tuple[list[int], torch.Tensor, int]]:
-    """Decode the requests of a clip in display order, in parts of `part` requests. It yields the same as `decode_in_parts`."""
+    """Decode the requests of a clip in display order, in parts of `part` requests. See `decode_in_parts` for what it yields."""
     order, decoded = sorted(range(len(clip.frames)), key=clip.frames.__getitem__), clip.coded_frames
     try:
         decoder = _open(clip, device)
@@ -344,7 +345,7 @@ def _open(clip: Clip, device: str = "cpu") -> VideoDecoder:
     # The data is a tensor and not bytes. For bytes, torchcodec changes the warning filters of the process, which several
     # threads must not do at the same time.
     data = torch.frombuffer(clip.data, dtype=torch.uint8)
-    # "approximate" avoids a scan of the clip. It is exact here, because the frames of a clip are one tick apart.
+    # "approximate" avoids a scan of the clip. It is exact here, because the frame rate of a clip is constant.
     decoder = VideoDecoder(data, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="approximate", device=device)
     if device != "cpu" and decoder.cpu_fallback:
         raise DecodeError(f"NVDEC does not decode it. torchcodec says: {decoder.cpu_fallback}")
@@ -358,11 +359,11 @@ def colour_space(clip: Clip) -> str | None:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of torchcodec's message, without the source position at its beginning."""
+    """Return the first line of torchcodec's message, without the position in its source code at the beginning."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return re.sub(r"^\w+, \S+\.(cpp|h):\d+, ", "", line)
 
 
 def frames_at_once(size: tuple[int, int]) -> int:
-    """Return the number of frames of a size (height, width) that a decode thread keeps in memory at full size."""
+    """Return how many frames of this size (height, width) a decode thread may keep in memory before they are resized."""
     return int(np.clip(PART_BYTES // (size[0] * size[1] * 3), 1, task_frames(size)))

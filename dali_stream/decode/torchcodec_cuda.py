@@ -1,7 +1,7 @@
-"""Decoding with torchcodec on NVDEC, from a separate clip for each sample. This module was not run on a GPU yet.
+"""Decoding with torchcodec on NVDEC, from a separate clip for each sample. This module has not been run on a GPU yet.
 
-The times that torchcodec returns originate from the decoded frames, so each frame is compared with its request, as on the CPU
-(`torchcodec.decode_in_parts`). With the device "cpu", everything except the CUDA stream runs without a GPU.
+torchcodec takes the time of a frame from the decoded frame itself. Each frame is therefore compared with its request, as on the
+CPU (`torchcodec.decode_in_parts`). With the device "cpu", everything except the CUDA stream runs without a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _of_thread = threading.local()
 
 
 def unavailable(gpu: int | None) -> str:
-    """Return why torchcodec cannot decode on the GPU, and what to install. Empty if it can."""
+    """Return why torchcodec cannot decode on the GPU, and what to install. The text is empty if it can."""
     if gpu is None:
         return "batches are made on the CPU"
     cuda = torch.version.cuda
@@ -78,7 +78,7 @@ class TorchcodecCudaDecoder(SampleDecoder):
         source: Episodes of the Loader.
         key: Name of the camera.
         counters: Counters of the Loader.
-        gpu: CUDA device. None: the CPU, for tests.
+        gpu: CUDA device, or None to decode on the CPU in tests.
     """
 
     def __init__(self, source: Source, key: str, counters: Counters, gpu: int | None) -> None:
@@ -119,9 +119,9 @@ def device_name(gpu: int | None) -> str:
 
 @contextlib.contextmanager
 def own_stream(gpu: int | None) -> Iterator[None]:
-    """Use a CUDA stream of this thread and one decoding session in the body, and wait for the stream at its end.
+    """Context manager that uses a CUDA stream of this thread and one decoding session, and finally waits for the stream.
 
-    Without a GPU, this does nothing.
+    It does nothing if `gpu` is None.
     """
     if gpu is None:
         yield

@@ -1,6 +1,7 @@
-"""Trial of a decoder before it decodes a camera. It compares the first frames of a file, and of its second GOP, with FFmpeg's.
+"""Trial of a decoder on some frames of a file, before it decodes the camera.
 
-A trial detects properties that an index does not contain, such as a colour matrix that only the frames specify.
+The frames from the start of the file and from its second GOP are compared with FFmpeg's. A trial detects properties that an
+index does not contain, such as a colour matrix that only the frames specify.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LIKE_BT601 = (None, "unknown", "unspecified", "reserved", "smpte170m", "bt470bg
 
 
 def trial(store: Store, index: VideoIndex, video: VideoFormat, gpu: int | None) -> str:
-    """Return why DALI must not decode a file. Empty if its frames agree with FFmpeg's within the tolerance.
+    """Return why DALI must not decode a file. The text is empty if its frames agree with FFmpeg's within the tolerance.
 
     Args:
         store: Store of the file.
@@ -70,7 +71,7 @@ def _pack(store: Store, index: VideoIndex, packets: list[int], gpu: int | None) 
 
 
 def _differences(decoder: str, decoded: list[dali.Frames], expected: list[dali.Frames]) -> str:
-    """Return how a decoder's frames differ from FFmpeg's. Empty if they agree within the tolerance."""
+    """Return how a decoder's frames differ from FFmpeg's. The text is empty if they agree within the tolerance."""
     return next(filter(None, map(functools.partial(_difference, decoder), decoded, expected)), "")
 
 

@@ -19,11 +19,11 @@ class Runs(Protocol):
 
 
 class Turns:
-    """Lock with which only one pipeline of a device runs at a time.
+    """Lock that lets only one pipeline of a device run at a time.
 
     The pipelines of a process share DALI's memory pool of the device, and DALI's decoder frees buffers without synchronization
-    (`DeviceBuffer` in the sources of DALI 2.4). With B-frames, a pending copy of one pipeline could read memory that another
-    pipeline has allocated meanwhile. This was not observed on a GPU.
+    (`DeviceBuffer` in the sources of DALI 2.4). With B-frames, one pipeline could still be copying a buffer that another one
+    has allocated again. This was not observed on a GPU.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Turns:
 
     @contextlib.contextmanager
     def alone(self) -> Generator[None, None, None]:
-        """Hold the lock in the body, in which a pipeline runs to its end. No other pipeline runs meanwhile."""
+        """Context manager for running a pipeline to its end, while no other pipeline of the device runs."""
         with self.lock:
             if self._last is not None and (last := self._last()) is not None:
                 last.finish_run()

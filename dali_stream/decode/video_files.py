@@ -1,4 +1,4 @@
-"""MP4 files of a camera, with their indices and their formats, which are compared with the metadata."""
+"""MP4 files of a camera: their indices and formats, and the check that they agree with the metadata."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ class VideoFiles:
     def _check_size(self, index: VideoIndex, video: VideoFormat, episode: int) -> None:
         """Compare the size of the frames with the metadata.
 
-        All frames of a batch must have the same size, and a corrupt size could allocate any amount of memory.
+        All frames of a batch must have the same size, and a decoder could allocate any amount of memory for a corrupt size.
 
         Raises:
-            DecodeError: If the sizes differ.
+            DecodeError: If the sizes differ, or if the video is gray with more than 8 bits per value.
         """
         feature = self._source.feature(self.key, episode)
         assert feature is not None

@@ -6,7 +6,7 @@ from dali_stream.errors import DecodeError
 
 
 class Bits:
-    """Reader of the bits of a header. All methods raise `DecodeError` if the header is truncated.
+    """Reader of the bits of a header. Its methods raise `DecodeError` if the header is truncated.
 
     Args:
         data: Bytes of the header.
@@ -17,7 +17,7 @@ class Bits:
         self._data, self._name, self._at = data, name, 0
 
     def take(self, count: int) -> int:
-        """Return the next `count` bits as a number, the most significant bit first (`u(n)`)."""
+        """Return the next `count` bits as a number, with the most significant bit first (`u(n)`)."""
         stop = self._at + count
         if stop > 8 * len(self._data):
             raise DecodeError(f"invalid {self._name}: truncated")
@@ -27,7 +27,7 @@ class Bits:
         return value & ((1 << count) - 1)
 
     def flag(self) -> bool:
-        """Return the next bit."""
+        """Return whether the next bit is 1."""
         return bool(self.take(1))
 
     def number(self, name: str, most: int = (1 << 32) - 2) -> int:
@@ -56,7 +56,7 @@ class Bits:
             self.number("value")
 
     def leb128(self) -> int:
-        """Return a number of up to eight bytes, seven bits in each, the least significant first."""
+        """Return a number of up to eight bytes in LEB128: seven bits per byte, with the least significant ones first."""
         value = 0
         for place in range(8):
             more, part = self.flag(), self.take(7)

@@ -11,7 +11,7 @@ from dali_stream.mp4.clip import is_avc
 from dali_stream.mp4.index import LACKING, VideoIndex
 
 Int64 = npt.NDArray[np.int64]
-_HELD_BACK = 8  # packets after the requested one that decoding an open GOP of H.264 may need, see `clip.span`
+_HELD_BACK = 8  # packets after the requested one that a clip from an open GOP of H.264 usually needs, see `clip.span`
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ def cut(index: VideoIndex, packet: Int64, keyframe: Int64, size: int) -> Blocks:
         return Blocks(np.empty(0, np.int64), np.empty(0, np.int64), first, last)
     reach = _HELD_BACK if index.open_gops and is_avc(index) else 0
     final = np.minimum(packet[exists] + reach, len(index) - 1)
+    # GOPs are numbered over the whole file. `begin` has those at which decoding starts, and `group` assigns the frames to them.
     begin, group = np.unique(np.searchsorted(index.keyframes, keyframe[exists], side="right") - 1, return_inverse=True)
     end = begin.copy()  # for each GOP at which decoding starts, the last GOP that decoding its frames requires
     np.maximum.at(end, group, np.searchsorted(index.keyframes, final, side="right") - 1)
@@ -54,15 +55,16 @@ def cut(index: VideoIndex, packet: Int64, keyframe: Int64, size: int) -> Blocks:
     keyframes = index.keyframes[origin:stop] - packets.start
     offset, sizes = index.offset[packets], index.size[packets]
     before = np.cumsum(sizes)[keyframes] - sizes[keyframes]
-    blocks = begin - origin  # a block starts only at a GOP in `begin`, so K is at most L
-    # A block starts at the first of these GOPs, and at each one that is the first after another multiple of `size` bytes.
+    blocks = begin - origin
+    # Only GOPs at which decoding starts begin a block, so K is at most L: the first one, and the first one after each multiple
+    # of `size` bytes.
     blocks = blocks[np.append(True, np.diff(before[blocks] // size) > 0)]
 
     def block(gop: Int64) -> Int64:
         return np.searchsorted(blocks, gop - origin, side="right") - 1
 
     first[exists], last[exists] = block(begin)[group], block(end)[group]
-    # The minimum and maximum are first computed per GOP and then per block, because packets need not be in order in the file.
+    # A byte range is the minimum and maximum over its packets, because these need not be stored in decode order.
     return Blocks(
         np.minimum.reduceat(np.minimum.reduceat(offset, keyframes), blocks),
         np.maximum.reduceat(np.maximum.reduceat(offset + sizes, keyframes), blocks),

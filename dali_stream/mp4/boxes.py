@@ -39,7 +39,7 @@ def children(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, in
 
 
 def find(data: bytes, start: int, end: int, *path: bytes) -> tuple[int, int] | None:
-    """Return (start, end) of the body of the first box at `path` below `data[start:end]`, or None."""
+    """Return (start, end) of the body of the first box at a path of kinds in `data[start:end]`, or None if it is missing."""
     for kind in path:
         for child, first, last in children(data, start, end):
             if child == kind:
@@ -51,10 +51,10 @@ def find(data: bytes, start: int, end: int, *path: bytes) -> tuple[int, int] | N
 
 
 def read_moov(store: Store, path: str) -> bytes:
-    """Return the body of a file's `moov` box. This takes at most two reads, or three if the box follows the media data.
+    """Return the body of a file's `moov` box. This takes up to two reads, or three if the box is stored after the media data.
 
     Raises:
-        DecodeError: If the file is not an MP4 or is truncated.
+        DecodeError: If the file is not an MP4, is truncated, or has a `moov` box of more than `LARGEST_MOOV` bytes.
     """
     at = base = 0
     window = store.read(path, 0, HEAD)
@@ -125,7 +125,7 @@ _UNFINISHED = ": the file is truncated, or its recording was not finished. Copy 
 
 
 def _looks_like(first: bytes) -> str:
-    """Return what a file is if it is not an MP4, and what to do. Empty for an MP4."""
+    """Return what a file is if it is not an MP4, and what to do. The text is empty for an MP4."""
     if pointer := lfs.pointer(first):
         return f": {pointer}"
     if first.lstrip()[:5].lower() in (b"<!doc", b"<html"):

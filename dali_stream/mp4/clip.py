@@ -1,13 +1,13 @@
 """Packed clips: small MP4s in memory with only the packets that decoding the requested frames requires.
 
-    file A   |I p|I p|I p|I p|I p| ...        requests: A2 (the p of the second pair), A7, B4
+    file A   |I p|I p|I p|I p|I p| ...        requests: A3 (packet 3 of file A), A7, B4
     file B   |I p|I p|I p| ...
 
-    clip     |I p|I p|I|     the prefixes of the GOPs of A2, A7 and B4, packed end to end
+    clip     |I p|I p|I|     the GOP prefixes of A3, A7 and B4, packed end to end
     frames    1   3   4      indices of the requested frames in the clip, in display order
 
-Decoding starts at a keyframe and continues to the requested frame, so a request costs that GOP prefix. Each run of packets
-keeps its decode order. Times are rewritten to one tick per frame, so that a frame's time is its index.
+Decoding starts at a keyframe and continues to the requested frame, so a request requires this prefix of its GOP. The packets of
+a prefix stay in decode order. Times are rewritten to a constant frame rate, so that the time of a frame determines its index.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.muxer import file_head
 from dali_stream.storage import Store
 
-TIMESCALE, TICK = 15360, 512  # 30 frames per second, as FFmpeg writes it; the time of a clip has no other meaning
+TIMESCALE, TICK = 15360, 512  # FFmpeg's timescale for 30 frames per second; any rate would do
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Clip:
 
     Attributes:
         data: Bytes of the file. It is a `bytearray`, because torch warns about buffers that are not writable.
-        frames: Index of each requested frame in the clip, in display order.
+        frames: Index of each requested frame in the clip, counted in display order. The list has the order of the requests.
         coded_frames: Number of frames in the clip.
     """
 
@@ -50,7 +50,7 @@ class UnsafeForNvdec(DecodeError):
 
 
 class _Run:
-    """Packets of one file that are decoded one after the other, starting at a keyframe.
+    """Packets of one file that are decoded one after the other, beginning with a keyframe.
 
     Args:
         table: Index of the file.
@@ -60,7 +60,7 @@ class _Run:
 
     __slots__ = ("ranks", "samples", "sizes", "table")
 
-    # Python ints are used, because NumPy is slower for runs of a few frames, and most runs are that short.
+    # Most runs have only a few frames, for which Python ints are faster than NumPy.
     def __init__(self, table: VideoIndex, start: int, stop: int) -> None:
         self.table = table
         self.samples: Sequence[int] = range(start, stop + 1)
@@ -73,7 +73,7 @@ class _Run:
             self.samples, self.sizes = own.tolist(), table.size[own].tolist()
         self.ranks: Sequence[int] = range(len(self.sizes))  # place of each packet in display order within the run
         if table.reordered:
-            # The ranks are computed within the run, because frames that were left out would otherwise leave gaps in the times.
+            # Ranks are counted within the run. In display order of the whole file, frames that were left out would be gaps.
             self.ranks = np.argsort(np.argsort(table.pts[np.array(self.samples)], kind="stable")).tolist()
 
     def rank(self, sample: int) -> int:
@@ -106,7 +106,7 @@ class _Run:
             parts = [(begin, begin + size) for begin, size in zip(offsets, self.sizes, strict=True)]
         data = [store.read(table.path, start, stop) for start, stop in parts]
         whole = data[0] if len(data) == 1 else b"".join(data)
-        # A store returns fewer bytes if a range exceeds the file. All later packets in the buffer would then be shifted.
+        # A store returns fewer bytes if a range exceeds the file, and all later packets would then be at wrong offsets.
         if len(whole) != sum(self.sizes):
             raise DecodeError(
                 f"bytes {parts[0][0]} to {parts[-1][1]} are incomplete, because the file has become shorter since its index "
@@ -155,7 +155,7 @@ def pack(
     for_nvdec: bool = False,
     timed: Timed = untimed,
 ) -> Clip:
-    """Pack the frames that decoding the requested ones requires into one clip.
+    """Pack the packets that decoding the requested frames requires into one clip.
 
     Args:
         store: Store of the files.
@@ -165,12 +165,17 @@ def pack(
         for_nvdec: Whether to refuse frames that DALI decodes wrongly on NVDEC. Default: False.
         timed: Timer that measures reading. Default: no measurement.
 
+    Returns:
+        Clip whose `frames` are in the order of the requests.
+
     Raises:
-        UnsafeForNvdec: If `for_nvdec` is set, and frames are hidden or a run begins with a keyframe that is not an IDR frame.
+        UnsafeForNvdec: If `for_nvdec` is set, and a packet has hidden frames or decoding starts at a keyframe that is not an
+            IDR frame.
         DecodeError: If a file has open GOPs (see `VideoIndex.open_gops`) and the clip would have more than one run, if the
-            sample descriptions differ, if a frame is damaged, or if a file has become shorter.
+            sample descriptions differ, if a frame is damaged or depends on frames before the start of the file, or if a file
+            has become shorter.
     """
-    # Requests of the same file whose decoding starts at the same packet share a run. It ends at the last packet of any of them.
+    # Requests of the same file whose decoding starts at the same packet share a run, which ends with the last of their packets.
     stops: dict[tuple[int, int], int] = {}
     by_id = {id(table): table for table in tables}
     spans = [(0, max(sample, _stop(table, sample))) if from_the_start else span(table, sample)
@@ -178,24 +183,25 @@ def pack(
     keys = [(id(table), start) for table, (start, _) in zip(tables, spans, strict=True)]
     for key, (_, stop) in zip(keys, spans, strict=True):
         stops[key] = max(stops.get(key, 0), stop)
-    # The keyframe of an open GOP may not reset the decoder (see `keyframes`), so frames of the run before would affect its run.
+    # The keyframe of an open GOP need not reset the decoder (see `keyframes`), so the previous run would affect its frames.
     if len(stops) > 1 and any(table.open_gops for table in by_id.values()):
         raise DecodeError("frames of open GOPs cannot share a clip with others, because each GOP prefix needs its own clip")
     runs = {key: _Run(by_id[key[0]], key[1], stop) for key, stop in stops.items()}
-    # Most files have one sample description, which then applies to all of their packets. For the others, the first and the last
-    # packet of each run are compared.
+    # If a file has one sample description, it applies to all packets. Otherwise, the first and the last packet of each run are
+    # compared. `read_index` rejects files whose description changes within a GOP, and most runs have one or two GOPs.
     configs = {config(table, 0) for table in by_id.values() if len(table.configs) == 1}
     mixed = [run for run in runs.values() if len(run.table.configs) > 1]
     if len(configs.union(config(run.table, sample) for run in mixed for sample in (run.samples[0], run.samples[-1]))) > 1:
         raise DecodeError("frames of different sample descriptions (stsd) cannot share a clip")
-    # The runs are displayed one after the other, so a frame's index is its place in its run plus the frames of all runs before.
+    # The runs are displayed one after the other, so the index of a frame is its rank in its run plus the length of all earlier
+    # runs.
     before = dict(zip(runs, itertools.accumulate((len(run.samples) for run in runs.values()), initial=0), strict=False))
     frames = [before[key] + runs[key].rank(sample) for key, sample in zip(keys, samples, strict=True)]
     return Clip(_mux(store, list(runs.values()), for_nvdec, timed), frames, sum(len(run.samples) for run in runs.values()))
 
 
 def config(table: VideoIndex, sample: int) -> bytes:
-    """Return the properties that all packets of a clip must share: the sample description and the track's matrix."""
+    """Return what all packets of a clip must have in common: the sample description, and the matrix and size of the track."""
     return table.configs[table.config[sample]] + table.track_header
 
 
@@ -209,6 +215,7 @@ def span(table: VideoIndex, sample: int) -> tuple[int, int]:
         return start, sample
     if table.pts[sample] < table.pts[start] and start > 0:
         start = int(table.gop_start[start - 1])
+    # FFmpeg drops no frames of a clip that starts at the beginning of the file (see `_stop`), so it needs no further packets.
     return (start, _stop(table, sample)) if is_avc(table) and start > 0 else (start, sample)
 
 
@@ -221,8 +228,9 @@ def _stop(table: VideoIndex, sample: int) -> int:
     """Return the last packet to decode for a frame of an open GOP of H.264.
 
     FFmpeg delays the output of frames. If a clip does not start with an IDR frame, FFmpeg drops the frames that are still
-    delayed at its end. The clip therefore continues until `_HELD_BACK` frames with later display times are decoded.
+    delayed when the clip ends. The clip therefore continues until `_HELD_BACK` frames with later display times are decoded.
     """
+    # H.264 reorders at most 16 frames, so 64 packets are enough to find them.
     later = np.flatnonzero(table.pts[sample + 1 : sample + 65] > table.pts[sample])[:_HELD_BACK]
     return sample + 1 + int(later[-1]) if len(later) else sample
 
@@ -238,8 +246,8 @@ def _mux(store: Store, runs: list[_Run], for_nvdec: bool, timed: Timed) -> bytea
     table, first = runs[0].table, runs[0].samples[0]
     shifts = None
     if any(run.table.reordered for run in runs):
-        # A shift is display time minus decode time. Both count from the start of the run here, because the number of frames in
-        # the runs before it cancels out.
+        # A shift is display time minus decode time. Both are counted from the start of the run, because the number of earlier
+        # frames cancels out.
         shifts = np.ones(n, np.int64), np.array([rank - i for run in runs for i, rank in enumerate(run.ranks)]) * TICK
     head = file_head(
         TIMESCALE, n * TICK, table.track_header, [table.configs[table.config[first]]],
@@ -247,8 +255,8 @@ def _mux(store: Store, runs: list[_Run], for_nvdec: bool, timed: Timed) -> bytea
         nbytes=sum([sum(run.sizes) for run in runs]),
         durations=([n], [TICK]),
         shifts=shifts,
-        # Only the first packet of each run is marked as a keyframe. If a run continues over the keyframe of an open GOP and
-        # that one were marked, a decoder could seek to it, and lose the frames that follow it but are displayed before it.
+        # Only the first packet of each run is marked as a keyframe. A run may also contain the keyframe of an open GOP. If that
+        # were marked, a decoder could seek to it, and lose the frames that follow it but are displayed before it.
         keyframes=list(itertools.accumulate(lengths[:-1], initial=1)),
         chunks=([1], [n], [1]),
         offsets=[0],

@@ -14,8 +14,8 @@ _VALUES_PER_LINE = 16  # minimum mean length of the lines of `Lines`; a line tak
 class Column(np.lib.mixins.NDArrayOperatorsMixin):
     """Array of n integers that are computed on access. It supports NumPy's indexing and functions.
 
-    The cost of an index or a slice is proportional to the number of selected values. An operation on the whole column, such as
-    `column + 1`, computes all values.
+    Indexing and slicing compute only the selected values. An operation on the whole column, such as `column + 1`, computes all
+    values.
 
     Args:
         length: Number of values.
@@ -100,7 +100,7 @@ class Line(Column):
     def searchsorted(self, values: Any, side: Any = "left", sorter: None = None) -> Any:
         if self._step <= 0:
             return super().searchsorted(values, side)
-        if isinstance(values, int) and side == "right":
+        if isinstance(values, int) and side == "right":  # the case of `Floor`, for a single packet
             return min(max((values - self._first) // self._step + 1, 0), self._length)
         steps = np.asarray(values, np.int64) - self._first
         place = -(-steps // self._step) if side == "left" else steps // self._step + 1
@@ -108,7 +108,7 @@ class Line(Column):
 
 
 class Lines(Column):
-    """Column of several lines with the same step, such as the times of a file that was concatenated from others.
+    """Column of several lines with the same step, such as the times in a concatenation of several files.
 
     Args:
         values: Values of the column, shape (n,).
@@ -138,6 +138,7 @@ class Lines(Column):
         steps = values - self._first[line]
         place = -(-steps // self._step) if side == "left" else steps // self._step + 1
         start = self._start[line]
+        # A value in the gap after a line is not on it. Clipping assigns it to the end of the line.
         return np.clip(start + place, start, np.append(self._start[1:], self._length)[line])
 
 
@@ -180,7 +181,7 @@ class Packed(Column):
     def searchsorted(self, values: Any, side: Any = "left", sorter: None = None) -> Any:
         if self._step:
             return super().searchsorted(values, side)
-        # The searched values are converted to the stored type. Otherwise NumPy would convert all stored values.
+        # The values are converted to the stored type. Otherwise, NumPy would convert the whole column.
         rest = np.asarray(values, np.int64) - self._base
         most = np.iinfo(self._rest.dtype).max
         place = np.searchsorted(self._rest, np.clip(rest, 0, most).astype(self._rest.dtype), side)
@@ -188,7 +189,7 @@ class Packed(Column):
 
 
 class Gaps(Column):
-    """Column of the differences between consecutive values of another column. It has one value less."""
+    """Column of the differences between consecutive values of another column. It has one value fewer than that column."""
 
     def __init__(self, ends: Column) -> None:
         super().__init__(len(ends) - 1)
@@ -245,18 +246,18 @@ class Chosen(Column):
 
 
 def packed(values: npt.NDArray[Any], step: int = 0) -> Column:
-    """Return a compressed column of values: a `Line`, `Lines`, or otherwise `Packed`.
+    """Return a compressed column of values: `Line` or `Lines` if the values are regular enough, and `Packed` otherwise.
 
     Args:
         values: Integers, shape (n,).
-        step: Approximate difference between consecutive values, which reduces the memory of `Packed`. Default: 0, with which
-            `Packed.searchsorted` is fast.
+        step: Approximate difference between consecutive values. A good estimate reduces the memory of `Packed`, but only with
+            0 is `Packed.searchsorted` fast. Default: 0.
     """
     values = np.asarray(values, np.int64)
     if len(values) < 2:
         return Line(int(values.sum()), 0, len(values))
     steps = np.diff(values)
-    # The usual step is the median of at most 64 steps.
+    # The usual step is the median of at most 64 steps, which a few irregular steps do not change.
     usual = int(np.partition(sample := steps[:: len(steps) // 64 + 1], len(sample) // 2)[len(sample) // 2])
     breaks = np.flatnonzero(steps != usual) + 1
     if not len(breaks):

@@ -15,9 +15,9 @@ contain:
 The checks therefore find blocks of zeros in all codecs except VP8 and MJPEG, and blocks of ff in codecs with arithmetic coding.
 In all codecs they find packets whose beginning was overwritten, and lost or inserted bytes, which shift the packets after them.
 
-The checks do not find damage after which the bitstream is still valid, such as flipped bits and blocks of other bytes inside
-the payload. Decoders report part of such damage in AV1 and VP9, and little of it in H.264, HEVC and MPEG-4. The rest results in
-wrong pixels (`benchmarks/damage.py` counts them for a file). FFmpeg logs most of such damage in H.264 and MPEG-4. However, a
+The checks do not find damage that leaves the bitstream valid, such as flipped bits or other bytes in the payload. Decoders
+report part of such damage in AV1 and VP9, and little of it in H.264, HEVC and MPEG-4. The rest results in wrong pixels
+(`benchmarks/damage.py` counts them for a file). FFmpeg logs most of such damage in H.264 and MPEG-4, but its log is not used: a
 log callback acquires the interpreter's lock for each of about ten messages per frame, which made decoding four times slower
 next to a busy main thread.
 
@@ -43,7 +43,7 @@ _ZEROS, _ONES = b"\0" * _RUN, b"\xff" * _RUN
 _ILLEGAL = re.compile(rb"\0\0[\0-\2]")  # twice as fast as bytes.find in a loop
 _MPEG4_CODES = re.compile(rb"\0\0[\0\1]")
 _NO_KEY = "decoding starts at it, but it is not a keyframe"
-_TRAILING = bytes(8)  # up to this many zeros at the end of a unit are padding that muxers add
+_TRAILING = bytes(8)  # muxers may pad a unit with up to this many zeros at its end
 
 
 @functools.lru_cache(maxsize=256)
@@ -107,10 +107,10 @@ def _is_intra(data: bytes, unit: int) -> bool:
 
 
 def is_intra_refresh(config: bytes, data: bytes) -> bool:
-    """Return whether decoding cannot start at an H.264 keyframe, because its first slice is not intra-coded.
+    """Return whether the first slice of an H.264 keyframe is not intra-coded, so that decoding cannot start at it.
 
-    With periodic intra refresh, x264 marks each frame at which a refresh begins as a keyframe, and only the first of them is
-    intra-coded as a whole.
+    With periodic intra refresh, x264 marks each frame at which a refresh begins as a keyframe, although only the first one in
+    the file is intra-coded as a whole.
 
     Args:
         config: Sample description of the frame.
@@ -145,7 +145,7 @@ def _is_cabac(avcc: bytes) -> bool:
 
 
 def _unprotected(data: bytes, start: int, end: int) -> int:
-    """Return the position of the first 00 00 00, 00 00 01 or 00 00 02 that is not padding at the end, or 0 for none."""
+    """Return the position of the first 00 00 00, 00 00 01 or 00 00 02, or 0 if none occurs or it is padding at the end."""
     match = _ILLEGAL.search(data, start, end)
     return match.start() if match and data[match.start() : end] not in _TRAILING else 0
 

@@ -39,8 +39,8 @@ class VideoFormat:
         coded: Size (height, width) of the coded frames before cropping, in pixels, or None if no header was read.
         interlaced: Whether frames may be coded as two fields.
         full_range: Whether values use the full range, according to the bitstream.
-        header_error: Reason why the headers in the sample description cannot be trusted, because they are missing, broken or
-            contradict the sample description. Empty for valid headers, and for codecs whose headers are not read.
+        header_error: Reason not to trust the headers in the sample description, such as a missing or broken header, or one that
+            contradicts the sample description. Empty for valid headers, and for codecs whose headers are not read.
     """
 
     codec: str
@@ -57,7 +57,7 @@ class VideoFormat:
 
     @property
     def pixel_format(self) -> str:
-        """FFmpeg's name of the pixel format, such as yuv420p or yuv420p10le."""
+        """FFmpeg's name for the pixel format, such as yuv420p or yuv420p10le."""
         if self.codec == "png":
             return "rgb24"
         deep = f"{self.depth}le" if self.depth > 8 else ""
@@ -117,7 +117,7 @@ def _read_sequence(codec: str, parts: Mapping[bytes, bytes]) -> Sequence | None:
 
 
 def _completed(video: VideoFormat, sequence: Sequence | None) -> VideoFormat:
-    """Return a format with the parameters of the bitstream, which decoders use."""
+    """Replace the parameters of a format by those of the bitstream, which decoders use."""
     if sequence is None:
         return video
     (height, width), error = sequence.size, ""
@@ -154,6 +154,7 @@ _DECODER_CONFIG = re.compile(rb"\x04(?:[\x80-\xff]{0,3}[\0-\x7f])(.)[\x10-\x13]"
 
 
 def _details(codec: str, parts: dict[bytes, bytes]) -> tuple[int | None, str, int]:
+    """Return (profile, chroma, bit depth) from the configuration box of a codec, or (None, "420", 8) without such a box."""
     if codec == "av1" and (av1c := parts.get(b"av1C")):
         high, twelve, gray = av1c[2] >> 6 & 1, av1c[2] >> 5 & 1, av1c[2] >> 4 & 1
         chroma = "gray" if gray else {(1, 1): "420", (1, 0): "422", (0, 0): "444"}.get((av1c[2] >> 3 & 1, av1c[2] >> 2 & 1))
@@ -169,7 +170,7 @@ def _details(codec: str, parts: dict[bytes, bytes]) -> tuple[int | None, str, in
 
 
 def _avc_chroma(avcc: bytes) -> tuple[str, int]:
-    """Return (chroma, bit depth) from avcC. Profiles from High on store them after the parameter sets."""
+    """Return (chroma, bit depth) from avcC. High and later profiles store them after the parameter sets."""
     at = 6
     for _ in range(avcc[5] & 31):
         at += 2 + int.from_bytes(avcc[at : at + 2], "big")

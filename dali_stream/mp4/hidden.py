@@ -16,7 +16,7 @@ from dali_stream.storage import Store
 
 CODECS = ("av1", "vp9", "vp8")  # other codecs display every decoded frame, at once or later
 
-# Limits of `hidden_frames`: packets, bytes and reads. The first 128 packets have several mini-GOPs of any encoder.
+# Limits of `hidden_frames`: packets, bytes and reads. The first 128 packets contain several mini-GOPs of any encoder.
 _FRAMES, _BYTES, _READS = 128, 8 << 20, 16
 
 

@@ -20,7 +20,7 @@ from dali_stream.mp4.format import codec_of
 from dali_stream.storage import Store
 
 Int64 = npt.NDArray[np.int64]
-LACKING = -1  # used instead of a packet for a row without a frame in the video, see `timing`
+LACKING = -1  # the packet of a row whose frame is missing in the video, see `timing`
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class VideoIndex:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the index takes, in bytes: from 4 per frame, for contiguous packets at a constant frame rate, to 16."""
+        """Memory that the index takes, in bytes: 4 per frame for contiguous packets at a constant frame rate, and up to 16."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Column)) + len(self.track_header) + 1024
 
     @property
@@ -86,7 +86,7 @@ class VideoIndex:
 
     def is_contiguous(self, first: int, last: int) -> bool:
         """Return whether the packets from `first` to `last` are stored end to end in the file."""
-        if isinstance(self.size, Gaps):
+        if isinstance(self.size, Gaps):  # `video_index` uses `Gaps` only if all packets are contiguous
             return True
         offset = self.offset[first : last + 1]
         return bool((np.diff(offset) == self.size[first:last]).all())
@@ -108,7 +108,7 @@ class VideoIndex:
         return np.where(pts[samples] < pts[head], before, head)
 
     def nearest(self, seconds: npt.NDArray[np.float64]) -> tuple[Int64, npt.NDArray[np.float64]]:
-        """Find the packets whose display times are nearest to given times.
+        """Find the packets whose display times are nearest to some times.
 
         Args:
             seconds: Times in seconds, shape (m,). They need not be sorted.
@@ -116,8 +116,8 @@ class VideoIndex:
         Returns:
             Packets, and their distances in seconds, both of shape (m,).
         """
-        # Only the frames from the first time to the last one are searched. Times are compared in seconds, because ticks would
-        # have to be rounded.
+        # Only the frames from the first time to the last one are searched, and two more on each side, because these limits are
+        # rounded to ticks. The times are compared in seconds and not in ticks, to avoid rounding.
         ends = float(np.fmin.reduce(seconds, initial=np.inf)), float(np.fmax.reduce(seconds, initial=-np.inf))
         ticks = [int(min(max(end * self.timescale, -_MOST_TICKS), _MOST_TICKS)) for end in ends]
         begin, end = self.shown_at.searchsorted(np.array(ticks)).tolist()
@@ -148,9 +148,9 @@ def video_index(
     config: npt.NDArray[np.integer[Any]],
     index_bytes: int,
 ) -> VideoIndex:
-    """Create an index from its columns.
+    """Return an index, with its columns compressed. See `VideoIndex` for the arguments.
 
-    The arguments are attributes of `VideoIndex`. `pts` is the presentation time of each packet in ticks, shape (n,).
+    The times `pts` are in decode order and in ticks, shape (n,).
     """
     n = len(size)
     reordered = not (np.diff(pts) > 0).all()
@@ -160,6 +160,7 @@ def video_index(
         places = np.argsort(pts, kind="stable")
         order, place, times = packed(places, 1), packed(np.argsort(places), 1), pts[places]
     ends = offset + size
+    # Offsets grow by about the mean size per packet, so `packed` has to store only small differences from that.
     mean = int(ends[-1] - offset[0]) // n
     contiguous = bool((offset[1:] == ends[:-1]).all())
     # If the packets are stored end to end, their sizes are the differences of the offsets and are not stored.
@@ -187,7 +188,7 @@ def read_index(store: Store, path: str) -> VideoIndex:
 
     Raises:
         DecodeError: If the file is not an MP4, is truncated or fragmented, does not have exactly one video track, has an edit
-            list that hides frames, or has an index that contradicts itself or the size of the file. The message names the file.
+            list that hides frames, or if its index contradicts itself or the size of the file. The message names the file.
     """
     try:
         return _parse(store, path, read_moov(store, path), store.size(path))
@@ -230,7 +231,7 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
     if len(sync) > 1 and codec_of(configs[0]) == "h264":
         begin = int(offset[sync[1]])
         if is_intra_refresh(configs[0], store.read(path, begin, begin + min(int(size[sync[1]]), _SLICE_HEAD))):
-            sync = sync[:1]
+            sync = sync[:1]  # only the first keyframe of a file with intra refresh is decodable on its own
     tkhd = _required(find(moov, *track, b"tkhd"), "tkhd")
     index = video_index(
         path, configs, moov[tkhd[1] - 44 : tkhd[1]], timescale,
@@ -357,13 +358,13 @@ def _descriptions(boxes: dict[bytes, bytes]) -> tuple[bytes, ...]:
         # The bit rate differs between files and is irrelevant for decoding. Without it, files can share clips.
         parts = [box(k, entry[a:b]) for k, a, b in children(entry, 78, len(entry)) if k != b"btrt"]
         entries.append(box(kind, entry[:78], *parts))
-    if not 0 < len(entries) <= 127:
+    if not 0 < len(entries) <= 127:  # `_places` stores their numbers as int8
         raise DecodeError(f"the file must have 1 to 127 sample descriptions (stsd), got {len(entries)}")
     return tuple(entries)
 
 
 def _edited(moov: bytes, track: tuple[int, int], pts: Int64, timescale: int) -> Int64:
-    """Apply the edit list to presentation times. It may have a delay and one part at rate 1 that includes all frames.
+    """Apply the edit list to presentation times. It may have one part at rate 1 with all frames, after an optional delay.
 
     Raises:
         DecodeError: If the edit list hides frames, has more than one part, or changes the rate.
@@ -386,7 +387,7 @@ def _edited(moov: bytes, track: tuple[int, int], pts: Int64, timescale: int) -> 
             f"the edit list must be one part at rate 1, perhaps delayed, got {counted(len(shown), 'part')}. {_REMUX}"
         )
     start, length = int(shown["media"][0]), int(shown["duration"][0])
-    end = start + (length + 1) * timescale // movie if length else None  # the length is rounded to a tick of the movie
+    end = start + (length + 1) * timescale // movie if length else None  # the length is rounded, so allow one more tick
     hidden = int((pts < start).sum() + (0 if end is None else (pts >= end).sum()))
     if hidden:
         raise DecodeError(f"the edit list must not hide frames, got {hidden} of {len(pts)} hidden. {_REMUX}")

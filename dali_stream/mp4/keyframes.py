@@ -1,7 +1,7 @@
-"""Kinds of keyframes of H.264 and HEVC, of which only IDR frames reset the decoder.
+"""Kinds of keyframes of H.264 and HEVC.
 
-An IDR frame resets the decoder. A keyframe of another kind, such as the recovery points and CRA frames at the start of open
-GOPs, continues the display order of the frames before it.
+An IDR frame resets the decoder. A keyframe of another kind, such as a recovery point or CRA frame at the start of an open GOP,
+continues the display order of the frames before it.
 
 Sources: ISO/IEC 14496-10, 7.3.3 (slice header) and 7.4.1 (NAL units); ISO/IEC 23008-2, 7.4.2.2.
 """
@@ -15,7 +15,7 @@ from dali_stream.mp4.format import codec_of
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
 
-CODECS = ("h264", "hevc")  # The keyframes of the other codecs reset the decoder.
+CODECS = ("h264", "hevc")  # in the other codecs, every keyframe resets the decoder
 _HEAD = 4096  # bytes of a keyframe that contain the header of its first slice
 
 
@@ -38,19 +38,23 @@ def is_idr(config: bytes, data: bytes) -> bool | None:
 
 
 def has_other_keyframes(store: Store, index: VideoIndex, codec: str) -> bool:
-    """Return whether the first or second keyframe of a file is not an IDR frame. Reads the beginning of each."""
+    """Return whether the first or second keyframe of a file is not an IDR frame, after reading the beginning of both.
+
+    The first one alone is not enough, because files with open GOPs also begin with an IDR frame unless they were cut.
+    """
     if codec not in CODECS:
         return False
     for keyframe in index.keyframes[:2].tolist():
         start, size = int(index.offset[keyframe]), int(index.size[keyframe])
         data = store.read(index.path, start, start + min(size, _HEAD))
+        # None is no evidence, because the first slice may begin after `_HEAD` bytes.
         if is_idr(index.configs[index.config[keyframe]], data) is False:
             return True
     return False
 
 
 def other_keyframes_refusal(codec: str) -> str:
-    """Return why NVDEC does not decode a video with keyframes that are not IDR frames."""
+    """Return why a video with keyframes that are not IDR frames is not decoded with NVDEC."""
     effect = "they do not reset the display order, so NVDEC would show other frames"
     if codec == "h264":
         effect = "DALI adds the parameter sets only before IDR frames, and NVDEC would decode nothing"

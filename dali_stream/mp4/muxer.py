@@ -1,8 +1,8 @@
 """Muxer of MP4 files with one video track. It writes all bytes before the first packet, including `moov`.
 
-The packets follow end to end. The first frame is displayed at time 0 without an edit list. This requires signed shifts (`ctts`
-of version 1): frames that are displayed before their nominal decode time, such as B-frames, have negative ones. `tkhd`, `mdhd`
-and `mvhd` are of version 1, with 64-bit times.
+The packets follow these bytes, end to end. The first frame is displayed at time 0 without an edit list. This requires signed
+shifts between decode and display times (`ctts` of version 1), because B-frames, for example, are displayed before their
+nominal decode time. `tkhd`, `mdhd` and `mvhd` are of version 1, which has 64-bit times.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def head(track: Track) -> bytes:
     """Return all bytes of a file before its first packet.
 
     Raises:
-        DecodeError: If the times do not fit into the 32 bits of the tables.
+        DecodeError: If two consecutive frames are too far apart in time for the 32 bits of the tables.
     """
     # The nominal decode time of the i-th packet is the i-th display time. This keeps the shifts small, and makes all of them 0
     # without B-frames, so that `ctts` is omitted.
@@ -65,7 +65,7 @@ def head(track: Track) -> bytes:
     if durations.max() > _U32 or np.abs(shifts).max() > _U32 // 2:
         raise DecodeError("consecutive frames must be at most 2^32 ticks apart. Record or convert the file again")
     begin = np.cumsum(track.size) - track.size
-    # A chunk starts about every `CHUNK` bytes, and at each change of the sample description, of which a chunk has only one.
+    # A chunk starts about every `CHUNK` bytes. It has only one sample description, so it also starts where that changes.
     first = np.flatnonzero(np.append(True, (np.diff(begin // CHUNK) != 0) | (np.diff(track.config) != 0)))
     count, description = np.diff(np.append(first, len(begin))), track.config[first] + 1
     # `stsc` lists only the chunks whose packet count or sample description differs from the chunk before.
@@ -95,7 +95,7 @@ def file_head(
     chunks: tuple[Column, Column, Column],
     offsets: Column,
 ) -> bytes:
-    """Return all bytes of a file before its first packet, from the columns of its tables.
+    """Return all bytes of a file before its first packet, made from the columns of its tables.
 
     Args:
         timescale: Number of ticks per second.
@@ -105,9 +105,10 @@ def file_head(
         sizes: Size of each packet in bytes, shape (n,).
         nbytes: Size of all packets in bytes.
         durations: Counts and values of runs of equal durations in ticks (`stts`).
-        shifts: Counts and values of runs of equal shifts in ticks (`ctts`). None: frames are displayed in decode order.
-        keyframes: Numbers of the packets at which decoding can start, counted from 1 (`stss`). None: all packets.
-        chunks: First chunk, packets per chunk and sample description for runs of equal chunks, counted from 1 (`stsc`).
+        shifts: Counts and values of runs of equal shifts in ticks (`ctts`), or None if frames are displayed in decode order.
+        keyframes: Numbers of the packets at which decoding can start (`stss`), counted from 1, or None for all packets.
+        chunks: First chunk, packets per chunk and sample description of each run of equal chunks (`stsc`). Chunks and sample
+            descriptions are counted from 1.
         offsets: Position of each chunk in bytes, relative to the first packet.
     """
     tables = [
@@ -123,11 +124,11 @@ def file_head(
     # The AV1 binding for ISO media files requires the brand `av01`.
     ftyp = _FTYP_AV1 if b"av01" in [config[4:8] for config in configs] else _FTYP
     before = len(ftyp) + _REST + sum(map(len, tables))
-    # The offsets depend on the size of their own table, so the choice between 32 and 64 bits uses an upper limit of the file.
+    # The offsets depend on the size of their own table, so an upper limit of the file size decides between 32 and 64 bits.
     wide = before + 12 * len(offsets) + nbytes + 4096 > _U32
     # `mdat` gets its final size here, so nothing has to be corrected after the packets are written.
     mdat = struct.pack(">I4s", nbytes + 8, b"mdat") if nbytes + 8 <= _U32 else struct.pack(">I4sQ", 1, b"mdat", nbytes + 16)
-    # The table of offsets is the only box whose size is not in `before` yet: 16 bytes of header, and one entry per chunk.
+    # `before` still lacks the table of offsets, with a header of 16 bytes and one entry per chunk, and the header of `mdat`.
     before += 16 + len(offsets) * (8 if wide else 4) + len(mdat)
     places = [before + offset for offset in offsets]
     tables.append(_table(b"co64", "Q", places) if wide else _table(b"stco", "I", places))
@@ -160,7 +161,8 @@ def _moov(timescale: int, duration: int, track_header: bytes, tables: Sequence[b
 @functools.lru_cache(1024)  # packed clips have few different durations
 def _headers(timescale: int, duration: int, track_header: bytes) -> tuple[bytes, bytes, bytes]:
     return (
-        # The movie has the timescale of the track, so that its duration is exact.
+        # The movie has the timescale of the track, so that its duration is exact. The flags 3 of `tkhd` enable the track and
+        # include it in the movie, and 0x55C4 in `mdhd` is the language code "und".
         full_box(b"mvhd", 1, 0, struct.pack(">QQIQ", 0, 0, timescale, duration), _MVHD_REST),
         full_box(b"tkhd", 1, 3, struct.pack(">QQIIQ", 0, 0, 1, 0, duration), bytes(16), track_header),
         full_box(b"mdhd", 1, 0, struct.pack(">QQIQHH", 0, 0, timescale, duration, 0x55C4, 0)),

@@ -30,7 +30,7 @@ class Sequence:
     Attributes:
         chroma: "gray", "420", "422" or "444".
         depth: Number of bits per value, the larger of luma and chroma.
-        coded: Size (height, width) of the frames that a decoder decodes, in pixels.
+        coded: Size (height, width) of the coded frames before cropping, in pixels.
         size: Size (height, width) of the frames after cropping, in pixels.
         interlaced: Whether frames may be coded as two fields.
         matrix: Colour matrix (ISO/IEC 23091-2: 1 is BT.709, 6 BT.601), or None if it is not specified.
@@ -231,6 +231,8 @@ def _skip_reference_sets(bits: Bits) -> None:
         if number and bits.flag():
             bits.take(1)
             bits.skip_numbers(1)
+            # A frame of the previous set is also in this one if used_by_curr_pic_flag or use_delta_flag is 1. The second flag
+            # exists only if the first one is 0, as `or` reads it.
             frames = sum(bits.flag() or bits.flag() for _ in range(frames + 1))
             if frames > 32:
                 raise DecodeError(f"invalid SPS: a reference picture set must have at most 32 frames, got {frames}")

@@ -1,4 +1,4 @@
-"""Search for the packets of a dataset's rows: the nearest packet in time, if it is within a tolerance and the episode."""
+"""Search for the packet of each row of a dataset: the nearest one in time, if it is near enough and in the episode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 
-TOLERANCE = 0.25  # in frames: small enough to be unambiguous, and large enough for times that are rounded to milliseconds
+TOLERANCE = 0.25  # in frames: small enough for a unique frame, and large enough for times that are rounded to milliseconds
 BY_FRAME_INDEX = (
     'Dataset(clock="frame_index"), or --clock frame_index on the command line, locates frames by frame_index / fps. '
     "`dali-stream prepare URI OUT --clock frame_index` writes a copy with regular timestamps"
@@ -31,8 +31,8 @@ def find_packets(
         tolerance_s: Maximum distance between the times of a row and its frame, in seconds. Default: a quarter of a frame.
 
     Returns:
-        Packets of the file, shape (n,). `LACKING` for a row whose nearest frame is farther away than `tolerance_s`, or is not
-        in the interval after `tolerance_s` is added to its time. `explain` returns which of these is the reason.
+        Packet of each row, int64, shape (n,). It is `LACKING` if the nearest frame is farther away than `tolerance_s`, or if
+        its time plus `tolerance_s` is outside the interval. `explain` returns which of these is the reason.
     """
     tolerance = TOLERANCE / fps if tolerance_s is None else tolerance_s
     samples, away = table.nearest(_seconds(interval, timestamp))
@@ -75,11 +75,13 @@ def _in_frames(tolerance: float) -> str:
 
 
 def _seconds(interval: Interval, timestamp: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return times in the file, as float64. In a file of several hours, the float32 of the rows would be too coarse."""
+    """Return times in the file, as float64. The float32 of the rows is too coarse for a file of several hours."""
     return interval[0] + timestamp.astype(np.float64)
 
 
 def _inside(table: VideoIndex, interval: Interval, samples: Int64, tolerance: float) -> npt.NDArray[np.bool_]:
+    # Times are rounded, so the first frame may be displayed slightly before its episode starts. With the tolerance added, it
+    # belongs to this episode and not to the previous one.
     at = table.pts[samples] / table.timescale + tolerance
     inside: npt.NDArray[np.bool_] = (interval[0] <= at) & (at < interval[1])
     return inside

@@ -1,6 +1,6 @@
 """Order of the samples: permutations, batches, windows, resume state and random numbers.
 
-The modules of this package are pure functions of their arguments. They do no I/O, start no threads and read no clock.
+Every result depends only on the arguments. This package does no I/O, starts no threads and reads no clock.
 """
 
 from dali_stream.order.order import (

@@ -9,16 +9,18 @@ from dali_stream.order.rng import mix
 
 
 def audited(position: npt.NDArray[np.int64], epoch: int, every: int) -> npt.NDArray[np.bool_]:
-    """Return which samples of a batch are audited: about one in `every`, the same ones in a resumed run.
+    """Return which samples of a batch are audited. A resumed run audits the same samples.
 
     Args:
         position: Position of each sample in the order of its epoch, shape (B,).
         epoch: Number of the epoch.
-        every: Reciprocal of the share of audited samples, at least 1.
+        every: Average number of samples per audited sample, at least 1.
 
     Returns:
         Whether each sample is audited, shape (B,).
     """
+    # A hash is used, because every `every`-th position could belong to the same rank. The epoch counts from 1, because mix(0)
+    # is 0.
     numbers = mix(position.astype(np.uint64) + mix(np.array([epoch + 1], np.uint64)))
     chosen: npt.NDArray[np.bool_] = numbers % np.uint64(every) == 0
     return chosen

@@ -13,9 +13,9 @@ LAST_BATCH = ("drop", "partial", "pad")
 class Batches:
     """Global batches of an epoch. A global batch consists of one batch for each rank.
 
-    All ranks need the same number of batches. With `last_batch="partial"`, if fewer positions than ranks remain at the end,
-    they are therefore added to the previous batch, which then has one more sample on some ranks. A run that is resumed at
-    such a position has no previous batch, so it leaves these positions out.
+    All ranks need the same number of batches. With `last_batch="partial"`, fewer positions than ranks may remain at the end.
+    The previous batch takes them, and then has one more sample on some ranks. A run that is resumed at such a position has
+    no previous batch, so it leaves these positions out.
 
     Attributes:
         frames: Number of positions of the epoch.
@@ -32,7 +32,11 @@ class Batches:
     last_batch: str
 
     def checked(self) -> Batches:
-        """Return the object itself. Raises ValueError if an epoch has no batch."""
+        """Return this object.
+
+        Raises:
+            ValueError: If an epoch has no batch.
+        """
         if not self.count(0):
             raise ValueError(
                 f"batch_size={self.batch_size} on {counted(self.world_size, 'rank')} needs {counted(self.stride, 'frame')}, "
@@ -62,7 +66,7 @@ class Batches:
         """Return the position at which a global batch begins.
 
         Args:
-            batch: Number of the batch, from 0. The number of batches is allowed too, and gives the end of the epoch.
+            batch: Number of the batch, from 0. The number of batches is also valid, for the end of the epoch.
 
         Raises:
             ValueError: If the epoch has fewer batches.
@@ -76,10 +80,11 @@ class Batches:
 
     def span(self, position: int) -> tuple[int, int]:
         """Return the positions [start, stop) of the global batch that begins at `position`."""
+        # The last partial batch may have more positions than the stride, see the class.
         if self.last_batch == "partial" and self.count(position) == 1:
             return position, self.frames
         return position, min(position + self.stride, self.frames)
 
     def first(self, position: int, rank: int) -> int:
-        """Return the first position of a rank at or after `position`. A rank serves the p with p % world_size == rank."""
+        """Return the first position at or after `position` that a rank serves. Rank r serves p if p % world_size == r."""
         return position + (rank - position) % self.world_size

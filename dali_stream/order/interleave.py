@@ -1,4 +1,4 @@
-"""Dataset of each draw of a mixture, and number of the sample within the dataset, computed from the number of the draw alone.
+"""Assignment of draws to the datasets of a mixture. It is computed from the number of a draw, without the draws before it.
 
 For two datasets with weights a and b, floor(m * a / (a + b) + 1/2) of the first m samples belong to the first dataset. Sample m
 belongs to the first dataset if this number is larger for m + 1 than for m. More datasets are the leaves of a binary tree, and
@@ -7,8 +7,9 @@ large weight.
 
 A split rounds by less than 1. The deviation of a leaf is that of the split above it, plus the leaf's share of the deviation of
 each higher split. In a Huffman tree, these shares are at most 1, 1/2, 1/3, 1/5, 1/8, ... (reciprocal Fibonacci numbers). After
-any number of draws, the number of samples of a dataset therefore deviates by less than 3.4 from its share, and mostly by less
-than 2. With one consumer, which rounds to the nearest number, the deviation is half as large.
+any number of draws, the number of samples of a dataset therefore deviates from its share by less than
+1 + (1 + 1/2 + 1/3 + 1/5 + ...) < 3.4, and mostly by less than 2. A single consumer rounds to the nearest integer, which halves
+the bound.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Interleave:
-    """Datasets of the draws of each consumer.
+    """Dataset of each draw of each consumer.
 
-    In a split, each of the C consumers has a different rounding threshold. If all consumers have the same weights, the sum of
-    their samples therefore deviates by less than 1 from the share at the first split, after equally many draws of each of them.
+    At a split, each of the C consumers rounds with a different threshold, so that they do not all round up at the same draw.
+    If all consumers have the same weights and have made the same number of draws, the sum of their samples therefore deviates
+    by less than 1 from the share at the first split.
 
     Args:
         weights: Weight of each dataset for each consumer, nonnegative integers, shape (C, M). Their sum for a consumer is at
@@ -62,9 +64,9 @@ class Interleave:
         # Threshold k of C at a node of weight w is (k + 1/2) / C * w, computed without a product above 2**62.
         quotient, rest = np.divmod(weight, 2 * consumers)
         self._threshold = quotient * (2 * rank + 1) + rest * (2 * rank + 1) // (2 * consumers)
-        self._threshold[:, :datasets] = 0
+        self._threshold[:, :datasets] = 0  # so that a leaf does not change the number of a sample
         self._first = weight[:, first]
-        self._weight = np.maximum(weight, 1)  # no sample reaches a weight of 0
+        self._weight = np.maximum(weight, 1)  # avoids a division by 0; no sample reaches a node of weight 0
         self._parent = {child: node for node in range(datasets, len(first)) for child in (first[node], second[node])}
 
     def at(self, consumer: Int64, draw: Int64) -> tuple[Int64, Int64]:
@@ -79,9 +81,9 @@ class Interleave:
         """
         node, sample = np.full(len(draw), self._weight.shape[1] - 1), draw
         for _ in range(self._depth):
-            # `before` of the earlier samples at the node belong to its first child: floor((sample * of_first + threshold) /
-            # weight). Dividing by the weight first keeps the product within int64. The sample itself belongs to the first
-            # child if this number is larger for the next sample.
+            # The first child got `before` = floor((sample * of_first + threshold) / weight) of the earlier samples at the node.
+            # Dividing by the weight first keeps the product within int64. The sample itself belongs to the first child if
+            # this number is larger for the next sample.
             weight, of_first = self._weight[consumer, node], self._first[consumer, node]
             times, rest = np.divmod(sample, weight)
             before, part = np.divmod(rest * of_first + self._threshold[consumer, node], weight)
@@ -98,7 +100,7 @@ class Interleave:
             dataset: Number of the dataset.
             draws: Number of draws of each consumer, shape (C,).
         """
-        # From the root to the dataset: of the draws that reach a node, `before` continue to its first child.
+        # The path is walked from the root. At each node, `before` of the draws that reach it continue to its first child.
         for node, is_first in reversed(self._path(dataset)):
             weight, of_first = self._weight[:, node], self._first[:, node]
             times, rest = np.divmod(draws, weight)
@@ -159,6 +161,6 @@ def _ranks(first: list[int], second: list[int], consumers: int, seed: int) -> In
         # the range, in random order.
         within[np.lexsort((numbers[0], rank[node] // side))] = np.arange(consumers) % side
         rank[node, np.lexsort((numbers[1], within))] = np.arange(consumers)
-        if first[node] != node:
+        if first[node] != node:  # the children start with these ranks, and are visited later because their numbers are smaller
             rank[[first[node], second[node]]] = rank[node]
     return rank.T

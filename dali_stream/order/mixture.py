@@ -11,10 +11,10 @@ the positions g with g % W == r. The frame of a position is computed in three st
    of the consumer's samples in this pass. A consumer draws from its run as in `order`. In the next epoch, it continues after
    its last draw of this epoch.
 
-With shares of the kinds "union" and "repeats", each dataset has a whole number of samples in an epoch. Positions are then
-counted from the beginning of the epoch, and the weights of a consumer are its numbers of samples of the datasets: if all
-samples of the epoch are laid end to end, dataset after dataset, consumer s % C has sample s. For other kinds of shares,
-positions are counted over all epochs, and all consumers have the same weights.
+With shares of the kinds "union" and "repeats", every epoch has the same whole number of samples of each dataset. Positions are
+then counted from the beginning of the epoch. The samples of an epoch are laid end to end, dataset after dataset, and consumer
+s % C gets sample s. The weights of a consumer are the numbers of samples that it gets of each dataset. With the other kinds of
+shares, positions are counted over all epochs, and all consumers have the same weights.
 """
 
 from __future__ import annotations
@@ -37,30 +37,32 @@ from dali_stream.order.shares import Shares
 
 Int64 = npt.NDArray[np.int64]
 _SAMPLES = 1 << 62  # maximum number of positions of all epochs together
-_WINDOW = 64  # number of positions that shuffle="global" permutes together, so that no rank gets all samples of a dataset
-_PASSES = 16  # number of passes of a dataset to cache: consumers are in the same pass or in adjacent ones
+_WINDOW = 64  # shuffle="global" permutes this many positions together, or one rank could get all samples of a dataset
+_PASSES = 16  # number of passes of a dataset to cache, which is enough because consumers are in the same or adjacent passes
 
 
 class MixtureOrder(EpochOrder):
     """Order of one epoch of a mixture of M datasets.
 
     After any number of draws of a consumer, the number of samples of each dataset deviates from its share by about 2 or less
-    (see `interleave` for the bound). The deviations of different consumers mostly cancel. With `shuffle="global"` or False, the
-    order has no consumers, and the deviation is about 1 after every 64 positions or after every position, respectively.
+    (see `interleave` for the bound). The deviations of different consumers mostly cancel. The order has no consumers with
+    `shuffle="global"` or False. The deviation is then about 1, after every 64 positions for "global" and after every position
+    for False.
 
     Args:
         episode_lengths: Number of sampled frames of each episode, in recorded order, for each dataset.
         shares: Shares of the datasets, such as `Mixture.shares`, for the same numbers of frames as `episode_lengths`.
         shuffle: True lets every consumer draw uniformly from a pool of episodes of each dataset, "global" permutes all frames
             of a dataset for each pass, and False repeats each dataset in recorded order. Default: True.
-        seed, epoch: See `Order`.
+        seed: Seed of the random numbers. Default: 0.
+        epoch: Number of the epoch, from 0. Default: 0.
         consumers: Number of logical consumers C (only for `shuffle=True`). Default: 32.
-        episode_pool_size: Number of segments that a consumer draws from at a time (only for `shuffle=True`). They are
-            divided among the datasets in the ratio of their shares, with at least one for each dataset. Default: 8.
+        episode_pool_size: Number of segments (see `Order`) that a consumer draws from at a time (only for `shuffle=True`).
+            They are divided among the datasets in the ratio of their shares, with at least one for each dataset. Default: 8.
         ranges: Sampled frames of each dataset, or None for all frames. Default: all frames of all datasets.
 
     Raises:
-        ValueError: If an argument is out of range, or if the lengths are not those of the shares.
+        ValueError: If an argument is out of range, or if `episode_lengths` and `shares` have different numbers of frames.
     """
 
     @known_arguments
@@ -90,13 +92,13 @@ class MixtureOrder(EpochOrder):
         self._count = self._consumers or 1
         self._ranges = ranges
         self._first_episode = np.cumsum([0, *map(len, lengths)])
-        whole = shares.kind in ("union", "repeats")  # as in the text above: positions are counted from the epoch's beginning
+        whole = shares.kind in ("union", "repeats")  # positions are counted from the beginning of the epoch
         self._epoch, self._start = (int(epoch), 0) if whole else (0, int(epoch) * positions)
         before = np.cumsum(shares.weights) - shares.weights if whole else 0 * shares.weights
         samples = shares.weights if whole else 0 * shares.weights + _SAMPLES
         pools = shares.pools(episode_pool_size)
         numbers = [_Numbers(self._count, *each) for each in zip(before.tolist(), samples.tolist(), strict=True)]
-        # With whole numbers of samples, consumers have different weights, so that each draws exactly its samples of an epoch.
+        # Two consumers may differ by one sample of a dataset. Separate weights let each draw exactly its samples of an epoch.
         weights = np.stack([each.samples for each in numbers], 1) if whole else np.tile(shares.weights, (self._count, 1))
         self._interleave = Interleave(weights, self._seed)
         self._datasets = [_Dataset((self._seed, i), lengths[i], numbers[i], shuffle, pools[i]) for i in range(len(lengths))]
@@ -107,7 +109,7 @@ class MixtureOrder(EpochOrder):
         draw, consumer = np.divmod(positions + self._start, self._count)
         dataset, number = self._interleave.at(consumer, draw)
         samples = np.empty((2, len(positions)), np.int64)
-        # Positions are grouped by dataset to call each one once. Within a group they stay in order, as the pools require.
+        # Grouping the positions saves calls: one per dataset. They stay in order within a group, as the pools require.
         for i in np.unique(dataset).tolist():
             at = np.flatnonzero(dataset == i)
             episode, frame = self._datasets[i].frames(consumer[at], self._epoch, number[at])
@@ -118,7 +120,8 @@ class MixtureOrder(EpochOrder):
 
     def _find(self, episode: int) -> tuple[Int64, Int64]:
         i = int(np.searchsorted(self._first_episode, episode, side="right")) - 1
-        # Number of samples of the dataset among each consumer's draws before the epoch, and before the next epoch.
+        # Number of samples of the dataset that each consumer draws before this epoch, and before the next one. Consumer c makes
+        # -((c - position) // C) draws before a position, which is (position - c) / C, rounded up.
         low, high = (
             self._interleave.count(i, np.maximum(-((np.arange(self._count) - position) // self._count), 0))
             for position in (self._start, self._start + len(self))
@@ -132,8 +135,8 @@ class MixtureOrder(EpochOrder):
         return position, frame
 
     def _unpermuted(self, position: Int64) -> Int64:
-        """Return the positions that `_permuted` maps to these."""
-        # A permuted position stays in its window, so only the windows of these positions are computed and inverted.
+        """Return the positions that `_permuted` maps to `position`."""
+        # A position is permuted within its window, so only the windows of these positions are computed and inverted.
         windows = np.unique(position // _WINDOW)
         places = (windows[:, None] * _WINDOW + np.arange(_WINDOW)).reshape(-1)
         places = places[places < len(self)]
@@ -142,10 +145,11 @@ class MixtureOrder(EpochOrder):
         return places[order[np.searchsorted(permuted[order], position)]]
 
     def _permuted(self, position: Int64) -> Int64:
-        """Return the positions, permuted within windows. The last window of the epoch may be shorter."""
+        """Permute positions within windows of `_WINDOW`. The last window of the epoch may be shorter."""
         window, within = np.divmod(position, _WINDOW)
         windows, row = np.unique(window, return_inverse=True)
         places = windows[:, None] * _WINDOW + np.arange(_WINDOW)
+        # If positions are counted over all epochs, `_epoch` is always 0, and `_start` distinguishes the epochs.
         key = np.uint64(philox("windows", self._seed, self._epoch, self._start).random_raw())
         raw = mix(mix(places.astype(np.uint64)) + key)
         raw[places >= len(self)] = np.uint64(2**64 - 1)  # places after the end of the epoch are sorted last
@@ -154,12 +158,12 @@ class MixtureOrder(EpochOrder):
 
 
 class _Numbers:
-    """Numbers of the samples of a dataset over all epochs. Consecutive samples belong to the consumers in turn.
+    """Numbering of the samples of a dataset over all epochs. Consecutive samples belong to the consumers in turn.
 
     Args:
         consumers: Number of consumers C.
-        before: Number of samples of other datasets before those of this one in an epoch, laid end to end.
-        epoch: Number of samples in each epoch.
+        before: Number of samples of an epoch that precede those of this dataset, if the datasets are laid end to end.
+        epoch: Number of samples of the dataset in each epoch.
 
     Attributes:
         samples: Number of samples of each consumer in an epoch, shape (C,).
@@ -171,11 +175,11 @@ class _Numbers:
         self.samples = self._of_epoch(epoch)
 
     def of(self, consumer: Int64, epoch: int, sample: Int64) -> Int64:
-        """Return the numbers of samples of consumers in an epoch."""
+        """Return the numbers over all epochs of samples that are counted by consumer within an epoch."""
         return epoch * self._epoch + sample * self._consumers + self._first[consumer]
 
     def sample(self, consumer: Int64, epoch: int, number: Int64) -> Int64:
-        """Return the samples of consumers in an epoch that have these numbers, the inverse of `of`."""
+        """Return the samples, counted by consumer within an epoch, from their numbers. This is the inverse of `of`."""
         return (number - epoch * self._epoch - self._first[consumer]) // self._consumers
 
     def before(self, number: int) -> Int64:
@@ -224,6 +228,7 @@ class _Dataset:
             at = np.flatnonzero(passes == number)
             if self._shuffle is True:
                 line = self._pass(number)
+                # A run counts its draws from the beginning of the pass, which may be in an earlier epoch.
                 draw = epoch * self._numbers.samples[consumer[at]] + sample[at] - line.before[consumer[at]]
                 drawn = self._drawn(number, consumer[at], draw)
             else:
@@ -251,11 +256,11 @@ class _Dataset:
         return consumer[own], sample[own], frame[own]
 
     def _find_in_pass(self, episode: int, epoch: int, number: int) -> Iterator[Int64]:
-        """Yield consumers, samples and frames of an episode in a pass, shape (3, N), also those of other epochs."""
+        """Yield consumers, samples and frames of an episode in a pass, shape (3, N), including those of other epochs."""
         line = self._pass(number) if self._shuffle is True else self._recorded
         stop = int(line.ends[np.flatnonzero(line.episodes == episode)[0]])
         start = stop - int(self._lengths[episode])
-        if self._shuffle is not True:  # a single consumer
+        if self._shuffle is not True:  # these orders have a single consumer
             place = laid = np.arange(start, stop)
             if self._shuffle == "global":
                 place, laid = Permutation(self._count, (*self._key, number)).find(start, stop)

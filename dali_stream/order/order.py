@@ -33,7 +33,7 @@ _RANKS = 1 << 16  # largest world size that an error message suggests
 
 
 class EpochOrder(ABC):
-    """Order of one epoch. It is computed in blocks, and the last block is cached.
+    """Order of one epoch. It is computed in blocks, of which the last one is cached.
 
     Args:
         positions: Number of positions of the epoch.
@@ -43,8 +43,8 @@ class EpochOrder(ABC):
 
     def __init__(self, positions: int, consumers: int | None, episodes: int) -> None:
         self._positions, self._consumers, self._episode_count = positions, consumers, episodes
-        self._block: tuple[tuple[int, int, int], Int64] | None = None  # rank, world size and number; episodes and frames
-        self._lock = threading.Lock()
+        self._block: tuple[tuple[int, int, int], Int64] | None = None  # (rank, world size, number), samples
+        self._lock = threading.Lock()  # because drawing changes the pools
 
     def __len__(self) -> int:
         return self._positions
@@ -54,8 +54,8 @@ class EpochOrder(ABC):
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the next `count` samples that `rank` serves at or after position `start`.
 
-        Consecutive calls are the cheapest. For any other position, each consumer of the rank repeats some thousand draws,
-        since its pools restart only at fixed positions.
+        Calls that continue where the last one ended are the cheapest. For any other position, each consumer of the rank
+        repeats a few thousand draws, because its pools restart only at fixed positions.
 
         Args:
             start: Position in the epoch, counted over all ranks.
@@ -64,8 +64,8 @@ class EpochOrder(ABC):
             world_size: Number of ranks. Default: 1.
 
         Returns:
-            Number of the episode, and frame within the episode, both int64, shape (count,) or shorter at the end of the epoch.
-            Episodes of a mixture are counted over all its datasets, laid end to end.
+            Episode numbers, and frame indices within these episodes, both int64, shape (count,), or shorter at the end of the
+            epoch. In a mixture, episodes are numbered over all datasets, one dataset after the other.
 
         Raises:
             ValueError: If `start` or `count` is negative, if `rank` is not in [0, world_size), or if `world_size` does not
@@ -89,14 +89,14 @@ class EpochOrder(ABC):
     def find(self, episode: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the positions of an episode's frames in this epoch.
 
-        This draws only the parts of the consumers' runs that contain the episode, and not the whole epoch.
+        Only the parts of the consumers' runs that contain the episode are drawn, and not the whole epoch.
 
         Args:
-            episode: Number of the episode, counted as by `read`.
+            episode: Number of the episode, as `read` returns it.
 
         Returns:
-            Position and frame, both int64, shape (N,), in increasing order of the position. A mixture may contain a frame
-            several times, or not at all.
+            Positions, and frame indices within the episode, both int64, shape (N,), sorted by position. A mixture may contain
+            a frame several times, or not at all.
 
         Raises:
             ValueError: If `episode` is out of range.
@@ -126,6 +126,10 @@ class EpochOrder(ABC):
 
 class Order(EpochOrder):
     """Order of one epoch of a dataset.
+
+    With `shuffle=True`, the episodes are permuted, laid end to end and cut into one run for each consumer. The part of an
+    episode in a run is a segment. A consumer draws uniformly from the frames of a pool of segments, and replaces an empty
+    segment by the next one of its run. A long run is cut into parts, and each part begins with a new pool.
 
     Args:
         episode_lengths: Number of frames of each episode, in recorded order, shape (E,).
@@ -184,7 +188,7 @@ class Order(EpochOrder):
 def default_pools(
     batch_size: int, world_size: int, consumers: int | None = None, episode_pool_size: int | None = None
 ) -> tuple[int, int]:
-    """Return (consumers, episode_pool_size), and choose those that are None.
+    """Return (consumers, episode_pool_size). Values that are None are chosen for the size of the global batch.
 
     The global batch has batch_size * world_size samples. `consumers` is the divisor of the global batch that is a multiple of
     world_size and nearest to 32 by ratio. Each global batch then takes equally many samples from every consumer, so that
@@ -195,10 +199,11 @@ def default_pools(
     Args:
         batch_size: Number of samples per batch and rank.
         world_size: Number of ranks.
-        consumers, episode_pool_size: Values of the user, or None to choose them. Default: None.
+        consumers: Number of consumers, or None to choose it. Default: None.
+        episode_pool_size: Number of segments that a consumer draws from at a time, or None to choose it. Default: None.
 
     Raises:
-        ValueError: If a value of the user is not a positive integer.
+        ValueError: If `consumers` or `episode_pool_size` is not a positive integer.
     """
     if consumers is None:
         pairs = ((k, batch_size // k) for k in range(1, math.isqrt(batch_size) + 1) if batch_size % k == 0)
@@ -254,7 +259,7 @@ def check_world(rank: int, world_size: int, consumers: int | None) -> None:
 
 
 def allowed_worlds(consumers: int) -> str:
-    """Return the 20 smallest numbers of ranks that divide `consumers`, for an error message."""
+    """Return the 20 smallest world sizes that divide `consumers`, for an error message."""
     return ", ".join(map(str, [w for w in range(1, min(consumers, _RANKS) + 1) if consumers % w == 0][:20]))
 
 
@@ -270,7 +275,7 @@ class _Recorded:
 
 
 class Permutation:
-    """Keyed permutation of [0, n). Each value is computed on its own, so that the permutation takes no memory.
+    """Keyed permutation of [0, n). Each value is computed separately, so the permutation takes no memory.
 
     A Feistel network permutes the smallest power of two that is at least n. It is applied until the value is below n (cycle
     walking, Black and Rogaway 2002). The power of two is less than 2n, so this takes less than two steps on average.
@@ -292,7 +297,7 @@ class Permutation:
 
     def at(self, positions: Int64) -> Int64:
         value = self._step(positions.astype(np.uint64))
-        # Positions whose value is not below n continue on their cycle. It leads back below n, because it contains the position.
+        # A value that is not below n is permuted again. This ends, because the cycle returns to the position, which is below n.
         outside = np.flatnonzero(value >= self._n)
         while len(outside):
             value[outside] = self._step(value[outside])
@@ -328,8 +333,8 @@ class Permutation:
 class _Pools:
     """Consumers that draw from pools of episode segments (see `Order`).
 
-    The permuted episodes are laid end to end, and cut into one run for each consumer. Each run has N // C frames, and the first
-    N % C runs have one more.
+    The permuted episodes are laid end to end, and cut into one run for each consumer. The place of a frame is its index on this
+    line. Each run has N // C frames, and the first N % C runs have one more.
 
     Args:
         ends: Number of frames up to the end of each permuted episode, shape (E,).
@@ -346,8 +351,8 @@ class _Pools:
     def at(self, positions: Int64) -> Int64:
         """Return the places of some positions. These must be an arithmetic progression whose step divides `consumers`."""
         laid = np.empty(len(positions), np.int64)
-        # One rank's positions visit its consumers in turn, so every `turn`-th belongs to the same one. Its draws are then
-        # consecutive, and a pool is called once per block and not once per frame.
+        # The positions of a rank visit its consumers in turn, so every `turn`-th position belongs to the same consumer. These
+        # are consecutive draws, so a pool is called once per block and not once per frame.
         turn = self._count // int(positions[1] - positions[0]) if len(positions) > 1 else 1
         for i in range(min(turn, len(positions))):
             draw, consumer = divmod(int(positions[i]), self._count)

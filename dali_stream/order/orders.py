@@ -23,7 +23,7 @@ class Orders(Protocol):
 
     Attributes:
         positions: Number of positions of each epoch.
-        state: Parameters of the order for the state of a run, in addition to `OrderArguments`, the dataset and the epoch.
+        state: Entries about the order in the state of a run, in addition to those of `OrderArguments`.
     """
 
     @property
@@ -45,7 +45,7 @@ class DatasetOrders:
 
     Args:
         lengths: Number of frames of each episode, shape (E,).
-        ranges: Sampled frames. Default: all frames.
+        ranges: Sampled frames of each episode, or None for all frames. Default: None.
     """
 
     def __init__(self, lengths: Int64, ranges: Ranges | None = None) -> None:
@@ -94,7 +94,7 @@ class MixtureOrders:
 
     def episodes_in_use(self, arguments: OrderArguments, batches: Batches) -> int:
         episodes = sum(map(len, self._sampled))
-        if arguments.shuffle is not True:
+        if arguments.shuffle is not True:  # in recorded order, each dataset may be at the transition between two episodes
             return min(batches.batch_size if arguments.shuffle else 2 * len(self._sampled), episodes)
         pools = self._shares.pools(arguments.episode_pool_size)
         return min(arguments.consumers // batches.world_size * (sum(pools) + len(pools)), episodes)

@@ -1,4 +1,4 @@
-"""Pools of consumers: frames of a run of episodes, in the order in which a consumer draws them."""
+"""Pools of the consumers. They determine the order in which a consumer draws the frames of its run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy.typing as npt
 from dali_stream.order.rng import philox
 
 Int64 = npt.NDArray[np.int64]
-_PART = 8  # average number of episodes in a part for each segment of the pool; a part has at most 1.875 times as many frames
+_PART = 8  # a part of a run has on average as many frames as _PART * pool episodes, and at most 1.875 times as many
 
 
 class Run:
-    """Frames that one consumer draws, an interval of the episodes laid end to end.
+    """Frames that one consumer draws: an interval on the line of all episodes, laid end to end.
 
     A long run is cut into parts. Each part has its own pool and random numbers, so that a resumed run repeats only the draws
-    of the current part. At the end of a part, few segments are left in the pool. The parts of different consumers therefore
-    end at different draws.
+    of the current part. Near the end of a part, the pool has few segments left, and consecutive draws are less mixed. The parts
+    of different consumers therefore end at different draws, so that this does not affect all samples of a batch.
 
     Args:
         ends: Number of frames up to the end of each episode, laid end to end, shape (E,).
@@ -34,16 +34,16 @@ class Run:
     ) -> None:
         self._ends, self._start, self._key, self._pool = ends, start, key, pool
         length, part = stop - start, _PART * pool * int(ends[-1])
-        # length / (average length of a part), rounded to the nearest integer in integer arithmetic.
+        # length / (average length of a part), rounded to the nearest integer. Integers give the same result on every machine.
         parts = max(1, (2 * length * len(ends) + part) // (2 * part))
-        # Bounds are length / parts apart. Those of each consumer are shifted by a different offset of up to half this distance.
+        # Bounds are length / parts apart. Each consumer shifts them by a different offset, of up to half this distance.
         shift = 2 * consumer + 1 - consumers
         inner = [length * (2 * consumers * k + shift) // (2 * consumers * parts) for k in range(1, parts)]
         self._bounds = [0, *inner, length]
         self._now: tuple[int, EpisodePool] | None = None  # number and pool of the current part
 
     def draw(self, first: int, count: int) -> list[int]:
-        """Return draws as places on the line of episodes. Consecutive calls are the cheapest.
+        """Return draws as places on the line of episodes. Calls that continue after the last draw are the cheapest.
 
         Args:
             first: Number of the first draw.
@@ -80,7 +80,7 @@ class Run:
         return draws, places
 
     def _pool_at(self, part: int, draw: int) -> EpisodePool:
-        """Return the pool of a part, at or before this draw."""
+        """Return the pool of a part. It has drawn at most the draws before `draw`, since a pool cannot go back."""
         if self._now is None or self._now[0] != part or self._now[1].drawn > draw - self._bounds[part]:
             self._now = part, self._new_pool(part)
         return self._now[1]
@@ -106,8 +106,8 @@ class EpisodePool:
         pool: Number of segments.
     """
 
-    BLOCK = 65536
-    AHEAD = 64
+    BLOCK = 65536  # number of draws at a time, which bounds the memory for them
+    AHEAD = 64  # minimum number of random numbers to generate at a time
 
     def __init__(self, ends: Int64, run: tuple[int, int], random: np.random.Philox, pool: int) -> None:
         self.drawn = 0
@@ -148,8 +148,9 @@ class EpisodePool:
             count -= block
 
     def _uniforms(self, count: int) -> list[float]:
-        if (missing := count - len(self._ahead)) > 0:  # at least AHEAD numbers, since a mixture draws few frames of each pool
-            # The upper 53 bits give a double in [0, 1), as in NumPy's own generators, which may change, unlike the raw stream.
+        if (missing := count - len(self._ahead)) > 0:  # a mixture draws only a few frames of each pool at a time
+            # The upper 53 bits are converted to a double in [0, 1), as in `Generator.random`. NumPy may change that function,
+            # and guarantees only the raw stream.
             raw = self._random.random_raw(max(missing, self.AHEAD))
             self._ahead += ((raw >> np.uint64(11)) * 2.0**-53).tolist()
         uniforms, self._ahead = self._ahead[:count], self._ahead[count:]

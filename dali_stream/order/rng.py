@@ -1,4 +1,4 @@
-"""Random numbers by key. They are the same in every process and version, and do not depend on earlier draws."""
+"""Random numbers by key. They are the same in every process and NumPy version, and do not depend on earlier draws."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Ranges(Protocol):
-    """Frames of each episode that are sampled, such as `Dataset.frame_ranges`."""
+    """Sampled frames of each episode, such as `Dataset.frame_ranges`."""
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
@@ -21,15 +21,20 @@ class Ranges(Protocol):
         ...
 
     def frames(self, episode: npt.NDArray[np.int64], number: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the `number`-th sampled frame of each `episode`."""
+        """Return the frame index within its episode of each sampled frame.
+
+        Args:
+            episode: Number of each frame's episode, shape (N,).
+            number: Number of each frame among the sampled frames of its episode, from 0, shape (N,).
+        """
         ...
 
 
 class SelectedOrder(Order):
-    """Order of the frames in ranges. It is the order of episodes whose lengths are the numbers of their sampled frames.
+    """Order of the sampled frames of a dataset, as if each episode consisted only of its sampled frames.
 
     Args:
-        ranges: Sampled frames.
+        ranges: Sampled frames of each episode.
         shuffle, seed, epoch, consumers, episode_pool_size: See `Order`.
     """
 

@@ -1,4 +1,4 @@
-"""Number of samples of each dataset of a mixture."""
+"""Shares of the datasets of a mixture: how many samples an epoch has of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dali_stream.arguments import positive
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
 _TOTAL = 1 << 31  # maximum sum of the integers in `Shares.weights` for the kinds "weights" and "temperature"
-_SMALLEST = Fraction(1, 10**6)  # minimum ratio to the largest weight: rounded integers are then at least about 2100 / M
+_SMALLEST = Fraction(1, 10**6)  # minimum ratio to the largest weight, so that rounded integers are at least about 2100 / M
 _POSITIONS = 1 << 31  # maximum number of positions of an epoch, which keeps products in the order within int64
 
 
@@ -30,7 +30,8 @@ class Shares:
         frames: Number of sampled frames of each dataset, shape (M,).
         kind: "union", "repeats", "weights" or "temperature".
         weights: Integers of at least 1, shape (M,). The share of dataset i is weights[i] / weights.sum(). For "union" and
-            "repeats", these are the samples of an epoch. For the others, the samples of an epoch are rounded up or down.
+            "repeats", these are the numbers of samples in an epoch. For the other kinds, the number of samples of a dataset
+            differs between epochs, because its share of an epoch is rounded.
         epoch_samples: Number of samples in an epoch.
     """
 
@@ -50,9 +51,11 @@ class Shares:
         return self.targets * self.epoch_samples / self.frames
 
     def pools(self, episode_pool_size: int) -> list[int]:
-        """Return the number of segments of each dataset in the pool of a consumer.
+        """Return the number of segments of each dataset in the pools of a consumer.
 
-        The numbers are rounded from the ratio of the shares, and at least 1.
+        Args:
+            episode_pool_size: Number of segments that is divided in the ratio of the shares. Each part is rounded, and at
+                least 1.
         """
         total = int(self.weights.sum())
         return [max(1, (2 * int(episode_pool_size) * weight + total) // (2 * total)) for weight in self.weights.tolist()]
@@ -81,7 +84,7 @@ def shares(
         temperature: Temperature T, for shares proportional to frames ** (1 / T).
         epoch_samples: Number of samples in an epoch, with `weights` or `temperature` only. Default: the number of frames of all
             datasets together.
-        names: Names of the datasets, for error messages.
+        names: Names of the datasets, for error messages. Default: their numbers.
 
     Raises:
         ValueError: If more than one of `weights`, `repeats` and `temperature` is passed, if a value is out of range, or if a
@@ -161,7 +164,7 @@ def _tempered(counts: Sequence[int], temperature: float) -> list[Fraction]:
 
 
 def _integers(numbers: Sequence[Fraction], who: Sequence[str], name: str) -> list[int]:
-    """Return integers in the ratio of these numbers. They are exact if their sum is at most `_TOTAL`, and rounded otherwise."""
+    """Return integers in the ratio of these numbers, rounded only if the sum of exact ones would exceed `_TOTAL`."""
     common = math.lcm(*(number.denominator for number in numbers))
     whole = [int(number * common) for number in numbers]
     divisor = math.gcd(*whole)
@@ -174,5 +177,5 @@ def _integers(numbers: Sequence[Fraction], who: Sequence[str], name: str) -> lis
             f"The {name} of dataset {who[least]} must be at least 1e-06 times the largest, that of dataset {who[most]}, got "
             f"{float(numbers[least] / numbers[most]):.3g} times. Leave the dataset out, or choose weights closer together"
         )
-    scale = Fraction(_TOTAL - len(numbers), sum(whole))
+    scale = Fraction(_TOTAL - len(numbers), sum(whole))  # the sum is at most _TOTAL even if every number is rounded up
     return [round(number * scale) for number in whole]

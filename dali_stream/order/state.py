@@ -9,7 +9,7 @@ from dali_stream.errors import ResumeError
 from dali_stream.order.order import Shuffle, allowed_worlds, check_order_arguments, check_world, uneven
 
 STATE_VERSION = 2
-"""Version of the orders, which a state contains. In another version, a position may refer to another sample."""
+"""Version of the orders, which each state contains. In another version, a position may have another sample."""
 
 
 class OrderArguments(NamedTuple):
@@ -21,7 +21,11 @@ class OrderArguments(NamedTuple):
     episode_pool_size: int
 
     def checked(self, rank: int, world_size: int) -> OrderArguments:
-        """Return the arguments, with `seed` as int. Raises ValueError as `check_order_arguments` and `check_world` do."""
+        """Return the arguments, with `seed` as int.
+
+        Raises:
+            ValueError: If an argument is out of range, or if `world_size` does not divide the consumers.
+        """
         check_order_arguments(*self)
         check_world(rank, world_size, self.consumers if self.shuffle is True else None)
         return self._replace(seed=int(self.seed))
@@ -39,7 +43,7 @@ class OrderArguments(NamedTuple):
         return uneven(self.consumers, batch_size, world_size) if self.shuffle is True else None
 
     def state(self) -> dict[str, Any]:
-        """Return the entries of the arguments in the state of a run: only those that affect the order."""
+        """Return the arguments that affect the order, as entries of the state of a run."""
         state: dict[str, Any] = {"shuffle": self.shuffle}
         if self.shuffle:
             state["seed"] = self.seed
@@ -49,14 +53,14 @@ class OrderArguments(NamedTuple):
 
 
 def noted(state: Mapping[str, Any], shuffle: Shuffle | None, pools: Mapping[str, int | None]) -> dict[str, Any]:
-    """Return the values from the state of a run for arguments that are None.
+    """Return the values from the state of a run for those arguments that the user did not pass.
 
     Missing or invalid values are left out. `check_state` then rejects the state.
 
     Args:
         state: State of a run.
-        shuffle: Value of the user, or None.
-        pools: Values {"consumers": ..., "episode_pool_size": ...} of the user, or None for each.
+        shuffle: Argument of the user, or None if it was not passed.
+        pools: Arguments {"consumers": ..., "episode_pool_size": ...} of the user, with None for those that were not passed.
     """
     order = state.get("order")
     saved = order.get("shuffle") if isinstance(order, Mapping) else None
@@ -70,7 +74,7 @@ def noted(state: Mapping[str, Any], shuffle: Shuffle | None, pools: Mapping[str,
 
 
 def check_version(state: object, whose: str, key: str) -> None:
-    """Check the form of a state.
+    """Check the version and the form of a state.
 
     Args:
         state: State of a run.
@@ -78,7 +82,7 @@ def check_version(state: object, whose: str, key: str) -> None:
         key: Key that the state must have.
 
     Raises:
-        ResumeError: If this is no state, or if it has another version or lacks the key.
+        ResumeError: If `state` is not a state, has another version or lacks the key.
     """
     version = state.get("version") if isinstance(state, Mapping) else None
     if type(version) is int and version != STATE_VERSION:
@@ -96,7 +100,7 @@ def check_state(state: Mapping[str, Any], whose: str, order: Mapping[str, Any], 
     Args:
         state: State of a run.
         whose: Name of the class that reads it, for the message.
-        order: Order of the reader, in the form that a state has.
+        order: Entry "order" that the state must have.
         frames: Number of positions of an epoch.
 
     Raises:

@@ -1,8 +1,8 @@
 """Random numbers for augmentation, which are part of each sample.
 
-They are a pure function of the seed, the epoch and the position in the order of the epoch. A resumed run therefore augments in
-the same way as an uninterrupted one, on any number of ranks. DALI's own random operators do not allow this, since a pipeline
-with a video decoder has no checkpoints.
+They depend only on the seed, the epoch and the position in the order of the epoch. A resumed run therefore augments its samples
+as an uninterrupted run does, on any number of ranks. DALI's random operators cannot do this, because DALI has no checkpoints
+of a pipeline with a video decoder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def uniforms(seed: int, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDA
         positions: Positions in the order of the epoch, shape (B,).
 
     Returns:
-        Shape (B, COUNT), float32.
+        Random numbers, float32, shape (B, COUNT).
     """
     first, second = philox("uniforms", seed, epoch).random_raw(2)
     counter = positions.astype(np.uint64)[:, None] * np.uint64(COUNT) + np.arange(COUNT, dtype=np.uint64)

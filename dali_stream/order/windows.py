@@ -1,4 +1,4 @@
-"""Conversion of `delta_timestamps` to frame offsets, and windows of frames around samples."""
+"""Windows of frames around samples, and their conversion from seconds (`delta_timestamps`) to frame offsets."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class BetweenFrames(ValueError):
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of frames of a sample.
+    """Windows of frames around a sample, by key.
 
     Attributes:
-        offsets: Frame offsets {key: shape (M, T)} for each of M datasets, whose frame rates may differ. Keys without a window
-            have only the current frame.
+        offsets: Frame offsets of each key that has a window, shape (M, T). The M datasets have separate offsets, because their
+            frame rates may differ. All other keys have only the current frame.
     """
 
     offsets: Mapping[str, Int64]
@@ -85,7 +85,7 @@ def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[st
 
 
 def beyond_every_episode(frames: Int64, lengths: Int64, dataset_of: Int64) -> npt.NDArray[np.bool_]:
-    """Return which steps of a window lie outside the episode for every sample.
+    """Return which steps of a window are outside the episode for every sample.
 
     Args:
         frames: Frame offsets for each dataset, shape (M, T).
@@ -104,16 +104,16 @@ def beyond_every_episode(frames: Int64, lengths: Int64, dataset_of: Int64) -> np
 def looks_like_frames(seconds: Sequence[float], frames: Int64, beyond: npt.NDArray[np.bool_]) -> bool:
     """Return whether a window in seconds was probably meant in frames, such as `range(16)`.
 
-    All its steps must be whole seconds, and most of them, but at least two, must lie beyond every episode. A single step far
-    away is a way to ask for the first or the last frame.
+    This is the case if all steps are whole seconds, and more than half of them and at least two are beyond every episode. A
+    single step far away does not count, because it is a way to ask for the first or the last frame.
 
     Args:
-        seconds: Steps of the window, shape (T,).
-        frames: The same as frame offsets for each dataset, shape (M, T).
+        seconds: Steps of the window in seconds, shape (T,).
+        frames: Steps of the window as frame offsets for each dataset, shape (M, T).
         beyond: Result of `beyond_every_episode` for the window, shape (T,).
     """
     steps = np.asarray(seconds, np.float64)
-    whole = (steps == np.round(steps)).all() and (frames != steps).any()  # at 1 fps, both are the same
+    whole = (steps == np.round(steps)).all() and (frames != steps).any()  # at 1 fps, seconds and frames are the same
     return bool(whole and beyond.sum() >= 2 and 2 * beyond.sum() > len(beyond))
 
 
