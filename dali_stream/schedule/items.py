@@ -105,7 +105,7 @@ class Items:
             return True
         # An item that is still being read may be evicted, too. Its result is dropped.
         items = np.flatnonzero((self.state != ABSENT) & (self._pins == 0))
-        # The last key of `lexsort` is the primary one: items of the kind that exceeds its share precede those of the other kind,
+        # The last key of `lexsort` is the primary one: items of the kind that exceeds its share precede those of the other one,
         # and items of the same kind are in the order of their last use.
         indices_first = self._bytes[1] > self._index_share
         items = items[np.lexsort((self._used[items], self.is_index(items) != indices_first))]

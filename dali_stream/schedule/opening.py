@@ -231,8 +231,8 @@ class Opening:
 
     def _newly_due(self) -> list[_Pinned]:
         """Return the next batch, and the batches that became due when it became the next one."""
-        # Batches up to `_due` were returned before. The next batch is returned again, since its reads may have failed then, or it
-        # may have been removed from the look-ahead meanwhile. In both cases `request` has repeated the reads.
+        # Batches up to `_due` were returned before. The next batch is returned again, since its reads may have failed then, or
+        # it may have been removed from the look-ahead meanwhile. In both cases `request` has repeated the reads.
         last = self._last_due()
         later = itertools.takewhile(lambda batch: batch.number <= last, itertools.islice(self._pinned, 1, None))
         return [self._pinned[0], *(batch for batch in later if batch.number > self._due)]

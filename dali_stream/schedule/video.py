@@ -183,8 +183,8 @@ class VideoPlanner:
         short = self.bytes + int(blocks.sizes(missing).sum()) - self.room
         if short <= 0:
             return True
-        # All cameras share the memory, and their blocks are ranked together. With a fixed share per camera, one camera could lack
-        # memory while another has some left, since bitrates and windows differ.
+        # All cameras share the memory, and their blocks are ranked together. With a fixed share per camera, one camera could
+        # lack memory while another has some left, since bitrates and windows differ.
         next_use = np.full(len(blocks), NEVER, np.int64)
         for camera in self._windows:
             np.minimum.at(next_use, *self._uses(camera, self._table.rows_with_blocks(camera)))
@@ -192,8 +192,8 @@ class VideoPlanner:
         total = int(blocks.sizes(candidates).sum())
         if total < short:
             return False
-        # If blocks have the same next use, such as `NEVER`, `nearest` keeps those that precede the others in the array. These are
-        # the most recently used ones.
+        # If blocks have the same next use, such as `NEVER`, `nearest` keeps those that precede the others in the array. After
+        # this sort, these are the most recently used ones.
         candidates = candidates[np.argsort(-blocks.touched[candidates], kind="stable")]
         keep = nearest(next_use[candidates], total - short - self.room // _SLACK, blocks.sizes(candidates))
         evicted = candidates[~keep]
