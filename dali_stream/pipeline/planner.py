@@ -160,8 +160,8 @@ class Planner:
 
     def _plan(self) -> PlannedBatch:
         config, reading, timed = self._config, self._reading, self._counters.timed
-        # Only `begin` and `open` close episodes. After `open`, those of the batch stay open until this method has gathered their
-        # rows and started the decode tasks, which hold the packets, indices and blocks that they need.
+        # Only `begin` and `open` close episodes. After `open`, those of the batch stay open until this method has gathered
+        # their rows and started the decode tasks, which hold the packets, indices and blocks that they need.
         with timed("rows_s"):
             reading.open(self._planner)
         plan = self._planner.plan()
