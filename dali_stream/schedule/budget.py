@@ -81,7 +81,7 @@ class Sizes:
     @property
     def frames_in_use(self) -> int:
         """Approximate number of frames of the episodes that the order draws from."""
-        # These episodes may be longer than the average, so half as many frames again are assumed.
+        # These episodes may be longer than the average, so 50 % more frames are assumed.
         frames = int(self.lengths.sum())
         return min(frames, int(self.episodes * frames / len(self.lengths) * 1.5))
 
@@ -95,7 +95,7 @@ def divide(budget: int, sizes: Sizes) -> Parts:
     """
     least = _least(sizes, budget)
     if least > budget:
-        # A larger budget has larger blocks, with which a batch needs more memory, so a budget that is enough is searched for.
+        # The need of a batch grows with the budget, since a larger budget has larger blocks. So a sufficient budget is searched.
         enough = max(budget, 4096)
         while _least(sizes, enough) > enough:
             enough = enough * 11 // 10
@@ -209,14 +209,14 @@ def _in_use(sizes: Sizes) -> int:
 
 def _indices_in_use(sizes: Sizes) -> int:
     files = {camera: count if sizes.scattered else min(count, sizes.episodes) for camera, count in sizes.files.items()}
-    # The size of the first file's index is an estimate for all files. Half is added, since others may compress less.
+    # The size of the first file's index is an estimate for all files. 50 % is added, since others may compress less.
     return sum(index.nbytes * files[camera] for camera, index in sizes.indices.items()) * 3 // 2
 
 
 def _video_in_use(sizes: Sizes) -> int:
     if not sizes.fetched:
         return 0
-    # A quarter is added, since other files may have a higher bitrate than the first one.
+    # 25 % is added, since other files may have a higher bitrate than the first one.
     return sum(sizes.frames_in_use * int(index.size.sum()) // len(index) for index in sizes.indices.values()) * 5 // 4
 
 

@@ -244,8 +244,7 @@ class FrameCache:
 
     def _evict(self, batch: int, slots: Int64) -> int:
         """Evict frames that the batch does not show. Return how many of them a later batch is known to show."""
-        # While a batch in flight shows or writes a slot, its frame cannot be replaced. The room grows when that batch is
-        # delivered.
+        # While a batch in flight shows or writes a slot, the slot cannot be reused. The room grows once that batch is delivered.
         free_from, count = np.unique(self._state.free_from(batch, slots), return_counts=True)
         for at, freed in zip(free_from.tolist(), count.tolist(), strict=True):
             if at == batch:
@@ -280,9 +279,9 @@ class _Slots:
         self._in_flight = in_flight
         self.frame = np.full(count, NONE, np.int64)
         self.next_use = np.full(count, NEVER, np.int64)
-        self.touched = np.full(count, -in_flight, np.int64)  # before batch 0 by `in_flight`, so that all slots are free at once
+        self.touched = np.full(count, -in_flight, np.int64)  # so long before batch 0 that it may write all slots
         # The free slots are a stack, so that slots that were used before are used first. The system allocates the memory of a
-        # slot when it is first written, so a cache that is never full takes less.
+        # slot when it is first written, so a cache that is never full takes less memory.
         self._free = np.arange(count, dtype=np.int64)[::-1].copy()
         self._free_count = count
         self._later = defaultdict[int, list[Int64]](list)  # {batch: slots that become free when it is planned}

@@ -69,7 +69,7 @@ class Read(NamedTuple):
 
     Attributes:
         batch: First batch that needs it.
-        step: Batch before whose planning the read must be complete.
+        step: Batch before which the read must complete. The batch is planned only then.
         camera: Camera of the index. Empty for rows.
         number: Number of the episode for rows, and of the file for an index.
         again: Whether these rows were read before in the same epoch, or this index at any time.

@@ -38,7 +38,7 @@ class Samples(NamedTuple):
 
 
 def samples(order: Callable[[int], EpochOrder], batches: Batches, rank: int, epoch: int, position: int) -> Iterator[Samples]:
-    """Yield the batches of a rank from a position of an epoch. Each epoch is followed by the next one, without an end.
+    """Yield the batches of a rank from a position of an epoch. The next epoch follows each epoch, so the iterator never ends.
 
     Args:
         order: Function from an epoch to its order.
