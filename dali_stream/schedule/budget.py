@@ -95,7 +95,7 @@ def divide(budget: int, sizes: Sizes) -> Parts:
     """
     least = _least(sizes, budget)
     if least > budget:
-        # The need of a batch grows with the budget, since a larger budget has larger blocks. So a sufficient budget is searched.
+        # A larger budget has larger blocks, so a batch needs more. The loop finds a budget that is large enough nevertheless.
         enough = max(budget, 4096)
         while _least(sizes, enough) > enough:
             enough = enough * 11 // 10

@@ -244,7 +244,7 @@ class FrameCache:
 
     def _evict(self, batch: int, slots: Int64) -> int:
         """Evict frames that the batch does not show. Return how many of them a later batch is known to show."""
-        # While a batch in flight shows or writes a slot, the slot cannot be reused. The room grows once that batch is delivered.
+        # While a batch in flight shows or writes a slot, it cannot be reused. The room grows once that batch is delivered.
         free_from, count = np.unique(self._state.free_from(batch, slots), return_counts=True)
         for at, freed in zip(free_from.tolist(), count.tolist(), strict=True):
             if at == batch:
