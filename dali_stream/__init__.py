@@ -41,7 +41,7 @@ __all__ = [
     "types",
 ]
 
-# Imported on first use: torch and DALI take a second, and orders and metadata do not need them.
+# These are imported on first use, since importing torch and DALI takes a second, and orders and metadata do not need them.
 _LAZY = {"FrameSampler": "dali_stream.sampler", "Loader": "dali_stream.loader", "batch_at": "dali_stream.replay"}
 
 

@@ -1,4 +1,4 @@
-"""Checks of the loader's plain arguments. Each raises a ValueError with the allowed values."""
+"""Checks of plain arguments, such as numbers. Each check raises a ValueError that names the allowed values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 _P = ParamSpec("_P")
 
 
-# Replacements in a Loader for the arguments of PyTorch's DataLoader.
+# For each argument of PyTorch's DataLoader, what to use instead with a Loader.
 INSTEAD_OF_DATALOADER = {
     "num_workers": "Use num_threads=, the number of decode threads.",
     "prefetch_factor": "Use prefetch=, the number of batches in progress.",
@@ -40,7 +40,11 @@ def known_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def known_arguments_or(hints: Mapping[str, str]) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
-    """Return the decorator `known_arguments`, with hints for some unknown arguments."""
+    """Return a decorator like `known_arguments`, whose error also contains a hint for some unknown arguments.
+
+    Args:
+        hints: {unknown argument: sentence that says what to do instead}.
+    """
 
     def decorate(init: Callable[_P, None]) -> Callable[_P, None]:
         allowed = [name for name in inspect.signature(init).parameters if name != "self"]
@@ -106,7 +110,7 @@ def picture_size(image_size: tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 def budget_text(count: int) -> str:
-    """Return bytes in the form that `byte_count` takes, rounded up: "8.4GiB", or "20MiB" below 1 GiB."""
+    """Return a number of bytes as a text that `byte_count` accepts, rounded up: "8.4GiB", or "20MiB" below 1 GiB."""
     return f"{-(-count * 10 // (1 << 30)) / 10:.1f}GiB" if count >= 1 << 30 else f"{-(-count // (1 << 20))}MiB"
 
 

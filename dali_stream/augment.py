@@ -13,10 +13,12 @@
 
 The numbers are a function of seed, epoch and position. The same position therefore gives the same pixels after a resume, on any
 number of ranks, and in every run on the same kind of device. All frames of a window get the same augmentation. Each call draws
-new numbers, so cameras get different augmentations, unless each of them has its own `Draw`.
+new numbers, so cameras get different augmentations. For equal ones, make a `Draw` per camera, since each begins with the same
+numbers.
 
-Frames have the layout HWC or FHWC, and are float32 in [0, 1] or uint8. Their dtype does not change. A range is a tuple (low,
-high). A number instead of a range is the largest change in both directions.
+Frames have the layout HWC or FHWC, and are float32 in [0, 1] or uint8. Layout and dtype do not change, and neither does the
+size, except in `random_resized_crop`. A range is a tuple (low, high). A number instead of a range is the largest change in both
+directions. All functions raise a ValueError if a range is invalid or if no random numbers are left.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ _NO_BLUR = 0.01  # sigma without effect: in float32, its kernel is 1 in the midd
 
 
 class Draw:
-    """Source of a sample's random numbers, which are used one after the other while the graph is built.
+    """Source of a sample's random numbers. Each call of a method uses the next one while the graph is built.
 
     Args:
         sample: Node `nodes["sample"]` of a graph function.
@@ -108,7 +110,13 @@ def random_resized_crop(
 
 
 def random_shift(frame: DataNode, draw: Draw, *, pixels: tuple[int, int]) -> DataNode:
-    """Move the frame by whole pixels, up to (down, right) `pixels` to either side. The edge is repeated. Draws 2 numbers."""
+    """Shift the frame by a random number of whole pixels. Pixels at the edge are repeated. Draws 2 numbers.
+
+    Args:
+        frame: Frames, see the module.
+        draw: Random numbers, see the module.
+        pixels: Largest shift (vertical, horizontal) in pixels, in both directions.
+    """
     down, right = (dali_math.floor(draw.uniform() * (2 * count + 1)) - count for count in pixels)
     one, zero = right * 0 + 1, right * 0
     moved = fn.stack(fn.stack(one, zero, right), fn.stack(zero, one, down))
@@ -116,7 +124,13 @@ def random_shift(frame: DataNode, draw: Draw, *, pixels: tuple[int, int]) -> Dat
 
 
 def random_rotation(frame: DataNode, draw: Draw, *, degrees: float | tuple[float, float]) -> DataNode:
-    """Turn the frame about its middle and keep its size. The edge is repeated. Draws 1 number."""
+    """Rotate the frame about its center, and keep its size. Pixels at the edge are repeated. Draws 1 number.
+
+    Args:
+        frame: Frames, see the module.
+        draw: Random numbers, see the module.
+        degrees: Range of the angle, or the largest angle in both directions, in degrees.
+    """
     return fn.rotate(frame, angle=draw.uniform(*_around("degrees", degrees, 0.0)), keep_size=True)
 
 
@@ -131,9 +145,8 @@ def color_jitter(
 ) -> DataNode:
     """Change contrast, brightness, saturation and hue, in this order. Draws 4 numbers.
 
-    Each step clamps values to [0, 1], or to 0 and 255 for uint8, as in torchvision's ColorJitter. Contrast is relative to the
-    middle of that range, where torchvision takes the mean of the frame. A step whose range is a single value without effect is
-    left out.
+    Each step clamps values to [0, 1], or to [0, 255] for uint8, as in torchvision's ColorJitter. Contrast is relative to the
+    middle of this range, but to the mean of the frame in torchvision. A step that has no effect is left out.
 
     Args:
         frame: Frames, see the module.
@@ -158,7 +171,7 @@ def color_jitter(
 def gaussian_blur(
     frame: DataNode, draw: Draw, *, sigma: tuple[float, float] = (0.1, 2.0), probability: float = 0.5
 ) -> DataNode:
-    """Blur some frames. Draws 2 numbers.
+    """Blur the frames of some samples. Draws 2 numbers.
 
     Args:
         frame: Frames, see the module.
@@ -179,7 +192,7 @@ def random_erasing(
     ratio: tuple[float, float] = (0.5, 2.0),
     value: float = 0.0,
 ) -> DataNode:
-    """Fill a rectangle of some frames with one value, as if an object hid it from the camera. Draws 5 numbers.
+    """Fill a rectangle in the frames of some samples with one value, as if an object covered it. Draws 5 numbers.
 
     Args:
         frame: Frames, see the module.
@@ -187,7 +200,7 @@ def random_erasing(
         probability: Probability that a sample gets a rectangle. Default: 0.5.
         scale, ratio: Ranges of the rectangle's area and aspect ratio. See `random_resized_crop`. Default: (0.02, 0.2) and
             (0.5, 2.0).
-        value: Value of every channel in the rectangle, in the unit of the frame. Default: 0.0.
+        value: Value of all channels in the rectangle, in [0, 1], or in [0, 255] for uint8. Default: 0.0.
     """
     top, left, height, width = _part(draw, scale, ratio)
     is_erased = draw.coin(probability)
@@ -200,7 +213,8 @@ def random_erasing(
 def _limits(frame: DataNode) -> tuple[DataNode, DataNode]:
     """Return the lowest and the highest value of the frame's type as pixels: 0 and 1 for floats, 0 and 255 for uint8.
 
-    The type is not known while the graph is built, but DALI shifts brightness by the range of the type.
+    The type is not known while the graph is built. But `brightness_shift` is relative to the range of the type, so black with a
+    shift of 0 or 1 is the lowest or the highest value.
     """
     pixel = fn.crop(frame, crop=(1, 1))
     return tuple(fn.brightness_contrast(pixel, brightness=0.0, brightness_shift=shift) for shift in (0.0, 1.0))

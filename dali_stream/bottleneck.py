@@ -4,9 +4,10 @@
     planner thread         rows_s, gather_s, plan_s                            at most wall
     decode threads         read_s, pack_s, decode_s, resize_s                  at most wall × num_threads
 
-If the training loop waits for batches, the largest part of `wait_s` determines the slow side. If that is `starved_s`, the
-frames are late. Then the limit is the longest stage of the planner thread or of the decode threads, whichever are busier. If
-both are idle most of the time, `prefetch` is too small. `pipeline.model` predicts the gain of the change.
+If the training loop waits for batches, the largest part of `wait_s` shows why. If it is `graph_s` or the rest, the thread that
+iterates is the limit. If it is `starved_s`, the frames are late. Then the limit is the longest stage of the planner thread or
+of the decode threads, whichever are busier. If both are idle most of the time, `prefetch` is too small. `pipeline.model`
+predicts the gain of the change.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ STAGES = {
     },
 }  # fmt: skip
 KEEPS_UP = 0.1  # a loader keeps up if the training loop waits for batches for less than this share of the time
-_IDLE = 0.5  # a thread that works for less than this share of the time limits nothing
-JUDGED = 200  # number of batches that are judged, the last ones
+_IDLE = 0.5  # a thread that works for less than this share of the time is not the limit
+JUDGED = 200  # number of last batches that are judged
 _SNAPSHOT_EVERY = 20  # number of batches per snapshot, which takes about 10 microseconds
-_WORTH = 0.05  # share of the decodes, or of the fetched bytes, above which it is worth more memory to save them
-_LONG_GOP = 2.5  # decoded frames per delivered frame from which re-encoding with a GOP of 2 is worthwhile
+_WORTH = 0.05  # more memory is worth its cost if it saves more than this share of the decodes or of the fetched bytes
+_LONG_GOP = 2.5  # from this number of decoded frames per delivered frame, re-encoding with a GOP of 2 is worthwhile
 _SHORT_GOP = 1.5  # decoded frames per delivered frame with a GOP of 2 and no cache
-_SIMULATED = 100  # number of batches that are simulated with a larger memory budget
+_SIMULATED = 100  # number of batches that are simulated with each memory budget
 _AS_BYTES = 0.4  # bytes that copying a frame as uint8 reads and writes, 1 + 1, divided by those as float32, 1 + 4
-_SAID = 1.05  # gain from which it is worth saying
+_SAID = 1.05  # smallest gain that the text mentions
 
 
 class Recent:
-    """Snapshots of a loader's counters, from which its last `JUDGED` batches are judged.
+    """Snapshots of a loader's counters, with which its last `JUDGED` batches are judged.
 
     Attributes:
-        warm: Whether the batches since `begin` follow a whole epoch, whose decoded frames may be in memory.
+        warm: Whether the batches since `begin` follow a whole epoch, whose decoded frames may still be in memory.
         batches: Number of batches since the snapshot `since`.
     """
 
@@ -83,13 +84,13 @@ class Recent:
 
     @property
     def since(self) -> Mapping[str, Any] | None:
-        """Counters before the batches to judge. None before the first batch, whose time includes starting."""
+        """Counters before the batches to judge. None until the first batch, which is not judged, as it includes the start."""
         return self._snapshots[0] if self._snapshots else None
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of a loader whose change may help.
+    """Settings of a loader that affect its speed.
 
     Attributes:
         num_threads: Number of decode threads.
@@ -100,16 +101,16 @@ class Setup:
         decode: Argument of the Loader.
         videos: {camera with video: name of its decoder}.
         image_size, image_dtype: Arguments of the Loader.
-        normalize, dali_graph: Whether the Loader has these arguments.
+        normalize, dali_graph: Whether these arguments were passed to the Loader.
         warm: Whether the batches follow a whole epoch of the same loader.
         keeps_all: Whether `memory_budget` holds all decoded frames, so that later epochs decode nothing.
-        frames_budget: Memory budget that would hold all decoded frames, in bytes. None if the present budget does, if the CPU
+        frames_budget: Memory budget that would hold all decoded frames, in bytes. None if the current budget does, if the CPU
             decodes no frames, or if this machine has less memory.
-        reads_budget: Memory budget that would hold the rows, indices and encoded video in use, in bytes. None if the present
+        reads_budget: Memory budget that would hold the rows, indices and encoded video in use, in bytes. None if the current
             budget does, or if this machine has less memory.
-        advice: Function that simulates a larger memory budget. It returns that budget in bytes, and the number of frames
-            decoded per delivered frame, now and with it, or None if the budget is not worth it, or more than the memory of
-            this machine.
+        advice: Function that simulates a larger memory budget. It returns the larger budget in bytes, and the number of frames
+            decoded per delivered frame with the current and the larger budget. It returns None if the larger budget saves too
+            little, or exceeds the memory of this machine.
         block_bytes: Size of a block of encoded video in bytes.
     """
 
@@ -141,7 +142,7 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool) -
         normalize: Whether the loader normalizes them.
         warm: See `Setup`.
     """
-    # While batches are in progress, only the planner may read indices.
+    # While batches are in progress, only the planner may read indices, so its sizes are used.
     on_cpu = config.on_cpu(source.routes)
     sizes = source.sizes or config.sizes(on_cpu)
     parts, enough = divide(config.memory_budget, sizes), frames_budget(sizes)
@@ -184,9 +185,9 @@ class Bottleneck:
         stage: "training" if the loader keeps up. Otherwise "read", "pack", "decode" or "resize" (decode threads), "rows",
             "gather" or "plan" (planner thread), "graph" (copying frames into batches, and DALI), "handover" (from DALI to a
             batch), or "prefetch" if training waits although no stage is busy.
-        share: Share of the time that the stage takes of its threads, 0 to 1.
-        text: One to three sentences with the stage, its share, and the change that would help most with its predicted gain.
-        gain: Batches per second with that change, divided by those now, as predicted by `pipeline.model`. 1 if unknown.
+        share: Share of the time of its threads that the stage takes, 0 to 1.
+        text: One to three sentences: the stage, its share, and the change that would help most, with its predicted gain.
+        gain: Batches per second with this change, divided by those now, as predicted by `pipeline.model`. 1 if unknown.
     """
 
     stage: str
@@ -246,7 +247,7 @@ def _upstream(times: Mapping[str, float], setup: Setup, wall: float) -> tuple[st
         wall: Time that has passed, in seconds.
 
     Returns:
-        Stage, its share, the beginning of a sentence that says so, and the change that would help most.
+        Stage, its share, a clause that says both, and the change that would help most.
     """
     pool = {key: times[key] / wall / setup.num_threads for key in STAGES["decode threads"]}
     planner = {key: times[key] / wall for key in STAGES["planner"]}
@@ -269,7 +270,7 @@ class _Change(NamedTuple):
     """Change that would help.
 
     Attributes:
-        text: The change, as the end of a sentence.
+        text: Description of the change that completes "What would help most: ...".
         then: Function from the work of a batch to the work after the change. None if the effect is unknown.
     """
 
@@ -317,7 +318,7 @@ def _decode_change(times: Mapping[str, float], setup: Setup) -> _Change:
 
 
 def _frames_memory(times: Mapping[str, float], setup: Setup) -> _Change | None:
-    """Return the memory_budget that saves decodes. None if it saves only a few."""
+    """Return the advice to use a larger memory_budget, which saves decodes. None if it would save only a few."""
     if setup.frames_budget is not None:
         budget = f'memory_budget="{budget_text(setup.frames_budget)}", which holds all decoded frames'
         evicted, misses = times["frames_evicted_before_use"], times["frames"] - times["frame_cache_hits"]

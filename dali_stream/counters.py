@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dali_stream.tracing import record
 
-_CPU = {  # attribute with the CPU seconds of a stage
+_CPU = {  # {stage: attribute to which its CPU seconds are added}
     **dict.fromkeys(("read_s", "pack_s", "decode_s", "resize_s"), "decode_cpu_s"),
     **dict.fromkeys(("rows_s", "gather_s", "plan_s"), "plan_cpu_s"),
     "graph_s": "copy_cpu_s",
@@ -21,16 +21,16 @@ Timed = Callable[[str], AbstractContextManager[None]]
 
 @dataclass
 class Counters:
-    """Counters and times, which several threads increase with `add` and `timed`.
+    """Counters and times. Several threads may increase them with `add` and `timed`.
 
     The times of `timed` do not overlap: the time of a stage excludes other stages that run inside it on the same thread.
 
     Attributes:
         batches, first_batch_s: Number of batches that the loader delivered, and seconds from its construction to the first
-            one. None before it.
+            batch, or None before it.
         read_s, pack_s, decode_s, resize_s: Seconds of the stages of the decode threads, added up over the threads.
         rows_s, gather_s, plan_s: Seconds of the stages of the planner thread.
-        starved_s, graph_s, training_s, wait_s: Seconds of the thread that iterates. The first two are parts of `wait_s`.
+        starved_s, graph_s, training_s, wait_s: Seconds of the thread that iterates. `wait_s` includes the first two.
         decode_cpu_s, plan_cpu_s, copy_cpu_s: CPU seconds of the decode threads, of the planner thread, and of `graph_s` and the
             threads that help copying.
 
@@ -69,7 +69,7 @@ class Counters:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._thread = threading.local()  # its attribute `inner` has the seconds (wall, CPU) of stages inside the current one
+        self._thread = threading.local()  # attribute `inner`: seconds (wall, CPU) of the stages inside the current one so far
 
     def add(self, **amounts: float) -> None:
         """Add amounts to attributes by name."""
@@ -79,7 +79,7 @@ class Counters:
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Add the seconds of the block to an attribute, without those of other blocks inside it, and its CPU seconds."""
+        """Add the seconds of the block to an attribute, without those of stages inside it, and its CPU seconds to another."""
         outer_wall, outer_cpu = getattr(self._thread, "inner", (0.0, 0.0))
         self._thread.inner = 0.0, 0.0
         started, began = time.perf_counter(), time.thread_time()

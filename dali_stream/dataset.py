@@ -37,16 +37,17 @@ class Dataset(DatasetFiles):
         uri: Local folder, id of a Hub repository ("lerobot/droid_1.0.1"), or address: `hf://datasets/...`,
             `hf://buckets/...`, `s3://`, `gs://`, `az://`, `http(s)://`, `file://`, `memory://` or another that fsspec knows. A
             repository that LeRobot has downloaded (`HF_LEROBOT_HOME`) is read from its folder if `revision` is None.
-        revision: Branch, tag or commit of a Hub repository. It is resolved to a commit once, and that commit is read.
-        cameras: Keys of the videos and images to use. No byte of the others is read. Default: all.
+        revision: Branch, tag or commit of a Hub repository. It is resolved to a commit once, and that commit is read. Default:
+            the main branch.
+        cameras: Keys of the videos and images to use. Others are not read. Default: all.
         episodes: Indices of the episodes to use. Default: all.
-        data_files_root: Address of the folder that contains `data/` and `videos/`, if it is not the one with `meta/`.
-        storage_options: Credentials, endpoints and timeouts. The page on remote data lists them.
+        data_files_root: Address of the folder that contains `data/` and `videos/`. Default: the folder that contains `meta/`.
+        storage_options: Credentials, endpoints and timeouts. See docs/remote.md for the options of each storage.
         cache_dir: Folder for fetched bytes, which the ranks of a machine and later runs share. Local files are never copied to
             it. Default: fetched bytes are kept in memory only.
         cache_bytes: Maximum size of the cache on disk, in bytes or such as "200GiB". Least recently used bytes are evicted
             first. Default: no limit.
-        give_up_after_s: Number of seconds after which a failing read is no longer retried. Default: 60, and 5 until the first
+        give_up_after_s: Number of seconds after which a failing read is no longer retried. Default: 60, but 5 until the first
             connection succeeds.
         stats: Statistics for `normalize` in the form that `compute_stats` returns. They do not change the fingerprint. Default:
             those of the dataset, which cover all of its episodes.
@@ -56,10 +57,11 @@ class Dataset(DatasetFiles):
         frames: Frames to sample, {episode index: [(start, stop), ...]}, or the path of a JSON file with that content. Ranges
             exclude `stop`, and episodes without ranges yield no samples. Windows still extend to the ends of the episode.
             Default: all.
-        drop_first, drop_last: Number of frames at the beginning and at the end of each episode that are not sampled.
-        clock: Method that locates the frame of a row in a video: "timestamp", as in LeRobot, or "frame_index", which uses
-            frame_index / fps, for datasets with timestamps of a wall clock. Rows are delivered unchanged.
-        tolerance_s: Maximum distance between that time and the frame, in seconds, up to half a frame. LeRobot's default is
+        drop_first, drop_last: Number of frames at the beginning and the end of each episode that are not sampled. Default: 0.
+        clock: Time at which the frame of a row is located in a video: "timestamp" for the row's timestamp, as in LeRobot, or
+            "frame_index" for frame_index / fps, for datasets with timestamps of a wall clock. Rows are delivered unchanged.
+            Default: "timestamp".
+        tolerance_s: Maximum distance between this time and the frame, in seconds, up to half a frame. LeRobot's default is
             1e-4. Default: a quarter of a frame.
 
     Attributes:
@@ -70,17 +72,18 @@ class Dataset(DatasetFiles):
         fps: Frames per second.
         features: Features of `meta/info.json`, without the cameras that are not selected.
         cameras: Keys of the selected cameras.
-        episodes: Indices of the selected episodes in rising order, int64 of shape (E,).
+        episodes: Indices of the selected episodes in increasing order, int64 of shape (E,).
         lengths: Number of frames of each selected episode, sampled or not, int64 of shape (E,).
-        fingerprint: Hash of what is read. It is the same for every copy of the dataset, whatever its location, version, files
-            and encoding. It contains the commit of a Hub repository, and any `clock` and `tolerance_s` except the defaults.
+        fingerprint: Hash of the metadata and of the selected episodes and frames, 32 hexadecimal digits. It does not depend on
+            the selected cameras, or on the location, format version, files and encoding of the dataset. It does depend on the
+            commit of a Hub repository, and on `clock` and `tolerance_s` if they are not the defaults.
         skips_images: Whether the rows contain images that are not selected.
-        revision: Commit of the Hub repository, otherwise None.
+        revision: Commit of the Hub repository. None for other datasets.
         cache_dir, clock: As given.
         tolerance_s: Tolerance in seconds.
 
     Raises:
-        DatasetError: If the dataset does not exist, has another format, or its metadata is broken.
+        DatasetError: If the dataset does not exist, has an unsupported format, or has broken metadata.
         StorageError: If the dataset cannot be reached.
         ValueError: If an argument is invalid, or the selection is empty.
     """
@@ -140,7 +143,7 @@ class Dataset(DatasetFiles):
         Args:
             shares: Share of the episodes of each part, with a sum of at most 1. Default: the `splits` of `meta/info.json`, such
                 as {"train": "0:40", "test": "40:50"}.
-            seed: Seed of the shuffle that assigns episodes to parts.
+            seed: Seed of the shuffle that assigns episodes to parts. Default: 0.
 
         Returns:
             {name: dataset}. The parts share open files, and each has its own fingerprint.
@@ -192,8 +195,8 @@ class Dataset(DatasetFiles):
 
         Args:
             keys: Features to compute. Default: the selected cameras and all features except text.
-            progress: Function called as (episodes done, number of episodes) in the caller's thread. Rows and each camera are
-                counted separately.
+            progress: Function that is called with (number of episodes done, number of episodes) in the caller's thread. Rows
+                and each camera are counted separately. Default: none.
 
         Returns:
             {key: {"min", "max", "mean", "std", "q01", "q10", "q50", "q90", "q99": array, "count": (1,) int}}. Statistics of
@@ -212,7 +215,7 @@ class Dataset(DatasetFiles):
 
 
 def _shared(shares: Mapping[str, float], key: np.ndarray) -> dict[str, np.ndarray]:
-    """Return each name's share of the positions in `key`. Positions are assigned in the order of their keys."""
+    """Return {name: its share of the positions in `key`, increasing}. Positions are assigned in the order of their keys."""
     wrong = [share for share in shares.values() if isinstance(share, bool) or not 0 < share <= 1]
     if not shares or wrong or math.fsum(shares.values()) > 1 + 1e-9:
         raise ValueError(f"shares must be positive numbers with a sum of at most 1, got {dict(shares)}")

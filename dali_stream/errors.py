@@ -11,7 +11,7 @@ class DaliStreamError(Exception):
 
 
 class DatasetError(DaliStreamError):
-    """The dataset is missing, has another format, or has files that contradict its metadata."""
+    """The dataset is missing, has an unsupported format, or has files that contradict its metadata."""
 
 
 class StorageError(DaliStreamError):
@@ -19,7 +19,7 @@ class StorageError(DaliStreamError):
 
 
 class DecodeError(DaliStreamError):
-    """A video cannot be decoded to the requested frames."""
+    """A video or an image cannot be decoded, or a video lacks a requested frame."""
 
 
 class ResumeError(DaliStreamError):

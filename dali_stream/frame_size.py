@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 
 def frame_size(text: str) -> tuple[int, int]:
-    """Return a size such as "240x320" as (height, width). It is a `type` for argparse.
+    """Return a size such as "240x320" as (height, width) in pixels. This function is a `type` for argparse.
 
     Raises:
-        argparse.ArgumentTypeError: If the text is no size.
+        argparse.ArgumentTypeError: If the text is not a size.
     """
     size = re.fullmatch(r"\s*0*([1-9]\d{0,4})(?:\s*[x×X]\s*|\s+)0*([1-9]\d{0,4})\s*", text)
     if not size:
@@ -23,13 +23,14 @@ def frame_size(text: str) -> tuple[int, int]:
 
 
 def join_sizes(words: Sequence[str] | None = None, options: Sequence[str] = ("--image-size",)) -> list[str]:
-    """Return a command line in which `--image-size 240 320` is `--image-size 240x320`, an option with one value.
+    """Return a command line in which `--image-size 240 320` is replaced with `--image-size 240x320`.
 
-    Options of argparse and typer have a fixed number of values, or take what follows them, such as the address of a dataset.
+    In argparse and typer, an option with a variable number of values would also consume the argument that follows, such as the
+    address of a dataset.
 
     Args:
         words: Command line without the program's name. Default: that of this process.
-        options: Names of the options whose value is a size.
+        options: Names of the options whose value is a size. Default: `--image-size`.
     """
     rest = list(sys.argv[1:] if words is None else words)
     joined: list[str] = []

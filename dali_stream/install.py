@@ -1,4 +1,4 @@
-"""The command that installs what an extra of this package needs, for messages."""
+"""Command that installs the requirements of an extra of this package, for messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shlex
 def install_command(extra: str) -> str:
     """Return the command that installs the requirements of an extra, such as "pip install 'botocore>=1.34'".
 
-    It names the requirements instead of the package, so it works for a checkout, a wheel and a release alike.
+    The command names the requirements, not the package, so it works for a checkout, a wheel and a release.
     """
     try:
         lines = importlib.metadata.requires("dali-stream") or []

@@ -53,65 +53,71 @@ class Loader:
 
     Args:
         dataset: `Dataset`, or any value that `Dataset` accepts, or a `Mixture` of several datasets.
-        batch_size: Number of samples per batch and rank.
-        delta_timestamps: Times of a window in seconds relative to the current frame, per key, in multiples of 1/fps, such as
+        batch_size: Number of samples per batch and rank. Default: 64.
+        delta_timestamps: Windows per key: times in seconds relative to the current frame, in multiples of 1/fps, such as
             `{"action": [i / dataset.fps for i in range(16)]}`. As in LeRobot, a step selects the row that is
-            round(seconds * fps) rows away in the episode, whatever its timestamp is.
+            round(seconds * fps) rows away in the episode, whatever its timestamp is. Default: no windows.
         dali_graph: Function from a dict of DALI nodes to another dict, which is added at the end of the DALI graph. Frames are
             HWC or FHWC, resized and converted to `image_dtype`. An output whose layout ends in HWC is delivered channels first.
             The node "sample" contains random numbers for augmentation, see `dali_stream.augment`, and is not delivered.
+            Default: none.
         image_size: Size (height, width) in pixels to which frames are resized, without keeping their aspect ratio. To keep it,
             crop in `dali_graph`. Default: the recorded size, which must be the same for all datasets of a mixture.
         image_dtype: "float32" or `torch.float32` for values in [0, 1], "uint8" or `torch.uint8` for values in [0, 255].
-        memory_format: "channels_last" for frames whose channels lie next to each other in memory, or "contiguous" for the
-            strides of `torch.utils.data.default_collate`. Frames have the same shape and values in both. Default:
-            "channels_last", in which decoders deliver frames, so that nothing is transposed.
+            Default: "float32".
+        memory_format: "channels_last" for frames whose channels are adjacent in memory, or "contiguous" for the strides of
+            `torch.utils.data.default_collate`. Frames have the same shape and values in both. Default: "channels_last", which
+            is the format of decoders, so nothing is transposed.
         normalize: Mode per key, {key: "mean_std", "min_max", "quantiles" or None}, or one mode for action and observations,
             see `Normalizer`. For a mixture, "min_max_per_dataset" and the like use the statistics of each sample's own dataset.
-            It is applied after `dali_graph`, and `normalizer.inverse` undoes it.
+            Normalization follows `dali_graph`, and `normalizer.inverse` undoes it. Default: no normalization.
         shuffle: True for pools of episodes, "global" for one permutation of all frames, which suits local data, or False for
-            the recorded order.
-        seed: Seed of the order and of augmentation.
-        consumers, episode_pool_size: See `Order`. Only for `shuffle=True`. Default: chosen for the global batch, which is
-            batch_size times the world size, such as 32 and 8 for 64 samples; a resumed run keeps those of its state. A run can
-            be resumed on every world size that divides `consumers`.
-        device: "auto", "cpu", "cuda" or an index such as "cuda:1". "auto" is the GPU of this process if it has one.
+            the recorded order. Default: True.
+        seed: Seed of the order and of augmentation. Default: 0.
+        consumers, episode_pool_size: See `Order`. They are only used with `shuffle=True`. A run can be resumed on every world
+            size that divides `consumers`. Default: chosen for the global batch, which is batch_size times the world size, such
+            as 32 and 8 for 64 samples. A resumed run keeps the values of its state.
+        device: "auto", "cpu", "cuda" or an index such as "cuda:1". "auto" is the GPU of this process if it has one. Default:
+            "auto".
         decode: "auto" for NVDEC if the driver supports the camera's video and torchcodec otherwise, "fastest" for the faster of
             the two on this machine, "dali", "torchcodec", or "torchcodec-cuda" for NVDEC without DALI (not run on a GPU yet).
+            Default: "auto".
         num_threads: Number of decode threads, on the CPU and of DALI for NVDEC. Default: the number of cores of this process.
         prefetch: Number of batches that are prepared ahead. Default: enough to keep all threads busy, from 2 to 16.
         memory_budget: Memory for rows, indices of video files, encoded video of remote data, and decoded frames, in bytes or
-            such as "4GiB". The first three get what the episodes in use need, up to half of the budget, and frames the rest.
-            In-flight frames are not counted if they exceed the budget, or if it holds all frames of the dataset.
-        audit: Number of samples of which one is audited, if DALI decodes a camera. An audited sample is decoded by torchcodec,
-            too. If the frames differ by more than a tolerance, torchcodec decodes the batch and all later ones, and a warning
-            names file and frame. The first sample of each file is always audited. 0 turns audits off. With a `dali_graph`, they
-            take the memory of another batch of frames on the GPU. Default: 1000.
+            such as "4GiB". The first three get what the episodes in use need, up to half of the budget. Decoded frames get the
+            rest. In-flight frames are not counted if they exceed the budget, or if it holds all frames of the dataset. Default:
+            "4GiB".
+        audit: Number of samples of which one is audited, if DALI decodes a camera. An audited sample is also decoded by
+            torchcodec. If the frames differ by more than a tolerance, torchcodec decodes the batch and all later ones, and a
+            warning names file and frame. The first sample of each file is always audited. 0 turns audits off. With a
+            `dali_graph`, audits take the memory of another batch of frames on the GPU. Default: 1000.
         last_batch: Treatment of samples that do not fill the last batch of an epoch: "drop" omits them, "partial" delivers a
-            smaller batch, and "pad" fills the batch with the first samples of the epoch.
-        on_error: "raise", or "substitute" to replace a sample that cannot be decoded by another one of its batch. Substitutes
-            are counted in `stats()`, summed up in a warning per file and epoch, and marked in `is_substitute`, bool of shape
-            (B,). They depend on the batch only, so a run that is resumed with the same ranks and batch size has the same ones.
+            smaller batch, and "pad" fills the batch with the first samples of the epoch. Default: "drop".
+        on_error: "raise", or "substitute" to replace a sample that cannot be decoded with another sample of its batch.
+            Substitutes are counted in `stats()`, summed up in a warning per file and epoch, and marked in `is_substitute`, bool
+            of shape (B,). They depend on the batch only, so they are the same in a run that is resumed with the same ranks and
+            batch size. Default: "raise".
         max_substitutes: Maximum share of a batch that may be replaced, above 0 and up to 1. If more samples cannot be decoded,
-            the first error is raised.
+            a DecodeError that contains the first error is raised. Default: 1.0.
         rank, world_size: Rank of this process, and number of ranks. Default: those of torch.distributed or Accelerate if
-            initialized, else of the environment variables `RANK` and `WORLD_SIZE`, else 0 of 1. Iterating raises an error if
-            torch.distributed has been initialized with other values since. Explicit values are not compared with it, so
-            several processes may share a rank, as in tensor parallelism.
+            initialized, otherwise of the environment variables `RANK` and `WORLD_SIZE`, otherwise 0 and 1. Iterating raises an
+            error if torch.distributed has been initialized with other values since. Explicit values are not compared with it,
+            so several processes may share a rank, as in tensor parallelism.
 
     Raises:
         ValueError: If an argument is invalid.
         DatasetError: See `Dataset`.
         MemoryBudgetError: If `memory_budget` does not hold one batch, or the frames of the batches in progress need more memory
             than this machine or the cgroup of this process has.
-        DaliStreamError: If the Loader is made in a worker of a DataLoader, where each worker would deliver the same batches; or
-            if a GPU, `dali_graph` or `decode="dali"` needs DALI, and it cannot be imported.
+        DaliStreamError: If the Loader is made in a worker of a DataLoader, since each worker would deliver the same batches, or
+            if a GPU, `dali_graph` or `decode="dali"` needs DALI, and DALI cannot be imported.
     """
 
     _epoch = _position = 0  # epoch of the next batch, and position in its order
     _iteration = 0  # number of the current iteration
-    _began = _abandoned = False  # whether any iteration has begun, and whether the current epoch is incomplete
-    _begin: dict[str, int] | None = None  # loaded place, if it is not a multiple of the global batch
+    _began = _abandoned = False  # whether any iteration has begun, and whether the current epoch was not iterated to its end
+    _begin: dict[str, int] | None = None  # loaded epoch and position, if the position is not a multiple of the global batch
     _closed = _told_left_out = _bottleneck_logged = False
 
     @known_arguments_or(INSTEAD_OF_DATALOADER)
@@ -176,7 +182,10 @@ class Loader:
         self._warn_if_uneven()
 
     def _make_source(self, decode: str, dali_graph: Graph | None) -> BatchSource:
-        """Choose the decoders, and return the batches. Check that they fit into memory, and that DALI can be imported."""
+        """Choose the decoders, and return the source of the batches.
+
+        Also check that batches fit into memory and, if DALI is needed, that it can be imported.
+        """
         config = self._config
         try:
             routes = choose_routes(config.dataset, config.indices, decode, config.gpu, config.num_threads)
@@ -216,7 +225,7 @@ class Loader:
         for camera, route in self._source.routes.items():
             cameras.setdefault(route.decoder, []).append(camera)
         routes = "".join(f"{', '.join(keys)} on {decoder}; " for decoder, keys in cameras.items())
-        uri = self.dataset.uri if len(self.dataset.uri) <= 100 else f"{self.dataset.uri[:97]}..."  # of many datasets
+        uri = self.dataset.uri if len(self.dataset.uri) <= 100 else f"{self.dataset.uri[:97]}..."  # of a large mixture
         batches = f"{len(self)} batch{'' if len(self) == 1 else 'es'} of {self._config.batches.batch_size}"
         rank = f"rank {self._ranks.rank} of {self._ranks.world_size}"
         return f"{type(self).__name__}({uri!r}: {batches}; {routes}{rank}{'; closed' if self._closed else ''})"
@@ -229,8 +238,8 @@ class Loader:
         """Iterate over one epoch.
 
         The first iteration yields the first epoch, or the rest of the epoch of a loaded state. Each later iteration yields the
-        epoch that follows the last iterated epoch, even if that was left early. Leaving a loop early stops all work, and the
-        next iteration logs a warning, only once, about the batches that were left out.
+        epoch after the previous one, even if that was left early. Leaving a loop early stops all work. The next iteration then
+        logs a warning about the batches that were left out, once per Loader.
 
         Raises:
             DaliStreamError: If the loader is closed, or torch.distributed has another rank or world size than the loader.
@@ -241,7 +250,7 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Number of the current epoch, from 0. It is the epoch of the last delivered batch, and after a loop the next one."""
+        """Number of the current epoch, from 0. After a complete loop over an epoch, it is the number of the next one."""
         return self._epoch
 
     @property
@@ -309,8 +318,8 @@ class Loader:
         with the commit of a Hub repository, all arguments of the Loader that affect the contents of batches, with defaults
         resolved, the name and arguments of `dali_graph`, and versions of packages. It contains no credentials.
 
-        It describes the batches of this Loader. If the run was resumed with another global batch or world size, batches before
-        that have the description of the Loader that delivered them.
+        It describes the batches of this Loader. If the run was resumed with another global batch or world size, earlier batches
+        are described by the Loader that delivered them.
         """
         routes, modes = self.routes, self.normalizer.modes
         return run_config.describe(
@@ -375,7 +384,7 @@ class Loader:
 
     @property
     def routes(self) -> dict[str, Route]:
-        """Decoder of each camera, {camera: Route(decoder, reason)}. It changes if it cannot decode one of the files."""
+        """Decoder of each camera, {camera: Route(decoder, reason)}. It is replaced if it cannot decode one of the files."""
         self._check_usable()
         return dict(self._source.routes)
 
@@ -386,18 +395,18 @@ class Loader:
 
         - `batches`, `samples`: Number of batches and samples delivered.
         - `frames`: Number of frames delivered, without those of cameras that a dataset lacks.
-        - `clips`: Number of clips that were packed or decoded for them.
+        - `clips`: Number of clips that were packed or decoded for these frames.
         - `decoded_frames`: Number of frames decoded, including those that are only decoded to reach others.
         - `frame_cache_hits`: Number of delivered frames that an earlier batch had decoded.
         - `frames_evicted_before_use`: Number of decoded frames that memory_budget did not hold until their next use.
         - `indices_read_again`: Number of indices of video files that were read again, since memory_budget did not hold them.
-        - `padded`, `substituted`, `audited`: Number of samples that were padded, substituted and audited.
-        - `route_changes`: Number of times that another decoder continued with a camera.
+        - `padded`, `substituted`, `audited`: Number of samples that were added as padding, substituted, and audited.
+        - `route_changes`: Number of times that torchcodec replaced the decoder of one or more cameras.
 
         Memory in use, in bytes:
 
-        - `row_bytes`, `index_bytes`, `encoded_bytes`, `frame_cache_bytes`: Memory of rows, of indices of video files, of the
-          encoded video of remote data, and of cached decoded frames.
+        - `row_bytes`, `index_bytes`, `encoded_bytes`, `frame_cache_bytes`: Memory of rows, indices of video files, encoded
+          video of remote data, and cached decoded frames.
         - `resident_bytes`: Sum of these four.
 
         Times of the stages, in seconds. Stages of the same thread do not overlap, except for the parts of `wait_s`:
@@ -441,7 +450,7 @@ class Loader:
         - `network_bytes`, `disk_cache_bytes`: Bytes read over the network and from `cache_dir`.
         - `row_bytes`, `index_bytes`, `encoded_bytes`, `frame_cache_bytes`, `resident_bytes`: Memory in use now, see `stats`.
 
-        Rates and shares are 0 if no batch was delivered since the last call. The first call begins with the construction.
+        Rates and shares are 0 if no batch was delivered since the last call. The first call covers the time since construction.
         Decodes and cache hits are counted when a batch is made, up to `prefetch` batches before its delivery.
         """
         now = self.stats()
@@ -449,11 +458,11 @@ class Loader:
         return metrics(before, now)
 
     def bottleneck(self, since: Mapping[str, Any] | None = None) -> Bottleneck | None:
-        """Return the stage that limits this loader, and the change that would help most. Print it to read it as text.
+        """Return the stage that limits this loader, and the change that would help most. Print the result to read it as text.
 
-        The last 200 batches are judged. Batches of the first epoch are never judged together with later ones, which may find
-        their frames in memory. A Loader logs the result once, after 200 batches. If memory_budget holds all decoded frames, it
-        is logged in the second epoch, since only the first epoch decodes.
+        The last 200 batches are judged. Batches of the first epoch are never judged together with later ones, whose frames may
+        be in memory already. A Loader logs the result once, after 200 batches. If memory_budget holds all decoded frames, it
+        logs the result in the second epoch, since only the first epoch decodes.
 
         Args:
             since: Earlier result of `stats()`. If given, all batches after it are judged instead.
@@ -474,7 +483,7 @@ class Loader:
             self._source.close()
             self._config.indices.cached.clear()
             process.trim_memory()  # a large dataset leaves much free memory in small blocks
-            self._config.substitutes.report(self._epoch + 1)  # some batches of the next epoch may have been made
+            self._config.substitutes.report(self._epoch + 1)  # batches of the next epoch may have been prepared already
             self.dataset.close()
 
     def __enter__(self) -> Loader:
@@ -514,11 +523,11 @@ class Loader:
                 try:
                     yield batch
                 except GeneratorExit:
-                    # After `close`, or at the exit of the interpreter, no batches are in progress. If an iterator in a module's
-                    # namespace is freed at the exit, the modules that `_stop` uses may have been freed already.
+                    # After `close`, or at the exit of the interpreter, no batches are in progress, so `_stop` is not necessary.
+                    # At the exit it is not possible either, since the modules that it uses may have been freed already.
                     ended = self._closed or self._source.ended
                     raise
-                # This check precedes every use of a lock, since after a fork a thread of the parent may hold it for ever.
+                # This check must precede any use of a lock: after a fork, a lock that a thread of the parent held stays locked.
                 self._check_current(iteration)
                 resumed = time.perf_counter()
                 self._counters.add(training_s=resumed - given)
@@ -534,9 +543,9 @@ class Loader:
                 self._stop()
 
     def _log_bottleneck(self) -> None:
-        """Log the bottleneck once, as a warning only if training has to wait.
+        """Log the bottleneck once. Log it as a warning only if training has to wait.
 
-        If later epochs find all frames in memory, the first epoch is not typical of the run, and nothing is logged in it.
+        If memory holds all frames, the first epoch is not typical of the run, so nothing is logged in it.
         """
         typical = self._recent.warm or not self._source.keeps_all
         if typical and self._recent.batches >= bottleneck.JUDGED // 2 and (limit := self.bottleneck()):
@@ -581,7 +590,7 @@ class Loader:
             raise DaliStreamError("Another iteration of this Loader has begun. A Loader can only be iterated once at a time")
 
     def _end_epoch(self) -> None:
-        """Move on to the next epoch from a loaded position after which the epoch has no batch."""
+        """Begin with the next epoch, since the epoch of the loaded position has no batch left."""
         left = self._config.batches.frames - self._position
         if left and self._config.batches.last_batch == "partial":
             _log.warning(

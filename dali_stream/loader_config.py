@@ -29,7 +29,7 @@ def open_dataset(dataset: Dataset | Mixture | str | os.PathLike[str]) -> Dataset
     """Return the dataset of a Loader.
 
     Raises:
-        ValueError: If it is a list or a mapping, or the path to a mixture file.
+        ValueError: If `dataset` is a list, a mapping, or the path to a mixture file.
         DatasetError: See `Dataset`.
     """
     if isinstance(dataset, (list, tuple)):
@@ -70,7 +70,7 @@ def make_config(
     Args:
         dataset: Dataset of the Loader.
         ranks: Rank of this process, and number of ranks.
-        order: The Loader's shuffle, seed, consumers and episode_pool_size.
+        order: Arguments shuffle, seed, consumers and episode_pool_size of the Loader.
         batch_size, delta_timestamps, dali_graph, image_size, image_dtype, memory_format, device, num_threads, prefetch,
             memory_budget, audit, last_batch, on_error, max_substitutes: See `Loader`.
 
@@ -124,7 +124,7 @@ def make_normalizer(config: Config, modes: Modes) -> Normalizer:
         modes: Argument `normalize` of the Loader.
 
     Raises:
-        ValueError: If `modes` is invalid, or has a camera whose frames are integers.
+        ValueError: If `modes` is invalid, or contains a camera although `image_dtype` is "uint8".
     """
     normalizer = Normalizer(cast("Dataset | Mixture", config.dataset), modes)
     frames = [key for key in normalizer.modes if key in config.dataset.cameras]
@@ -134,7 +134,7 @@ def make_normalizer(config: Config, modes: Modes) -> Normalizer:
 
 
 def _delivered(dataset: Dataset | Mixture, offsets: Mapping[str, Any], augments: bool, substitutes: bool) -> Dataset | Mixture:
-    """Return the dataset without the features whose keys a batch uses for other values, such as masks. Log their keys.
+    """Return the dataset without features whose keys a batch uses for other values, such as masks. Log a warning about them.
 
     Args:
         dataset: Selected part of a dataset.

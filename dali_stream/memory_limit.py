@@ -10,11 +10,16 @@ from typing import NamedTuple
 
 from dali_stream.process import local_ranks
 
-_UNLIMITED = 1 << 60  # version 1 of cgroups reports no limit as a number near 2^63
+_UNLIMITED = 1 << 60  # larger limits mean no limit: version 1 of cgroups then reports a number near 2^63
 
 
 class MemoryLimit(NamedTuple):
-    """Number of bytes, and whose limit it is."""
+    """Limit of the memory of this process.
+
+    Attributes:
+        size: Limit in bytes.
+        owner: Owner of the limit for messages, such as "this machine".
+    """
 
     size: int
     owner: str
@@ -24,7 +29,7 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
     """Return the memory of this machine, or the limit of a cgroup of this process if that is lower.
 
     Args:
-        root: Root of the file system with the cgroups.
+        root: Root of the file system with the cgroups. Default: "/".
 
     Returns:
         Limit with its owner, or None on systems that report neither.
@@ -37,7 +42,7 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
 
 
 def fits(size: int | None) -> bool:
-    """Return whether each rank of this machine may use `size` bytes. None does not fit."""
+    """Return whether each rank of this machine may use `size` bytes. False if `size` is None."""
     limit = memory_limit()
     return size is not None and (limit is None or size * local_ranks() <= limit.size)
 
@@ -46,7 +51,7 @@ def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
     """Return the memory limit of the cgroup of this process in bytes, or None if it has no limit.
 
     Args:
-        root: Root of the file system with the cgroups.
+        root: Root of the file system with the cgroups. Default: "/".
     """
     values = [value for name in ("memory.max", "memory.limit_in_bytes") for value in cgroup_values(root, "memory", name)]
     return min((int(value) for value in values if value.isdigit() and int(value) < _UNLIMITED), default=None)

@@ -13,7 +13,7 @@ def metrics(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, floa
     """Return the metrics of `Loader.metrics`.
 
     Args:
-        before: Earlier result of `Loader.stats`. Empty for the beginning.
+        before: Earlier result of `Loader.stats`. Empty for the first call.
         now: Later result.
     """
 

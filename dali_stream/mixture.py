@@ -35,46 +35,46 @@ class Mixture(CombinedSource[Dataset]):
 
     At most one of `weights`, `repeats` and `temperature` determines the number of samples of each dataset in an epoch:
 
-    none of them    An epoch samples every frame of every dataset once.
-    repeats         An epoch samples each dataset this number of times. Half a pass samples half of its frames, and the next
-                    epoch samples the other half.
-    weights         The shares of the samples are proportional to the weights.
-    temperature     The shares are proportional to frames ** (1 / temperature). With 1 they are proportional to the frames,
-                    and with large temperatures they are almost equal.
+    none of them    An epoch samples each frame of each dataset once.
+    repeats         An epoch makes this number of passes over each dataset. With half a pass, an epoch samples half of the
+                    frames, and the next epoch samples the other half.
+    weights         The numbers of samples of the datasets are proportional to the weights.
+    temperature     The numbers of samples are proportional to frames ** (1 / temperature). With 1, they are proportional to the
+                    numbers of frames. With a large temperature, they are almost equal.
 
     After any number of draws of a consumer, the number of samples of each dataset deviates by about 2 or less from its share,
     and the deviations of different consumers mostly cancel. Each dataset has its own passes, which may extend over several
-    epochs, and each pass contains every frame once. See docs/mixtures.md.
+    epochs. Each pass contains each frame once. See docs/mixtures.md.
 
-    A batch contains `dataset`, the names of the samples' datasets, a list of str, and `dataset_index`, their numbers in
+    A batch contains `dataset`, the name of each sample's dataset as a list of str, and `dataset_index`, its number in
     `datasets`, int64 of shape (B,). If the datasets differ and `missing` is "pad", it also contains `<key>_is_missing`, bool of
     shape (B,), for each key that some datasets lack, and `<key>_dim_is_pad`, bool of shape (B, D), for each vector that is
     shorter in some datasets. Missing values are zeros or empty strings. If the sizes of frames differ, the Loader needs
     `image_size`. A window has the same times in seconds for all datasets, whose frame rates may differ.
 
     Args:
-        datasets: Datasets by name. Each is a `Dataset`, any value that `Dataset` accepts, or a dict of its arguments. They are
-            opened in parallel.
+        datasets: Datasets by name. Each is a `Dataset`, an address that `Dataset` accepts, or a dict of arguments of `Dataset`.
+            They are opened in parallel.
         weights: Weight of each dataset by name, a positive number.
         repeats: Number of passes of each dataset per epoch by name, a positive number.
-        temperature: Temperature, a positive number.
+        temperature: Positive number that determines how strongly the number of frames affects the number of samples.
         epoch_samples: Number of samples in an epoch, only with `weights` or `temperature`. Default: the number of frames of all
             datasets together.
-        keys: Renamed features of each dataset, {name: {key in the dataset: common key}}, for features that are the same but
-            have different keys.
+        keys: Features to rename in each dataset, {name: {key in the dataset: common key}}, for features that are the same but
+            have different keys. Default: none.
         missing: "error" to raise a ValueError that lists the differences of the datasets, or "pad" to fill missing values as
             described above. Default: "error".
-        nearest: Whether an offset of a window that is not a multiple of 1/fps of a dataset selects the nearest frame. Otherwise
-            it is an error. Default: False.
+        nearest: Whether a time of a window that is not a multiple of 1/fps of a dataset selects the nearest frame. If False,
+            such a time raises a ValueError. Default: False.
 
     Attributes:
-        datasets: Datasets by name.
+        datasets: Opened datasets by name.
         features: Features by common key. Vectors have the largest width of all datasets.
         cameras: Common keys of the cameras.
         num_frames: Number of frames of all datasets that can be sampled.
         num_episodes: Number of episodes of all datasets.
-        shares: Shares of the datasets: `targets`, the share of each dataset in the samples, and `passes`, the average number of
-            times that an epoch samples each of its frames, both of shape (M,).
+        shares: Shares of the M datasets. `targets` is the share of each dataset in the samples, and `passes` the average number
+            of times that an epoch samples each of its frames, both of shape (M,).
         fps: Frames per second of each dataset by name.
 
     Raises:
@@ -158,7 +158,7 @@ class Mixture(CombinedSource[Dataset]):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of the names, renamed keys and fingerprints of the datasets, 32 hexadecimal digits. It ignores the shares."""
+        """Hash of the names, renamed keys and fingerprints of the datasets, 32 hexadecimal digits, without the shares."""
         parts = [
             [name, dataset.fingerprint, sorted(self.renamed_keys[name].items())] for name, dataset in self.datasets.items()
         ]
@@ -174,7 +174,7 @@ class Mixture(CombinedSource[Dataset]):
         return MixtureOrders([part.lengths for part in parts], [part.frame_ranges for part in parts], self.shares)
 
     def window_offsets(self, deltas: Mapping[str, Sequence[float]], keys: Sequence[str]) -> dict[str, np.ndarray]:
-        """Return {key: frame offsets of shape (M, T)} for `delta_timestamps`, with the frame rate of each dataset.
+        """Return {key: frame offsets of shape (M, T)} for `delta_timestamps`, computed with the frame rate of each dataset.
 
         Raises:
             ValueError: If a key or a window is invalid, or if an offset is not a multiple of 1/fps and `nearest` is False.
@@ -189,7 +189,7 @@ class Mixture(CombinedSource[Dataset]):
 
     @property
     def stats(self) -> Stats:
-        """Statistics of the samples per common key, merged from those of the datasets in the ratio of their shares.
+        """Statistics of the samples per common key, merged from those of the datasets and weighted by their shares.
 
         `mean` and `std` are those of the mixed samples, `min` and `max` are the extremes, and quantiles are approximate. A
         statistic of a feature is included if all datasets with this feature have it.
@@ -211,14 +211,14 @@ class Mixture(CombinedSource[Dataset]):
         return merged([float(self.shares.targets[number]) for number in having], parts) if all(parts) else {}
 
     def dimensions(self, key: str, number: int) -> np.ndarray:
-        """Return which numbers of a feature are no padding in a dataset.
+        """Return a mask of the numbers of a feature that are not padding in a dataset.
 
         Args:
             key: Common key of the feature.
             number: Number of the dataset.
 
         Returns:
-            Booleans of the shape of a row, or (C, 1, 1) for a camera.
+            Mask of the shape of a row, or (C, 1, 1) for a camera.
         """
         padded = self.constants.get(f"{key}_dim_is_pad")
         return np.ones(self.features[key].statistic_shape, np.bool_) if padded is None else ~padded[number]
@@ -257,7 +257,7 @@ def check_names(argument: str, value: object, datasets: Mapping[str, Any], every
         argument: Name of the argument.
         value: Value of the argument. None is allowed.
         datasets: Datasets by name.
-        every: Whether the dict must contain all names.
+        every: Whether the dict must contain the names of all datasets.
 
     Raises:
         ValueError: If the argument is invalid.

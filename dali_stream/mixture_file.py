@@ -28,7 +28,7 @@ _PATHS = ("uri", "data_files_root", "cache_dir", "frames")  # arguments that may
 
 
 def is_mixture_file(uri: str | os.PathLike[str]) -> bool:
-    """Return whether the address of a dataset is the path to a mixture file, by its suffix. A folder is none."""
+    """Return whether the address of a dataset is the path to a mixture file, judged by its suffix. A folder is not."""
     return "://" not in os.fspath(uri) and Path(uri).suffix.lower() in SUFFIXES and not Path(uri).is_dir()
 
 
@@ -39,7 +39,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     unless this folder contains such a path.
 
     Raises:
-        ValueError: If the file cannot be read, is no YAML or JSON, or has unknown keys or values of a wrong type.
+        ValueError: If the file cannot be read, is not YAML or JSON, or has unknown keys or values of a wrong type.
     """
     path = Path(path).expanduser()
     try:
@@ -124,7 +124,7 @@ def _placed(arguments: dict[str, Any], folder: Path) -> dict[str, Any]:
         if isinstance(path := arguments.get(key), str) and "://" not in path:
             placed[key] = str(folder / Path(path).expanduser())
     uri = arguments["uri"]
-    # An id of the Hub is written as an address if the working directory contains a path of this name.
+    # If the working directory contains a path with the name of a Hub id, `Dataset` would open it. An address avoids this.
     if REPOSITORY.fullmatch(uri) and not (folder / uri).exists():
         placed["uri"] = f"hf://datasets/{uri}" if Path(uri).exists() else uri
     return placed

@@ -4,8 +4,8 @@
     min_max     maps the minimum to -1 and the maximum to 1
     quantiles   maps the 1 % quantile to -1 and the 99 % quantile to 1
 
-The formulas are those of LeRobot's NormalizerProcessorStep, except that dimensions which never change are shifted to 0 and not
-divided.
+The formulas are those of LeRobot's NormalizerProcessorStep, with one exception: a dimension that never changes is shifted to 0
+and not divided.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _log = logging.getLogger("dali_stream")
 
 
 class Normalizer:
-    """Normalize the keys of batches, and undo it.
+    """Normalization of the features of batches, and its inverse.
 
     Args:
-        dataset: `Dataset` or `Mixture` with the features and statistics. Statistics are those of `meta/stats.json`, which cover
-            all episodes, unless they were passed as `Dataset(stats=...)`.
+        dataset: `Dataset` or `Mixture` with the features and statistics. The statistics are those of the dataset's metadata,
+            which cover all episodes, unless others were passed as `Dataset(stats=...)`.
         normalize: Mode per key, {key: "mean_std", "min_max", "quantiles" or None}, or one mode for the action and all float
             features `observation.*` except cameras. Statistics of a camera are those of frames in [0, 1], per channel. For a
-            mixture these modes use the merged statistics of all datasets, see `Mixture.stats`. "mean_std_per_dataset",
+            mixture, these modes use the merged statistics of all datasets, see `Mixture.stats`. "mean_std_per_dataset",
             "min_max_per_dataset" and "quantiles_per_dataset" use those of each sample's own dataset. Values that a dataset
-            lacks stay 0.
+            lacks remain 0.
 
     Attributes:
         modes: {key: mode} of the keys that are normalized.
@@ -70,13 +70,23 @@ class Normalizer:
         self._on: dict[tuple[str, Any], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch with its keys normalized. Tensors are float of shape (B, ...) or (B, T, ...)."""
+        """Return the batch with the keys of `modes` normalized. Other keys are returned unchanged.
+
+        Args:
+            batch: {key: tensor or list}. Tensors to normalize are float of shape (B, ...) or (B, T, ...).
+
+        Raises:
+            ValueError: If a tensor has another shape, or if `dataset_index` is needed and missing, see `inverse`.
+        """
         return self._mapped(batch, lambda value, shift, scale: (value - shift) / scale)
 
     def inverse(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Undo the normalization, for example of {"action": predicted actions}. Other keys are returned unchanged.
 
         If the datasets of a mixture are normalized differently, the batch must contain `dataset_index`, int64 of shape (B,).
+
+        Raises:
+            ValueError: See `__call__`.
         """
         return self._mapped(batch, lambda value, shift, scale: value * scale + shift)
 
@@ -96,7 +106,8 @@ class Normalizer:
             self._on[key, like.device] = (torch.tensor(first, device=like.device), torch.tensor(second, device=like.device))
         shift, scale = self._on[key, like.device]
         feature_shape = self._shape[key]
-        # A tensor of another shape would be broadcast without an error.
+        # A tensor of another shape would be broadcast without an error. Statistics of a camera have shape (C, 1, 1), of which
+        # only C must match.
         if (
             like.shape[like.ndim - len(feature_shape) :][: 1 if len(feature_shape) == 3 else None]
             != feature_shape[: 1 if len(feature_shape) == 3 else None]
@@ -145,7 +156,7 @@ def _is_floats(dataset: Dataset | Mixture, key: str) -> bool:
 
 
 def _affine(dataset: Dataset | Mixture, key: str, mode: str) -> Affine:
-    """Return (shift, scale), which normalize as (value - shift) / scale. They are (M, ...) if they differ among M datasets."""
+    """Return shift and scale of (value - shift) / scale. They have shape (M, ...) if they differ among the M datasets."""
     mode, per_dataset = mode.removesuffix(PER_DATASET), mode.endswith(PER_DATASET)
     if not isinstance(dataset, Mixture):
         return _of_statistics({name: _statistic(dataset, key, name) for name in _names(dataset, key, mode)}, dataset, key, mode)
@@ -170,7 +181,7 @@ def _affine(dataset: Dataset | Mixture, key: str, mode: str) -> Affine:
 
 
 def _names(dataset: Dataset, key: str, mode: str) -> list[str]:
-    """Return the statistics that a mode needs, and the extremes if the dataset has them."""
+    """Return the names of the statistics that a mode needs, and of the extremes if the dataset has them."""
     extremes = ("min", "max") if {"min", "max"} <= dataset.stats.get(key, {}).keys() else ()
     return [*dict.fromkeys((*MODES[mode], *extremes))]
 

@@ -23,7 +23,7 @@ class Ranks:
     Attributes:
         rank: Rank of this process, from 0.
         world_size: Number of ranks.
-        source: Origin of both numbers.
+        source: Source of both numbers.
     """
 
     rank: int
@@ -31,9 +31,9 @@ class Ranks:
     source: Literal["arguments", "process group", "environment"]
 
     def check(self, owner: str) -> None:
-        """Compare with the process group as it is now.
+        """Check that these ranks match the current process group.
 
-        A constructor must not do this: frameworks such as Lightning create the process group later, and an error in one
+        A constructor must not check this. Frameworks such as Lightning create the process group later, and an error in one
         process before that would leave the others waiting. Explicit arguments may differ from the process group, since
         processes that share a model, as in tensor parallelism, need the same samples.
 
@@ -67,12 +67,13 @@ class _ProcessGroup(NamedTuple):
 
 
 def ranks(rank: int | None, world_size: int | None) -> Ranks:
-    """Return the arguments, or those of torch.distributed or Accelerate if initialized, or `RANK` and `WORLD_SIZE`, or 0 of 1.
+    """Return the rank and the number of ranks.
 
-    `RANK` and `WORLD_SIZE` count only together, see `Ranks.check`.
+    They are the arguments if these are not None, otherwise those of torch.distributed or Accelerate if initialized, otherwise
+    the environment variables `RANK` and `WORLD_SIZE` if both are set, otherwise 0 and 1. See also `Ranks.check`.
 
     Raises:
-        ValueError: If only one argument is None, or the environment variables are not integers.
+        ValueError: If only one argument is None, or if the arguments or the environment variables are not integers.
     """
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank and world_size must both be passed or both be None, got {rank} and {world_size}")
@@ -100,7 +101,7 @@ def _process_group() -> _ProcessGroup | None:
 
 
 def _environment() -> dict[str, int]:
-    """Return those of `RANK` and `WORLD_SIZE` that are set."""
+    """Return {name: value} of the environment variables `RANK` and `WORLD_SIZE`, without those that are not set."""
     values = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     try:
         return {name: int(value) for name, value in values.items()}
@@ -134,7 +135,7 @@ def refuse_workers() -> None:
 
 
 def cores() -> int:
-    """Return the number of cores for this process: those it may run on, divided among the ranks of this machine."""
+    """Return the number of cores for this process: those that it may run on, divided by the number of local ranks."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(available // local_ranks(), 1)
 
@@ -153,7 +154,7 @@ def reading_threads(remote: bool) -> int:
 def same_python(script: str | os.PathLike[str]) -> list[str]:
     """Return the command that runs a script in another process with the same module search path as this one.
 
-    `python -m`, and a script's own folder, would put other folders in front of them.
+    `python SCRIPT` and `python -m` would search another folder first.
     """
     code = f"import sys, runpy; sys.path[:] = {sys.path!r}; runpy.run_path({os.fspath(script)!r}, run_name='__main__')"
     return [sys.executable, "-c", code]
@@ -171,10 +172,12 @@ def gpu(device: str) -> int | None:
     """Return the index of a CUDA device, or None for the CPU.
 
     Args:
-        device: Name of the device: "auto", "cpu", "cuda", or an index such as "cuda:1".
+        device: Name of the device: "auto", "cpu", "cuda", or an index such as "cuda:1". "cuda" is the GPU with the index
+            `LOCAL_RANK` if it is visible to this process, otherwise torch's current device. "auto" is the same GPU if torch
+            finds one, otherwise the CPU.
 
     Raises:
-        ValueError: If the name is invalid, or if torch does not find this GPU.
+        ValueError: If the name is invalid, or if torch does not find the GPU.
     """
     # "cpu:0" is Accelerate's name for the CPU of one of several processes.
     match = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", "cpu" if str(device) == "cpu:0" else str(device))
@@ -210,7 +213,7 @@ def _has_driver() -> bool:
 
 
 def trim_memory() -> None:
-    """Return free memory of the heaps to the operating system, with glibc's malloc_trim. Without glibc, this does nothing.
+    """Return free memory of the heaps to the operating system, with glibc's malloc_trim. Do nothing without glibc.
 
     glibc keeps freed blocks of decoded frames in the heaps of the threads, and cannot always reuse them: a freed aligned block
     is not reused for a block of the same size while a small block next to it is in use (glibc bug 14581).

@@ -28,22 +28,23 @@ def batch_at(
     rank: int = 0,
     dataset: Dataset | Mixture | None = None,
 ) -> Batch:
-    """Return the batch that a run's Loader delivered, without those before it.
+    """Return a batch that the Loader of a run delivered, without making the batches before it.
 
-    The batch has the same samples, and on the same kind of device with the same software the same bits: frames, augmentation
-    and normalization. A warning names other software, another device, and cameras that another decoder decodes here.
+    The batch has the same samples. On the same kind of device and with the same software, it is equal bit by bit, with the same
+    frames, augmentation and normalization. A warning lists differences in software, device and decoders.
 
     Args:
         config: Result of `Loader.describe`, or the content of a file of `Loader.save`.
         epoch: Epoch of the batch, from 0.
         batch: Number of the batch in its epoch, from 0: `Loader.batch_index` before the batch was delivered.
-        dali_graph: Function that the run had as `dali_graph`, since JSON cannot hold it. Default: the run had none.
-        rank: Rank whose share of the global batch is returned.
-        dataset: Opened dataset of the run, if the one in `config` cannot be opened as it is: credentials are not part of
-            `config`, and the data may have moved. It stays open. Default: the dataset of `config`.
+        dali_graph: Function that was the argument `dali_graph` of the run, since JSON cannot contain it. Default: the run had
+            none.
+        rank: Rank whose share of the global batch is returned. Default: 0.
+        dataset: Opened dataset of the run, which stays open. Pass it if the data has moved, or if it needs credentials, which
+            `config` does not contain. Default: the dataset that `config` describes.
 
     Returns:
-        A dict, see `Loader`.
+        {key: tensor, or list of str for text}, see `Loader`.
 
     Raises:
         ValueError: If an epoch has no such batch, `dali_graph` is missing or has other arguments, or `config` is invalid.
@@ -68,11 +69,11 @@ def batch_at(
 
 
 def _loader(dataset: Dataset | Mixture, config: Mapping[str, Any], dali_graph: Graph | None, rank: int) -> Loader:
-    """Return a Loader like that of the run, which makes one batch at a time."""
+    """Return a Loader with the arguments of the run. It makes one batch at a time."""
     arguments = dict(config["loader"])
     if arguments["device"] == "cuda":
         arguments["device"] = "auto"
-    if arguments["decode"] == "fastest":  # which another measurement may answer differently
+    if arguments["decode"] == "fastest":  # a new measurement may choose another decoder
         arguments["decode"] = "torchcodec" if set(config["routes"].values()) == {"torchcodec"} else "auto"
     size = arguments["image_size"]
     arguments["image_size"] = None if size is None else tuple(size)
@@ -95,7 +96,7 @@ def _check_graph(recorded: Mapping[str, Any] | None, passed: Mapping[str, Any] |
 
 
 def _warn_of_differences(config: Mapping[str, Any], loader: Loader) -> None:
-    """Log in what this machine differs from that of the run, if pixels may differ because of it."""
+    """Log the differences from the run that may change pixels: software, device and decoders."""
     here = loader.describe()
     differences = [
         f"{name} was {before} and is {now}"

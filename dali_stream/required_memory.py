@@ -13,7 +13,7 @@ from dali_stream.pipeline.config import Config
 
 
 class RequiredMemory(NamedTuple):
-    """Memory that frames need at least. These are lower bounds, so that no batch size that works is refused.
+    """Lower bounds of the memory that frames need. With lower bounds, no batch size that works is refused.
 
     Attributes:
         batch: Bytes of the frames of one batch, as delivered or, with DALI, as passed to DALI.
@@ -25,10 +25,10 @@ class RequiredMemory(NamedTuple):
 
 
 def required_memory(config: Config, cameras: Sequence[str]) -> RequiredMemory:
-    """Return the memory that the frames of some cameras need at least.
+    """Return lower bounds of the memory that the frames of some cameras need.
 
-    Only the current frame of each sample in progress is counted as decoded, if the window contains it. Samples may share the
-    other frames of their windows. For a mixture, which may repeat samples, no decoded frames are counted.
+    Samples may share the frames of their windows, so only the current frame of each sample in progress is counted as decoded,
+    if the window contains it. A mixture may repeat samples, so none of its decoded frames are counted.
 
     Args:
         config: Configuration of the loader.

@@ -6,7 +6,7 @@
     dali_graph  name and arguments of the function, which JSON cannot contain
     routes      decoder of each camera
     state       part of the Loader's state that is the same at each position
-    begin       epoch and position at which the Loader began, if the position is not a multiple of the global batch
+    begin       epoch and position at which the Loader began, or None if the position is a multiple of the global batch
 
 The description contains no credentials.
 """
@@ -63,7 +63,8 @@ def describe(
         decode: Argument of the Loader.
         routes: {camera: decoder}.
         dali_graph: Argument of the Loader.
-        begin: Epoch and position at which the Loader began. None, if no batch is cut differently because of it.
+        begin: Epoch and position at which the Loader began. None if the position is a multiple of the global batch, so that
+            the batches are divided in the same way as from the beginning of the epoch.
     """
     arguments, batches = config.arguments, config.batches
     loader = {
@@ -101,7 +102,7 @@ def describe(
 
 @functools.cache
 def software() -> dict[str, str]:
-    """Return the versions of the packages that make batches, of those that are installed."""
+    """Return {package: version} of the installed packages that affect the contents of batches."""
     versions = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -110,7 +111,7 @@ def software() -> dict[str, str]:
 
 
 def described_dataset(dataset: Dataset | Mixture) -> dict[str, Any]:
-    """Return the arguments of a dataset or a mixture for JSON, with the commit that a Hub repository was resolved to."""
+    """Return the arguments of a dataset or a mixture for JSON. The address of a Hub repository contains its commit."""
     if isinstance(dataset, Mixture):
         parts = dataset.datasets
         keys = {
@@ -147,7 +148,10 @@ def described_dataset(dataset: Dataset | Mixture) -> dict[str, Any]:
 
 
 def described_graph(dali_graph: Callable[..., Any] | None) -> dict[str, Any] | None:
-    """Return name and keyword arguments of a function for JSON. Arguments that JSON cannot hold are None."""
+    """Return the name and the keyword arguments of a function for JSON.
+
+    Arguments are those of `functools.partial`. They are None if JSON cannot contain them, or if some are positional.
+    """
     if dali_graph is None:
         return None
     function, arguments, positional = dali_graph, dict[str, Any](), False
@@ -163,7 +167,7 @@ def described_graph(dali_graph: Callable[..., Any] | None) -> dict[str, Any] | N
 
 
 def _ranges(episodes: npt.NDArray[np.int64]) -> list[list[int]]:
-    """Return rising numbers as ranges [start, stop)."""
+    """Return increasing numbers as ranges [start, stop)."""
     parts = np.split(episodes, np.flatnonzero(np.diff(episodes) != 1) + 1)
     return [[int(part[0]), int(part[-1]) + 1] for part in parts]
 
@@ -175,8 +179,8 @@ def checked(config: object) -> dict[str, Any]:
     """Return the description in `config`: the result of `Loader.describe`, or a file of `Loader.save`, which contains one.
 
     Raises:
-        ValueError: If it is neither.
-        ResumeError: If another version of dali_stream wrote it.
+        ValueError: If `config` is neither.
+        ResumeError: If a version of dali_stream with another form of descriptions wrote it.
     """
     description = config.get("config", config) if isinstance(config, Mapping) else config
     if not isinstance(description, Mapping) or "version" not in description or any(part not in description for part in PARTS):
@@ -196,7 +200,7 @@ def open_described(described: Mapping[str, Any], where: Mapping[str, Any] | None
     Args:
         described: Entry `dataset` of a description.
         where: Arguments of `Dataset` that a description does not contain or that have changed, such as `uri`, `cache_dir` and
-            `storage_options`. Each dataset of a mixture gets them.
+            `storage_options`. They are passed to each dataset of a mixture. Default: none.
 
     Raises:
         ValueError: If `where` has a `uri` for a mixture, or an argument is invalid.
@@ -256,7 +260,7 @@ def position_of(config: Mapping[str, Any], epoch: int, batch: int, frames: int) 
     Args:
         config: Description of the run.
         epoch: Number of the epoch.
-        batch: Number of the batch in the epoch, as `Loader.batch_index` counts.
+        batch: Number of the batch in the epoch, counted like `Loader.batch_index`.
         frames: Number of positions of an epoch.
 
     Raises:

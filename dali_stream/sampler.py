@@ -63,17 +63,18 @@ class FrameSampler(Sampler[int]):
 
     Args:
         episode_lengths: Number of frames of each episode, in the order of the map-style dataset. Or a `Dataset` with the same
-            selected episodes in increasing order of their index, whose `frames`, `drop_first` and `drop_last` apply too. Or a
-            `Mixture`, for a `torch.utils.data.ConcatDataset` of the map-style datasets in the same order.
-        shuffle: See `Loader`. Default: "global", since a map-style dataset is local, but True if `batch_size`, `consumers` or
-            `episode_pool_size` is passed. A resumed run keeps the value of its state.
+            selected episodes in increasing order of their index. Its `frames`, `drop_first` and `drop_last` then apply, too. Or
+            a `Mixture`, for a `torch.utils.data.ConcatDataset` of the map-style datasets in the same order.
+        shuffle: See `Loader`. Default: True if `batch_size`, `consumers` or `episode_pool_size` is passed, otherwise "global",
+            since a map-style dataset is local. A resumed run keeps the value of its state.
         seed: See `Loader`. Default: 0.
-        batch_size: Batch size of the DataLoader per rank, which determines the defaults of `consumers` and `episode_pool_size`.
+        batch_size: Batch size of the DataLoader per rank. It determines the defaults of `consumers` and `episode_pool_size`.
+            Default: unknown.
         consumers, episode_pool_size: See `Loader`. Default: chosen as in `Loader` if `batch_size` is passed. Otherwise they are
             32 and 8, which mix well only if 32 divides the global batch.
         drop_first, drop_last: Number of frames at the beginning and at the end of each episode that are never sampled.
-            Episodes that have no more frames than both together yield no samples. Pass these arguments to the datasets of a
-            mixture instead. Default: 0.
+            An episode with no more frames than these yields no samples. For a mixture, pass these arguments to its datasets
+            instead. Default: 0.
         rank, world_size: See `Loader`.
 
     Raises:
@@ -142,7 +143,7 @@ class FrameSampler(Sampler[int]):
         self._now = _Passage(0)
 
     def __len__(self) -> int:
-        """Number of indices of a whole epoch, the same on each rank. The rest of a resumed epoch has fewer."""
+        """Number of indices of a whole epoch, the same on each rank. The rest of a resumed epoch has fewer indices."""
         return self._share(0)
 
     def __iter__(self) -> Iterator[int]:
@@ -170,7 +171,14 @@ class FrameSampler(Sampler[int]):
             left, position = left - count, position + count * self._world
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration yield an epoch from its beginning. A loaded position in the same epoch is kept."""
+        """Let the next iteration yield an epoch from its beginning, or from the loaded position if that is in this epoch.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+
+        Raises:
+            ValueError: If `epoch` is not a nonnegative integer.
+        """
         epoch, now = from_zero("epoch", epoch), self._now
         if epoch == now.epoch and not now.begun:
             return
@@ -184,13 +192,13 @@ class FrameSampler(Sampler[int]):
     def state_dict(self, *, step: int | None = None, batch_size: int | None = None) -> dict[str, Any]:
         """Return the state of the run, a small JSON-serialisable dict that is the same on each rank.
 
-        With PyTorch's DataLoader, pass both arguments, since its workers request indices before it delivers their batches.
-        Without arguments, the state follows the last yielded index. torchdata's StatefulDataLoader calls this method without
-        arguments when it requests the indices of a batch, and returns the state of the batch that it delivered.
+        With PyTorch's DataLoader, pass both arguments, since it requests the indices of batches before it delivers them.
+        Without arguments, the state is that after the last yielded index. torchdata's StatefulDataLoader calls this method
+        without arguments when it requests the indices of a batch, and returns the state of the batch that it delivered.
 
         Args:
-            step: Number of batches that the current loop over the DataLoader has delivered, not of optimizer steps. It is 0
-                before the first batch, also in the first loop after a resume, and `enumerate(loader, 1)` counts it.
+            step: Number of batches, not of optimizer steps, that the current loop over the DataLoader has delivered. It is 0
+                before the first batch of each loop, even after a resume. `enumerate(loader, 1)` counts it.
             batch_size: Batch size of the DataLoader per rank.
 
         Raises:
@@ -215,7 +223,7 @@ class FrameSampler(Sampler[int]):
         return self._state(delivered)
 
     def _state(self, delivered: int) -> dict[str, Any]:
-        """Return the state after a number of indices of this rank in the current iteration."""
+        """Return the state after this rank has delivered a number of indices of the current iteration."""
         return {
             "version": STATE_VERSION,
             "epoch": self._now.epoch,
@@ -227,9 +235,9 @@ class FrameSampler(Sampler[int]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run at the position of its state. Call this method before the DataLoader is iterated.
 
-        The batch size may differ from that of the run, and so may the world size, if it divides `consumers`. After the state of
-        the end of an epoch, the first iteration yields no indices, and the second one yields the next epoch. If `shuffle`,
-        `consumers` or `episode_pool_size` was not passed to this sampler, it uses the value of the state.
+        The batch size may differ from that of the run. The world size may also differ if it divides `consumers`. If the state
+        is from the end of an epoch, the first iteration yields no indices, and the second one yields the next epoch. If
+        `shuffle`, `consumers` or `episode_pool_size` was not passed to this sampler, it uses the value of the state.
 
         Args:
             state: Result of `state_dict`.
@@ -254,7 +262,7 @@ class FrameSampler(Sampler[int]):
             self._warn_if_uneven()
 
     def save(self, path: str | os.PathLike[str], *, step: int | None = None, batch_size: int | None = None) -> None:
-        """Write `state_dict(step=step, batch_size=batch_size)` to a file. See `Loader.save`."""
+        """Write `state_dict(step=step, batch_size=batch_size)` to a JSON file, on rank 0 only. See `Loader.save`."""
         state = self.state_dict(step=step, batch_size=batch_size)
         if self._rank == 0:
             write_state(path, state)
@@ -270,19 +278,20 @@ class FrameSampler(Sampler[int]):
         Args:
             epoch: Epoch of the checkpoint, from 0.
             batch: Number of batches that were delivered to each rank since the beginning of the epoch.
-            batch_size: Batch size per rank of the run that took the checkpoint, for the whole epoch.
+            batch_size: Batch size per rank of the run that saved the checkpoint, the same for the whole epoch.
             world_size: Number of ranks of that run. Default: that of the sampler.
 
         Raises:
             ResumeError: If iteration has begun.
-            ValueError: If an epoch has fewer batches, or that many ranks cannot share the order.
+            ValueError: If an argument is invalid, if an epoch has fewer batches, or if the order cannot be divided among this
+                number of ranks.
         """
         self._check_not_begun("resume")
         epoch, batch = from_zero("epoch", epoch), from_zero("batch", batch)
         batch_size = positive("batch_size", batch_size)
         world_size = self._world if world_size is None else positive("world_size", world_size)
         arguments = self._arguments
-        if self._batch_size is not None:  # the defaults that were chosen for the batch size of that run
+        if self._batch_size is not None:  # the order of that run had the defaults for its own batch size and world size
             consumers, pool = self._pools(batch_size, world_size)
             arguments = arguments._replace(consumers=consumers, episode_pool_size=pool)
         for ranks in (world_size, self._world):
@@ -332,7 +341,7 @@ class FrameSampler(Sampler[int]):
             raise ResumeError(f"{method} must be called before iteration begins. Call it on a new FrameSampler")
 
     def _order_state(self, arguments: OrderArguments) -> dict[str, Any]:
-        """Return the parameters of the order for the state, except episode lengths and epoch."""
+        """Return the parameters of the order that are part of the state, without episode lengths and epoch."""
         return arguments.state() | self._drops | self._orders.state
 
 

@@ -16,15 +16,15 @@ PathName = str | os.PathLike[str]
 
 
 def write_state(path: PathName, state: Mapping[str, Any]) -> None:
-    """Replace `path` by a file with this state, atomically.
+    """Write a state to a file as JSON. An existing file is replaced atomically.
 
     A process that is killed at any moment leaves either the previous file or the new one. The temporary file has a unique name,
     so several processes may write to the same path.
 
     Raises:
-        OSError: If the file cannot be written. The previous one is unchanged.
+        OSError: If the file cannot be written. An existing file is unchanged.
     """
-    target = Path(os.path.realpath(path))  # a symbolic link stays a link
+    target = Path(os.path.realpath(path))  # a symbolic link is kept, and its target is replaced
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         with partial.open("x") as file:
@@ -39,7 +39,7 @@ def write_state(path: PathName, state: Mapping[str, Any]) -> None:
 
 
 def load_state(path: PathName, load_state_dict: Callable[[Mapping[str, Any]], None]) -> bool:
-    """Load the state in a file. Return False if the file does not exist.
+    """Pass the state in a file to `load_state_dict`. Return False if the file does not exist.
 
     Raises:
         ResumeError: If the file is damaged, or `load_state_dict` refuses its state. The message names the file.
@@ -61,7 +61,7 @@ def load_state(path: PathName, load_state_dict: Callable[[Mapping[str, Any]], No
 
 
 def _sync_folder(folder: Path) -> None:
-    """Write the folder's entries to disk, on systems that can."""
+    """Write the entries of a folder to disk, so that a new file survives a power failure. Some systems cannot do this."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

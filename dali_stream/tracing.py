@@ -29,8 +29,8 @@ class Span(NamedTuple):
 
     Attributes:
         name: Name of the stage: a time of `Loader.stats` without its "_s", "training", "copy", or one of `FETCHES`.
-        thread, thread_name: Number that the system gives to the thread, and its name.
-        start, stop: Times as of `time.perf_counter`, in seconds.
+        thread, thread_name: Thread id of the operating system, and name of the thread.
+        start, stop: Times of `time.perf_counter`, in seconds.
         batch: Number of the batch, counted from the beginning of the Loader's iteration. None if it is unknown.
     """
 
@@ -47,11 +47,11 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     """Record what the Loaders of this process do inside the block, and write it to a file at the end.
 
     Open the file at https://ui.perfetto.dev. Each thread is a row: the thread that iterates, the planner, the decode threads,
-    the threads that copy, and for remote data those that fetch. Spans contain the number of the batch, and arrows lead from
-    fetches to the batch that they were made for.
+    the threads that copy and, for remote data, the threads that fetch. Spans contain the number of the batch. Arrows lead from
+    each fetch to the batch for which it was made.
 
     Args:
-        path: Path to the JSON file, which is replaced.
+        path: Path to the JSON file. An existing file is replaced.
 
     Raises:
         ValueError: If a trace is being recorded already.
@@ -69,11 +69,11 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def events(spans: list[Span], began: float) -> list[dict[str, Any]]:
-    """Return trace events.
+    """Return the events of a trace, as dicts for JSON.
 
     Args:
         spans: Spans of all threads.
-        began: Time 0 of the trace, as of `time.perf_counter`.
+        began: Beginning of the trace, a time of `time.perf_counter`. It becomes time 0.
     """
 
     def at(span: Span, seconds: float) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def span(name: str, batch: int | None = None) -> Iterator[None]:
 
 
 def profiled(name: str) -> AbstractContextManager[Any]:
-    """Return a context that labels the block in a profile of `torch.profiler`. It does nothing unless one is being made."""
+    """Return a context that labels the block in a profile of `torch.profiler`. It does nothing if none is being recorded."""
     profiler = sys.modules.get("torch.autograd.profiler")
     if profiler is None or not getattr(profiler, "_is_profiler_enabled", False):
         return contextlib.nullcontext()
@@ -132,7 +132,7 @@ def begin_batch(number: int | None) -> None:
 
 def bound(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function for another thread that works for the same batch as this thread."""
-    # Also without a trace, since one may begin before the other thread calls it.
+    # The batch is passed on even if no trace is being recorded, since one may begin before the other thread calls the function.
     return functools.partial(_call, getattr(_local, "batch", None), call)
 
 

@@ -53,7 +53,7 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    # Modules are imported on first use: some of them load torch and DALI.
+    # Modules are imported on first use, since some of them import torch and DALI, which is slow.
     if name in _MODULE_OF:
         return getattr(importlib.import_module(f"dali_stream.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Available: {', '.join(__all__)}")

@@ -20,15 +20,15 @@ V = TypeVar("V")
 
 
 class Workers:
-    """Pool of threads that runs the job with the lowest priority value first, and equal ones in the order of `submit`.
+    """Pool of threads. Jobs with a lower priority value run first, and jobs with equal priority in the order of `submit`.
 
-    The threads are daemons, so an interpreter that exits does not wait for a server that hangs. With the standard library's
-    pool, it would.
+    The threads are daemons, so the interpreter can exit while a job waits for a server that hangs. With the standard library's
+    pool, it could not.
 
     Args:
         name: Name of the threads.
         threads: Number of threads. With 0, `submit` runs the job in the calling thread.
-        around: Context in which a thread runs each job, such as a measurement.
+        around: Function that returns a context, such as a measurement, in which a thread runs each job. Default: none.
     """
 
     def __init__(
@@ -47,7 +47,13 @@ class Workers:
         return len(self._threads)
 
     def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = ()) -> Future[Any]:
-        """Schedule `call(*args)`. After `stop`, the returned future is cancelled."""
+        """Schedule `call(*args)`, and return its future. After `stop`, the future is cancelled.
+
+        Args:
+            call: Function of the job.
+            args: Positional arguments of `call`.
+            priority: Priority of the job, compared as a tuple. Lower values run first. Default: ().
+        """
         future: Future[Any] = Future()
         with self._changed:
             if self._stopping:
@@ -56,7 +62,7 @@ class Workers:
                 heapq.heappush(self._jobs, (priority, next(self._number), future, bound(call), args))
                 self._changed.notify()
                 return future
-        _run(future, call, args, Exception)  # an interrupt is for the caller
+        _run(future, call, args, Exception)  # KeyboardInterrupt is raised in the calling thread, and not set in the future
         return future
 
     def stop(self) -> None:
@@ -90,7 +96,13 @@ class Workers:
 def _run(
     future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...], caught: type[BaseException] = BaseException
 ) -> None:
-    """Run a job and set its future. If the future is cancelled, only wake the threads that wait for it."""
+    """Run a job and set its future. If the future was cancelled, only wake the threads that wait for it.
+
+    Args:
+        future: Future of the job.
+        call, args: Function of the job, and its arguments.
+        caught: Exceptions that are set in the future. Others are raised.
+    """
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(call(*args))
@@ -99,7 +111,7 @@ def _run(
 
 
 class Once:
-    """Calls by key. Calls with the same key that overlap in time are made once, and share the result or the error."""
+    """Calls by key. Calls with the same key that overlap in time are made only once, and share the result or the error."""
 
     def __init__(self) -> None:
         self._under_way: dict[Hashable, Future[object]] = {}

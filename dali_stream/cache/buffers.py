@@ -1,7 +1,7 @@
 """Pool of batch-sized arrays.
 
-Arrays of this size are reused, because the kernel maps a new allocation page by page, which takes several times as long as
-filling it. Besides, a heap grows if large and small blocks are allocated and freed in turn.
+Arrays of this size are reused for two reasons. The kernel maps a new allocation page by page, which takes several times as long
+as filling it. And a heap grows if large and small blocks are allocated and freed alternately.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-_KEPT = 8  # arrays kept per shape and dtype, more than a loader uses at a time; a user who keeps more batches gets new arrays
+_KEPT = 8  # arrays kept per shape and dtype, more than a loader uses at a time. A user who keeps more batches gets new arrays
 
 
 class Buffers:
-    """Pool of arrays. An array is reused when no view or tensor refers to it any more, and DALI does not either.
+    """Pool of arrays. An array is reused when neither a view, nor a tensor, nor DALI refers to it any more.
 
     Only one thread may call `take`. Any thread may drop references to the arrays.
 
     Args:
-        channels_first: Whether arrays are stored with the last axis, the channels, before height and width in memory.
+        channels_first: Whether the last axis of an array, the channels, precedes height and width in memory. Default: False.
     """
 
     def __init__(self, channels_first: bool = False) -> None:
@@ -31,7 +31,7 @@ class Buffers:
         self._arrays: dict[tuple[Any, ...], list[Array]] = defaultdict(list)
 
     def take(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
-        """Return an array with uninitialized values."""
+        """Return an array with uninitialized values. With `channels_first`, `shape` must end in (height, width, channels)."""
         if not self._channels_first:
             return self._take(shape, dtype)
         *outer, height, width, channels = shape

@@ -12,11 +12,11 @@ class IndexCache:
     """Cache of the indices of video files. Only one thread at a time may use it, except for `load`.
 
     Args:
-        source: Episodes whose files are indexed.
+        source: Episodes in the files.
 
     Attributes:
-        cached: {(camera, file): index, or the error if the file has none}.
-        bytes_read: {(camera, file): bytes of its `moov` box, once it was read}.
+        cached: {(camera, file): index, or the error if the file has no valid index}.
+        bytes_read: {(camera, file): bytes of its `moov` box}, for all indices that were read so far.
     """
 
     def __init__(self, source: Source) -> None:
@@ -30,7 +30,7 @@ class IndexCache:
         return int(self._files[camera][episode]) if camera in self._files else ABSENT
 
     def of(self, camera: str, episode: int, store: Store) -> VideoIndex:
-        """Return the index of the file that contains an episode. It is read from `store` if it is not cached.
+        """Return the index of the file that contains an episode. Read it from `store` if it is not cached.
 
         Raises:
             DecodeError: If the file is missing or has no valid index.

@@ -30,11 +30,11 @@ def locate(
         source: Episodes.
         camera: Name of the camera.
         episode: Number of the episode.
-        rows: {key: values of the episode's rows}, with the keys `CLOCKS`.
+        rows: {key: values of the episode's rows}. The keys `CLOCKS` must be present.
         index: Index of the episode's video file. None if the frames are images, if the dataset of the episode lacks the camera,
             or if the file is broken. In the last two cases, no frame has a packet: frames of a missing camera are zeros, and
             decoding a frame of a broken file raises an error.
-        block: Bytes of a block of encoded video. None if it is read in place.
+        block: Approximate size of a block of encoded video in bytes. None if the video is read in place. Default: None.
     """
     length = int(source.lengths[episode])
     nothing = np.full(length, NONE, np.int64)

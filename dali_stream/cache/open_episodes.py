@@ -29,7 +29,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class OpenEpisodes:
-    """Open episodes. They are opened and closed as `Opening` decides. Only one thread may use an object of this class.
+    """Open episodes. `Opening` decides when they are opened and closed. Only one thread may use an object of this class.
 
     Many episodes share a video file, so indices are cached per file, in `IndexCache`.
 
@@ -40,7 +40,7 @@ class OpenEpisodes:
         store: Session of the source's store.
         readers: Threads that read.
         memory: Memory for decoded row groups.
-        block: Bytes of a block of encoded video. None if it is read in place.
+        block: Approximate size of a block of encoded video in bytes. None if the video is read in place.
         counters: Counters to add to.
 
     Attributes:
@@ -80,6 +80,7 @@ class OpenEpisodes:
         closed = self._evict()
         for read in reads:
             call = self._read_index if read.camera else self._read_rows
+            # For the same batch, rows and indices precede blocks of video, whose priority is (batch, 1).
             self._coming[read.key] = self._readers.submit(call, read, priority=(read.step, 0))
         return closed, sum(read.again for read in reads if read.camera)
 
@@ -87,11 +88,12 @@ class OpenEpisodes:
         """Wait for the reads that are due before the next batch is planned.
 
         Args:
-            ahead: Next batch and some batches after it. If a read returns rows of their episodes in addition, these are kept.
+            ahead: Next batch and some batches after it. If a read also returns rows of their other episodes, these are kept if
+                they fit.
 
         Returns:
-            Iterator that opens one episode per step, so that no rows are in memory twice, and numbers of the episodes that must
-            be closed before.
+            Iterator over the opened episodes, and numbers of the episodes that must be closed before. The iterator opens one
+            episode per step, so that the rows of only one episode are in memory twice.
 
         Raises:
             DatasetError: If rows of the next batch are missing or broken.
@@ -101,14 +103,15 @@ class OpenEpisodes:
         closed: list[int] = []
         soon: list[int] = []  # episodes of the batches ahead, most urgent first
         for read in self._opening.due():
-            if (coming := self._coming.pop(read.key, None)) is None:  # evicted for the results of earlier reads
+            if (coming := self._coming.pop(read.key, None)) is None:  # evicted to make room for earlier results
                 continue
             try:
                 result = coming.result()
             except (DaliStreamError, CancelledError):
                 if read.batch == ahead[0].number:
                     raise
-                self._opening.observe(read.key, None)  # the read is repeated for the batch that needs it
+                # The error may be temporary. The read is repeated for the batch that needs it, and may raise it then.
+                self._opening.observe(read.key, None)
                 continue
             kept: list[int] = []
             if read.camera:
@@ -120,13 +123,13 @@ class OpenEpisodes:
                 if others and not soon:
                     soon = list(dict.fromkeys(np.concatenate([samples.episode for samples in ahead]).tolist()))
                 others = {episode: others[episode] for episode in soon if episode in others}
-                # `result` keeps the episode that it converted last, so the requested one comes before the others.
+                # `result` caches only the episode that it converted last, so the requested episode is used before the others.
                 kept = self._opening.observe(read.key, _bytes_of(result[read.number]), others)
             closed += self._evict()
             for episode in kept:
                 try:
                     self._rows[episode] = {key: values.copy() for key, values in result[episode].items()}
-                except (KeyError, DaliStreamError):  # evicted meanwhile, or broken, which is reported when a batch needs it
+                except (KeyError, DaliStreamError):  # evicted meanwhile, or broken, which is an error once a batch needs it
                     self._opening.observe(("", episode), None)
         ready = self._opening.ready()
         return map(self._opened, ready), closed + self._evict()
@@ -144,25 +147,25 @@ class OpenEpisodes:
     def _index_or_none(self, camera: str, episode: int) -> VideoIndex | None:
         try:
             return None if self._indices.file(camera, episode) == ABSENT else self.index(camera, episode)
-        except DecodeError:  # reported when a frame of the file is decoded
+        except DecodeError:  # raised again when a batch needs a frame of the file
             return None
 
     def _evict(self) -> list[int]:
-        """Drop rows and indices that the schedule has evicted. Return the episodes among them that were open."""
+        """Drop rows and indices that the schedule has evicted. Return the episodes that must be closed for this."""
         closed: list[int] = []
         for camera, number in self._opening.items.take_evicted():
             if self._coming.pop((camera, number), None) is not None:  # the result of a read is dropped
                 continue
             if camera:
                 del self._indices.cached[camera, number]
-            elif self._rows.pop(number, None) is None:
+            elif self._rows.pop(number, None) is None:  # the episode is open, so its rows are in the table
                 closed.append(number)
         return closed
 
     def _read_rows(self, read: Read) -> Found:
         with span("fetch rows", read.batch):
             found = self._reader.read(read.number)
-        # The result may wait long for its batch, and must not keep whole row groups in memory until then.
+        # The result may be needed only much later. Until then, it must not keep whole row groups in memory.
         group = found.release(read.number)
         if self._store.remote and not read.again:
             self._counters.add(needed_bytes=group.take_bytes())

@@ -14,13 +14,13 @@ from dali_stream.workers import Workers
 
 Frames = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
-_COPY_BYTES = 1 << 20  # bytes of a batch per additional thread: with fewer, waking the thread costs more than it saves
+_COPY_BYTES = 1 << 20  # bytes of each thread's share of a copy: for fewer, waking the thread costs more than it saves
 
 
 class Slots:
     """Decoded frames of one camera. Decode threads write them, and the thread of the caller copies them into batches.
 
-    No lock is needed, since the schedule never lets a slot be written while another batch reads or writes it.
+    No lock is needed: in the schedule, a slot is never written while another batch reads or writes it. See `FrameCache`.
 
     Args:
         count: Number of slots. The system allocates the memory of a slot when it is first written.
@@ -68,7 +68,7 @@ class Slots:
         slots, frames = show.reshape(-1), out.reshape(-1, *out.shape[2:])
         count = max(_COPY_BYTES // max(out.nbytes // max(len(slots), 1), 1), 1)
         starts = range(0, len(slots), count)
-        # The threads take share after share, so that one that is slowed down by other work copies fewer.
+        # Each thread takes another share when it has copied one, so a thread that other work slows down copies fewer.
         shares = iter([(slots[at : at + count], frames[at : at + count]) for at in starts])
         others = [helpers.submit(self._copy, shares) for _ in range(min(len(helpers), len(starts) - 1))]
         self._copy(shares)
@@ -84,7 +84,8 @@ class Slots:
 
     def _copy_share(self, slots: Int64, out: npt.NDArray[Any]) -> None:
         if out.dtype == np.uint8 and out.flags.c_contiguous:
-            # The slots are valid, and NumPy's default mode "raise" would buffer the output, which is another copy.
+            # All slots are valid. NumPy's default mode "raise" would buffer the output, which is another copy. "wrap" maps slot
+            # -1 to the last one, which is black.
             np.take(self._frames, slots, axis=0, out=out, mode="wrap")
             return
         planes = np.moveaxis(np.empty((self.shape[2], *self.shape[:2]), np.uint8), 0, -1)

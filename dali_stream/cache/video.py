@@ -14,7 +14,7 @@ from dali_stream.workers import Workers
 
 
 class _Block:
-    """Byte range of a file. `planned` is the batch whose plan requested it. A later batch may be the first to need it."""
+    """Byte range of a file. `planned` is the batch whose plan requested it, perhaps ahead of the first batch that needs it."""
 
     __slots__ = ("data", "done", "planned", "start", "stop")
 
@@ -38,11 +38,19 @@ class BlockCache:
         self._blocks: dict[BlockName, _Block] = {}
 
     def fetch(self, batch: int, ranges: Iterable[Fetch]) -> list[Future[None]]:
-        """Begin to fetch ranges of blocks, as the plan of a batch says. Return a future for each of them."""
+        """Begin the requests in the plan of a batch.
+
+        Args:
+            batch: Number of the batch.
+            ranges: Requests of its plan.
+
+        Returns:
+            Future of each request. It has no value, but the error of a request that failed.
+        """
         return [self._fetch(batch, fetch) for fetch in ranges]
 
     def drop(self, blocks: Iterable[BlockName]) -> None:
-        """Evict blocks. Views of them stay valid."""
+        """Evict blocks. Views that contain them remain valid, and keep their bytes in memory."""
         for name in blocks:
             del self._blocks[name]
 
@@ -54,7 +62,7 @@ class BlockCache:
             needed: Blocks that the batch needs.
 
         Returns:
-            {camera with blocks: store that reads these blocks from memory, and waits for those that are being fetched}.
+            {camera with blocks: store that reads these blocks from memory}. It waits for blocks that are being fetched.
         """
         blocks = dict[str, list[tuple[str, _Block]]]()
         for name in needed:
@@ -62,9 +70,9 @@ class BlockCache:
         return {camera: _View(self._store, found) for camera, found in blocks.items()}
 
     def _block(self, batch: int, name: BlockName) -> _Block:
-        """Return a block for a batch. Fetch it again if the plan of an earlier batch requested it, and the fetch has failed.
+        """Return a block for a batch. Fetch it again if the plan of an earlier batch requested it and the request has failed.
 
-        A batch repeats the fetch of a block at most once. If that fails too, its decode tasks raise the error.
+        A batch repeats the request of a block at most once. If that fails, too, its decode tasks raise the error.
         """
         block = self._blocks[name]
         if block.planned < batch and block.done.done() and (block.done.cancelled() or block.done.exception()):
@@ -89,7 +97,7 @@ class BlockCache:
 
 
 class _View(Store):
-    """Store that reads some blocks from memory, and waits for those that are being fetched. `store` reads all other bytes."""
+    """Store that reads some blocks from memory. It waits for those that are being fetched. `store` reads all other bytes."""
 
     remote = True
 
@@ -98,8 +106,8 @@ class _View(Store):
         self._files: dict[str, list[_Block]] = {}
         for path, block in sorted(blocks, key=lambda each: (each[0], each[1].start, each[1].stop)):
             found = self._files.setdefault(path, [])
-            # Blocks of episodes that share a GOP overlap. Without blocks that lie within others, the last block that starts at
-            # or before a byte also ends last, so `read` finds all bytes that are in memory.
+            # Blocks of episodes that share a GOP overlap, and one may contain another. Contained blocks are left out, so that
+            # both starts and ends increase: `read` then finds the right block with a binary search for the start.
             if not found or found[-1].stop < block.stop:
                 found.append(block)
 

@@ -1,1 +1,1 @@
-"""Pipeline that carries out the schedule: reading, decoding, the DALI graph and the assembly of batches."""
+"""Pipeline that carries out the schedule: it reads and decodes data, runs the DALI graph, and assembles batches."""

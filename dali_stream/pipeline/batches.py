@@ -37,7 +37,7 @@ class PlannedBatch:
 
 
 def with_time_axis(config: Config, camera: str, frames: Array) -> Array:
-    """Return the frames of a camera as a batch has them.
+    """Return the frames of a camera in the shape in which a batch contains them.
 
     Args:
         config: Configuration of the loader.
@@ -45,7 +45,7 @@ def with_time_axis(config: Config, camera: str, frames: Array) -> Array:
         frames: Frames of shape (B, T, H, W, C).
 
     Returns:
-        View of shape (B, H, W, C) if samples have one frame without a time axis. Otherwise `frames`.
+        View of shape (B, H, W, C) if samples have no time axis, see `Config.squeezed`. Otherwise `frames`.
     """
     return frames[:, 0] if config.squeezed(camera) else frames
 

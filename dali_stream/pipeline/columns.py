@@ -22,7 +22,11 @@ Names = Mapping[str, Sequence[Mapping[int, str]]]
 
 
 def shown_frames(config: Config, samples: Samples) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Return the frames that the windows of a batch contain, and the padding masks.
+    """Return the frames in the windows of a batch, and the padding masks.
+
+    Args:
+        config: Configuration of the loader.
+        samples: Samples of the batch.
 
     Returns:
         {key with a window: frames within the episodes, shape (B, T)}, and {key of its mask: whether each step is outside the
@@ -60,20 +64,20 @@ def gather(config: Config, table: EpisodeTable, samples: Samples, shown: Mapping
 
 
 def take_texts(config: Config, table: EpisodeTable, samples: Samples, columns: dict[str, Array], names: Names) -> Texts:
-    """Remove text from `columns`, and return it together with the task of each current frame and the name of its dataset.
+    """Return the text of a batch, which includes the task of each current frame and the name of its dataset.
 
     Args:
         config: Configuration of the loader.
         table: Table of the open episodes.
         samples: Samples of the batch.
-        columns: Result of `gather`, from which text is removed.
+        columns: Result of `gather`. Text is removed from it.
         names: Names of tasks and the like, see `Source.names`.
 
     Returns:
         {key: one string per sample}.
 
     Raises:
-        DatasetError: If rows refer to a task that the dataset lacks.
+        DatasetError: If rows refer to a task or a subtask that the dataset lacks.
     """
     dataset = config.dataset
     which = dataset.dataset_of[samples.episode].tolist()

@@ -42,7 +42,7 @@ class Config:
         arguments: Arguments of the order.
         rank: Rank of this process.
         num_threads: Number of decode threads.
-        prefetch: Number of batches in progress. None to choose it, see `depth`.
+        prefetch: Number of batches in progress. None for the number that `depth` computes.
         memory_budget: Memory budget in bytes.
         image_size: Size (height, width) to which frames are resized. None for the recorded size.
         image_dtype: "float32" or "uint8".
@@ -51,7 +51,7 @@ class Config:
         max_substitutes: Maximum share of a batch that may be substituted. None if undecodable samples raise an error.
         gpu: Index of the CUDA device. None for CPU batches.
         augments: Whether the user gives a function for the DALI graph.
-        audit: One sample in this many is audited. 0 for no audits.
+        audit: Number of samples of which one is audited. 0 turns audits off.
         substitutes: Log of the substituted samples.
     """
 
@@ -79,7 +79,7 @@ class Config:
         return self.orders.of(epoch, self.arguments)
 
     def order_state(self) -> dict[str, Any]:
-        """Return the arguments that determine order and augmentation, together with the dataset and the epoch."""
+        """Return the arguments that, for a given dataset and epoch, determine the order and the augmentation."""
         return self.arguments.state() | self.orders.state | ({"seed": self.arguments.seed} if self.augments else {})
 
     def frame_size(self, camera: str) -> tuple[int, int]:
@@ -91,7 +91,7 @@ class Config:
         return *self.frame_size(camera), self.dataset.features[camera].channels
 
     def frame_bytes(self, camera: str) -> int:
-        """Return the memory of a frame of that shape as uint8, in bytes."""
+        """Return the memory of a frame of shape `frame_shape` as uint8, in bytes."""
         return math.prod(self.frame_shape(camera))
 
     def on_cpu(self, routes: Mapping[str, Route]) -> list[str]:
@@ -103,7 +103,7 @@ class Config:
         return [key for key in self.dataset.cameras if routes[key].decoder == "torchcodec"]
 
     def uses_dali(self, on_cpu: Sequence[str]) -> bool:
-        """Return whether a DALI graph makes the batches: for a GPU, for a user's graph, or if NVDEC decodes a camera.
+        """Return whether a DALI graph makes the batches: for a GPU, for a user's function, or if DALI decodes a camera.
 
         Args:
             on_cpu: Cameras that the CPU decodes.
@@ -112,7 +112,7 @@ class Config:
 
     @property
     def audits_apart(self) -> bool:
-        """Whether frames that DALI decodes are additional outputs for audits, since the user's graph may change them."""
+        """Whether the graph has additional outputs for audits: the decoded frames, before the user's function changes them."""
         return self.audit > 0 and self.augments
 
     @property
@@ -126,7 +126,7 @@ class Config:
 
     @property
     def table_bytes(self) -> int:
-        """Memory of a row's entries in the tables that locate its frames, in bytes."""
+        """Memory of the entries of a row in the tables that locate its frames, in bytes."""
         cameras, remote = self.dataset.cameras, self.dataset.data_store.remote
         return EpisodeTable.row_bytes(len(cameras), len(self.dataset.videos) if remote else 0)
 
@@ -166,7 +166,7 @@ class Config:
         )
 
     def columns(self) -> list[str]:
-        """Return the keys of the values that are not frames or text, which DALI passes through as plain arrays."""
+        """Return the keys of the values that are neither frames nor text. DALI passes these through as plain arrays."""
         features = self.dataset.features.items()
         keys = [key for key, f in features if not (f.is_camera or f.is_text)]
         keys += [f"{key}_is_pad" for key in self.windows.offsets]

@@ -18,7 +18,7 @@ from dali_stream.pipeline.finisher import Finisher
 from dali_stream.pipeline.iterator import Iterator, PipelineError, abandon
 from dali_stream.pipeline.planner import Planner
 
-_TRIED = 8  # number of clips that are decoded at a time to find a broken one, since the failed pipeline still uses memory
+_TRIED = 8  # number of clips decoded at a time to find a broken one: few, since the failed pipeline still uses memory
 
 
 class DaliBatches:
@@ -73,7 +73,7 @@ class DaliBatches:
     def _audit(self, given: PlannedBatch, batch: dict[str, Any]) -> None:
         """Compare samples with the frames that FFmpeg decodes. Raises RouteChange if DALI delivered a different frame."""
         for camera in self._source.on_dali:
-            # A user's graph may change the frames, so its inputs are additional outputs.
+            # A user's function may change the frames, so the decoded frames are additional outputs of the graph.
             frames: Any = batch.pop(graph.AUDITED + camera) if self._config.audits_apart else batch.get(camera)
             audits = ((row, clip.audit) for row, clip in enumerate(given.frames[camera]) if clip.audit)
             for row, audit in audits:
@@ -89,7 +89,7 @@ class DaliBatches:
 
         DALI's error names neither camera nor clip, so the clips of all batches in the pipeline are decoded again, camera by
         camera. If all of them can be decoded, the decoder is still considered the cause, unless the user gives a function for
-        the graph, whose operators may have failed.
+        the graph: then one of its operators may have failed.
         """
         failed, on_dali = {}, self._source.on_dali
         for camera in on_dali:

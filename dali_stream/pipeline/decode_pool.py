@@ -23,7 +23,8 @@ from dali_stream.storage import Store
 from dali_stream.workers import Workers
 
 _COPY_THREADS = 4  # maximum number of threads that copy, since memory bandwidth limits copying, not the number of cores
-# Bytes of decoded frames (RGB at full size) per thread after which free memory is returned to the system, which takes some ms.
+# Bytes of decoded frames (RGB at full size) per thread after which free memory is returned to the system. This takes some
+# milliseconds, so it is not done for every batch.
 _TRIM_AFTER = 128 << 20
 
 
@@ -76,7 +77,7 @@ class DecodePool:
             plan: Plan of the batch.
             frames: {camera: frames of the samples' windows within their episodes, shape (B, T)}.
             episodes: Open episodes.
-            stores: {camera: store from which its encoded video is read}. Default for other cameras: the dataset's store.
+            stores: {camera: store from which its encoded video is read}. For other cameras, it is the dataset's store.
 
         Returns:
             {camera: tasks in progress}.
@@ -89,7 +90,7 @@ class DecodePool:
         }
 
     def _count(self, plan: BatchPlan) -> None:
-        """Count the decoded frames, and return free memory to the system from time to time."""
+        """Count cache hits and evictions. Return free memory to the system after every `_TRIM_AFTER` bytes per thread."""
         for key, planned in plan.frames.items():
             self._counters.add(frame_cache_hits=planned.hits, frames_evicted_before_use=planned.evicted)
             self._decoded_bytes += planned.decodes * math.prod(self._config.dataset.features[key].shape)

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from dali_stream.mp4.index import VideoIndex
     from dali_stream.pipeline.config import Config
 
-_BATCHES = 400  # simulated batches of a long epoch, once the cache is full
+_BATCHES = 400  # number of simulated batches of a long epoch after the cache is full
 
 
 class Decodes(NamedTuple):
     """Number of frames decoded per delivered frame.
 
     Attributes:
-        first: In the first epoch.
-        later: In each epoch after it. 0 if the cache holds all frames.
+        first: Number for the first epoch.
+        later: Number for each epoch after it. 0 if the cache holds all frames.
     """
 
     first: float
@@ -39,13 +39,13 @@ def decodes_of(
 ) -> Decodes:
     """Return the decodes of a loader, averaged over the frames of its cameras.
 
-    Assumes that all files of a camera have the GOPs of its first file.
+    All files of a camera are assumed to have GOPs of the same length as its first file.
 
     Args:
         config: Configuration of the loader.
         cameras: Cameras that the CPU decodes.
         gop: Number of frames of each GOP. Default: that of each camera.
-        batches: Number of simulated batches of a long epoch, once the cache is full.
+        batches: Number of simulated batches of a long epoch after the cache is full. Default: 400.
         sizes: Sizes of the dataset and of its batches. Default: those of `config`, for which indices are read.
     """
     sizes = sizes or config.sizes(cameras)
@@ -82,19 +82,21 @@ def decodes(
 
     Args:
         lengths: Number of frames of each episode, shape (E,).
-        order, batches: Order and batches of an epoch.
+        order: Function from an epoch to its order.
+        batches: Division of an epoch into batches.
         offsets: Offsets of the window, in frames, shape (T,).
         gop: Number of frames of each GOP.
-        limits: Number of decoded frames that the cache keeps, and of batches in progress.
-        rank: Rank whose batches are planned.
-        most: Number of simulated batches of a long epoch, once the cache is full.
+        limits: Limits of the cache, of the look-ahead and of the batches in progress.
+        rank: Rank whose batches are planned. Default: 0.
+        most: Number of simulated batches of a long epoch after the cache is full. Default: 400.
     """
     frames, kept, camera, epoch = int(lengths.sum()), limits.kept, "", batches.count(0)
-    fill = kept // (batches.batch_size * min(gop, 8)) + 1
-    # A GOP that was decoded to its end feeds batches for as long as the cache holds frames, so that has to turn over.
+    fill = kept // (batches.batch_size * min(gop, 8)) + 1  # batches until the cache is about full, since decodes add whole GOPs
+    # The frames of a GOP serve later batches for as long as they are cached. For a steady state, the simulation must be long
+    # enough to replace the contents of the cache.
     steady = fill + max(most, 2 * kept // batches.batch_size)
-    # In a long epoch, batches with a full cache are like those of later epochs. A short one is simulated whole, and so is the
-    # epoch after it: only that one finds frames of the first epoch in the cache.
+    # In a long epoch, batches after the cache is full are like those of later epochs, so a part of it is simulated. A short
+    # epoch and the one after it are simulated as a whole, since only the latter finds frames of the first epoch in the cache.
     count, later_from = (epoch if kept >= frames else 2 * epoch, epoch) if steady > epoch else (steady, fill)
     read = samples(order, batches, rank, 0, 0)
     planner = BatchPlanner(EpisodeTable(lengths, [camera]), read, batches.largest, {camera: offsets}, limits)

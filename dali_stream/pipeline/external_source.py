@@ -25,8 +25,8 @@ class ExternalSource:
         routes: {camera: decoder}.
 
     Attributes:
-        batches: Batches that DALI was given and that `DaliBatches` has not returned, at most two. The first one is returned
-            next, and the last one is that of the run that was started last.
+        batches: Batches that were passed to DALI and that `DaliBatches` has not returned yet, at most two. The first one is
+            returned next. The last one belongs to the run that was started last.
         on_dali: Cameras that DALI decodes.
     """
 
@@ -47,8 +47,8 @@ class ExternalSource:
     def columns(self) -> tuple[Any, ...]:
         """Return the first part of the batch: the arrays of `Config.columns`, and the clips of cameras on the DALI route.
 
-        Each of these cameras has a list of clips, a list of the frame indices in each clip and, for a window, a list of the
-        orders of its steps. This method is an external source of the graph.
+        Each of these cameras has a list of clips, a list of the frame indices in each clip and, if it has a time axis, a list
+        with the order of the steps for each sample. This method is an external source of the graph.
         """
         batch = self.batches[-1]
         arrays: list[Any] = [batch.columns[key] for key in self._config.columns()]
@@ -60,15 +60,16 @@ class ExternalSource:
     def frames(self) -> tuple[Array, ...]:
         """Return the frames of the same batch that the CPU decoded, uint8 of shape (B, H, W, C) or (B, T, H, W, C) per camera.
 
-        This method is an external source of the graph. The memory is reused when nothing refers to it any more.
+        This method is an external source of the graph. The memory is reused once nothing refers to it.
         """
         return tuple(with_time_axis(self._config, key, self.batches[-1].frames[key]) for key in self._on_cpu)
 
     def gpu_frames(self) -> tuple[list[Any], ...]:
-        """Return the frames of the same batch that torchcodec decoded on a GPU, with a list of DLPack capsules per camera.
+        """Return the frames of the same batch that torchcodec decoded on a GPU, as a list of DLPack capsules per camera.
 
-        Each capsule has the frames of one sample, uint8 of shape (H, W, 3) or (T, H, W, 3). This method is an external source
-        of the graph.
+        Each capsule contains the frames of one sample, uint8 of shape (H, W, 3) or (T, H, W, 3). This method is an external
+        source of the graph.
         """
         batch, squeezed = self.batches[-1], self._config.squeezed
+        # With stream=-1, torch does not synchronize streams. This is not necessary, since the frames are complete.
         return tuple([(f[0] if squeezed(key) else f).__dlpack__(stream=-1) for f in batch.frames[key]] for key in self._on_cuda)

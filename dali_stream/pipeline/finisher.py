@@ -17,14 +17,14 @@ from dali_stream.pipeline.planner import Planner
 
 
 class Finisher:
-    """Finisher of a planner's batches, in the thread of the caller.
+    """Finisher of a planner's batches. It works in the thread of the caller.
 
     Args:
         config: Configuration of the loader.
         planner: Planner of the batches.
         counters: Counters to add to.
-        dtype: Dtype of decoded frames: uint8, or float32 for values divided by 255.
-        channels_first: Whether their channels come before height and width in memory.
+        dtype: Dtype of decoded frames: uint8, or float32 for values divided by 255. Default: uint8.
+        channels_first: Whether their channels precede height and width in memory. Default: False.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Finisher:
         config = self._config
         failed: dict[int, DecodeError] = {}
         files: dict[int, str] = {}  # {sample that failed: its file}
+        # The tasks of all cameras are waited for before anything is copied, so that no waiting counts as copying.
         with self._counters.timed("starved_s"):
             for task in itertools.chain.from_iterable(work.tasks for work in batch.work.values()):
                 task.result()
@@ -72,6 +73,7 @@ class Finisher:
         self._counters.frames += sum(config.windows.steps(key) * (rows - self._missing(batch, key)) for key in batch.frames)
         if failed:
             good = self._substitutes(rows, failed)
+            # The choice of a substitute depends on the batch only, so a resumed run has the same ones.
             for row, error in sorted(failed.items()):
                 config.substitutes.add(batch.samples.epoch, files[row], error)
                 for values in (*batch.columns.values(), *batch.texts.values(), *batch.frames.values()):

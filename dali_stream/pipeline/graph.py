@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from dali_stream.pipeline.external_source import ExternalSource
 
 Graph = Callable[[dict[str, "DataNode"]], dict[str, "DataNode"]]
-"""Function from a dict of DALI nodes to another. The dict has a node for each key of a batch, and the function may change, add
-and drop some. The node "sample" contains the random numbers for `dali_stream.augment`, and is not part of a batch."""
+"""Function from a dict of DALI nodes to another dict. Its argument has a node for each key of a batch. The function may change,
+add and drop nodes. The node "sample" contains the random numbers for `dali_stream.augment`, and is not part of a batch."""
 AUDITED = "audited "  # prefix of the output with a camera's frames before the user's function changes them
-Kind = tuple[str, Any, int, str]  # an input of DALI: its key, DALI's type, number of dimensions of a sample, layout
+Kind = tuple[str, Any, int, str]  # input of DALI: key, DALI's type, number of dimensions of a sample, and layout
 _log = logging.getLogger("dali_stream")
 _HINT = (
     ". To rename an output, change its key in the dict that dali_graph returns and not DataNode.name; give two operators no "
@@ -52,7 +52,8 @@ def build(
         config: Configuration of the loader.
         source: External source.
         routes: {camera: decoder}.
-        user: User's function, whose argument has HWC or FHWC frames and tabular nodes on the pipeline's device. None for none.
+        user: User's function. Its argument has frames with the layout HWC or FHWC, and tabular nodes, on the pipeline's device.
+            None if the user gives no function.
 
     Returns:
         Pipeline, and names of its outputs.
@@ -64,7 +65,7 @@ def build(
     threads, on_dali = config.num_threads, sum(route.decoder == "dali" for route in routes.values())
     if config.gpu is not None and on_dali:
         threads = dali.decode_threads(threads, engines(config.gpu), on_dali)
-    # The planner already works ahead. With a prefetch of one batch, an error does not cost the batch before it, see `Iterator`.
+    # The planner already works ahead. With a prefetch of 1, an error in a batch does not lose the previous one, see `Iterator`.
     pipeline = dali.empty_pipeline(config.batches.largest, config.gpu, threads, prefetch=1)
     with pipeline:
         nodes = _read(config, source, routes)
@@ -80,8 +81,8 @@ def build(
         pipeline.set_outputs(*nodes.values())
     try:
         with warnings.catch_warnings():
-            # A user's function may drop nodes, so DALI's warning about them is ignored. A dropped camera is decoded
-            # nevertheless, which is logged below.
+            # A user's function may drop nodes, so DALI's warning about unused nodes is ignored. A dropped camera is still
+            # decoded, about which a warning is logged below.
             warnings.filterwarnings("ignore", message="The external source node", category=Warning)
             pipeline.build()
     except RuntimeError as error:
@@ -95,7 +96,7 @@ def build(
 
 
 def _ancestors(nodes: Iterable[DataNode]) -> set[tuple[int, int]]:
-    """Return the places of some nodes and of all nodes from which they are computed."""
+    """Return the places, see `_place`, of some nodes and of all nodes from which they are computed."""
     found, todo = set[tuple[int, int]](), list(nodes)
     while todo:
         node = todo.pop()
@@ -106,7 +107,7 @@ def _ancestors(nodes: Iterable[DataNode]) -> set[tuple[int, int]]:
 
 
 def _place(node: DataNode) -> tuple[int, int]:
-    """Return the operator of a node and the number of its output. They identify the node: `node.gpu()` is another object."""
+    """Return what identifies a node: its operator, and the number of its output. `node.gpu()` is another object."""
     return id(node.source), node.index
 
 
@@ -140,8 +141,8 @@ def _read(config: Config, source: ExternalSource, routes: Mapping[str, Route]) -
             # The random numbers for augmentation stay on the CPU, since DALI's operators require arguments in CPU memory.
             nodes[key] = parts[0] if key == SAMPLE and config.augments else placed(parts[0])
     # DALI copies its inputs while it holds the interpreter's lock, so no decode thread can run Python code meanwhile. Frames
-    # are large, so they are passed without a copy, and an operator copies them in DALI's threads, unless the division reads
-    # them anyway.
+    # are large, so they are passed without a copy. Then an operator copies them in DALI's threads, unless the division by 255
+    # writes to new memory anyway.
     for camera, node in _source(source.frames, decoded, no_copy=True) if decoded else ():
         divided = config.gpu is None and config.image_dtype == "float32"
         nodes[camera] = placed(node if divided else fn.copy(node))

@@ -39,15 +39,15 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
 
     The original starts the pipeline's next run before it returns a batch. It therefore waits for the frames of the next batch,
     and an error in them loses the batch that it was about to return. This class starts the next run early only if its input is
-    ready, and otherwise when the next batch is requested. It also keeps the layouts of the outputs, which the original drops,
-    because they contain the place of a frame's channels.
+    ready. Otherwise it starts the run when the next batch is requested. It also keeps the layouts of the outputs, which the
+    original drops, since a layout tells which axis of a frame has the channels.
 
     Args:
         pipeline: Built pipeline.
         names: Names of its outputs.
         ready: Function that returns whether the input of the next run is ready.
-        prepare: Function that waits for the input of the next run. It is called before each run, outside the turns, so that a
-            pipeline without input does not keep others waiting. Its errors are raised unchanged.
+        prepare: Function that waits for the input of the next run. It is called before each run, without the lock of `turns`,
+            so that other pipelines can run while this one waits for its input. Its errors are raised unchanged.
         turns: Turns of the pipeline's device.
 
     Attributes:
@@ -58,6 +58,7 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
         self, pipeline: Pipeline, names: list[str], ready: Callable[[], bool], prepare: Callable[[], None], turns: Turns
     ) -> None:
         self.layouts: dict[str, str] = {}
+        # `_owes_run` is True if a run was not started early, since its input was not ready.
         self._input_ready, self._prepare, self._owes_run = ready, prepare, False
         self._turns, self._running = turns, False
         self._outputs: Any = None  # outputs or error of a run that was waited for, possibly by another iterator
@@ -87,7 +88,10 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
                 self._outputs = error
 
     def _take_outputs(self) -> Any:
-        """Return the outputs of the run in progress or of a finished one. Start a run first if none has been started."""
+        """Return the outputs of the run in progress, or of a run that another iterator has waited for.
+
+        If no run was started early, start one first.
+        """
         if self._owes_run or not self._ever_scheduled:
             self._run(release_outputs=self._ever_scheduled)
             self._owes_run = False

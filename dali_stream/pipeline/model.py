@@ -1,10 +1,12 @@
 """Model of a loader's speed: the seconds per batch, from the work of a batch and the resources that do it.
 
 Decode threads, planner and the thread that iterates work on different batches at the same time, and share the CPU cores. Each
-of them is a resource, with seconds per batch of its own. The busiest resource determines the speed, and the others delay it a
-little, since no queue between them is endless:
+of them is a resource, with its own seconds per batch. The busiest resource determines the speed, and the others delay it a
+little, since the queues between them are limited:
 
     seconds per batch = (Σ rᵢ^p)^(1/p),  p = 6
+
+rᵢ is the seconds per batch of resource i. The larger p is, the less the other resources delay the busiest one.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-_WAITING = 0.3  # share of the time that threads wait for bytes from which on the network is taken to be busy all the time
-_P = 6.0  # benchmarks/why.py fits it
+# If threads wait for bytes for at least this share of the time, the network is assumed to be busy all the time.
+_WAITING = 0.3
+_P = 6.0  # p above, fitted by benchmarks/why.py
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,10 @@ class Work:
         decode: CPU seconds of all decode threads.
         plan: CPU seconds of the planner thread.
         copy: CPU seconds of copying frames into the batch.
-        deliver: Seconds of the thread that iterates for copying frames, or for the DALI graph.
+        deliver: Seconds that the thread that iterates spends on copying frames, or on the DALI graph.
         wait: Seconds that the decode threads wait for a disk, added up over the threads.
         network: Seconds that the network takes for the bytes of a batch.
-        step: Seconds of the training loop between two batches.
+        step: Seconds that the training loop takes between two batches.
         threads: Number of decode threads.
         cores: Number of CPU cores.
     """
@@ -55,7 +58,7 @@ class Work:
 
     @property
     def limit(self) -> str:
-        """Resource that works longest."""
+        """Resource with the most seconds per batch."""
         return max(self.resources, key=lambda name: self.resources[name])
 
     @property
@@ -84,7 +87,7 @@ def work_of(times: Mapping[str, float], threads: int, cores: int, remote: bool) 
     """Return the work of a batch, averaged over the batches of a measurement.
 
     Args:
-        times: Growth of the attributes of `Counters` in the measurement, of one batch or more.
+        times: Growth of the attributes of `Counters` during the measurement, which contains at least one batch.
         threads: Number of decode threads.
         cores: Number of CPU cores that this process may use.
         remote: Whether the dataset is read over a network.
@@ -92,8 +95,8 @@ def work_of(times: Mapping[str, float], threads: int, cores: int, remote: bool) 
     batches, wall = times["batches"], times["wait_s"] + times["training_s"]
     busy = sum(times[stage] for stage in ("read_s", "pack_s", "decode_s", "resize_s"))
     cpu = times["decode_cpu_s"] + times["plan_cpu_s"] + times["copy_cpu_s"]
-    # Decode threads that use no CPU wait for a core, for Python's interpreter, or for bytes. If all cores are busy, they are
-    # taken to wait for cores.
+    # Decode threads that use no CPU wait for a core, for Python's interpreter, or for bytes. The busier the cores are, the less
+    # of this time is attributed to bytes.
     idle = max(busy - times["decode_cpu_s"], 0.0) * max(1 - cpu / (cores * wall), 0.0)
     waiting = max(times["read_s"] / threads, times["rows_s"]) / wall
     return Work(
@@ -112,11 +115,11 @@ def work_of(times: Mapping[str, float], threads: int, cores: int, remote: bool) 
 def predicted(measured: float, work: Work, then: Work) -> float:
     """Return the seconds per batch of a loader after a change.
 
-    What the model leaves out, such as waiting for Python's interpreter, is assumed to change in proportion.
+    The time that the model does not explain, such as waiting for Python's interpreter, is assumed to change in proportion.
 
     Args:
         measured: Seconds per batch before the change.
-        work: Work of a batch before it.
-        then: Work of a batch after it.
+        work: Work of a batch before the change.
+        then: Work of a batch after the change.
     """
     return measured * then.seconds / work.seconds if work.seconds else measured

@@ -28,7 +28,10 @@ MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_
 class Planner:
     """Planner of the batches from a position of an epoch. After `start`, it plans one epoch after the other until `close`.
 
-    `_run` and `_plan` run in the planner's thread, and the other methods in the thread of the caller.
+    `_run` and `_plan` run in the planner's thread, and nothing else changes the schedule or the table of open episodes, so they
+    need no locks. The other methods run in the thread of the caller. Two objects connect these threads: the queue `_planned`
+    passes planned batches to the caller, and the semaphore `_room` limits the batches in progress. Slots can be reused without
+    locks because of `_room`: when batch n is planned, the caller has copied the frames of batch n - depth.
 
     Args:
         config: Configuration of the loader.
@@ -73,21 +76,21 @@ class Planner:
             self._reading.join()
             raise
         self.keeps_all = not on_nvdec and parts.frames >= int(dataset.lengths.sum())
-        self._planned: queue.Queue[PlannedBatch | BaseException] = queue.Queue()
+        self._planned: queue.Queue[PlannedBatch | BaseException] = queue.Queue()  # needs no size limit because of `_room`
         self._room = threading.Semaphore(config.depth)
         self.stopping = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. If an exception is raised meanwhile, such as KeyboardInterrupt, the caller must call `close`."""
+        """Start the thread. If this raises an exception, such as KeyboardInterrupt, the caller must call `close`."""
         self._thread.start()
 
     def take(self) -> PlannedBatch:
         """Return the next batch. Wait for it if necessary.
 
         Raises:
-            DaliStreamError: If the batch could not be planned. No batch follows.
+            DaliStreamError: If the batch could not be planned. No further batch is planned.
         """
         with self._counters.timed("starved_s"):
             batch = self._planned.get()
@@ -98,11 +101,11 @@ class Planner:
         return batch
 
     def done(self) -> None:
-        """Report that the batch of the last `take` is finished, so that another one may be planned."""
+        """Report that the frames of the last batch of `take` were copied, so that another batch may be planned."""
         self._room.release()
 
     def ready(self) -> bool:
-        """Return whether the next batch has been decoded without an error."""
+        """Return whether the next batch has been planned and decoded without an error. Do not wait for it."""
         with self._planned.mutex:
             batch = self._planned.queue[0] if self._planned.queue else None
         return isinstance(batch, PlannedBatch) and all(work.ready() for work in batch.work.values())
@@ -110,8 +113,9 @@ class Planner:
     def memory(self) -> dict[str, int]:
         """Return the memory in use in bytes, with the keys `MEMORY`.
 
-        The keys are the total, and that of rows, indices, encoded video and cached decoded frames.
+        The keys are the total, and the memory of rows, indices, encoded video and cached decoded frames.
         """
+        # These are plain numbers that the planner's thread updates. They are read without a lock, which is exact enough.
         frames = sum(cache.cached * self._config.frame_bytes(key) for key, cache in self._planner.frames.items())
         kinds = *self._reading.items.bytes_by_kind, self._planner.video.bytes, frames
         return dict(zip(MEMORY, (sum(kinds), *kinds), strict=True))
@@ -123,7 +127,7 @@ class Planner:
         self.stopping = True
         self._reading.stop()
         self.pool.stop()
-        self._room.release()
+        self._room.release()  # wakes the planner's thread if it waits for room
         # The garbage collector may close an iterator in one of these threads, and a thread cannot join itself.
         if threading.current_thread().name.startswith("dali_stream "):
             threading.Thread(target=self._join, name="dali_stream: close", daemon=True).start()
@@ -131,6 +135,7 @@ class Planner:
             self._join()
 
     def _join(self) -> None:
+        # The planner's thread ends first, since it submits jobs to the other threads.
         if self._thread.ident is not None:  # only a started thread can be joined
             self._thread.join()
         self.pool.join()
@@ -141,7 +146,8 @@ class Planner:
         try:
             for number in itertools.count():
                 begin_batch(number)
-                # Reads begin before there is room for the batch, so that they go on while the training loop is slow.
+                # Reads begin before the batch has room, so that they continue while the training loop is slow. No batch in
+                # progress needs the episodes that this closes, see `Reading.begin`.
                 self._reading.begin(self._planner, number)
                 self._room.acquire()
                 if self.stopping:
@@ -154,6 +160,8 @@ class Planner:
 
     def _plan(self) -> PlannedBatch:
         config, reading, timed = self._config, self._reading, self._counters.timed
+        # Only `begin` and `open` close episodes. After `open`, those of the batch stay open until this method has gathered
+        # their rows and started the decode tasks, which hold the packets, indices and blocks that they need.
         with timed("rows_s"):
             reading.open(self._planner)
         plan = self._planner.plan()

@@ -1,4 +1,4 @@
-"""Reading as scheduled: opens episodes, and fetches encoded video."""
+"""Reader that carries out the schedule: it opens episodes, and fetches encoded video."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from dali_stream.storage.retry import PER_HOST
 from dali_stream.workers import Workers
 
 _log = logging.getLogger("dali_stream")
-# Number of threads for remote data. While the caches fill, a batch needs many small blocks, so the number of requests at a time
-# limits the rate: with round trips of 50 ms, 16 threads read 64 KiB blocks at 21 MB/s, however fast the network is.
+# Number of threads for remote data. While the caches fill, a batch needs many small blocks, so the number of parallel requests
+# limits the rate: with round trips of 50 ms, 32 threads read 64 KiB blocks at 42 MB/s at most, however fast the network is.
 FETCHERS = PER_HOST
 _SOON = 256  # number of batches ahead whose episodes are kept if a read returns their rows in addition
 
 
 class Reading:
-    """Reader of the rows, indices and encoded video that the plans need. Only the planner's thread reads with it.
+    """Reader of the rows, indices and encoded video that the plans need.
+
+    Only the planner's thread may call its methods, except for `stop` and `join`. For each batch, it calls `begin`, `open` and
+    `fetch` in this order.
 
     Args:
         config: Configuration of the loader.
@@ -64,18 +67,19 @@ class Reading:
     def begin(self, planner: BatchPlanner, number: int) -> None:
         """Begin to read rows and indices for batch `number` and batches after it, and close episodes to make room for them.
 
-        Batches that are planned already do not need their episodes any more: what they show has been copied, or is located.
+        Batches in progress do not need open episodes: their rows have been copied, and the packets of their frames are known.
         """
         ahead = planner.ahead(1 + self._opening.horizon(number))
         closed, again = self.episodes.begin(ahead)
         planner.observe(closed=closed)
         self._count_again("indices_read_again", again, "indices are read")
-        wait(self._first)  # the encoded video of the first batch is fetched before that of others
+        wait(self._first)  # the encoded video of the first batch is fetched alone, so that training starts soon
         self._first = []
 
     def open(self, planner: BatchPlanner) -> None:
         """Open the episodes of the next batch, and those of later batches that are due. Wait for their reads."""
         opened, closed = self.episodes.finish(planner.ahead(1, most=_SOON))
+        # Encoded video may take the memory that rows and indices do not use. Their sizes are known now.
         planner.observe(opened, closed, self.parts.encoded - sum(self.items.bytes_by_kind))
 
     def fetch(self, plan: BatchPlan) -> Mapping[str, Store]:
@@ -85,6 +89,8 @@ class Reading:
             {camera: store from which the batch reads its encoded video}, without cameras whose files are read in place.
         """
         self._opening.advance()
+        # Blocks are evicted first. The plan never evicts blocks that it fetches, but it may fetch blocks of an episode again
+        # that was closed and opened since the last plan.
         self._video.drop(plan.video.evict)
         fetched = self._video.fetch(plan.samples.number, plan.video.fetch)
         if not plan.samples.number:
@@ -104,7 +110,7 @@ class Reading:
         self._readers.join()
 
     def _count_again(self, counter: str, count: int, what: str) -> None:
-        """Count data that must be read again because memory_budget did not hold it until its next use. Warn the first time.
+        """Count data that must be read again, since memory_budget did not hold it until its next use. Warn the first time.
 
         Args:
             counter: Name of the counter.
@@ -121,7 +127,7 @@ class Reading:
 
 
 def storage(config: Config, sizes: Sizes, parts: Parts) -> Storage:
-    """Return the rows and indices of a dataset, with the memory that they need and may take."""
+    """Return the sizes of the rows and indices of a dataset, and the limits of their memory."""
     dataset, remote = config.dataset, config.dataset.data_store.remote
     return Storage(
         files={camera: dataset.files(camera) for camera in dataset.videos},

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 Batch = dict[str, Any]
 """{key: tensor, or list of str for text}, with the batch as first dimension."""
 _log = logging.getLogger("dali_stream")
-_CLOSE_S = 5.0  # seconds to wait for threads of a dropped loader, much longer than they need to end
+_CLOSE_S = 5.0  # seconds to wait for the threads of a dropped loader, which normally end much sooner
 _streams: weakref.WeakSet[BatchStream] = weakref.WeakSet()
 
 
 def _leave_to_the_parent() -> None:
-    """Leave threads and pipelines to the parent of a forked process."""
+    """Leave threads and pipelines to the parent of a forked process: the threads do not exist in the child."""
     for stream in list(_streams):
         stream._finalizer.detach()
         if stream._batches is not None:
@@ -42,12 +42,12 @@ if hasattr(os, "register_at_fork"):
 
 
 class BatchStream:
-    """Planner and front end that deliver batches from one position of the order until they are closed.
+    """Stream of batches from one position of the order, made by a planner and a front end.
 
     Args:
         config: Configuration of the loader.
         routes: {camera: decoder}.
-        user: User's function for the graph. None for none.
+        user: User's function for the graph. None if the user gives none.
         epoch: Epoch of the first batch.
         position: Position in that epoch at which the first batch begins.
         counters: Counters to add to.
@@ -77,7 +77,12 @@ class BatchStream:
             raise
 
     def next(self) -> Batch:
-        """Return the next batch. Raises RouteChange if DALI cannot decode a camera, and DaliStreamError for other errors."""
+        """Return the next batch.
+
+        Raises:
+            RouteChange: If DALI cannot decode a camera.
+            DaliStreamError: If the batch could not be made, or the stream was closed.
+        """
         batches = self._batches  # a local reference, since another thread that closes the loader resets the attribute
         if batches is None:
             raise closed()
@@ -85,7 +90,7 @@ class BatchStream:
 
     @property
     def closed(self) -> bool:
-        """Whether the stream was closed, by `close` or by the exit of the interpreter."""
+        """Whether the stream was closed, by `close` or at the exit of the interpreter."""
         return not self._finalizer.alive
 
     def close(self) -> None:
@@ -116,14 +121,14 @@ class BatchSource:
 
     Args:
         routes: {camera: decoder}.
-        user: User's function for the graph. None for none.
+        user: User's function for the graph. None if the user gives none.
         decode: Argument of the Loader.
         counters: Counters to add to.
 
     Attributes:
-        routes: {camera: present decoder}.
+        routes: {camera: current decoder}.
         decode: See above.
-        epochs: Number of whole epochs since the last `stop`, whose decoded frames may be in memory.
+        epochs: Number of whole epochs since the last `stop`. Their decoded frames may be in memory.
     """
 
     def __init__(self, routes: dict[str, Route], user: Graph | None, decode: str, counters: Counters) -> None:
@@ -139,7 +144,7 @@ class BatchSource:
         Args:
             config: Configuration of the loader.
             epoch: Epoch of the batch.
-            position: Position at which the batch begins. It is only used for the first batch after `stop`.
+            position: Position at which the batch begins. Epoch and position are used only for the first batch after `stop`.
 
         Raises:
             DaliStreamError: If the batch could not be made, or the loader was closed.
@@ -163,7 +168,7 @@ class BatchSource:
                 self.routes = self.routes | {key: Route("torchcodec", change.reason) for key in change.cameras}
                 _log.warning("Falling back to torchcodec: %s", change)
             except (DatasetError, DecodeError, StorageError) as error:
-                # The message is complete. The traceback through DALI and the threads only helps to debug the loader.
+                # The message says everything. The traceback through DALI and the threads only helps to debug the loader.
                 _log.debug("a batch could not be made", exc_info=error)
                 raise error.with_traceback(None) from None
 
@@ -185,7 +190,7 @@ class BatchSource:
 
     @property
     def ended(self) -> bool:
-        """Whether the exit of the interpreter has ended the batches in progress."""
+        """Whether the batches in progress were closed at the exit of the interpreter."""
         return self._stream is not None and self._stream.closed
 
     def stop(self) -> None:
@@ -196,6 +201,6 @@ class BatchSource:
             stream.close()
 
     def close(self) -> None:
-        """Drop the batches in progress, and let no others begin."""
+        """Drop the batches in progress, and refuse to make others."""
         self._closed = True
         self.stop()

@@ -11,7 +11,7 @@ _log = logging.getLogger("dali_stream")
 
 
 class Substitutes:
-    """Log of the substituted samples. The first sample is logged at once, and all are summed up per epoch and file.
+    """Log of the substituted samples. The first sample is logged at once. When an epoch ends, all are summed up per file.
 
     Safe to use from several threads.
     """
@@ -34,7 +34,7 @@ class Substitutes:
             )
 
     def report(self, epoch: int) -> None:
-        """Log one line per epoch and file for the samples that were counted in this epoch and earlier ones."""
+        """Log one line per epoch and file for the samples that were counted in this epoch and in earlier ones."""
         with self._lock:
             ended = [place for place in self._samples if place[0] <= epoch]
             lines = [(*place, *self._samples.pop(place)) for place in ended]

@@ -44,4 +44,4 @@ class TorchBatches:
             return batch.texts | columns | frames
 
     def abandon(self) -> None:
-        """Do nothing, because no pipeline must be left to the parent of a forked process."""
+        """Do nothing, since without DALI no pipeline is left to the parent of a forked process."""

@@ -13,7 +13,7 @@ def nearest(next_use: Int64, room: int, sizes: Int64 | None = None) -> npt.NDArr
 
     Args:
         next_use: Batch that uses each item next, shape (n,).
-        room: Size that the items may have together.
+        room: Maximum total size of the items to keep.
         sizes: Size of each item, shape (n,). None if each has size 1.
 
     Returns:
@@ -21,10 +21,12 @@ def nearest(next_use: Int64, room: int, sizes: Int64 | None = None) -> npt.NDArr
     """
     keep = np.zeros(len(next_use), np.bool_)
     if sizes is not None:
+        # Only a prefix is kept: an item after the first one that does not fit is used later, even if it is small enough.
         order = np.argsort(next_use, kind="stable")
         keep[order] = np.cumsum(sizes[order]) <= room
     elif room >= len(next_use):
         keep[:] = True
     elif room > 0:
+        # Items of equal size need no sorting, only a partition, which takes linear time.
         keep[np.argpartition(next_use, room - 1)[:room]] = True
     return keep

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from dali_stream.mp4.index import VideoIndex
 
 Int64 = npt.NDArray[np.int64]
-LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead, which take some seconds to decode
+LOOK_AHEAD = 4096  # number of samples per rank whose encoded video is fetched ahead, a few seconds of decoding
 
 
 class Parts(NamedTuple):
     """Parts of `memory_budget`.
 
-    The budget is the sum of `encoded`, of the cached frames, and of the frames of the batches in progress, for which nothing is
-    reserved if the cache holds all frames or none.
+    `encoded`, the cached frames and the frames of the batches in progress add up to the budget. If the cache holds all frames
+    or none, nothing is reserved for the batches in progress.
 
     Attributes:
         encoded: Bytes for rows, indices and the encoded video of remote data.
@@ -54,13 +54,13 @@ class Sizes:
         lengths: Number of frames of each episode, shape (E,).
         batch_size: Number of samples per batch.
         episodes: Number of episodes that the order draws from at a time.
-        row_bytes: Approximate memory of a row, with its entries in the tables that locate frames, in bytes.
-        least_row_bytes: Memory of a row without images and text, whose sizes are unknown until they are read, in bytes.
+        row_bytes: Approximate memory of a row and of its entries in the tables that locate frames, in bytes.
+        least_row_bytes: The same without images and text, whose sizes are unknown until they are read.
         files: {camera with video files: number of its files}.
         indices: {camera with video files: index of its first file}. Cameras whose first file is broken are missing.
         windows: {camera with video files: its frame offsets}.
         fetched: Whether encoded video is cached in memory.
-        frame_bytes: Bytes of one decoded frame of each camera that the CPU decodes, added up over the cameras.
+        frame_bytes: Bytes of a decoded frame, added up over the cameras that the CPU decodes.
         in_progress: Bytes of the decoded frames of all batches in progress.
         scattered: Whether each batch draws from episodes anywhere in the dataset, so that the files of all episodes are in use.
     """
@@ -81,6 +81,7 @@ class Sizes:
     @property
     def frames_in_use(self) -> int:
         """Approximate number of frames of the episodes that the order draws from."""
+        # These episodes may be longer than the average, so 50 % more frames are assumed.
         frames = int(self.lengths.sum())
         return min(frames, int(self.episodes * frames / len(self.lengths) * 1.5))
 
@@ -89,11 +90,12 @@ def divide(budget: int, sizes: Sizes) -> Parts:
     """Divide a memory budget of `budget` bytes.
 
     Raises:
-        MemoryBudgetError: If the budget does not hold a batch of the longest episodes with the largest GOPs of each camera's
-            first video file.
+        MemoryBudgetError: If the budget is too small for the largest possible batch, whose samples are in the longest episodes
+            and in GOPs as large as the largest one of each camera's first video file.
     """
     least = _least(sizes, budget)
     if least > budget:
+        # A larger budget has larger blocks, so a batch needs more. The loop finds a budget that is large enough nevertheless.
         enough = max(budget, 4096)
         while _least(sizes, enough) > enough:
             enough = enough * 11 // 10
@@ -105,8 +107,8 @@ def divide(budget: int, sizes: Sizes) -> Parts:
     encoded = min(_in_use(sizes), max(budget // 2, least))
     frames = int(sizes.lengths.sum())
     room, each = budget - encoded, sizes.frame_bytes
-    # The frames in progress are not subtracted here: a cache that lacks a few frames costs many decodes, since each missing
-    # frame is decoded from its keyframe.
+    # The frames in progress are not subtracted here, since without them the cache may hold all frames. If it lacked a few, they
+    # would cost many decodes: each missing frame is decoded from its keyframe.
     if not each or room >= frames * each:
         kept = frames if each else 0
         encoded = budget - frames * each
@@ -136,7 +138,7 @@ def reads_budget(parts: Parts, sizes: Sizes) -> int | None:
 def batches_in_progress(threads: int, batch_frames: int, task_frames: int) -> int:
     """Return the number of batches in progress that keeps all threads busy while the oldest batch is completed.
 
-    The number is 2 · threads · task_frames / batch_frames, rounded up, and limited to 2 ... 16.
+    The number is 2 · threads · task_frames / batch_frames, rounded up and clamped to [2, 16].
 
     Args:
         threads: Number of threads of the decode pool.
@@ -147,7 +149,10 @@ def batches_in_progress(threads: int, batch_frames: int, task_frames: int) -> in
 
 
 def look_ahead(batch_size: int) -> int:
-    """Return the maximum number of batches of remote data that are read ahead."""
+    """Return the maximum number of batches of remote data that are read ahead.
+
+    The number is LOOK_AHEAD / batch_size, clamped to [16, 256].
+    """
     return min(max(LOOK_AHEAD // batch_size, 16), 256)
 
 
@@ -176,6 +181,7 @@ def encoded_horizon(room: int, sizes: Sizes) -> int:
         room: Bytes for encoded video.
         sizes: Sizes of the dataset and of its batches.
     """
+    # `room / each` frames fit, and the order is read twice as far, as `horizon` does for decoded frames.
     each = sum(int(index.size.sum()) / len(index) for index in sizes.indices.values()) if sizes.fetched else 0
     return min(2 * int(sizes.lengths.sum()), int(2 * room / each), 1 << 18) if each else 0
 
@@ -203,13 +209,14 @@ def _in_use(sizes: Sizes) -> int:
 
 def _indices_in_use(sizes: Sizes) -> int:
     files = {camera: count if sizes.scattered else min(count, sizes.episodes) for camera, count in sizes.files.items()}
-    # The size of the first file's index is an estimate for all files, since those of some files compress less.
+    # The size of the first file's index is an estimate for all files. 50 % is added, since others may compress less.
     return sum(index.nbytes * files[camera] for camera, index in sizes.indices.items()) * 3 // 2
 
 
 def _video_in_use(sizes: Sizes) -> int:
     if not sizes.fetched:
         return 0
+    # 25 % is added, since other files may have a higher bitrate than the first one.
     return sum(sizes.frames_in_use * int(index.size.sum()) // len(index) for index in sizes.indices.values()) * 5 // 4
 
 
@@ -242,7 +249,7 @@ def _rows(frames: int, row_bytes: int) -> int:
 
 
 def _block(sizes: Sizes, budget: int) -> int:
-    """Return the size of a block of encoded video in bytes. One block per frame of a batch takes at most 1/32 of the budget."""
+    """Return the size of a block of encoded video in bytes. One block for each frame of a batch fits in 1/32 of the budget."""
     frames = sizes.batch_size * max((len(window) for window in sizes.windows.values()), default=1)
     return max(min(BLOCK, budget // 32 // frames), 1)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Scalar = TypeVar("Scalar", bound=np.generic)
-ROW_SPARE = 5, 4  # factor (5/4) on the size of the rows in use, since the table of open episodes has free rows
+ROW_SPARE = 5, 4  # the table of open episodes has at most 5/4 as many rows as are in use, since closed episodes leave gaps
 NONE = -1  # no row, no slot, no packet, no block
 BlockName = tuple[str, int, int]  # camera, episode, and number of a block within them
 
@@ -58,8 +58,8 @@ class CameraTable:
         packet: Packet of each frame. `NONE` if the frame has no packet.
         gop: Row of the first frame of each frame's GOP. The entry of that first frame itself is minus the number of frames of
             the GOP, so that one array holds both.
-        first_block, block_count: First entry of the `BlockTable` that decoding each frame's GOP needs, and number of entries.
-            The number is 0 if the frame has no packet. The arrays are empty if encoded video is read in place.
+        first_block, block_count: First entry of the `BlockTable` that decoding each frame needs, and number of entries. The
+            number is 0 if the frame has no packet. The arrays are empty if encoded video is read in place.
     """
 
     packet: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
@@ -74,6 +74,7 @@ class CameraTable:
 
     def members(self, gops: Int64) -> Int64:
         """Return the rows of all frames of the GOPs whose first frames have the rows `gops`."""
+        # The ranges [gop, gop + frames) are concatenated without a Python loop, since a batch can need thousands of GOPs.
         frames = -self.gop[gops].astype(np.int64)
         before = np.cumsum(frames) - frames
         return np.repeat(gops - before, frames) + np.arange(int(frames.sum()))
@@ -93,7 +94,7 @@ class CameraTable:
 class _Rows:
     """Allocator of the rows of a table.
 
-    An episode gets the smallest free stretch that is long enough, so that few rows remain unused.
+    An episode gets the smallest free stretch that is long enough, which leaves few rows unused.
 
     Args:
         used: Number of rows that are allocated already, without a gap.
@@ -108,7 +109,7 @@ class _Rows:
         self._free: dict[int, int] = {}  # {start of a free stretch: its stop}
 
     def take(self, count: int) -> int:
-        """Allocate `count` adjacent rows. Return the first one."""
+        """Allocate `count` adjacent rows, and return the first one."""
         self.live += count
         fits = [(stop - start, start) for start, stop in self._free.items() if stop - start >= count]
         if not fits:
@@ -124,7 +125,7 @@ class _Rows:
         """Free the rows that `take(count)` allocated."""
         if count:
             self.live -= count
-            # Merge the stretch with free neighbours on both sides. There are few free stretches, so a search is fast enough.
+            # Merge the stretch with free neighbours on both sides. A linear search suffices, since free stretches are few.
             stop = self._free.pop(first + count, first + count)
             self._free[next((start for start, end in self._free.items() if end == first), first)] = stop
 
@@ -144,7 +145,7 @@ class BlockTable:
         number: Number of each block within its episode and camera.
         start, stop: Byte range of each block in its file.
         held: Whether each block is in memory or being fetched.
-        touched: Last batch that needed each block, or during whose planning the block was fetched. `NONE` at first.
+        touched: Last batch that needed each block, or whose plan fetched it. `NONE` at first.
         epoch: Last epoch that needed each block. `NONE` at first.
     """
 
@@ -175,13 +176,13 @@ class BlockTable:
         return list(zip(cameras, self.episode[blocks].tolist(), self.number[blocks].tolist(), strict=True))
 
     def groups(self, blocks: Int64) -> list[Int64]:
-        """Split blocks, given in increasing order, into groups that are adjacent in a file."""
-        # Adjacent entries may belong to two episodes or cameras, and then the second one has number 0.
+        """Split blocks in increasing order into groups that are adjacent in a file."""
+        # If adjacent entries belong to two episodes or cameras, the second entry has number 0.
         apart = (np.diff(blocks) > 1) | (self.number[blocks[1:]] == 0) | (self.start[blocks[1:]] != self.stop[blocks[:-1]])
         return np.split(blocks, np.flatnonzero(apart) + 1) if len(blocks) else []
 
     def open(self, camera: str, episode: int, start: Int64, stop: Int64) -> int:
-        """Add the blocks of an episode, of which none is held. Return the entry of the first one."""
+        """Add the blocks of an episode, none of which is held yet. Return the entry of the first one."""
         first = self._rows.take(len(start))
         self._places[camera, episode] = first, len(start)
         new = {"start": start, "stop": stop, "number": np.arange(len(start)), "held": False, "touched": NONE, "epoch": NONE}
@@ -214,7 +215,8 @@ class EpisodeTable:
         episode: Episode of each row.
         cameras: {camera: table of its frames}.
         blocks: Table of the blocks of encoded video.
-        columns: {key: values of each row, shape (capacity, ...)}. With one array per key, a batch takes one gather per key.
+        columns: {key: values of each row, shape (capacity, ...)}. One array holds all episodes, so that one NumPy call per key
+            gathers the values of a batch.
     """
 
     def __init__(self, lengths: Int64, cameras: Collection[str], fetched: Collection[str] = ()) -> None:
@@ -274,7 +276,7 @@ class EpisodeTable:
         return self.columns[key][(first if frame.ndim == 1 else first[:, None]) + frame]
 
     def open(self, opened: OpenEpisode) -> None:
-        """Allocate the rows of an episode, and fill them."""
+        """Allocate the rows of an episode, and fill them. Rows of other episodes may move."""
         length = int(self.lengths[opened.number])
         first = self._rows.take(length)
         rows = slice(first, first + length)
@@ -299,6 +301,7 @@ class EpisodeTable:
                 if (cut := located.blocks) is not None:
                     table.first_block[rows] = self.blocks.open(camera, opened.number, cut.start, cut.stop) + cut.first
                     table.block_count[rows] = np.where(cut.first >= 0, cut.last - cut.first + 1, 0)
+        # `memory_budget` is divided on the assumption that no more rows than these are free.
         if self._rows.used * ROW_SPARE[1] > self._rows.live * ROW_SPARE[0]:
             self._compact()
 
@@ -308,14 +311,14 @@ class EpisodeTable:
         self._rows.give_back(first, length)
         self.first_row[episode] = NONE
         for values in self.columns.values():
-            if values.dtype == object:
+            if values.dtype == object:  # free strings and images, which are outside the array
                 values[first : first + length] = None
         for camera in self.blocks.cameras:
-            self.cameras[camera].block_count[first : first + length] = 0
+            self.cameras[camera].block_count[first : first + length] = 0  # see `rows_with_blocks`
             self.blocks.close(camera, episode)
 
     def _compact(self) -> None:
-        """Move the rows of open episodes together, in new arrays, so that free rows do not keep their memory."""
+        """Copy the rows of open episodes to new arrays without gaps, so that free rows take no memory."""
         episodes = np.flatnonzero(self.first_row != NONE)
         episodes = episodes[np.argsort(self.first_row[episodes], kind="stable")]
         lengths = self.lengths[episodes]
@@ -325,7 +328,7 @@ class EpisodeTable:
         self.first_row[episodes], self._rows = first, _Rows(len(rows))
         capacity = 2 * len(rows)
         self.episode = _copied(self.episode, rows, capacity)
-        for key in self.columns:  # one after the other, since each takes its memory twice meanwhile
+        for key in self.columns:  # one at a time, since each array exists twice while it is copied
             self.columns[key] = _copied(self.columns[key], rows, capacity)
         for camera, table in self.cameras.items():
             table.packet, table.gop = _copied(table.packet, rows, capacity), _copied(table.gop, rows, capacity)
@@ -337,12 +340,12 @@ class EpisodeTable:
 
 
 def _grown(values: npt.NDArray[Scalar], used: int) -> npt.NDArray[Scalar]:
-    """Return an array with room for `used` entries. Doubling copies rarely, and unwritten entries take no memory."""
+    """Return an array with room for `used` entries. The capacity doubles, but unwritten entries take no memory."""
     return values if len(values) >= used else _copied(values, np.arange(len(values)), 2 * used)
 
 
 def _copied(values: npt.NDArray[Scalar], rows: Int64, capacity: int) -> npt.NDArray[Scalar]:
     """Return a new array that begins with these rows. Its other entries are uninitialized."""
     copied = np.empty((capacity, *values.shape[1:]), values.dtype)
-    np.take(values, rows, axis=0, out=copied[: len(rows)], mode="clip")  # "raise" would copy once more
+    np.take(values, rows, axis=0, out=copied[: len(rows)], mode="clip")  # mode "raise" would buffer the output
     return copied

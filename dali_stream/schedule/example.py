@@ -1,4 +1,4 @@
-"""A plan by hand: three episodes, two batches, and what the planner decides for them.
+"""Example of a plan: three episodes, two batches, and what the planner decides for them.
 
 The dataset has three episodes of 4, 6 and 4 frames, one camera, and GOPs of 2 frames. A batch shows two frames, each given as
 (episode, frame). The order is:
@@ -28,8 +28,8 @@ batch 0 shows episode 0 frame 1, episode 2 frame 2
   top: decode episode 2 frames 2, 3 into slots 1, 3
   top: show slots 0, 1
 
-Both frames of each GOP are decoded together, since decoding begins at the keyframe. Frame 0 of episode 0 comes out on the way
-to frame 1. Batch 1 shows it, so it stays in slot 2 and is not decoded again.
+Both frames of each GOP are decoded together, since decoding begins at the keyframe. Frame 0 of episode 0 must be decoded to
+reach frame 1. Batch 1 shows frame 0, so it stays in slot 2 and is not decoded again.
 
 >>> planner.observe([opened(1)])
 >>> print(planner.plan())
@@ -37,8 +37,8 @@ batch 1 shows episode 0 frame 0, episode 1 frame 4
   top: decode episode 1 frames 4, 5 into slots 1, 0
   top: show slots 2, 1
 
-After batch 1 no batch is known to show frame 0 of episode 0, so slot 2 is free. Two frames wait for batch 2, which will decode
-nothing. They are numbered over all episodes: 13 is frame 3 of episode 2, and 9 is frame 5 of episode 1.
+After batch 1, no batch is known to show frame 0 of episode 0, so slot 2 is free. Two frames are cached for batch 2, which will
+decode nothing. Frames are numbered over all episodes: 13 is frame 3 of episode 2, and 9 is frame 5 of episode 1.
 
 >>> planner.frames["top"].kept()
 [(13, 2), (9, 2)]

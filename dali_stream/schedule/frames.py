@@ -20,7 +20,7 @@ from dali_stream.schedule.look_ahead import NEVER, Window
 
 Int64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-_SLACK = 256  # a full cache evicts 1/256 of its frames more than necessary, so that the search for them is rare
+_SLACK = 256  # a full cache evicts 1/256 of its frames more than necessary, so that it rarely ranks all of them
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class FramePlan:
         packet: Packet of each frame to decode, shape (n,).
         slot: Slot that each frame is decoded into, shape (n,).
         gop: Number that identifies the GOP of each frame, shape (n,).
-        hits: Number of the B · T frames that an earlier batch has decoded.
+        hits: Number of the B · T frames that were cached, so that they need not be decoded.
         decodes: Number of frames that are decoded, including those that are only decoded to reach others.
         evicted: Number of frames that were evicted although a later batch was known to show them.
     """
@@ -65,10 +65,10 @@ class FramePlan:
 
 
 class FrameCache:
-    """Cache of one camera's decoded frames, as slot numbers. The frames themselves are stored in `dali_stream.cache.slots`.
+    """Cache of one camera's decoded frames. It assigns slot numbers, and `dali_stream.cache.slots` stores the frames.
 
     A slot is the place of one decoded frame in memory. Each frame of a batch has a slot until the batch is delivered. Up to
-    `kept` further frames are cached: those with the nearest next uses.
+    `kept` frames are cached for later batches: those with the nearest next uses.
 
     Args:
         table: Table of the open episodes.
@@ -92,7 +92,7 @@ class FrameCache:
         self._slot_of: dict[int, int] = {}  # {cached frame: its slot}
         self._state = _Slots(self.slots, in_flight)
         self._room = kept  # number of frames that may still be cached
-        self._room_later = defaultdict[int, int](int)  # {batch: number by which `_room` increases when it is planned}
+        self._room_later = defaultdict[int, int](int)  # {batch: growth of `_room` when this batch is planned}
 
     @property
     def cached(self) -> int:
@@ -108,7 +108,7 @@ class FrameCache:
         return [(frame, int(self._state.next_use[slot])) for frame, slot in self._slot_of.items()]
 
     def foresee(self, batch: int, frames: Int64) -> None:
-        """Update the next uses of cached frames after one more batch of the order was read.
+        """Update the next uses of cached frames when another batch is read from the order.
 
         Args:
             batch: Number of the batch.
@@ -125,9 +125,13 @@ class FrameCache:
         Args:
             batch: Number of the batch.
             frames: Frames that it shows, numbered over all episodes, shape (B, T). Their episodes must be open.
+
+        Returns:
+            Plan of the batch. The cache is updated as if the plan had been carried out.
         """
         if self.keeps_all and len(show := self.slots_of(frames.reshape(-1))) and show.min() >= 0:
-            # Later epochs of a dataset that fits in memory, where the planner should leave the cores to the copying threads.
+            # In later epochs of a dataset that fits in memory, planning must be cheap, to leave the cores to the threads that
+            # copy. `touched` need not be updated, since no slot is ever freed.
             nothing = np.empty(0, np.int64)
             return FramePlan(show.reshape(frames.shape), nothing, nothing, nothing, nothing, nothing, len(show), 0, 0)
         self._state.begin(batch)
@@ -135,6 +139,7 @@ class FrameCache:
         shown, place = np.unique(frames, return_inverse=True)
         slot = self.slots_of(shown)
         hit = slot >= 0
+        # Hits are marked before `_choose` evicts, so that no frame of this batch is evicted for another one.
         self._state.touched[slot[hit]] = batch
         rows = self._table.rows(shown[~hit])
         present = self._camera.packet[rows] >= 0
@@ -146,6 +151,7 @@ class FrameCache:
         self._state.free_later(batch, into[~keep])
         slot[np.flatnonzero(~hit)[present]] = into[: len(wanted)]
         packet, gop = self._camera.packet[decode].astype(np.int64), self._camera.gops(decode)
+        # The decoders rely on this order, see `FramePlan`.
         order = np.lexsort((packet, gop))
         decode, packet, gop = decode[order], packet[order], gop[order]
         episode = self._table.episode[decode].astype(np.int64)
@@ -178,7 +184,10 @@ class FrameCache:
         return int((packet[last] - self._camera.packet[gop[starts]] + 1).sum())
 
     def _choose(self, batch: int, wanted: Int64, beside: Int64, hits: Int64, hit_slots: Int64) -> tuple[Int64, Mask, int]:
-        """Choose which frames to decode and to cache. Evict cached frames whose next use is farther away.
+        """Choose which frames to decode and to cache. Evict cached frames whose next uses are farther away.
+
+        Cached frames, and evicted frames that a batch in flight still uses, occupy at most `kept` slots together. Each batch in
+        flight occupies at most B · T other slots. Therefore a slot is always free for each new frame.
 
         Args:
             batch: Number of the batch.
@@ -198,8 +207,9 @@ class FrameCache:
             after = self._window.uses.next(self._table.frames(coming), batch)
             next_use[hit_slots] = self._window.uses.next(hits, batch)
             # A frame that the batch shows is cached only if a later batch is known to show it. Other frames of its GOP are
-            # cached as long as they fit, since their next use may be later than the part of the order that has been read.
+            # cached as long as they fit, since their next uses may be later than the part of the order that has been read.
             keep[:count], stays = after[:count] < NEVER, next_use[hit_slots] < NEVER
+            # Hits that no later batch is known to show make room for new frames.
             if keep.sum() > self._room + (~stays).sum():
                 # Rank cached frames, new frames and hits together, and keep those with the nearest next uses.
                 held = np.flatnonzero((self._state.frame != NONE) & (self._state.touched != batch))
@@ -208,15 +218,17 @@ class FrameCache:
                 near_held, near_coming, near_hits = np.split(near, np.cumsum([len(part) for part in parts])[:-1])
                 keep[keep], stays[stays] = near_coming, near_hits
                 evicted += self._evict(batch, held[~near_held])
-            # If the slots of some evicted frames are still used by batches in flight, cache fewer new frames.
+            # An evicted frame makes no room yet if a batch in flight uses its slot. Until then, fewer new frames are cached.
             if (excess := int(keep.sum() - self._room - (~stays).sum())) > 0:
                 farthest = np.flatnonzero(keep)[np.argsort(-after[keep], kind="stable")]
                 keep[farthest[:excess]] = False
             gone = hit_slots[~stays]
-            # Unlike in `_evict`, the room is free at once: until the batch is delivered, these slots count as slots of the
-            # batches in flight, which are additional to the `kept` ones.
+            # Unlike in `_evict`, these frames make room at once. Until this batch is delivered, their slots are among the B · T
+            # other slots of this batch.
             self._room += len(gone)
             evicted += self._forget(batch, gone)
+        # All wanted frames get a slot. Other frames of a GOP get one only to be cached: otherwise they are not decoded, or
+        # decoded on the way to others and dropped.
         into = keep.copy()
         into[:count] = True
         return coming[into], keep[into], evicted
@@ -232,7 +244,7 @@ class FrameCache:
 
     def _evict(self, batch: int, slots: Int64) -> int:
         """Evict frames that the batch does not show. Return how many of them a later batch is known to show."""
-        # A slot that a batch in flight shows or writes makes room only when that batch is delivered.
+        # While a batch in flight shows or writes a slot, it cannot be reused. The room grows once that batch is delivered.
         free_from, count = np.unique(self._state.free_from(batch, slots), return_counts=True)
         for at, freed in zip(free_from.tolist(), count.tolist(), strict=True):
             if at == batch:
@@ -242,7 +254,11 @@ class FrameCache:
         return self._forget(batch, slots)
 
     def _forget(self, batch: int, slots: Int64) -> int:
-        """Remove frames from the cache. Return how many of them a later batch is known to show."""
+        """Remove frames from the cache, and free their slots as soon as no batch in flight uses them.
+
+        Returns:
+            Number of these frames that a later batch is known to show.
+        """
         for frame in self._state.frame[slots].tolist():
             del self._slot_of[frame]
         self._state.frame[slots] = NONE
@@ -263,9 +279,9 @@ class _Slots:
         self._in_flight = in_flight
         self.frame = np.full(count, NONE, np.int64)
         self.next_use = np.full(count, NEVER, np.int64)
-        self.touched = np.full(count, -in_flight, np.int64)
-        # The free slots are a stack, so slots that were used before are used first. The system provides the memory of a slot
-        # only when it is first written.
+        self.touched = np.full(count, -in_flight, np.int64)  # so long before batch 0 that it may write all slots
+        # The free slots are a stack, so that slots that were used before are used first. The system allocates the memory of a
+        # slot when it is first written, so a cache that is never full takes less memory.
         self._free = np.arange(count, dtype=np.int64)[::-1].copy()
         self._free_count = count
         self._later = defaultdict[int, list[Int64]](list)  # {batch: slots that become free when it is planned}
@@ -276,18 +292,18 @@ class _Slots:
             self._give_back(slots)
 
     def take(self, batch: int, count: int) -> Int64:
-        """Allocate `count` free slots, which are written for a batch."""
+        """Allocate `count` free slots, which a batch will write."""
         self._free_count -= count
         slots = self._free[self._free_count : self._free_count + count][::-1].copy()
         self.touched[slots] = batch
         return slots
 
     def free_from(self, batch: int, slots: Int64) -> Int64:
-        """Return the first batch that may write each slot: the batches that write or show it now are delivered by then."""
+        """Return the first batch that may write each slot. The batches that write or show it now are delivered by then."""
         return np.maximum(self.touched[slots] + self._in_flight, batch)
 
     def free_later(self, batch: int, slots: Int64) -> None:
-        """Release slots as soon as they may be written again."""
+        """Release slots, each as soon as it may be written again."""
         free_from = self.free_from(batch, slots)
         self._give_back(slots[free_from == batch])
         for at in np.unique(free_from[free_from > batch]).tolist():

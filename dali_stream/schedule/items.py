@@ -18,8 +18,8 @@ ABSENT, COMING, READ, OPEN = range(4)  # states of an item: OPEN is for the rows
 class Items:
     """Rows and indices within a limit of bytes. Items that are not pinned are evicted, least recently used first.
 
-    The rows of episode e are item e. The indices of all video files are the items after the rows, camera by camera. All state
-    is in arrays with an entry per item, since a batch uses hundreds of items.
+    The rows of episode e are item e. The items after them are the indices of all video files, camera by camera. The state is
+    stored in arrays with an entry per item, since a batch uses hundreds of items.
 
     Args:
         episodes: Number of episodes, E.
@@ -28,7 +28,7 @@ class Items:
         index_share: Bytes of `room` for indices. Indices are evicted first if they take more, and rows otherwise.
 
     Attributes:
-        of: {camera: items of its indices}. The entry of the empty camera is the items of the rows.
+        of: {camera: slice of the items of its indices}. `of[""]` is the slice of the rows.
         files: Item of the index of each episode's file, shape (cameras, E). `NONE` if the episode has none.
         state: State of each item.
     """
@@ -73,11 +73,12 @@ class Items:
         return camera, item - self.of[camera].start
 
     def set(self, items: Int64, size: int | Int64, state: int, is_used: bool = True) -> None:
-        """Set the size in bytes and the state of items. If they are not used, they are the first ones to be evicted."""
+        """Set the size in bytes and the state of items. Items that are not used yet are evicted before all others."""
         change = size - self._size[items]
         indices = int(change[self.is_index(items)].sum())
         self._bytes = [self._bytes[0] + int(change.sum()) - indices, self._bytes[1] + indices]
         self._time += 1
+        # A negative time makes unused items older than all used ones. The unused items that were added last are evicted first.
         self._size[items], self.state[items], self._used[items] = size, state, self._time if is_used else -self._time
 
     def pin(self, items: Int64) -> None:
@@ -95,14 +96,17 @@ class Items:
 
         Args:
             need: Number of bytes.
-            as_far_as_possible: Whether to evict items even if that does not free enough.
+            as_far_as_possible: Whether to evict items even if that does not free enough. Default: False.
 
         Returns:
             Whether `need` bytes are free. If not, nothing is evicted unless `as_far_as_possible` is True.
         """
         if (short := need - self.free) <= 0:
             return True
+        # An item that is still being read may be evicted, too. Its result is dropped.
         items = np.flatnonzero((self.state != ABSENT) & (self._pins == 0))
+        # The last key of `lexsort` is the primary one: items of the kind that exceeds its share precede those of the other one,
+        # and items of the same kind are in the order of their last use.
         indices_first = self._bytes[1] > self._index_share
         items = items[np.lexsort((self._used[items], self.is_index(items) != indices_first))]
         freed = np.cumsum(self._size[items])

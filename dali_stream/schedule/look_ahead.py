@@ -10,7 +10,7 @@ from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.samples import Samples
 
 Int64 = npt.NDArray[np.int64]
-NEVER = np.iinfo(np.int64).max  # the next use of a frame that no batch read so far shows
+NEVER = np.iinfo(np.int64).max  # next use of a frame that is not shown by any batch read so far
 _BATCH = (1 << 32) - 1  # mask of the bits of a use that hold the number of the batch
 
 
@@ -18,15 +18,15 @@ class Uses:
     """Uses of frames by the batches ahead.
 
     A use is one number: frame · 2^32 + batch. Uses are stored in sorted arrays, called runs, so that a binary search finds the
-    next use of a frame. Each batch is added as a new run, which is merged with previous runs that are not longer, so that the
-    number of runs stays small.
+    next use of a frame. Each batch is added as a new run. Inserting it into one large array would copy that array for each
+    batch. Instead, a new run is merged with previous runs that are not longer, so the number of runs grows logarithmically.
     """
 
     def __init__(self) -> None:
         self._runs: list[Int64] = []  # all batches of a run are earlier than those of the next run
 
     def add(self, batch: int, frames: Int64, now: int) -> None:
-        """Add the next batch, and drop the uses of some batches that have been planned.
+        """Add the next batch. Uses by batches that have been planned are dropped when runs are merged.
 
         Args:
             batch: Number of the batch, one more than that of the batch that was added before.
@@ -45,7 +45,8 @@ class Uses:
         found = np.full(len(frames), NEVER, np.int64)
         wanted = frames << 32 | now + 1
         for run in reversed(self._runs):  # from the latest batches to the earliest, so that the first use overwrites later ones
-            if len(run):
+            if len(run):  # a merge may have dropped all uses of a run
+                # If a frame is after all uses, the index is clipped to the last one, which is less than `wanted`: no hit.
                 use = run[np.minimum(np.searchsorted(run, wanted), len(run) - 1)]
                 hit = (use >> 32 == frames) & (use >= wanted)
                 found[hit] = use[hit] & _BATCH

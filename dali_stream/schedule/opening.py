@@ -4,16 +4,17 @@ These methods of `Opening` are called in turn for each batch:
 
 request    returns the reads to begin, and decides which rows and indices to evict for them
 due        returns the reads that must be complete before the next batch is planned
-observe    takes the result of a read
+observe    records the result of a read
 ready      returns the episodes that can be opened
-advance    moves on to the next batch
+advance    unpins the batch that was planned, so that the one after it is the next batch
 
-Rows and indices share a limit of bytes. The batches of the look-ahead pin the rows and indices that they use. Others are
-evicted, least recently used first.
+Rows and indices share a limit of bytes. The batches of the look-ahead pin the rows and indices that they use. Rows and indices
+that are not pinned are evicted, least recently used first.
 
-The look-ahead grows with the number n of batches that were planned. Batch n waits for the reads of batches up to
-n + min(GROWTH · n, look_ahead). By then, reads may have begun for batches up to n + min(2 · GROWTH · n, 5/4 · look_ahead).
-Planning of the second batch waits until the encoded video of the first one was fetched, so that training starts soon.
+The look-ahead grows with the number n of batches that were planned, so that the first batches do not wait for the reads of many
+others. Batch n waits for the reads of batches up to n + min(GROWTH · n, look_ahead). By then, reads may have begun for batches
+up to n + min(2 · GROWTH · n, 5/4 · look_ahead). The second batch is planned only after the encoded video of the first one has
+been fetched.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Storage:
-    """Rows and indices of a dataset, with the memory that they need and may take.
+    """Sizes of the rows and indices of a dataset, and limits of their memory.
 
     Attributes:
         files: {camera with video files: number of each episode's file, shape (E,)}. -1 if the episode has none.
         lengths: Number of frames of each episode, shape (E,).
-        row_bytes: Approximate memory of a row of each episode in bytes, shape (E,) or ().
+        row_bytes: Approximate memory of one row of each episode in bytes, shape (E,) or ().
         table_bytes: Memory of a row's entries in the tables that locate frames, in bytes.
         index_bytes: {camera: approximate memory of the index of a file, in bytes}.
         room: Bytes that rows, tables and indices may take together.
-        more: Bytes that they may take in addition if one batch needs it.
+        more: Bytes that they may take beyond `room` if a single batch needs them, at the cost of encoded video.
         index_share: Bytes of `room` for indices. Indices are evicted first if they take more, and rows otherwise.
         look_ahead: Maximum number of batches to read ahead.
     """
@@ -68,10 +69,10 @@ class Read(NamedTuple):
 
     Attributes:
         batch: First batch that needs it.
-        step: The read must be complete before this batch is planned.
+        step: Batch before which the read must complete. The batch is planned only then.
         camera: Camera of the index. Empty for rows.
         number: Number of the episode for rows, and of the file for an index.
-        again: Whether the same was read before: rows in this epoch, an index at any time.
+        again: Whether these rows were read before in the same epoch, or this index at any time.
     """
 
     batch: int
@@ -87,7 +88,7 @@ class Read(NamedTuple):
 
 
 class _Pinned(NamedTuple):
-    """Batch of the look-ahead whose reads have begun, with its episodes, and with the items that it uses."""
+    """Batch of the look-ahead whose reads have begun, with its episodes and the items that it pins."""
 
     number: int
     epoch: int
@@ -114,12 +115,12 @@ class Opening:
             self._estimate[self.items.of[camera]] = size
         self._read_in = np.full(len(self.items), NONE, np.int32)  # last epoch whose batches have read each item
         self._pinned: deque[_Pinned] = deque()
-        self._due = self._requested = NONE  # last batch whose reads are complete, and last batch whose reads have begun
-        self._retry = 0  # after the memory was full: next batch at which to try to read ahead
+        self._due = self._requested = NONE  # last batch that `due` has covered, and last batch whose reads have begun
+        self._retry = 0  # batch from which on reading ahead is tried again, after the memory was full
 
     def horizon(self, now: int) -> int:
-        """Return the number of batches after batch `now`, the next one, whose reads may begin."""
-        # This is farther than `_last_due`, so that reads have begun some batches before they are waited for.
+        """Return the number of batches after the next batch, `now`, whose reads may begin."""
+        # This is farther than `_last_due`, so that reads begin some batches before the planner waits for them.
         return min(2 * GROWTH * now, self._storage.look_ahead * 5 // 4)
 
     def request(self, ahead: Iterable[Samples]) -> list[Read]:
@@ -127,6 +128,9 @@ class Opening:
 
         Args:
             ahead: Next batch, and `horizon` batches after it.
+
+        Returns:
+            Reads, most urgent first.
         """
         reads: list[Read] = []
         now = NONE
@@ -134,7 +138,8 @@ class Opening:
             now = samples.number if now < 0 else now
             if samples.number > now and (samples.number <= self._requested or now < self._retry):
                 continue
-            # The next batch is checked even if its reads have begun, since a failed read is repeated for it.
+            # The next batch is checked even if its reads have begun, since a failed read is repeated for it. Other batches are
+            # pinned before room is made, so that none of their own rows and indices are evicted for missing ones.
             batch = self._pinned[0] if samples.number <= self._requested else self._pin(samples)
             missing = batch.items[self.items.state[batch.items] == ABSENT]
             need = int(self._estimate[missing].sum())
@@ -143,7 +148,8 @@ class Opening:
                     self._make_room_for_now(need)  # `need` is an estimate, so only `ready` raises an error
                 else:
                     self._unpin_last()
-                    # Memory is freed when batches before this one are planned. Waiting for a quarter of them saves attempts.
+                    # Memory is freed when batches before this one are planned. Trying again after a quarter of them saves vain
+                    # attempts.
                     self._retry = now + 1 + (samples.number - now) // 4
                     break
             reads += self._read(missing, batch, now)
@@ -158,15 +164,15 @@ class Opening:
         return list(due.values())
 
     def observe(self, key: Key, size: int | None, others: Mapping[int, int] | None = None) -> list[int]:
-        """Take the result of a read, or an index that was read before.
+        """Record the result of a read, or an index that is in memory already.
 
         Args:
             key: Key of the rows or of the index that was read.
             size: Size in bytes. None if the read failed. `request` then repeats it for the batch that needs it.
-            others: {other episode whose rows were read with it: their size in bytes}, most urgent first.
+            others: {other episode whose rows the same read returned: their size in bytes}, most urgent first. Default: none.
 
         Returns:
-            Episodes of `others` to keep, as many as fit.
+            Episodes of `others` to keep. Nothing is evicted for them.
         """
         camera, number = key
         item = np.array([self.items.of[camera].start + number])
@@ -175,11 +181,12 @@ class Opening:
             self._read_in[item] = NONE  # so that repeating a failed read does not count as reading again
             return []
         if camera:
-            # The last index is the estimate for those of other files. The size of a broken index is 0, which says nothing.
+            # The size of the last index is the estimate for other files. A broken index has size 0, which is no estimate.
             self._estimate[self.items.of[camera]] = size or self._estimate[item]
+            # An index that is in memory already was read before this object was made. Reading it once more counts as `again`.
             self._read_in[item] = np.maximum(self._read_in[item], 0)
         self.items.set(item, size if camera else self._with_table(number, size), READ)
-        while not self.items.make_room(0) and len(self._pinned) > 1:  # the size exceeds the estimate: read less far ahead
+        while not self.items.make_room(0) and len(self._pinned) > 1:  # the estimate was too small: read less far ahead
             self._unpin_last()
         kept: list[int] = []
         for episode, more in (others or {}).items():
@@ -190,7 +197,7 @@ class Opening:
         return kept
 
     def ready(self) -> list[int]:
-        """Return the episodes that can be opened now: those of the batches that `due` covers whose reads are complete.
+        """Return the episodes to open now: those of the batches that `due` covers, if their rows and indices were read.
 
         Raises:
             MemoryBudgetError: If the rows and indices of the next batch alone exceed the memory.
@@ -212,7 +219,8 @@ class Opening:
         return ready
 
     def advance(self) -> None:
-        """Unpin the next batch, which was planned. The batch after it becomes the next one."""
+        """Unpin the next batch, which has been planned. The batch after it becomes the next one."""
+        # `_last_due` depends on the next batch, so it is noted before that changes.
         self._due = max(self._due, self._last_due())
         self.items.unpin(self._pinned.popleft().items)
 
@@ -223,6 +231,8 @@ class Opening:
 
     def _newly_due(self) -> list[_Pinned]:
         """Return the next batch, and the batches that became due when it became the next one."""
+        # Batches up to `_due` were returned before. The next batch is returned again, since its reads may have failed then, or
+        # it may have been removed from the look-ahead meanwhile. In both cases `request` has repeated the reads.
         last = self._last_due()
         later = itertools.takewhile(lambda batch: batch.number <= last, itertools.islice(self._pinned, 1, None))
         return [self._pinned[0], *(batch for batch in later if batch.number > self._due)]
@@ -238,7 +248,7 @@ class Opening:
         return batch
 
     def _unpin_last(self) -> None:
-        """Remove the last batch of the look-ahead. It is requested again later."""
+        """Remove the last batch from the look-ahead. `request` adds it again later."""
         batch = self._pinned.pop()
         self.items.unpin(batch.items)
         self._requested = batch.number - 1
@@ -246,19 +256,19 @@ class Opening:
     def _make_room_for_now(self, need: int) -> None:
         """Make room for the next batch. Evict rows and indices of later batches if necessary.
 
-        If even that is not enough, the memory is exceeded at the cost of encoded video.
+        If even that is not enough, rows and indices exceed their memory at the cost of encoded video.
         """
         while not self.items.make_room(need) and len(self._pinned) > 1:
             self._unpin_last()
         self.items.make_room(need, as_far_as_possible=True)
 
     def _read(self, items: Int64, batch: _Pinned, now: int) -> list[Read]:
-        """Begin to read items: count them, and return the reads."""
+        """Mark items as being read, and return their reads."""
         last = self._read_in[items]
         again = np.where(self.items.is_index(items), last != NONE, last == batch.epoch)
         self._read_in[items] = batch.epoch
         self.items.set(items, self._estimate[items], COMING)
-        # The first n from `now` on with batch.number <= n + min(GROWTH * n, look_ahead), see `_last_due`.
+        # Smallest n >= `now` with batch.number <= n + min(GROWTH * n, look_ahead), see `_last_due`.
         step = max(now, batch.number - self._storage.look_ahead, -(-batch.number // (1 + GROWTH)))
         return [
             Read(batch.number, step, *self.items.key(i), was) for i, was in zip(items.tolist(), again.tolist(), strict=True)

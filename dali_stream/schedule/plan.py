@@ -63,7 +63,7 @@ class BatchPlan:
 
 
 class BatchPlanner:
-    """Planner of one batch after another. The same arguments and observations always give the same plans.
+    """Planner of the batches, one after the other. The same arguments and observations always give the same plans.
 
     Args:
         table: Table of the open episodes, with the cameras of `windows` and `uncached`.
@@ -105,7 +105,7 @@ class BatchPlanner:
         }
         fetched = {camera: window for camera, window in self._windows.items() if camera in table.blocks.cameras}
         self.video = VideoPlanner(self.table, fetched, self.frames, limits.block, limits.look_ahead)
-        # If nothing is ever evicted, next uses do not matter.
+        # If nothing is ever evicted, next uses need not be recorded.
         self._evicts = bool(fetched) or not all(cache.keeps_all for cache in self.frames.values())
 
     def ahead(self, count: int, most: int | None = None) -> list[Samples]:
@@ -135,6 +135,7 @@ class BatchPlanner:
         if video_room is not None:
             self.video.room = video_room
         for episode in closed:
+            # This order is necessary: the blocks and their next uses are looked up in the episode's rows.
             self.video.close(episode)
             self.table.close(episode)
         for each in opened:
@@ -146,12 +147,13 @@ class BatchPlanner:
         Raises:
             MemoryBudgetError: If memory_budget does not hold the encoded video of the batch.
         """
-        # Reading the whole horizon first would delay the first batch, so it is read a few batches at a time.
+        # Reading the whole horizon at once would delay the first batch, so each call reads a few batches.
         for _ in range(_AT_ONCE):
             if len(self._ahead) <= self._horizon:
                 self._read()
         samples = self._ahead.popleft()
         shown = {window: window.frames(samples) for window in set(self._windows.values())}
+        # Frames are planned before video, which is needed only for the frames that are decoded.
         frames = {camera: cache.plan(samples.number, shown[self._windows[camera]]) for camera, cache in self.frames.items()}
         packets, decoded = {}, {}
         for camera, window in self._windows.items():
@@ -169,7 +171,7 @@ class BatchPlanner:
         self._ahead.append(samples)
         if not self._evicts:
             return
-        # `plan` calls this before it removes the batch that it plans, so that is the first one.
+        # The first batch ahead is the next one to plan, so the batch before it was planned last.
         now = self._ahead[0].number - 1
         frames = {window: np.unique(window.frames(samples)) for window in set(self._windows.values())}
         for window, each in frames.items():

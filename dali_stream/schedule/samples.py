@@ -19,13 +19,13 @@ class Samples(NamedTuple):
     """Samples of one rank's batch.
 
     Attributes:
-        number: Number of the batch, counted from 0 over all epochs from the batch at which this iterator began.
+        number: Number of the batch, counted over all epochs. The first batch of the iterator has number 0.
         epoch: Epoch of the batch.
         order: Order of that epoch.
         position: Position of each sample in the epoch's order, shape (B,).
         episode: Episode of each sample, as an index into the selected episodes, shape (B,).
         frame: Frame of each sample within its episode, shape (B,).
-        padded: Number of samples at the end that only fill the batch.
+        padded: Number of samples at the end of the batch that were added to fill it.
     """
 
     number: int
@@ -38,7 +38,7 @@ class Samples(NamedTuple):
 
 
 def samples(order: Callable[[int], EpochOrder], batches: Batches, rank: int, epoch: int, position: int) -> Iterator[Samples]:
-    """Yield the batches of a rank from a position of an epoch. The iterator never ends: the next epoch follows each epoch.
+    """Yield the batches of a rank from a position of an epoch. The next epoch follows each epoch, so the iterator never ends.
 
     Args:
         order: Function from an epoch to its order.
@@ -55,7 +55,7 @@ def samples(order: Callable[[int], EpochOrder], batches: Batches, rank: int, epo
             places = np.arange(batches.first(start, rank), stop, world)
             episode, frame = current.read(start, len(places), rank, world)
             padded = batches.batch_size - len(places) if batches.last_batch == "pad" else 0
-            if padded:  # with the rank's first samples of the epoch, repeated if they are too few
+            if padded:  # pad with the rank's first samples of the epoch, repeated if they are too few
                 again = current.read(0, padded, rank, world)
                 more = (rank + world * np.arange(len(again[0])), *again)
                 places, episode, frame = (

@@ -24,13 +24,13 @@ from dali_stream.schedule.samples import Samples
 
 Int64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-BLOCK = 64 << 10  # bytes of a block, unless a GOP has more: about what 1.3 MB/s transfer in a round trip of 50 ms
-RANGE = 4 << 20  # maximum bytes of a request: enough for the server to be efficient, and other requests wait only briefly
+BLOCK = 64 << 10  # bytes of a block, unless a GOP is larger. 1.3 MB/s transfer about this many in a round trip of 50 ms
+RANGE = 4 << 20  # maximum bytes of a request: large enough to be efficient, small enough to delay other requests only briefly
 GROWTH = 2  # number of batches by which the look-ahead grows per planned batch
 # A full cache evicts 1/32 of its bytes more than necessary. Each search for blocks to evict computes the next uses of all open
 # frames, so it should not be repeated for every batch.
 _SLACK = 32
-_FINISHED_EVERY = 16  # number of batches after which blocks are dropped whose frames are all cached
+_FINISHED_EVERY = 16  # number of batches between searches for blocks whose frames are all cached, which are evicted
 
 
 class Fetch(NamedTuple):
@@ -56,7 +56,8 @@ class VideoPlan:
 
     Attributes:
         needed: Name of each block that the batch decodes.
-        needed_bytes: Bytes of the needed blocks that no earlier batch of the epoch has needed since their episode was opened.
+        needed_bytes: Bytes of the needed blocks, without those that an earlier batch of the epoch has needed since their
+            episode was opened.
         fetch: Requests to make, most urgent first.
         evict: Name of each block to evict before blocks are fetched.
         evicted_early: Number of blocks that were evicted although a later batch was known to need them.
@@ -97,16 +98,16 @@ class VideoPlanner:
         self.room = self.bytes = 0
         self._now = NONE  # batch that is planned, or that was planned last
         self._fetched = NONE  # last batch whose blocks were requested ahead
-        # First batch whose plan may fetch ahead. It is moved on when the memory is full of blocks that are needed sooner, since
-        # the next batches would find it full, too.
+        # First batch whose plan may fetch ahead. If the memory is full of blocks that are needed sooner, this is set to a later
+        # batch, since the next batches would find the memory full as well.
         self._retry_at = 0
-        # Number of batches from the last eviction to the soonest next use of the blocks that it evicted. This is about how far
-        # ahead the memory reaches, so optional blocks are fetched only if they are needed sooner.
+        # Number of batches between the last eviction and the next use of a block that it evicted. The memory holds about the
+        # blocks that are needed within this time, so a block is fetched in addition only if it is needed sooner.
         self._soonest_evicted = NEVER
         self._plan = VideoPlan()  # decisions since the last plan was returned
 
     def close(self, episode: int) -> None:
-        """Evict the blocks of an episode that will be closed. If a later batch needs them, they must be fetched again."""
+        """Evict the blocks of an episode before it is closed. Blocks that a later batch needs will be fetched again."""
         for camera in self._windows:
             blocks = self._table.blocks.entries(camera, episode)
             held = blocks[self._table.blocks.held[blocks]]
@@ -146,7 +147,7 @@ class VideoPlanner:
         return plan
 
     def _fetch_ahead(self, ahead: Iterable[Samples]) -> None:
-        """Fetch blocks for later batches, until one has an episode that is not open, or the memory is full."""
+        """Fetch blocks for later batches, up to the first one with an episode that is not open, or until the memory is full."""
         if self._now < self._retry_at:
             return
         for samples in itertools.islice(ahead, min(GROWTH * self._now, self._look_ahead)):
@@ -155,19 +156,21 @@ class VideoPlanner:
                 continue
             if not self._table.is_open(samples.episode).all():
                 break
+            # Frames that are cached now may be evicted before this batch is planned. Its own plan then fetches their blocks.
             frames = {camera: np.unique(window.frames(samples)) for camera, window in self._windows.items()}
             rows = {camera: self._table.rows(each[~self._is_cached(camera, each)]) for camera, each in frames.items()}
             needed = self._needed(rows)
             missing = needed[~self._table.blocks.held[needed]]
             if not self._make_room(missing, batch):
-                # Memory is freed when batches before this one are planned. Waiting for a quarter of them saves attempts.
+                # Memory is freed when batches before this one are planned. Trying again after a quarter of them saves vain
+                # attempts.
                 self._retry_at = self._now + 1 + (batch - self._now) // 4
                 break
             self._fetch(batch, missing)
             self._fetched = batch
 
     def _make_room(self, missing: Int64, later_than: int) -> bool:
-        """Make room for missing blocks by evicting others whose next use is after batch `later_than`.
+        """Make room for missing blocks. Evict only blocks whose next use is after batch `later_than`.
 
         Args:
             missing: Blocks that need room.
@@ -180,8 +183,8 @@ class VideoPlanner:
         short = self.bytes + int(blocks.sizes(missing).sum()) - self.room
         if short <= 0:
             return True
-        # All cameras share the memory. Ranking their blocks together evicts those that are needed last, whichever camera they
-        # belong to. A share per camera would be wasted where cameras differ in bitrate or window.
+        # All cameras share the memory, and their blocks are ranked together. With a fixed share per camera, one camera could
+        # lack memory while another has some left, since bitrates and windows differ.
         next_use = np.full(len(blocks), NEVER, np.int64)
         for camera in self._windows:
             np.minimum.at(next_use, *self._uses(camera, self._table.rows_with_blocks(camera)))
@@ -189,8 +192,8 @@ class VideoPlanner:
         total = int(blocks.sizes(candidates).sum())
         if total < short:
             return False
-        # Among blocks with the same next use, such as `NEVER`, the least recently used ones are evicted: `nearest` keeps the
-        # first ones of equal rank.
+        # If blocks have the same next use, such as `NEVER`, `nearest` keeps those that precede the others in the array. After
+        # this sort, these are the most recently used ones.
         candidates = candidates[np.argsort(-blocks.touched[candidates], kind="stable")]
         keep = nearest(next_use[candidates], total - short - self.room // _SLACK, blocks.sizes(candidates))
         evicted = candidates[~keep]
@@ -200,17 +203,18 @@ class VideoPlanner:
         return True
 
     def _fetch(self, batch: int, missing: Int64) -> None:
-        """Request the missing blocks of a batch, for which the memory has room.
+        """Request the missing blocks of a batch. `_make_room` has made room for them.
 
         Args:
             batch: Batch that needs the blocks.
             missing: Blocks in increasing order.
         """
         blocks = self._table.blocks
-        # All missing blocks are counted first, so that blocks that are fetched in addition do not take their room.
+        # All missing blocks are counted first, so that blocks that are fetched in addition cannot take their room.
         self._hold(missing)
         largest = max(min(RANGE, self.room // 128), self._block)
-        # A request for a later batch may take longer, so it is extended by blocks that follow in the file.
+        # A request for a later batch may take longer, so it also fetches blocks that follow in the file. Its size doubles with
+        # each batch of distance: fewer and larger requests are more efficient.
         wanted = min(largest, self._block << min(batch - self._now, 16))
         for group in blocks.groups(missing):
             if batch > self._now:
@@ -224,7 +228,7 @@ class VideoPlanner:
                 self._plan.fetch.append(Fetch(batch, *blocks.names(part[:1])[0], ranges))
 
     def _following(self, block: int, room: int) -> Int64:
-        """Return the adjacent blocks that follow a block and are worth fetching with it.
+        """Return the adjacent blocks after a block that are worth fetching in the same request.
 
         Args:
             block: Block that is fetched.
@@ -238,7 +242,7 @@ class VideoPlanner:
         following = following[np.logical_and.accumulate(good)]
         if not len(following):
             return following
-        # A block whose next use is later than those of blocks just evicted would soon be evicted itself.
+        # If a block is needed later than the blocks that were just evicted, it would soon be evicted, too.
         before = self._now + min(self._soonest_evicted, NEVER - self._now)
         table, rows = self._table.cameras[camera], self._table.rows_of(episode)
         first = table.first_block[rows]
@@ -258,7 +262,7 @@ class VideoPlanner:
         self._plan.evict += table.names(blocks)
 
     def _evict_finished(self) -> None:
-        """Evict the blocks whose frames are all cached, if no cached frame is ever evicted."""
+        """Evict the blocks whose frames are all cached. Do nothing if cached frames may be evicted, and decoded again."""
         if not self._frames or not all(cache.keeps_all for cache in self._frames.values()):
             return
         rows = {camera: self._table.rows_with_blocks(camera) for camera in self._windows}
@@ -277,15 +281,15 @@ class VideoPlanner:
         return np.unique(np.concatenate([np.empty(0, np.int64), *blocks]))
 
     def _uses(self, camera: str, rows: Int64) -> tuple[Int64, Int64]:
-        """Return the next uses of frames that are not cached.
+        """Return the next uses of blocks, for those of some frames that are not cached.
 
         Args:
             camera: Name of the camera.
-            rows: Rows of the frames.
+            rows: Rows of the frames. Cached frames among them are ignored, since they need no block.
 
         Returns:
-            Blocks that the frames need, and the next batch that needs each of them for such a frame, both of shape (n,). A
-            block may be repeated.
+            Blocks, and for each the next batch that shows one of its frames, both of shape (n,). A block is repeated for each
+            of its frames.
         """
         frames = self._table.frames(rows)
         next_use = self._windows[camera].uses.next(frames, self._now)
@@ -299,6 +303,6 @@ class VideoPlanner:
         return np.zeros(len(frames), np.bool_) if cache is None else cache.slots_of(frames) != NONE
 
     def _is_idle(self) -> Mask:
-        """Return a mask of the held blocks that the planned batch has not touched."""
+        """Return a mask of the held blocks that the planned batch neither needs nor fetches. Only these may be evicted."""
         blocks = self._table.blocks
         return blocks.held[: len(blocks)] & (blocks.touched[: len(blocks)] != self._now)
