@@ -1,4 +1,4 @@
-"""Types of arguments that several of the programs here take."""
+"""Types of arguments that several programs in this folder use."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from pathlib import Path
 
 
 def count(text: str) -> int:
-    """A whole number of 1 or more."""
+    """Parse a whole number of 1 or more."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
     return int(text)
 
 
 def count_or_none(text: str) -> int:
-    """A whole number of 0 or more."""
+    """Parse a whole number of 0 or more."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 0 or more")
     return int(text)
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """Parse a finite number above 0."""
     if not 0 < (number := _number(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return number
 
 
 def not_negative(text: str) -> float:
-    """A number of 0 or more."""
+    """Parse a finite number of 0 or more."""
     if not 0 <= (number := _number(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 or more")
     return number
 
 
 def new_file(text: str) -> Path:
-    """A file that can be written when all has been measured; its folder is made."""
+    """Parse the path of an output file, and create its folder, so that a long measurement does not fail at its end."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; give the name of a file")

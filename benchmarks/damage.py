@@ -1,10 +1,10 @@
-"""Measure how often damage in an MP4 file delivers a wrong frame without an error.
+"""Measure how often damage in an MP4 file results in a wrong frame without an error.
 
     python benchmarks/damage.py FILE.mp4 [FILE.mp4 ...] [--trials 60] [--json]
 
-The program damages one packet of a file at a time, decodes its GOP as the loader does, and compares the frames with those of
-the undamaged file. The result is an error, right frames, or wrong frames. MP4 has no checksums, so damage that leaves a valid
-bitstream is not always found. The numbers depend on the codec, the encoder and the content.
+The program damages one packet of a file at a time, decodes its GOP as the Loader does, and compares the frames with those of
+the undamaged file. The outcome is an error, right frames, or wrong frames. MP4 has no checksums, so damage is not always
+detected if the bitstream remains valid. The numbers depend on the codec, the encoder and the content.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from dali_stream.tools import environment
 
 
 def all_of_it(picture: bytes, chance: random.Random) -> bytes:
-    """Other bytes from one end to the other."""
+    """Replace all bytes of a packet with random bytes."""
     return chance.randbytes(len(picture))
 
 
 def a_third(picture: bytes, chance: random.Random) -> bytes:
-    """Other bytes in a third of it."""
+    """Replace a contiguous third of a packet with random bytes."""
     length = max(len(picture) // 3, 1)
     at = chance.randrange(len(picture) - length + 1)
     return picture[:at] + chance.randbytes(length) + picture[at + length :]
 
 
 def one_bit(picture: bytes, chance: random.Random) -> bytes:
-    """One bit the other way round."""
+    """Flip one bit of a packet."""
     at = chance.randrange(len(picture))
     return picture[:at] + bytes([picture[at] ^ 1 << chance.randrange(8)]) + picture[at + 1 :]
 
@@ -49,7 +49,11 @@ KINDS: tuple[Callable[[bytes, random.Random], bytes], ...] = (all_of_it, a_third
 
 
 class Damaged(LocalStore):
-    """A folder whose files are read with some bytes put over them."""
+    """A local folder whose files are read with some bytes replaced.
+
+    Attributes:
+        patch: Offset in each file, and the bytes that replace those at the offset.
+    """
 
     patch: tuple[int, bytes] = (0, b"")
 
@@ -85,7 +89,7 @@ def main() -> int:
 
 
 def measure(file: Path, trials: int, seed: int) -> dict[str, Any]:
-    """Counts of what became of each kind of damage."""
+    """Count the outcomes of `trials` damages of each kind."""
     store = Damaged(str(file.parent))
     table = read_index(store, file.name)
     video = describe(table.configs[0])
@@ -109,7 +113,7 @@ def measure(file: Path, trials: int, seed: int) -> dict[str, Any]:
 
 
 def _gop(store: LocalStore, table: VideoIndex, sample: int, video: Any) -> np.ndarray:
-    """The frames of a sample's GOP."""
+    """Return the frames of the GOP that contains a packet."""
     samples = np.flatnonzero(table.gop_start == table.gop_start[sample]).tolist()
     pictures, _ = decode.decode(store, [table] * len(samples), samples, video)
     return pictures.copy()

@@ -1,22 +1,23 @@
-"""How near the loader comes to two floors, which do its decoding and nothing else.
+"""Compare the speed of the Loader with floors, which are programs that do nothing but its decoding.
 
-The floor of prefixes is FFmpeg alone, one process with one thread per core, decoding exactly the GOP prefixes that each batch's
-frames need, and converting only those frames to RGB. The loader beside it delivers frames at their recorded size as uint8, with
-its default arguments, over its first epoch and its second: it decodes less, since it keeps decoded frames. `ratio` is that of
-both epochs together.
+The floor "prefixes" is FFmpeg, with one single-threaded process per core. It decodes exactly the GOP prefixes that the frames
+of each batch need, and converts only these frames to RGB. The Loader delivers frames of the recorded size as uint8, with its
+default arguments. It decodes less than the floor, since it keeps decoded frames. Its first and second epoch are timed, and
+`ratio` is that of both epochs together.
 
-The floor of files is threads alone, one per core, that decode every frame of the files once in file order and resize it (see
-files_floor.py). The loader beside it delivers float32 of that size: its first epoch and its second. The second epoch finds its
-frames in memory if `memory_budget` holds them, and is compared with a floor of its own, which only copies frames and converts
-them to float32 (see gather_floor.py). With `--decode dali` it
-has a single floor, that of DALI's decoder: see nvdec_floor.py.
+The floor "files" consists of one thread per core. The threads decode every frame of the files once, in file order, and resize
+it. See files_floor.py. The Loader delivers float32 frames of this size, and its first and second epoch are timed. If
+`memory_budget` holds all frames, the second epoch decodes nothing. It is compared with the floor "gather", which only copies
+frames and converts them to float32. See gather_floor.py.
+
+With `--decode dali`, there is a single floor, that of DALI's decoder. See nvdec_floor.py.
 
     python benchmarks/decode_floor.py URI [--mode single|sarm] [--decode torchcodec|dali] [--device cuda] [--batch-size 64]
                                       [--batches 30] [--image-size 224 224] [--rounds 5] [--json]
 
-With `--mode sarm`, a sample is a window of 8 frames of each camera, 1 s apart. All sides take turns. A loader is new in each
-round, and timed from its first batch on. FFmpeg gets its requests as one packed clip a core and camera, so it pays neither for
-opening files nor for seeking; the time that the program takes to start and end is measured and taken off.
+With `--mode sarm`, a sample is a window of 8 frames of each camera, 1 s apart. The Loader and the floors run in turns. Each
+round uses a new Loader, which is timed after its first batch. FFmpeg gets one packed clip per core and camera, so it spends no
+time on opening files and seeking. The time that the program needs to start and end is measured and subtracted.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from dali_stream.process import cores
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import endless, take, windows
 
-AHEAD = 20  # batches: more than the loader makes ahead
+AHEAD = 20  # number of batches, which is more than the Loader prepares in advance
 
 
 def main() -> int:
@@ -87,7 +88,7 @@ def main() -> int:
 
 
 def told(result: dict[str, Any]) -> str:
-    """The result in words."""
+    """Return the result as text."""
     lines = [
         f"prefixes: floor {result['floor_frames_per_s']:.0f} frames/s, loader {result['loader_frames_per_s']:.0f}, "
         f"ratio {result['ratio']:.3f}"
@@ -111,7 +112,7 @@ def told(result: dict[str, Any]) -> str:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Times all sides in turns."""
+    """Time the Loader and its floors in turns."""
     dataset = dali_stream.Dataset(arguments.uri)
     if not dataset.videos:
         raise ValueError(f"{dataset.uri} has no video to decode; give a dataset with video")
@@ -126,7 +127,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The loader beside both floors."""
+    """Time the Loader and the floors of the CPU in turns."""
     threads, size = arguments.threads, arguments.image_size
     batches = min(arguments.batches, dataset.num_frames // arguments.batch_size)
     deltas = windows(arguments.mode, dataset)
@@ -155,7 +156,7 @@ def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> 
             prefixes["second"].append(per_batch / second_s)
             prefixes["loader"].append(2 * per_batch / (first_s + second_s))
             files["floor"].append(files_floor.torchcodec_rate(work, size))
-            # Frames beyond 2 GB make no difference: no cache of a processor holds them.
+            # 2 GB of frames are enough, since they exceed the cache of any processor.
             cached = min(dataset.num_frames * len(dataset.videos), int(2e9 / np.prod([*size, 3])))
             gather.append(gather_floor.gather_rate(cached, size, per_batch, 30, threads))
             files["ffmpeg"].append(files_floor.ffmpeg_rate(work, threads))
@@ -189,7 +190,10 @@ def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> 
 
 
 def rates(name: str, own: list[float], floor: list[float]) -> dict[str, Any]:
-    """Medians of both sides, and of their ratio in turns that follow each other: others use the machine too."""
+    """Return the median rates of the Loader and of a floor, and the median of their ratios.
+
+    A ratio is that of two turns in succession, since the load by other programs changes over time.
+    """
     return {
         "ratio": statistics.median(mine / its for mine, its in zip(own, floor, strict=True)),
         "floor_frames_per_s": statistics.median(floor),
@@ -209,7 +213,10 @@ def new_loader(
 
 
 def mean_wait(batches: Iterator[Any], count: int, waits: list[float]) -> float:
-    """Seconds for each of the `count` batches after the first one. Those after the 20th are added to `waits`."""
+    """Return the mean time of the `count` batches after the first one, in seconds. Consume the rest of the epoch.
+
+    The times of these batches, except for the first 20, are appended to `waits`.
+    """
     next(batches)
     started = before = time.perf_counter()
     for number in range(count):
@@ -220,14 +227,14 @@ def mean_wait(batches: Iterator[Any], count: int, waits: list[float]) -> float:
             waits.append(now - before)
         before = now
     passed = (before - started) / max(count, 1)
-    deque(batches, maxlen=0)  # the rest of the epoch
+    deque(batches, maxlen=0)  # consume the rest of the epoch
     return passed
 
 
 def first_touch() -> float:
-    """Milliseconds for each MB of fresh memory that is written: what a cache pays that fills for the first time.
+    """Return the time of writing newly allocated memory, in milliseconds per MB. A cache that fills has this cost too.
 
-    About 0.1 on a machine of one's own; 2 and more on a virtual machine whose host has yet to provide the memory.
+    It is about 0.1 on a physical machine, and 2 or more on a virtual machine whose host has not provided the memory yet.
     """
     memory = np.empty(512 << 20, np.uint8)
     return timed(lambda: memory.fill(1)) * 1e3 / (len(memory) / 1e6)
@@ -238,7 +245,7 @@ def growth(after: dict[str, Any], before: dict[str, Any], key: str) -> float:
 
 
 def measure_dali(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The loader beside the floor of DALI's decoder."""
+    """Time the Loader and the floor of DALI's decoder in turns."""
     deltas, threads = windows(arguments.mode, dataset), arguments.threads
     batches = min(arguments.batches, dataset.num_frames // arguments.batch_size)
     frames = batches * arguments.batch_size * sum(len(deltas.get(camera, [0])) for camera in dataset.videos)
@@ -254,7 +261,7 @@ def measure_dali(dataset: dali_stream.Dataset, arguments: argparse.Namespace) ->
             take(stream, AHEAD)
             settle(loader)
             floor.append(floor_rate())
-            take(stream, AHEAD)  # what was made meanwhile is no work of this turn
+            take(stream, AHEAD)  # batches that were prepared in advance do not belong to this turn
             own.append(frames / timed(lambda: take(stream, batches)))
         settle(loader)
         decoded = decoded_per_frame(loader, began)
@@ -268,26 +275,27 @@ def measure_dali(dataset: dali_stream.Dataset, arguments: argparse.Namespace) ->
 
 
 def decoded_per_frame(loader: dali_stream.Loader, began: dict[str, Any]) -> float:
-    """Frames that were decoded per frame that was delivered, since some statistics were taken.
+    """Return the number of decoded frames per delivered frame since the statistics `began`.
 
-    At both times the loader has made all that it makes ahead, which is decoded and not delivered yet.
+    The Loader must have prepared all batches that it prepares in advance, both then and now. Otherwise decoded frames that are
+    not delivered yet distort the result.
     """
     now = loader.stats()
     return float((now["decoded_frames"] - began["decoded_frames"]) / (now["frames"] - began["frames"]))
 
 
 def ffmpeg_floor(jobs: list[tuple[Path, str, int]], threads: int, frames: int) -> Callable[[], float]:
-    """A call that has FFmpeg do the jobs, and returns frames/s without the time that a program takes to start and end."""
+    """Return a function that runs FFmpeg on the jobs, and returns frames/s without the time of starting and ending FFmpeg."""
     idle = min(timed(lambda: run_ffmpeg(jobs[:1], 1, head_only=True)) for _ in range(3))
     return lambda: frames / (timed(lambda: run_ffmpeg(jobs, threads)) - idle * len(jobs) / threads)
 
 
 def settle(loader: dali_stream.Loader) -> None:
-    """Returns when the loader has made all that it makes ahead, so that it takes no core from the other side."""
+    """Wait until the Loader has prepared all batches that it prepares in advance, so that it uses no core afterwards."""
     before = -1
     while (now := loader.stats()["decoded_frames"]) != before:
         before = now
-        time.sleep(0.5)  # longer than a task takes
+        time.sleep(0.5)  # longer than a decode task
 
 
 def floor_jobs(
@@ -299,9 +307,9 @@ def floor_jobs(
     threads: int,
     folder: Path,
 ) -> list[tuple[Path, str, int]]:
-    """(clip, FFmpeg filter, frames) per core and camera: what the loader's first batches ask for.
+    """Return (clip, FFmpeg filter, number of frames) for each core and camera, with the frames of the Loader's first batches.
 
-    `shown` has the frame offsets of cameras that show windows. A frame that a batch asks for twice is converted once.
+    `shown` contains the frame offsets of cameras with windows. A frame that a batch requests twice is converted once.
     """
     jobs = []
     for camera in dataset.videos:
@@ -312,7 +320,8 @@ def floor_jobs(
                 episode, frame = order.read(number * batch_size, batch_size)
                 frames, _ = window(steps, frame, dataset.lengths[episode])
                 found = [packets(e)[0] for e in episode.tolist() for _ in steps]
-                # A copy of the table a batch: two batches that need the same GOP pay for it twice, as any loader does.
+                # `pack` decodes a GOP once per table. With a copy of the table per batch, two batches that need the same GOP
+                # decode it twice, as in a loader without a cache.
                 copies = {id(table): dataclasses.replace(table) for table in found}
                 tables += [copies[id(table)] for table in found]
                 samples += [p for e, own in zip(episode.tolist(), frames, strict=True) for p in packets(e)[1][own].tolist()]
@@ -326,7 +335,7 @@ def floor_jobs(
 
 
 def packets_of(dataset: dali_stream.Dataset, camera: str) -> Callable[[int], tuple[VideoIndex, np.ndarray]]:
-    """A function from an episode to the index of its file and the packet of each of its frames."""
+    """Return a function that returns the index of an episode's file, and the packet of each of its frames."""
     indices, reader = IndexCache(dataset), RowReader(dataset, keys=["timestamp"])
 
     @functools.cache
@@ -339,7 +348,10 @@ def packets_of(dataset: dali_stream.Dataset, camera: str) -> Callable[[int], tup
 
 
 def selection(wanted: np.ndarray, start: int, stop: int) -> str:
-    """An expression in n, the number of the frame, that is 1 for the wanted ones: a tree, so that it is cheap to evaluate."""
+    """Return an FFmpeg expression of the frame number n that is 1 for wanted frames, and 0 for others.
+
+    The expression is a binary tree of comparisons, so that FFmpeg evaluates it quickly.
+    """
     if wanted[start:stop].all():
         return "1"
     if not wanted[start:stop].any():
@@ -349,7 +361,7 @@ def selection(wanted: np.ndarray, start: int, stop: int) -> str:
 
 
 def run_ffmpeg(jobs: list[tuple[Path, str, int]], threads: int, head_only: bool = False) -> None:
-    """Decodes the clips, `threads` processes at a time; with `head_only` the first frame of each."""
+    """Decode the clips in `threads` concurrent processes. If `head_only`, decode only the first frame of each clip."""
 
     def run(job: tuple[Path, str, int]) -> None:
         path, filters, frames = job
@@ -365,7 +377,7 @@ def run_ffmpeg(jobs: list[tuple[Path, str, int]], threads: int, head_only: bool 
 
 
 def timed(work: Any) -> float:
-    """Seconds that a call takes."""
+    """Return the duration of a call, in seconds."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started

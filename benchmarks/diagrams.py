@@ -1,4 +1,4 @@
-"""Drawings of the README and the docs that are not charts of loaders.
+"""Draw the figures of the README and the documentation that are not charts of loaders.
 
 They show the path of a frame, the savings of the frame cache, the shares of a mixture, and the work of threads.
 
@@ -7,7 +7,7 @@ They show the path of a frame, the savings of the frame cache, the shares of a m
     python benchmarks/diagrams.py shares --out docs/figures/shares.svg
     python benchmarks/diagrams.py trace --report benchmarks/results/trace_g1_2cores.json --out docs/figures/trace.svg
 
-`make figures` draws all of them. Each depends on its arguments only, so a test compares the committed file with it.
+`make figures` draws all of them. A figure depends only on the arguments, so a test compares it with the committed file.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from dali_stream.order.shares import shares as shares_of
 WIDTH, MARGIN = 860, 20  # pixels
 ORDER = ("Order", "which frame when: a function", "of seed, epoch and position")
 SCHEDULE = ("Schedule", "per batch: what to fetch, decode, keep and drop")
-STAGES = (  # in the order in which data flows: a name, and two lines
+STAGES = (  # name and two lines of text, in the order in which data flows
     ("Storage", "local disk, Hub, S3,", "HTTP, buckets"),
     ("Encoded bytes", "ranges of video, rows,", "prefetched"),
     ("Decode", "GOP prefixes, once:", "torchcodec or NVDEC"),
     ("Frame cache", "resized frames, kept", "until their last use"),
     ("Batch", "tensors for PyTorch,", "on your device"),
 )
-KEPT = ("no cache", "480×640, 4 GiB", "224×224, 4 GiB")  # the cases of the report that are drawn
+KEPT = ("no cache", "480×640, 4 GiB", "224×224, 4 GiB")  # cases of the report that are drawn
 SHADES = ("#a9b4c2", "#6fae9a", OWN)
-# A mixture: weights and episodes of its datasets, and consumers; and how many of its positions are drawn, every few.
+# Mixture: weights and numbers of episodes of its datasets, and consumers. Then the number and the interval of drawn positions.
 WEIGHTS, EPISODES, CONSUMERS = {"pick": 2, "fold": 1, "old": 1}, (40, 60, 4), 8
 FRAMES, POSITIONS, EVERY = 100, 2000, 3
 LINES = (OWN, "#c2571a", "#3b6fb6")
-# Spans of a trace: the color of each stage. Others are not drawn.
+# Colors of the stages of a trace. Other stages are not drawn.
 STAGE_COLORS = {
     "training": "#d9dee5", "graph": "#a9b4c2", "starved": "#e3a27c", "copy": "#3b6fb6", "plan": OWN, "decode": "#6fae9a",
     "resize": "#2d7d64", "pack": "#c2571a",
@@ -52,9 +52,9 @@ STAGE_COLORS = {
 
 
 def path() -> str:
-    """The way of a frame from storage to a batch, and what plans it."""
+    """Draw the path of a frame from storage to a batch, and the stages that plan it."""
     gap, wide, high = 22, (WIDTH - 2 * MARGIN - 4 * 22) / 5, 74
-    low = MARGIN + high + 52  # top of the lower row
+    low = MARGIN + high + 52  # y of the lower row
     lefts = [MARGIN + place * (wide + gap) for place in range(len(STAGES))]
     parts = [*box(MARGIN, MARGIN, wide + 46, high, ORDER, "#f3f5f8"), arrow(MARGIN + wide + 46, MARGIN + high / 2, 26, 0)]
     schedule = MARGIN + wide + 76
@@ -72,7 +72,7 @@ def path() -> str:
 
 
 def cache(report: dict[str, Any]) -> str:
-    """Decoded frames per delivered frame, by GOP and window, without a cache and with 4 GiB."""
+    """Draw the decoded frames per delivered frame by GOP and window, without a cache and with 4 GiB."""
     cases = {(case["gop"], case["steps"], case["name"]): case["decoded_per_frame"] for case in report["cases"]}
     left, right = 250, 70
     scale = (WIDTH - left - right) / max(cases[key] for key in cases if key[2] in KEPT)
@@ -97,7 +97,7 @@ def cache(report: dict[str, Any]) -> str:
 
 
 def shares() -> str:
-    """How far the samples of each dataset are from its share of them, after every number of positions."""
+    """Draw the number of samples of each dataset minus its share, over the number of positions."""
     datasets = len(WEIGHTS)
     lengths, weights = [np.full(episodes, FRAMES) for episodes in EPISODES], list(WEIGHTS.values())
     given = shares_of([episodes * FRAMES for episodes in EPISODES], weights=weights)
@@ -136,7 +136,7 @@ def shares() -> str:
 
 
 def trace(report: dict[str, Any]) -> str:
-    """Return the work of each thread over time."""
+    """Draw the work of each thread over time."""
     spans = [event for event in report["traceEvents"] if event["ph"] == "X" and event["name"] in STAGE_COLORS]
     names = {event["tid"]: event["args"]["name"] for event in report["traceEvents"] if event["ph"] == "M"}
     threads = sorted({span["tid"] for span in spans}, key=lambda tid: (names[tid] != "MainThread", names[tid]))
@@ -147,7 +147,7 @@ def trace(report: dict[str, Any]) -> str:
     for row, tid in enumerate(threads):
         name = "your loop" if names[tid] == "MainThread" else names[tid].removeprefix("dali_stream ")
         parts.append(text(left - 10, top + row * high + 15, name, anchor="end"))
-    for span in sorted(spans, key=lambda span: -span["dur"]):  # shorter spans are inside of longer ones
+    for span in sorted(spans, key=lambda span: -span["dur"]):  # shorter spans are drawn on top of the longer ones around them
         x, y = left + (span["ts"] - first) * scale, top + threads.index(span["tid"]) * high
         size = f'width="{max(span["dur"] * scale, 0.5):.1f}" height="20"'
         parts.append(f'<rect x="{x:.1f}" y="{y}" {size} fill="{STAGE_COLORS[span["name"]]}"/>')
@@ -164,7 +164,7 @@ def trace(report: dict[str, Any]) -> str:
 
 
 def box(x: float, y: float, wide: float, high: float, lines: tuple[str, ...], fill: str) -> Iterator[str]:
-    """A box with a name and lines below it, centred."""
+    """Yield the elements of a box with a centred name and lines below it."""
     yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high}" rx="6" fill="{fill}" stroke="{OTHER}"/>'
     yield text(x + wide / 2, int(y) + 27, lines[0], "title", anchor="middle", weight=600)
     for place, line in enumerate(lines[1:]):
@@ -172,7 +172,7 @@ def box(x: float, y: float, wide: float, high: float, lines: tuple[str, ...], fi
 
 
 def arrow(x: float, y: float, right: float, down: float, dashed: bool = False) -> str:
-    """An arrow of which one of both lengths is 0."""
+    """Return a horizontal or vertical arrow. One of `right` and `down` must be 0."""
     tip = "m-5 -4l5 4l-5 4" if right else "m-4 -5l4 5l4 -5"
     dashes = ' stroke-dasharray="4 3"' if dashed else ""
     line = f'<path d="M{x:.1f} {y:.1f}l{right} {down}" stroke="{INK}" stroke-width="1.5" fill="none"{dashes}/>'
@@ -180,7 +180,7 @@ def arrow(x: float, y: float, right: float, down: float, dashed: bool = False) -
 
 
 def svg(title: str, height: float, parts: list[str]) -> str:
-    """The file's text."""
+    """Return the text of an SVG file."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
         f'font-family="Helvetica, Arial, sans-serif">\n<title>{title}</title>\n'

@@ -1,7 +1,7 @@
-"""The floor of an epoch in which every frame is decoded once, by plain threads without a loader.
+"""The floor of an epoch that decodes every frame once: plain threads without a loader.
 
-One thread per core decodes its part of the files in file order with torchcodec, resizes each frame with the loader's kernel,
-and drops it. For comparison, FFmpeg's processes decode the same files and convert them to RGB, without resizing.
+There is one thread per core. It decodes its part of the files in file order with torchcodec, resizes each frame with the
+kernel of the Loader, and drops it. For comparison, FFmpeg decodes the same files and converts frames to RGB without resizing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dali_stream.cache.indices import IndexCache
 from dali_stream.decode.resize import resize
 from dali_stream.decode.torchcodec import frames_at_once
 
-Part = tuple[Path, int, int]  # a file, and a range of its frames in display order
+Part = tuple[Path, int, int]  # file, and range [start, stop) of its frames in display order
 
 
 def parts(dataset: dali_stream.Dataset, threads: int) -> list[list[Part]]:
-    """The files of all cameras in equal parts, one a thread, each beginning with a keyframe."""
+    """Divide the files of all cameras into one part of nearly equal size per thread. Each part begins with a keyframe."""
     indices, runs = IndexCache(dataset), []
     for camera in dataset.videos:
         for path in dict.fromkeys(dataset.table.video[camera].paths):
@@ -39,7 +39,7 @@ def parts(dataset: dali_stream.Dataset, threads: int) -> list[list[Part]]:
 
 
 def torchcodec_rate(work: list[list[Part]], size: tuple[int, int]) -> float:
-    """Frames/s of plain threads that decode and resize."""
+    """Return the rate of threads that decode and resize, in frames/s."""
     started = time.perf_counter()
     with ThreadPoolExecutor(len(work)) as pool:
         frames = sum(pool.map(lambda own: _decode(own, size), work))
@@ -47,7 +47,7 @@ def torchcodec_rate(work: list[list[Part]], size: tuple[int, int]) -> float:
 
 
 def ffmpeg_rate(work: list[list[Part]], threads: int) -> float:
-    """Frames/s of FFmpeg's processes, a file each, that decode and convert to RGB."""
+    """Return the rate of FFmpeg, with one process per file, for decoding and conversion to RGB, in frames/s."""
     files = {path: 0 for own in work for path, _, _ in own}
     for own in work:
         for path, _, stop in own:

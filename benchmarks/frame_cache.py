@@ -1,8 +1,9 @@
-"""Decoded frames per delivered frame, over GOP, windows and memory: the loader's own schedule and order, nothing decoded.
+"""Compute the decoded frames per delivered frame for several GOPs, windows and sizes of memory.
 
     python benchmarks/frame_cache.py [--episodes 600] [--batches N] [--json]
 
-The dataset is made up: episodes of 250 to 500 frames of one camera, each GOP closed. An epoch is planned for each case.
+The program uses the order and the schedule of the Loader, and decodes nothing. It plans an epoch for each case. The dataset is
+invented: it has one camera, episodes of 250 to 500 frames, and closed GOPs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ IN_FLIGHT = 2
 
 
 class Memory(NamedTuple):
-    """How much is kept of what, on how many ranks, with which pools."""
+    """A configuration: memory for decoded frames, their size, number of ranks, and pools of the order."""
 
     name: str
     bytes: int
@@ -47,7 +48,7 @@ MEMORY = (
     Memory("224×224, 1 GiB, 8 consumers with pools of 4", GIB, (224, 224), 1, 8, 4),
     Memory("224×224, 1 GiB, one of 8 ranks", GIB, (224, 224), 8),
 )
-REQUESTS = ((2, 1), (2, 8), (12, 1), (30, 1), (30, 8))  # GOP, frames of a window
+REQUESTS = ((2, 1), (2, 8), (12, 1), (30, 1), (30, 8))  # GOP length, and frames per window
 
 
 def main() -> int:
@@ -76,7 +77,7 @@ def main() -> int:
 
 
 def decodes(lengths: np.ndarray, gop: int, steps: int, memory: Memory, most: int | None) -> float:
-    """Decoded frames per delivered frame in the first epoch."""
+    """Return the number of decoded frames per delivered frame in the first epoch, or its first `most` batches."""
     frames = int(lengths.sum())
     batches = Batches(frames, BATCH_SIZE, memory.world_size, "drop")
 

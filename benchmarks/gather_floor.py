@@ -1,6 +1,6 @@
-"""The floor of epochs that find all frames in memory: threads that copy frames and convert them to float32, and nothing else.
+"""The floor of an epoch whose frames are all in memory: threads that only copy frames and convert them to float32.
 
-Plain NumPy. As in the loader, frames are divided by 255, and the memory of batches is used again.
+They use NumPy. As in the Loader, pixel values are divided by 255, and the memory of batches is reused.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-_KEPT = 3  # batches whose memory is used in turns: a loader's caller holds one while the next one is made
+_KEPT = 3  # number of batches whose memory is reused in turns, since a caller holds one batch while the next one is made
 
 
 def gather_rate(frame_count: int, size: tuple[int, int], batch_size: int, batches: int, threads: int) -> float:
-    """Measure how many frames per second threads copy to batches of float32.
+    """Measure the rate at which threads copy frames to float32 batches, in frames/s.
 
     Args:
         frame_count: Number of frames in memory.

@@ -2,12 +2,14 @@
 
     python benchmarks/gpu_settings.py ROOT [--device cuda] [--threads 4 8 16] [--seconds 3] [--out FILE]
 
-The settings are the streams (one for all operators, one per backend, one per operator) and the concurrency (whether independent
-operators, such as the decoders of two cameras, run at the same time). For each setting, and for torchcodec, the report has the
-frames/s of the Loader on an idle GPU and on one that multiplies matrices. It also has the number of frames that differ from
-torchcodec's while batches are kept (`dali_stream/tools/selftest/lockstep.py`). `--device cpu` only tests this program.
+A setting consists of the CUDA streams (one for all operators, one per backend, or one per operator) and the concurrency
+(whether independent operators, such as the decoders of two cameras, run at the same time). For each setting, and for
+torchcodec, the report contains the frames/s of the Loader on an idle GPU, and on a GPU that multiplies matrices. It also
+contains the number of frames that differ from those of torchcodec while batches are held. See
+`dali_stream/tools/selftest/lockstep.py`. `--device cpu` only tests this program.
 
-Not run on a GPU yet. The Loader uses one stream until this program shows that more streams are faster and every frame is right.
+The program has not been run on a GPU yet. The Loader uses one stream until this program shows that more streams are faster and
+all frames correct.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import endless, take
 from dali_stream.tools.selftest import lockstep
 
-SETTINGS = [  # the safest first: a crash ends the program, and the report has what came before
+SETTINGS = [  # safest first, since a crash ends the program, and the report then contains only the settings before it
     (StreamPolicy.SINGLE, OperatorConcurrency.BACKEND),
     (StreamPolicy.SINGLE, OperatorConcurrency.FULL),
     (StreamPolicy.PER_BACKEND, OperatorConcurrency.BACKEND),
@@ -39,7 +41,7 @@ SETTINGS = [  # the safest first: a crash ends the program, and the report has w
     (StreamPolicy.PER_OPERATOR, OperatorConcurrency.FULL),
 ]
 
-_BUDGET = "16MiB"  # for a few decoded frames. With all of them in memory, torchcodec would decode only in the first epoch.
+_BUDGET = "16MiB"  # holds few decoded frames; if it held all of them, torchcodec would decode only in the first epoch
 
 
 def main() -> int:
@@ -80,7 +82,7 @@ def main() -> int:
 
 
 def rates(arguments: argparse.Namespace, device: str, decode: str, threads: int) -> dict[str, Any]:
-    """Frames/s on an idle and on a busy device (None on a CPU), and the bytes that are in use on the GPU then."""
+    """Return the frames/s on an idle and on a busy device, and the GPU memory in use in bytes. A CPU has only the first."""
     dataset = dali_stream.Dataset(arguments.root)
     with dali_stream.Loader(
         dataset, batch_size=arguments.batch_size, device=device, decode=decode, num_threads=threads, rank=0, world_size=1,

@@ -1,11 +1,11 @@
-"""Measure the time of `dali-stream index` for a bucket of many objects.
+"""Measure the time of `dali-stream index` for a bucket with many objects.
 
     python benchmarks/index.py ROOT [--objects 10000] [--rounds 1] [--json]
 
-ROOT is a local dataset of LeRobot v2.1. Its episodes are repeated as hard links, up to the requested number of files. nginx
-serves them on loopback as an anonymous S3 bucket, without latency. The program therefore measures the work on this machine,
-including that of nginx. Every round begins with an empty cache. Caches are removed at the end, because ext4 creates files more
-slowly for some minutes after many were deleted. Wait that long between runs, or set TMPDIR to a folder in memory.
+ROOT is a local dataset of LeRobot v2.1. Its episodes are repeated as hard links up to the requested number of files. nginx
+serves them on loopback as an anonymous S3 bucket, without latency, so the program measures the work on this machine, including
+that of nginx. Each round begins with an empty cache. Caches are removed only at the end, because ext4 creates files more slowly
+for some minutes after many files were deleted. Wait some minutes between runs, or set TMPDIR to a folder in memory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def repeat(root: Path, folder: Path, objects: int) -> None:
-    """Writes a dataset of as many files, of the episodes of another."""
+    """Write a dataset with `objects` files, which are hard links to the episodes of another dataset."""
     info = json.loads((root / "meta/info.json").read_text())
     cameras = [key for key, feature in info["features"].items() if feature["dtype"] == "video"]
     episodes = [json.loads(line) for line in (root / "meta/episodes.jsonl").read_text().splitlines()]

@@ -1,12 +1,12 @@
 """Measure how long the interpreter is held per delivered frame, which limits how many decode threads can work at once.
 
     python benchmarks/interpreter.py URI [--over http|s3 [--latency-ms 50] [--megabytes-per-s 40]] [--mode single|sarm]
-                                         [--batch-size 64] [--seconds 20] [--rounds 3] [--json]
+                                         [--batch-size 64] [--seconds 6] [--rounds 3] [--json]
 
-py-spy (https://github.com/benfred/py-spy) samples a Loader with one decode thread 500 times a second, in its first epoch and
-with frames resized to 224×224, and counts the samples in which any thread of the process holds the interpreter. Their share of
-the time, divided by the number of delivered frames, is the cost of a frame. The report lists it by function, including the
-calls that a function makes. A thread that the system took off its core still holds the interpreter. The samples of a thread are
+py-spy (https://github.com/benfred/py-spy) samples a Loader with one decode thread 500 times per second, in its first epoch and
+with frames resized to 224×224. It counts the samples in which any thread of the process holds the interpreter. Their share of
+the time, divided by the number of delivered frames, is the cost of a frame. The report lists the cost by function, including
+the functions that it calls. A thread that is preempted by the system still holds the interpreter. The samples of a thread are
 therefore reduced in proportion to the time that it waited for a core, according to /proc/*/schedstat. With --over, URI is a
 local folder, which another process serves as in benchmarks/remote.py.
 """
@@ -76,10 +76,18 @@ def main() -> int:
 
 
 def measure(place: dict[str, Any], mode: str, batch_size: int, seconds: int, rounds: int, spy: str) -> dict[str, Any]:
-    """Medians over the rounds; functions of all rounds together.
+    """Return the medians over the rounds, and the cost of functions over all rounds together.
+
+    Args:
+        place: Arguments of the `Dataset`.
+        mode: See `dali-stream bench`.
+        batch_size: Number of samples per batch.
+        seconds: Duration of a round in seconds.
+        rounds: Number of rounds.
+        spy: Path of py-spy.
 
     Raises:
-        DaliStreamError: the dataset cannot be read, or py-spy cannot look at this process.
+        DaliStreamError: If the dataset cannot be read, or py-spy cannot trace this process.
     """
     dataset = dali_stream.Dataset(**place)
     costs, rates, functions, waiting = [], [], dict[str, float](), []
@@ -94,9 +102,9 @@ def measure(place: dict[str, Any], mode: str, batch_size: int, seconds: int, rou
             device="cpu",
         ) as loader:
             stream = endless(loader)
-            take(stream, 5)  # the stage's queue is full then
+            take(stream, 5)  # after these batches, the queue of prepared batches is full
             stacks, looks, rate = watched(stream, lambda loader=loader: loader.stats()["frames"], seconds, spy)
-            frame_us = 1e6 / RATE / seconds / rate  # of one look
+            frame_us = 1e6 / RATE / seconds / rate  # microseconds per frame that one sample of py-spy stands for
             costs.append(sum(stacks.values()) * frame_us)
             waiting.append(looks * frame_us - costs[-1])
             rates.append(rate)
@@ -117,12 +125,22 @@ def measure(place: dict[str, Any], mode: str, batch_size: int, seconds: int, rou
 
 
 def watched(stream: Any, frames: Callable[[], float], seconds: int, spy: str) -> tuple[dict[str, float], int, float]:
-    """Takes batches while py-spy looks: how often it saw each stack that holds the interpreter, less what its thread waited for
-    a core; how often it saw any; and frames/s meanwhile, which are fewer while py-spy starts."""
+    """Take batches while py-spy samples this process.
+
+    Args:
+        stream: Iterator of batches.
+        frames: Function that returns the number of frames delivered so far.
+        seconds: Duration in seconds.
+        spy: Path of py-spy.
+
+    Returns:
+        The number of samples of each stack that holds the interpreter, reduced by the time that its thread waited for a core;
+        the total number of such samples; and the frames/s, excluding the time in which py-spy starts.
+    """
     before, places = _scheduled(), []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "stacks")
-        # Without --nonblocking, it stops the process for every look.
+        # Without --nonblocking, py-spy stops the process for each sample.
         command = [spy, "record", "--gil", "--threads", "--nonblocking", "--rate", str(RATE), "--duration", str(seconds)]
         with subprocess.Popen(
             [*command, "--format", "raw", "--output", str(out), "--pid", str(os.getpid())],
@@ -149,7 +167,7 @@ def watched(stream: Any, frames: Callable[[], float], seconds: int, spy: str) ->
         seen = 0
         for line in out.read_text().splitlines():
             stack, looks = line.rsplit(" ", 1)
-            if not looks.isdecimal():  # py-spy has sometimes written a thread without frames and number
+            if not looks.isdecimal():  # py-spy sometimes writes a thread without frames and without a number
                 continue
             thread = int(re.findall(r"thread \((\d+)\)", stack)[0])
             ran, waited = (now - then for now, then in zip(after.get(thread, (1, 0)), before.get(thread, (0, 0)), strict=True))
@@ -161,7 +179,7 @@ def watched(stream: Any, frames: Callable[[], float], seconds: int, spy: str) ->
 
 
 def _scheduled() -> dict[int, tuple[int, int]]:
-    """Per thread of this process, nanoseconds on a core and nanoseconds that it was ready and waited for one."""
+    """Return {thread: (time on a core, time that it was ready and waited for a core)} of this process, in nanoseconds."""
     found = {}
     for path in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended

@@ -1,19 +1,21 @@
-"""Compares LeRobot's training script on a Loader with the same script on its own DataLoader, and resumes it.
+"""Compare LeRobot's training script on a Loader with the same script on its own DataLoader, and test that it resumes.
 
     python benchmarks/lerobot_train.py --data NAME=ROOT [--data NAME=ROOT ...] [--only PART ...] [--out FILE]
 
-Run it in an environment with LeRobot, see `make test-lerobot`. Small ACT and Diffusion policies are trained on the CPU, with
-one thread each. A dataset without actions, such as a bare recording, gets some, and one without statistics gets those of
-`dali-stream stats`, in a copy. Checked for each policy and dataset:
+Run the program in an environment with LeRobot. See `make test-lerobot`. It trains small ACT and Diffusion policies on the CPU,
+with one thread each. If a dataset lacks actions, as a bare recording does, or statistics, the program adds them to a copy.
+It checks for each policy and dataset:
 
-losses       15 of 15 equal those of the script's own DataLoader in the same order, with frames as recorded
-resumed      after 5 steps in mid-epoch, and after 10 at the end of an epoch, losses and frames equal the uninterrupted run's
-transforms   the same in mid-epoch with image_transforms enabled, of ACT on the first dataset and Diffusion on the last
-streaming    with streaming=true, the losses are those of the dataset on disk, of the same
+losses       all 15 losses equal those of the script's own DataLoader in the same order, with frames of the recorded size
+resumed      a run that resumes after 5 steps, in the middle of an epoch, or after 10, at its end, has the losses and frames of
+             an uninterrupted run
+transforms   the same in the middle of an epoch with image_transforms, for ACT on the first dataset and Diffusion on the last
+streaming    with streaming=true, the losses equal those of the dataset on disk, for the same policies and datasets
 
-And of the first dataset: two ranks see 800 of 800 frames once, a run that is killed on two ranks, then on one, and continues on
-two sees each frame of the epoch once, a checkpoint without a state resumes by its number of steps or is refused, an evaluation
-has the loss of LeRobot's own (0.6.1), and steps per second of both, with --loader.image_size and with torchvision's Resize.
+It checks for the first dataset that two ranks see 800 of 800 frames once; that a run that is killed on two ranks, then killed
+on one, and continued on two, sees each frame of the epoch once; that a checkpoint without a state resumes by its number of
+steps or is refused; and that an evaluation has the loss of LeRobot's own (0.6.1). It also measures the steps per second of both
+scripts, with --loader.image_size and with torchvision's Resize.
 
 The exit code is 1 if a check fails.
 """
@@ -40,16 +42,16 @@ from argument_types import count, new_file
 import dali_stream
 from dali_stream.tools import environment
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # of all runs
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # inherited by all runs
 
 from lerobot_programs import run as program
 from lerobot_programs.trainable import trainable
 
-CONTEXT = multiprocessing.get_context("forkserver")  # a process for each run, with LeRobot imported once
+CONTEXT = multiprocessing.get_context("forkserver")  # LeRobot is imported once, and each run is a fork
 CONTEXT.set_forkserver_preload(["lerobot_programs.run"])
 PARTS = ("policies", "ranks", "steps", "evaluation", "speed")
 STEPS, SEED = 15, 7
-SIZE = (32, 32)  # of frames where nothing is compared with LeRobot's own
+SIZE = (32, 32)  # size of frames in runs that are not compared with LeRobot's own DataLoader
 SPEED_SIZE = (224, 224)
 COMMON = ["--policy.device=cpu", "--policy.push_to_hub=false", "--wandb.enable=false", f"--seed={SEED}", "--log_freq=1000"]
 POLICIES = {
@@ -71,17 +73,20 @@ NEW = importlib.metadata.version("lerobot") >= "0.6"
 
 
 class Failed(Exception):
-    """A run of the script that ended with an error."""
+    """A run of the script ended with an unexpected exit code."""
 
 
 class Run:
-    """One run of the script.
+    """Results of a run of the script.
+
+    Args:
+        folder: Folder with the output files of all ranks.
 
     Attributes:
-        index: Frames of each batch of rank 0.
+        index: Indices of the frames in each batch of rank 0.
         losses: Loss of each step of rank 0.
-        times: Time of each batch of rank 0, in seconds.
-        ranks: Frames of each batch, by rank.
+        times: Time at which rank 0 received each batch, in seconds.
+        ranks: Indices of the frames in each batch, by rank.
         evals: Lines that LeRobot logged about its evaluation.
         frames: Dtype and memory format of the frames.
     """
@@ -101,7 +106,7 @@ class Run:
 
     @property
     def steps_per_s(self) -> float:
-        """Rate after the first five batches."""
+        """Steps per second after the first five batches."""
         return (len(self.times) - 6) / (self.times[-1] - self.times[5])
 
 
@@ -111,7 +116,7 @@ class Comparison:
     Args:
         folder: Folder for the output of all runs.
         data: Names of the datasets.
-        out: File for the report, which is written after each result. None: no file.
+        out: File to which the report is written after each result. None for no file.
     """
 
     def __init__(self, folder: Path, data: Sequence[str], out: Path | None) -> None:
@@ -130,10 +135,19 @@ class Comparison:
         drop_last: int = 0,
         output: str | None = None,
     ) -> tuple[Run, Path]:
-        """Run the script, and return what it did and its output folder.
+        """Run the script. Return its results and its output folder.
+
+        Args:
+            side: "loader" for a Loader, "stock" for LeRobot's DataLoader, or "ordered" for the latter in the Loader's order.
+            arguments: Arguments of the script.
+            ranks: Number of ranks. Default: 1.
+            kill_at: Number of the step, counted from the start of the process, at which each rank kills itself. Default: None.
+            trains: Whether the policy is trained. Otherwise, batches are only preprocessed. Default: True.
+            drop_last: Argument of the sampler of "ordered". Default: 0.
+            output: Output folder of an earlier run. Default: a new folder.
 
         Raises:
-            Failed: If it ends with another exit code than it should.
+            Failed: If the exit code is 0 although the run is killed, or not 0 although it is not killed.
         """
         self._number += 1
         folder = self._folder / f"{self._number:03d}"
@@ -177,7 +191,7 @@ class Comparison:
         return report | environment.ran_on("cpu")
 
     def attempt(self, name: str, check: Callable[[], tuple[bool, Any]]) -> None:
-        """Do a check; a run that fails is a check that fails."""
+        """Do a check. If a run fails, the check fails."""
         try:
             self.check(name, *check())
         except Failed as error:
@@ -185,7 +199,7 @@ class Comparison:
 
 
 def alone(spec: dict[str, Any], words: list[str], log: Path) -> None:
-    """Run the script in this process, with its output in a file."""
+    """Run the script in this process. Write its output to a file."""
     with log.open("w") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
@@ -193,13 +207,13 @@ def alone(spec: dict[str, Any], words: list[str], log: Path) -> None:
 
 
 def launcher(ranks: int) -> list[str]:
-    """The command that starts a program as several ranks. It calls them --multi_gpu, on CPUs too."""
+    """Return the command that starts a program on several ranks. `--multi_gpu` also starts several ranks on CPUs."""
     launch = ["--multi_gpu", "--num_processes", str(ranks), "--num_machines", "1", "--mixed_precision", "no"]
     return [sys.executable, "-m", "accelerate.commands.launch", *launch, "--dynamo_backend", "no", "--main_process_port", "0"]
 
 
 def equal(ours: Sequence[Any], theirs: Sequence[Any], wanted: int) -> tuple[bool, str]:
-    """Whether `wanted` values are the same, and how many are."""
+    """Return whether both sequences have the same `wanted` values, and a text with the number of equal values."""
     same = sum(mine == its for mine, its in zip(ours, theirs, strict=False))
     return same == wanted == len(ours) == len(theirs), f"{same} of {wanted}"
 
@@ -209,7 +223,7 @@ def of_dataset(name: str, root: Path, policy: str) -> list[str]:
 
 
 def continued(output: Path, step: int, steps: int) -> list[str]:
-    """Arguments of a run that resumes a checkpoint."""
+    """Return the arguments of a run that resumes a checkpoint."""
     config = output / f"checkpoints/{step:06d}/pretrained_model/train_config.json"
     return ["--resume=true", f"--config_path={config}", f"--steps={steps}"]
 
@@ -238,7 +252,7 @@ def compare_losses(comparison: Comparison, name: str, root: Path, policy: str) -
 
 
 def of_epoch(name: str, root: Path, policy: str) -> list[str]:
-    """Arguments of a run whose epoch has 10 steps, with a checkpoint every 5."""
+    """Return the arguments of a run whose epochs have 10 steps, with a checkpoint every 5 steps."""
     episode = dali_stream.Dataset(root, episodes=[0])
     batch_size = math.ceil((int(episode.lengths[0]) - DROP_LAST[policy]) / 10)
     short = ["--dataset.episodes=[0]", f"--batch_size={batch_size}", "--save_freq=5", "--num_workers=0"]
@@ -248,7 +262,7 @@ def of_epoch(name: str, root: Path, policy: str) -> list[str]:
 def compare_resumed(
     comparison: Comparison, name: str, root: Path, policy: str, more: Sequence[str] = (), at: Sequence[int] = (5, 10)
 ) -> Run | None:
-    """Compare the rest of a run that is resumed after some steps with that of an uninterrupted one, which is returned."""
+    """Compare runs that resume after some steps with an uninterrupted run. Return the uninterrupted run, or None on failure."""
     label = f"{policy} on {name}{' with image_transforms' if more else ''}"
     try:
         whole, output = comparison.run("loader", [*of_epoch(name, root, policy), *more, f"--steps={STEPS}"])
@@ -257,7 +271,8 @@ def compare_resumed(
         return None
 
     def resumed(step: int) -> tuple[bool, Any]:
-        rest, _ = comparison.run("loader", [*continued(output, step, STEPS), "--save_checkpoint=false"])  # arguments as saved
+        # All other arguments are those in the checkpoint.
+        rest, _ = comparison.run("loader", [*continued(output, step, STEPS), "--save_checkpoint=false"])
         same, said = equal(rest.losses, whole.losses[step:], STEPS - step)
         return same and rest.index == whole.index[step:], said
 
@@ -268,7 +283,7 @@ def compare_resumed(
 
 
 def compare_more(comparison: Comparison, name: str, root: Path, policy: str) -> None:
-    """Image transforms, and streaming, which transforms too."""
+    """Compare runs with image transforms, resumed and with streaming."""
     whole = compare_resumed(comparison, name, root, policy, JITTER, at=(5,))
 
     def streamed() -> tuple[bool, Any]:
@@ -291,7 +306,7 @@ def check_ranks(comparison: Comparison, name: str, root: Path) -> None:
     comparison.attempt("two ranks: distinct frames", distinct)
 
     def killed() -> tuple[bool, Any]:
-        """Two ranks are killed in step 7, then one in step 11, after steps 4 and 8 were saved. Two take the rest."""
+        """Kill two ranks in step 7, after step 4 was saved, then one rank in step 11, after step 8. Two ranks take the rest."""
         frames = int(dali_stream.Dataset(root).lengths[0])
         short = [*arguments, "--dataset.episodes=[0]", "--batch_size=8", "--save_freq=4", "--steps=1000"]
         first, output = comparison.run("loader", short, ranks=2, kill_at=7, trains=False)
@@ -314,7 +329,7 @@ def check_ranks(comparison: Comparison, name: str, root: Path) -> None:
 
 
 def check_without_state(comparison: Comparison, name: str, root: Path) -> None:
-    """As the checkpoints that LeRobot writes by itself."""
+    """Check how checkpoints without the state of a Loader resume. LeRobot without a Loader writes such checkpoints."""
     arguments = [*of_dataset(name, root, "act"), "--dataset.episodes=[0]", "--num_workers=0", "--batch_size=8"]
     try:
         whole, output = comparison.run("loader", [*arguments, *LOADER, "--steps=8", "--save_freq=4"], trains=False)
@@ -360,7 +375,7 @@ def measure_speed(comparison: Comparison, name: str, root: Path, rounds: int) ->
     stock = ["--dataset.image_transforms.enable=true", "--dataset.image_transforms.max_num_transforms=1"]
     sides = {"stock": [*stock, f"--dataset.image_transforms.tfs={resize}"], "loader": [f"--loader.image_size={height}x{width}"]}
     epoch = dali_stream.Dataset(root).num_frames // 16
-    # A Loader keeps decoded frames for later batches, so without a model it is timed over its whole first epoch.
+    # A Loader keeps decoded frames for later batches. Without a model, it is therefore timed over its whole first epoch.
     for trains, batch_size, steps in ((False, 16, {"stock": 46, "loader": epoch}), (True, 4, {"stock": 16, "loader": 16})):
         arguments = [*of_dataset(name, root, "act"), f"--batch_size={batch_size}", "--num_workers=2"]
         rates: dict[str, list[float]] = {side: [] for side in sides}
@@ -428,7 +443,7 @@ def parsed() -> argparse.Namespace:
 
 
 def named(text: str) -> tuple[str, Path]:
-    """A name and the folder of a dataset."""
+    """Parse NAME=ROOT as the name and the folder of a dataset."""
     name, _, root = text.partition("=")
     if not name or not (Path(root) / "meta/info.json").is_file():
         raise argparse.ArgumentTypeError(f"{text!r} must be NAME=ROOT, with the folder of a dataset")

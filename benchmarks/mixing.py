@@ -1,12 +1,12 @@
 """Measure how well batches are mixed, depending on consumers and episode_pool_size. No files are needed.
 
-    python benchmarks/mixing.py --json > benchmarks/results/mixing.json    # some minutes
+    python benchmarks/mixing.py --json > benchmarks/results/mixing.json    # takes some minutes
     python benchmarks/mixing.py --report benchmarks/results/mixing.json --figure docs/mixing.svg
 
 The second command prints the tables of docs/order.md and draws its figure.
 
-Every order is compared with a full shuffle of the same frames by NumPy, which is called "i.i.d." here. A batch is a global
-batch: the samples of all ranks in one step. `Mixing` describes the measured quantities.
+Each order is compared with NumPy's full shuffle of the same frames, which is called "i.i.d." here. A batch is a global batch,
+that is, the samples of all ranks in one step. `Mixing` describes the measured quantities.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ LAGS = 8
 BATCH_SIZES = (1, 2, 3, 5, 8, 16, 37, 48, 64, 100, 128, 256)
 RANKS = range(1, 9)
 EPISODES = (5, 12, 100, 1000)
-BEFORE = (32, 8)  # consumers and episode_pool_size of every run, before they were chosen for the global batch
+BEFORE = (32, 8)  # former defaults of consumers and episode_pool_size, which did not depend on the global batch size
 CURVE_EPISODES = 12
-LARGE = (76_000, 263)  # episodes and their frames: DROID's size
+LARGE = (76_000, 263)  # number of episodes, and frames per episode: the size of DROID
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Mixing:
     """How well the batches of an order are mixed.
 
     Attributes:
-        variance: Variance of batch means of a quantity that differs from episode to episode, divided by the variance for
-            independently drawn samples. 1 is i.i.d., and smaller is better.
-        autocorrelation: Autocorrelation of the episodes' shares in batches, that of the lags 1 to 8 with the largest absolute
-            value. Near 1, a batch shows the same episodes as a batch shortly before it.
+        variance: Variance of the batch means of a quantity that differs from episode to episode, divided by that of
+            independently drawn samples. It is 1 for i.i.d. samples, and smaller is better.
+        autocorrelation: Autocorrelation of the episodes' shares in batches. Of the lags 1 to 8, the value with the largest
+            magnitude is used. If it is near 1, a batch has the same episodes as a batch shortly before it.
         episodes: Mean number of distinct episodes in a batch.
     """
 
@@ -54,14 +54,14 @@ class Mixing:
 
 
 class Case(NamedTuple):
-    """An order and its batches, measured, and a full shuffle of the same frames."""
+    """Settings of an order, its measured `Mixing`, and that of a full shuffle of the same frames."""
 
     batch_size: int
     ranks: int
     episodes: int
     consumers: int
     pool: int
-    held: bool  # whether the pools hold all episodes at once
+    held: bool  # whether the pools hold all episodes at the same time
     variance: float
     iid_variance: float
     autocorrelation: float
@@ -71,12 +71,12 @@ class Case(NamedTuple):
 
 
 def mixing(epochs: Iterable[Array], lengths: Array, stride: int) -> Mixing:
-    """Measures batches of `stride` samples.
+    """Measure how well batches are mixed.
 
     Args:
-        epochs: per epoch, the episode of every position.
-        lengths: frames of each episode.
-        stride: samples of a batch. The samples at the end of an epoch that fill no batch are left out.
+        epochs: Episode at each position, for each epoch.
+        lengths: Number of frames of each episode.
+        stride: Number of samples per batch. An incomplete batch at the end of an epoch is left out.
     """
     variances, distinct, products = [], [], [[] for _ in range(LAGS)]
     for episodes in epochs:
@@ -122,14 +122,19 @@ def large_case(pool: int | None) -> Case:
 
 
 def made_up(episodes: int, stride: int) -> Array:
-    """Lengths of episodes, the longest twice as long as the shortest: an epoch has 40 batches of `stride` or more."""
+    """Return invented lengths of episodes, which differ by a factor of up to 2. An epoch has at least 40 batches.
+
+    Args:
+        episodes: Number of episodes.
+        stride: Number of samples per batch.
+    """
     mean = int(np.clip(3000 * stride / episodes, 20, 375))
     mean = max(mean, -(-40 * stride // episodes) + 1)
     return np.random.default_rng(episodes).integers(mean * 2 // 3, mean * 4 // 3 + 1, episodes) + mean // 16
 
 
 def measure(batch_sizes: Iterable[int] = BATCH_SIZES, ranks: Iterable[int] = RANKS) -> dict[str, Any]:
-    """The whole report: the default over a grid, both defaults over batch sizes, and what pools cost and bring."""
+    """Return the report: the default over a grid, both defaults over batch sizes, and the effect of the pool size."""
     ranks = list(ranks)
     grid = [
         case(size, world, episodes, *default_pools(size, world))
@@ -175,7 +180,7 @@ def main() -> None:
 
 
 def tables(report: dict[str, Any]) -> str:
-    """The tables of docs/order.md."""
+    """Return the tables of docs/order.md."""
     return "\n\n".join(
         (_grid_table(_cases(report["grid"])), *(_table(_cases(report[name])) for name in ("consumers", "pools", "large")))
     )
@@ -202,7 +207,7 @@ def _table(cases: list[Case]) -> str:
 
 
 def _grid_table(cases: list[Case]) -> str:
-    """Per number of episodes the worst of all batch sizes and ranks."""
+    """Return a table with the worst values over all batch sizes and ranks for each number of episodes."""
     lines = [
         "| episodes | pools hold all | cases | variance of batch means | full shuffle | autocorrelation | full shuffle |",
         "|---|---|---|---|---|---|---|",
@@ -220,12 +225,12 @@ def _grid_table(cases: list[Case]) -> str:
     return "\n".join(lines)
 
 
-WIDTH, HEIGHT, LEFT, TOP, GAP = 420, 240, 60, 56, 90  # of a panel, and around it, in pixels
+WIDTH, HEIGHT, LEFT, TOP, GAP = 420, 240, 60, 56, 90  # size of a panel and space around it, in pixels
 COLOURS = {"before": "#d95f02", "default": "#1f77b4"}
 
 
 def figure(report: dict[str, Any]) -> str:
-    """Both measures over the batch size, as an SVG."""
+    """Draw variance and autocorrelation over the batch size. Return the SVG."""
     curves = {name: _cases(rows) for name, rows in report["curve"].items()}
     panels = (
         ("variance of batch means (1: i.i.d.)", _variance, lambda v: math.log(v / 0.05, 100), (0.05, 0.1, 0.2, 0.5, 1, 2, 5)),
@@ -280,7 +285,7 @@ def _panel(
     below = f'x="{left + WIDTH / 2}" y="{TOP + HEIGHT + 40}" text-anchor="middle"'
     yield f"<text {below}>batch size; {CURVE_EPISODES} episodes</text>"
     for name, cases in curves.items():
-        dots = (f"M{across(c.batch_size)} {down(value(c))}h0" for c in cases)  # lines of no length, with round ends
+        dots = (f"M{across(c.batch_size)} {down(value(c))}h0" for c in cases)  # lines of length 0 with round ends
         yield (
             f'<path d="{"".join(dots)}" stroke="{COLOURS[name]}" stroke-width="4" stroke-linecap="round" stroke-opacity="0.7"/>'
         )

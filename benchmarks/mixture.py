@@ -1,14 +1,16 @@
-"""How near a mixture comes to the rate that its datasets have alone.
+"""Compare the rate of a mixture with the rates of its datasets.
 
     python benchmarks/mixture.py ROOT ROOT ... [--image-size 224 224] [--batch-size 64] [--rounds 5] [--json]
 
-In each round a loader of each dataset and one of their union take turns, one epoch each, with the same arguments. A union shows
-what its datasets show in an epoch, so it should take as long as they do together: its expected rate is the harmonic mean of
-theirs, weighted by samples. Rates are of whole epochs, from the first request for a batch on, in samples/s, since datasets have
-different cameras. The first camera of each is one camera of the mixture, and the others are zeros where they are missing.
-Frames are uint8, decoded on the CPU. Before each epoch, memory is written and freed: the host of a virtual machine provides it
-while it is written, and the datasets, one after the other, would need less of it than the mixture. The CPU time that both sides
-take is compared too: it depends less on what else runs.
+In each round, a Loader of each dataset and a Loader of their union take turns, with one epoch each and the same arguments. An
+epoch of a union delivers the samples of its datasets, so it should take as long as they do together. The expected rate is the
+harmonic mean of their rates, weighted by samples. Rates are measured over whole epochs, from the first request for a batch.
+They are in samples/s, since datasets have different cameras. The first cameras of all datasets form one camera of the mixture.
+The other cameras are zeros if a dataset lacks them. Frames are uint8, and decoded on the CPU.
+
+Before each epoch, memory is written and freed. The host of a virtual machine provides memory when it is first written, which
+would slow down the mixture, since it needs more memory than each dataset. The program also compares CPU times, since they
+depend less on other programs.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from dali_stream.frame_size import frame_size, join_sizes
 from dali_stream.tools import environment
 
 MAIN = "observation.images.main"
-TOUCHED = 2 << 30  # bytes, more than the decoded frames of the datasets in the docs
+TOUCHED = 2 << 30  # bytes to write, which is more than the decoded frames of the datasets in the docs
 
 
 def main() -> int:
@@ -55,7 +57,7 @@ def main() -> int:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Alternates the datasets and their union."""
+    """Measure the datasets and their union in turns."""
     datasets = {root.name: dali_stream.Dataset(root) for root in arguments.roots}
     if len(datasets) < len(arguments.roots):
         raise ValueError("two of the folders have the same name; give each dataset another one")
@@ -63,7 +65,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     sides: dict[str, Any] = {**datasets, "mixture": dali_stream.Mixture(datasets, keys=keys, missing="pad")}
     rounds: dict[str, list[float]] = {name: [] for name in sides}
     cpu: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(arguments.rounds + 1):  # the first only warms up
+    for turn in range(arguments.rounds + 1):  # the first round is a warm-up
         for name, side in sides.items():
             rate, cpu_s = epoch(side, arguments)
             rounds[name] += [rate] if turn else []
@@ -85,7 +87,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def epoch(dataset: dali_stream.Dataset | dali_stream.Mixture, arguments: argparse.Namespace) -> tuple[float, float]:
-    """Samples/s, and seconds of CPU time, of one epoch with a new loader."""
+    """Return the samples/s and the CPU time in seconds of one epoch with a new Loader."""
     np.empty(TOUCHED, np.uint8).fill(1)
     options = {"image_dtype": "uint8", "image_size": arguments.image_size, "memory_budget": arguments.memory_budget}
     with dali_stream.Loader(

@@ -1,20 +1,20 @@
-"""How many small changes of the core the tests notice. Each change, a mutant, is of one operator, number or decision.
+"""Measure how many small changes of the core the tests detect. A mutant changes one operator, number or decision.
 
     python -m pip install cosmic-ray
     python benchmarks/mutation.py [--only NAME ...] [--mutants 100] [--seed 0] [--json]
     python benchmarks/mutation.py [--only NAME ...] --report FILE [--survivors [--tests NAME ...]] [--json]
 
-Takes a random sample of the mutants of each part of the package, out of a copy of it, and runs the fast tests of that part on
-each, one after the other, until one fails. A test that takes 5 times as long as without the mutant, and 20 seconds more, counts
-as failed. Type annotations, error messages and docstrings are not changed. The tests of a part are those of `PARTS`.
+The program works on a copy of the package. It takes a random sample of the mutants of each part. For each mutant, it runs the
+fast tests of the part until one fails. A test also fails if it takes more than 5 times as long as without the mutant, plus 20
+seconds. Type annotations, error messages and docstrings are not changed. `PARTS` lists the tests of each part.
 
-Each run of the tests is a fork of this process, which has imported PyTorch, DALI and pytest, but nothing of the package. The
-runs share the datasets that the first one has written. The first run also records which functions each test calls. On a
-mutant, the tests run that call the changed function, the quickest first.
+Each run of the tests is a fork of this process, which has imported PyTorch, DALI and pytest, but no module of the package. All
+runs share the datasets that the first run has written. The first run also records which functions each test calls. For a
+mutant, only the tests that call the changed function run, the quickest first.
 
-`--report` is the JSON object of an earlier run: its other parts become parts of this one's. With `--survivors` the mutants that
-it lists as not noticed are tried again, and the others of these parts count as before. The seed, the number of mutants and the
-package must be the same, the tests may have changed. `--tests` chooses some of the part's test files for them.
+`--report` is the JSON object of an earlier run. Its parts that are not measured again become parts of the new report. With
+`--survivors`, only the mutants that it lists as not detected are tried again, and the other results are kept. The seed, the
+number of mutants and the package must then be the same, but the tests may have changed. `--tests` restricts the test files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from cosmic_ray.mutating import use_mutation
 from cosmic_ray.work_item import MutationSpec
 
 ROOT = Path(__file__).parents[1]
-PARTS = {  # modules, and the test files
+PARTS = {  # name of the part: its modules, and its test files
     "order": (["order"], "order mixture_order batches windows resume selection augment options"),
     "schedule": (["schedule"], "budget reads schedule plan bottleneck required_memory options"),
     "cache": (
@@ -62,9 +62,9 @@ PARTS = {  # modules, and the test files
     "mp4": (["mp4"], "damage video_index index_memory parameter_sets clips index timestamps codecs reads routes bad_video"),
     "rows": (["lerobot/rows.py"], "row_groups reread features bad_metadata windows timestamps"),
 }
-# The libraries that take longest to import. No import starts a thread that a fork would need.
+# The libraries that take longest to import. None of them starts a thread on import, which a fork would lose.
 LIBRARIES = ("pyarrow.dataset", "torch", "torchcodec.decoders", "nvidia.dali.plugin.pytorch", "hypothesis", "accelerate")
-OUTPUT = Path("..", "output")  # what the tests print
+OUTPUT = Path("..", "output")  # output of the tests
 Place = tuple[int, int]  # line from 1, column from 0
 
 
@@ -89,10 +89,10 @@ def main() -> None:
         os.chdir(copy)
         Path("..", "tests").mkdir()
         os.environ["PYTHONPATH"] = os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")])
-        os.environ["PYTEST_XDIST_WORKER"] = "mutant"  # runs share what they write, see tests/conftest.py
+        os.environ["PYTEST_XDIST_WORKER"] = "mutant"  # lets all runs share the datasets that they write, see tests/conftest.py
         os.environ["CALLS_IN"] = str(copy / "dali_stream")
         sys.path.insert(0, str(copy))
-        # Python imports this module when it starts, so that programs of the tests record their calls too.
+        # Python imports this module at startup, so that programs started by tests record their calls too.
         recorder = f"{inspect.getsource(record_calls)}\nimport os\nif 'CALLS_OF_TEST' in os.environ:\n    record_calls()\n"
         Path("sitecustomize.py").write_text(recorder)
         for library in LIBRARIES:
@@ -121,7 +121,10 @@ def main() -> None:
 
 
 def measure(name: str, names: list[str], chosen: list[MutationSpec], noticed: int) -> dict[str, Any]:
-    """Run tests of a part on mutants, and count these beside the `noticed` ones. The working directory is the copy."""
+    """Run the tests of a part on some mutants. Return the results, to which `noticed` earlier ones are added.
+
+    The working directory must be the copy of the package.
+    """
     files = [f"tests/test_{test}.py" for test in names]
     calls = Path("..", f"calls-{name}.json")
     if not tests_pass(files, CallRecorder(calls)):
@@ -132,7 +135,7 @@ def measure(name: str, names: list[str], chosen: list[MutationSpec], noticed: in
         print(f"{name}: {number} of {len(chosen)}", end="\r", file=sys.stderr, flush=True)
         operator = cosmic_ray.plugins.get_operator(mutant.operator_name)()
         with use_mutation(mutant.module_path, operator, mutant.occurrence) as (before, after):
-            if after is None or not compiles(after):  # nothing to change in this place, or not to Python
+            if after is None or not compiles(after):  # there is nothing to change, or the result is not valid Python
                 continue
             tried += 1
             function = [str(mutant.module_path.resolve()), first_line(before, mutant.start_pos[0])]
@@ -155,7 +158,7 @@ def measure(name: str, names: list[str], chosen: list[MutationSpec], noticed: in
 
 
 class CallRecorder:
-    """Plugin of pytest: writes for each test how long it takes and which functions of the package it calls."""
+    """Plugin of pytest that writes the duration of each test, and which functions of the package it calls."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
@@ -181,7 +184,7 @@ class CallRecorder:
 
 
 def record_calls() -> None:
-    """Write the functions that this process calls from now on to the file that the environment names."""
+    """Append the functions that this process calls from now on to the file in the environment variable CALLS_OF_TEST."""
     import os
     import sys
     import threading
@@ -200,13 +203,17 @@ def record_calls() -> None:
 
 
 class Callers:
-    """Plugin of pytest: only these tests of {test: its seconds}, the quickest first. Kills a test that hangs."""
+    """Plugin of pytest that runs only some tests, the quickest first, and kills a test that takes too long.
+
+    Args:
+        tests: {test: its duration in seconds}.
+    """
 
     def __init__(self, tests: dict[str, float]) -> None:
         self.tests = tests
 
     def pytest_sessionstart(self) -> None:
-        signal.alarm(60)  # until the first test
+        signal.alarm(60)  # time limit until the first test starts
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         signal.alarm(20 + math.ceil(5 * self.tests[nodeid]))
@@ -217,24 +224,24 @@ class Callers:
 
 
 def tests_pass(files: list[str], plugin: object) -> bool:
-    """Run fast tests in a fork of this process, until one fails."""
+    """Run fast tests in a fork of this process until one fails. Return whether all pass."""
     if not (child := os.fork()):
         os.setsid()
         with OUTPUT.open("w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in a shell's background ignores
-        sys.dont_write_bytecode = not isinstance(plugin, CallRecorder)  # all runs use that of the first, none that of a mutant
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # of programs that the tests start
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores SIGINT by default
+        sys.dont_write_bytecode = not isinstance(plugin, CallRecorder)  # only the first run writes bytecode, a mutant must not
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # applies to programs that tests start
         os._exit(pytest.main(["-qx", "-p", "no:cacheprovider", "--basetemp=../tests/run", "-m", "not slow", *files], [plugin]))
     _, status = os.waitpid(child, 0)
-    with contextlib.suppress(ProcessLookupError):  # what the tests have left running
+    with contextlib.suppress(ProcessLookupError):  # end processes that the tests have left running
         os.killpg(child, signal.SIGKILL)
     return status == 0
 
 
 def compiles(source: str) -> bool:
-    """Return whether a text is a Python module. The operators also replace the `/` and `*` of parameters."""
+    """Return whether a text is valid Python. It may not be, since mutants also change the `/` and `*` of parameter lists."""
     try:
         compile(source, "mutant", "exec")
     except SyntaxError:
@@ -243,7 +250,7 @@ def compiles(source: str) -> bool:
 
 
 def identity(mutant: MutationSpec) -> dict[str, Any]:
-    """Return what tells mutants of the same source apart."""
+    """Return the properties that distinguish a mutant from others of the same source."""
     return {
         "module": str(mutant.module_path),
         "line": mutant.start_pos[0],
@@ -253,9 +260,9 @@ def identity(mutant: MutationSpec) -> dict[str, Any]:
 
 
 def first_line(source: str, line: int) -> int:
-    """Return the first line, with decorators, of the innermost function whose body has a line; 0 outside of all functions.
+    """Return the first line, including decorators, of the innermost function whose body contains a line. 0 outside functions.
 
-    Decorators and default values belong to what is around the function: they are evaluated when it is defined.
+    Decorators and default values are evaluated when the function is defined, so they belong to the code around it.
     """
     first = 0
     for node in ast.walk(ast.parse(source)):  # outer functions come before inner ones
@@ -265,7 +272,7 @@ def first_line(source: str, line: int) -> int:
 
 
 def sample(modules: list[str], size: int, random_numbers: random.Random) -> list[MutationSpec]:
-    """Return mutants of different places, each place as likely as any other."""
+    """Return a random sample of mutants at different places. All places have the same probability."""
     places: dict[tuple[Path, Place], list[MutationSpec]] = {}
     for module in modules:
         path = Path("dali_stream", module)
@@ -277,7 +284,7 @@ def sample(modules: list[str], size: int, random_numbers: random.Random) -> list
 
 
 def mutants(file: Path) -> Iterator[MutationSpec]:
-    """Yield all mutants of a file, except of annotations and of errors."""
+    """Yield all mutants of a file, except those of annotations and raised errors."""
     source = file.read_text()
     left_out, nodes = list(unchanged(ast.parse(source))), list(ast_nodes(get_ast(source)))
     for name in cosmic_ray.plugins.operator_names():
@@ -290,7 +297,7 @@ def mutants(file: Path) -> Iterator[MutationSpec]:
 
 
 def unchanged(tree: ast.AST) -> Iterator[tuple[Place, Place]]:
-    """Yield the places of annotations and of errors that are raised."""
+    """Yield the start and end of annotations and raised errors, which are not changed."""
     for node in ast.walk(tree):
         parts = [getattr(node, "annotation", None), getattr(node, "returns", None)]
         if isinstance(node, ast.Raise):
@@ -303,7 +310,7 @@ def unchanged(tree: ast.AST) -> Iterator[tuple[Place, Place]]:
 
 
 def interval(successes: int, trials: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share (Wilson 1927)."""
+    """Return Wilson's 95 % confidence interval of a proportion (Wilson 1927)."""
     z, share = 1.96, successes / trials
     middle, half = share + z * z / (2 * trials), z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials**2))
     return round((middle - half) / (1 + z * z / trials), 4), round((middle + half) / (1 + z * z / trials), 4)

@@ -1,8 +1,8 @@
-"""The decode floor of the DALI route: all engines of NVDEC, each at the speed of an engine that decodes a file sequentially.
+"""The decode floor of the DALI route: all engines of NVDEC at the speed of an engine that decodes a file sequentially.
 
-    floor [frames/s] = engines × frames/s of one engine / frames decoded per frame delivered
+    floor [frames/s] = engines × frames/s of one engine / decoded frames per delivered frame
 
-Not run on a GPU yet. On a CPU, DALI's software decoder (VP9) takes the place of an engine, with one engine per thread.
+The program has not been run on a GPU yet. On a CPU, each thread of DALI's software decoder (VP9) counts as an engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dali_stream.decode.capability import capability
 from dali_stream.mp4.clip import pack
 from dali_stream.mp4.format import describe
 
-LONGEST = 128  # frames of a sequential clip: 354 MB of decoded 720p
+LONGEST = 128  # maximum number of frames of the sequential clip, which takes 354 MB if decoded at 720p
 TIMED_S = 2.0
 
 
@@ -41,7 +41,7 @@ def make(dataset: dali_stream.Dataset, gpu: int | None, threads: int, per_frame:
         runs.append((len(shown), _decoder(clip, gpu)))
 
     def floor() -> float:
-        # A frame of each camera in turn, as batches have them.
+        # A batch has the same number of frames of each camera, so the rate over all cameras is the harmonic mean.
         return statistics.harmonic_mean([n * _rate(*run) for n, run in zip(engines, runs, strict=True)]) / per_frame()
 
     return floor

@@ -2,9 +2,9 @@
 
     python benchmarks/order_scale.py [--episodes 1000000] [--length 100] [--consumers 64] [--datasets 1] [--json]
 
-The program times planning (making the order and reading its first batch) and skipping a million positions of one rank, for
-world sizes from 1 to the number of consumers. It also reports the peak memory of the process. With --datasets N, the episodes
-are divided among the N datasets of a mixture, with weights of 1 to 5 and as many samples per epoch as frames.
+The program times planning, that is, making the order and reading its first batch. It also times skipping a million positions of
+one rank, for world sizes from 1 to the number of consumers, and reports the peak memory of the process. With --datasets N, the
+episodes are divided among the N datasets of a mixture with weights of 1 to 5. An epoch has as many samples as frames.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def measure(episodes: int, length: int, consumers: int, datasets: int) -> dict[s
     result["forward_s"] = {}
     for world in sorted({1, 8, consumers}):
         now, start = made(), min(1_000_000 * world, result["frames"] - 1)
-        count = consumers // world  # one sample of each consumer of the rank, so that all of them go forward
+        count = consumers // world  # one sample of each consumer of the rank, so that all consumers skip
         result["forward_s"][world] = timed(functools.partial(now.read, start, count, 0, world))
     result["peak_rss_bytes"] = environment.peak_rss()
     return result | environment.ran_on("cpu")
 
 
 def order(episodes: int, length: int, consumers: int, datasets: int) -> Order | MixtureOrder:
-    """The order of an epoch."""
+    """Return the order of an epoch of a dataset or a mixture."""
     if datasets == 1:
         return Order(np.full(episodes, length), consumers=consumers)
     lengths = np.array_split(np.full(episodes, length), datasets)
@@ -65,7 +65,7 @@ def order(episodes: int, length: int, consumers: int, datasets: int) -> Order | 
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
+    """Return the duration of a call, in seconds."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started

@@ -1,31 +1,30 @@
-"""Compares this loader with others in one run, in turns, on the same dataset and the same order of (episode, frame).
+"""Compare this Loader with others in one run, in turns, on the same dataset and in the same order of (episode, frame).
 
     python benchmarks/peers.py ROOT [--lerobot-python VENV/bin/python] [--mode single|sarm|action_chunk]
                                     [--image-size HxW] [--json] [--out FILE]
 
 dali_stream          this package's Loader
-torchcodec           a plain loop around torchcodec, a thread per core, each with a decoder per file
+torchcodec           a plain loop around torchcodec with a thread per core, each with a decoder per file
 lerobot, N workers   LeRobotDataset in PyTorch's DataLoader
 lerobot-uint8, N ... the same with return_uint8=True, as in LeRobot's training script; batches are converted to float32
-lerobot-streaming    StreamingLeRobotDataset; it shuffles by itself, so its frames are checked, but not their order
+lerobot-streaming    StreamingLeRobotDataset; since it shuffles by itself, its frames are checked, but not their order
 torchcodec-cuda      the plain loop on NVDEC; not run on a GPU yet
 pynvvideocodec       a plain loop around PyNvVideoCodec's SimpleDecoder; not run on a GPU yet
 
-All deliver float32 frames in [0, 1] of all cameras on the same device; the plain loops deliver no other columns than the
-frame's number. --image-size resizes with antialiasing: LeRobot with torchvision's Resize in its image_transforms, the plain
-loops with torch's interpolate.
+All sides deliver float32 frames in [0, 1] of all cameras on the same device. The plain loops deliver no columns other than the
+number of the frame. With --image-size, frames are resized with antialiasing: by LeRobot with torchvision's Resize in its
+image_transforms, and by the plain loops with torch's interpolate.
 
-Every turn of a side runs in a new process, which ends before the next side's turn, so no decoded frames are kept from one
-turn to the next, and only one side runs at a time. dali_stream keeps decoded frames for later batches. It is timed over its
-whole first epoch, starting with the first batch, and then over its second epoch, or as many as have --batches batches. The
-others decode every frame every time; they are timed over --batches batches after a warm-up, and both epochs of dali_stream
-are compared with that rate, turn by turn. The time of the first batch starts with opening the dataset, with everything
-imported and LeRobot's cache of the dataset empty. Memory is that of all processes of a side, with shared memory counted once,
-measured every half second.
+Each turn of a side runs in a new process, which ends before the turn of the next side. Therefore no decoded frames are kept
+between turns, and only one side runs at a time. dali_stream keeps decoded frames for later batches. It is timed over its whole
+first epoch after the first batch, and then over one or more whole epochs with at least --batches batches. The other sides
+decode every frame each time. They are timed over --batches batches after a warm-up, and both rates of dali_stream are compared
+with this rate, turn by turn. The time of the first batch starts with opening the dataset, after all imports and with an empty
+cache of LeRobot. Memory is that of all processes of a side, with shared memory counted once, measured every half second.
 
-The rows of all samples are compared with the order, and frames of the last batch of each timed part with those of the file,
-decoded by FFmpeg, and with their neighbours. The exit code is 1 if dali_stream failed or delivered wrong samples; errors of
-other sides are in the report.
+The rows of all samples are compared with the order. Frames of the last batch of each timed part are compared with frames that
+FFmpeg decodes from the file, and with their neighbours. The exit code is 1 if dali_stream failed or delivered wrong samples.
+Errors of other sides are in the report.
 """
 
 from __future__ import annotations
@@ -60,13 +59,13 @@ class Side:
     """One loader: how to start it, and its results.
 
     Attributes:
-        spec: for its program, in addition to the common spec.
-        follows: whether it follows a given order.
-        keeps: whether it keeps decoded frames, so that whole epochs are timed.
-        rounds: frames/s of each turn; of the first epoch if it keeps frames.
-        second_epoch_rounds: the same of the epochs after the first; empty unless it keeps frames.
-        first_batch_rounds: seconds to the first batch of each turn.
-        checks: result of `frames.check` of each turn.
+        spec: Spec of its program, in addition to the common spec.
+        follows: Whether it follows a given order.
+        keeps: Whether it keeps decoded frames, so that whole epochs are timed.
+        rounds: Frames/s of each turn. If the side keeps frames, this is the rate of the first epoch.
+        second_epoch_rounds: Frames/s of each turn in the epochs after the first. Empty unless the side keeps frames.
+        first_batch_rounds: Time to the first batch of each turn, in seconds.
+        checks: Result of `frames.check` of each turn.
     """
 
     name: str
@@ -85,7 +84,7 @@ class Side:
     versions: dict[str, str] = field(default_factory=dict)
 
     def report(self, own: Side) -> dict[str, Any]:
-        """Its part of the report. `speedup` is the rate of `own` divided by its rate: the median over the turns."""
+        """Return its part of the report. `speedup` is the median over the turns of the rate of `own` divided by its rate."""
         other = self if self is not own else Side(self.name, self.program)
         return {
             "name": self.name,
@@ -106,17 +105,17 @@ class Side:
 
 
 def median(values: list[float]) -> float | None:
-    """None without any."""
+    """Return the median, or None without values."""
     return statistics.median(values) if values else None
 
 
 def ratio(own: list[float], other: list[float]) -> float | None:
-    """The median over neighbouring turns, since other programs use the machine too."""
+    """Return the median ratio of corresponding turns, or None. Turns in succession have a similar load by other programs."""
     return median([mine / its for mine, its in zip(own, other, strict=False)])
 
 
 def sides(lerobot: str | None, workers: list[int]) -> list[Side]:
-    """All sides."""
+    """Return all sides."""
     return [
         Side(OWN, "ours.py", keeps=True),
         Side("torchcodec", "torchcodec_loop.py"),
@@ -206,7 +205,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def spec(arguments: argparse.Namespace, recorded: Recorded, deltas: Any, device: str, folder: Path) -> dict[str, Any]:
-    """The common spec of all programs."""
+    """Return the spec that all programs share."""
     order = folder / "order.npz"
     return {
         "root": str(recorded.root),
@@ -222,7 +221,7 @@ def spec(arguments: argparse.Namespace, recorded: Recorded, deltas: Any, device:
 
 
 def run(compared: list[Side], recorded: Recorded, common: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """All turns of all sides. After an error, a side gets no further turns."""
+    """Run all turns of all sides. After an error, a side gets no further turns."""
     for number in range(arguments.rounds):
         for side in compared:
             if side.error is None:
@@ -231,7 +230,7 @@ def run(compared: list[Side], recorded: Recorded, common: dict[str, Any], argume
 
 
 def attempt(side: Side, recorded: Recorded, common: dict[str, Any], folder: Path, arguments: argparse.Namespace) -> None:
-    """One turn of a side, and a check of what it delivered."""
+    """Run a turn of a side, and check the delivered samples."""
     try:
         turn(side, recorded, common, folder, arguments)
     except PeerError as error:
@@ -242,7 +241,7 @@ def attempt(side: Side, recorded: Recorded, common: dict[str, Any], folder: Path
 
 
 def turn(side: Side, recorded: Recorded, common: dict[str, Any], folder: Path, arguments: argparse.Namespace) -> None:
-    """Runs a new process from opening the dataset to its last batch."""
+    """Run a turn of a side in a new process, from opening the dataset to the last batch."""
     if side.gpu and common["device"] == "cpu":
         raise PeerError("no GPU")
     if side.python is None:
@@ -272,12 +271,12 @@ def turn(side: Side, recorded: Recorded, common: dict[str, Any], folder: Path, a
 
 
 def rate(peer: Peer, batches: int, recorded: Recorded, arguments: argparse.Namespace) -> float:
-    """Frames/s of a peer's next batches."""
+    """Return the rate of a peer over its next batches, in frames/s."""
     return batches * frames_per_batch(recorded, arguments) / float(peer.ask("seconds", go=batches))
 
 
 def whole_epochs(batches: int, per_epoch: int) -> int:
-    """The batches of the whole epochs that contain these."""
+    """Return the number of batches of the smallest number of whole epochs with at least `batches` batches."""
     return -(-batches // per_epoch) * per_epoch
 
 
@@ -295,12 +294,12 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def cell(value: float | None, width: int = 8, form: str = ".0f", unit: str = "") -> str:
-    """A cell of the table."""
+    """Return a cell of the table."""
     return f"{'-' if value is None else f'{value:{form}}{unit}':>{width}}"
 
 
 def verdict(side: dict[str, Any]) -> str:
-    """Whether the frames were correct, in a few words."""
+    """Return a short text that says whether the frames were correct."""
     if side["error"]:
         return f"failed: {side['error'].splitlines()[-1]}"
     found = side["frames"]
@@ -311,5 +310,5 @@ def verdict(side: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the peers, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exits normally, so that the peers are ended too
     sys.exit(main())

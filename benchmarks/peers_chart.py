@@ -1,10 +1,10 @@
-"""A bar chart of reports of peers.py, as an SVG that shows on any background.
+"""Draw a bar chart of reports of peers.py, as an SVG that is readable on any background.
 
     python benchmarks/peers_chart.py REPORT.json ... --out CHART.svg
 
-A panel per report, a bar per loader that ran: the median of the rounds, with a line from the slowest to the fastest. A loader
-whose second epoch was measured apart has a bar for each. The footer names the loaders that failed, machine, dataset, versions
-and date. `make figures` draws docs/figures/peers.svg.
+The chart has a panel per report, with a bar per loader. A bar shows the median of the rounds, and a line from the slowest to
+the fastest round. A loader whose second epoch was measured separately has two bars. The footer names loaders that failed, the
+machine, the dataset, versions and the date. `make figures` draws docs/figures/peers.svg.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from argument_types import new_file
 
-WIDTH, LEFT, RIGHT, MARGIN = 860, 250, 70, 20  # pixels; bars lie between LEFT and WIDTH - RIGHT
+WIDTH, LEFT, RIGHT, MARGIN = 860, 250, 70, 20  # pixels; bars are drawn between LEFT and WIDTH - RIGHT
 BAR, ROW, LINE = 20, 30, 20
 OWN, OTHER, INK, DIM = "#0b7a5c", "#a9b4c2", "#1c2128", "#57606a"
 SIZES = {"title": 15, "text": 13, "small": 12}
@@ -35,8 +35,8 @@ NAMES = {
     "pynvvideocodec": "Plain PyNvVideoCodec loop",
     "lerobot-streaming": "StreamingLeRobotDataset",
 }
-KINDS = {"lerobot": "LeRobotDataset", "lerobot-uint8": "LeRobotDataset, uint8"}  # before the number of workers
-NOT_RUN = ("no GPU", "no LeRobot")  # how the error of a side begins that could not be tried
+KINDS = {"lerobot": "LeRobotDataset", "lerobot-uint8": "LeRobotDataset, uint8"}  # names before the number of workers
+NOT_RUN = ("no GPU", "no LeRobot")  # beginnings of the error of a side that was not run
 SECOND_EPOCH = (
     "Second epoch: all frames of this recording fit in memory_budget. "
     "A larger dataset runs every epoch at the first epoch's rate."
@@ -45,7 +45,11 @@ Report = dict[str, Any]
 
 
 def main(given: list[str] | None = None) -> int:
-    """The program; `given` are its arguments, those of the command line by default."""
+    """Run the program. Return its exit code.
+
+    Args:
+        given: Arguments of the program. Default: the arguments of the command line.
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("reports", type=Path, nargs="+", help="that peers.py wrote, a panel each")
     parser.add_argument("--out", type=new_file, required=True, help="the SVG")
@@ -59,19 +63,19 @@ def main(given: list[str] | None = None) -> int:
 
 
 def read(path: Path) -> Report:
-    """A report. Raises ValueError where it is none, or no loader ran."""
+    """Read a report. Raises ValueError if the file is not a report, or no loader ran."""
     try:
         report: Report = json.loads(path.read_text())
         if not ran(report):
             raise ValueError("no loader delivered anything; measure again")
-        title(report), footer([report])  # raise where what they say is missing
+        title(report), footer([report])  # these raise if an entry that they need is missing
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no report of peers.py: {type(error).__name__}: {error}") from error
     return report
 
 
 def chart(reports: list[Report]) -> str:
-    """The SVG's text: a function of the reports alone, so that a test can hold the committed chart against them."""
+    """Return the SVG. It depends only on the reports, so that a test can compare it with the committed chart."""
     fastest = max(max(rounds) for report in reports for side in ran(report) for _, _, rounds in epochs(side))
     scale = (WIDTH - LEFT - RIGHT) / fastest
     parts: list[str] = []
@@ -98,7 +102,7 @@ def chart(reports: list[Report]) -> str:
 
 
 def epochs(side: Report) -> list[tuple[str, float, list[float]]]:
-    """Return the words beside the name, the median and the rounds of each bar of a loader."""
+    """Return (text after the name, median, rounds) for each bar of a loader."""
     if not side.get("second_epoch_rounds"):
         return [("", side["frames_per_s"], side["rounds"])]
     second = side["second_epoch_frames_per_s"], side["second_epoch_rounds"]
@@ -106,7 +110,7 @@ def epochs(side: Report) -> list[tuple[str, float, list[float]]]:
 
 
 def bar(side: Report, epoch: tuple[str, float, list[float]], y: int, scale: float) -> Iterator[str]:
-    """A loader's name, its bar from y on, the span of its rounds and its figure."""
+    """Yield the elements of a bar: the name of the loader, the bar, the range of its rounds, and the number."""
     said, rate, rounds = epoch
     middle, length = y + BAR // 2, rate * scale
     slowest, fastest = (LEFT + limit * scale for limit in (min(rounds), max(rounds)))
@@ -120,7 +124,7 @@ def bar(side: Report, epoch: tuple[str, float, list[float]], y: int, scale: floa
 
 
 def text(x: float, y: float, said: str, size: str = "text", fill: str = INK, anchor: str = "start", weight: int = 400) -> str:
-    """A line of text at its baseline."""
+    """Return a line of text. `y` is its baseline."""
     return (
         f'<text x="{x:.1f}" y="{y}" font-size="{SIZES[size]}" fill="{fill}" text-anchor="{anchor}" '
         f'font-weight="{weight}">{escape(said)}</text>'
@@ -128,12 +132,12 @@ def text(x: float, y: float, said: str, size: str = "text", fill: str = INK, anc
 
 
 def ran(report: Report) -> list[Report]:
-    """The loaders that were measured to the end."""
+    """Return the loaders of a report that did not fail."""
     return [side for side in report["peers"] if side["frames_per_s"] and not side["error"]]
 
 
 def named(side: Report) -> str:
-    """A loader's name as a reader knows it."""
+    """Return the name of a loader for readers."""
     kind, _, workers = side["name"].partition(", ")
     return NAMES.get(side["name"], f"{KINDS[kind]}, {workers}" if kind in KINDS else side["name"])
 
@@ -147,7 +151,7 @@ def title(report: Report) -> str:
 
 
 def listed(reports: list[Report]) -> str:
-    """The loaders and their speed, for those who cannot see the bars."""
+    """Return the loaders and their speeds as text, for readers who cannot see the bars."""
     return "; ".join(
         f"{title(report)}: "
         + ", ".join(f"{named(side)}{said} {rate:.0f}" for side in ran(report) for said, rate, _ in epochs(side))
@@ -156,7 +160,7 @@ def listed(reports: list[Report]) -> str:
 
 
 def footer(reports: list[Report]) -> list[str]:
-    """Lines below the bars: what failed, and what was measured on what, when."""
+    """Return the lines below the bars: loaders that failed, and the circumstances of the measurement."""
     failed: dict[str, list[str]] = {}
     for report in reports:
         for side in report["peers"]:
@@ -172,7 +176,7 @@ def footer(reports: list[Report]) -> list[str]:
 
 
 def circumstances(report: Report) -> str:
-    """Dataset, machine, versions and date."""
+    """Return the dataset, machine, versions and date of a report as text."""
     on, found = report["machine"], {"LeRobot": "", **report["versions"]}
     for side in report["peers"]:
         found["LeRobot"] = found["LeRobot"] or side["versions"].get("lerobot", "")

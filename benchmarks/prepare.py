@@ -1,18 +1,18 @@
-"""Gains and costs of `dali-stream prepare`.
+"""Measure the gains and costs of `dali-stream prepare`.
 
     python benchmarks/prepare.py speed URI... [--rounds 5] [--out REPORT.json]
     python benchmarks/prepare.py codecs URI [--rounds 5] [--out REPORT.json]
     python benchmarks/prepare.py overhead [--tasks 100000] [--out REPORT.json]
     python benchmarks/prepare.py chart REPORT.json --out CHART.svg
 
-speed     frames/s of the first epoch at 224×224 on this CPU, and bytes, of each dataset before and after
-          `--for cpu --size 224x224`; both are measured in turn, and the medians are reported
-codecs    frames/s of decoding one frame in ten of a 224×224 video, and bytes per frame: H.264, AV1 and MJPEG at GOP 1 and 2,
-          each at the coarsest quality of at least 37 dB PSNR over RGB; and the rate of a Loader on 4
-          episodes that `prepare` has encoded so; `--for cpu` follows from it
-chart     the rates of a report of `speed`, as `make figures` draws them
-overhead  seconds of a task that does nothing on 1 and 2 processes, two processes against one on tasks of 50 ms of work, and
-          time and memory of the coordinator for many tasks on an executor that answers at once
+speed     frames/s of the first epoch at 224×224 on this CPU, and size in bytes, of each dataset before and after
+          `prepare --for cpu --size 224x224`. Both are measured in turns, and the medians are reported.
+codecs    frames/s of decoding every tenth frame of a 224×224 video, and bytes per frame, for H.264, AV1 and MJPEG at GOP 1 and
+          2, each with the lowest quality that has at least 37 dB PSNR over RGB. Also the rate of a Loader on 4 episodes that
+          `prepare` encodes with these settings. `--for cpu` follows from the results.
+chart     chart of the rates in a report of `speed`, as drawn by `make figures`
+overhead  seconds per task that does nothing, on 1 and 2 processes; speedup of 2 processes over 1 for tasks of 50 ms; and time
+          and memory of the coordinator for many tasks on an executor that answers at once
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def speed(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Rates and bytes of each dataset."""
+    """Measure the rates and sizes of each dataset before and after `prepare`."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for uri in arguments.uri:
@@ -102,7 +102,7 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def rate(uri: str) -> float:
-    """Delivered frames/s of the first epoch, the first batch excluded."""
+    """Return the rate of the first epoch without its first batch, in delivered frames/s."""
     dataset = dali_stream.Dataset(uri)
     with dali_stream.Loader(dataset, batch_size=32, image_size=SIZE, image_dtype="uint8", device="cpu") as loader:
         batches, count = iter(loader), 0
@@ -118,7 +118,7 @@ def nbytes(uri: str) -> int:
 
 
 def chart(report: dict[str, Any]) -> str:
-    """Bars of the rates before and after, as an SVG that shows on any background."""
+    """Draw bars of the rates before and after. Return an SVG that is readable on any background."""
     rows = [
         (name, what, each["frames_per_s"][what]) for name, each in report["datasets"].items() for what in ("before", "after")
     ]
@@ -152,7 +152,7 @@ _ENCODERS = {
 
 
 def codecs(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Decoding rates and bytes of each codec and GOP at nearly equal quality."""
+    """Measure decoding rates and sizes of each codec and GOP at nearly equal quality."""
     frames = sample(arguments.uri)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -164,7 +164,7 @@ def codecs(arguments: argparse.Namespace) -> dict[str, Any]:
                     settings = ["-c:v", "libaom-av1", "-cpu-used", "8", "-usage", "realtime", "-b:v", "0"]
                 name, low, high = f"{codec}, GOP {gop}", 0, len(values) - 1
                 path = Path(folder, f"{codec}-{gop}.mp4")
-                while low < high:  # the coarsest quality of at least TARGET_DB
+                while low < high:  # a binary search for the lowest quality with at least TARGET_DB
                     middle = (low + high + 1) // 2
                     if encoded(frames, path, [*settings, "-g", str(gop), option, str(values[middle])]) >= TARGET_DB:
                         low = middle
@@ -204,7 +204,7 @@ def codecs(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def sample(uri: str, count: int = 300) -> np.ndarray:
-    """The first frames of a dataset at 224×224, (n, H, W, 3)."""
+    """Return the first frames of a dataset at 224×224, shape (n, H, W, 3)."""
     dataset = dali_stream.Dataset(uri)
     options: dict[str, Any] = {"batch_size": count, "shuffle": False, "image_size": SIZE, "image_dtype": "uint8"}
     with dali_stream.Loader(dataset, device="cpu", **options) as loader:
@@ -213,7 +213,7 @@ def sample(uri: str, count: int = 300) -> np.ndarray:
 
 
 def encoded(frames: np.ndarray, path: Path, settings: list[str]) -> float:
-    """Encode frames; return the PSNR over RGB."""
+    """Encode frames. Return the PSNR over RGB, in dB."""
     raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{SIZE[1]}x{SIZE[0]}", "-r", "30", "-i", "-"]
     pixels = [] if "-pix_fmt" in settings else ["-pix_fmt", "yuv420p"]
     command = ["ffmpeg", "-hide_banner", "-loglevel", "error", "-y", *raw, *pixels, *settings, str(path)]
@@ -228,7 +228,7 @@ def encoded(frames: np.ndarray, path: Path, settings: list[str]) -> float:
 
 
 def decoding_rate(path: Path, count: int) -> float:
-    """Random frames/s of one thread: one frame in ten, each with its GOP prefix."""
+    """Return the rate of one thread that decodes every tenth frame, each with its GOP prefix, in frames/s."""
     decoder = VideoDecoder(path, num_ffmpeg_threads=1)
     wanted = list(range(1, count, 10))
     begin = time.perf_counter()
@@ -241,7 +241,7 @@ def decoding_rate(path: Path, count: int) -> float:
 
 
 class Instant(Executor):
-    """Answers at once, as a cluster whose workers do nothing."""
+    """Executor that answers at once, like a cluster whose workers do nothing."""
 
     def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -254,7 +254,7 @@ def nothing(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def work(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """50 ms of this thread's CPU time per task."""
+    """Use 50 ms of CPU time per task."""
     for _ in tasks:
         end = time.thread_time() + 0.05
         while time.thread_time() < end:
@@ -263,7 +263,7 @@ def work(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def seconds(jobs: int, call: Any, count: int) -> float:
-    """Seconds of `count` tasks, the start of the processes excluded."""
+    """Return the time of `count` tasks in seconds, without the start of the processes."""
     tasks = [{"path": f"file-{n}"} for n in range(count)]
     results = executors.run_tasks(lambda: executors.Processes(jobs), call, tasks, jobs)
     for _ in range(jobs):
@@ -274,7 +274,7 @@ def seconds(jobs: int, call: Any, count: int) -> float:
 
 
 def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Overheads per task, and of the coordinator."""
+    """Measure the overhead per task, and the time and memory of the coordinator."""
     per_task = {jobs: 1000 * seconds(jobs, nothing, 500) / 500 for jobs in (1, 2)}
     one, two = (statistics.median(seconds(jobs, work, 100) for _ in range(3)) for jobs in (1, 2))
     episodes = [

@@ -1,21 +1,22 @@
-"""Opens the results of `dali-stream prepare` with LeRobot itself.
+"""Test that LeRobot itself can open the results of `dali-stream prepare`.
 
     python benchmarks/prepare_lerobot.py PYTHON [PYTHON ...] [--data URI ...] [--out REPORT.json]
 
-PYTHON is the interpreter of an environment with LeRobot 0.4 or later, which needs nothing of this package. Small datasets are
-written and prepared with one option each: a demo, one with timestamps of a wall clock, one of v2.1 and one of images in rows.
-Each dataset of --data is prepared without options and with `--for cpu --size 224x224`.
+PYTHON is the interpreter of an environment with LeRobot 0.4 or later, which needs no part of this package. Small datasets are
+written and prepared with one option each: a demo, a dataset with wall-clock timestamps, one of v2.1, and one with images in
+rows. Each dataset of --data is prepared without options, and with `--for cpu --size 224x224`.
 
-LeRobotDataset opens every result, also with `delta_timestamps` and with some of the episodes, and reads the first and last
-frames of episodes and three between them. Checked for each result:
+LeRobotDataset opens each result, also with `delta_timestamps` and with a part of the episodes. It reads the first and last
+frames of episodes, and three frames between them. The program checks for each result:
 
-metadata   numbers of frames and episodes, fps, shapes of the features, cameras and all statistics equal those of Dataset
-items      keys, dtypes, shapes and values of everything but video equal those of a Loader, bit by bit
-frames     equal those of a Loader with torchcodec; `most_different` is the largest difference of a pixel value, of 255
-source     copied frames equal the source's; for encoded ones, the PSNR against the source's frame, resized by a Loader, is
-           reported
-right      none of the source's frames up to two frames away is nearer than the right one, unless it shows the same to more than
-           45 dB; `told` counts the frames with a neighbour that differs more. Stamps in frames name the right one
+metadata   Numbers of frames and episodes, fps, shapes of the features, cameras and all statistics equal those of a Dataset.
+items      Keys, dtypes, shapes and all values except for video equal those of a Loader, bit by bit.
+frames     Frames equal those of a Loader with torchcodec. `most_different` is the largest difference of a pixel value, of 255.
+source     Copied frames equal those of the source. For encoded frames, the PSNR against the source's frame, resized by a
+           Loader, is reported.
+right      No frame of the source within two frames of the right one is more similar than the right one, unless the two have
+           more than 45 dB. `told` counts the frames with a neighbour that differs more. Stamps in frames identify the right
+           frame.
 
 The exit code is 1 if a check fails.
 """
@@ -46,11 +47,11 @@ from dali_stream.tools import environment, prepare
 Item = dict[str, Any]
 TESTS = Path(__file__).parents[1] / "tests"
 SIZE = (224, 224)
-NEAR = 2  # frames before and after the right one that are compared with it
-STILL_DB = 45  # of two frames of the source that cannot be told apart after encoding
-EPISODES = 8  # of a dataset, at most, of which items are read
-TOLERANCE = 2  # of 255, between decoders of other versions
-COPIED_DB = 50  # of a copied frame against the source's, at least, between decoders of other versions
+NEAR = 2  # number of frames before and after the right one that are compared
+STILL_DB = 45  # PSNR above which two frames of the source cannot be distinguished after encoding
+EPISODES = 8  # maximum number of episodes per dataset whose items are read
+TOLERANCE = 2  # tolerated difference of pixel values, of 255, since LeRobot may use another version of the decoder
+COPIED_DB = 50  # minimum PSNR of a copied frame against the source, for the same reason
 SIDE = "observation.images.side"
 DEMO: dict[str, dict[str, Any]] = {
     "copied": {},
@@ -75,9 +76,9 @@ class Case(NamedTuple):
     """A prepared dataset.
 
     Attributes:
-        source, out: Folders.
-        options: Those of `prepare`.
-        is_stamped: Whether the frames tell who they are.
+        source, out: Folders of the source and of the result.
+        options: Options of `prepare`.
+        is_stamped: Whether each frame contains its identity.
     """
 
     source: Path
@@ -87,16 +88,16 @@ class Case(NamedTuple):
 
     @property
     def located(self) -> dict[str, Any]:
-        """The options that `Dataset` needs to read the source, too."""
+        """Options that `Dataset` also needs to read the source."""
         return {name: value for name, value in self.options.items() if name in ("clock", "episodes", "cameras")}
 
     @property
     def encodes(self) -> bool:
-        """Whether frames are encoded."""
+        """Whether `prepare` encodes frames."""
         return not self.options.keys().isdisjoint(("for_", "size", "codec", "images_to_video"))
 
     def old_episode(self, episode: int) -> int:
-        """Return the index in the source of an episode."""
+        """Return the index of an episode in the source."""
         return sorted(self.options["episodes"])[episode] if "episodes" in self.options else episode
 
 
@@ -127,8 +128,8 @@ def main() -> int:
 
 
 def prepared(folder: Path, data: list[Path]) -> dict[str, Case]:
-    """Prepare all datasets, by name."""
-    os.environ["WRITTEN_BY_TESTS"] = str(folder)  # of `support.videos`
+    """Prepare all datasets. Return them by name."""
+    os.environ["WRITTEN_BY_TESTS"] = str(folder)  # folder in which `support.videos` writes
     write_demo(folder / "demo", episodes=6)
     sources: list[tuple[str, Path, dict[str, dict[str, Any]], bool]] = [
         ("demo", folder / "demo", DEMO, True),
@@ -154,7 +155,7 @@ def prepared(folder: Path, data: list[Path]) -> dict[str, Case]:
 
 
 def wall_clock(folder: Path) -> Path:
-    """Return a demo whose timestamps are up to 8 ms late, as those of a wall clock."""
+    """Return a demo dataset whose timestamps are up to 8 ms late, like those of a wall clock."""
     root = write_demo(folder / "wall_clock", episodes=3, size=(128, 160))
     for path in root.glob("data/*/*.parquet"):
         table = pq.read_table(path)
@@ -165,7 +166,7 @@ def wall_clock(folder: Path) -> Path:
 
 
 def old_version(folder: Path) -> Path:
-    """Return a dataset of v2.1, with a file per episode."""
+    """Return a dataset of v2.1, which has a file per episode."""
     from support.datasets import Column, build
     from support.videos import one_file_each
 
@@ -195,7 +196,7 @@ def images(folder: Path) -> Path:
 
 
 def windows(dataset: Dataset) -> dict[str, list[float]]:
-    """Return a window of each camera and of the rows, over the ends of episodes."""
+    """Return windows of each camera and of the rows that extend beyond the ends of episodes."""
     found = {key: [-1 / dataset.fps, 0.0, 1 / dataset.fps] for key in dataset.cameras}
     return found | {
         key: [n / dataset.fps for n in (-2, 0, 1, 8)] for key in ("action", "observation.state") if key in dataset.features
@@ -203,7 +204,7 @@ def windows(dataset: Dataset) -> dict[str, list[float]]:
 
 
 def opened(python: str, cases: dict[str, Case], folder: Path) -> dict[str, Any]:
-    """Read all results with one version of LeRobot, and compare."""
+    """Read all results with one version of LeRobot, and compare them. Return the report."""
     jobs = list[dict[str, Any]]()
     for name, case in cases.items():
         some = [0, 2] if Dataset(case.out).num_episodes > 2 else [1]
@@ -241,7 +242,7 @@ def opened(python: str, cases: dict[str, Case], folder: Path) -> dict[str, Any]:
 
 
 def sampled(root: Path, episodes: list[int] | None, **options: Any) -> Dataset:
-    """Return a dataset whose frames are the first and last ones of some episodes, and three between them."""
+    """Return a dataset that is reduced to the first and last frames of some episodes, and three frames between them."""
     whole = Dataset(root, episodes=episodes)
     places = np.unique(np.linspace(0, whole.num_episodes - 1, EPISODES).astype(int)).tolist()
     frames = {
@@ -262,7 +263,7 @@ def read(dataset: Dataset, deltas: dict[str, list[float]] | None = None, **optio
 
 
 def near_source(case: Case, items: list[Item]) -> dict[tuple[int, int], Item]:
-    """Return the source's samples around those of `items`, as a Loader resizes them, by (new episode, frame)."""
+    """Return the samples of the source around those of `items`, resized by a Loader, by (new episode, frame)."""
     source = Dataset(case.source, **case.located)
     lengths = dict(zip(source.episodes.tolist(), source.lengths.tolist(), strict=True))
     new = {case.old_episode(int(item["episode_index"])): int(item["episode_index"]) for item in items}
@@ -282,16 +283,16 @@ def near_source(case: Case, items: list[Item]) -> dict[tuple[int, int], Item]:
 
 
 class Comparison:
-    """The items of one dataset, as LeRobot and a Loader have them.
+    """Comparison of the items of one dataset as read by LeRobot and by a Loader.
 
     Attributes:
         failed: Descriptions of the differences.
         items: Number of items that LeRobot has read.
-        frames: Number of frames that were compared with the source's.
-        most_different: Largest difference of a pixel value from the Loader's, of 255.
-        psnr: PSNR of each frame against the source's, in dB.
-        told: Number of frames whose neighbours in the source differ from them.
-        right, stamps: Number of frames that are nearest to the right one, and whose stamp is the right one.
+        frames: Number of frames that were compared with those of the source.
+        most_different: Largest difference of a pixel value from that of the Loader, of 255.
+        psnr: PSNR of each frame against that of the source, in dB.
+        told: Number of frames that can be distinguished from their neighbours in the source.
+        right, stamps: Number of frames to which no neighbour is more similar, and number of frames with the right stamp.
     """
 
     def __init__(self, case: Case) -> None:
@@ -300,7 +301,7 @@ class Comparison:
         self.most_different, self.items, self.told, self.right, self.stamps = 0.0, 0, 0, 0, 0
 
     def add(self, dataset: Dataset, deltas: dict[str, list[float]], meta: dict[str, Any], theirs: list[Item]) -> None:
-        """Compare what LeRobot has read with what a Loader reads."""
+        """Compare the metadata and items that LeRobot has read with those that a Loader reads."""
         self._dataset, self._deltas = dataset, deltas
         ours = read(dataset, deltas)
         self.failed += metadata_differences(dataset, meta)
@@ -327,7 +328,7 @@ class Comparison:
                 self.failed.append(f"{key} of {place(other)} differs: {a!s:.80}, LeRobot {b!s:.80}")
 
     def with_source(self, other: Item, source: dict[tuple[int, int], Item]) -> None:
-        """Compare an item with the source's sample of the same frame and with its neighbours."""
+        """Compare an item with the same frame of the source, and with the neighbours of this frame."""
         episode, frame = place(other)
         changed = {"episodes": ("index", "episode_index"), "clock": ("timestamp",)}
         new = [key for name, keys in changed.items() if name in self._case.options for key in keys]
@@ -348,11 +349,11 @@ class Comparison:
                 self.stamps += stamp == [self._case.old_episode(episode), frame]
 
     def _own(self, item: Item, key: str) -> Any:
-        """Return the value of the row itself, which is the second one of a window."""
+        """Return the value of the current row, which is the second step of a window."""
         return item[key][1] if key in self._deltas else item[key]
 
     def report(self) -> dict[str, Any]:
-        """Return the results for JSON."""
+        """Return the results as a dict for JSON."""
         frames, lowest = len(self.psnr), min(self.psnr, default=None)
         if self.right < frames:
             self.failed.append(f"{frames - self.right} of {frames} frames are nearer to a neighbour")
@@ -388,7 +389,7 @@ def is_equal(a: Any, b: Any) -> bool:
 
 
 def metadata_differences(dataset: Dataset, meta: dict[str, Any]) -> list[str]:
-    """Return what LeRobot's metadata have otherwise than Dataset."""
+    """Return descriptions of the differences between LeRobot's metadata and those of a Dataset."""
     whole = Dataset(dataset.uri)
     expected = {
         "fps": dataset.fps,

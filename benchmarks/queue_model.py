@@ -1,6 +1,6 @@
-"""Training as a queue model: the loader's schedule, replayed against the bandwidth and latency of a network.
+"""Queue model of training: replays the Loader's schedule with the bandwidth and latency of a network.
 
-As in a Loader, the schedule (`dali_stream.schedule`) decides what is read, when and in which order. Each read takes a fetch
+As in a Loader, the schedule (`dali_stream.schedule`) decides what is read, when and in which order. A read occupies a fetch
 thread, waits for its round trips, and then uses the link. Reads use the link one after the other.
 """
 
@@ -28,11 +28,11 @@ from dali_stream.schedule.plan import BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
 from dali_stream.tools.bench import measure
 
-VIDEO_FILE, DATA_FILE = 200 << 20, 100 << 20  # bytes of the files that LeRobot writes
+VIDEO_FILE, DATA_FILE = 200 << 20, 100 << 20  # sizes of the files that LeRobot writes, in bytes
 HEAD = 4096  # bytes of a video file that are read to find its index
-FOOTER = 140  # bytes of a Parquet footer for a column of a row group; 146 on demo data, with the schema
-COLUMNS, ROW = 7, 14 * 4 * 2 + 4 * 8 + 4  # of the rows: state and action of 14 numbers, and what LeRobot counts
-MOST_EPISODES = 4_000_000  # more are left out, since no simulated run gets to them
+FOOTER = 140  # bytes of a Parquet footer per column of a row group; 146 on demo data, including the schema
+COLUMNS, ROW = 7, 14 * 4 * 2 + 4 * 8 + 4  # columns and bytes of a row: state and action of 14 numbers, and LeRobot's indices
+MOST_EPISODES = 4_000_000  # maximum number of simulated episodes, since no run gets to more
 
 
 class Recording:
@@ -52,26 +52,27 @@ class Recording:
         self.bytes_in_all, self.fps, self.gop = bytes_in_all, fps, gop
         self.cameras = tuple(f"observation.images.{i}" for i in range(cameras))
         self.features = {"action"}
-        self.packet = max(round(bitrate / 8 / fps), 16)  # bytes
-        self.frames = max(round(episode_s * fps), 1)  # of an episode
+        self.packet = max(round(bitrate / 8 / fps), 16)  # bytes of a packet
+        self.frames = max(round(episode_s * fps), 1)  # frames of an episode
         self.episode_bytes = self.packet * self.frames * cameras
         self.episodes = max(int(bytes_in_all // self.episode_bytes), 1)
         self.num_episodes = min(self.episodes, MOST_EPISODES)
         self.num_frames = self.num_episodes * self.frames
         self.lengths = np.full(self.num_episodes, self.frames)
-        self.in_video = max(min(VIDEO_FILE // (self.packet * self.frames), self.num_episodes), 1)  # episodes of a file
+        self.in_video = max(min(VIDEO_FILE // (self.packet * self.frames), self.num_episodes), 1)  # episodes per video file
         self.in_data = max(min(DATA_FILE // (self.frames * ROW), self.num_episodes), 1)
-        self.order = functools.lru_cache(2)(self._order)  # runs share them: one of millions of episodes takes as long as steps
+        # Runs share their orders, since making an order of millions of episodes takes as long as simulating the steps.
+        self.order = functools.lru_cache(2)(self._order)
 
     def _order(self, *key: int) -> Order:
         return Order(self.lengths, True, *key)
 
     @functools.cached_property
     def index(self) -> VideoIndex:
-        """The index of a video file: an episode begins with a keyframe."""
+        """Index of a video file, in which each episode begins with a keyframe."""
         frame, every = np.tile(np.arange(self.frames), self.in_video), np.arange(self.frames * self.in_video)
         sync = np.flatnonzero(frame % self.gop == 0)
-        # As FFmpeg writes it: 4 bytes per frame and per keyframe, and 16 per chunk of one second.
+        # FFmpeg writes 4 bytes per frame, 4 per keyframe, and 16 per chunk of one second.
         moov = 1024 + 4 * len(every) + 4 * len(sync) + 16 * int(len(every) / self.fps)
         size = np.full(len(every), self.packet)
         return video_index(
@@ -91,13 +92,14 @@ class Recording:
 
 @dataclass(frozen=True)
 class Training:
-    """Work of a rank.
+    """Training on a rank.
 
     Attributes:
         step_s: Time of a training step in seconds, from receiving a batch to requesting the next.
-        decode_frames_per_s: Speed of all decode threads of the rank together. None if decoding takes no time.
+        decode_frames_per_s: Rate of all decode threads of the rank together, in frames/s. None if decoding takes no time.
         frame_bytes: Size of a decoded frame in bytes.
-        warmup: Share of the steps at the beginning, in which the pools fill. Waiting in these steps is reported separately.
+        warmup: Share of the steps that belong to the warm-up, in which the pools fill. Their waiting time is reported
+            separately.
     """
 
     batch_size: int
@@ -119,7 +121,7 @@ class Outcome:
     """Result of a simulated run.
 
     Attributes:
-        waits: Time that the slowest rank waited for each batch, in seconds. The first one is counted from the start.
+        waits: Time that the slowest rank waited for each batch, in seconds. For the first batch, it is measured from the start.
         step_s: See `Training`.
         seconds: Time from the start to the end of the last step, in seconds.
         fetched: Bytes that all ranks had fetched when each batch was ready.
@@ -141,13 +143,13 @@ class Outcome:
 
     @property
     def wait_share(self) -> float:
-        """Share of the time after the warm-up in which training waits."""
+        """Share of the time after the warm-up that training waits."""
         waits = self.waits[self.warmup :]
         return sum(waits) / max(sum(waits) + len(waits) * self.step_s, 1e-9)
 
     @property
     def waiting_steps(self) -> float:
-        """Share of the steps after the warm-up that wait for more than a hundredth of their length."""
+        """Share of the steps after the warm-up that wait for more than 1 % of the duration of a step."""
         return float(np.mean([wait > self.step_s / 100 for wait in self.waits[self.warmup :]]))
 
 
@@ -160,10 +162,13 @@ def simulate(
     Args:
         recording: Dataset.
         training: Work of each rank.
-        bytes_per_s, latency_s: Share of the bandwidth of each rank in bytes per second, and latency of a request in seconds.
-        world: Number of ranks that share the order.
-        ranks: Number of ranks that are simulated, beginning with rank 0. They wait for each other in every step.
-        patience_s: Waiting time after the warm-up at which the run ends early, in seconds.
+        bytes_per_s, latency_s: Bandwidth of each rank in bytes per second, and latency of a request in seconds.
+        world: Number of ranks that share the order. Default: 1.
+        ranks: Number of simulated ranks, beginning with rank 0. They wait for each other in every step. Default: 1.
+        patience_s: Waiting time after the warm-up at which the run ends early, in seconds. Default: infinity.
+
+    Returns:
+        Waiting times and counters of the run.
 
     Raises:
         ValueError: If the ranks cannot share the order, or the epoch has no batch.
@@ -197,7 +202,7 @@ def simulate(
 
 @dataclass(order=True)
 class Job:
-    """A read: `trips` round trips one after the other, then `size` bytes."""
+    """A read: `trips` consecutive round trips, followed by `size` bytes. Jobs are compared by priority and number."""
 
     priority: tuple[int, ...]
     number: int
@@ -207,7 +212,12 @@ class Job:
 
 
 class Network:
-    """Fetch threads, the latency of requests, and a link."""
+    """Fetch threads, latency of requests, and a link.
+
+    Args:
+        bytes_per_s: Bandwidth of the link in bytes per second.
+        latency_s: Time of a round trip in seconds.
+    """
 
     def __init__(self, bytes_per_s: float, latency_s: float) -> None:
         self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
@@ -217,7 +227,7 @@ class Network:
         self._events: list[tuple[float, int, bool, Job]] = []  # (time, number, whether the bytes have arrived, job)
         self._number = itertools.count()
         self._link_free = 0.0
-        self._times, self._bytes = [0.0], [0]  # bytes that have arrived by each time
+        self._times, self._bytes = [0.0], [0]  # total number of bytes that have arrived by each time
 
     def fetched(self, at: float) -> int:
         """Return the number of bytes that had arrived at a time."""
@@ -230,13 +240,13 @@ class Network:
         return job
 
     def advance(self, until: float) -> None:
-        """Let time pass."""
+        """Advance the time to `until`, and process all events until then."""
         while self._step(until):
             pass
         self.now = max(self.now, until)
 
     def wait(self, job: Job) -> float:
-        """Let time pass until a job is done, and return the time of its end."""
+        """Advance the time until a job is done. Return the time at which it was done."""
         while job.done > self.now and self._step(math.inf):
             pass
         return job.done
@@ -265,7 +275,7 @@ class Network:
 
 
 class _Rank:
-    """One rank's planner, as `pipeline.planner.Planner` runs it."""
+    """The planner of one rank. It follows `pipeline.planner.Planner`, with simulated reads and decoders."""
 
     def __init__(self, recording: Recording, training: Training, network: Network, rank: int, world: int) -> None:
         self._recording, self._training, self.network = recording, training, network
@@ -312,7 +322,7 @@ class _Rank:
         self._footers: set[int] = set()
         self._reads: dict[tuple[str, int], Job] = {}
         self._blocks: dict[tuple[str, int, int], Job] = {}
-        self._batches: list[tuple[float, list[Job], int]] = []  # when it was planned, what it needs, its decodes
+        self._batches: list[tuple[float, list[Job], int]] = []  # (time of planning, reads, number of decoded frames)
         self._first: list[Job] = []
         self._decoder_free = self._clock = 0.0
         for camera in cameras:  # a Loader reads these when it is created
@@ -320,7 +330,7 @@ class _Rank:
             self.opening.observe((camera, 0), index.nbytes)
 
     def plan(self, room: float) -> None:
-        """Plan the next batch as soon as the look-ahead has room for it."""
+        """Plan the next batch, not before the time `room`, at which the look-ahead has room for it."""
         network, opening, planner = self.network, self.opening, self.planner
         network.advance(self._clock)
         for read in opening.request(planner.ahead(1 + opening.horizon(len(self._batches)))):
@@ -361,7 +371,7 @@ class _Rank:
         self.peak = max(self.peak, taken)
 
     def _closed(self) -> list[int]:
-        """The open episodes that were evicted."""
+        """Return the open episodes that were evicted."""
         first_row = self.planner.table.first_row
         return [number for camera, number in self.opening.items.take_evicted() if not camera and first_row[number] >= 0]
 

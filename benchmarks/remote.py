@@ -3,12 +3,12 @@
     python benchmarks/remote.py ROOT [--over http|s3] [--latency-ms 50] [--megabytes-per-s 40] [--batch-size 64] [--rounds 5]
                                      [--json]
 
-A separate process serves the folder ROOT over HTTP or S3 on loopback, with a latency for each request and a bandwidth for all
-requests together. In each round, four loaders take turns with the same order: local; remote with empty caches (cold); remote in
-the second epoch, from memory; remote with a filled `cache_dir` only. A rate is that of an epoch without its first batch, whose
-time is reported separately. It is compared with the rate of the local disk in the same round. The server uses the same cores;
-"server elsewhere" is the rate without its time. Memory for all decoded frames, up to 5 GiB, is touched before each loader,
-because the host of a virtual machine may provide memory slowly at the first touch.
+A separate process serves the folder ROOT over HTTP or S3 on loopback, with a latency for each request and a bandwidth that all
+requests share. In each round, four sides take turns with the same order: the local disk; remote with empty caches ("cold");
+remote in the second epoch, from memory; and remote with a filled `cache_dir` only. A rate is that of an epoch without its first
+batch, whose time is reported separately. It is compared with the rate of the local disk in the same round. The server uses the
+same cores. "server elsewhere" is the rate after its CPU time is subtracted. Before each Loader starts, memory for all decoded
+frames, up to 5 GiB, is written, because the host of a virtual machine may provide memory slowly when it is first written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import dali_stream
 from dali_stream.tools import environment
 
 BUCKET = "robots"
-TOUCHED = 5 << 30  # bytes at most, more than the default memory_budget
+TOUCHED = 5 << 30  # maximum number of bytes to write, which is more than the default memory_budget
 TESTS = Path(__file__).parents[1] / "tests"
 
 
@@ -66,12 +66,12 @@ def main() -> int:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Alternates the four sides."""
+    """Measure the four sides in turns."""
     loader = {"batch_size": arguments.batch_size, "memory_budget": arguments.memory_budget}
     rounds: dict[str, list[dict[str, float]]] = {"local": [], "cold": [], "memory": [], "cache": []}
     network = served(arguments.root, arguments.over, arguments.latency_ms / 1e3, arguments.megabytes_per_s * 1e6)
     with tempfile.TemporaryDirectory() as cache, network as (remote, server_s):
-        epochs(dali_stream.Dataset(**remote, cache_dir=cache), 1, loader, server_s)  # fills the cache, warms up the process
+        epochs(dali_stream.Dataset(**remote, cache_dir=cache), 1, loader, server_s)  # fills the cache and warms up the process
         for _ in range(arguments.rounds):
             rounds["local"] += epochs(dali_stream.Dataset(arguments.root), 1, loader, server_s)
             cold, memory = epochs(dali_stream.Dataset(**remote), 2, loader, server_s)
@@ -90,7 +90,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def epochs(
     dataset: dali_stream.Dataset, count: int, arguments: dict[str, Any], server_s: Callable[[], float]
 ) -> list[dict[str, float]]:
-    """Streams some epochs with one loader, and tells what each took. `server_s` tells the server's seconds of CPU."""
+    """Stream some epochs with one Loader. Return the rates, times and counters of each epoch.
+
+    Args:
+        dataset: Dataset to stream.
+        count: Number of epochs.
+        arguments: Arguments of the Loader.
+        server_s: Function that returns the CPU time of the server in seconds.
+    """
     found, cores = [], len(os.sched_getaffinity(0))
     frame_bytes = sum(math.prod(dataset.features[camera].shape) for camera in dataset.cameras)
     np.empty(min(TOUCHED, dataset.num_frames * frame_bytes), np.uint8).fill(1)
@@ -113,7 +120,11 @@ def epochs(
 
 @contextmanager
 def served(root: Path, over: str, latency_s: float, bytes_per_s: float) -> Iterator[tuple[dict[str, Any], Callable[[], float]]]:
-    """A process that serves a folder: what `Dataset` takes to read from it, and what tells its seconds of CPU."""
+    """Serve a folder from another process.
+
+    Yields:
+        Arguments of `Dataset` for the folder, and a function that returns the CPU time of the process in seconds.
+    """
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     arguments = (theirs, root, over, latency_s, bytes_per_s)
     serving = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments, daemon=True)
@@ -135,7 +146,7 @@ def served(root: Path, over: str, latency_s: float, bytes_per_s: float) -> Itera
 
 
 def _serve(connection: Connection, root: Path, over: str, latency_s: float, bytes_per_s: float) -> None:
-    """The server's process."""
+    """Serve a folder until the connection receives "end". Answer other messages with the CPU time of this process."""
     sys.path.insert(0, str(TESTS))
     from support.clouds import Objects
     from support.servers import Server

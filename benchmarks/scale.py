@@ -1,9 +1,10 @@
-"""Cost of a dataset of DROID's size: 76,000 episodes, 20 million frames, 3 cameras, batches of 64.
+"""Measure the cost of a dataset of the size of DROID: 76,000 episodes, 20 million frames, 3 cameras, batches of 64.
 
     python benchmarks/scale.py FOLDER [--only NAME ...] [--json]
 
-FOLDER gets the datasets, 20 GB with hard links counted once, unless it has them. Each measurement runs in a process of its
-own, in CPU seconds, and takes memory as what the process has beyond its imports and one batch of a small dataset.
+The program writes the datasets to FOLDER unless they exist. They take 20 GB, with hard links counted once. Each measurement
+runs in a separate process. Times are CPU seconds. Memory is that of the process, minus its memory after all imports and one
+batch of a small dataset.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ BATCH, MIXED = 64, 50
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process."""
+    """Return the CPU time of this process in seconds."""
     return sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
 
 
 def rss() -> int:
-    """Bytes in memory."""
+    """Return the memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 class Bench:
-    """The datasets, and what one process measures of them."""
+    """The datasets, and the measurements, each of which runs in a separate process."""
 
     def __init__(self, folder: Path, episodes: int, batches: int) -> None:
         self.folder, self.batches = folder, batches
@@ -52,13 +53,13 @@ class Bench:
         self.episodes = episodes
 
     def write(self) -> None:
-        """Writes the missing datasets."""
+        """Write the datasets that do not exist."""
         write(self.small, 1000)
         write(self.large, self.episodes)
         write(self.converted, max(self.episodes // 7, 1000), converted=True)
 
     def import_all(self) -> int:
-        """Imports what a loader needs; returns the bytes in memory afterwards."""
+        """Import everything that a Loader needs. Return the memory of the process afterwards, in bytes."""
         loader = self.loader(dali_stream.Dataset(self.small))
         next(iter(loader))
         loader.close()
@@ -68,18 +69,18 @@ class Bench:
         return rss()
 
     def loader(self, dataset: Any, **settings: Any) -> dali_stream.Loader:
-        """A loader of whole frames, without conversion to floats."""
+        """Return a Loader of uint8 frames of the recorded size."""
         return dali_stream.Loader(dataset, batch_size=BATCH, image_dtype="uint8", device="cpu", seed=1, **settings)
 
     def open(self) -> dict[str, Any]:
-        """Opening the dataset."""
+        """Measure the time and memory of opening the large dataset."""
         before, began = self.import_all(), cpu_s()
         dataset = dali_stream.Dataset(self.large)
         took = cpu_s() - began
         return {"open_cpu_s": took, "open_rss_bytes": rss() - before, "frames": dataset.num_frames}
 
     def footers(self) -> dict[str, Any]:
-        """An episode of each data file read, which needs the footers of all."""
+        """Measure the time and memory of reading an episode of each data file, which needs all footers."""
         self.import_all()
         dataset = dali_stream.Dataset(self.large)
         reader, before, began = RowReader(dataset), rss(), cpu_s()
@@ -88,14 +89,14 @@ class Bench:
         return {"footers_rss_bytes": rss() - before, "footers_cpu_s": cpu_s() - began}
 
     def index(self) -> dict[str, Any]:
-        """The index of a video file."""
+        """Measure the time and memory of the index of a video file."""
         dataset = dali_stream.Dataset(self.large)
         path = dataset.table.video[CAMERAS[0]].paths[0]
         began, index = cpu_s(), read_index(dataset.data_store, path)
         return {"index_bytes_per_frame": index.nbytes / len(index), "index_cpu_s": cpu_s() - began}
 
     def memory(self, budget: str, shuffle: Any = True) -> dict[str, Any]:
-        """Memory over the batches, in five steps, and CPU seconds of a sample in the last four."""
+        """Measure the memory after each fifth of the batches, and the CPU time per sample after the first fifth."""
         before, peaks, last, began = self.import_all(), [], 0, 0.0
         opened = _count_opened()
         with self.loader(dali_stream.Dataset(self.large), memory_budget=budget, shuffle=shuffle) as loader:
@@ -110,7 +111,7 @@ class Bench:
         return {"rss_bytes": peaks, "cpu_s_per_sample": each, "opened_files_per_1000_frames": 1000 * len(opened) / frames}
 
     def resume(self) -> dict[str, Any]:
-        """The first batch at 95 % of an epoch, beyond a first batch."""
+        """Measure the time of the first batch at the start of an epoch, and after resuming at 95 % of it."""
         self.import_all()
         dataset, seconds = dali_stream.Dataset(self.large), []
         for share in (0.0, 0.95):
@@ -123,7 +124,7 @@ class Bench:
         return {"first_batch_cpu_s": seconds[0], "resume_cpu_s": seconds[1]}
 
     def mixture(self) -> dict[str, Any]:
-        """A mixture of 50 datasets of 1000 episodes, and one of them."""
+        """Compare a mixture of 50 datasets of 1000 episodes with one of these datasets."""
         self.import_all()
         alone, _ = self._steady(dali_stream.Dataset(self.small))
         began = cpu_s()
@@ -141,7 +142,7 @@ class Bench:
         return {"made_cpu_s": made, "one_dataset": alone, "mixture": each, "planner_ratio": plan, "resume_cpu_s": resumed}
 
     def closed(self) -> dict[str, Any]:
-        """Five loaders one after the other: what stays in memory after each."""
+        """Measure the memory that remains after each of five Loaders, which run one after the other."""
         before, left, dataset = self.import_all(), [], dali_stream.Dataset(self.large)
         for _ in range(5):
             with self.loader(dataset) as loader:
@@ -152,7 +153,7 @@ class Bench:
         return {"rss_after_close_bytes": left}
 
     def one_group(self) -> dict[str, Any]:
-        """One row group per data file, as LeRobot's converter writes: the first batch, and the first 20."""
+        """Measure the first batch, and the first 20, of data files with few row groups, as LeRobot's converter writes them."""
         self.import_all()
         dataset, seconds = dali_stream.Dataset(self.converted), []
         began = cpu_s()
@@ -162,7 +163,7 @@ class Bench:
         return {"episodes": dataset.num_episodes, "first_batch_cpu_s": seconds[0], "first_20_cpu_s": seconds[-1]}
 
     def _steady(self, dataset: Any) -> tuple[dict[str, float], dict[str, Any]]:
-        """Seconds of a sample after the first fifth of the batches, and the state at the end."""
+        """Return the times per sample after the first fifth of the batches in seconds, and the Loader's state at the end."""
         batches = max(self.batches // 4, 10)
         with self.loader(dataset) as loader:
             first, began, plan = batches // 5, 0.0, 0.0
@@ -191,13 +192,13 @@ MEASUREMENTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
 
 
 def _batches(loader: dali_stream.Loader) -> Iterator[Any]:
-    """Batches of one epoch after the other."""
+    """Yield the batches of one epoch after the other."""
     while True:
         yield from loader
 
 
 def _count_opened() -> list[str]:
-    """The files of datasets that are opened from now on."""
+    """Return a list to which the files of datasets that are opened from now on are added."""
     opened: list[str] = []
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -215,7 +216,7 @@ def main() -> None:
     parser.add_argument("--batches", type=count, default=2000)
     parser.add_argument("--only", nargs="+", choices=[*MEASUREMENTS], default=[*MEASUREMENTS])
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one measurement, in this process
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # runs one measurement in this process
     arguments = parser.parse_args()
     bench = Bench(arguments.folder, arguments.episodes, max(arguments.batches, 10))
     if arguments.here:

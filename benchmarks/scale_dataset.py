@@ -1,8 +1,9 @@
-"""A dataset of DROID's size: the layout that LeRobot 0.6.1 writes, with 3 cameras, 15 frames a second and all statistics.
+"""Writes a dataset of the size of DROID in the layout of LeRobot 0.6.1, with 3 cameras, 15 frames/s and all statistics.
 
-Data files have up to 100 MB and a row group per episode, or one row group per million rows with `converted`, as LeRobot's
-converter from v2.1 writes them. Videos are hard links of one MP4 of 70,000 frames, so that 76,000 episodes (20 million frames)
-take 7 GB. Since the MP4 repeats, frames have no identity: this is for cost and memory, not for correctness.
+Data files have up to 100 MB, and a row group per episode. With `converted`, they have a row group per million rows, like those
+of LeRobot's converter from v2.1. All videos are hard links to one MP4 of 70,000 frames, so that 76,000 episodes (20 million
+frames) take 7 GB. Frames therefore cannot be identified. The dataset is suitable for measuring cost, but not for checking
+correctness.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ CAMERAS = [f"observation.images.{name}" for name in ("exterior_1_left", "exterio
 NUMBERS = ("frame_index", "episode_index", "index", "task_index")
 VECTORS = ("observation.state", "action")
 STATISTICS = ("min", "max", "mean", "std", "q01", "q10", "q50", "q90", "q99")
-DATA_FILE, ROW, META_FILE = 100e6, 82, 66e6  # bytes
+DATA_FILE, ROW, META_FILE = 100e6, 82, 66e6  # sizes in bytes
 PATH = "data/chunk-{:03d}/file-{:03d}.parquet"
 VIDEO = "videos/{}/chunk-{:03d}/file-{:03d}.mp4"
 
 
 def write(root: Path, episodes: int, *, converted: bool = False) -> Path:
-    """Writes a dataset, unless the folder has one; returns the root."""
+    """Write a dataset unless it exists. Return its root."""
     if (root / "meta/stats.json").exists():
         return root
     rng = np.random.default_rng(episodes)
@@ -57,7 +58,7 @@ def write(root: Path, episodes: int, *, converted: bool = False) -> Path:
 
 
 def _packed(sizes: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Per episode, its file and where it begins in it: a file has up to `most`."""
+    """Assign episodes to files of a size of up to `most`. Return the file of each episode, and its offset in the file."""
     file, begin = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), np.int64)
     number = used = 0
     for episode, size in enumerate(sizes.tolist()):
@@ -69,7 +70,7 @@ def _packed(sizes: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _video(folder: Path) -> Path:
-    """The MP4 of all cameras: AV1 with GOPs of 2, put together from ten parts as LeRobot does."""
+    """Write the MP4 of all cameras unless it exists: AV1 with GOPs of 2, joined from ten parts as in LeRobot."""
     video = folder / "video.mp4"
     if not video.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +120,7 @@ def _write_episodes(folder: Path, places: dict[str, np.ndarray], task: np.ndarra
         table, path = pa.table(columns), folder / f"file-{file:03d}.parquet"
         writer = writer or pq.ParquetWriter(path, table.schema)
         writer.write_table(table)
-        if path.stat().st_size > META_FILE:  # and a footer of half as much
+        if path.stat().st_size > META_FILE:  # the footer, which is written at the end, has half of this size
             writer.close()
             writer, file = None, file + 1
     if writer:

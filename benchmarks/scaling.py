@@ -2,13 +2,13 @@
 
     python benchmarks/scaling.py [--axes threads,batch,...] [--quick] [--rounds 3] [--json] [--out FILE]
 
-Each axis is a table of values and costs. Costs are medians over rounds in which all values take turns. The table has the
-exponent of the power law that fits best (least squares of logarithms): 1 is proportional growth, 0 no growth, and -1 inverse
-proportion. If two straight lines fit far better than one, the cost bends at the value at which they meet, and the table has the
-exponents on both sides.
+Each axis is a table of values and costs. Costs are medians over rounds in which all values take turns. The table contains the
+exponent of the power law that fits best, by least squares of logarithms: 1 is proportional growth, 0 is no growth, and -1 is
+inverse proportion. If two straight lines fit much better than one, the cost bends at the value where they meet, and the table
+contains the exponents on both sides.
 
-Axes that decode use a Loader on small demo datasets, which are written first (frames of 128×160, two cameras). The order and
-the metadata need no video. Their episodes have 100 frames, and the order of up to a million of them is made as for training.
+Axes that decode use a Loader on small demo datasets, which are written first, with frames of 128×160 and two cameras. Axes of
+the order and the metadata need no video. Their episodes have 100 frames, and there are up to a million of them.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from dali_stream.process import cores
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import endless, take
 
-DIFFERS = 0.3  # exponents on the two sides of a bend, at least
-BETTER = 0.25  # the squared error of two lines, in that of one, at most
-FRAMES = 1536  # that a loader is timed over
+DIFFERS = 0.3  # minimum difference of the exponents on the two sides of a bend
+BETTER = 0.25  # maximum squared error of two lines, as a share of that of one line
+FRAMES = 1536  # number of frames over which a Loader is timed
 QUICK_FRAMES = 192
 Figures = dict[str, float]
 
 
 class Fit(NamedTuple):
-    """A power law, and where it bends: `at`, with the exponents before and after it."""
+    """Exponent of a power law. If it bends, also the value `at` which it bends, and the exponents before and after."""
 
     exponent: float
     at: float | None = None
@@ -53,8 +53,10 @@ class Fit(NamedTuple):
 
 
 def fit(values: Sequence[float], costs: Sequence[float]) -> Fit | None:
-    """The power law of some costs; None for fewer than two values. A bend takes five: two lines share the value at which they
-    meet."""
+    """Return the power law that fits some costs best, or None for fewer than two values.
+
+    Two lines of at least three values each share the value at which they meet, so a bend needs at least five values.
+    """
     if len(values) < 2:
         return None
     x, y = np.log(np.asarray(values, float)), np.log(np.maximum(np.asarray(costs, float), 1e-12))
@@ -71,19 +73,19 @@ def fit(values: Sequence[float], costs: Sequence[float]) -> Fit | None:
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Slope, and the sum of squared errors, of the line that fits best."""
+    """Return the slope of the line that fits best, and the sum of its squared errors."""
     slope, offset = np.polyfit(x, y, 1)
     return float(slope), float(((y - slope * x - offset) ** 2).sum())
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One way to grow.
+    """A quantity that grows, and the measurement of its costs.
 
     Attributes:
-        what: in words.
-        values: in rising order.
-        measure: the costs at a value.
+        what: Description of the quantity.
+        values: Values of the quantity, in increasing order.
+        measure: Function that returns the costs at a value.
     """
 
     what: str
@@ -131,12 +133,12 @@ def axes(folder: Path, quick: bool) -> dict[str, Callable[[], Axis]]:
 
 
 def _up_to(most: int) -> list[int]:
-    """1, 2, 4 and so on, and `most`."""
+    """Return the powers of 2 up to `most`, and `most` itself."""
     return sorted({*(1 << i for i in range(most.bit_length())), most})
 
 
 def loading(root: Path, frames: int, window: int = 1, batch_size: int = 32, threads: int | None = None) -> Figures:
-    """Seconds and CPU seconds for a delivered frame of a real Loader, its first batches left out."""
+    """Measure the time and the CPU time of a Loader per delivered frame in seconds, without its first batches."""
     dataset = Dataset(root)
     batch_size = min(batch_size, dataset.num_frames)
     each = batch_size * window * len(dataset.cameras)
@@ -155,8 +157,9 @@ def ordering(episodes: int, consumers: int = 64, pool: int = 8, world: int = 1) 
     """Measure an order.
 
     Returns:
-        Seconds and memory for making it and reading its first batch; seconds per million positions of a rank; seconds until the
-        first batch of a rank that is resumed in the middle of the epoch, or after a million positions.
+        Time in seconds and memory in bytes of making the order and reading its first batch; seconds per million positions of a
+        rank; and seconds until the first batch of a rank that resumes in the middle of the epoch, but at most after a million
+        positions.
     """
     lengths = np.full(episodes, LENGTH)
     total = episodes * LENGTH
@@ -169,7 +172,7 @@ def ordering(episodes: int, consumers: int = 64, pool: int = 8, world: int = 1) 
     make_s, order = _timed(make)
     count = min(1_000_000, total // world)
     read_s, _ = _timed(lambda: order.read(0, count, 0, world))
-    each = consumers // world  # one sample of each consumer of the rank, so that all of them go forward
+    each = consumers // world  # one sample of each consumer of the rank, so that all consumers skip
     resume_s, _ = _timed(lambda: make().read(min(total // 2, 1_000_000), each, 0, world))
     return {
         "make_s": make_s,
@@ -180,7 +183,7 @@ def ordering(episodes: int, consumers: int = 64, pool: int = 8, world: int = 1) 
 
 
 def opening(root: Path) -> Figures:
-    """Seconds and memory to open a dataset."""
+    """Measure the time in seconds and the memory in bytes of opening a dataset."""
     open_s, dataset = _timed(lambda: Dataset(root))
     dataset.close()
     return {"open_s": open_s, "open_bytes": _kept(lambda: Dataset(root))}
@@ -192,7 +195,7 @@ def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _kept(make: Callable[[], object]) -> float:
-    """Bytes of memory that what is made takes, of Python and NumPy."""
+    """Return the memory that a new object uses in Python and NumPy, in bytes."""
     tracemalloc.start()
     try:
         made = make()
@@ -204,7 +207,10 @@ def _kept(make: Callable[[], object]) -> float:
 
 
 def measured(axis: Axis, rounds: int) -> dict[str, Any]:
-    """Medians over rounds in which all values take turns, to and fro, and what fits them."""
+    """Measure an axis. Return the median costs over the rounds, and the power laws that fit them.
+
+    All values take turns in a round, and every second round has the reverse order.
+    """
     found: dict[int, list[Figures]] = {value: [] for value in axis.values}
     for number in range(rounds):
         for value in axis.values if number % 2 == 0 else reversed(axis.values):
@@ -218,7 +224,7 @@ def measured(axis: Axis, rounds: int) -> dict[str, Any]:
 
 
 def table(name: str, axis: dict[str, Any]) -> str:
-    """An axis for people."""
+    """Return the costs of an axis as a text table."""
     width = max(len(cost) for cost in axis["costs"])
     lines = [f"{name}: {axis['what']}", " " * (width + 2) + "".join(f"{value:>10}" for value in axis["values"])]
     for cost, values in axis["costs"].items():
@@ -239,7 +245,11 @@ def _said(found: dict[str, Any] | None) -> str:
 
 
 def main(given: list[str] | None = None) -> int:
-    """The program; `given` are its arguments, those of the command line by default."""
+    """Run the program. Return its exit code.
+
+    Args:
+        given: Arguments of the program. Default: the arguments of the command line.
+    """
     names = list(axes(Path(), False))
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--axes", type=functools.partial(_names, names), default=names, help=",".join(names))

@@ -1,4 +1,4 @@
-"""The metadata of a dataset of any number of episodes, without rows and videos: enough to open it."""
+"""Writes the metadata of a dataset with any number of episodes. It can be opened, but has no rows and videos."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-LENGTH, FPS = 100, 20  # frames of an episode, and in a second
+LENGTH, FPS = 100, 20  # frames per episode, and per second
 CAMERA = "observation.images.top"
-IN_FILE, IN_CHUNK = 100, 1000  # episodes, files
+IN_FILE, IN_CHUNK = 100, 1000  # episodes per file, and files per chunk
 
 
 def write_metadata(root: Path, episodes: int) -> Path:
-    """Writes `meta/` as LeRobot v3.0 has it; returns the root."""
+    """Write `meta/` in the format LeRobot v3.0. Return the root of the dataset."""
     (root / "meta/episodes/chunk-000").mkdir(parents=True)
     pq.write_table(_episodes(episodes), root / "meta/episodes/chunk-000/file-000.parquet", row_group_size=100_000)
     (root / "meta/info.json").write_text(json.dumps(_info(episodes)))

@@ -2,13 +2,13 @@
 
     python benchmarks/simulate.py --nodes 64 --dataset-tb 100 --bandwidth-gbps 25 [--latency-ms 50] [--step-ms 200] [--json]
 
-The loader's schedule decides what is read, decoded, kept and dropped, and when. Network and decoder are queues
-(queue_model.py). The dataset is invented, with the layout of LeRobot.
+The schedule of the Loader decides what is read, decoded, kept and dropped, and when. The network and the decoder are queues.
+See queue_model.py. The dataset is invented, with the layout of LeRobot.
 
-The simulation leaves out the time of the interpreter; decoding, unless --decode-fps gives its speed; lost packets, retries,
-limits of a server or of a connection, and cache_dir. All ranks do the same work, so only `--ranks` of them are simulated. Each
-has its share of the bandwidth of its node, and they wait for each other in every step. The more ranks are simulated, the slower
-is the slowest of them.
+The simulation does not include the time of the interpreter; the time of decoding, unless --decode-fps gives its speed; lost
+packets, retries, and limits of a server or a connection; and cache_dir. All ranks do the same work, so only `--ranks` of them
+are simulated. Each rank has its share of the bandwidth of its node, and the ranks wait for each other in every step. The more
+ranks are simulated, the slower the slowest of them is.
 """
 
 from __future__ import annotations
@@ -32,13 +32,17 @@ from dali_stream.order import default_pools
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import MODES
 
-KEEPS_UP = 0.01  # the share of the time that training may wait
-PRECISION = 1.07  # of the smallest bandwidth
+KEEPS_UP = 0.01  # maximum share of the time that training may wait
+PRECISION = 1.07  # maximum ratio of the result of the search to the smallest sufficient bandwidth
 MOST_FRAMES, MOST_TB = 1_000_000, 1_000_000
 
 
 def main(given: list[str] | None = None) -> int:
-    """Run the program with arguments, by default those of the command line."""
+    """Run the program. Return its exit code.
+
+    Args:
+        given: Arguments of the program. Default: the arguments of the command line.
+    """
     arguments = _parser().parse_args(join_sizes(given))
     try:
         report = plan(arguments)
@@ -80,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class Cluster:
-    """Cluster and training that the arguments describe, and runs of them, also with changes."""
+    """The cluster and the training that the arguments describe. `run` simulates them, also with changes."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         a = arguments
@@ -113,7 +117,7 @@ class Cluster:
 
     @property
     def demand(self) -> float:
-        """Encoded video that training at full speed uses, if it shows each frame once, in bytes per second and node."""
+        """Encoded video that training at full speed consumes if each frame is fetched once, in bytes per second and node."""
         samples_per_s = self.training.batch_size / self.training.step_s * self.gpus
         return samples_per_s * self.recording.packet * len(self.recording.cameras)
 
@@ -126,16 +130,19 @@ class Cluster:
 
     @property
     def share_bytes(self) -> float:
-        """Approximate size of the encoded video that a rank shows in an epoch, in bytes. Segments are cut within episodes."""
+        """Approximate size of the encoded video that a rank delivers in an epoch, in bytes.
+
+        The exact size differs a little, since segments are cut within episodes.
+        """
         return self.recording.bytes_in_all / self.world
 
     @property
     def fits(self) -> bool:
-        """Whether all video of a rank stays in its memory, so that it is fetched only once."""
+        """Whether all encoded video of a rank fits in its memory, so that it is fetched only once."""
         return self.share_bytes < self.training.memory_budget // 2
 
     def judged(self, outcome: Outcome, bandwidth: float) -> bool | None:
-        """Return whether the network keeps up. None if training waits before the pools are full, which does not show it."""
+        """Return whether the network keeps up. None if training waits and the pools were never full, which proves nothing."""
         if bandwidth < self.demand and not self.fits:
             return False
         return keeps_up(outcome) or (False if self.filled(outcome) else None)
@@ -146,31 +153,41 @@ class Cluster:
         return outcome.fetched[outcome.warmup] >= full * self.ranks
 
     def run(self, bandwidth: float | None = None, *, whole: bool = True, **changes: Any) -> Outcome:
-        """Simulate with a bandwidth per node and changes of the training. If not `whole`, stop as soon as it waits too long."""
+        """Simulate a run.
+
+        Args:
+            bandwidth: Bandwidth of a node. Default: that of the arguments.
+            whole: Whether to simulate all steps. Otherwise, the run ends when training has waited too long. Default: True.
+            changes: Attributes of the training to change.
+        """
         training = dataclasses.replace(self.training, **changes)
         share = (bandwidth or self.bandwidth) / self.gpus
         patience = math.inf if whole else _patience(training)
         return simulate(self.recording, training, share, self.latency_s, self.world, self.ranks, patience)
 
     def smallest_bandwidth(self, as_it_is: bool) -> float | None:
-        """Return the smallest bandwidth of a node that keeps up, if any. `as_it_is` is the result for the available one."""
+        """Return the smallest bandwidth of a node that keeps up, or None.
+
+        Args:
+            as_it_is: Whether the available bandwidth keeps up.
+        """
 
         def keeps(bandwidth: float) -> bool:
             if (bandwidth >= self.bandwidth) == as_it_is:
-                return as_it_is  # more is never worse
+                return as_it_is  # more bandwidth is never worse
             return bool(self.judged(self.run(bandwidth, whole=False), bandwidth))
 
         return smallest(keeps, 1.1 * self.demand)
 
 
 def _patience(training: Training) -> float:
-    """Return the seconds of waiting after which a run cannot keep up any more."""
+    """Return the waiting time in seconds after which a run cannot keep up anymore."""
     left = training.steps - int(training.steps * training.warmup)
     return KEEPS_UP * left * training.step_s / (1 - KEEPS_UP)
 
 
 def keeps_up(outcome: Outcome) -> bool:
-    """Return whether training hardly waits after the pools are full."""
+    """Return whether training waits for at most 1 % of the time after the warm-up."""
     return outcome.wait_share <= KEEPS_UP
 
 
@@ -194,7 +211,7 @@ def smallest(keeps: Callable[[float], bool], start: float, most: float = 16.0) -
 
 
 def plan(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Simulate the cluster as it is, and find the smallest bandwidth that keeps up and other remedies."""
+    """Simulate the cluster as it is. Find the smallest bandwidth that keeps up, and other remedies. Return the report."""
     began = time.perf_counter()
     cluster = Cluster(arguments)
     outcome = cluster.run()
@@ -259,9 +276,9 @@ def advice(cluster: Cluster, outcome: Outcome, verdict: bool | None, least: floa
 
 
 def _more_room(cluster: Cluster) -> list[str]:
-    """Return ways to fetch no byte twice: a budget that holds the pools, or pools that fit into the budget."""
+    """Return remedies with which no byte is fetched twice: a budget that holds the pools, or pools that fit in the budget."""
     training, found = cluster.training, []
-    room = int(cluster.pool_bytes * 2.6)  # half of the budget is for decoded frames
+    room = int(cluster.pool_bytes * 2.6)  # more than twice the pools, since half of the budget is for decoded frames
     changes: list[tuple[str, dict[str, Any]]] = []
     if room > training.memory_budget:
         changes.append((f"memory_budget {room / 2**30:.1f} GiB", {"memory_budget": room}))

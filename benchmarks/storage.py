@@ -2,10 +2,10 @@
 
     python benchmarks/storage.py [--ranges 16384 65536 4194304] [--threads 1 16] [--clients NAME ...] [--seconds 3] [--json]
 
-nginx (Debian's package) serves a file of 64 MiB on loopback. The clients read it as an object of an anonymous S3 bucket or over
-HTTP. They are the stores of dali_stream, with retries, checks and pinned versions, and for comparison obstore, http.client,
-urllib3 and s3fs without any of these, if they are installed. py-spy measures the time of the interpreter in a separate run, as
-in interpreter.py. nginx uses the same cores.
+nginx (Debian's package) serves a file of 64 MiB on loopback. The clients read it over HTTP, or as an object of an anonymous S3
+bucket. They are the stores of dali_stream, with retries, checks and pinned versions, and for comparison obstore, http.client,
+urllib3 and s3fs without these features, if they are installed. py-spy measures the time of the interpreter in a separate run,
+as in interpreter.py. nginx uses the same cores.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ def main() -> int:
 
 
 def said(row: dict[str, Any]) -> str:
-    """A measurement in words."""
+    """Return a measurement as text."""
     held = "" if row["interpreter_us"] is None else f", interpreter {row['interpreter_us']:5.0f} us"
     return f"{row['requests_per_s']:7.0f} requests/s, {row['megabytes_per_s']:6.0f} MB/s, CPU {row['cpu_us']:5.0f} us{held}"
 
 
 def measure(read: Read, size: int, threads: int, seconds: int, spy: str | None) -> dict[str, Any]:
-    """Reads with all threads for some seconds; then again while py-spy looks."""
+    """Measure reads with all threads for some seconds, and then again while py-spy samples the process."""
     with reading(read, size, threads) as done:
         time.sleep(0.3)
         began, cpu, before = time.perf_counter(), time.process_time(), done()
@@ -116,7 +116,7 @@ def measure(read: Read, size: int, threads: int, seconds: int, spy: str | None) 
 
 @contextmanager
 def reading(read: Read, size: int, threads: int) -> Iterator[Callable[[], int]]:
-    """Threads that read range after range; the value says how many they have read."""
+    """Run threads that read one range after the other. Yield a function that returns the number of ranges read so far."""
     end, counts = threading.Event(), [0] * threads
 
     def work(number: int) -> None:
@@ -140,12 +140,17 @@ def reading(read: Read, size: int, threads: int) -> Iterator[Callable[[], int]]:
 
 @contextmanager
 def served(nginx: str, write: Callable[[Path], object]) -> Iterator[str]:
-    """nginx with a bucket `robots`, whose folder `write` fills. Its listings are empty."""
+    """Run nginx with a bucket `robots`. Yield its URL.
+
+    Args:
+        nginx: Path of nginx.
+        write: Function that writes the files of the bucket to a folder. Listings of the bucket are empty.
+    """
     with socket.socket() as free, tempfile.TemporaryDirectory() as name:
         free.bind(("127.0.0.1", 0))
         port, folder = free.getsockname()[1], Path(name)
         free.close()
-        folder.chmod(0o755)  # nginx drops its rights
+        folder.chmod(0o755)  # nginx changes to another user, which must be able to read the folder
         (folder / "www/robots").mkdir(parents=True)
         write(folder / "www/robots")
         (folder / "config").write_text(CONFIG.format(folder=folder, port=port))

@@ -28,17 +28,17 @@ from rich.text import Text
 
 from dali_stream.bottleneck import STAGES
 
-COLUMNS = {  # of a report: names with units, and the value of that unit in the unit of the report
+COLUMNS = {  # entry of a report: name with its unit, and the size of this unit in the unit of the report
     "frames_per_s_node": ("frames/s", 1), "samples_per_s": ("samples/s", 1), "first_batch_latency_s": ("first batch, s", 1),
     "p50_sample_latency_ms": ("wait p50, ms", 1), "p95_sample_latency_ms": ("wait p95, ms", 1),
     "p99_sample_latency_ms": ("wait p99, ms", 1), "decoded_per_delivered_frame": ("decoded per frame", 1),
     "unique_episodes_per_batch": ("episodes per batch", 1), "cpu_s_per_sample": ("CPU per sample, ms", 1e-3),
     "fetched_bytes": ("fetched, MB", 1e6), "peak_rss_bytes": ("memory, MB", 1e6), "peak_gpu_bytes": ("GPU memory, MB", 1e6),
 }  # fmt: skip
-SECONDS = ("decode_s_total", "fetch_s_total", "wait_s_total", "wallclock_s")  # in summary.csv only: the page has shares of them
+SECONDS = ("decode_s_total", "fetch_s_total", "wait_s_total", "wallclock_s")  # only in summary.csv; the page has their shares
 LINES = {"wait_s": "waiting for batches", "decode_s": "decoding, all threads", "fetch_s": "fetching, all requests"}
 HEAD = ("source", "mode", "decode", "decoders", "ranks", "nodes", "batch_size", "status")
-NAMED = HEAD[:3]  # the parts of the label of a measurement
+NAMED = HEAD[:3]  # parts of the label of a measurement
 MAY_LACK = ("peak_gpu_bytes", "decoded_per_delivered_frame")  # values that are None without a GPU or without video
 MODES = {
     "single": "the current frame of all cameras",
@@ -57,7 +57,7 @@ HOW = {
 
 
 class Found(NamedTuple):
-    """Contents of a folder: a row for each measurement, and the complete reports of successful ones."""
+    """Contents of a folder: a row for each measurement, and the reports of successful measurements."""
 
     rows: list[dict[str, Any]]
     reports: list[dict[str, Any]]
@@ -123,7 +123,7 @@ def row(report: dict[str, Any]) -> dict[str, Any]:
         decoders = ", ".join(sorted({route["decoder"] for route in report["routes"].values()}))
         points = [(key, point[key]) for point in report["timeline"] for key in ("s", *LINES)]
         points += [(key, share) for key, share in shares(report).items()]
-        facts(report)  # raises where one is missing
+        facts(report)  # raises if an entry is missing
         known = {"decoders": decoders, "status": "ok", "verdict": str(report["bottleneck"]["text"])} | report
         found = {key: known[key] for key in (*HEAD, *COLUMNS, *SECONDS, "verdict")}
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
@@ -136,7 +136,7 @@ def row(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def shares(report: dict[str, Any]) -> dict[str, float]:
-    """Return the share of each stage in the time of its threads: one per rank, or the decode threads."""
+    """Return the share of each stage in the time of its threads. A stage has one thread per rank, or all decode threads."""
     wall = report["wallclock_s"] * report["ranks"]
     threads = {"decode threads": report["num_threads"]}
     return {key: report["stage_s_total"][key] / wall / threads.get(who, 1) for who, keys in STAGES.items() for key in keys}
@@ -249,8 +249,8 @@ def circumstances(reports: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def drawn(reports: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(title, SVG) of each plot."""
-    matplotlib.rcParams["text.parse_math"] = False  # a label's "$" is one
+    """Return (title, SVG) of each plot."""
+    matplotlib.rcParams["text.parse_math"] = False  # a "$" in a label is not the start of a formula
     labels = [label(report) for report in reports]
     speed, waits = Figure(figsize=(9, 1 + 0.4 * len(reports))), Figure(figsize=(9, 1 + 0.7 * len(reports)))
     axes = speed.subplots()
@@ -273,7 +273,7 @@ def drawn(reports: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def time_line(axes: Axes, report: dict[str, Any], name: str) -> None:
-    """Seconds so far of each of `LINES`, over the time of the measurement; flat ones are left out."""
+    """Plot the accumulated seconds of each of `LINES` over the time of the measurement. Flat lines are left out."""
     points = report["timeline"]
     for key, meaning in LINES.items():
         if key == "wait_s" or any(point[key] for point in points):
@@ -285,7 +285,7 @@ def time_line(axes: Axes, report: dict[str, Any], name: str) -> None:
 
 
 def svg(figure: Figure) -> str:
-    """The figure as an element of a page."""
+    """Return a figure as an SVG element of a page."""
     figure.set_layout_engine("constrained")
     made = io.StringIO()
     figure.savefig(made, format="svg", metadata={"Date": None})

@@ -1,10 +1,10 @@
-"""How well `dali-stream why` predicts: each remedy that can be applied on this machine is applied, and measured.
+"""Measure how well `dali-stream why` predicts. Each remedy that is possible on this machine is applied and measured.
 
     python benchmarks/why.py g1=path/to/g1 franka=path/to/franka demo=.demo/dataset --report FILE
 
-For each dataset and setting of the Loader, predictions and measurements alternate. A prediction is the median of the
-repetitions, and so is a measurement. The error of a prediction is relative to the measured batches per second. The report has
-it beside the spread of the measurements, (largest - smallest) / median.
+For each dataset and setting of the Loader, predictions and measurements alternate. Both are medians over the repetitions. The
+error of a prediction is relative to the measured batches per second. The report also contains the spread of the measurements,
+(largest - smallest) / median.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from argument_types import count, new_file
 from dali_stream import Dataset, Loader
 from dali_stream.tools import environment, prepare, why
 
-LEAST = 1.1  # measured gain from which a remedy counts
-LATER = 3  # measured epochs after the first
-SETTINGS: dict[str, dict[str, Any]] = {  # beside image_size
+LEAST = 1.1  # measured gain above which a remedy counts
+LATER = 3  # number of measured epochs after the first
+SETTINGS: dict[str, dict[str, Any]] = {  # arguments of the Loader, in addition to those in `cases`
     "default": {},
     "one thread": {"num_threads": 1},
     "little memory": {"memory_budget": "QUARTER"},
@@ -54,7 +54,7 @@ def main() -> int:
 def cases(name: str, path: str, setting: str, repeat: int, folder: Path) -> list[dict[str, Any]]:
     """Return the predictions and measurements of one dataset and setting, of the first epoch and of later ones."""
     options: dict[str, Any] = {"image_size": (224, 224), "batch_size": 64, "device": "cpu"} | SETTINGS[setting]
-    if options.get("memory_budget") == "QUARTER":  # of the memory of all decoded frames
+    if options.get("memory_budget") == "QUARTER":  # a quarter of the memory of all decoded frames
         with contextlib.closing(Dataset(path)) as dataset:
             options["memory_budget"] = dataset.num_frames * len(dataset.cameras) * 224 * 224 * 3 // 4
             options["batch_size"] = min(64, dataset.num_frames // 32)
@@ -108,7 +108,7 @@ def rate(path: str, options: dict[str, Any]) -> tuple[float, float]:
             seen: dict[str, Any] = {}
             for _ in range(epochs):
                 for _ in loader:
-                    seen = seen or loader.stats()  # after the first batch, whose time includes starting
+                    seen = seen or loader.stats()  # excludes the first batch, whose time includes the startup
             now = loader.stats()
             seconds = sum(now[key] - seen[key] for key in ("wait_s", "training_s"))
             rates.append((now["batches"] - seen["batches"]) / seconds)
@@ -116,14 +116,14 @@ def rate(path: str, options: dict[str, Any]) -> tuple[float, float]:
 
 
 def prepared(path: str, folder: Path, name: str, options: dict[str, Any]) -> str:
-    """Return the path of the dataset rewritten with some options, which is written once."""
+    """Rewrite a dataset with some options, unless this was done before. Return the path of the result."""
     out = folder / f"{name} {sorted(options.items())}"
     prepare(path, out, **options)
     return str(out)
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the errors of the predictions for remedies that help."""
+    """Return the median and the largest error of the predictions for remedies that help."""
     errors = [abs(case["error"]) for case in found if case["remedy"] != "none" and case["measured_gain"] > LEAST]
     return {
         "counted": len(errors),

@@ -1,8 +1,8 @@
-"""Measure the effect of the frame cache on this machine, with first epochs with the cache and without it in turns.
+"""Measure the effect of the frame cache on this machine, by first epochs with and without the cache in turns.
 
     python benchmarks/with_cache.py URI [URI ...] [--image-size 224 224] [--without 8MiB] [--rounds 3] [--json]
 
-Without the cache, memory_budget holds little more than one batch, so nearly every frame is decoded again for each use.
+Without the cache, memory_budget holds little more than one batch, so that nearly every frame is decoded again for each use.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def measure(uri: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Medians of first epochs, of loaders that are new in each round."""
+    """Return the medians over first epochs. Each round uses new Loaders."""
     dataset = dali_stream.Dataset(uri)
     if not dataset.videos:
         raise ValueError(f"{dataset.uri} has no video to decode; give a dataset with video")

@@ -3,7 +3,8 @@
 python pipelines/action_chunks.py URI [--chunk 50] [--batch-size 32] [--batches 50] [--image-size 224 224] [--seed 0]
 
 Actions have the shape (B, chunk, D) and values in [-1, 1]. `action_is_pad` is True after the end of the episode. The state has
-mean 0 and standard deviation 1. A position of the order has the same augmented pixels in every run (see `dali_stream.augment`).
+mean 0 and standard deviation 1. The augmentation is a function of the seed and the position in the order. See
+`dali_stream.augment`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:
 
 
 def augment_frames(nodes: dict[str, Any], cameras: Sequence[str], size: Sequence[int]) -> dict[str, Any]:
-    """Crop, rotate and colour-jitter the frames of each camera independently. Tabular keys are not changed."""
+    """Crop, rotate and colour-jitter the frames of each camera independently. Other keys are not changed."""
     draw = augment.Draw(nodes["sample"])
     for key in cameras:
         picture = augment.random_resized_crop(nodes[key], draw, size=size, scale=(0.8, 1.0))

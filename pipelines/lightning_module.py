@@ -24,18 +24,19 @@ from dali_stream.frame_size import frame_size, join_sizes
 class Epochs(dali_stream.Loader):
     """Loader for a Trainer with max_steps.
 
-    A Trainer that resumes from the end of an epoch first requests the rest of this epoch, which must be empty.
+    If a Trainer resumes from the end of an epoch, it first requests the rest of this epoch. The rest must be empty, but a
+    Loader would begin the next epoch.
     """
 
     trainer: Any
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if self.batch_index or self.trainer.fit_loop.batch_idx < 0:  # within an epoch, or at the start of one
+        if self.batch_index or self.trainer.fit_loop.batch_idx < 0:  # the Loader is within an epoch, or the Trainer starts one
             yield from super().__iter__()
 
 
 class Cloning(LightningModule):
-    """Policy that imitates recorded actions, with its loader."""
+    """LightningModule with a policy that imitates recorded actions, and the Loader of its data."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__()
@@ -44,9 +45,9 @@ class Cloning(LightningModule):
         self.policy = ChunkPolicy(self.dataset.cameras, state, action, arguments.chunk, max(self.dataset.tasks, default=0) + 1)
 
     def train_dataloader(self) -> dali_stream.Loader:
-        """Create the loader. It is created here, because torch.distributed is initialized by now.
+        """Create the Loader. It needs its rank, and torch.distributed is initialized when Lightning calls this method.
 
-        Lightning does not wrap it, because it is not a torch DataLoader.
+        Lightning does not wrap the Loader, because it is not a torch DataLoader.
         """
         self.loader = Epochs(
             self.dataset,
@@ -68,8 +69,8 @@ class Cloning(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 3e-4)
 
-    # Lightning saves and loads the state of a loader itself. However, it loads nothing in a run without max_steps that
-    # continues from the end of an epoch.
+    # Lightning saves and loads the state of a loader itself. However, it does not load the state if a run without max_steps
+    # resumes from the end of an epoch.
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["loader"] = self.loader.state_dict()
 
@@ -78,7 +79,7 @@ class Cloning(LightningModule):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train. Save every 500 steps and at the end of each epoch. For Lightning, the step --max-steps also ends an epoch."""
+    """Train. Save every 500 steps, and at the end of each epoch. Lightning also ends an epoch at the step --max-steps."""
     parser = argparse.ArgumentParser(description="Behaviour cloning under PyTorch Lightning")
     parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--out", type=Path, required=True, help="folder of last.ckpt and of logs")

@@ -1,11 +1,11 @@
-"""Plain PyTorch training loop with the Loader, for behaviour cloning without a framework, in a single file to copy.
+"""Plain PyTorch training loop with the Loader. It is an example of behaviour cloning in a single file that you can copy.
 
 python pipelines/plain_loop.py URI --out DIR [--resume] [--max-steps 1000] [--batch-size 32] [--chunk 50] [--image-size 224 224]
 torchrun --nproc_per_node 8 pipelines/plain_loop.py URI --out DIR ...
 
-It differs from a loop with a `torch.utils.data.DataLoader` only in the loader. It has no DistributedSampler (each process gets
-its own share), no set_epoch (each `for` is the next epoch), no worker_init_fn (augmentation is a function of seed and
-position), no pin_memory and no `.to(device)` (batches are already on the device).
+It differs from a loop with a `torch.utils.data.DataLoader` only in the loader. It needs no DistributedSampler, because each
+process gets its own share; no set_epoch, because each `for` loop is the next epoch; no worker_init_fn, because augmentation is
+a function of seed and position; and no pin_memory and `.to(device)`, because batches are already on the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 
 
 def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:
-    """Return a graph function that augments the frames of each camera independently. Tabular keys are not changed."""
+    """Return a graph function that augments the frames of each camera independently. Other keys are not changed."""
 
     def graph(nodes: dict[str, Any]) -> dict[str, Any]:
         draw = augment.Draw(nodes["sample"])
@@ -46,7 +46,7 @@ def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:
 
 
 class Policy(nn.Module):
-    """Small convolutional network that predicts a chunk of actions from frames, state and task. Replace it with your policy.
+    """Small convolutional policy that predicts a chunk of actions from frames, state and task. Replace it with your own.
 
     Args:
         cameras: Keys of the frames in batches, with values in [0, 1] and shape (B, 3, H, W). All share one backbone.
@@ -69,7 +69,7 @@ class Policy(nn.Module):
         self.head = nn.Sequential(nn.Linear(features, 4 * width), nn.ReLU(), nn.Linear(4 * width, chunk * action))
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the loss, which is the mean absolute error. The error of actions after the end of the episode is 0."""
+        """Return the loss, which is the mean absolute error. Actions after the end of the episode count with an error of 0."""
         seen = [self.backbone(batch[key]) for key in self.cameras] + [self.task(batch["task_index"])]
         seen += [batch[STATE].reshape(len(seen[0]), -1)] if self.state else []
         predicted = self.head(torch.cat(seen, dim=1)).unflatten(1, self.shape)
@@ -88,7 +88,7 @@ def train(loader: dali_stream.Loader, policy: nn.Module, file: Path, max_steps: 
         for name, part in parts.items():
             part.load_state_dict(saved[name])
     while step < max_steps:
-        for batch in islice(loader, max_steps - step):  # an epoch, or the rest of the epoch in the checkpoint
+        for batch in islice(loader, max_steps - step):  # an epoch, or after a resume the rest of one
             loss = model(batch)
             optimizer.zero_grad()
             loss.backward()
@@ -102,7 +102,7 @@ def train(loader: dali_stream.Loader, policy: nn.Module, file: Path, max_steps: 
             if RANK == 0 and (step % SAVE_EVERY == 0 or step == max_steps):  # the loader's state is the same on each rank
                 saved = {name: part.state_dict() for name, part in parts.items()} | {"step": step}
                 torch.save(saved, file.with_suffix(".partial"))
-                file.with_suffix(".partial").replace(file)  # atomic: if killed, the previous checkpoint remains
+                file.with_suffix(".partial").replace(file)  # atomic, so that a killed run keeps the previous checkpoint
 
 
 def main(argv: Sequence[str] | None = None) -> None:

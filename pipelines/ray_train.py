@@ -1,9 +1,9 @@
-"""Behaviour cloning under Ray Train (pip install 'ray[train]'): when a worker dies, the run continues on those that are left.
+"""Behaviour cloning with Ray Train (pip install 'ray[train]'). If a worker dies, the run continues on the remaining workers.
 
 python pipelines/ray_train.py URI --out DIR [--resume] [--workers 1 8] [--max-steps 1000] [--batch-size 48] ...
 
-Run it on a machine of the Ray cluster, which RAY_ADDRESS may name. Without a cluster, it starts one on this machine. All nodes
-need this folder, the dataset and DIR at the same paths.
+Run the program on a machine of the Ray cluster, whose address may be in RAY_ADDRESS. Without a cluster, the program starts one
+on this machine. All nodes need this folder, the dataset and DIR at the same paths.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dali_stream.frame_size import frame_size, join_sizes
 
 
 def train(arguments: dict[str, Any]) -> None:
-    """Train in a worker, from the start or from the last checkpoint. Ray has initialized torch.distributed."""
+    """Train in a worker, from the start or from the last checkpoint. Ray has already initialized torch.distributed."""
     rank, ranks = ray_train.get_context().get_world_rank(), ray_train.get_context().get_world_size()
     if arguments["batch_size"] % ranks:
         raise ValueError(f"--batch-size must be a multiple of the {ranks} workers, got {arguments['batch_size']}")
@@ -64,7 +64,7 @@ def train(arguments: dict[str, Any]) -> None:
 
 
 def save(step: int, loss: float, parts: dict[str, Any] | None) -> None:
-    """Report the step, on rank 0 with a checkpoint of the parts. Ray waits until all workers have reported."""
+    """Report a step to Ray, on rank 0 together with a checkpoint of `parts`. Ray waits until all workers have reported."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if parts is not None:
@@ -75,7 +75,7 @@ def save(step: int, loss: float, parts: dict[str, Any] | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train. If the program itself is killed, start it with --resume, and Ray finds the last checkpoint in --out."""
+    """Train. If the program itself is killed, start it again with --resume. Ray then finds the last checkpoint in --out."""
     parser = argparse.ArgumentParser(description="Behaviour cloning under Ray Train")
     parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints, the same for all nodes")

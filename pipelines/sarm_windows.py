@@ -22,7 +22,7 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 
 
 def for_clip(cameras: Sequence[str]) -> Any:
-    """Return a graph function that normalizes the windows of cameras for CLIP. Tabular keys are not changed."""
+    """Return a graph function that normalizes the windows of cameras for CLIP. Other keys are not changed."""
 
     def graph(nodes: dict[str, Any]) -> dict[str, Any]:
         normal = {"mean": CLIP_MEAN, "std": CLIP_STD, "dtype": types.FLOAT16, "output_layout": "FCHW"}
@@ -36,7 +36,7 @@ def past(steps: int, spacing: float, fps: float) -> list[float]:
 
     Args:
         steps: Number of steps.
-        spacing: Distance between steps in seconds, which is rounded to whole frames.
+        spacing: Distance between steps in seconds. It is rounded to whole frames.
         fps: Frames per second.
     """
     frames = max(round(spacing * fps), 1)

@@ -1,4 +1,4 @@
-"""Output of the example pipelines: the routes, the keys and shapes of the first batch, and the rate."""
+"""Output that the example pipelines share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single frames of all cameras, cropped to their centre on the device of the pipeline. This is the smallest example.
+"""Single frames of all cameras, cropped to their centre on the device of the Loader. This is the smallest example.
 
 python pipelines/single_frame.py URI [--batch-size 32] [--batches 50] [--image-size 224 224]
 """
@@ -17,7 +17,7 @@ from dali_stream.frame_size import frame_size, join_sizes
 
 
 def center_crop(cameras: Sequence[str], share: float = 0.9) -> Any:
-    """Return a graph function that crops frames to the central `share` of height and width. Tabular keys are not changed."""
+    """Return a graph function that crops frames to the central `share` of height and width. Other keys are not changed."""
     start, size = [(1 - share) / 2] * 2, [share] * 2
 
     def graph(nodes: dict[str, Any]) -> dict[str, Any]:

@@ -4,17 +4,18 @@ python pipelines/train.py URI --out DIR [--resume] [--max-steps N] [--val-episod
 accelerate launch --multi_gpu --num_processes 8 pipelines/train.py URI --out DIR ...                 one process per GPU
 accelerate launch --multi_gpu --num_processes 2 pipelines/train.py URI --out DIR --device cpu ...    on a CPU
 
-With --multi_gpu, Accelerate starts several processes, on a CPU as well. With `accelerate launch --cpu`, it starts only one,
-whatever --num_processes is. `torchrun --nproc-per-node N` also starts N processes. The first line of the output has their
-number.
+With --multi_gpu, Accelerate starts several processes, also on a CPU. With `accelerate launch --cpu`, it starts only one process
+and ignores --num_processes. `torchrun --nproc-per-node N` also starts N processes. The first line of the output contains the
+number of processes.
 
-URI may also be a mixture file (.yaml, .yml or .json) of several datasets, see docs/mixtures.md.
+URI may also be a mixture file (.yaml, .yml or .json) of several datasets. See docs/mixtures.md.
 
 The program writes checkpoint.pt (model, optimizer and loader), metrics.jsonl, TensorBoard's files and run.json to DIR, and at
-the end loss.png and chunks.png. With run.json, `dali-stream preview` shows the batch of any step (docs/replay.md).
+the end loss.png and chunks.png. With run.json, `dali-stream preview` shows the batch of any step. See docs/replay.md.
 
-With --resume, a run that was killed continues from its last checkpoint at the next sample. The number of processes may change,
-if it divides --consumers. --batch-size is the number of samples of all processes together, so the batches stay the same.
+With --resume, a run that was killed continues from its last checkpoint, with the next sample. The number of processes may
+change, but it must divide --consumers. --batch-size is the number of samples of all processes together, so the batches stay the
+same.
 
 On SIGTERM or Ctrl-C, the program finishes the current batch and saves the run, and each process exits with 143 or 130. torchrun
 and accelerate launch exit with 1 instead. They kill the processes after 30 s, or after TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds.
@@ -49,9 +50,9 @@ from training.preemption import Preemption
 
 import dali_stream
 
-WARM_UP = 100  # steps
+WARM_UP = 100  # steps in which the learning rate increases
 MODEL = ("policy", "chunk", "image_size")  # arguments that determine the model and must equal those of the checkpoint
-COURSE = ("batch_size", "max_steps", "learning_rate", "weight_decay", "clip")  # arguments that may change, and affect the run
+COURSE = ("batch_size", "max_steps", "learning_rate", "weight_decay", "clip")  # arguments that may change when a run resumes
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cpu = arguments.device == "cpu" or not torch.cuda.is_available()
     bf16 = not cpu and torch.cuda.is_bf16_supported(including_emulation=False)
     accelerator = Accelerator(cpu=cpu, mixed_precision="bf16" if bf16 else "no")
-    accelerator.gradient_accumulation_steps = 1  # overrides its configuration, which could divide the gradient
+    accelerator.gradient_accumulation_steps = 1  # overrides Accelerate's configuration, with which it could divide the gradient
     try:
         run = Run(arguments, accelerator)
     except (ValueError, OSError, dali_stream.DaliStreamError) as error:
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_policy(arguments: argparse.Namespace, data: Data) -> nn.Module:
-    """Create the policy of the arguments. Random weights depend on the seed."""
+    """Create the policy that the arguments select. Its random weights are a function of the seed."""
     torch.manual_seed(arguments.seed)
     if arguments.policy == "compact":
         return ChunkPolicy(data.cameras, data.state, len(data.action_names), arguments.chunk, data.tasks, data.datasets)
@@ -86,11 +87,15 @@ def make_policy(arguments: argparse.Namespace, data: Data) -> nn.Module:
 
 
 class Run:
-    """Run from its start or from its checkpoint.
+    """A training run, which begins at its start or at its checkpoint.
+
+    Args:
+        arguments: Arguments of the command line.
+        accelerator: Accelerator of this process.
 
     Raises:
-        ValueError: If arguments, dataset and checkpoint do not fit together.
-        DaliStreamError: If the dataset cannot be read, or the checkpoint is of another dataset.
+        ValueError: If arguments, dataset and checkpoint do not agree.
+        DaliStreamError: If the dataset cannot be read, or the checkpoint belongs to another dataset.
     """
 
     def __init__(self, arguments: argparse.Namespace, accelerator: Accelerator) -> None:
@@ -123,7 +128,7 @@ class Run:
     def train(self, preemption: Preemption) -> bool:
         """Train up to --max-steps steps. Return False if a signal ends the run earlier."""
         arguments = self.arguments
-        if self.unvalidated:  # a signal has interrupted the validation
+        if self.unvalidated:  # the run was saved when a signal interrupted the validation
             if not self._validate(preemption):
                 return self._cut_short(preemption)
             self._save()
@@ -170,7 +175,7 @@ class Run:
         """Make one step of the optimizer. Return the loss of this process's part of the batch, or None without a model."""
         if self.arguments.dummy:
             return None
-        # The random numbers of a policy are a function of the step, so that a resumed run has the same as an uninterrupted run.
+        # A policy's random numbers are a function of the step, so a resumed run uses the same numbers as an uninterrupted one.
         torch.manual_seed(hash((self.arguments.seed, self.step, self.accelerator.process_index)))
         for group in self.optimizer.param_groups:  # a checkpoint may have loaded other values
             group["lr"], group["weight_decay"] = self._rate(), self.arguments.weight_decay
@@ -208,7 +213,7 @@ class Run:
         self._mark()
 
     def _mark(self) -> None:
-        """Start measuring the speed."""
+        """Begin a new interval of measuring the speed."""
         self.marked = (self.step, time.perf_counter(), self.data.train.stats()["wait_s"])
 
     def _check_sound(self) -> None:

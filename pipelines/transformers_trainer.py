@@ -1,4 +1,4 @@
-"""Behaviour cloning under the Trainer of Hugging Face's transformers (pip install transformers), on one or many GPUs.
+"""Behaviour cloning with the Trainer of Hugging Face's transformers (pip install transformers), on one or many GPUs.
 
 python pipelines/transformers_trainer.py URI --out DIR [--resume] [--max-steps 1000] [--batch-size 32] ...
 torchrun --nproc-per-node 8 pipelines/transformers_trainer.py URI --out DIR ...
@@ -33,7 +33,7 @@ class Cloning(Trainer):
         return self.loader
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> torch.Tensor:
-        return model(inputs)  # the batch is one argument, because its keys are not valid names of arguments
+        return model(inputs)  # the batch is a single argument, because its keys are no valid names of arguments
 
 
 class SaveLoader(TrainerCallback):
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         learning_rate=3e-4,
         lr_scheduler_type="constant",
         use_cpu=arguments.device == "cpu",
-        ignore_data_skip=True,  # the Loader itself continues at its position
+        ignore_data_skip=True,  # the Trainer must not skip batches, because the Loader continues at its position
         ddp_find_unused_parameters=False,
         report_to="none",
     )

@@ -1,7 +1,7 @@
 """The program `dali-stream`: its commands and error messages.
 
-A bad argument prints one line on stderr and exits with code 2, a failed run with code 1, Ctrl-C with code 130. Commands import
-heavy modules (torch, torchcodec, DALI) when they run, so that help is fast.
+A bad argument prints one line to stderr and exits with code 2. A failed run exits with code 1, and Ctrl-C with code 130.
+Commands import heavy modules (torch, torchcodec, DALI) only when they run, so that --help is fast.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dali_stream.frame_size import join_sizes
 __all__ = ["main"]
 
 PROGRAM = "dali-stream"
-# Click's UsageError, which typer imports or vendors, depending on its version.
+# Click's UsageError. Depending on its version, typer imports Click or contains a copy of it.
 _UsageError = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
@@ -86,13 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program, and return its exit code.
 
     Args:
-        arguments: Arguments without the name of the program. None for those of this process.
+        arguments: Arguments without the name of the program. Default: the arguments of this process.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # "×" may be missing in a terminal's encoding
+            stream.reconfigure(errors="replace")  # the encoding of a terminal may lack "×"
     try:
         _run(join_sizes([argument for argument in words if argument != "--debug"], ("--image-size", "--size")))
         sys.stdout.flush()
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.Exit as done:
         return done.exit_code
     except BrokenPipeError:
-        # The reader has closed the pipe, like `head` does. Discard the rest of the buffer.
+        # The reader has closed the pipe, as `head` does. Redirect stdout, so that flushing its buffer at exit does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (Exception, KeyboardInterrupt) as error:
@@ -112,14 +112,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> None:
-    """`app()` without typer's own error handling."""
+    """Run a command like `app()`, but without typer's error handling."""
     command = typer.main.get_command(app)
     with command.make_context(PROGRAM, arguments) as context:
         command.invoke(context)
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
-    """Return exit code and message: one line, and in a bad argument's message the lines of a table as they are."""
+    """Return the exit code and the message for an error.
+
+    The message is one line, except that indented lines of a ValueError, which form a table, are kept.
+    """
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return 130, "interrupted"
     if isinstance(error, _UsageError):

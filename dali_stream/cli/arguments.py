@@ -1,4 +1,4 @@
-"""Options that several commands have, and values of options. Unlike those of typer, errors say which value was passed."""
+"""Options that several commands share, and parsers of their values. Unlike typer's, their errors contain the invalid value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Uris = Annotated[
 ]
 Episodes = Annotated[str | None, typer.Option(metavar="LIST", help="Only these episodes, such as 0,3,5-8.")]
 Cameras = Annotated[str | None, typer.Option(metavar="LIST", help="Only these cameras, separated by commas.")]
-# Options of every command that reads a dataset.
+# Options of all commands that read a dataset.
 Revision = Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit of a Hub repository.")]
 DataFilesRoot = Annotated[
     str | None, typer.Option(metavar="URI", help="Location of data/ and videos/ if not next to meta/, such as a bucket.")
@@ -31,7 +31,7 @@ CacheDir = Annotated[str | None, typer.Option(metavar="DIR", help="Cache fetched
 StorageOptions = Annotated[
     str | None, typer.Option(metavar="JSON", help="Credentials and the like, such as '{\"anon\": true}' for public S3.")
 ]
-# Options of the commands that locate frames by rows.
+# Options of the commands that locate the frames of rows.
 Clock = Annotated[
     str | None,
     typer.Option(
@@ -46,27 +46,39 @@ ToleranceS = Annotated[
 
 
 def located_by(clock: str | None, tolerance_s: float | None) -> dict[str, Any]:
-    """Return the two arguments of `Dataset` without those that are None."""
+    """Return those of the two arguments of `Dataset` that are not None."""
     return {name: value for name, value in (("clock", clock), ("tolerance_s", tolerance_s)) if value is not None}
 
 
 def opened(uri: str, *, storage_options: str | None, **arguments: Any) -> AbstractContextManager[Dataset]:
-    """Open the dataset of a command line, and close it at the end. The other arguments are those of `Dataset`."""
+    """Return a context manager that opens and closes the dataset of a command line.
+
+    Args:
+        uri: Address of the dataset.
+        storage_options: JSON text of --storage-options, or None.
+        arguments: Other arguments of `Dataset`.
+
+    Raises:
+        ValueError: If `storage_options` is not a JSON object.
+    """
     return closing(Dataset(uri, storage_options=json_object("--storage-options", storage_options), **arguments))
 
 
 def opened_mixture(
     uris: Sequence[str], *, storage_options: str | None, **arguments: Any
 ) -> AbstractContextManager[Dataset | Mixture]:
-    """Open the dataset of a command line, or the mixture of several, and close it at the end."""
+    """Return a context manager that opens and closes the dataset or the mixture of a command line. See `opened`."""
     mixture = mixture_arguments(uris, storage_options=storage_options, **arguments)
     return closing(Mixture(**mixture)) if mixture else opened(uris[0], storage_options=storage_options, **arguments)
 
 
 def mixture_arguments(uris: Sequence[str], *, storage_options: str | None, **arguments: Any) -> dict[str, Any] | None:
-    """Return the arguments of the `Mixture` of a command line, or None for one dataset.
+    """Return the arguments of the `Mixture` of a command line, or None for a single dataset.
 
-    Options hold for each dataset. Without a mixture file, a dataset may lack features that others have.
+    Options apply to each dataset. Without a mixture file, features that a dataset lacks are padded.
+
+    Raises:
+        ValueError: If an option or the combination of URIs is not allowed.
     """
     files = [uri for uri in uris if is_mixture_file(uri)]
     if len(uris) == 1 and not files:
@@ -86,7 +98,13 @@ def mixture_arguments(uris: Sequence[str], *, storage_options: str | None, **arg
 
 
 def named(uris: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (name, URI) of each. The name is the last part of the path, with more parts if that is not unique."""
+    """Return (name, URI) of each dataset.
+
+    The name is the last part of the path, or as many of the last parts as make it unique.
+
+    Raises:
+        ValueError: If a URI appears twice.
+    """
     paths = [[part for part in uri.split("/") if part] for uri in uris]
     names = []
     for uri, path in zip(uris, paths, strict=True):
@@ -99,7 +117,7 @@ def named(uris: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def json_object(option: str, text: str | None) -> dict[str, Any] | None:
-    """Return a JSON object. The error does not repeat it, since it may hold credentials."""
+    """Return a JSON object, or None. The ValueError for other texts does not quote them, since they may contain credentials."""
     if text is None:
         return None
     try:
@@ -112,12 +130,12 @@ def json_object(option: str, text: str | None) -> dict[str, Any] | None:
 
 
 def count(text: str | int) -> int:
-    """Return a whole number of 1 or more, for `typer.Option(parser=...)`."""
+    """Parse a whole number of 1 or more, for `typer.Option(parser=...)`."""
     return _whole(text, 1)
 
 
 def natural(text: str | int) -> int:
-    """Return a whole number of 0 or more, for `typer.Option(parser=...)`."""
+    """Parse a whole number of 0 or more, for `typer.Option(parser=...)`."""
     return _whole(text, 0)
 
 
@@ -128,7 +146,7 @@ def _whole(text: str | int, least: int) -> int:
 
 
 def size(option: str, text: str | None) -> tuple[int, int] | None:
-    """Return "240x320" as (height, width)."""
+    """Return (height, width) of a text such as "240x320", or None. Raises ValueError if it is invalid."""
     try:
         return None if text is None else frame_size(text)
     except argparse.ArgumentTypeError as error:
@@ -136,7 +154,7 @@ def size(option: str, text: str | None) -> tuple[int, int] | None:
 
 
 def numbers(option: str, text: str | None) -> list[int] | None:
-    """Return "0,3,5-8" as [0, 3, 5, 6, 7, 8]."""
+    """Return [0, 3, 5, 6, 7, 8] for "0,3,5-8", or None for None. Raises ValueError for other texts."""
     if text is None:
         return None
     numbers: list[int] = []
@@ -149,12 +167,12 @@ def numbers(option: str, text: str | None) -> list[int] | None:
 
 
 def names(text: str | None) -> list[str] | None:
-    """Return "a, b" as ["a", "b"]."""
+    """Return ["a", "b"] for "a, b", or None for None."""
     return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
 
 def windows(option: str, texts: list[str]) -> dict[str, list[float]]:
-    """Return ["camera=-0.1,0", ...] as {"camera": [-0.1, 0.0]}."""
+    """Return {"camera": [-0.1, 0.0]} for ["camera=-0.1,0"]. Raises ValueError for an invalid or repeated window."""
     windows: dict[str, list[float]] = {}
     for text in texts:
         key, separator, values = text.rpartition("=")
@@ -172,7 +190,11 @@ def windows(option: str, texts: list[str]) -> dict[str, list[float]]:
 
 
 def png(option: str, path: Path) -> Path:
-    """Return a path to write a PNG to, checked before the work is done."""
+    """Check the path of a PNG file before the work is done, and return it.
+
+    Raises:
+        ValueError: If the path does not end in .png, is a folder, or is in a folder that does not exist.
+    """
     if path.suffix.lower() != ".png":
         raise ValueError(f"{option} must end in .png, got {str(path)!r}")
     if path.is_dir() or not path.absolute().parent.is_dir():

@@ -59,10 +59,10 @@ def bench(
 ) -> None:
     """Measure data loading alone: batches are moved to the device and dropped.
 
-    Rates are sustained: frames per wall-clock time from the end of the warm-up to the last batch, per node. If all frames fit
-    in --memory-budget, only the first epoch decodes, and the first epoch and later ones are timed apart.
+    A rate is the number of frames per second of a node, from the end of the warm-up to the last batch. If all frames fit in
+    --memory-budget, only the first epoch decodes. The first epoch is then timed separately from later ones.
 
-    For several ranks: accelerate launch benchmarks/streaming.py URI ... Exit code 1 if no frame was measured.
+    For several ranks: accelerate launch benchmarks/streaming.py URI ... The exit code is 1 if no frame was measured.
     """
     from dali_stream.tools.bench import run, write
 
@@ -83,7 +83,7 @@ def bench(
         recording = contextlib.nullcontext() if trace is None or os.environ.get("RANK", "0") != "0" else tracing.trace(trace)
         with console.progress("warm-up, batches", enabled=not as_json) as show, recording:
             report = run(dataset, **settings, device=device, head={"source": source, **place}, progress=show)
-    if report is not None:  # on the main rank
+    if report is not None:  # only the main rank has a report
         _show(report if out_dir is None else report | {"written": str(write(report, out_dir))}, as_json)
 
 

@@ -1,4 +1,4 @@
-"""Shared by the commands: results on stdout, progress on stderr."""
+"""Output of the commands: results on stdout, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from rich.table import Table
 
 
 def results() -> Console:
-    """Return the console for tables. A pipe or a file gets plain text in lines that are long enough for a table."""
+    """Return the console for tables. If stdout is a pipe or a file, it writes plain text with a width of 120 columns."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
     return Console(width=wide, highlight=False, emoji=False)
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """Return a plain table, whose columns in `right` hold numbers. Long cells wrap."""
+    """Return a table whose long cells wrap.
+
+    Args:
+        columns: Names of the columns.
+        right: Names of the columns to align right, which contain numbers. Default: none.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")
@@ -30,7 +35,7 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 
 
 def pairs() -> Table:
-    """Return a table of names and values without lines."""
+    """Return a table of names and values, without a header and lines."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -38,26 +43,31 @@ def pairs() -> Table:
 
 
 def print_json(content: dict[str, Any]) -> None:
-    """Print one object to stdout."""
+    """Print a JSON object to stdout."""
     sys.stdout.write(json.dumps(content, indent=2) + "\n")
 
 
 class Show(Protocol):
-    """Show progress towards a total."""
+    """Function that shows progress towards a total."""
 
     def __call__(self, done: int, total: int, description: str = ...) -> None: ...
 
 
 @contextmanager
 def progress(description: str = "", enabled: bool = True) -> Iterator[Show]:
-    """Show a bar on stderr if that is a terminal. The bar disappears at the end."""
+    """Show a progress bar on stderr, if it is a terminal. The bar disappears at the end.
+
+    Args:
+        description: Text before the bar, which can be changed with each update. Default: "".
+        enabled: Whether to show the bar at all. Default: True.
+    """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not (enabled and console.is_terminal)) as bar:
         task = bar.add_task(description, total=None)
 
         def show(done: int, total: int, description: str = description) -> None:
-            # A new description is drawn at once. Otherwise that of a short stage might never be.
+            # A new description is drawn at once, or that of a short stage might never appear.
             is_new = bar.tasks[task].description != description
             bar.update(task, description=description, completed=done, total=total, refresh=is_new)
 
@@ -65,9 +75,11 @@ def progress(description: str = "", enabled: bool = True) -> Iterator[Show]:
 
 
 def stages(show: Show, *files: str) -> Callable[[str, int, int], None]:
-    """Return a callback that shows the progress of writing a dataset, as (stage, done, total).
+    """Return a function that shows the progress of writing a dataset. It is called as (stage, done, total).
 
-    The stages in `files` count files, and the others bytes.
+    Args:
+        show: Function that shows the progress.
+        files: Names of the stages that count files. Other stages count bytes.
     """
 
     def stage(name: str, done: int, total: int) -> None:
@@ -78,7 +90,7 @@ def stages(show: Show, *files: str) -> Callable[[str, int, int], None]:
 
 
 def megabytes(count: float) -> str:
-    """Return bytes in readable form: "3.4 MB"."""
+    """Return a number of bytes as text, such as "3.4 MB"."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.{1 if count < 100 * size else 0}f} {unit}"

@@ -1,4 +1,4 @@
-"""`dali-stream demo`: makes a small dataset, and streams and measures one epoch of it."""
+"""`dali-stream demo`: makes a small dataset, streams one epoch of it, and measures this."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dali_stream.errors import counted
 if TYPE_CHECKING:
     from dali_stream.tools.sheet import Sample
 
-_ROBOT = "simulated_pusher"  # marks a demo dataset
+_ROBOT = "simulated_pusher"  # `robot_type` of demo datasets, which identifies them
 
 
 def demo(
@@ -42,11 +42,11 @@ def demo(
 ) -> None:
     """Make a small dataset unless it exists, stream one epoch of it, and report speed and correctness.
 
-    The dataset is a simulated robot that pushes blocks, seen by two cameras; each frame contains its own identity.
+    The dataset shows a simulated robot that pushes blocks, seen by two cameras. A code in each frame identifies the frame.
     """
     wanted = {"episodes": episodes, "size": arguments.size("--size", size), "codec": codec}
     out = Path(f"{root.absolute()}-sheet.png") if out is None else arguments.png("--out", out)
-    from dali_stream.tools.epoch import stream  # a missing library is an error before the dataset is written
+    from dali_stream.tools.epoch import stream  # imported first, so that a missing library fails before the dataset is written
 
     dataset = _dataset(root, {name: value for name, value in wanted.items() if value is not None})
     with console.progress("streaming one epoch") as show:
@@ -65,7 +65,7 @@ def demo(
 
 
 def _dataset(root: Path, wanted: dict[str, Any]) -> Dataset:
-    """Return the dataset at `root`. Write it if the folder is empty or new, and otherwise compare it with the arguments."""
+    """Return the dataset at `root`. Write it if the folder is empty or new. Otherwise check that it is as wanted."""
     from dali_stream.demo import write_demo
 
     if root.is_dir() and any(root.iterdir()):

@@ -33,12 +33,12 @@ def doctor(
     clock: arguments.Clock = None,
     tolerance_s: arguments.ToleranceS = None,
 ) -> None:
-    """Check what this machine decodes and whether its software fits together, and say how to fix problems.
+    """Check what this machine decodes and whether its software is compatible, and say how to fix problems.
 
-    With a dataset, also check whether its files exist, and whether rows, tasks and videos fit together, show its video formats
-    and the decoder of each camera with the reason, and decode one frame of each camera with every decoder of this machine. Up
-    to 1000 episodes and files of a large dataset are checked, or 32 of remote data. --deep checks all and decodes every frame.
-    The exit code is 1 if a check found a problem.
+    With a dataset, also check whether its files exist, and whether rows, tasks and videos agree. For each camera, show the
+    video format, the decoder and the reason for it, and decode one frame with every decoder of this machine. At most 1000
+    episodes and files are checked, or 32 of remote data. --deep checks all of them and decodes every frame. The exit code is 1
+    if a check found a problem.
     """
     options = arguments.json_object("--storage-options", storage_options)
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}

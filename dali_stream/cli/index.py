@@ -1,4 +1,4 @@
-"""`dali-stream index`: reads the index of a remote dataset into the cache ahead of time."""
+"""`dali-stream index`: reads the index of a remote dataset into the cache before training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dali_stream.errors import counted
 if TYPE_CHECKING:
     from dali_stream.tools.indexing import IndexReport
 
-_SHOWN = 20  # broken files in the text
+_SHOWN = 20  # maximum number of broken files in the text
 
 
 def index(
@@ -31,7 +31,7 @@ def index(
 ) -> None:
     """Read the index of every video and Parquet file into the cache, so that training starts without waiting for it.
 
-    After an interruption, the same command resumes. Exit code 1 if a file is broken.
+    After an interruption, the same command resumes. The exit code is 1 if a file is broken.
     """
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     place |= {"storage_options": storage_options, "cache_bytes": cache_bytes, "cameras": arguments.names(cameras)}

@@ -15,7 +15,7 @@ from dali_stream.mixture import open_all
 from dali_stream.tools.description import CameraReport, DatasetReport
 from dali_stream.tools.mixture import MixtureReport, describe_mixture
 
-_TASKS, _MISSING = 20, 20  # shown in the text
+_TASKS, _MISSING = 20, 20  # maximum numbers of tasks and of missing files in the text
 
 
 def info(
@@ -31,10 +31,11 @@ def info(
 ) -> None:
     """Describe a dataset: episodes, features, cameras, and the decoder that this machine uses for each.
 
-    Reads metadata, the index of up to 32 video files per camera, and the rows of one episode, and lists missing and broken
-    files. Decodes no frame. Exit code 1 if a file is missing or broken, or if a row has no frame.
+    The command reads metadata, the index of up to 32 video files per camera, and the rows of one episode per camera. It lists
+    missing and broken files, and decodes no frame. The exit code is 1 if a file is missing or broken, or if a row has no frame.
 
-    For several datasets, or a mixture file: the share of each, how often an epoch repeats it, and features that differ.
+    For several datasets or a mixture file, show the share of each dataset, how often an epoch repeats it, and which features
+    differ.
     """
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     place |= arguments.located_by(clock, tolerance_s)

@@ -1,4 +1,4 @@
-"""`dali-stream lerobot-train`: LeRobot's training script, with its data loaded through a Loader."""
+"""`dali-stream lerobot-train`: LeRobot's training script with a Loader instead of its own data loading."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def lerobot_train(context: typer.Context) -> None:
     script = lerobot.patch(**arguments)
     if {"-h", "--help"} & {*rest}:
         typer.echo(f"arguments of the Loader: {', '.join(PREFIX + name for name in ARGUMENTS)}\n\narguments of LeRobot:")
-    sys.argv = ["lerobot-train", *rest]  # where LeRobot reads its arguments, more than once
+    sys.argv = ["lerobot-train", *rest]  # LeRobot reads its arguments from here, more than once
     try:
         script.main()
     except DaliStreamError:
         raise
     except Exception:
-        traceback.print_exc()  # LeRobot's errors are no messages for users
+        traceback.print_exc()  # the messages of LeRobot's errors are not sufficient without the traceback
         raise typer.Exit(1) from None

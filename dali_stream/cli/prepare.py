@@ -17,7 +17,7 @@ from dali_stream.errors import DaliStreamError, counted
 if TYPE_CHECKING:
     from dali_stream.tools.preparation import PrepareReport, PrepareStatus
 
-_LINE_EVERY_S = 10.0  # between two lines of progress without a terminal
+_LINE_EVERY_S = 10.0  # time between two lines of progress if stderr is not a terminal
 
 
 def prepare(
@@ -84,10 +84,10 @@ def prepare(
     as_status: Annotated[bool, typer.Option("--status", help="Print how far the run is that writes URI, and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Rewrite a dataset of any version as LeRobot v3.0: smaller frames, another codec, other files, a part of the episodes.
+    """Rewrite a dataset of any version as LeRobot v3.0, with smaller frames, another codec, other files or fewer episodes.
 
-    Without options, rows and encoded frames stay as they are. Every file is verified against the source before it gets its
-    name. After an interruption, the same command continues. OUT becomes a dataset when all files are written.
+    Without options, rows and encoded frames are copied without a change. Every file is verified against the source before it
+    gets its name. After an interruption, the same command continues. OUT becomes a dataset when all files are written.
     """
     from dali_stream.tools.preparation.run import prepare as run
     from dali_stream.tools.preparation.run import status
@@ -120,7 +120,7 @@ def prepare(
 def _cluster(
     executor: str, jobs: int | None, files_per_job: int | None, folder: str, slurm: dict[str, Any], address: str | None
 ) -> dict[str, Any]:
-    """Return the arguments of `prepare` that choose where files are written."""
+    """Return the arguments of `prepare` that choose the executor."""
     if executor == "slurm":
         from dali_stream.tools.preparation.slurm import MOST, SlurmExecutor
 
@@ -142,7 +142,7 @@ def _cluster(
 
 @contextmanager
 def _shown() -> Iterator[Callable[[PrepareStatus], None]]:
-    """Show progress as a bar on a terminal, and as a line now and then elsewhere."""
+    """Show progress as a bar on a terminal. Elsewhere, print a line every 10 s."""
     last = time.monotonic()
 
     def line(state: PrepareStatus) -> None:
@@ -180,7 +180,7 @@ def _print(out: str, report: PrepareReport) -> None:
     for title, broken in (("file", report.failed), ("left-out episode", report.dropped)):
         if broken:
             lost = console.table(title, "why")
-            lost.columns[0].no_wrap = True  # paths are copied
+            lost.columns[0].no_wrap = True  # so that users can copy paths
             for name, why in broken.items():
                 lost.add_row(name, why)
             console.results().print(lost)

@@ -15,8 +15,8 @@ from dali_stream import Dataset, DatasetError, Mixture, run_config
 from dali_stream.cli import arguments, console, runs
 from dali_stream.errors import counted
 
-_PLOTTED = 4  # episodes of a dataset without cameras, at most
-_SAMPLES = 8  # on the sheet of a dataset
+_PLOTTED = 4  # maximum number of episodes of a dataset without cameras
+_SAMPLES = 8  # default number of samples of a dataset
 _NUMBER = {"metavar": "N", "parser": arguments.natural}
 _OF_A_RUN = "--config or --state"
 
@@ -66,9 +66,9 @@ def preview(
 ) -> None:
     """Draw the first batch of an epoch as the model sees it, captioned with tasks and indices.
 
-    With --config or --state, draw the batch that a run saw at --epoch and --batch, or before the state was saved. Frames,
-    augmentation, actions and states are those of the run. A dataset without cameras gets plots of state and action of up to
-    four episodes. Several datasets, or a mixture file, get a batch of their mixture.
+    With --config or --state, draw the batch that a run saw at --epoch and --batch, or its last batch before the state was
+    saved. Frames, augmentation, actions and states are those of the run. For a dataset without cameras, plot state and action
+    of up to four episodes. For several datasets or a mixture file, draw a batch of their mixture.
     """
     arguments.png("--out", out)
     place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
@@ -107,7 +107,7 @@ def preview(
 
 @dataclass(frozen=True)
 class _Sheet:
-    """What is drawn: a title, a batch, and the keys of its frames and numbers."""
+    """Content of a sheet: a title, a batch, its windows, and the keys of its images and of the features to plot."""
 
     title: str
     batch: Mapping[str, Any]
@@ -117,14 +117,14 @@ class _Sheet:
 
 
 def _of_dataset(dataset: Dataset | Mixture, plots: bool, options: dict[str, Any]) -> _Sheet:
-    """Return the first batch of a dataset."""
+    """Return the sheet with the first batch of a dataset or mixture."""
     from dali_stream.tools import sheet
 
     numbers = sheet.plotted(dataset)
     for key in options["delta_timestamps"]:
         if key not in (*dataset.cameras, *(numbers if plots else ())):
             raise ValueError(f"--window has unknown camera {key!r}. Available: {', '.join(dataset.cameras)}")
-    dtype = "float32" if options["dali_graph"] else "uint8"  # functions for training are written for floats
+    dtype = "float32" if options["dali_graph"] else "uint8"  # graph functions of training runs usually expect floats
     options |= {"image_dtype": dtype, "last_batch": "partial", "rank": 0, "world_size": 1}
     with dali_stream.Loader(dataset, **options) as loader:
         batch = next(iter(loader))
@@ -142,7 +142,7 @@ def _of_run(
     rank: int,
     dali_graph: str | None,
 ) -> _Sheet:
-    """Return the batch of a run. The normalization of frames is undone, since it leaves the range of colours."""
+    """Return the sheet with a batch of a run. Frames are denormalized, since normalized values are no valid colours."""
     from dali_stream.tools import sheet
 
     described, saved = runs.config_and_state(config, state)

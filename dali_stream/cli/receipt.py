@@ -1,4 +1,4 @@
-"""`dali-stream receipt`: when a run has seen an episode."""
+"""`dali-stream receipt`: shows when a run has seen an episode."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def receipt(
 ) -> None:
     """Say in which epochs, at which positions and in which steps a run has seen an episode, such as one that is retracted.
 
-    It follows from the order alone, up to --state, or the state in --config, or the last entry of --log. No frame is read.
+    The answer is computed from the order without reading frames. It covers the run up to --state, or up to the state in
+    --config or the last entry of --log.
     """
     if config is None and state is None:
         raise ValueError("--config or --state must be given, the run")

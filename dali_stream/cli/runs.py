@@ -28,7 +28,7 @@ GraphFunction = Annotated[
 
 
 def read(option: str, path: Path) -> dict[str, Any]:
-    """Return a JSON object in a file. Raises ValueError."""
+    """Return the JSON object in a file. Raises ValueError if the file cannot be read or contains something else."""
     try:
         content = json.loads(path.read_text())
     except OSError as error:
@@ -41,10 +41,10 @@ def read(option: str, path: Path) -> dict[str, Any]:
 
 
 def config_and_state(config: Path | None, state: Path | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the description of a run, and its saved state, if a file contains one.
+    """Return the description of a run, and its saved state if one of the files contains it.
 
     Raises:
-        ValueError: If neither file contains a description, or `state` is no state.
+        ValueError: If neither file contains a description, or if `state` does not contain a state.
     """
     saved = None if state is None else read("--state", state)
     if saved is not None and not {"epoch", "position"} <= saved.keys():
@@ -59,14 +59,23 @@ def config_and_state(config: Path | None, state: Path | None) -> tuple[dict[str,
 
 
 def graph(option: str, named: str | None, recorded: Mapping[str, Any] | None = None) -> Callable[..., Any] | None:
-    """Return the function that FILE.py:NAME names, with the recorded arguments of a run. Raises ValueError."""
+    """Return the function that FILE.py:NAME names, or None.
+
+    Args:
+        option: Name of the option, for messages.
+        named: Value of the option, or None.
+        recorded: Entry `dali_graph` of a run's description, whose recorded arguments the function gets. Default: None.
+
+    Raises:
+        ValueError: If there is no such function.
+    """
     if named is None:
         return None
     file, separator, name = named.rpartition(":")
     path = Path(file)
     if not separator or path.suffix != ".py" or not path.is_file():
         raise ValueError(f"{option} must be FILE.py:NAME with an existing file, got {named!r}")
-    sys.path.insert(0, str(path.absolute().parent))  # as `python FILE.py` does, for what the file imports
+    sys.path.insert(0, str(path.absolute().parent))  # as with `python FILE.py`, so that the file can import its neighbours
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

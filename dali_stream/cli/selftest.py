@@ -1,4 +1,4 @@
-"""`dali-stream selftest`: tests this machine's decoder through DALI."""
+"""`dali-stream selftest`: tests DALI's video decoder on this machine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ def selftest(
     out: Annotated[Path | None, typer.Option(metavar="JSON", help="File for the report, written after each stage.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object instead of tables.")] = False,
 ) -> None:
-    """Test NVDEC through DALI on this machine: correct frames and colours, also on a busy GPU, memory, and speed compared with
+    """Test NVDEC through DALI on this machine: frames and colours, also on a busy GPU, memory, and speed compared with
     torchcodec.
 
-    Generates videos of every codec that the driver supports, with GOPs of 1, 2, 12 and 30. Takes up to 8 minutes, the most
-    important codecs and tests first. Tests without time are listed. Without a GPU, nothing is tested, and the exit code is 0.
-    --device cpu tests the codecs that DALI decodes on the CPU. Exit code 1 if a test failed or was left out.
+    The command generates videos of every codec that the driver supports, with GOPs of 1, 2, 12 and 30. It takes up to 8
+    minutes, and runs the most important tests first. Tests for which no time remains are listed. Without a GPU, nothing is
+    tested, and the exit code is 0. --device cpu tests the codecs that DALI decodes on the CPU. The exit code is 1 if a test
+    failed or was left out.
     """
-    import dali_stream.loader  # noqa: F401 - a missing library is an error before all work
+    import dali_stream.loader  # noqa: F401 - imported first, so that a missing library fails before any work
     from dali_stream.tools import environment
     from dali_stream.tools.selftest import selftest as run
 
@@ -52,7 +53,7 @@ def selftest(
         raise typer.Exit(1)
 
 
-# Columns of the tables in reading order, per part of the report: header, key of the row, and format.
+# Columns of the table of each part of the report, in the order in which they are shown: header, key of the row, and format.
 _FRAMES = (("frames", "frames", "d"), ("wrong", "wrong", "d"))
 _CASE = (("requests", "shape", ""), *_FRAMES, ("mean error", "mean_error", ".2f"))
 _RATE = ("frames/s", "frames_per_s", ".0f")
@@ -80,7 +81,7 @@ def _print(report: dict[str, Any]) -> None:
     screen = console.results()
     for part, columns in _TABLES.items():
         rows = report[part]
-        if isinstance(rows, dict):  # the verdict has rows, and the soak test is one, unless they are empty
+        if isinstance(rows, dict):  # "verdict" has an entry "rows", and "soak" is a single row; both may be empty
             rows = rows.get("rows", [rows] if rows else [])
         numbers = tuple(header for header, _, form in columns if form)
         table = console.table(*(header for header, _, _ in columns), right=numbers)

@@ -31,8 +31,8 @@ def stats(
 ) -> None:
     """Compute statistics as LeRobot defines them, as JSON in the form of meta/stats.json.
 
-    The statistics of rows are exact. Those of cameras are computed from some frames, as LeRobot does. The dataset is not
-    changed. To add statistics to a dataset without them, use --out DATASET/meta/stats.json. Otherwise, pass them to
+    The statistics of rows are exact. Those of cameras are computed from a sample of the frames, as in LeRobot. The dataset is
+    not changed. To add statistics to a dataset that has none, use --out DATASET/meta/stats.json. Otherwise, pass them to
     Dataset(uri, stats=json.load(open(FILE))).
     """
     if out is not None and (out.exists() or not out.absolute().parent.is_dir()):

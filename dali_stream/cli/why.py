@@ -1,4 +1,4 @@
-"""`dali-stream why`: why a loader is slow, and what each remedy would bring."""
+"""`dali-stream why`: shows why a Loader is slow, and the predicted effect of each remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dali_stream.cli import arguments, console
 if TYPE_CHECKING:
     from dali_stream.tools.remedies import Speed, WhyReport
 
-_FULL = 0.95  # share of the needed batches per second from which on a loader keeps up
+_FULL = 0.95  # minimum share of the needed batches per second at which a Loader keeps up
 
 
 def why(
@@ -48,8 +48,8 @@ def why(
 ) -> None:
     """Say which stage limits a Loader on this machine, and predict the batches per second after each remedy.
 
-    Streams a part of the dataset, and rewrites a few episodes into a temporary folder to measure `prepare`. Takes about a
-    minute. Nothing else should use the machine meanwhile.
+    The command streams a part of the dataset. To measure `prepare`, it rewrites a few episodes into a temporary folder. This
+    takes about a minute, during which nothing else should use the machine.
     """
     from dali_stream.tools import why as study
 

@@ -52,7 +52,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 
 def __getattr__(name: str) -> Any:
-    # Modules are imported on first use, since a command needs only one of them.
+    # Import a module on first use. A command needs only one of them, and most of them import torch.
     if name in _MODULE_OF:
         return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Available: {', '.join(__all__)}")

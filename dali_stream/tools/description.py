@@ -1,6 +1,6 @@
 """`describe`: sizes, features, tasks and video formats of a dataset, without decoding.
 
-Reads only metadata, the indices (`moov`) of video files, and the rows of an episode per camera. Needs neither torchcodec nor
+It reads metadata, the indices (`moov`) of video files, and the rows of one episode per camera. It needs neither torchcodec nor
 DALI.
 """
 
@@ -30,9 +30,9 @@ from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.storage import Store
 from dali_stream.tools.work import spread
 
-LOOK_AT = 32  # video files per camera whose index is read
+LOOK_AT = 32  # maximum number of video files per camera whose index is read
 _AT_A_TIME = 16  # concurrent reads, for remote files
-_SAME_FPS = 0.01  # files count time in ticks, and in milliseconds some
+_SAME_FPS = 0.01  # relative tolerance, since files with ticks of a millisecond round their frame intervals
 _PROFILES = {
     "av1": {0: "Main", 1: "High", 2: "Professional"},
     "h264": {66: "Baseline", 77: "Main", 88: "Extended", 100: "High", 110: "High 10", 122: "High 4:2:2", 244: "High 4:4:4"},
@@ -52,23 +52,23 @@ class FeatureReport:
 
 @dataclass(frozen=True)
 class CameraReport:
-    """One camera. Fields of videos are None for a camera with images in Parquet rows.
+    """One camera. Fields that describe video are None for a camera with images in Parquet rows.
 
     Attributes:
         kind: "video" or "image".
         height, width: Size of a frame, in pixels.
         codec, profile, pixel_format: Format of the first episode's file. `pixel_format` is FFmpeg's name.
         other_formats: Formats of other files that differ from the first, as "codec profile pixel_format HxW".
-        gop_min, gop_max: Number of frames of the shortest and the longest GOP. A file's last GOP ends with the file, so it
+        gop_min, gop_max: Number of frames of the shortest and the longest GOP. The last GOP of a file may be cut short, so it
             does not count as shortest unless it is the only one.
-        b_frames: Whether any file displays frames in another order than it decodes them.
-        open_gops: Whether in any file frames after a keyframe depend on frames before it.
+        b_frames: Whether the display order of any file differs from its decode order.
+        open_gops: Whether any file has open GOPs, in which frames after a keyframe depend on frames before it.
         files, files_looked_at: Number of files, and of files whose index was read.
-        bytes: Size of all files.
+        bytes: Size of all files, in bytes.
         route: Decoder that a Loader starts with on this machine.
-        route_change: Why a Loader would switch to torchcodec at a later file. Empty if no checked file requires it.
+        route_change: Reason why a Loader would switch to torchcodec at a later file. Empty if no checked file requires it.
         remarks: Entries of `meta/info.json` that the first file contradicts.
-        broken: Why checked files cannot be read, and why rows of the first episode have no frame.
+        broken: Reasons why checked files cannot be read, or why rows of the first episode have no frame.
     """
 
     kind: Literal["video", "image"]
@@ -100,10 +100,10 @@ class DatasetReport:
         fingerprint: See `Dataset`. Empty if the tasks cannot be read.
         episode_frames: Number of frames of the shortest and the longest episode.
         data_files: Number of Parquet files of the selected episodes.
-        bytes: Size of the files of the selected episodes and cameras, as "data" and "videos", and of all of "meta".
-        missing: Files of the selected episodes and cameras that do not exist. Up to 32 are looked for in a source without
-            listings (HTTP).
-        broken: Why metadata cannot be read.
+        bytes: Sizes in bytes: "data" and "videos" of the selected episodes and cameras, and "meta" of the whole dataset.
+        missing: Files of the selected episodes and cameras that do not exist. In a source without listings (HTTP), at most 32
+            files are checked.
+        broken: Reasons why metadata cannot be read.
     """
 
     uri: str
@@ -126,7 +126,7 @@ class DatasetReport:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing that was looked at is missing or broken."""
+        """Whether no checked file is missing or broken."""
         return not (self.missing or self.broken or any(camera.broken for camera in self.cameras.values()))
 
     def as_dict(self) -> dict[str, Any]:
@@ -139,10 +139,11 @@ def describe(dataset: Dataset, *, look_at: int = 32) -> DatasetReport:
 
     Args:
         dataset: Dataset, or a selected part of one.
-        look_at: Maximum number of video files per camera whose index is read, evenly spread over all.
+        look_at: Maximum number of video files per camera whose index is read. They are evenly spread over all files. Default:
+            32.
 
     Returns:
-        Counts, features, tasks, and per camera the video format and the decoder of this machine.
+        Counts, features and tasks, and for each camera its video format and the decoder that this machine uses.
 
     Raises:
         ValueError: If `look_at` is less than 1.
@@ -189,10 +190,14 @@ def describe(dataset: Dataset, *, look_at: int = 32) -> DatasetReport:
 
 
 def missing_files(dataset: Dataset, deep: bool = False) -> tuple[list[str], int]:
-    """Return the Parquet and video files of the selected episodes and cameras that do not exist, and how many were looked for.
+    """Return which Parquet and video files of the selected episodes and cameras do not exist, and the number of checked files.
 
-    A source with listings takes one listing per folder. Without listings (HTTP), each file takes a request, so up to 32 files
-    are looked for, evenly spread, or all if `deep`.
+    A source with listings needs one listing per folder. Without listings (HTTP), each file needs a request, so at most 32
+    files are checked, evenly spread over all.
+
+    Args:
+        dataset: Dataset, or a selected part of one.
+        deep: Whether to check all files of a source without listings. Default: False.
 
     Raises:
         DatasetError: If a path leads out of the dataset.
@@ -210,7 +215,7 @@ def missing_files(dataset: Dataset, deep: bool = False) -> tuple[list[str], int]
 
 
 def used(dataset: Dataset, files: metadata.Files) -> list[str]:
-    """Return the files of the selected episodes, in order of the episodes."""
+    """Return the paths of the files of the selected episodes, in the order of the episodes and each once."""
     return [files.paths[i] for i in dict.fromkeys(files.index[dataset.rows].tolist())]
 
 
@@ -244,11 +249,12 @@ def find_frames(
         dataset: Dataset of the episode.
         camera: Key of the camera.
         index: Index of the file.
-        episode: Number of the selected episode.
-        seconds: Times of the rows, (L,).
+        episode: Position of the episode among the selected episodes.
+        seconds: Times of the rows in seconds, shape (L,).
 
     Returns:
-        Packets, (L,), with `LACKING` for rows without a frame, and why the first of these has none. Empty if all have one.
+        Packets of shape (L,), which are `LACKING` for rows without a frame, and the reason why the first such row has none. The
+        reason is empty if all rows have a frame.
     """
     interval, timing = dataset.interval(camera, episode), dataset.timing(episode)
     packets = find_packets(index, interval, seconds, *timing)
@@ -260,7 +266,7 @@ def find_frames(
 
 
 def _rows_without_frames(dataset: Dataset, key: str, index: VideoIndex) -> tuple[str, ...]:
-    """Return why rows of the first episode in a video file have no frame in it. Empty if all have one."""
+    """Return why rows of the first episode in a video file have no frame. The result is empty if all rows have one."""
     episode = int(np.argmax(dataset.files(key) == dataset.table.video[key].paths.index(index.path)))
     try:
         rows = RowReader(dataset, keys=set(CLOCKS)).read(episode)[episode]
@@ -284,7 +290,7 @@ _CODECS = {
 
 
 def contradictions(dataset: Dataset, key: str, table: VideoIndex) -> tuple[str, ...]:
-    """Return the entries of `meta/info.json` on a camera's codec, frame size and fps that a file contradicts."""
+    """Return the entries of `meta/info.json` about a camera's codec, frame size and fps that contradict a file."""
     video, feature = describe_format(table.configs[0]), dataset.features[key]
     encoding: dict[str, Any] = next((feature[name] for name in ENCODING if isinstance(feature.get(name), dict)), {})
     codec = str(encoding.get("video.codec", video.codec)).lower()
@@ -309,7 +315,10 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None) -> C
     Args:
         tables: Indices of one or more files.
         store: Storage of the files.
-        gpu: CUDA device of the route. None for the CPU.
+        gpu: Index of the CUDA device for which the route is chosen. None for the CPU.
+
+    Returns:
+        The report. Its `files` and `bytes` are 0.
 
     Raises:
         DecodeError: If a sample description is broken.
@@ -317,7 +326,7 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None) -> C
     formats = [describe_format(config) for table in tables for config in table.configs]
     first = formats[0]
     route = choose("auto", gpu, first, tables[0], store)
-    # The last GOP of a file ends with the file.
+    # The end of a file cuts its last GOP short, so this GOP says nothing about the distance of keyframes.
     shortest = [int(table.gop_lengths[: max(len(table.keyframes) - 1, 1)].min()) for table in tables]
     reasons = ((table.path, refusal(gpu, describe_format(config), table)) for table in tables for config in table.configs)
     return CameraReport(

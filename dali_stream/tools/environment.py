@@ -1,4 +1,4 @@
-"""Versions, machine and memory of a measurement, for reports."""
+"""Versions, machine and memory use that reports of measurements contain."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 import dali_stream
 from dali_stream import process
 
-# An absolute path, or one in a home or outside the working folder: a whole string, a quoted part, or a word. Addresses
-# (https://...) do not match.
+# Matches a path that is absolute, or begins with ~ or `..`. The path may be a whole string, a quoted part of it, or a word.
+# Addresses (https://...) do not match.
 _BEGINS = r"(?:file://)?(?:~\w*|\.\.)?/(?!/)"
 _PATH = re.compile(
     rf"""\A{_BEGINS}[^:,;"'\n]*\Z|(?<=["']){_BEGINS}[^"'\n]*(?=["'])|(?<![\w/.\]-]){_BEGINS}[^\s"'`<>|,;:()\[\]{{}}]+"""
@@ -35,10 +35,10 @@ def report_json(report: dict[str, Any], indent: int | None = None) -> str:
 
 
 def without_folders(value: Any) -> Any:
-    """Return a copy of a JSON value whose paths of this machine are reduced to file names: "/data/g1" becomes "g1".
+    """Return a copy of a JSON value with the paths of this machine reduced to file names: "/data/g1" becomes "g1".
 
     Reports are published, and a path may name a user or a project. Relative paths inside the working folder and addresses
-    (https://, s3://, hf://) stay.
+    (https://, s3://, hf://) are not changed.
     """
     if isinstance(value, str):
         return _PATH.sub(lambda path: PurePosixPath(path[0]).name, value)
@@ -48,7 +48,7 @@ def without_folders(value: Any) -> Any:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, the decoding libraries and the program ffmpeg. None for those that are not installed."""
+    """Return the versions of Python, the decoding libraries and the program ffmpeg. A missing program or library is None."""
     import torch
     import torchcodec
 
@@ -81,7 +81,7 @@ def ffmpeg_program() -> str | None:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Return processor, cores that this process may use, platform and, for a device such as "cuda:0", the GPU's name."""
+    """Return the processor, the number of cores that this process may use, the platform, and the GPU of a CUDA device."""
     import torch
 
     return {
@@ -93,7 +93,11 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def memory_bytes(figure: str) -> int | None:
-    """Return the memory of this process in bytes: "VmRSS", now, or "VmHWM", its peak. None without /proc."""
+    """Return the memory of this process in bytes, or None without /proc.
+
+    Args:
+        figure: "VmRSS" for the current memory, or "VmHWM" for its peak.
+    """
     with contextlib.suppress(OSError):
         if kibibytes := re.search(rf"{figure}:\s*(\d+) kB", Path("/proc/self/status").read_text()):
             return int(kibibytes[1]) * 1024
@@ -107,12 +111,12 @@ def forget_peak() -> None:
 
 
 def peak_rss() -> int:
-    """Return the peak memory of this process in bytes, since its start or `forget_peak`."""
+    """Return the peak memory of this process since its start or the last `forget_peak`, in bytes."""
     return memory_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def gpu_bytes_used(gpu: int | None) -> int | None:
-    """Return the bytes in use on a GPU by all processes. None for the CPU."""
+    """Return the memory that all processes use on a GPU, in bytes. None for the CPU."""
     if gpu is None:
         return None
     import torch

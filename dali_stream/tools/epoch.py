@@ -24,13 +24,13 @@ def stream(
     Args:
         dataset: Demo dataset.
         batch_size, device, decode: See `Loader`.
-        progress: Function that is called as (samples delivered, number of samples).
+        progress: Function that is called after each batch as (samples delivered, number of samples).
 
     Returns:
-        The report, and the samples of the first batch.
+        The report as a dict for JSON, and the samples of the first batch.
 
     Raises:
-        DecodeError: If a frame of the first batch is not the frame of its row.
+        DecodeError: If a frame of the first batch is damaged, or is not the frame of its row.
     """
     environment.forget_peak()
     first: list[sheet.Sample] = []
@@ -53,7 +53,7 @@ def stream(
         limits = loader.bottleneck()
         stats, routes = loader.stats(), {key: dataclasses.asdict(route) for key, route in loader.routes.items()}
         device_used = str(batch["index"].device)
-    # Speed excludes the first batch, which includes startup and is reported separately.
+    # The rates exclude the first batch. Its time includes the startup, and is reported separately.
     timed = len(indices) - len(first) or len(indices)
     seconds = ends[-1] - (ends[0] if len(ends) > 1 else started)
     report = {
@@ -82,7 +82,7 @@ def stream(
 
 
 def _check_frames(dataset: Dataset, shown: list[sheet.Sample]) -> int:
-    """Compare the identities drawn into the frames with their rows. Return the number of frames."""
+    """Compare the identity drawn into each frame with the frame's row. Return the number of frames."""
     for number, camera in enumerate(dataset.cameras):
         try:
             identities = read_identities(np.concatenate([sample.strips[number].frames for sample in shown])).tolist()

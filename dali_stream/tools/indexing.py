@@ -1,4 +1,4 @@
-"""`index`: read the index of every file into the cache ahead of time."""
+"""`index`: reads the index of every file into the cache before training."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class IndexReport:
 
     Attributes:
         files: Number of video and Parquet files of the selected cameras and episodes.
-        fetched_bytes: Bytes from the network. If all files are cached, at most one byte of each, to check for changes.
-        cached_bytes: Bytes from the cache.
-        broken: Error of each file without a readable index.
+        fetched_bytes: Number of bytes read from the network. For a cached file, at most one byte is read, to check for changes.
+        cached_bytes: Number of bytes read from the cache.
+        broken: Error message of each file without a readable index, by path.
     """
 
     files: int
@@ -42,17 +42,16 @@ class IndexReport:
 
 
 def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, total: None) -> IndexReport:
-    """Read the index (`moov`) of each video file and the footer of each Parquet file through the dataset's cache, so that
-    training starts without waiting for them.
+    """Read the index (`moov`) of each video file and the footer of each Parquet file into the dataset's cache.
 
-    Files in the cache are not fetched again, so an interrupted run resumes.
+    Training then starts without waiting for them. What is cached is not fetched again, so an interrupted run resumes.
 
     Args:
         dataset: Remote dataset with a `cache_dir`.
-        progress: Function that is called as (files done, number of files), in the caller's thread.
+        progress: Function that is called in the caller's thread as (files done, number of files).
 
     Returns:
-        Number of files and bytes, and the broken files.
+        Numbers of files and bytes, and the broken files.
 
     Raises:
         ValueError: If the dataset is local.
@@ -82,7 +81,7 @@ def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, 
 
 
 def _jobs(dataset: Dataset) -> dict[str, Callable[[], object]]:
-    """Return the files of the selected cameras and episodes, each with the function that reads its index."""
+    """Return {path: function that reads the index} of the files of the selected cameras and episodes."""
     data = dataset.table.data
     jobs: dict[str, Callable[[], object]] = {}
     for number in dict.fromkeys(data.index[dataset.rows].tolist()):

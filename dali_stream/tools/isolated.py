@@ -1,4 +1,4 @@
-"""Calls of functions in a process of their own, since libraries may be missing, crash, hang or print anything."""
+"""Calls of functions in a separate process, since libraries may be missing, crash, hang or print anything."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from dali_stream import process
 
-_CRASH_S = 10.0  # for a process to end after a crash has closed its output
+_CRASH_S = 10.0  # time that a process has to end after a crash has closed its output
 Call = Callable[[], Any]
-"""Call in another process. It and its result must be picklable, such as `functools.partial(function, argument)`."""
+"""Function to call in another process, such as `functools.partial(function, argument)`. It and its result are pickled."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class Answer:
 
     Attributes:
         value: Value that the function returned. An empty dict after an error.
-        error: Message of the error. Empty if the call returned.
-        kind: Name of the exception, "crash", "hang", or "skipped" for calls after one of these. Empty if the call returned.
+        error: Error message. Empty if the call returned.
+        kind: Class name of the exception, or "crash", "hang", or "skipped" for a call that follows a crash or hang. Empty if
+            the call returned.
     """
 
     value: Any
@@ -45,8 +46,8 @@ class Called(NamedTuple):
     """Results of the calls in one process.
 
     Attributes:
-        answers: One per call.
-        ended: How the process ended. Empty for exit code 0.
+        answers: Results in the order of the calls.
+        ended: Description of how the process ended. Empty for exit code 0.
         stderr: Text that the process wrote to stderr.
     """
 
@@ -58,13 +59,16 @@ class Called(NamedTuple):
 def call(calls: Sequence[Call], limit_s: float, exit_s: float = 0.0) -> Called:
     """Call functions one after the other in a new process.
 
-    Each answer arrives as soon as it is known, so a crash or hang loses only the answers after it. The process belongs to the
-    group of this one, so that Ctrl-C ends it too.
+    The process sends each answer at once, so a crash or hang loses only the answers after it. The new process stays in the
+    process group of this one, so Ctrl-C ends both.
 
     Args:
         calls: Functions to call.
-        limit_s: Maximum time of all calls, in seconds.
-        exit_s: Time that the process has to end by itself after the last answer, in seconds. Then it is killed.
+        limit_s: Time limit of all calls together, in seconds.
+        exit_s: Time that the process has to end by itself after the last answer, in seconds. Then it is killed. Default: 0.
+
+    Returns:
+        One answer per call, and how the process ended.
     """
     hung = threading.Event()
 
@@ -82,10 +86,10 @@ def call(calls: Sequence[Call], limit_s: float, exit_s: float = 0.0) -> Called:
         timer.start()
         try:
             with contextlib.suppress(BrokenPipeError), child.stdin as requests:
-                # Pickled one by one: a function whose module cannot be imported is the failure of its call alone.
+                # Each function is pickled separately, so that a module that cannot be imported fails only its own call.
                 pickle.dump([pickle.dumps(each) for each in calls], requests)
             answers: list[Answer] = []
-            with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the end of a process that crashed
+            with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the process has crashed
                 while len(answers) < len(calls):
                     answers.append(Answer(*pickle.load(child.stdout)))
             ended = _wait(child, exit_s if len(answers) == len(calls) else _CRASH_S)
@@ -102,7 +106,12 @@ def call(calls: Sequence[Call], limit_s: float, exit_s: float = 0.0) -> Called:
 
 
 def call_each(calls: Sequence[Call], limit_s: float) -> list[Answer]:
-    """Return the answers to independent calls. Those after a crash or hang are called in another process."""
+    """Return the answers to independent calls. After a crash or hang, another process continues with the next call.
+
+    Args:
+        calls: Functions to call.
+        limit_s: Time limit of each process, in seconds.
+    """
     answers: list[Answer] = []
     while len(answers) < len(calls):
         answers += [answer for answer in call(calls[len(answers) :], limit_s).answers if answer.kind != "skipped"]
@@ -110,7 +119,7 @@ def call_each(calls: Sequence[Call], limit_s: float) -> list[Answer]:
 
 
 def _wait(child: subprocess.Popen[bytes], limit_s: float) -> str:
-    """Wait for the end of a process. Return how it ended, empty for exit code 0."""
+    """Wait until a process ends. Return how it ended, or an empty string for exit code 0."""
     try:
         code = child.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -121,10 +130,11 @@ def _wait(child: subprocess.Popen[bytes], limit_s: float) -> str:
 
 
 def _main() -> None:
-    """Answer the calls on stdin, in the child. Libraries print to stderr instead of stdout."""
+    """Answer the calls on stdin, in the child process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     calls = pickle.load(sys.stdin.buffer)
     with os.fdopen(os.dup(1), "wb") as answers:
+        # Only answers may reach the pipe. What libraries print to stdout goes to stderr.
         os.dup2(2, 1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for each in calls:

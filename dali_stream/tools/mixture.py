@@ -1,4 +1,4 @@
-"""Describes the datasets of a mixture: the share of each, and the features in which they differ."""
+"""Description of a mixture: the share of each dataset, and the features in which the datasets differ."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dali_stream.lerobot.common import common, described
 from dali_stream.lerobot.dataset import NEEDED
 from dali_stream.mixture import Mixture, check_names
 
-MOST = 10  # times as many passes as another dataset, without a warning
-_NAMED = 5  # datasets in the warning
+MOST = 10  # ratio of passes of two datasets above which a warning is given
+_NAMED = 5  # maximum number of datasets that the warning names
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,9 @@ class PartReport:
 
     Attributes:
         frames: Number of frames that can be sampled.
-        share: Share of the samples of an epoch.
-        passes: Average number of times that an epoch shows each of its frames.
+        hours: Duration of these frames, in hours.
+        share: Fraction of the samples of an epoch that come from this dataset.
+        passes: Mean number of times that an epoch samples each frame.
     """
 
     uri: str
@@ -40,12 +41,13 @@ class MixtureReport:
     """The datasets of a mixture.
 
     Attributes:
-        kind: "union", "repeats", "weights" or "temperature".
+        kind: Rule that determines the shares: "union", "repeats", "weights" or "temperature".
         epoch_samples: Number of samples per epoch.
-        differences: Feature of each dataset, for each common key in which datasets differ. None if a dataset lacks the key.
-        conflicts: Keys of these whose features cannot be one feature.
-        sizes: Keys of these that are cameras with frames of several sizes.
-        warning: Datasets that an epoch repeats more than 10 times as often as another. Empty if it repeats none.
+        differences: {key: {dataset: feature as text}} of the keys in which datasets differ. None if a dataset lacks the key.
+        conflicts: Keys of `differences` whose features cannot be combined.
+        sizes: Keys of `differences` that are cameras with frames of several sizes.
+        warning: Warning about datasets whose frames an epoch repeats more than 10 times as often as those of another dataset.
+            Empty if there is no such dataset.
     """
 
     kind: str
@@ -58,12 +60,15 @@ class MixtureReport:
 
 
 def describe_mixture(datasets: Mapping[str, Dataset], keys: Mapping[str, Mapping[str, str]], **shares: Any) -> MixtureReport:
-    """Describe datasets that may differ in anything.
+    """Describe the mixture of some datasets, even if their features cannot be combined.
 
     Args:
         datasets: Datasets by name.
         keys: See `Mixture`.
-        shares: Other arguments of `Mixture`.
+        shares: Arguments of `Mixture` that determine the shares.
+
+    Returns:
+        The share of each dataset, and the differences between their features.
 
     Raises:
         ValueError: If an argument is invalid.
@@ -73,7 +78,7 @@ def describe_mixture(datasets: Mapping[str, Dataset], keys: Mapping[str, Mapping
         {key: dataset.features[own] for key, own in own_keys(name, dataset, keys.get(name, {})).items()}
         for name, dataset in datasets.items()
     ]
-    # Datasets need not fit together for their shares.
+    # `Mixture` refuses features that cannot be combined, so the shares are computed without any optional feature.
     bare = {name: dataset.without([key for key in dataset.features if key not in NEEDED]) for name, dataset in datasets.items()}
     shared = Mixture(bare, **shares).shares
     parts = {
@@ -113,7 +118,7 @@ def describe_mixture(datasets: Mapping[str, Dataset], keys: Mapping[str, Mapping
 
 
 def _repeated(parts: Mapping[str, PartReport]) -> str:
-    """Return a warning about datasets that an epoch repeats much more often than others, or an empty text."""
+    """Return a warning about datasets that an epoch repeats much more often than others, or an empty string."""
     least = min(parts, key=lambda name: parts[name].passes)
     times = {name: part.passes / parts[least].passes for name, part in parts.items()}
     often = sorted((name for name in parts if times[name] > MOST), key=lambda name: -times[name])

@@ -1,4 +1,4 @@
-"""Positions at which a run has seen an episode, from the order alone: no frame is read."""
+"""Positions at which a run has seen an episode. They are computed from the order, without reading a frame."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Place(NamedTuple):
-    """A place in a run: after the batches that end at this position of the epoch."""
+    """Point in a run between two batches: all samples before this position of the epoch are delivered."""
 
     epoch: int
     position: int
@@ -31,14 +31,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """The frames of an episode that one epoch has shown.
+    """Frames of an episode that one epoch has delivered.
 
     Attributes:
         epoch: Number of the epoch.
-        positions: Positions in the epoch's order at which a frame of the episode was delivered, rising.
-        frames: Frame within the episode at each position.
-        padded: Positions of these that also filled up the last batch of the epoch (`last_batch="pad"`), as often as they did.
-        steps: Step of the training at each position, from 1. None if no log says it.
+        positions: Positions in the epoch's order at which a frame of the episode was delivered, in increasing order.
+        frames: Index of the frame within the episode at each position.
+        padded: Positions whose sample was delivered again to complete the last batch (`last_batch="pad"`). A position is
+            repeated if its sample was.
+        steps: Training step at each position, counted from 1. None if it cannot be determined from a log.
     """
 
     epoch: int
@@ -55,9 +56,9 @@ class Receipt:
     Attributes:
         episode: Index of the episode.
         dataset: Name of its dataset in the run's mixture. Empty for a run with one dataset.
-        until: Epoch and position up to which the run was looked at.
+        until: (epoch, position) at which the receipt ends.
         selected: Whether the run's selection contains the episode.
-        epochs: The epochs that have shown the episode.
+        epochs: Samples by epoch. Epochs without a sample of the episode are omitted.
     """
 
     episode: int
@@ -72,7 +73,7 @@ class Receipt:
         return sum(len(seen.positions) + len(seen.padded) for seen in self.epochs)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the receipt for JSON."""
+        """Return the receipt as a dict for JSON."""
         return asdict(self) | {"samples": self.samples}
 
 
@@ -86,24 +87,28 @@ def receipt(
     dataset: Dataset | Mixture | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Receipt:
-    """Return at which positions of which epochs a run has seen an episode.
+    """Return the epochs and positions at which a run has seen an episode.
 
-    It follows from the order, in a few milliseconds per epoch. If the run was resumed with another global batch, the end of an
-    epoch that fills no batch may be another one than in `config`.
+    They are computed from the order, in a few milliseconds per epoch. If the run was resumed with another global batch size,
+    the positions that an epoch drops or pads at its end may differ from the result.
 
     Args:
-        config: Result of `Loader.describe`, or the content of a file of `Loader.save`.
+        config: Result of `Loader.describe`, or the content of a file written by `Loader.save`.
         episode: Index of the episode in its dataset.
-        until: State of the Loader up to which the run is looked at. Default: that in `config`, or else the last one in `log`.
-        log: `metrics.jsonl` of `train.py`: JSON lines with `step`, and `epoch` and `position` after it. Default: no steps.
-        mixed: Name of the episode's dataset, if the run has a mixture.
-        dataset: Opened dataset of the run, see `batch_at`.
-        progress: Function called as (epochs done, number of epochs).
+        until: State of the Loader at which the receipt ends. Default: the state in `config`, or else the last entry of `log`.
+        log: Path of the `metrics.jsonl` of `train.py`. Its lines are JSON objects with `step`, and with the `epoch` and
+            `position` after that step. Default: None, and the steps are unknown.
+        mixed: Name of the episode's dataset in the run's mixture. Default: "", for a run with one dataset.
+        dataset: Opened dataset of the run. See `batch_at`.
+        progress: Function that is called as (epochs done, number of epochs).
+
+    Returns:
+        The samples of the episode, by epoch.
 
     Raises:
-        ValueError: If the run has no such dataset or episode, or neither a state nor a log says how far it came.
+        ValueError: If the run has no such dataset or episode, or if neither a state nor a log says where the run ended.
         ResumeError: If the dataset has changed, or another version of dali_stream wrote `config`.
-        DatasetError, StorageError: See `Dataset`.
+        DatasetError, StorageError: If the dataset cannot be read. See `Dataset`.
     """
     described = run_config.checked(config)
     entries = [] if log is None else _entries(Path(log))
@@ -134,6 +139,7 @@ def receipt(
         positions, frames = orders.of(epoch, arguments).find(place)
         whole = epoch < end.epoch
         shown = positions < (_delivered(batches) if whole else end.position)
+        # An epoch has been padded only if its last batch was delivered.
         padded = _padded(batches, positions) if whole or not batches.count(end.position) else []
         if shown.any():
             positions, frames = positions[shown], frames[shown]
@@ -144,7 +150,7 @@ def receipt(
 
 
 def _end(state: Mapping[str, Any] | None, entries: list[tuple[Place, int]]) -> Place:
-    """Return how far the run came."""
+    """Return the place at which the run ended."""
     if state is not None:
         return Place(state["epoch"], state["position"])
     if not entries:
@@ -153,7 +159,10 @@ def _end(state: Mapping[str, Any] | None, entries: list[tuple[Place, int]]) -> P
 
 
 def _place(dataset: Dataset | Mixture, name: str, episode: int) -> int | None:
-    """Return the number of an episode among those of the order. None if the run's selection does not contain it."""
+    """Return the position of an episode among the episodes of the order. None if the run does not select it.
+
+    In a mixture, the order counts the selected episodes of one dataset after the other.
+    """
     before, part = 0, dataset
     if isinstance(dataset, Mixture):
         if name not in dataset.datasets:
@@ -173,28 +182,32 @@ def _place(dataset: Dataset | Mixture, name: str, episode: int) -> int | None:
 
 
 def _delivered(batches: Batches) -> int:
-    """Return the number of positions of a whole epoch that are delivered."""
+    """Return the number of positions that a whole epoch delivers."""
     return batches.span((batches.count(0) - 1) * batches.stride)[1]
 
 
 def _padded(batches: Batches, positions: Int64) -> list[int]:
-    """Return the positions that also fill up the last batch of an epoch. Each rank takes its first samples of the epoch."""
+    """Return the positions that are delivered again to complete the last batch of an epoch, once per repetition.
+
+    Each rank completes its batch with its own first samples of the epoch. If these are too few, it starts over, so a position
+    can be repeated several times.
+    """
     world, rest = batches.world_size, batches.frames % batches.stride
     if batches.last_batch != "pad" or not rest:
         return []
     padded = []
     for position in positions.tolist():
         number, rank = divmod(position, world)
-        own = -((rank - batches.frames) // world)  # samples of the rank in the epoch
-        missing = batches.batch_size + (rank - rest) // world  # of its last batch
+        own = -((rank - batches.frames) // world)  # samples of the rank in the epoch, rounded up
+        missing = batches.batch_size + (rank - rest) // world  # samples that the rank's last batch lacks
         padded += [position] * (-((number - missing) // own) if number < missing else 0)
     return padded
 
 
 def _entries(log: Path) -> list[tuple[Place, int]]:
-    """Return places and steps in a log. Raises ValueError."""
+    """Return the place and the step of each entry of a log. Raises ValueError if the log cannot be read."""
     try:
-        lines = log.read_text().split("\n")[:-1]  # without a line that a kill cut off
+        lines = log.read_text().split("\n")[:-1]  # a last line without an end was cut off when the run was killed
     except OSError as error:
         raise ValueError(f"log must be a file that can be read, got {str(log)!r}: {error.strerror}") from None
     entries = []
@@ -209,10 +222,11 @@ def _entries(log: Path) -> list[tuple[Place, int]]:
 
 
 def _steps(entries: list[tuple[Place, int]], batches: Batches, epoch: int, positions: Int64) -> list[int | None]:
-    """Return the step of each position of an epoch: counted in batches from the entry before it.
+    """Return the training step of each position of an epoch.
 
-    None for all positions between two entries that are not as many steps apart as batches, such as after a resume with another
-    global batch.
+    The step is that of the log entry before the position, plus the number of batches since then. It is None for positions
+    between two entries whose distance in steps differs from their distance in batches. This happens, for example, if a run was
+    resumed with another global batch size.
     """
     known = [(Place(0, 0), 0), *entries]
     places = [place for place, _ in known]
@@ -222,6 +236,7 @@ def _steps(entries: list[tuple[Place, int]], batches: Batches, epoch: int, posit
         place, step = known[after - 1]
         agrees = after == len(known) or known[after][1] - step == _apart(batches, place, known[after][0])
         start = place if place.epoch == epoch else Place(epoch, 0)
+        # With last_batch="partial", the last batch may be longer than the stride. Its number is therefore clamped.
         number = min((position - start.position) // batches.stride, batches.count(start.position) - 1)
         steps.append(step + _apart(batches, place, start) + number + 1 if agrees else None)
     return steps or [None] * len(positions)

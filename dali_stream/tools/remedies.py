@@ -1,8 +1,8 @@
-"""Why a loader is slow, and the predicted effect of each remedy.
+"""`why`: why a loader is slow, and the predicted effect of each remedy.
 
-A part of the dataset is streamed to measure the work of a batch on this machine. The loader's schedule is replayed for the
-whole dataset to count the decoded frames. The model of `pipeline.model` turns both into batches per second. A remedy that
-changes the work of a frame, such as another codec, is measured on the same part of the dataset.
+A part of the dataset is streamed to measure the work per batch on this machine. The loader's schedule is replayed for the
+whole dataset to count the decoded frames. The model of `pipeline.model` computes batches per second from both. A remedy that
+changes the work per frame, such as another codec, is measured on a part of the dataset.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from dali_stream.tools.preparation import prepare
 if TYPE_CHECKING:
     from dali_stream.pipeline.config import Config
 
-_BATCHES = 32  # batches of the measured part of the dataset
-_PREPARED = 6  # batches of the part that is rewritten to measure a remedy
-_LATER = 3  # measured epochs after the first
+_BATCHES = 32  # size of the measured part of the dataset, in batches
+_PREPARED = 6  # size of the part that is rewritten to measure a remedy, in batches
+_LATER = 3  # number of measured epochs after the first
 _SHORT = 2  # GOP of `prepare --for cpu`
 
 
@@ -43,8 +43,8 @@ class Speed:
     """Predicted speed of a loader in an epoch.
 
     Attributes:
-        batches_per_s: Batches per second, if training takes no time.
-        limit: Resource that works longest: "decode threads", "planner", "copying", "CPU cores" or "network".
+        batches_per_s: Batches per second if the training step takes no time.
+        limit: Resource that limits the speed: "decode threads", "planner", "copying", "CPU cores" or "network".
         decodes: Number of frames decoded per delivered frame.
     """
 
@@ -55,15 +55,15 @@ class Speed:
 
 @dataclass(frozen=True)
 class Remedy:
-    """Change of a loader, and its predicted effect.
+    """Change to a loader, and its predicted effect.
 
     Attributes:
-        name: What to change.
-        price: What it costs.
+        name: Description of the change, such as "num_threads=8".
+        price: Cost of the change, such as memory or disk space.
         first, later: Predicted speed in the first epoch, and in each epoch after it.
-        gain: Batches per second of the run with it, divided by those without it.
+        gain: Batches per second of the run after the change, divided by those before it.
         loader: Arguments of the Loader that change.
-        prepare: Arguments of `prepare`, if the dataset is rewritten.
+        prepare: Arguments of `prepare` if the dataset is rewritten. Otherwise empty.
     """
 
     name: str
@@ -81,9 +81,9 @@ class WhyReport:
 
     Attributes:
         first, later: Predicted speed in the first epoch, and in each epoch after it.
-        needed: Batches per second that the model needs. None if unknown.
+        needed: Batches per second that the training step can consume. None if the time of a step is unknown.
         epochs: Number of epochs of the run.
-        remedies: Remedies by falling gain.
+        remedies: Remedies in decreasing order of gain.
     """
 
     first: Speed
@@ -93,19 +93,19 @@ class WhyReport:
     remedies: list[Remedy]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report for JSON."""
+        """Return the report as a dict for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class _Epoch:
-    """Measured batches of a kind of epoch.
+    """Mean of the measured batches of first epochs, or of later ones.
 
     Attributes:
         seconds: Seconds per batch.
-        work: Work of a batch.
+        work: Work per batch.
         decodes: Number of frames decoded per delivered frame.
-        fetched: Bytes that are read over the network per sample.
+        fetched: Bytes per sample that are read over the network.
     """
 
     seconds: float
@@ -116,7 +116,7 @@ class _Epoch:
 
 @dataclass(frozen=True)
 class _Measured:
-    """Measured first epoch of a part of a dataset, and the epochs after it."""
+    """Measurements of the first epoch of a part of a dataset, and of the epochs after it."""
 
     first: _Epoch
     later: _Epoch
@@ -125,13 +125,14 @@ class _Measured:
         """Return the predicted speeds of the first epoch and of later ones.
 
         Args:
-            decodes: Frames decoded per delivered frame, for the whole dataset.
-            change: Function that returns the work after a remedy.
+            decodes: Number of frames decoded per delivered frame, for the whole dataset.
+            change: Function that takes the work before a remedy, and returns the work after it. Default: no change.
         """
         return self._speed(decodes.first, change), self._speed(decodes.later, change)
 
     def _speed(self, decodes: float, change: Callable[[Work], Work]) -> Speed:
-        # An epoch that decodes is predicted from one that decodes, in proportion.
+        # The measured part may fit in memory although the whole dataset does not. Its later epochs then decode nothing, and
+        # an epoch that decodes can only be predicted from the first one, by scaling the decode work.
         epoch = self.later if decodes == 0 or self.first.decodes == 0 else self.first
         then = change(epoch.work.scaled(decode=decodes / epoch.decodes if epoch.decodes else 1.0))
         return Speed(1 / predicted(epoch.seconds, epoch.work, then), then.limit, decodes)
@@ -148,16 +149,19 @@ def why(
 ) -> WhyReport:
     """Measure a loader, and predict the effect of remedies.
 
-    Streams a part of the dataset for some seconds. To measure `prepare`, a few of its episodes are rewritten into a temporary
-    folder. The training step is assumed to run on a GPU, so it leaves the CPU to the loader.
+    The function streams a part of the dataset. To measure `prepare`, it rewrites a few episodes into a temporary folder. It
+    assumes that the training step runs on a GPU, so that the loader has the CPU to itself.
 
     Args:
-        uri: The dataset.
-        step_s: Seconds of a training step without loading. None if unknown.
-        epochs: Number of epochs of the run, from which the gain of a remedy is computed.
+        uri: Address of the dataset.
+        step_s: Duration of a training step without loading, in seconds. Default: None, for an unknown duration.
+        epochs: Number of epochs of the run, which determines the gain of a remedy. Default: 10.
         dataset: Other arguments of the `Dataset`.
-        loader: Other arguments of the `Loader`.
-        progress: Called with a description of each measurement.
+        loader: Arguments of the `Loader`.
+        progress: Function that is called with a description of each measurement.
+
+    Returns:
+        The speed of the loader as it is, and the remedies that apply.
 
     Raises:
         ValueError: If an argument is invalid, or the dataset has fewer frames than two batches.
@@ -173,7 +177,7 @@ def why(
 
 
 def _seconds(first: Speed, later: Speed, epochs: int) -> float:
-    """Return the average seconds per batch in a run of several epochs."""
+    """Return the mean seconds per batch in a run of several epochs."""
     return (1 / first.batches_per_s + (epochs - 1) / later.batches_per_s) / epochs
 
 
@@ -181,15 +185,15 @@ class _Study:
     """Measurements of a loader with different arguments.
 
     Args:
-        uri: The dataset.
+        uri: Address of the dataset.
         dataset_arguments: Other arguments of the Dataset.
         options: Arguments of the Loader.
-        whole: The dataset.
-        full: Loader of the dataset, which is not iterated.
-        progress: Called with a description of each measurement.
+        whole: Opened dataset.
+        full: Loader of the whole dataset. It is only inspected, and not iterated.
+        progress: Function that is called with a description of each measurement.
 
     Attributes:
-        base: Measurement of the loader as it is.
+        base: Measurement of the loader without a remedy.
     """
 
     def __init__(
@@ -205,10 +209,10 @@ class _Study:
         )
 
     def decodes(self, gop: int | None = None, **changed: Any) -> Decodes:
-        """Return the frames decoded per delivered frame of the whole dataset, by replaying the schedule.
+        """Replay the schedule for the whole dataset, and return the number of frames decoded per delivered frame.
 
         Args:
-            gop: Number of frames of each GOP after a rewrite. None for those of the dataset.
+            gop: GOP length after a rewrite, in frames. Default: the GOPs of the dataset.
             changed: Arguments of the Loader that change.
         """
         if not changed:
@@ -217,10 +221,10 @@ class _Study:
             return decodes_of(loader._config, self._on_cpu, gop)
 
     def remedies(self, later: Speed) -> Iterator[Remedy]:
-        """Yield the remedies that apply, without their gains.
+        """Yield the remedies that apply. Their gains are computed later.
 
         Args:
-            later: Predicted speed of later epochs as they are.
+            later: Predicted speed of later epochs without a remedy.
         """
         config, base, now, count = self._config, self.base, self.decodes(), cores()
         for budget in (2 * config.memory_budget, 4 * config.memory_budget):
@@ -254,7 +258,7 @@ class _Study:
             yield from self._rewritten()
 
     def _rewritten(self) -> Iterator[Remedy]:
-        """Yield remedies that rewrite the dataset, measured on a small part of it."""
+        """Yield the remedies that rewrite the dataset. They are measured on a small part of it."""
         size, part = self._config.image_size, self._part(_PREPARED)
         smaller = size is not None and any(self._whole.picture_size(camera) != size for camera in self._whole.videos)
         kinds: list[dict[str, Any]] = [{"for_": "cpu"}, {"for_": "cpu", "size": size}]
@@ -279,24 +283,26 @@ class _Study:
             yield Remedy(name, price, *speeds, prepare=options)
 
     def _over_the_network(self, sample_bytes: float, work: Work) -> Work:
-        """Return the work of a batch that was measured on the disk if its bytes come over the same network as now.
+        """Return the work of a batch if its bytes were read over the network of the original dataset.
+
+        The rewritten part is on the local disk. Its time on the network is that of the original, in proportion to the bytes.
 
         Args:
-            sample_bytes: Bytes of encoded video per sample.
-            work: Measured work.
+            sample_bytes: Bytes of encoded video per sample of the rewritten part.
+            work: Work that was measured on the local disk.
         """
         now = self.base.first
         network = now.work.network * sample_bytes / now.fetched if now.fetched and work.decode else 0.0
         return replace(work, network=network)
 
     def _part(self, batches: int) -> list[int]:
-        """Return the first episodes that have the frames of a number of batches."""
+        """Return the first episodes that together have the frames of a number of batches."""
         frames = self._whole.lengths.cumsum()
         count = int((frames <= batches * self._config.batches.batch_size).sum()) + 1
         return [int(episode) for episode in self._whole.episodes[:count]]
 
     def _changed(self, **changed: Any) -> _Measured:
-        """Return a measurement with other arguments of the Loader."""
+        """Return a measurement with one changed argument of the Loader."""
         [(name, value)] = changed.items()
         return self._streamed(
             f"streaming with {name}={value!r}", self._dataset_arguments | {"episodes": self._part(_BATCHES)}, changed
@@ -309,13 +315,13 @@ class _Study:
         changed: Mapping[str, Any] | None = None,
         uri: str | os.PathLike[str] | None = None,
     ) -> _Measured:
-        """Stream several epochs, the first one several times if it has few batches.
+        """Measure a first epoch and later epochs. If an epoch has few batches, repeat this with new Loaders.
 
         Args:
             name: Description of the measurement.
             dataset_arguments: Arguments of the Dataset.
             changed: Arguments of the Loader that change.
-            uri: Another dataset.
+            uri: Address of another dataset. Default: the dataset of this study.
         """
         self._progress(name)
         options = self._options | {"last_batch": "drop"} | dict(changed or {})
@@ -334,7 +340,7 @@ class _Study:
 
 
 def _growth(loader: Loader, epochs: int) -> dict[str, float]:
-    """Return how the counters of a loader grow in some epochs, after their first batch, whose time includes starting."""
+    """Return the growth of a loader's counters over some epochs. The first batch is excluded, since it includes the startup."""
     seen: dict[str, float] = {}
     for _ in range(epochs):
         for _ in loader:
@@ -344,7 +350,7 @@ def _growth(loader: Loader, epochs: int) -> dict[str, float]:
 
 
 def _epoch(config: Config, growths: list[dict[str, float]]) -> _Epoch:
-    """Return the average batch of some measurements."""
+    """Return the mean batch of some measurements."""
     growth = {key: sum(each[key] for each in growths) for key in growths[0]}
     work = work_of(growth, config.num_threads, cores(), config.dataset.data_store.remote)
     seconds = (growth["wait_s"] + growth["training_s"]) / growth["batches"]
@@ -353,5 +359,5 @@ def _epoch(config: Config, growths: list[dict[str, float]]) -> _Epoch:
 
 
 def _threads() -> ThreadPoolExecutor:
-    """Return the executor of a rewrite. A few files are written sooner by threads than by new processes."""
+    """Return the executor of a rewrite. For a few files, starting processes would take longer than it saves."""
     return ThreadPoolExecutor(cores())

@@ -1,7 +1,7 @@
-"""Contact sheets: a batch as the model sees it, in native pixels, captioned with task and indices.
+"""Contact sheets: a batch as the model sees it, without scaling, captioned with task and indices.
 
-Each sample is a cell: its cameras side by side, each camera's window as a strip of frames. The PNG's text chunk
-`dali_stream` holds the place of each frame or panel as JSON.
+Each sample is a cell. Its cameras are side by side, and each camera's window is a strip of frames. The PNG has a text chunk
+`dali_stream`, which contains the position of each frame and plot as JSON.
 
     top                 side
     -0.1 s    now       -0.1 s    now
@@ -14,7 +14,7 @@ Each sample is a cell: its cameras side by side, each camera's window as a strip
     Push the red block to the goal on the left.
     episode 3 · frame 57 · index 412
 
-Of datasets without cameras, `episodes` returns whole episodes, whose state and action are plotted over time.
+For datasets without cameras, `episodes` returns whole episodes, whose state and action are plotted over time.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from dali_stream.mixture import Mixture
 from dali_stream.tools.work import spread
 
 MARGIN, CELL_GAP, CAMERA_GAP, STEP_GAP = 20, 24, 12, 3
-LEAST_CELL = 320  # wide enough for the line of indices
-TITLE, TEXT, SMALL = 20, 15, 13  # font sizes; a line is a third higher
+LEAST_CELL = 320  # minimum width of a cell, which fits the line with the indices
+TITLE, TEXT, SMALL = 20, 15, 13  # font sizes in pixels; a line is a third higher
 BACKGROUND, BRIGHT, PLAIN, DIM, PAD = "#14161a", "#ffffff", "#d5d8de", "#8d939e", "#f0a63c"
-_MOST_LINES = 3  # of a task
-_WIDEST = 2400  # pixels of a sheet of several columns
+_MOST_LINES = 3  # maximum number of lines of a task
+_WIDEST = 2400  # maximum width of a sheet with several columns, in pixels
 _COLOURS = ("#4c9be8", "#f0a63c", "#5fc27e", "#e2657b", "#b48ce0", "#43c2c7", "#d6c24a", "#9aa3b2")
 _MOST_FEATURES = 6
-_STRIP_HEIGHT, _PLOT_HEIGHT = 56, 150  # of a plot below the frames of a sample, and of one without frames
+_STRIP_HEIGHT, _PLOT_HEIGHT = 56, 150  # heights of a plot: below frames, and of a sample without frames
 
 Frames = npt.NDArray[np.uint8]
 
@@ -55,9 +55,9 @@ class Strip:
     """One camera's window.
 
     Attributes:
-        frames: Frames, shape (T, H, W, 3).
-        seconds: Time of each step.
-        marks: Per step, "pad" outside the episode, "missing" if the dataset lacks the camera, or "".
+        frames: Frames, uint8, shape (T, H, W, 3).
+        seconds: Time of each step relative to the current frame, in seconds.
+        marks: Label of each step: "pad" outside the episode, "missing" if the dataset lacks the camera, or "".
     """
 
     camera: str
@@ -68,11 +68,11 @@ class Strip:
 
 @dataclass(frozen=True)
 class Values:
-    """The window of one feature in numbers, plotted below the frames.
+    """The window of one numeric feature, plotted below the frames.
 
     Attributes:
         numbers: Values of shape (T, D).
-        seconds: Time of each step.
+        seconds: Time of each step relative to the current frame, in seconds.
         padded: Whether each step is outside the episode.
     """
 
@@ -84,7 +84,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Sample:
-    """The content of a cell. `dataset` is empty without a mixture."""
+    """Content of a cell. `dataset` is empty if the batch is not from a mixture."""
 
     strips: tuple[Strip, ...]
     values: tuple[Values, ...]
@@ -104,7 +104,7 @@ def samples(
         batch: Batch of a Loader. Frames are uint8 or floats in [0, 1], of shape (B, C, H, W) or (B, T, C, H, W).
         cameras: Keys of the frames to show.
         windows: Argument `delta_timestamps` of the Loader.
-        plots: Keys of the features to plot below the frames.
+        plots: Keys of the features to plot below the frames. Default: none.
     """
     count = len(batch["index"])
     strips = list(zip(*(_strips(batch, camera, tuple(windows.get(camera, (0.0,)))) for camera in cameras), strict=True))
@@ -116,7 +116,7 @@ def samples(
 
 
 def image_keys(batch: Mapping[str, Any], dataset: Dataset | Mixture) -> list[str]:
-    """Return the keys of a batch that hold images: of cameras, and of outputs that a `dali_graph` has added."""
+    """Return the keys of the images in a batch: cameras, and images that a `dali_graph` has added."""
 
     def is_image(value: Any) -> bool:
         return getattr(value, "ndim", 0) in (4, 5) and value.shape[-3] in (1, 3, 4)
@@ -126,13 +126,13 @@ def image_keys(batch: Mapping[str, Any], dataset: Dataset | Mixture) -> list[str
 
 
 def _padding(batch: Mapping[str, Any], key: str, steps: int) -> list[list[bool]]:
-    """Return whether each step of each sample is outside the episode."""
+    """Return for each step of each sample whether it is outside the episode."""
     mask = batch.get(f"{key}_is_pad")
     return [[False] * steps] * len(batch["index"]) if mask is None else mask.tolist()
 
 
 def _values(batch: Mapping[str, Any], key: str, seconds: tuple[float, ...]) -> list[Values]:
-    """Return the values of a feature (B, ...), or (B, T, ...) if it has a window."""
+    """Return the values of a feature of shape (B, ...), or (B, T, ...) if it has a window."""
     numbers = batch[key].cpu().double().numpy().reshape(len(batch[key]), len(seconds), -1)
     masks = _padding(batch, key, len(seconds))
     return [Values(key, each.copy(), seconds, tuple(mask)) for each, mask in zip(numbers, masks, strict=True)]
@@ -164,7 +164,7 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = 
         path: Path of the PNG.
         title: Title of the sheet.
         shown: Samples of one batch, or from `episodes`.
-        columns: Number of columns. Default: so that the sheet is nearest to 4:3, up to a width of 2400 pixels.
+        columns: Number of columns. Default: the number that brings the sheet closest to 4:3, within a width of 2400 pixels.
 
     Raises:
         DaliStreamError: If the PNG cannot be written.
@@ -177,7 +177,7 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = 
         for feature in zip(*(sample.values for sample in shown), strict=True)
     ]
     plot_height = _STRIP_HEIGHT if strips else _PLOT_HEIGHT
-    plots = max((strip.frames.shape[1] + 6 for strip in strips), default=0)  # below the top of a cell
+    plots = max((strip.frames.shape[1] + 6 for strip in strips), default=0)  # distance of the plots from the top of a cell
     captions = plots + len(ranges) * (line(SMALL) + plot_height + 6)
     height = captions + 2 + max(map(len, tasks)) * line(TEXT) + line(SMALL)
     windowed = any(strip.seconds != (0.0,) for strip in strips)
@@ -214,18 +214,18 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = 
 
 
 class _Page:
-    """An image, and functions that draw on it. Those of `Iterator` yield what they have drawn, and where."""
+    """An image, and methods that draw on it. Iterators yield the key and the box of each frame or plot they have drawn."""
 
     def __init__(self, size: tuple[int, int]) -> None:
         self.image = Image.new("RGB", size, BACKGROUND)
         self._pen = ImageDraw.Draw(self.image)
 
     def text(self, left: int, top: int, text: str, colour: str, size: int, width: int) -> None:
-        """Draw a line of text, with an ellipsis if it is wider than `width` pixels."""
+        """Draw a line of text. If it is wider than `width` pixels, it is cut and gets an ellipsis."""
         self._pen.text((left, top), _cut(text, width, size), colour, font(size))
 
     def draw_header(self, strips: Sequence[Strip], left: int, top: int, windowed: bool) -> None:
-        """Draw the names of the cameras, and below them the seconds of the steps."""
+        """Draw the names of the cameras, and below them the times of the steps if `windowed`."""
         for strip in strips:
             width, step_width = _width(strip), strip.frames.shape[2]
             short = strip.camera if font(SMALL).getlength(strip.camera) <= width else strip.camera.rpartition(".")[2]
@@ -252,7 +252,7 @@ class _Page:
     def draw_values(
         self, values: Sequence[Values], ranges: Sequence[tuple[float, float]], left: int, top: int, width: int, height: int
     ) -> Iterator[dict[str, Any]]:
-        """Plot the values of a sample over the steps of their windows, or one bar per dimension."""
+        """Plot the values of a sample: lines over the steps of a window, or one bar per dimension for a single step."""
         for each, (least, most) in zip(values, ranges, strict=True):
             limits, windowed = f"{least:.3g} to {most:.3g}", len(each.seconds) > 1
             limits_width = int(font(SMALL).getlength(limits))
@@ -267,7 +267,7 @@ class _Page:
             top += height + 6
 
     def _draw_lines(self, values: Values, box: tuple[int, int, int, int], least: float, most: float) -> None:
-        """Draw the dimensions of a window as lines, and underline the steps outside the episode."""
+        """Draw each dimension of a window as a line, and underline the steps outside the episode."""
         left, top, right, bottom = box
         if least < 0 < most:
             zero = round(bottom - (bottom - top) * -least / (most - least))
@@ -282,7 +282,7 @@ class _Page:
             self._pen.rectangle((edges[step], bottom - 3, edges[step + 1], bottom - 1), fill=PAD)
 
     def _draw_bars(self, values: Values, box: tuple[int, int, int, int], least: float, most: float) -> None:
-        """Draw the dimensions of one step as bars, from 0 or the nearest value in the range."""
+        """Draw each dimension of one step as a bar. Bars begin at 0, or at the end of the range that is closest to 0."""
         left, top, right, bottom = box
         [numbers] = values.numbers
         x = np.linspace(left + 2, right - 2, len(numbers) + 1)
@@ -313,14 +313,14 @@ def _time(seconds: float) -> str:
 
 
 def _range(values: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Return the lowest and the highest finite value, apart."""
+    """Return the lowest and the highest finite value. If they are equal, return a range around them."""
     values = values[np.isfinite(values)]
     least, most = (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
     return (least, most) if most > least else (least - 1, most + 1)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Return a text in lines of up to `width` pixels. After `_MOST_LINES`, there is an ellipsis."""
+    """Break a text into lines of at most `width` pixels. A text with more than `_MOST_LINES` lines gets an ellipsis."""
     lines: list[str] = []
     for word in text.split():
         longer = f"{lines[-1]} {word}" if lines else word
@@ -332,7 +332,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _cut(text: str, width: int, size: int) -> str:
-    """Return a text, with an ellipsis if it is wider than `width` pixels."""
+    """Return a text. If it is wider than `width` pixels, it is cut and gets an ellipsis."""
     if font(size).getlength(text) <= width:
         return text
     while text and font(size).getlength(text + "…") > width:
@@ -347,18 +347,18 @@ def line(size: int) -> int:
 
 @functools.cache
 def font(size: int) -> Any:
-    """Return Pillow's own font."""
+    """Return the font that Pillow includes, in a size in pixels."""
     return ImageFont.load_default(size)
 
 
 def plotted(dataset: Dataset | Mixture) -> list[str]:
-    """Return the features that are plotted: numbers that are observed, and the action."""
+    """Return the keys of the features to plot, at most 6: floating-point observations, and the action."""
     keys = [key for key, f in dataset.features.items() if f.is_float and (key == "action" or key.startswith("observation."))]
     return keys[:_MOST_FEATURES]
 
 
 def episodes(dataset: Dataset, keys: Sequence[str], most: int) -> list[Sample]:
-    """Return up to `most` episodes, evenly spread. Each is a sample without frames, whose window is the whole episode.
+    """Return at most `most` episodes, evenly spread, as samples without frames whose window is the whole episode.
 
     Raises:
         DatasetError, StorageError: If rows cannot be read.

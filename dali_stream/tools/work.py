@@ -1,4 +1,4 @@
-"""Division of work: evenly spread samples, groups by size, and reading in several threads."""
+"""Division of work: evenly spread selections, groups of limited size, and jobs in several threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return up to `most` of the numbers below `count`, evenly spread, with the first and the last."""
+    """Return at most `most` of the numbers 0 to `count` - 1, evenly spread. If there are several, both ends are included."""
     numbers: list[int] = np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
     return numbers
 
@@ -21,7 +21,14 @@ def spread(count: int, most: int) -> list[int]:
 def grouped(
     items: Iterable[T], most: float, size: Callable[[T], float], kind: Callable[[T], object] = lambda item: None
 ) -> Iterator[list[T]]:
-    """Yield groups of consecutive items of one kind, with a total size of up to `most`, or of one item that is larger."""
+    """Yield groups of consecutive items. All items of a group have the same kind.
+
+    Args:
+        items: Items to group.
+        most: Maximum total size of a group. A larger item forms a group of its own.
+        size: Function that returns the size of an item.
+        kind: Function that returns the kind of an item. Default: all items have the same kind.
+    """
     group: list[T] = []
     total = 0.0
     for item in items:
@@ -37,14 +44,14 @@ def grouped(
 def in_threads(
     jobs: Mapping[str, Callable[[], R]], threads: int, interrupt: Callable[[], None]
 ) -> Generator[tuple[str, Future[R]], None, None]:
-    """Run jobs in threads. Yield (name, future) of each when it has ended.
+    """Run jobs in threads. Yield (name, future) of each job when it has ended.
 
-    If an error ends the iteration, the jobs that have not begun are cancelled, and the others are interrupted.
+    If the iteration ends early, the jobs that have not started are cancelled, and the others are interrupted.
 
     Args:
-        jobs: Function to call for each name.
-        threads: Number of jobs at a time.
-        interrupt: Function that aborts whatever jobs may be waiting for. It may be called several times.
+        jobs: {name: function to call}.
+        threads: Maximum number of concurrent jobs.
+        interrupt: Function that aborts the reads of running jobs. It may be called several times.
     """
     with ThreadPoolExecutor(threads, thread_name_prefix="dali_stream index") as pool:
         names: dict[Future[R], str] = {}
@@ -58,5 +65,5 @@ def in_threads(
             begun = [future for future in names if not future.cancelled()]  # `wait` never returns for the others
             interrupt()
             while wait(begun, timeout=0.5).not_done:
-                interrupt()  # a job was between two reads
+                interrupt()  # again, since a job that was between two reads has started another one
             raise

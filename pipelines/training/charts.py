@@ -1,4 +1,4 @@
-"""Charts of a training run: loss curves, and predicted and recorded action chunks."""
+"""Charts of a training run: curves of the losses, and predicted and recorded action chunks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ MOST_ACTIONS = 6  # maximum number of actions in `action_chunks`
 
 
 def loss_curves(path: Path, entries: list[dict[str, Any]]) -> None:
-    """Draw the training loss of the journal's entries, and the validation error with the error of predicting the mean.
+    """Draw the training loss and the validation error. For comparison, also draw the error of always predicting the mean.
 
-    Loss and error are drawn in separate axes, because the loss includes padding and possibly other terms. The error of
-    predicting the mean is the same in all validations.
+    Loss and error have separate axes, because the loss includes padding and possibly other terms. The error of predicting the
+    mean is the same in all validations.
+
+    Args:
+        path: Path of the PNG file.
+        entries: Entries of the journal.
     """
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     training, validation = figure.subplots(1, 2)
@@ -44,9 +48,15 @@ def loss_curves(path: Path, entries: list[dict[str, Any]]) -> None:
 
 @torch.no_grad()
 def action_chunks(path: Path, data: Data, policy: nn.Module) -> None:
-    """Draw a row for each frame of `data.shown`, with a camera, and the recorded and the predicted chunk of each action.
+    """Draw a row for each frame of `data.shown`: the frame, and the recorded and the predicted chunk of each action.
 
-    In a mixture, the rows of the same dataset share the y-axes of their actions. Datasets may have different units.
+    In a mixture, rows share the y-axes of their actions only if they are of the same dataset, since datasets may have different
+    units.
+
+    Args:
+        path: Path of the PNG file.
+        data: Data of the run.
+        policy: Policy that predicts the chunks.
     """
     with dali_stream.Loader(**data.shown) as loader:
         batch = data.train.normalizer(next(iter(loader)))
@@ -71,7 +81,7 @@ def action_chunks(path: Path, data: Data, policy: nn.Module) -> None:
 
 
 def _plot_actions(row: list[Axes], names: list[str], seconds: list[float], right: Tensor, predicted: Tensor) -> None:
-    """Plot the recorded and the predicted chunk (chunk, D) of each named action. Axes without a name stay empty."""
+    """Plot the recorded and the predicted chunk, both of shape (chunk, D), of each named action. Other axes stay empty."""
     for axes in row[len(names) :]:
         axes.set_axis_off()
     for action, (axes, name) in enumerate(zip(row, names, strict=False)):
@@ -89,7 +99,7 @@ def _share_scales(rows: np.ndarray, datasets: list[str]) -> None:
 
 
 def _show_frame(axes: Axes, batch: dict[str, Any], number: int, cameras: list[str]) -> None:
-    """Show a sample's frame of the first camera that its dataset has, captioned with dataset, episode, frame and camera."""
+    """Show the frame of the first camera that a sample's dataset has, captioned with dataset, episode, frame and camera."""
     missing = {camera: batch.get(f"{camera}_is_missing") for camera in cameras}
     own = [camera for camera, lacks in missing.items() if lacks is None or not lacks[number]]
     for camera in own[:1]:

@@ -1,4 +1,4 @@
-"""Checkpoint of a run: a file with model, optimizer and loader, which is replaced atomically."""
+"""Checkpoint of a run: a file with the states of model, optimizer and loader, which is replaced atomically."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load(path: Path, same: dict[str, Any]) -> dict[str, Any]:
         same: Arguments of the run that must be equal to those in the checkpoint.
 
     Raises:
-        ValueError: If an argument differs, so that the model would differ, or the file is not a checkpoint of `train.py`.
+        ValueError: If an argument differs from that in the checkpoint, or the file is not a checkpoint of `train.py`.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)

@@ -22,15 +22,16 @@ Set = dali_stream.Dataset | dali_stream.Mixture
 class Data:
     """Loaders of a run, and the properties of their batches that a policy requires.
 
-    Batches of `val` are not normalized. `train.normalizer` normalizes them in the same way as those of `train`.
+    Batches of `val` are not normalized. Normalize them with `train.normalizer`, in the same way as those of `train`.
 
-    The loaders must not be passed to `accelerator.prepare`. They already shard by rank and return batches on the device.
+    Do not pass the loaders to `accelerator.prepare`. Each rank already gets its own share, on its device.
     """
 
     train: dali_stream.Loader
     val: dali_stream.Loader | None
     shown: dict[str, Any]
-    """Arguments of the loader for charts, which has a few frames of the validation data, or without it of the training data."""
+    """Arguments of the loader for charts, which delivers a few frames of the validation data or, without it, of the training
+    data."""
     cameras: list[str]
     state: int
     """Width of the state, or 0 without a state."""
@@ -66,7 +67,7 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
     parts = list(train.datasets.values()) if mixed else [train]
     if ACTION not in train.features or not train.cameras:
         raise ValueError(f"{train.uri} must have a camera and {ACTION!r}, got the keys {', '.join(train.features)}")
-    fps = min(part.fps for part in parts)  # the lowest rate, so that each dataset has a frame at each step of a chunk
+    fps = min(part.fps for part in parts)  # with the lowest rate, each dataset has a frame at each step of a chunk
     common: dict[str, Any] = {
         "batch_size": arguments.batch_size // ranks,
         "delta_timestamps": {ACTION: [step / fps for step in range(arguments.chunk)]},
@@ -80,7 +81,7 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
         "consumers": arguments.consumers,
         "dali_graph": augmented(train.cameras, size),
     }
-    # Each consumer reads other episodes, so the 4 frames are from different episodes.
+    # Each consumer reads different episodes, so with 4 consumers, the 4 frames are from different episodes.
     one_rank = {"batch_size": 4, "consumers": 4, "last_batch": "pad", "rank": 0, "world_size": 1}
     return Data(
         train=dali_stream.Loader(train, **own),
@@ -118,7 +119,7 @@ def open_sets(arguments: Namespace) -> tuple[Set, Set | None]:
             train[name], val[name] = divided(dataset_arguments, count, mixed.get("keys", {}).get(name, {}))
         except (ValueError, dali_stream.DaliStreamError) as error:
             raise type(error)(f"dataset {name!r}: {error}") from error
-    # Weights apply to the training data only. Each frame of the validation episodes is used once.
+    # The weights of a mixture are not used for validation, in which each frame is used once.
     alike = {key: mixed[key] for key in ("keys", "missing", "nearest") if key in mixed}
     return dali_stream.Mixture(train, **mixed), dali_stream.Mixture(val, **alike) if count else None
 
@@ -131,18 +132,18 @@ def divided(
     Args:
         where: Arguments of `Dataset`.
         val_episodes: Number of validation episodes.
-        keys: Keys in the mixture of the dataset's own features, for features that are renamed. Default: none.
+        keys: {own key: key in the mixture} of the features that a mixture renames. Default: none.
 
     Returns:
-        Training data, and validation data or None.
+        Training data, and validation data, which is None if `val_episodes` is 0.
     """
     whole = dali_stream.Dataset(**where)
     shares = held_out(whole.episodes.tolist(), val_episodes)
     if not shares[1]:
         return whole, None
-    # Both datasets use the resolved commit.
+    # Both datasets use the same commit, even if a branch of the repository changes in between.
     train, val = (where | {"revision": whole.revision, "episodes": episodes} for episodes in shares)
-    # The dataset's own statistics include all episodes. Statistics for training must exclude the validation episodes.
+    # The statistics in the dataset include all episodes, but those for training must not include the validation episodes.
     rows = [key for key in whole.features if (keys or {}).get(key, key) in (ACTION, STATE)]
     train["stats"] = dali_stream.Dataset(**train).compute_stats(rows)
     return dali_stream.Dataset(**train), dali_stream.Dataset(**val)
@@ -161,7 +162,10 @@ def held_out(episodes: Sequence[int], count: int) -> tuple[list[int], list[int]]
 
 
 def _joint_names(uri: str, datasets: dict[str, dali_stream.Dataset]) -> dict[str, list[str]]:
-    """Return the names of each dataset's actions, under its own key for them. A dataset without actions has none."""
+    """Return {dataset: names of its actions}. The list is empty for a dataset without actions.
+
+    A dataset of a mixture may have its actions under a key of its own.
+    """
     keys = dali_stream.Mixture.file_arguments(uri).get("keys", {})
     features = {
         name: [feature for key, feature in dataset.features.items() if keys.get(name, {}).get(key, key) == ACTION]

@@ -12,7 +12,7 @@ NAME = "metrics.jsonl"
 
 
 class Journal:
-    """Journal of a run. A resumed run removes the entries after its checkpoint, because it measures these steps again.
+    """Journal of a run. A resumed run removes the entries after its checkpoint, because it repeats these steps.
 
     Args:
         out: Folder of the run.
@@ -50,7 +50,7 @@ class Journal:
 
 
 def read(out: Path) -> list[dict[str, Any]]:
-    """Return the entries of a journal in order. A last line that is incomplete, because a run was killed, is omitted."""
+    """Return the entries of a journal in order. The last line is omitted if it is incomplete because the run was killed."""
     path = out / NAME
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]

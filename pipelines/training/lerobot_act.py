@@ -1,4 +1,4 @@
-"""Wrapper of LeRobot's ACT as a policy of `train.py`. It requires `lerobot`, and was written for version 0.4.4."""
+"""Wrapper that makes LeRobot's ACT a policy of `train.py`. It requires `lerobot`, and was written for version 0.4.4."""
 
 from __future__ import annotations
 

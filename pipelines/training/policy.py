@@ -26,11 +26,11 @@ class ChunkPolicy(nn.Module):
 
     Args:
         cameras: Keys of the frames in batches, with values in [0, 1] and shape (B, 3, H, W). All share one backbone.
-        state: Width D of "observation.state", which has the shape (B, D). 0: no state.
+        state: Width D of "observation.state", which has the shape (B, D). 0 for no state.
         action: Width of an action.
         chunk: Number of actions per prediction.
         tasks: Number of tasks. Batches have `task_index` of shape (B,).
-        datasets: Number of datasets of a mixture, in each of which tasks are counted from 0. If it is greater than 1, batches
+        datasets: Number of datasets of a mixture. Each dataset counts its tasks from 0, so if there are several, batches must
             have `dataset_index` of shape (B,). Default: 1.
         width: Width of the tokens. Default: 192.
     """
@@ -42,7 +42,7 @@ class ChunkPolicy(nn.Module):
         self.cameras = list(cameras)
         self.backbone = nn.Sequential(
             nn.Conv2d(3, 32, 4, stride=4), Block(32, 32), Block(32, 64, 2), Block(64, 128, 2), Block(128, width, 2)
-        )  # one token per 32×32 pixels
+        )  # the output has one token per 32×32 pixels
         self.backbone.to(memory_format=torch.channels_last)  # the memory format of the frames
         self.state = nn.Linear(state, width) if state else None
         self.task = nn.Embedding(tasks, width)
@@ -58,10 +58,10 @@ class ChunkPolicy(nn.Module):
         self.head = nn.Linear(width, action)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss, which is the mean absolute error, as in ACT. The error of numbers that were not recorded is 0.
+        """Return the loss, which is the mean absolute error, as in ACT. Numbers that were not recorded count as an error of 0.
 
-        The mean includes padding. Therefore the mean over the ranks equals the mean over the whole batch, and the loss does not
-        depend on the number of ranks.
+        The mean includes this padding. Therefore the mean over the ranks equals the mean over the whole batch, and the loss
+        does not depend on the number of ranks.
         """
         wrong = (self.predict(batch) - actions(batch)).abs()
         return (wrong * recorded(batch)).mean()
@@ -79,14 +79,14 @@ class ChunkPolicy(nn.Module):
 
     def _see(self, batch: Mapping[str, Tensor], key: str, camera: Tensor) -> Tensor:
         """Return the tokens of a camera's frames, shape (B, N, width). They are 0 if the sample's dataset lacks the camera."""
-        seen = self.backbone(batch[key] * 4 - 2)  # mean about 0, standard deviation about 1
+        seen = self.backbone(batch[key] * 4 - 2)  # the input has a mean of about 0 and a standard deviation of about 1
         tokens = seen.flatten(2).transpose(1, 2) + places(*seen.shape[2:], seen.shape[1], seen.device) + camera
         missing = batch.get(f"{key}_is_missing")
         return tokens if missing is None else tokens * ~missing[:, None, None]
 
 
 def actions(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the recorded actions, shape (B, chunk, D). Batches have no dimension D if it is 1, and may have matrices."""
+    """Return the recorded actions, shape (B, chunk, D). Batches have no dimension D if D is 1, and may have several."""
     return batch[ACTION].reshape(*batch["action_is_pad"].shape, -1)
 
 
@@ -104,12 +104,12 @@ def recorded(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def state(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the state, shape (B, D). See `actions`."""
+    """Return the state, shape (B, D). Batches may have no or several dimensions for D, as in `actions`."""
     return batch[STATE].reshape(len(batch[STATE]), -1)
 
 
 class Block(nn.Module):
-    """Residual block of two 3×3 convolutions (He et al. 2016) with group norms, which are independent of other samples."""
+    """Residual block of two 3×3 convolutions (He et al. 2016). Its group norms do not depend on other samples of the batch."""
 
     def __init__(self, inside: int, outside: int, stride: int = 1) -> None:
         super().__init__()

@@ -11,21 +11,21 @@ from torch import distributed
 
 
 class Preemption:
-    """Handler of the signals, with which all ranks stop at the same step.
+    """Signal handler that makes all ranks stop at the same step.
 
-    If a rank stopped alone, the others would wait forever for its gradients. Create the handler in the main thread, before
-    anything that takes long.
+    If a rank stopped alone, the others would wait forever for its gradients. Create the handler in the main thread, before any
+    long operation.
     """
 
     def __init__(self) -> None:
         self.signal = 0
-        """Signal that this rank has received, or after `agreed` the highest signal of all ranks. 0: none."""
+        """Signal that this rank has received, or after `agreed` the highest signal of all ranks. 0 for no signal."""
         self._group: distributed.ProcessGroup | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note)
 
     def agreed(self) -> bool:
-        """Return whether any rank has received a signal. All ranks must call it at the same step. It does not use the GPU."""
+        """Return whether any rank has received a signal. All ranks must call this at the same step. The GPU is not used."""
         if distributed.is_initialized():
             self._group = self._group or distributed.new_group(backend="gloo")
             highest = torch.tensor(self.signal, dtype=torch.int32)
@@ -34,8 +34,9 @@ class Preemption:
         return self.signal != 0
 
     def leave(self) -> NoReturn:
-        """End this process with the exit code 128 plus the signal, as shells do. Call it after everything is saved."""
-        # torchrun sends SIGTERM to the other processes after one has ended, and Python removes its handlers at shutdown.
+        """End this process with the exit code 128 plus the signal, as shells do. Call this after everything is saved."""
+        # After one process has ended, torchrun sends SIGTERM to the others. Python removes its own handlers at shutdown, so the
+        # signal must be ignored until the end, or it would change the exit code.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         sys.exit(128 + self.signal)

@@ -1,7 +1,7 @@
-"""Throughput without a model: what `dali-stream bench` and benchmarks/streaming.py measure.
+"""Throughput without a model, as measured by `dali-stream bench` and benchmarks/streaming.py.
 
-measure  one rank's measurement
-run      all ranks, and their results combined, per node
+measure  the measurement of one rank
+run      the measurement on all ranks, and their combined report
 """
 
 from __future__ import annotations

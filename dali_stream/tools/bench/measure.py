@@ -1,4 +1,4 @@
-"""One rank's measurement: batches of a Loader, moved to the device and dropped."""
+"""Measurement of one rank: batches of a Loader are moved to the device and dropped."""
 
 from __future__ import annotations
 
@@ -21,19 +21,23 @@ from dali_stream.tools import environment
 
 Mode = Literal["single", "sarm", "action_chunk"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-CHUNK = 50  # actions
+CHUNK = 50  # number of actions
 SARM_STEPS, SARM_SPACING_S = 8, 1.0
-POINTS = 200  # of the timeline
+POINTS = 200  # maximum number of points of the timeline
 # Counters of `Loader.stats()` whose growth is measured.
 SUMS = ("frames", "decoded_frames", "wait_s", "substituted", "fetch_s", "fetched_bytes", "cached_bytes",
         "needed_bytes", "requests", "retries", *(key for keys in STAGES.values() for key in keys))  # fmt: skip
 
 
 def windows(mode: Mode, dataset: Dataset | Mixture) -> dict[str, list[float]]:
-    """Return `delta_timestamps` of a mode. For a mixture, they are in frames of the dataset with the lowest fps.
+    """Return the `delta_timestamps` of a mode, in seconds. In a mixture, the lowest fps determines the distance of the steps.
+
+    Args:
+        mode: See `measure`.
+        dataset: Dataset or mixture.
 
     Raises:
-        ValueError: If the mode is unknown, or if the dataset lacks a feature that it needs.
+        ValueError: If the mode is unknown, or if the dataset lacks a feature that the mode needs.
     """
     if mode not in MODES:
         raise ValueError(f"Unknown mode {mode!r}. Allowed: {', '.join(MODES)}")
@@ -51,7 +55,7 @@ def windows(mode: Mode, dataset: Dataset | Mixture) -> dict[str, list[float]]:
 
 
 class Progress(Protocol):
-    """Show the number of finished batches, of a total."""
+    """Function that shows the number of finished batches, and the total."""
 
     def __call__(self, done: int, total: int, description: str = ...) -> None: ...
 
@@ -69,22 +73,23 @@ def measure(
     together: Callable[[], None],
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Time this rank's batches.
+    """Time the batches of this rank.
 
-    If all decoded frames fit in memory, only the first epoch decodes. Then batches of the first epoch are timed, at most to its
-    end, and after it batches of later epochs. Otherwise all epochs are alike, and the batches may be of several.
+    If all decoded frames fit in memory, only the first epoch decodes. The first epoch is then timed separately from later
+    epochs. Otherwise all epochs have the same cost, and the timed batches may belong to several epochs.
 
     Args:
         dataset: Dataset to stream, epoch after epoch.
-        mode: "single": the current frame of all cameras; "sarm": 8 steps of all cameras, 1 s apart; "action_chunk": the
-            current frame of all cameras and the 50 actions that begin with it.
-        num_batches: Number of timed batches, after `warmup` others.
+        mode: "single" for the current frame of all cameras, "sarm" for 8 steps of all cameras, 1 s apart, or "action_chunk" for
+            the current frame of all cameras and a chunk of 50 actions that begins with it.
+        num_batches: Number of timed batches. A first epoch that is timed separately may have fewer.
+        warmup: Number of batches before the timed ones.
         loader: Further arguments of the Loader.
-        together: Barrier of all ranks, so that all are measured over the same time. It is called four times.
-        progress: Called after each batch.
+        together: Barrier of all ranks, so that all ranks are timed over the same period. It is called four times.
+        progress: Function that is called after each batch. Default: no progress.
 
     Returns:
-        The measurements of this rank, with those of later epochs as `later`, or None. See `run.node_report` for the fields.
+        The measurements of this rank. `later` contains those of later epochs, or None. See `run.node_report` for the fields.
 
     Raises:
         DaliStreamError: If the dataset has no frames, or if one cannot be read.
@@ -121,8 +126,8 @@ class _Clock:
 
     Args:
         loader: Loader to measure.
-        steps: Number of steps of each camera's window.
-        datasets: Number of datasets of a mixture, or 0.
+        steps: Number of steps in the window of each camera.
+        datasets: Number of datasets of a mixture, or 0 for a single dataset.
         together, progress: See `measure`.
     """
 
@@ -133,7 +138,7 @@ class _Clock:
         self._batches, self._together, self._progress = endless(loader), together, progress
 
     def skip(self, batches: int, description: str) -> str:
-        """Take batches without timing them. Return the device of the last one."""
+        """Consume batches without timing them. Return the device of the last one."""
         device = ""
         for number in range(batches):
             device = _consume(next(self._batches))
@@ -141,7 +146,7 @@ class _Clock:
         return device
 
     def time(self, batches: int) -> dict[str, Any]:
-        """Time batches, together with the other ranks."""
+        """Time batches over the same period as the other ranks."""
         self._together()
         before, cpu, started = self._loader.stats(), time.process_time(), time.perf_counter()
         samples = frames = gpu_bytes = 0
@@ -158,7 +163,7 @@ class _Clock:
             episodes = batch["episode_index"]
             if self._datasets:
                 of_datasets += np.bincount(batch["dataset_index"].cpu().numpy(), minlength=self._datasets)
-                episodes = episodes + (batch["dataset_index"] << 40)  # episodes of two datasets may have one index
+                episodes = episodes + (batch["dataset_index"] << 40)  # indices of episodes are unique only within a dataset
             unique_episodes.append(len(episodes.unique()))
             timeline.append(
                 {"s": now - started, **{key: stats[key] - before[key] for key in ("wait_s", "decode_s", "fetch_s")}}
@@ -185,7 +190,7 @@ class _Clock:
         }
 
     def _count_frames(self, batch: dict[str, Any]) -> int:
-        """Number of frames in a batch, without those of cameras that a sample's dataset lacks."""
+        """Return the number of frames in a batch. Frames of a camera that a sample's dataset lacks are not counted."""
         missing = {key: int(batch[f"{key}_is_missing"].sum()) for key in self._steps if f"{key}_is_missing" in batch}
         return sum(steps * (len(batch["index"]) - missing.get(key, 0)) for key, steps in self._steps.items())
 
@@ -197,7 +202,7 @@ def endless(loader: Loader) -> Iterator[dict[str, Any]]:
 
 
 def take(stream: Iterator[Any], batches: int) -> None:
-    """Take batches, and drop each before the next."""
+    """Take batches. Each is dropped before the next one is requested."""
     deque(itertools.islice(stream, batches), maxlen=0)
 
 

@@ -1,4 +1,4 @@
-"""A measurement on all ranks: the ranks' results combined, and written."""
+"""Measurement on all ranks, and the report that combines their results."""
 
 from __future__ import annotations
 
@@ -36,11 +36,15 @@ def run(
         dataset: Dataset to stream, epoch after epoch.
         mode, num_batches, warmup, loader: See `measure.measure`.
         device: Device of the Loader.
-        head: Further entries of the report. A `source` of None becomes the scheme of the dataset's URI, or "mixture".
-        progress: Function that is called after each batch of the main rank.
+        head: Further entries of the report. If its `source` is None, it becomes the scheme of the dataset's URI, "local" or
+            "mixture".
+        progress: Function that is called after each batch of the main rank. Default: no progress.
 
     Returns:
-        The report (see `node_report`) on the main rank. None on others.
+        The report on the main rank, and None on the others. See `node_report`.
+
+    Raises:
+        DaliStreamError: If the dataset has no cameras, or a frame cannot be read.
     """
     from accelerate import PartialState
     from accelerate.utils import gather_object
@@ -49,7 +53,7 @@ def run(
     show = progress if state.is_main_process else silent
     own = measure(dataset, mode, num_batches, warmup, loader | {"device": device}, state.wait_for_everyone, show)
     ranks = gather_object([own])
-    # A process that ends with Gloo's threads alive may abort: https://github.com/pytorch/pytorch/pull/179291.
+    # A process may abort if it ends while Gloo's threads run: https://github.com/pytorch/pytorch/pull/179291.
     state.destroy_process_group()
     if not state.is_main_process:
         return None
@@ -68,7 +72,7 @@ def run(
 
 
 def _delivered(mixture: Mixture, ranks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the number of measured samples of each dataset, their share, and the share of the mixture."""
+    """Return the number of measured samples of each dataset, its share of them, and its share according to the mixture."""
     samples = np.sum([rank["samples_of_datasets"] for rank in ranks], axis=0)
     return {
         name: {"samples": int(count), "delivered": float(count / samples.sum()), "share": float(share)}
@@ -77,24 +81,32 @@ def _delivered(mixture: Mixture, ranks: list[dict[str, Any]]) -> dict[str, dict[
 
 
 def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, Any]:
-    """The report of all ranks (`measure.measure`), whose rates are per node.
+    """Combine the measurements of all ranks. Rates are per node.
+
+    Args:
+        ranks: Results of `measure.measure`.
+        head: Entries to begin the report with.
 
     Returns:
-        `head`, and
-        `later_epochs`: If all decoded frames fit in memory, the other figures are of the first epoch, which decodes them, and
-        this has those of `_speed` for the epochs after it. None if every epoch decodes, or has only one batch.
-        `frames_per_s_node`, `samples_per_s`: per node, over the time of the slowest rank, from the end of the warm-up to the
-        last batch without a break.
-        `first_batch_latency_s`: from creating the Loader to its first batch, of the slowest rank.
-        `p50_sample_latency_ms` and so on: of the wait for a batch, from the request until it is on the device.
-        `wallclock_s`; `decode_s_total`, `fetch_s_total`, `wait_s_total`: seconds of all decode threads, all fetches, and in
-        `next()`, over all ranks; `stage_s_total`: those of each stage (see `Loader.stats`); `fetched_bytes`, `needed_bytes`,
-        `cached_bytes` (hits of cache_dir), `requests`, `retries`.
-        `bottleneck`: the stage that limits the rank that waits most, its share and remedies (see `Loader.bottleneck`).
-        `decoded_per_delivered_frame`, `unique_episodes_per_batch`, `peak_rss_bytes` and `peak_gpu_bytes` (the largest of a
-        rank), `cpu_s_per_sample`, `consumers`, `episode_pool_size`, `routes`, `timeline` (of rank 0), `versions`, `machine`,
-        `date`. For a mixture, `datasets`: per name its `samples`, the share of them that was `delivered`, and its `share`.
-        Paths are reduced to file names.
+        `head`, and the entries below. Paths are reduced to file names.
+
+        - `nodes`, `ranks`, `device`: Number of nodes and of ranks, and the device of rank 0.
+        - `frames`, `samples`, `wallclock_s`: Number of timed frames and samples, and the time of the slowest rank in seconds.
+        - `frames_per_s_node`, `samples_per_s`: Rates from the end of the warm-up to the last batch.
+        - `p50_sample_latency_ms`, `p95_...`, `p99_...`: Percentiles of the time from requesting a batch until it is on the
+          device.
+        - `first_batch_latency_s`: Time of the slowest rank from creating the Loader to its first batch.
+        - `later_epochs`: The entries of `_speed` for later epochs, if all decoded frames fit in memory. All other entries then
+          describe the first epoch. None if every epoch decodes, or has only one batch.
+        - `decode_s_total`, `fetch_s_total`, `wait_s_total`, `stage_s_total`: Seconds that all ranks spend in decode threads, in
+          fetches, in `next()`, and in each stage. See `Loader.stats`.
+        - `fetched_bytes`, `needed_bytes`, `cached_bytes`, `requests`, `retries`, `substituted`: Sums over all ranks. See
+          `Loader.stats`.
+        - `bottleneck`: Result of `Loader.bottleneck` on the rank that waits most.
+        - `decoded_per_delivered_frame`, `unique_episodes_per_batch`, `cpu_s_per_sample`: Means over all ranks.
+        - `peak_rss_bytes`, `peak_gpu_bytes`: Maximum over all ranks.
+        - `consumers`, `episode_pool_size`, `routes`, `timeline`: Those of rank 0.
+        - `versions`, `machine`, `date`: See `environment.ran_on`.
     """
     nodes = len({rank["host"] for rank in ranks})
     sums = {key: sum(rank["sums"][key] for rank in ranks) for key in ranks[0]["sums"]}
@@ -122,7 +134,7 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
 
 
 def _speed(ranks: list[dict[str, Any]], nodes: int) -> dict[str, Any]:
-    """Return the figures that are reported of the first epoch and of later ones."""
+    """Return the entries that are reported both for the first epoch and for later ones."""
     wall = max(rank["wallclock_s"] for rank in ranks)
     samples, frames = (sum(rank[key] for rank in ranks) for key in ("samples", "frames"))
     decoded, delivered = (sum(rank["sums"][key] for rank in ranks) for key in ("decoded_frames", "frames"))
@@ -141,12 +153,12 @@ def _speed(ranks: list[dict[str, Any]], nodes: int) -> dict[str, Any]:
 
 
 def stage_seconds(report: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return {thread: {stage: seconds}} of a report, in words."""
+    """Return {thread: {stage: seconds}} of a report, with readable names of the stages."""
     return {thread: {name: report["stage_s_total"][key] for key, name in stages.items()} for thread, stages in STAGES.items()}
 
 
 def write(report: dict[str, Any], folder: Path) -> Path:
-    """Write the report as JSON, and its plain figures as a CSV of one row next to it. Return the path of the JSON."""
+    """Write the report as JSON, and its scalar entries as a CSV file with one row. Return the path of the JSON file."""
     path = folder / f"{'-'.join(str(report[key]) for key in ('source', 'mode', 'decode'))}.json"
     plain = {key: value for key, value in report.items() if not isinstance(value, (dict, list))}
     row = io.StringIO()
@@ -154,7 +166,7 @@ def write(report: dict[str, Any], folder: Path) -> Path:
     writer.writeheader()
     writer.writerow(plain)
     for target, text in ((path.with_suffix(".csv"), row.getvalue()), (path, json.dumps(report, indent=1) + "\n")):
-        unfinished = target.with_name(f"{target.name}.part")  # a job may be killed at any time
+        unfinished = target.with_name(f"{target.name}.part")  # so that a job that is killed leaves no incomplete report
         unfinished.write_text(text, newline="")
         unfinished.replace(target)
     return path

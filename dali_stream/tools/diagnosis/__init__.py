@@ -1,14 +1,14 @@
-"""Diagnoses a machine and a dataset: what it can decode, whether its software fits together, what is wrong with a dataset.
+"""`doctor`: finds what a machine can decode, whether its software is compatible, and what is wrong with a dataset.
 
-answers                   questions to libraries and the driver, each answered in a process of its own
-checks                    the table of all checks
+answers                   questions to libraries and the driver, answered in separate processes
+checks                    table of all checks
 gpu, software, machine    checks of these answers, and of the limits of this process
-rows                      checks of a dataset: its metadata, its files, its rows, their tasks and their frames
-camera                    checks of a camera: video formats and decoders, and what long GOPs cost
-frames                    one decoded frame, the speed of decoders, and all frames
-looks                     what broken files are
+rows                      checks of a dataset: metadata, files, rows, tasks and timestamps
+camera                    checks of a camera: video formats, decoders, and the cost of long GOPs
+frames                    checks that decode: one frame with each decoder, the speed of decoders, and all frames
+looks                     recognizes what a broken file contains
 dataset                   runs the checks of a dataset and of its cameras
-run                       `doctor`
+run                       runs all checks
 """
 
 from __future__ import annotations

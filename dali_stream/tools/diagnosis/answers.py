@@ -1,4 +1,4 @@
-"""Questions to libraries and to the driver. Each function runs in a process of its own, which it may crash (see `isolated`)."""
+"""Questions to libraries and to the driver. They run in separate processes, since they may crash. See `isolated`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dali_stream.decode.speed import RequestClips, Speeds
 from dali_stream.mp4.clip import Clip
 from dali_stream.mp4.format import VideoFormat
 
-CODECS = {  # FFmpeg's codec: its software decoders
+CODECS = {  # FFmpeg's name of the codec: its software decoders
     "h264": ("h264",),
     "hevc": ("hevc",),
     "av1": ("libdav1d", "libaom-av1", "libgav1"),
@@ -29,7 +29,7 @@ CODECS = {  # FFmpeg's codec: its software decoders
 
 
 def driver() -> dict[str, Any]:
-    """Return the driver's CUDA version and its GPUs, or its failure, remedy and error code. It is 0 if it was not loaded."""
+    """Return the driver's CUDA version and GPUs, or an error with its remedy and code. The code is 0 if no driver loads."""
     try:
         return {"cuda": capability.cuda_version(), "gpus": [dataclasses.asdict(gpu) for gpu in capability.gpus()]}
     except capability.DriverError as error:
@@ -37,7 +37,7 @@ def driver() -> dict[str, Any]:
 
 
 def nvdec() -> list[dict[str, Any]]:
-    """Return NVDEC's capability for each format, per GPU, or why the driver does not report it."""
+    """Return for each GPU the capability of NVDEC for each format, or the reason why the driver does not report it."""
     answers: list[dict[str, Any]] = []
     for gpu in capability.gpus():
         try:
@@ -57,14 +57,14 @@ def dali() -> dict[str, Any]:
 
 
 def torch() -> dict[str, Any]:
-    """Return torch's version, the CUDA version of its build (None: without CUDA), and whether it finds a GPU."""
+    """Return torch's version, the CUDA version of its build (None for a build without CUDA), and whether it finds a GPU."""
     import torch
 
     return {"version": str(torch.__version__), "cuda": torch.version.cuda, "finds_gpu": bool(torch.cuda.is_available())}
 
 
 def torchcodec() -> dict[str, Any]:
-    """Return torchcodec's version, and path, version and decoders of the FFmpeg libraries that it has loaded."""
+    """Return torchcodec's version, and the path, version and decoders of the FFmpeg libraries that it loads."""
     import torchcodec
     import torchcodec.decoders
 
@@ -72,8 +72,9 @@ def torchcodec() -> dict[str, Any]:
 
 
 def ffmpeg() -> dict[str, Any]:
-    """Return the newest FFmpeg that torchcodec could load, for a torchcodec that does not load."""
-    for version in (62, 61, 60, 59, 58):  # FFmpeg 8 to 4. libavdevice needs all others, and players ship only libavcodec
+    """Return the newest FFmpeg that torchcodec could load. It is called if torchcodec itself does not load."""
+    # The versions of FFmpeg 8 to 4. libavdevice depends on all other libraries, whereas players often include only libavcodec.
+    for version in (62, 61, 60, 59, 58):
         with contextlib.suppress(OSError):
             ctypes.CDLL(f"libavdevice.so.{version}")
             break
@@ -81,7 +82,7 @@ def ffmpeg() -> dict[str, Any]:
 
 
 def _mapped_ffmpeg() -> dict[str, Any] | None:
-    # From this process's memory map: the program ffmpeg may belong to another FFmpeg.
+    # The memory map shows which libraries are loaded. The program ffmpeg may belong to another installation.
     paths = _mapped("libavcodec")
     return _ffmpeg(ctypes.CDLL(paths[0]), paths[0]) if paths else None
 
@@ -91,9 +92,9 @@ def _mapped(library: str) -> list[str]:
 
 
 def _ffmpeg(avcodec: ctypes.CDLL, path: str) -> dict[str, Any]:
-    """Version and decoders of a libavcodec.
+    """Return the version and the decoders of a libavcodec.
 
-    The first fields of AVCodecDescriptor (an int, the id) and of AVCodec (a char *, the name) are stable since FFmpeg 4.
+    The first field of AVCodecDescriptor (the id, an int) and of AVCodec (the name, a char *) has been the same since FFmpeg 4.
     """
     avcodec.avcodec_descriptor_get_by_name.restype = ctypes.POINTER(ctypes.c_int)
     avcodec.avcodec_find_decoder.restype = ctypes.POINTER(ctypes.c_char_p)
@@ -112,7 +113,7 @@ def _ffmpeg(avcodec: ctypes.CDLL, path: str) -> dict[str, Any]:
 
 
 def _release(libavcodec: str) -> str:
-    """FFmpeg's version, from the libavutil next to libavcodec. Empty without one."""
+    """Return FFmpeg's version according to the libavutil next to libavcodec. Empty if there is none."""
     for path in _mapped("libavutil"):
         if Path(path).parent == Path(libavcodec).parent:
             version_info = ctypes.CDLL(path).av_version_info
@@ -122,7 +123,14 @@ def _release(libavcodec: str) -> str:
 
 
 def decode(clip: Clip, video: VideoFormat, dali: bool, gpu: int | None) -> npt.NDArray[np.uint8]:
-    """Decode the first request of a packed clip with torchcodec or DALI. Return the frame, (H, W, 3)."""
+    """Decode the first requested frame of a packed clip. Return it with shape (H, W, 3).
+
+    Args:
+        clip: Packed clip.
+        video: Format of the video.
+        dali: Whether to decode with DALI instead of torchcodec.
+        gpu: Index of the CUDA device for DALI. None for the CPU.
+    """
     if dali:
         from dali_stream.decode import dali as decoder
 
@@ -136,5 +144,5 @@ def decode(clip: Clip, video: VideoFormat, dali: bool, gpu: int | None) -> npt.N
 
 
 def speed(clips: RequestClips, video: VideoFormat, gop: int, gpu: int | None, cameras: int) -> Rates:
-    """Return the speeds of DALI and of torchcodec, measured now or earlier. See `decode.speed.Speeds`."""
+    """Return the speeds of DALI and of torchcodec, which may be measured now or earlier. See `decode.speed.Speeds`."""
     return Speeds(process.cores(), cameras, gpu).of(video, gop, lambda: clips)

@@ -1,4 +1,4 @@
-"""Checks of a video camera: its format, its decoder and why, the cost of long GOPs, and the frame that is decoded."""
+"""Checks of a video camera: format, decoder and its reason, timestamps, cost of long GOPs, and a decoded frame."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Check, Resu
 from dali_stream.tools.diagnosis.rows import FrameTimes, Rows
 from dali_stream.tools.isolated import Call
 
-_SHOWN = 3  # broken files reported per camera
-# The cost of long GOPs.
-_COSTLY = 4.0  # frames decoded per delivered one, from which on a finding says so
+_SHOWN = 3  # maximum number of broken files reported per camera
+# The cost of GOPs is the number of frames decoded per delivered frame. It is simulated for the settings below.
+_COSTLY = 4.0  # cost from which long GOPs are reported
 _BATCH = 64
 _SIZE = 224, 224
-_BUDGETS = 4 << 30, 16 << 30  # the default, and a large one
-_GOOD = 1.5  # cost of a GOP of 2
+_BUDGETS = 4 << 30, 16 << 30  # default memory_budget, and a large one, in bytes
+_GOOD = 1.5  # cost of a GOP of 2 without a cache
 _EPISODES = 2000  # maximum number of simulated episodes
 
 
@@ -52,13 +52,13 @@ class Camera:
         dataset: Dataset of the camera.
         decoders: Decoders that load on this machine.
         files: Number of files.
-        tables: Indices of up to 32 files, without broken ones.
-        times: Frames of the rows.
-        reports: Descriptions of the videos for the CPU, and for each kind of GPU.
-        results: Results by name, without those of decoded frames, which are decoded together with those of other cameras.
+        tables: Indices of at most 32 files that are not broken.
+        times: Frames that the timestamps of the rows locate.
+        reports: {"CPU" or kind of GPU: description of the videos}.
+        results: Results by name. Results of decoded frames are added later, since all cameras are decoded together.
         facts: Facts for the report.
         task: Frame to decode. None if no frame can be located.
-        speeds: Calls that measure the speed of each kind of GPU that decodes the camera, see `frames.measure_speeds`.
+        speeds: {(camera, kind of GPU): call that measures the speed}. See `frames.measure_speeds`.
     """
 
     def __init__(self, key: str, rows: Rows, decoders: Decoders, deep: Deep | None) -> None:
@@ -97,7 +97,7 @@ class Camera:
         return PROBLEM, text, remedy or "copy or fetch the dataset again"
 
     def _read_files(self, rows: Rows, deep: Deep | None) -> list[VideoIndex]:
-        """Check files, of which broken ones become results. Return the indices of those that `describe_video` describes."""
+        """Check files, and add a result for each broken one. Return the indices of the files to describe."""
         tables, errors = [], list[Result]()
         paths, file_of = self.dataset.table.video[self.key].paths, self.dataset.files(self.key)
         files = np.unique(file_of)
@@ -122,7 +122,10 @@ class Camera:
         return tables
 
     def _choose_frame(self) -> None:
-        """Choose the middle of the first selected episode in the first file, since decoding it needs earlier frames."""
+        """Choose a frame to decode: the middle of the first selected episode in the first file.
+
+        A frame in the middle depends on earlier frames, so decoding it tests more than a first frame would.
+        """
         dataset, table = self.dataset, self.tables[0]
         file = dataset.table.video[self.key].paths.index(table.path)
         episode = int(np.argmax(dataset.files(self.key) == file))
@@ -132,13 +135,13 @@ class Camera:
         if seconds is None:
             seconds = np.arange(dataset.lengths[episode]) / dataset.fps
         packet = int(find_frames(dataset, self.key, table, episode, seconds)[0][frame])
-        if packet != LACKING:  # otherwise, the check of timestamps says so
-            # FFmpeg outputs all frames of an H.264 file with open GOPs only from its start (see `decode`).
+        if packet != LACKING:  # the check of timestamps reports a missing frame
+            # FFmpeg outputs every frame of an H.264 file with open GOPs only if it decodes from the start. See `decode`.
             clip = pack(dataset.data_store, [table], [packet], from_the_start=table.open_gops and is_avc(table))
             self.task = Task(self.key, clip, self.video, self._choose_decoders())
 
     def _choose_decoders(self) -> list[Via]:
-        """Return the decoders that a Loader could choose for this video, and choose those whose speed is measured."""
+        """Return the decoders that a Loader could choose for this video. Add calls that measure the speed of GPUs."""
         store, table, decoders = self.dataset.data_store, self.tables[0], [Via("torchcodec")] * self.decoders.torchcodec
         if not self.decoders.dali:
             return decoders
@@ -148,7 +151,7 @@ class Camera:
             if self.reports[where].route.decoder == "dali":
                 decoders.append(Via(f"NVDEC of {where}", True, gpu))
                 if self.decoders.torchcodec:
-                    with contextlib.suppress(DecodeError):  # the frame that is decoded shows the error
+                    with contextlib.suppress(DecodeError):  # decoding the chosen frame reports the error
                         clips, gop = speed.request_clips(store, table, gpu), speed.median_gop(table)
                         call = partial(answers.speed, clips, self.video, gop, gpu, len(self.dataset.videos))
                         self.speeds[self.key, where] = call
@@ -156,7 +159,7 @@ class Camera:
 
 
 def check_format(camera: Camera) -> Result:
-    """Describe codec, size and GOPs."""
+    """Describe the codec, the frame size and the GOPs."""
     report = camera.reports["CPU"]
     gop = f"{report.gop_min}" if report.gop_min == report.gop_max else f"{report.gop_min} to {report.gop_max}"
     kind = " ".join(filter(None, (report.codec, report.profile, report.pixel_format)))
@@ -169,7 +172,7 @@ def check_format(camera: Camera) -> Result:
 
 
 def check_structure(camera: Camera) -> Result:
-    """Describe the order of frames, and colours."""
+    """Describe open GOPs, B-frames, hidden frames and the colour matrix."""
     report, matrix = camera.reports["CPU"], camera.video.matrix
     hidden, frames = hidden_frames(camera.dataset.data_store, camera.tables[0], camera.video.codec)
     has = {"open GOPs": report.open_gops, "B-frames": report.b_frames, f"{hidden} hidden frames in {frames} frames": hidden}
@@ -179,7 +182,7 @@ def check_structure(camera: Camera) -> Result:
 
 
 def check_routes(camera: Camera) -> dict[str, Result]:
-    """Check whether NVDEC decodes the camera, for each kind of GPU, and name the decoder and its reason."""
+    """Check for each kind of GPU whether NVDEC decodes the camera. The results name the decoder and the reason."""
     camera.facts["routes"] = {
         where: dataclasses.asdict(report.route) | {"change": report.route_change} for where, report in camera.reports.items()
     }
@@ -201,21 +204,22 @@ def _check_route(camera: Camera, where: str, report: CameraReport) -> Result:
 
 
 def check_remarks(camera: Camera) -> dict[str, Result]:
-    """Compare meta/info.json with the first file."""
+    """Check that meta/info.json describes the first file correctly."""
     remedy = "correct meta/info.json: the Loader uses its shape, and everything else as the file has it"
     remarks = contradictions(camera.dataset, camera.key, camera.tables[0])
     return {f"remark {n}": (WARNING, remark, remedy) for n, remark in enumerate(remarks, start=1)}
 
 
 def check_timestamps(camera: Camera) -> Result:
-    """Check that each row has a frame of its episode."""
+    """Check that the timestamp of each row locates a frame of its episode."""
     return camera.times.result()
 
 
 def check_gops(camera: Camera) -> Result | None:
-    """Check what long GOPs cost, and whether the frame cache makes up for it."""
+    """Check the cost of long GOPs, and whether the frame cache compensates for it."""
     tables = camera.tables
     gops = np.concatenate([table.gop_lengths for table in tables])
+    # A decoder decodes k frames to deliver the k-th frame of a GOP, so a random frame of a GOP of n frames costs (n + 1) / 2.
     plain = float((gops * (gops + 1) / 2).sum() / gops.sum())
     if plain < _COSTLY:
         return None
@@ -229,12 +233,15 @@ def check_gops(camera: Camera) -> Result | None:
         text += f", {shorter} to 1.5"
         remedy = f"give the Loader {cache}, or use {shorter}"
         if budget == _BUDGETS[0] and first <= _GOOD:
-            status = OK  # the default does it
+            status = OK  # the default budget is sufficient
     return status, text, "" if status == OK else remedy
 
 
 def _cached(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -> tuple[int, float, float] | None:
-    """Return the first budget that makes the cost small, or else the largest, and the cost in the first epoch and later."""
+    """Return a memory budget in bytes, and the cost in the first epoch and in later epochs. None if no budget suffices.
+
+    The budget is the smallest of `_BUDGETS` that makes the cost in the first epoch good, or otherwise the largest.
+    """
     lengths = dataset.lengths[:_EPISODES]
     batches = Batches(int(lengths.sum()), min(_BATCH, int(lengths.sum())), 1, "drop")
     consumers, pool = default_pools(batches.batch_size, 1)
@@ -259,6 +266,7 @@ def _cached(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -> tupl
             kept = divide(budget, sizes).frames
         except MemoryBudgetError:
             continue
+        # The simulated part must not fit in the cache unless the whole dataset does, or later epochs would decode nothing.
         kept = int(lengths.sum()) if kept >= dataset.lengths.sum() else min(kept, int(lengths.sum()) - 1)
         first, later = decodes(
             lengths, lambda epoch: Order(lengths, True, 0, epoch, consumers, pool), batches, window, median_gop(tables),
@@ -271,7 +279,7 @@ def _cached(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -> tupl
 
 
 def check_ends(camera: Camera) -> Result | None:
-    """Check that `to_timestamp` of no episode is less than the end of its last frame."""
+    """Check that no `to_timestamp` is before the end of the last frame of its episode."""
     dataset, key = camera.dataset, camera.key
     early = np.flatnonzero(dataset.table.ends_early(key, dataset.fps)[dataset.rows])
     if not len(early):
@@ -287,13 +295,13 @@ def check_ends(camera: Camera) -> Result | None:
 
 
 def check_frame(camera: Camera, decoded: Mapping[str, Decoded]) -> dict[str, Result]:
-    """Check the frame that each decoder delivered: two correct decoders agree."""
+    """Check the frame that each decoder delivered. Correct decoders deliver nearly equal frames."""
     right = [name for name, each in decoded.items() if not each.error]
     return {f"{camera.key} frame, {name}": _check_decoded(camera, name, each, right) for name, each in decoded.items()}
 
 
 def _check_decoded(camera: Camera, name: str, decoded: Decoded, right: list[str]) -> Result:
-    if decoded.error and right:  # the file is fine
+    if decoded.error and right:  # another decoder succeeds, so the file is not broken
         remedy = f"the loader uses {right[0]}. Check this decoder's version and driver, and please report it"
         return PROBLEM, f"{decoded.error}. {right[0]} decodes it", remedy
     if decoded.error:

@@ -1,4 +1,4 @@
-"""The table of all checks of `doctor`. A new check is a function, and a line here."""
+"""Table of all checks of `doctor`. To add a check, write a function and add a line here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dali_stream.tools.diagnosis import camera, gpu, machine, rows, software
 from dali_stream.tools.diagnosis.report import Area, Check
 
 MACHINE: tuple[Area, ...] = ("gpu", "software", "machine")
-"""Areas whose subject is a `Machine`. The subject of "dataset" is `Rows`, and that of "camera" is a `Camera`."""
+"""Areas whose checks get a `Machine`. Checks of "dataset" get `Rows`, and checks of "camera" get a `Camera`."""
 CHECKS: Mapping[str, Mapping[str, Check[Any]]] = {
     "gpu": {
         "driver": gpu.check_driver,
@@ -47,4 +47,4 @@ CHECKS: Mapping[str, Mapping[str, Check[Any]]] = {
         "GOPs": camera.check_gops,
     },
 }
-"""Checks by subject and name, in reading order. A check with several results names them itself."""
+"""Checks by area and name, in the order of the report. A check that returns several results names them itself."""

@@ -1,4 +1,4 @@
-"""Runs the checks of a dataset and of its cameras, and decodes their frames."""
+"""Runs the checks of a dataset and of its cameras, and decodes frames."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from dali_stream.tools.diagnosis.rows import Rows
 
 
 def opened(uri: str | os.PathLike[str], **options: Any) -> Dataset | Finding:
-    """Return a dataset, or a finding if it cannot be opened.
+    """Open a dataset. Return the dataset, or a finding if it cannot be opened.
+
+    Args:
+        uri: Address of the dataset.
+        options: Other arguments of `Dataset`.
 
     Raises:
         ValueError: If an argument does not fit the address.
@@ -31,7 +35,7 @@ def opened(uri: str | os.PathLike[str], **options: Any) -> Dataset | Finding:
 
 
 def unreadable(error: DaliStreamError) -> Finding:
-    """Return the finding on a dataset that cannot be opened or reached."""
+    """Return the finding for a dataset that cannot be opened or reached."""
     if isinstance(error, StorageError):
         remedy = "check what the message names: the address, the network or the credentials"
         return Finding("dataset", "storage", PROBLEM, str(error), remedy)
@@ -46,8 +50,8 @@ def examine(
     Args:
         dataset: Dataset to check.
         decoders: Decoders that load on this machine.
-        limit_s: Maximum time of decoding one frame of each camera, in seconds.
-        deep: Decodes all frames. Without it, only a part of a large dataset is checked.
+        limit_s: Time limit of a decoder for one frame of each camera, in seconds.
+        deep: Decoder of all frames. Default: None, and only a part of a large dataset is checked.
 
     Returns:
         Findings, and the facts for the report.
@@ -64,7 +68,7 @@ def examine(
     }
     rows = Rows(dataset, deep is not None)
     try:
-        results.update(run_checks(CHECKS["dataset"], rows))  # those before an error count
+        results.update(run_checks(CHECKS["dataset"], rows))  # results before an error are kept
         videos = [Camera(key, rows, decoders, deep) for key in dataset.videos]
         for camera in videos:
             camera.run(CHECKS["camera"])
@@ -90,7 +94,7 @@ def examine(
 
 
 def _check_images(dataset: Dataset, key: str, deep: Deep | None) -> dict[str, Result]:
-    """Decode an image of the first episode, or all images."""
+    """Decode an image of the first episode and, if `deep`, all images."""
     height, width = dataset.picture_size(key)
     results: dict[str, Result] = {key: (OK, f"images of {height}×{width} in Parquet rows; one was decoded", "")}
     try:

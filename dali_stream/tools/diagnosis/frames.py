@@ -1,4 +1,4 @@
-"""Decoded frames: one per camera by every decoder that a Loader could choose, the speed of decoders, and `--deep`."""
+"""Checks that decode: one frame per camera with each decoder that a Loader could choose, their speed, and all frames."""
 
 from __future__ import annotations
 
@@ -28,19 +28,25 @@ from dali_stream.tools.diagnosis import answers
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.isolated import Answer, Call, call_each
 
-# In luma, since decoders upsample chroma differently: in RGB, DALI and FFmpeg differ by 31 dB in saturated colours. Measured in
-# luma, VP9 on a CPU: 45.4 to 46.7 dB between the two, on drawn frames and on the G1 recording; at most 22 for the next frame of
-# a moving drawn scene; 32 for BT.601 taken for BT.709 in saturated colours. A wrong matrix in muted colours, and a neighbouring
-# frame of a still scene, are not detected.
+# Frames are compared in luma, since decoders upsample chroma differently: in saturated colours, the PSNR of DALI against FFmpeg
+# is only 31 dB in RGB. In luma, with VP9 on a CPU, it was 45.4 to 46.7 dB on drawn frames and on the G1 recording. The next
+# frame of a moving drawn scene had at most 22 dB, and BT.601 interpreted as BT.709 had 32 dB in saturated colours. A wrong
+# matrix in muted colours, and a neighbouring frame of a still scene, are not detected.
 LEAST_PSNR_DB = 35.0
-_LUMA = (0.299, 0.587, 0.114)  # of RGB, BT.601
+_LUMA = (0.299, 0.587, 0.114)  # weights of R, G and B in BT.601
 T = TypeVar("T")
-_AT_ONCE = 64  # frames that `Deep` decodes in a task, unless a single GOP has more
+_AT_ONCE = 64  # approximate number of frames that `Deep` decodes in a task, which has at least one whole GOP
 
 
 @dataclass(frozen=True)
 class Decoders:
-    """Decoders that load on this machine. `gpus`: {name: index} of those with known NVDEC capabilities, one of each kind."""
+    """Decoders that load on this machine.
+
+    Attributes:
+        torchcodec: Whether torchcodec loads.
+        dali: Whether DALI loads.
+        gpus: {name: index} of one GPU of each kind whose NVDEC capabilities are known.
+    """
 
     torchcodec: bool
     dali: bool
@@ -48,7 +54,7 @@ class Decoders:
 
 
 class Via(NamedTuple):
-    """A decoder: DALI on a GPU or on the CPU, or torchcodec on the CPU."""
+    """A decoder: DALI on a GPU or the CPU, or torchcodec on the CPU."""
 
     name: str
     dali: bool = False
@@ -57,7 +63,7 @@ class Via(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """A frame to decode, the first request of `clip`, by each of some decoders."""
+    """The first requested frame of `clip`, and the decoders that decode it."""
 
     camera: str
     clip: Clip
@@ -70,8 +76,8 @@ class Decoded:
     """Result of a decoder.
 
     Attributes:
-        error: Why it failed. Empty on success.
-        psnr_db: PSNR against the first decoder that succeeded, in dB. None for that one.
+        error: Reason for a failure. Empty on success.
+        psnr_db: PSNR in dB against the frame of the first decoder that succeeded. None for that decoder, and on failure.
     """
 
     error: str = ""
@@ -79,7 +85,14 @@ class Decoded:
 
 
 def decode(tasks: Sequence[Task], limit_s: float) -> dict[str, dict[str, Decoded]]:
-    """Return {camera: {decoder: result}}. A process per decoder decodes all cameras. If it crashes, another continues."""
+    """Decode the frame of each task with each of its decoders. Return {camera: {decoder: result}}.
+
+    One process per decoder decodes all cameras. If it crashes, another process continues with the next camera.
+
+    Args:
+        tasks: Frames and decoders.
+        limit_s: Time limit of each process, in seconds.
+    """
     results: dict[str, dict[str, Decoded]] = {task.camera: {} for task in tasks}
     frames: dict[str, npt.NDArray[np.uint8]] = {}
     for via in dict.fromkeys(via for task in tasks for via in task.decoders):
@@ -95,7 +108,13 @@ def decode(tasks: Sequence[Task], limit_s: float) -> dict[str, dict[str, Decoded
 
 
 def psnr(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
-    """Peak signal to noise ratio in dB of two frames' luma; 0 where their shapes differ, 99 where they are equal."""
+    """Return the peak signal-to-noise ratio of the luma of two frames, in dB.
+
+    It is 0 if the shapes differ, and 99 if the frames are equal.
+
+    Args:
+        one, other: Frames of shape (H, W, 3).
+    """
     if one.shape != other.shape:
         return 0.0
     error = float(np.mean(((one.astype(np.float64) - other) @ _LUMA) ** 2))
@@ -103,7 +122,11 @@ def psnr(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
 
 
 def measure_speeds(calls: Mapping[tuple[str, str], Call], limit_s: float) -> tuple[dict[str, Result], dict[str, Any]]:
-    """Measure speeds in another process, by calls of `answers.speed` for (camera, kind of GPU).
+    """Measure the speed of decoders in another process.
+
+    Args:
+        calls: {(camera, kind of GPU): call of `answers.speed`}.
+        limit_s: Time limit of a process, in seconds.
 
     Returns:
         Results by name, and {camera: {kind of GPU: speeds}} for the report.
@@ -127,7 +150,7 @@ def _speed_result(answer: Answer) -> Result:
 
 
 class _Part(NamedTuple):
-    """Some frames of an episode, whole GOPs of one sample description, by rising packet."""
+    """Some frames of an episode in decode order: consecutive GOPs with the same sample description."""
 
     episode: int
     frames: list[int]
@@ -138,18 +161,24 @@ class Deep:
     """Decodes all frames of the selected cameras with the decoder of the CPU route, in threads of this process.
 
     Args:
-        progress: Function that is called as (frames decoded, number of frames), from several threads.
+        dataset: Dataset, or a selected part of one.
+        progress: Function that is called from several threads as (frames decoded, number of frames).
     """
 
     def __init__(self, dataset: Dataset, progress: Callable[[int, int], None]) -> None:
         self._dataset, self._progress = dataset, progress
         self._done, self._total = 0, int(dataset.lengths.sum()) * len(dataset.cameras)
         self._lock = threading.Lock()
-        # Per camera and episode, its first frame that cannot be decoded, and why.
+        # {camera: {episode: (first frame that cannot be decoded, reason)}}
         self._broken: dict[str, dict[int, tuple[int, str]]] = {camera: {} for camera in dataset.cameras}
 
     def decode_videos(self, camera: str, table: VideoIndex, packets: Mapping[int, Int64]) -> None:
-        """Decode the frames of episodes, by their packets in one file.
+        """Decode the frames of all episodes of one file.
+
+        Args:
+            camera: Key of the camera.
+            table: Index of the file.
+            packets: {episode: packet of each row}.
 
         Raises:
             StorageError: If the file cannot be read.
@@ -159,7 +188,7 @@ class Deep:
         store = self._dataset.data_store
 
         def error(part: _Part, count: int) -> str:
-            """Return why the first `count` frames cannot be decoded. Empty if they can."""
+            """Return the reason why the first `count` frames cannot be decoded. Empty if they can."""
             chosen = part.packets[:count]
             video = describe(table.configs[table.config[chosen[0]]])
             at_once = decoder.frames_at_once((video.height, video.width))
@@ -172,6 +201,7 @@ class Deep:
             return ""
 
         def check(part: _Part) -> None:
+            # An error does not say which frame caused it. A binary search finds the first frame that cannot be decoded.
             if error(part, len(part.packets)):
                 count = 1 + bisect.bisect_left(range(1, len(part.packets)), True, key=lambda n: bool(error(part, n)))
                 self._fail(camera, part.episode, part.frames[count - 1], error(part, count))
@@ -180,7 +210,7 @@ class Deep:
         self._each(check, _parts(table, packets))
 
     def decode_images(self, camera: str) -> None:
-        """Decode the images of a camera whose frames are in the rows.
+        """Decode all images of a camera whose frames are images in the rows.
 
         Raises:
             DaliStreamError: If rows cannot be read.

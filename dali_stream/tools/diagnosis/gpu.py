@@ -1,4 +1,4 @@
-"""Checks of the driver, the GPUs and NVDEC. No GPU is fine, but an unusable GPU is a problem."""
+"""Checks of the driver, the GPUs and NVDEC. A machine without a GPU is fine, but a GPU that cannot be used is a problem."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
 def read_gpus(driver: Answer, nvdec: Answer) -> list[dict[str, Any]]:
-    """Return the GPUs for the report, with NVDEC's capability for each format, or why the driver does not report it."""
+    """Return the GPUs for the report.
+
+    Each has the capability of NVDEC for each format, or the reason why the driver does not report it.
+
+    Args:
+        driver: Answer of `answers.driver`.
+        nvdec: Answer of `answers.nvdec`.
+    """
     unknown = {"decoders": [], "engines": 0, "error": nvdec.reason, "remedy": _BROKEN if nvdec.error else ""}
     gpus = [gpu | unknown for gpu in driver.value.get("gpus", [])]
     for gpu, capability in zip(gpus, nvdec.value, strict=False):
@@ -31,7 +38,7 @@ def read_gpus(driver: Answer, nvdec: Answer) -> list[dict[str, Any]]:
 
 
 def group_equal(gpus: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return {"GPU 0, 1": the first of them}: GPUs are grouped if they differ only by their index."""
+    """Group GPUs that differ only in their index. Return {name of the group, such as "GPU 0, 1": its first GPU}."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for gpu in gpus:
         groups.setdefault(repr(gpu | {"index": None}), []).append(gpu)
@@ -39,7 +46,7 @@ def group_equal(gpus: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def check_driver(machine: Machine) -> Result:
-    """Check that the driver works. A machine without GPU needs none."""
+    """Check that the driver works. A machine without a GPU needs no driver."""
     driver = machine.answers["driver"]
     if driver.error:
         return PROBLEM, f"NVIDIA's driver did not report its GPUs: {driver.reason}", _BROKEN
@@ -68,7 +75,7 @@ def _explain_failure(root: Path, failed: str, remedy: str, code: int) -> Result:
 
 
 def _is_on_pci(root: Path) -> bool:
-    """Whether the machine has a display or 3D controller by NVIDIA."""
+    """Return whether the PCI bus has a display or 3D controller by NVIDIA."""
     for vendor in root.glob("sys/bus/pci/devices/*/vendor"):
         try:
             if vendor.read_text().strip() == "0x10de" and vendor.with_name("class").read_text().startswith("0x03"):

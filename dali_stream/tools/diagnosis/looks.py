@@ -1,4 +1,4 @@
-"""Recognizes files that do not decode: by their first bytes, and by the target of a link."""
+"""Recognizes what a broken file contains, by its first bytes and by the target of a link."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from dali_stream.errors import DaliStreamError
 from dali_stream.storage import LocalStore, Store, lfs
 
-SHOWN = 16  # bytes; enough to recognize kinds, too few to leak a request that an error page repeats
+SHOWN = 16  # bytes shown: enough to recognize a format, but too few for the credentials that an error page may repeat
 _FETCH = "fetch or copy it again"
 _PAGE = f"{_FETCH}: a server's answer was saved in its place. Check the address, the login and the dataset's permissions"
 _PACKED = "unpack it"
-_BEGINNINGS = (  # (first bytes, what they are, what to do)
+_BEGINNINGS = (  # (first bytes in lower case, format, remedy)
     (b"<!doctype", "an HTML page", _PAGE),
     (b"<html", "an HTML page", _PAGE),
     (b"<?xml", "XML, such as an error message of a storage service", _PAGE),
@@ -29,7 +29,7 @@ _BEGINNINGS = (  # (first bytes, what they are, what to do)
 
 
 def look(store: Store, path: str) -> tuple[str, str]:
-    """Return (description, remedy) of a file, by its first bytes and the target of a link. Empty if it is unreadable."""
+    """Return the description of a file and the remedy. Both are empty if the file cannot be read and is not a link."""
     place = _target(store, path)
     try:
         size, first = store.size(path), store.read(path, 0, lfs.ENOUGH)
@@ -44,7 +44,10 @@ def look(store: Store, path: str) -> tuple[str, str]:
 
 
 def _target(store: Store, path: str) -> str:
-    """Return the target of a link. The Hub's cache consists of links to files named by their hash."""
+    """Return a sentence that names the target of a link. Empty for other files.
+
+    The Hub's cache consists of links to files that are named by their hash.
+    """
     if not isinstance(store, LocalStore):
         return ""
     name = Path(store.address, path)

@@ -1,4 +1,4 @@
-"""The subject of a machine's checks, and the checks of the limits of this process: container, cores, memory, disk."""
+"""Subject of the checks of a machine, and the checks of the limits of this process: container, cores, memory and disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GIB, _SMALL_SHM, _LITTLE_DISK = 1 << 30, 1 << 28, 1 << 30
 
 
 class Limits(NamedTuple):
-    """Limits of this process, for the report. Sizes are in bytes, None if they are unknown."""
+    """Limits of this process, for the report. Sizes are in bytes. Unknown limits are None."""
 
     system: str
     processor: str
@@ -40,11 +40,11 @@ class Machine:
     """Subject of the checks of a machine.
 
     Attributes:
-        gpus: GPUs of the driver, for the report. See `gpu.read_gpus`.
-        answers: Answers of the functions of `answers` by name.
-        cache_dir: As for `Dataset`. Without one, the working directory is checked.
-        environment: Environment variables. Only words of NVIDIA's container toolkit are reported.
-        root: Folder of `proc`, `sys`, `run` and `dev`.
+        gpus: GPUs that the driver reports. See `gpu.read_gpus`.
+        answers: {name of the function in `answers`: its answer}.
+        cache_dir: Folder of the cache. Default: None, and the working directory is checked instead.
+        environment: Environment variables. Of their values, the report has only known words of NVIDIA's container toolkit.
+        root: Folder that contains `proc`, `sys`, `run` and `dev`. Default: "/".
     """
 
     gpus: Sequence[dict[str, Any]] = ()
@@ -60,7 +60,10 @@ class Machine:
 
     @property
     def folder(self) -> Path:
-        """Existing folder of the cache, which is created on first use, or of this process."""
+        """Folder whose disk is checked: that of the cache, or the working directory.
+
+        The cache is created on first use. Until then, it is the closest parent that exists.
+        """
         folder = Path(self.cache_dir).expanduser().absolute() if self.cache_dir else Path.cwd()
         return next(path for path in (folder, *folder.parents) if path.exists())
 
@@ -83,7 +86,7 @@ class Machine:
 
 
 def container(environment: Mapping[str, str], root: Path = Path("/")) -> str | None:
-    """Return the kind of container that this process runs in, or None if none is detected."""
+    """Return the name of the container runtime of this process, such as "docker", or None if no container is detected."""
     if environment.get("APPTAINER_CONTAINER") or environment.get("SINGULARITY_CONTAINER"):
         return "apptainer"
     if environment.get("ENROOT_ROOTFS") or (root / "etc/enroot").exists():
@@ -99,15 +102,15 @@ def container(environment: Mapping[str, str], root: Path = Path("/")) -> str | N
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return the number of cores of the cgroup's quota, or None without one."""
+    """Return the CPU quota of the cgroup in cores, or None without a quota."""
     pairs = [value.split() for value in cgroup_values(root, "cpu", "cpu.max")]  # version 2: "quota period" or "max period"
-    version_1 = (cgroup_values(root, "cpu", f"cpu.cfs_{name}_us") for name in ("quota", "period"))  # a quota of -1 is none
+    version_1 = (cgroup_values(root, "cpu", f"cpu.cfs_{name}_us") for name in ("quota", "period"))  # -1 means no quota
     pairs += map(list, zip(*version_1, strict=False))
     return min((int(quota) / int(period) for quota, period in pairs if quota.isdigit()), default=None)
 
 
 def check_container(machine: Machine) -> Result:
-    """Check that a container gives its GPUs to this process, with NVDEC."""
+    """Check that a container makes its GPUs and NVDEC available to this process."""
     kind, environment = machine.limits.container, machine.environment
     capabilities, devices = (environment.get(f"NVIDIA_{name}", "") for name in ("DRIVER_CAPABILITIES", "VISIBLE_DEVICES"))
     known = [word for word in re.split(r"[,\s]+", capabilities) if word in CAPABILITIES]
@@ -120,7 +123,7 @@ def check_container(machine: Machine) -> Result:
     if devices not in ("", "none", "void") and not machine.gpus:
         remedy = "start the container with --gpus all (Docker), --nv (apptainer), or a claim to nvidia.com/gpu (Kubernetes)"
         return PROBLEM, f"{text}, and no GPU is usable", remedy
-    # If libnvcuvid exists nevertheless, the findings on the GPUs say so.
+    # libnvcuvid may be available nevertheless. The findings for the GPUs then show it.
     if kind and machine.gpus and capabilities and not {"all", "video"} & set(known):
         remedy = "set NVIDIA_DRIVER_CAPABILITIES=video,compute,utility (on Kubernetes, in the pod's env)"
         return WARNING, f"{text}, which lacks video, so NVDEC is unavailable", remedy
@@ -128,7 +131,7 @@ def check_container(machine: Machine) -> Result:
 
 
 def check_cores(machine: Machine) -> Result:
-    """Check that the quota of a container covers its cores."""
+    """Check that the CPU quota of a container is not less than its number of cores."""
     cores, quota = machine.limits.cores, machine.limits.cpu_quota
     text = f"{cores} for this process"
     if quota is None or quota >= cores:
@@ -138,7 +141,7 @@ def check_cores(machine: Machine) -> Result:
 
 
 def check_memory(machine: Machine) -> Result:
-    """Check that the default memory budget leaves memory for a model."""
+    """Check that the default memory budget leaves enough memory for a model."""
     total, limit = machine.limits.memory, machine.limits.memory_limit
     usable = min(total, limit or total)
     text = f"{usable / _GIB:.1f} GiB" + (f", the container's limit, of {total / _GIB:.1f}" if limit and limit < total else "")
@@ -148,7 +151,7 @@ def check_memory(machine: Machine) -> Result:
 
 
 def check_shared_memory(machine: Machine) -> Result | None:
-    """Check that NCCL has shared memory for several GPUs."""
+    """Check that NCCL has enough shared memory for several GPUs. None if the size of /dev/shm is unknown."""
     size = machine.limits.shm
     if size is None:
         return None
@@ -160,7 +163,7 @@ def check_shared_memory(machine: Machine) -> Result | None:
 
 
 def check_disk(machine: Machine) -> dict[str, Result]:
-    """Check that the cache, or else the working directory, has free space."""
+    """Check that the disk of the cache has free space, or without a cache, the disk of the working directory."""
     folder, free = machine.folder, machine.limits.disk_free
     text = f"{(free or 0) / 1e9:.1f} GB free at {folder}"
     result: Result = OK, text, ""

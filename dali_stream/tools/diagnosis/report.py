@@ -1,4 +1,4 @@
-"""The report of `doctor`: findings, the facts they are based on, and the form of a check."""
+"""Report of `doctor`: findings, the facts behind them, and the type of a check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_args
 Area = Literal["gpu", "software", "machine", "dataset"]
 """Subject of a finding."""
 Status = Literal["ok", "warning", "problem"]
-"""Status of a finding. A report has the worst one of its findings."""
+"""Status of a finding. The status of a report is the worst one of its findings."""
 OK: Status = "ok"
 WARNING: Status = "warning"
 PROBLEM: Status = "problem"
@@ -19,7 +19,7 @@ Result = tuple[Status, str, str]
 """Status, text and remedy of a finding."""
 T = TypeVar("T")
 Check = Callable[[T], "Result | Mapping[str, Result] | None"]
-"""Check of a subject. It returns one result, several by their names, or None if it does not apply."""
+"""Function that checks a subject. It returns a result, several results by name, or None if it does not apply."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Finding:
         name: Name of the check, such as "torchcodec" or "GPU 0 AV1". It is unique within its area.
         status: "ok", "warning" or "problem".
         text: Result of the check.
-        remedy: Instructions that solve it. Empty for "ok".
+        remedy: What to do about it. Empty for "ok".
     """
 
     area: Area
@@ -43,14 +43,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """All findings.
+    """Report of `doctor`.
 
     Attributes:
-        findings: Findings in reading order.
-        gpus: Index, name, memory, compute capability, NVDEC engines and capability for each format, per GPU.
-        software: Versions. None for those that are unknown.
-        machine: Cores, memory, disk and container.
-        dataset: Address and cameras. None without a readable dataset.
+        findings: Findings in the order in which they are shown.
+        gpus: Index, name, memory in bytes, compute capability, NVDEC engines and supported formats of each GPU.
+        software: Versions by name. Unknown versions are None.
+        machine: Cores, memory, disk and container. See `machine.Limits`.
+        dataset: Address, size and cameras of the dataset. None if there is no dataset, or it cannot be opened.
     """
 
     findings: tuple[Finding, ...]
@@ -61,7 +61,7 @@ class DoctorReport:
 
     @property
     def status(self) -> str:
-        """The worst status of all findings."""
+        """Worst status of all findings."""
         return max((finding.status for finding in self.findings), key=STATUSES.index, default=OK)
 
     def as_dict(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class DoctorReport:
 
 
 def run_checks(checks: Mapping[str, Check[T]], subject: T) -> Iterator[tuple[str, Result]]:
-    """Yield (name, result) of each check that applies, in the order of the table."""
+    """Yield (name, result) of each check that applies to the subject, in the order of the table."""
     for name, check in checks.items():
         outcome = check(subject)
         if isinstance(outcome, Mapping):
@@ -80,5 +80,5 @@ def run_checks(checks: Mapping[str, Check[T]], subject: T) -> Iterator[tuple[str
 
 
 def as_findings(area: Area, results: Iterable[tuple[str, Result]]) -> list[Finding]:
-    """Return the findings of an area."""
+    """Return results as findings of an area."""
     return [Finding(area, name, *result) for name, result in results]

@@ -1,4 +1,4 @@
-"""Checks of a dataset: its metadata, its files, and its rows, their tasks and their frames, as a Loader reads them."""
+"""Checks of a dataset: metadata, files, rows, tasks, and the frames of rows, read in the same way as by a Loader."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dali_stream.tools.diagnosis.looks import look
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, Result
 from dali_stream.tools.work import spread
 
-_SHOWN = 5  # missing files named
-LOCAL, REMOTE = 1000, 32  # episodes or files that are read; for remote data, each may be a request
+_SHOWN = 5  # maximum number of missing files that a finding names
+LOCAL, REMOTE = 1000, 32  # maximum number of episodes or files to read; for remote data, each may need a request
 _NAMES = ("task_index", "subtask_index")
 
 
@@ -28,9 +28,9 @@ class Rows:
 
     Attributes:
         dataset: Dataset of the rows.
-        deep: Whether to check all episodes and files, instead of up to 1000, or 32 of remote data.
-        errors: Error of each episode whose rows are broken.
-        first_episodes: First episode of each value of each column of `_NAMES`.
+        deep: Whether to check all episodes and files. Otherwise at most 1000 are checked, or 32 of remote data.
+        errors: {episode: error} of episodes with broken rows.
+        first_episodes: {column of `_NAMES`: {value: first episode in which it was read}}.
     """
 
     def __init__(self, dataset: Dataset, deep: bool) -> None:
@@ -41,7 +41,10 @@ class Rows:
         self.first_episodes: dict[str, dict[int, int]] = {name: {} for name in _NAMES if name in dataset.features}
 
     def seconds(self, episode: int) -> npt.NDArray[np.float64] | None:
-        """Return the timestamps of the `episode`-th selected episode, (L,), or None if its rows are broken.
+        """Return the times of the rows of an episode in seconds, shape (L,), or None if its rows are broken.
+
+        Args:
+            episode: Position of the episode among the selected episodes.
 
         Raises:
             StorageError: If rows cannot be read.
@@ -55,7 +58,7 @@ class Rows:
         return self._seconds.get(episode)
 
     def spread(self, count: int) -> list[int]:
-        """Return which of `count` episodes or files to check, evenly spread."""
+        """Return the numbers of the episodes or files to check, evenly spread over 0 to `count` - 1."""
         return spread(count, count if self.deep else REMOTE if self.dataset.data_store.remote else LOCAL)
 
     def _keep(self, episode: int, rows: Columns) -> None:
@@ -66,14 +69,14 @@ class Rows:
 
 
 def check_metadata(rows: Rows) -> Result:
-    """Describe the size of the dataset, whose metadata has been read."""
+    """Describe the size of the dataset. Its metadata is valid, since the dataset was opened."""
     dataset = rows.dataset
     size = f"{counted(dataset.num_episodes, 'episode')}, {counted(dataset.num_frames, 'frame')}"
     return OK, f"{dataset.store.address}: {size} at {dataset.fps:g} fps", ""
 
 
 def check_statistics(rows: Rows) -> Result:
-    """Check that statistics can be read if the dataset has some."""
+    """Check that the statistics of the dataset, if any, can be read."""
     place = rows.dataset.stored_stats_place
     try:
         stats = rows.dataset.stored_stats
@@ -85,7 +88,7 @@ def check_statistics(rows: Rows) -> Result:
 
 
 def check_files(rows: Rows) -> Result:
-    """Check that all files exist. Raises StorageError."""
+    """Check that all files exist. Raises StorageError if the source cannot be reached."""
     dataset = rows.dataset
     try:
         missing, looked_for = missing_files(dataset, rows.deep)
@@ -100,7 +103,7 @@ def check_files(rows: Rows) -> Result:
 
 
 def check_rows(rows: Rows) -> Result:
-    """Check the rows of episodes: as many as promised, of the promised kinds, with timestamps that rise."""
+    """Check that the rows of episodes agree with the metadata in number and type, and that their timestamps increase."""
     dataset, files = rows.dataset, rows.dataset.table.data
     episodes = rows.spread(dataset.num_episodes)
     episode = 0
@@ -123,14 +126,14 @@ def check_rows(rows: Rows) -> Result:
 
 
 def check_names(rows: Rows) -> Result:
-    """Check that each task of the rows that were read has a name. Without that, a Loader delivers no batch."""
+    """Check that each task of the rows that were read has a name. Without the names, a Loader cannot deliver a batch."""
     dataset = rows.dataset
     for name, path in zip(_NAMES, (dataset.tasks_place, "meta/subtasks.parquet"), strict=True):
         try:
             names = dataset.tasks if name == "task_index" else dataset.subtasks
         except DaliStreamError as error:
             return PROBLEM, str(error), look(dataset.store, path)[1] or "copy the dataset again"
-        if name != "task_index" and not names:  # not delivered then
+        if name != "task_index" and not names:  # a Loader then delivers no subtasks
             continue
         unknown = [(episode, value) for value, episode in rows.first_episodes.get(name, {}).items() if value not in names]
         if unknown:
@@ -142,12 +145,12 @@ def check_names(rows: Rows) -> Result:
 
 
 class FrameTimes:
-    """The frames of a camera's rows, file by file.
+    """Checks that the rows of a camera have frames, file by file.
 
     Attributes:
-        faults: Why an episode has rows without frames.
+        faults: {episode: reason why it has rows without frames}.
         checked: Number of episodes that were checked.
-        by_frame_index: Episodes among them that have all of their frames at frame_index / fps.
+        by_frame_index: Episodes of `faults` whose rows all have a frame at frame_index / fps.
     """
 
     def __init__(self, rows: Rows, camera: str) -> None:
@@ -158,7 +161,11 @@ class FrameTimes:
         self.by_frame_index: set[int] = set()
 
     def find(self, table: VideoIndex, episodes: Iterable[int]) -> dict[int, Int64]:
-        """Return the packets of the rows of episodes in a file, `LACKING` for those without a frame.
+        """Return {episode: packets of its rows} for episodes of a file. The packet of a row without a frame is `LACKING`.
+
+        Args:
+            table: Index of the file.
+            episodes: Positions of the episodes among the selected episodes. Those that cannot be checked are left out.
 
         Raises:
             StorageError: If rows cannot be read.
@@ -184,7 +191,7 @@ class FrameTimes:
         return packets
 
     def result(self) -> Result:
-        """Return the result for all files."""
+        """Return the result for all files that were checked so far."""
         dataset, faults = self._dataset, self.faults
         if not faults:
             return OK, f"each row has a frame of its episode, in {self.checked} checked episodes of {dataset.num_episodes}", ""
@@ -196,7 +203,7 @@ class FrameTimes:
         return PROBLEM, f"episode {dataset.episodes[first]}{faults[first]}{more}", remedy
 
     def _short_episodes(self) -> dict[int, str]:
-        """Return the episodes that have too little room in their file, by the metadata alone."""
+        """Return {episode: fault} of episodes that, according to the metadata, are longer than their interval of the file."""
         dataset = self._dataset
         start, stop = (times[self._camera][dataset.rows] for times in (dataset.table.start, dataset.table.stop))
         short = np.flatnonzero(stop - start <= (dataset.lengths - 1 + TOLERANCE) / dataset.fps).tolist()

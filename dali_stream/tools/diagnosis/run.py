@@ -1,4 +1,4 @@
-"""`doctor`: asks libraries in processes of their own, and runs the checks."""
+"""`doctor`: questions libraries in separate processes, and runs the checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dali_stream.tools.diagnosis.machine import Machine
 from dali_stream.tools.diagnosis.report import DoctorReport, Finding, as_findings, run_checks
 from dali_stream.tools.isolated import Answer, call
 
-# A crash or hang skips the questions that follow in the same process.
+# Each group runs in one process. After a crash or hang, the remaining questions of the group are skipped.
 _QUESTIONS = ((answers.driver, answers.nvdec), (answers.dali,), (answers.torch, answers.torchcodec))
 
 
@@ -29,26 +29,28 @@ def doctor(
     progress: Callable[[int, int], None] = lambda done, total: None,
     **options: Any,
 ) -> DoctorReport:
-    """Examine this machine, and optionally a dataset. Errors become findings, not exceptions.
+    """Examine this machine, and optionally a dataset. Errors become findings instead of exceptions.
 
     Args:
-        uri: Dataset, as for `Dataset`. Without one, only the machine is examined.
-        cache_dir: Cache, as for `Dataset`. Its disk is checked.
-        limit_s: Seconds that a library may take to load, or a decoder to decode, before it counts as hanging. A first import
-            of torch from a network file system takes a minute.
+        uri: Address of a dataset. Default: None, and only the machine is examined.
+        cache_dir: Folder of the cache, as in `Dataset`. Its disk is checked.
+        limit_s: Time in seconds after which a library that loads, or a decoder, counts as hanging. The first import of torch
+            from a network file system can take a minute. Default: 120.
         deep: Whether to check all files and rows, and to decode every frame of the selected cameras and episodes. Otherwise one
-            frame of each camera is decoded, and up to 1000 episodes and files are checked, or 32 of remote data.
-        progress: Function that is called as (frames decoded, number of frames), from several threads, if `deep`.
+            frame of each camera is decoded, and at most 1000 episodes and files are checked, or 32 of remote data. Default:
+            False.
+        progress: Function that is called from several threads as (frames decoded, number of frames), if `deep`.
         options: Further arguments of `Dataset`: `revision`, `data_files_root`, `storage_options`, `cameras`, `episodes`,
             `clock`, `tolerance_s`.
 
     Returns:
-        Findings, each with a status and a remedy, and the facts they are based on.
+        Findings, each with a status and a remedy, and the facts behind them.
 
     Raises:
         ValueError: If an argument does not fit the address.
     """
-    opened = None if uri is None else dataset.opened(uri, cache_dir=cache_dir, **options)  # checks the arguments
+    # The dataset is opened first, so that an invalid argument fails before the slow questions.
+    opened = None if uri is None else dataset.opened(uri, cache_dir=cache_dir, **options)
     with contextlib.ExitStack() as stack:
         if isinstance(opened, Dataset):
             stack.enter_context(contextlib.closing(opened))
@@ -68,7 +70,7 @@ def doctor(
 
 
 def _ask(limit_s: float, cache_dir: str | os.PathLike[str] | None) -> tuple[Machine, dict[str, int]]:
-    """Return the machine, and {name: index} of one GPU of each kind whose NVDEC is known."""
+    """Question all libraries. Return the machine, and {name: index} of one GPU of each kind with known NVDEC capabilities."""
     with ThreadPoolExecutor(len(_QUESTIONS)) as pool:
         called = list(pool.map(lambda functions: call(functions, limit_s), _QUESTIONS))
     known = {

@@ -1,4 +1,4 @@
-"""Checks of the installed versions: whether they fit together, and to the driver."""
+"""Checks that the installed versions are compatible with each other and with the driver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dali_stream.tools.diagnosis.machine import Machine
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.isolated import Answer
 
-_DRIVERS = {12: "525", 13: "580"}  # the first driver for this CUDA: CUDA's release notes, table "toolkit driver versions"
+_DRIVERS = {12: "525", 13: "580"}  # first driver of each CUDA version, see "toolkit driver versions" in CUDA's release notes
 _INSTALL_DALI = (
     f"`{install_command('cuda12')}` (driver 525 or later) or `{install_command('cuda13')}` (driver 580 or later), never both"
 )
@@ -23,7 +23,7 @@ _TORCH_COMMAND = "https://pytorch.org/get-started has the command"
 
 
 def versions(machine: Machine) -> dict[str, Any]:
-    """Return the versions for the report."""
+    """Return all versions for the report. Unknown versions are None."""
     return {
         "python": platform.python_version(),
         "dali": machine.answers["dali"].value.get("version"),
@@ -37,25 +37,25 @@ def versions(machine: Machine) -> dict[str, Any]:
 
 
 def _dali_builds() -> list[str]:
-    """Return the installed packages with `nvidia.dali`, such as nvidia-dali-cuda120."""
+    """Return the names of the installed packages that contain DALI, such as nvidia-dali-cuda120."""
     names = {str(package.metadata["Name"]) for package in importlib.metadata.distributions()}
     return sorted(name for name in names if re.fullmatch(r"nvidia[-_]dali[-_](?:nightly[-_]|weekly[-_])?cuda\d+", name))
 
 
 def _ffmpeg(machine: Machine) -> Any:
-    """Return path, version and decoders of the FFmpeg that torchcodec loaded or could load. None without FFmpeg."""
+    """Return the path, version and decoders of the FFmpeg that torchcodec loads or could load. None without FFmpeg."""
     return machine.answers["torchcodec"].value.get("ffmpeg") or machine.answers["ffmpeg"].value.get("ffmpeg")
 
 
 def check_python(machine: Machine) -> Result:
-    """Check that this version of Python is tested."""
+    """Check that this version of Python is one of the tested versions."""
     if (3, 10) <= sys.version_info[:2] < (3, 14):
         return OK, platform.python_version(), ""
     return WARNING, platform.python_version(), "use Python 3.10 to 3.13, which are tested"
 
 
 def check_dali(machine: Machine) -> Result:
-    """Check that one build of DALI loads, and that the driver supports its CUDA."""
+    """Check that a single build of DALI is installed and loads, and that the driver supports its CUDA version."""
     answer, driver, builds = machine.answers["dali"], machine.cuda, _dali_builds()
     if len(builds) > 1:
         right = "cuda13" if driver and driver[0] >= 13 else "cuda12"
@@ -98,7 +98,7 @@ def check_torch(machine: Machine) -> Result:
 
 
 def check_torchcodec(machine: Machine) -> Result:
-    """Check that torchcodec loads, with this torch and an FFmpeg."""
+    """Check that torchcodec loads with the installed torch and FFmpeg."""
     answer = machine.answers["torchcodec"]
     if not answer.error:
         return _new_enough("torchcodec", answer.value["version"], f"{answer.value['version']}, fits torch")
@@ -116,10 +116,10 @@ def _unloadable(answer: Answer, module: str, remedy: str) -> Result:
 
 
 def _new_enough(package: str, version: str, text: str) -> Result:
-    """Compare a version with the lower bound of this package's metadata."""
+    """Check that a version is not below the lower bound in the requirements of dali_stream."""
     try:
         requirements = importlib.metadata.requires("dali-stream") or []
-    except importlib.metadata.PackageNotFoundError:  # a checkout that is on the path and not installed
+    except importlib.metadata.PackageNotFoundError:  # a checkout is on the path without being installed
         requirements = []
     bounds = (re.match(rf"{re.escape(package)}>=([\d.]+)", line) for line in requirements)
     least = next((match[1] for match in bounds if match), "0")
@@ -133,7 +133,7 @@ def _major_minor(version: str) -> tuple[int, ...]:
 
 
 def check_ffmpeg(machine: Machine) -> dict[str, Result]:
-    """Check that FFmpeg's libraries are of a version that torchcodec loads, and that they decode each codec on a CPU."""
+    """Check that torchcodec can load this version of FFmpeg's libraries, and that they decode each codec on a CPU."""
     ffmpeg = _ffmpeg(machine)
     if ffmpeg is None:
         return {"FFmpeg": (PROBLEM, "no shared libraries of FFmpeg 4 to 8 were found", _INSTALL_FFMPEG)}
@@ -149,7 +149,7 @@ def check_ffmpeg(machine: Machine) -> dict[str, Result]:
         text = f"FFmpeg decodes AV1 with {software['av1']}, which is slower than libdav1d"
         results["decoder av1"] = WARNING, text, "use an FFmpeg with libdav1d"
     for codec in (codec for codec in ffmpeg["decoders"] if codec not in software):
-        # AV1 is the codec that LeRobot writes. Without libdav1d or libaom, FFmpeg has only a decoder that needs hardware.
+        # LeRobot writes AV1. Without libdav1d or libaom, FFmpeg decodes AV1 only with special hardware.
         status, library = (PROBLEM, " with libdav1d") if codec == "av1" else (WARNING, "")
         text = f"FFmpeg has no {codec} decoder that works on a CPU"
         results[f"decoder {codec}"] = status, text, f"install a build of FFmpeg{library} that has one"
@@ -157,7 +157,7 @@ def check_ffmpeg(machine: Machine) -> dict[str, Result]:
 
 
 def check_ffmpeg_program(machine: Machine) -> Result:
-    """Check that the program ffmpeg exists, which encodes videos."""
+    """Check that the program ffmpeg, which encodes videos, is installed."""
     if version := environment.ffmpeg_program():
         return OK, version, ""
     text = "the program ffmpeg is not on the PATH: the commands demo and prepare need it, training does not"

@@ -1,17 +1,18 @@
 """`prepare`: rewrites a dataset for training, on one machine, SLURM or Ray.
 
-options    what can be changed
-plan       which episodes go into which output file
-task       the unit of work: one output file, as an idempotent function of JSON arguments
-task_input the episodes of one output file, as the source has them
-source     the dataset that is read
-rows, packets, video    how a file is made and verified
-encoders, ffmpeg, quality    how frames are encoded and compared
-place      OUT: a local folder or a remote one
-executors  tasks on any `concurrent.futures.Executor`
-progress   how far a run is
-metadata   the files below meta/, from the plan and what the tasks left
-run        `prepare`, which calls all of these
+options    options and presets
+plan       assignment of episodes to output files
+task       unit of work: one output file, as an idempotent function of JSON arguments
+task_input reads the episodes of one output file from the source
+source     access to the files of the source
+rows, packets, video    write and verify files of rows, of copied packets, and of encoded frames
+encoders, ffmpeg, quality    encode frames, and compare them with the source
+place      OUT, a local folder or a remote one
+executors  run tasks on any `concurrent.futures.Executor`
+slurm, ray executors for SLURM and Ray
+progress   state of a run
+metadata   writes the files below meta/, from the plan and the notes of the tasks
+run        `prepare`, which uses all of these
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Settings of FFmpeg's encoders.
 
-For every codec: constant quality, a keyframe every `gop` frames and nowhere else, closed GOPs, no B-frames, no hidden frames.
-Each frame of the source becomes one packet, in the same order.
+Every codec is encoded with constant quality, with a keyframe every `gop` frames and nowhere else, with closed GOPs, and without
+B-frames and hidden frames. Each frame of the source becomes one packet, in the same order.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from dali_stream.arguments import one_of, positive
 
-CODECS = ("hevc", "h264", "av1", "vp9")  # of the new videos
-ENCODERS = ("cpu", "nvenc")  # processors on which the encoder runs
+CODECS = ("hevc", "h264", "av1", "vp9")  # allowed codecs of new videos
+ENCODERS = ("cpu", "nvenc")  # processors that encode
 _LONGEST_GOP = 10_000
-_X265_BLOCK = 16  # x265 codes frames in multiples of this many pixels with the preset ultrafast
+_X265_BLOCK = 16  # with the preset ultrafast, x265 pads the sides of frames to multiples of this number of pixels
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Encoder:
     """An encoder with its settings.
 
     Attributes:
-        codec: Codec of its output.
+        codec: Codec of the output.
         name: FFmpeg's name of the encoder.
         quality: Constant quality on the encoder's scale. Lower is better.
-        preset: FFmpeg's name of the preset. Empty if the encoder has none.
-        arguments: Arguments of the ffmpeg program, after its input.
+        preset: FFmpeg's name of the preset. Empty if the encoder has no presets.
+        arguments: Arguments of the program ffmpeg, which follow those of its input.
     """
 
     codec: str
@@ -35,25 +35,26 @@ class Encoder:
     arguments: tuple[str, ...]
 
 
-# Defaults of quality, measured on 400 frames of a robot's camera, 640x480, AV1 with crf 30 and GOP 2, with FFmpeg 5.1: 47 dB
-# against the source for H.264 and HEVC, 49 for VP9, 52 for AV1, in 1.1, 0.95, 1.7 and 1.6 times the bytes.
+# (default, maximum) of the quality. The defaults were measured with FFmpeg 5.1 on 400 frames of a robot's camera, 640x480, AV1
+# with crf 30 and GOP 2. The PSNR against this source was 47 dB for H.264 and HEVC, 49 dB for VP9 and 52 dB for AV1. The sizes
+# were 1.1 (H.264), 0.95 (HEVC), 1.7 (VP9) and 1.6 (AV1) times that of the source.
 _QUALITY = {"libx264": (20, 51), "libx265": (20, 51), "libsvtav1": (24, 63), "libvpx-vp9": (30, 63)}
 _NVENC_QUALITY = {"h264_nvenc": (20, 51), "hevc_nvenc": (22, 51), "av1_nvenc": (26, 51)}  # not measured
 _CPU = {"h264": "libx264", "hevc": "libx265", "av1": "libsvtav1", "vp9": "libvpx-vp9"}
 
 
 def encoder(codec: str, gop: int, crf: int | None, *, nvenc: bool, size: tuple[int, int]) -> Encoder:
-    """Return the encoder of a codec.
+    """Return the encoder for a codec.
 
     Args:
         codec: Codec to encode.
-        gop: Distance of keyframes in frames.
-        crf: Quality on the encoder's scale, or None for its default.
+        gop: GOP length in frames.
+        crf: Quality on the encoder's scale. None for the default of the encoder.
         nvenc: Whether to encode on the GPU.
         size: (height, width) of the frames.
 
     Raises:
-        ValueError: If the GPU has no such encoder, or the encoder does not support the GOP or quality.
+        ValueError: If NVENC does not support the codec, or the encoder does not support the frame size, GOP or quality.
     """
     one_of("codec", codec, CODECS)
     if codec in ("h264", "hevc") and (size[0] % 2 or size[1] % 2):
@@ -71,15 +72,15 @@ def encoder(codec: str, gop: int, crf: int | None, *, nvenc: bool, size: tuple[i
         raise ValueError(f"crf must be 1 (best) to {highest} for {name}, got {crf!r}. Default: {default}")
     preset, arguments = _nvenc(gop, quality) if nvenc else _SETTINGS[name](gop, quality)
     if name == "libx265" and any(side % _X265_BLOCK for side in size):
-        arguments += ":min-cu-size=8"  # so that frames are coded without padding, which NVDEC needs
+        arguments += ":min-cu-size=8"  # smaller blocks avoid padding, which would prevent decoding with NVDEC
     tag = ("-tag:v", "hvc1") if codec == "hevc" else ()
-    # One thread: x264's output depends on their number, and the workers are the parallelism.
+    # The output of x264 depends on the number of threads. Encoders use one, since the tasks already run in parallel.
     threads = () if nvenc else ("-threads", "1")
     return Encoder(codec, name, quality, preset, ("-c:v", name, *threads, "-bf", "0", *tag, *arguments.split()))
 
 
 def _nvenc(gop: int, quality: int) -> tuple[str, str]:
-    # NVENC refuses a GOP of 1 even without B-frames.
+    # NVENC does not accept a GOP of 1, so keyframes are forced.
     keys = "-g 250 -force_key_frames expr:1" if gop == 1 else f"-g {gop}"
     return "p5", f"{keys} -preset p5 -rc vbr -cq {quality} -b:v 0 -no-scenecut 1 -forced-idr 1"
 
@@ -92,14 +93,14 @@ def _x265(gop: int, quality: int) -> tuple[str, str]:
     params, keys = "open-gop=0:scenecut=0:bframes=0:log-level=error:pools=none:frame-threads=1", f"-g {gop}"
     if gop > 1:
         params = f"keyint={gop}:min-keyint={gop}:{params}"
-    else:  # with keyint=1, x265 writes the profile Main Intra, of the range extensions, which decoders need not support
+    else:  # with keyint=1, x265 writes the profile Main Intra of the range extensions, which many decoders lack
         keys = "-force_key_frames expr:1 -forced-idr 1"
     return "ultrafast", f"-preset ultrafast -profile:v main -crf {quality} {keys} -x265-params {params}"
 
 
 def _svt(gop: int, quality: int) -> tuple[str, str]:
-    # pred-struct=1 is low delay: otherwise GOPs of more than 2 have hidden frames. Temporal filtering mixes
-    # neighbouring frames, and screen content mode was seen to lose single cells of a bar code.
+    # pred-struct=1 means low delay. Without it, GOPs of more than 2 frames have hidden frames. Temporal filtering mixes
+    # neighbouring frames, and the screen content mode was seen to lose single cells of a bar code.
     return "10", f"-g {gop} -preset 10 -crf {quality} -svtav1-params pred-struct=1:enable-tf=0:scm=0:lp=1"
 
 

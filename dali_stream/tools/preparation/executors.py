@@ -1,6 +1,7 @@
-"""Running tasks on any `concurrent.futures.Executor`: processes of this machine, SLURM, Ray, or another one's.
+"""Runs tasks on any `concurrent.futures.Executor`: processes of this machine, SLURM, Ray, or an executor of the caller.
 
-There is no scheduler, queue or worker protocol here: a task is a function call, and an executor runs it somewhere.
+A task is a plain function call, and the executor decides where it runs. This module needs no scheduler, queue or worker
+protocol of its own.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from typing import Any
 
 Json = dict[str, Any]
 Call = Callable[[Sequence[Json]], list[Json]]
-_TICK_S = 10.0
-_TRIES = 2  # times that a task is run without others
+_TICK_S = 10.0  # interval at which progress is updated while no call ends
+_TRIES = 2  # failed attempts after which a task is given up; a failure of a pool with several running tasks does not count
 
 
 class ThisProcess(Executor):
-    """Runs each call in `submit`."""
+    """Executor that runs each call in `submit`, in the caller's thread."""
 
     def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Return a future that is done."""
+        """Call the function. Return a future that is already done."""
         future: Future[Any] = Future()
         try:
             future.set_result(call(*args, **kwargs))
@@ -34,13 +35,17 @@ class ThisProcess(Executor):
 
 
 class Processes(ProcessPoolExecutor):
-    """Processes of this machine. They are new interpreters, since obstore's and torch's threads do not outlive a fork."""
+    """Processes of this machine. They are spawned, since the threads of obstore and torch do not survive a fork.
+
+    Args:
+        jobs: Number of processes.
+    """
 
     def __init__(self, jobs: int) -> None:
         super().__init__(jobs, multiprocessing.get_context("spawn"), initializer=_begin_worker, initargs=(os.getpid(),))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the processes, at once if their calls are cancelled."""
+        """End the processes. If `cancel_futures`, kill them instead of waiting for running calls."""
         processes = list((self._processes or {}).values()) if cancel_futures else []
         super().shutdown(wait=wait, cancel_futures=cancel_futures)
         for process in processes:
@@ -48,19 +53,19 @@ class Processes(ProcessPoolExecutor):
 
 
 def local(jobs: int) -> Callable[[], Executor]:
-    """Return what makes executors on this machine: this process for one job, or more processes."""
+    """Return a function that makes an executor on this machine: this process for one job, or otherwise `jobs` processes."""
     return ThisProcess if jobs == 1 else functools.partial(Processes, jobs)
 
 
 def _begin_worker(parent: int) -> None:
-    """End with the parent, leave Ctrl-C to it, and use one thread, since the processes are the parallelism."""
+    """Prepare a worker process. It ends with its parent, ignores Ctrl-C, and uses one thread."""
     import ctypes
     import sys
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)
     import torch
 
@@ -75,23 +80,25 @@ def run_tasks(
     per_call: int = 1,
     starting: Callable[[Sequence[Json]], None] = lambda tasks: None,
 ) -> Iterator[tuple[Json, Json]]:
-    """Yield each task with its result, in the order in which they end.
+    """Run tasks. Yield each task with its result, in the order in which they end.
 
-    A worker that dies breaks a pool of processes. Then a new one is made. The tasks that were running come last, one at a
-    time, so that one that always ends its worker is found, and fails alone. A call that fails in an executor that does not
-    break, such as a job of SLURM that was killed, is split and repeated once.
+    If a worker dies, a pool of processes is broken, and a new one is made. It is not known which task killed the worker, so the
+    tasks that were running are retried last and one at a time. A task that then kills its worker twice fails. Other executors,
+    such as SLURM, do not break if a job is killed. The tasks of such a call are retried once, each on its own.
 
     Args:
-        make: Makes an executor.
-        call: Function of some tasks that returns their results.
-        tasks: Arguments.
-        at_once: Calls at a time.
-        per_call: Tasks of a call.
-        starting: Called with the tasks of each call when it is handed over, and with none while nothing happens.
+        make: Function that makes an executor.
+        call: Function that takes some tasks and returns their results.
+        tasks: Tasks to run.
+        at_once: Maximum number of concurrent calls.
+        per_call: Maximum number of tasks per call. Default: 1.
+        starting: Function that is called with the tasks of each call when it is submitted, and every 10 s without tasks while
+            no call ends.
     """
     waiting = deque(list(tasks[at : at + per_call]) for at in range(0, len(tasks), per_call))
     suspects, tries = deque[list[Json]](), Counter[str]()
     while waiting or suspects:
+        # Suspects run alone, so that a worker that dies identifies its task.
         limit, queue = (at_once, waiting) if waiting else (1, suspects)
         executor, running = make(), dict[Future[list[Json]], list[Json]]()
         try:
@@ -102,7 +109,7 @@ def run_tasks(
                     queue.popleft()
                 ended = wait(running, _TICK_S, FIRST_COMPLETED).done
                 if not ended:
-                    starting(())  # so that progress shows that this process lives
+                    starting(())  # lets progress show that the run is alive
                 for future in ended:
                     if isinstance(error := future.exception(), BrokenExecutor):
                         raise error
@@ -112,6 +119,7 @@ def run_tasks(
                     else:
                         yield from _failed(part, error, tries, queue)
         except BrokenExecutor as error:
+            # If nothing was running, `submit` itself failed, and the call is still at the front of the queue.
             lost = [*running.values(), *([queue.popleft()] if queue and not running else [])]
             if limit > 1:
                 suspects.extend([task] for part in lost for task in part)
@@ -125,7 +133,7 @@ def run_tasks(
 def _failed(
     part: Sequence[Json], error: BaseException, tries: Counter[str], again: deque[list[Json]]
 ) -> Iterator[tuple[Json, Json]]:
-    """Put the tasks of a call that was lost back one by one. Yield those that were lost alone before."""
+    """Queue the tasks of a lost call again, one by one. Yield the tasks that are given up, with an error."""
     for task in part:
         tries[task["path"]] += 1
         if tries[task["path"]] < _TRIES:

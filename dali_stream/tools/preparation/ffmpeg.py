@@ -1,4 +1,4 @@
-"""The program ffmpeg, which encodes frames that this process decodes and resizes."""
+"""Encoding with the program ffmpeg, which gets decoded and resized frames through a pipe."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import numpy.typing as npt
 from dali_stream.errors import DaliStreamError
 from dali_stream.tools.preparation.encoders import Encoder
 
-_SAID = 400  # characters of its stderr in an error
-# On Linux, ffmpeg ends with this process, even if that is killed. A small program requests this before it becomes ffmpeg,
-# since code between fork and exec is unsafe with threads.
+_SAID = 400  # maximum number of characters of ffmpeg's stderr in an error
+# On Linux, ffmpeg ends with this process, even if this process is killed. A small program requests this from the kernel, and
+# then replaces itself by ffmpeg. Code between fork and exec, the usual solution, is unsafe in a process with threads.
 _TIED = """
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -26,7 +26,7 @@ if sys.platform == "linux":
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
-# The format that DALI and NVDEC convert correctly.
+# DALI and NVDEC convert this pixel format and colour matrix to RGB correctly.
 _PIXELS = "scale=out_color_matrix=bt601:out_range=tv:flags=bicubic+accurate_rnd+full_chroma_int,format=yuv420p"
 _TAGS = "setparams=range=tv:colorspace=smpte170m"
 
@@ -35,7 +35,7 @@ def encode(frames: Iterable[npt.NDArray[np.uint8]], size: tuple[int, int], encod
     """Encode RGB frames to an MP4 file, each frame once and in order.
 
     Args:
-        frames: Arrays of shape (n, height, width, 3).
+        frames: Frames as uint8 arrays of shape (n, height, width, 3).
         size: (height, width) of the frames.
         encoder: Encoder to use.
         target: Path of the new file.
@@ -52,7 +52,7 @@ def encode(frames: Iterable[npt.NDArray[np.uint8]], size: tuple[int, int], encod
     tied = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *command]
     quiet = os.environ | {"SVT_LOG": "1", "AV_LOG_FORCE_NOCOLOR": "1"}
     with tempfile.TemporaryFile() as output:
-        # In its own session, so that Ctrl-C reaches only this process.
+        # In a separate session, ffmpeg does not receive Ctrl-C. This process then ends it.
         process = subprocess.Popen(tied, stdin=subprocess.PIPE, stdout=output, stderr=output, env=quiet, start_new_session=True)
         assert process.stdin is not None
         try:
@@ -61,7 +61,7 @@ def encode(frames: Iterable[npt.NDArray[np.uint8]], size: tuple[int, int], encod
                     process.stdin.write(np.ascontiguousarray(part).data)
                 process.stdin.close()
             except BrokenPipeError:
-                pass  # ffmpeg has failed, and says why
+                pass  # ffmpeg has failed; its exit code and stderr are read below
             code = process.wait()
         finally:
             process.kill()

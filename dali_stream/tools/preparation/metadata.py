@@ -1,4 +1,4 @@
-"""The files below `meta/` of the new dataset, made from those of the source (of any version), the plan and the tasks' notes."""
+"""Writes the files below `meta/`, from those of the source (of any version), the plan, and the notes of the tasks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from dali_stream.tools.preparation.plan import DATA_MB, DATA_PATH, VIDEO_MB, VID
 from dali_stream.tools.work import grouped
 
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-DONE = "meta/prepare.json"  # what was done, in a finished dataset
+DONE = "meta/prepare.json"  # header of the plan and report, in a finished dataset
 AT_THE_ROOT = ("README.md", "README", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
 Json = dict[str, Any]
 _log = logging.getLogger("dali_stream")
-_EPISODES = 1000  # of v2.x, in one part of the episode table
-_GONE = ("total_chunks", "total_videos")  # of info.json
-# Encoding entries of newer LeRobot versions that a new encoding makes untrue.
+_EPISODES = 1000  # episodes per part of the episode table, for v2.x
+_GONE = ("total_chunks", "total_videos")  # entries of info.json in v2.x that v3.0 does not have
+# Entries of newer LeRobot versions that are no longer true after encoding again.
 _UNTRUE = ("video.fast_decode", "video.video_backend", "video.extra_options")
 
 
@@ -42,7 +42,7 @@ class _Columns:
     Attributes:
         new: {index in the source: index in the new dataset}.
         values: {column: {index in the source: value}}.
-        added: Types of columns that the source may lack.
+        added: {column: type} of columns that are added if the source lacks them.
     """
 
     new: dict[int, int] = field(default_factory=dict)
@@ -50,7 +50,13 @@ class _Columns:
     added: dict[str, pa.DataType] = field(default_factory=dict)
 
     def put(self, old: int, values: Mapping[str, Any], added: bool = True) -> None:
-        """Set values of an episode by column, with `added` also those of columns that the source lacks."""
+        """Set values of an episode.
+
+        Args:
+            old: Index of the episode in the source.
+            values: {column: value}.
+            added: Whether to add columns that the source lacks. Default: True.
+        """
         for name, value in values.items():
             self.values.setdefault(name, {})[old] = value
             if added:
@@ -58,12 +64,12 @@ class _Columns:
 
 
 def write(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], place: Place, done: Json) -> None:
-    """Write all metadata; info.json, which makes OUT a dataset, comes last.
+    """Write all metadata. The last file is info.json, which makes OUT a dataset.
 
     Args:
-        dataset: The source.
-        plan: The plan.
-        notes: The note of each task by its path.
+        dataset: Source.
+        plan: Plan of the run.
+        notes: {path of an output file: note of its task}.
         place: OUT.
         done: Content of meta/prepare.json.
     """
@@ -121,7 +127,7 @@ def _info(dataset: Dataset, head: Json, episodes: int, frames: int) -> Json:
 
 
 def _encoded_feature(feature: Json, spec: Json, fps: float) -> Json:
-    """Return the feature of a camera after encoding. Unknown keys stay."""
+    """Return the feature of a camera after encoding. Keys with an unknown meaning are kept."""
     (height, width), chosen = spec["size"], spec["encoder"]
     place = next((each for each in ENCODING if isinstance(feature.get(each), dict)), "info")
     encoding = {key: value for key, value in (feature.get(place) or {}).items() if key not in _UNTRUE}
@@ -187,7 +193,7 @@ def _kind(value: Any) -> pa.DataType:
 
 
 def _write_episodes(dataset: Dataset, plan: Plan, columns: _Columns, place: Place) -> list[pa.Table]:
-    """Write the episode table, a part of the source's at a time. Return the columns of statistics, by part."""
+    """Write the episode table, one part of the source's table at a time. Return the columns with statistics of each part."""
     stats: list[pa.Table] = []
     most = (plan.header["options"].get("file_mb") or DATA_MB) * (1 << 20)
 
@@ -207,7 +213,7 @@ def _write_episodes(dataset: Dataset, plan: Plan, columns: _Columns, place: Plac
 
 
 def _renewed(part: pa.Table, head: Json, columns: _Columns) -> pa.Table:
-    """Return a part of the episode table with the kept episodes and cameras, and their new values."""
+    """Return a part of the episode table, reduced to the kept episodes and cameras, with their new values."""
     index = part["episode_index"].to_numpy()
     kept = np.isin(index, list(columns.new))
     encoded = {key for key, spec in head["cameras"].items() if spec["mode"] != "copy"}
@@ -229,7 +235,7 @@ def _renewed(part: pa.Table, head: Json, columns: _Columns) -> pa.Table:
 
 
 def _set(table: pa.Table, name: str, values: list[Any], kind: pa.DataType | None) -> pa.Table:
-    """Return a table with a column of other values, of its own type if it exists."""
+    """Return a table with new values of a column. A column that exists keeps its type, and another one gets the type `kind`."""
     if name not in table.column_names:
         return table.append_column(name, pa.array(values, kind))
     place = table.column_names.index(name)
@@ -238,7 +244,7 @@ def _set(table: pa.Table, name: str, values: list[Any], kind: pa.DataType | None
 
 
 def episode_files(dataset: Dataset) -> list[str]:
-    """Return the files of the episode table."""
+    """Return the paths of the files of the episode table."""
     return [name for name in dataset.store.files("meta/episodes") if name.endswith(".parquet")]
 
 
@@ -246,7 +252,7 @@ def episode_files(dataset: Dataset) -> list[str]:
 
 
 def has_episode_stats(dataset: Dataset) -> bool:
-    """Return whether the source has statistics of single episodes, of its rows."""
+    """Return whether the source has statistics of the rows of each episode."""
     if dataset.is_v2:
         return dataset.stored_stats_place == v2.EPISODES_STATS
     first = episode_files(dataset)[0]
@@ -255,12 +261,13 @@ def has_episode_stats(dataset: Dataset) -> bool:
 
 
 def _stats(dataset: Dataset, plan: Plan, columns: _Columns, notes: Mapping[str, Json], parts: list[pa.Table]) -> Json | None:
-    """Return the content of stats.json, or None if it stays as it is or does not exist.
+    """Return the new content of stats.json, or None if it does not change or does not exist.
 
     Statistics that change are aggregated from those of the episodes, as LeRobot does.
     """
     head, stored = plan.header, dataset.stored_stats
     encoded = {key for key, spec in head["cameras"].items() if spec["mode"] != "copy"}
+    # All statistics change if episodes are left out. Otherwise only those of encoded cameras and of regular timestamps do.
     changed = (
         set(stored) | encoded if head["renumber"] else encoded | ({"timestamp"} & set(stored) if head["regular"] else set())
     )
@@ -281,10 +288,14 @@ def _stats(dataset: Dataset, plan: Plan, columns: _Columns, notes: Mapping[str, 
 
 
 def _episode_stats(key: str, columns: _Columns, parts: list[pa.Table], notes: Mapping[str, Json]) -> list[dict[str, Any]]:
-    """Return the statistics of a feature for each episode: new ones, or else those of the source, or of its rows."""
+    """Return the statistics of a feature for each episode.
+
+    These are the new ones if the feature has changed, or otherwise those of the source. If the source has none, they are those
+    that the tasks have computed from the rows.
+    """
 
     def named(names: Iterable[str]) -> dict[str, str]:
-        """Return the statistics among columns of the episode table, with their columns."""
+        """Return {statistic: column} of the feature's columns in the episode table."""
         return {name.rpartition("/")[2]: name for name in names if name.rpartition("/")[0] == f"stats/{key}"}
 
     if new := named(columns.values):
@@ -297,7 +308,10 @@ def _episode_stats(key: str, columns: _Columns, parts: list[pa.Table], notes: Ma
 
 
 def _episode_tables(dataset: Dataset) -> Iterator[tuple[pa.Table, int]]:
-    """Yield the episode table in parts, each with its bytes as encoded. For v2.x, it lacks the columns of new files."""
+    """Yield the parts of the source's episode table, each with its encoded size in bytes.
+
+    For v2.x, the table is made from JSON lines, and lacks the columns that locate files.
+    """
     if not dataset.is_v2:
         for name in episode_files(dataset):
             yield metadata.read_parquet(dataset.store, name), dataset.store.size(name)
@@ -320,16 +334,16 @@ def _episode_tables(dataset: Dataset) -> Iterator[tuple[pa.Table, int]]:
             columns[f"stats/{key}/{name}"] = _nested(dataset, values, key, name)
         encoded = io.BytesIO()
         pq.write_table(pa.table(columns), encoded)
-        yield pq.read_table(encoded), encoded.getbuffer().nbytes  # with the types that the new file will have
+        yield pq.read_table(encoded), encoded.getbuffer().nbytes  # reading it back gives the types of the new file
 
 
 def _own_columns(dataset: Dataset, entries: list[dict[str, Any]]) -> dict[str, pa.Array]:
-    """Return the columns that the format does not ask for, such as annotations of the parts of an episode."""
+    """Return {name: column} of all entries of the source's episodes, including entries that the format does not define."""
     columns = {}
     for name in dict.fromkeys(name for entry in entries for name in entry):
         try:
             values = pa.array([entry.get(name) for entry in entries])
-            pq.write_table(pa.table({name: values}), io.BytesIO())  # not every type can be written
+            pq.write_table(pa.table({name: values}), io.BytesIO())  # a trial, since Parquet does not support every type
             columns[name] = values
         except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
             where = dataset.store.where(v2.EPISODES)
@@ -348,7 +362,7 @@ def _tasks(dataset: Dataset, entry: dict[str, Any]) -> list[str]:
 
 
 def _nested(dataset: Dataset, values: list[Any], key: str, name: str) -> pa.Array:
-    """Return a statistic of some episodes as lists of numbers. Raises DatasetError if they differ in kind or shape."""
+    """Return a statistic of some episodes as nested lists of numbers. Raises DatasetError if their types or shapes differ."""
     number = np.int64 if name == "count" else np.float64
     try:
         return pa.array([None if each is None else each.astype(number).tolist() for each in values])

@@ -1,4 +1,4 @@
-"""Options of `prepare`: each change is one, and none is the default. Presets are constants from a committed report."""
+"""Options of `prepare`. By default, nothing is changed. The presets follow from a committed report."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from dali_stream.arguments import one_of, picture_size, positive
 from dali_stream.tools.preparation.encoders import CODECS, ENCODERS
 
-# `--for cpu` is one step finer than the setting of benchmarks/results/prepare_codecs_2cores.json that a Loader reads as fast as
-# AV1, and that all GPUs decode. `--for nvdec` follows from vendors' figures, and was not measured. `--for hub` are the settings
-# with which LeRobot records.
+# `--for cpu` is the setting of benchmarks/results/prepare_codecs_2cores.json that all GPUs decode, and that a Loader reads as
+# fast as AV1, but with slightly better quality. `--for nvdec` is based on figures of vendors, and was not measured. `--for hub`
+# has the settings with which LeRobot records.
 PRESETS: dict[str, dict[str, Any]] = {
     "cpu": {"codec": "h264", "gop": 2, "crf": 18},
     "nvdec": {"codec": "hevc", "gop": 2, "crf": 20},
@@ -20,18 +20,20 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """Changes to make.
+    """Changes that `prepare` makes to a dataset.
+
+    If any of the first five is not None, videos are encoded again, except those that were recorded with the same settings.
 
     Attributes:
         size: (height, width) of all cameras. Default: as recorded.
         codec: "h264", "hevc", "av1" or "vp9". Default: as recorded.
-        gop: Distance of keyframes in frames. Default: 2.
-        crf: Quality on the encoder's scale, lower is better. Default: close to the source.
-        encoder: "cpu" or "nvenc".
+        gop: GOP length in frames. Default: 2.
+        crf: Quality on the encoder's scale. Lower is better. Default: a quality close to the source.
+        encoder: "cpu" or "nvenc". Default: "cpu".
         file_mb: Approximate size of a file in MiB. Default: 100 for rows and 200 for video.
-        rows_per_group: Rows of a row group, which holds whole episodes. Default: about 32 MiB of rows.
-        images_to_video: Whether cameras whose frames are images in rows become videos.
-        drop_broken: Whether to check all episodes first, and to leave out those that cannot be read.
+        rows_per_group: Maximum number of rows of a row group, which consists of whole episodes. Default: about 32 MiB of rows.
+        images_to_video: Whether cameras whose frames are images in rows become videos. Default: False.
+        drop_broken: Whether to check all episodes first, and to leave out those that cannot be read. Default: False.
     """
 
     size: tuple[int, int] | None = None
@@ -46,11 +48,11 @@ class Options:
 
     @property
     def encodes(self) -> bool:
-        """Whether an option asks for another encoding of the videos."""
+        """Whether an option requires that videos are encoded again."""
         return any(value is not None for value in (self.size, self.codec, self.gop, self.crf, self.encoder))
 
     def checked(self) -> Options:
-        """Return the options themselves. Raises ValueError if one is not allowed."""
+        """Return the options with a normalized `size`. Raises ValueError if an option is not allowed."""
         if self.codec is not None:
             one_of("codec", self.codec, CODECS)
         if self.encoder is not None:
@@ -63,13 +65,13 @@ class Options:
         return replace(self, size=picture_size(self.size))
 
     def with_preset(self, name: str | None) -> Options:
-        """Return the options, completed by those of a preset."""
+        """Return the options, with those that are None replaced by the options of a preset."""
         if name is None:
             return self
         one_of("for_", name, tuple(PRESETS))
         return replace(self, **{key: value for key, value in PRESETS[name].items() if getattr(self, key) is None})
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what differs from the defaults, for JSON."""
+        """Return the options that differ from their defaults, as a dict for JSON."""
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return {name: list(v) if isinstance(v, tuple) else v for name, (v, default) in values.items() if v != default}

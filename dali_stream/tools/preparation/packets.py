@@ -1,8 +1,8 @@
-"""MP4 files made of packets that are copied from other MP4 files, with new times.
+"""MP4 files that consist of packets copied from other MP4 files, with new times.
 
-Source files are cut at keyframes, so each new file begins with one and has no gaps. A source file with open GOPs is copied
-whole, since which packets can be dropped without changing the decoded frames depends on the decoder. The parts of a new file
-share timescale, track matrix, display size and codec; their sample descriptions may differ.
+Source files are cut at keyframes, so each new file begins with a keyframe and has no gaps. A source file with open GOPs is
+copied as a whole, since it depends on the decoder which packets can be dropped without changing the decoded frames. All parts
+of a new file have the same timescale, track matrix, display size and codec. Their sample descriptions may differ.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Run:
     """Packets [start, stop) of a source file.
 
     Attributes:
-        first: Number of the first of these packets in the new file.
-        shift: Ticks to add to their times.
+        first: Position of the first of these packets in the new file.
+        shift: Number of ticks to add to their times.
     """
 
     index: VideoIndex
@@ -39,24 +39,32 @@ class Run:
 
 
 def kind(index: VideoIndex) -> str:
-    """Return what must be the same for all sources of a new file."""
+    """Return a digest of the properties that all sources of a new file must share."""
     codecs = sorted({config[4:8] for config in index.configs})
     parts: list[Any] = [index.timescale, index.track_header.hex(), codecs]
     if index.open_gops:
+        # Frames that are displayed before the first keyframe depend on packets that the file lacks. The file is not joined with
+        # others, since a decoder could treat these frames differently after the packets of another file.
         leads = (index.pts[: index.keyframes[1] if len(index.keyframes) > 1 else None] < index.pts[0]).any()
         parts += [index.configs, index.path if leads else ""]
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
 def needed(index: VideoIndex, packets: Int64) -> tuple[int, int]:
-    """Return [start, stop) of the whole GOPs that decoding the frames of some packets takes."""
+    """Return the range [start, stop) of whole GOPs that are needed to decode some packets."""
     after = np.searchsorted(index.keyframes, packets.max(), side="right")
     stop = int(index.keyframes[after]) if after < len(index.keyframes) else len(index)
     return int(index.decode_starts(packets).min()), stop
 
 
 def add(runs: list[Run], index: VideoIndex, packets: Int64) -> Run:
-    """Return the run that has the packets of an episode. If there is none, the last run is extended, or a new one appended."""
+    """Return the run that contains the packets of an episode. If necessary, extend the last run or append a new one.
+
+    Args:
+        runs: Runs of the new file so far, which are changed.
+        index: Index of the episode's source file.
+        packets: Packets of the episode.
+    """
     start, stop = (0, len(index)) if index.open_gops else needed(index, packets)
     for run in runs:
         if run.index.path == index.path and run.start <= start and stop <= run.stop:
@@ -69,7 +77,7 @@ def add(runs: list[Run], index: VideoIndex, packets: Int64) -> Run:
 
 
 def join(runs: Sequence[Run], fps: float) -> int:
-    """Place runs one after the other. Return the duration of the last frame, in ticks."""
+    """Set `first` and `shift` so that runs follow each other. Return the duration of the last frame, in ticks."""
     packet = tick = frame = 0
     for run in runs:
         pts, intervals = run.index.pts[run.start : run.stop], np.diff(run.index.shown_at[:])
@@ -88,7 +96,7 @@ def descriptions(runs: Sequence[Run]) -> tuple[bytes, ...]:
 def write(
     file: Path, store: Store, runs: Sequence[Run], pts: Sequence[Int64], timescale: int, header: bytes, last: int
 ) -> tuple[Track, str]:
-    """Write a file.
+    """Write an MP4 file.
 
     Args:
         file: Path of the new file.
@@ -98,7 +106,7 @@ def write(
         timescale, header, last: See `Track`.
 
     Returns:
-        The track, and a digest of all packets.
+        The track of the new file, and a digest of all packets.
     """
     configs = descriptions(runs)
     numbers = [np.array([configs.index(config) for config in run.index.configs]) for run in runs]
@@ -121,7 +129,13 @@ def write(
 
 
 def read_back(store: Store, path: str, track: Track, digest: str) -> VideoIndex | None:
-    """Return the index of a file that `write` has written, or None if the file differs from what was written."""
+    """Return the index of a file that `write` has written, or None if its content differs from what was written.
+
+    Args:
+        store: Storage of the file.
+        path: Path of the file.
+        track, digest: Result of `write`.
+    """
     index = read_index(store, path)
     same = (
         (index.timescale, index.track_header, index.configs) == (track.timescale, track.header, track.configs)
@@ -133,7 +147,7 @@ def read_back(store: Store, path: str, track: Track, digest: str) -> VideoIndex 
 
 
 def _digest(parts: Iterable[list[memoryview]], also: Any = lambda part: None) -> str:
-    """Return a digest of packets, each part of which is also passed to a function."""
+    """Return a digest of packets. Also pass each part to a function, so that packets are read only once."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         also(part)

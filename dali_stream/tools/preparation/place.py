@@ -1,4 +1,4 @@
-"""OUT: a local folder, a bucket, or a repository on the Hub. A file has its name only once it is complete."""
+"""OUT: a local folder, a bucket, or a repository on the Hub. A file gets its name only when it is complete."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from dali_stream.storage.retry import Patience
 from dali_stream.storage.store import checked
 
 T = TypeVar("T")
-_ATTEMPTS = 6  # of an upload, with pauses of up to 0.5, 1, 2, 4 and 8 s
+_ATTEMPTS = 6  # maximum number of attempts of a call, with random pauses of up to 0.5, 1, 2, 4 and 8 s between them
 
 
 class Place(Protocol):
-    """OUT.
+    """The place OUT of a new dataset.
 
     Attributes:
         address: Address of OUT.
@@ -36,22 +36,22 @@ class Place(Protocol):
     address: str
 
     def scratch(self) -> contextlib.AbstractContextManager[Path]:
-        """Return a context of an empty folder on this machine, removed at the end."""
+        """Return a context manager of an empty folder on this machine, which is removed at the end."""
 
     def put(self, path: str, file: Path) -> None:
-        """Move a complete file from scratch into place."""
+        """Move a complete file from a scratch folder to its path in OUT."""
 
     def read(self, path: str) -> bytes | None:
-        """Return a small file, or None if it does not exist."""
+        """Return the content of a small file, or None if it does not exist."""
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Return {path: bytes} of the files below a folder."""
+        """Return {path: size in bytes} of the files below a folder. Default: all files."""
 
     def remove(self, folder: str) -> None:
-        """Remove a folder."""
+        """Remove a folder, if it exists."""
 
     def size(self, path: str) -> int | None:
-        """Return the bytes of a file, or None if it does not exist."""
+        """Return the size of a file in bytes, or None if it does not exist."""
         return self.sizes(path.rpartition("/")[0]).get(path)
 
     def write(self, path: str, data: bytes) -> None:
@@ -62,7 +62,7 @@ class Place(Protocol):
 
 
 class LocalPlace(Place):
-    """A local folder. Links below it are not followed."""
+    """A local folder. No file is written through a symbolic link below it."""
 
     def __init__(self, folder: str) -> None:
         self.root = Path(os.path.abspath(os.path.expanduser(folder)))
@@ -87,7 +87,7 @@ class LocalPlace(Place):
         sizes = {}
         for root, _, names in os.walk(self.root / folder):
             for path in (Path(root, name) for name in names):
-                with contextlib.suppress(FileNotFoundError):  # a scratch file of a worker
+                with contextlib.suppress(FileNotFoundError):  # a worker has removed its scratch file
                     sizes[path.relative_to(self.root).as_posix()] = path.stat().st_size
         return sizes
 
@@ -95,11 +95,11 @@ class LocalPlace(Place):
         shutil.rmtree(self._place(folder), ignore_errors=True)
 
     def lock_path(self) -> Path:
-        """Return the path of a lock for this folder, which exists then."""
+        """Return the path of the lock file of this folder. Create the parent of the lock file."""
         return self._parent("meta/prepare/lock") / "lock"
 
     def _parent(self, path: str) -> Path:
-        """Return the folder of a file, which exists then."""
+        """Return the parent folder of a file. Create it if it does not exist."""
         parent = self._place(path).parent
         parent.mkdir(parents=True, exist_ok=True)
         return parent
@@ -114,7 +114,7 @@ class LocalPlace(Place):
 
 
 class RemotePlace(Place):
-    """A bucket, a repository, or a folder of another fsspec filesystem. Uploads are retried."""
+    """A bucket, a repository, or a folder of another fsspec filesystem. Calls are retried."""
 
     def __init__(self, address: str, options: dict[str, Any] | None) -> None:
         self.address = address.rstrip("/")
@@ -152,17 +152,17 @@ class RemotePlace(Place):
                 raise
             except FileNotFoundError:
                 raise StorageError(f"{self.address}: does not exist. Create the bucket or repository first") from None
-            except Exception as error:  # each library has its own
-                status = getattr(getattr(error, "response", None), "status_code", None)  # of huggingface_hub
+            except Exception as error:  # each library has its own types of errors
+                status = getattr(getattr(error, "response", None), "status_code", None)  # huggingface_hub's errors have it
                 if attempt == _ATTEMPTS - 1 or isinstance(error, PermissionError) or status in (401, 403):
-                    reason = type(error).__name__ + (f", HTTP {status}" if status else "")  # the text may hold credentials
+                    reason = type(error).__name__ + (f", HTTP {status}" if status else "")  # the text may contain credentials
                     raise StorageError(f"{self.address}/{path}: cannot be written ({reason}). Run the command again") from None
             time.sleep(random.random() * 0.5 * 2**attempt)
         raise AssertionError
 
 
 class _Objects:
-    """The calls of obstore."""
+    """Calls of an object store, with obstore."""
 
     def __init__(self, address: str, options: dict[str, Any]) -> None:
         self._store = parsed(address, options, Patience()).open()
@@ -183,7 +183,7 @@ class _Objects:
 
 
 class _Files:
-    """The calls of an fsspec filesystem, such as huggingface_hub's for hf://."""
+    """Calls of an fsspec filesystem, such as that of huggingface_hub for hf://."""
 
     def __init__(self, address: str, options: dict[str, Any]) -> None:
         self._files, self._root = fsspec.core.url_to_fs(address, **options)
@@ -205,7 +205,7 @@ class _Files:
         return {name.removeprefix(root).lstrip("/"): each["size"] for name, each in files.items()}
 
     def remove(self, folder: str, paths: list[str]) -> None:
-        self._files.rm(f"{self._root}/{folder}", recursive=True)  # huggingface_hub takes no list
+        self._files.rm(f"{self._root}/{folder}", recursive=True)  # huggingface_hub does not accept a list of paths
 
 
 @contextlib.contextmanager
@@ -228,17 +228,22 @@ def _without_bars() -> Iterator[None]:
 
 
 def open_place(address: str, options: dict[str, Any] | None) -> Place:
-    """Return OUT by its address."""
+    """Return the place with an address.
+
+    Args:
+        address: Local folder, or an address such as s3://bucket/folder.
+        options: Credentials and other storage options of a remote place.
+    """
     return RemotePlace(address, options) if "://" in address else LocalPlace(address)
 
 
 def content_hash(data: bytes | memoryview) -> str:
-    """Return a digest as 32 hexadecimal digits."""
+    """Return a digest of some data, as 32 hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def file_hash(path: Path) -> str:
-    """Return the digest of a file."""
+    """Return the `content_hash` of a file, which is read in parts."""
     digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
         while data := file.read(8 << 20):

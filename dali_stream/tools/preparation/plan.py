@@ -1,8 +1,8 @@
-"""The plan: which episodes go into which output file. It is stored in OUT before anything is written.
+"""The plan assigns episodes to output files. It is stored in OUT before any output file is written.
 
-A plan is JSON lines: the header, then one task per file:
+A plan consists of JSON lines: the header, and then one task per output file:
 
-    {"path": of the file,
+    {"path": path of the output file,
      "episodes": [{"old": index in the source, "new": index, "length": rows, "data": Parquet file, "place": first row in it,
                    "first": first `index`,                                       (rows)
                    "video": MP4 file, "start": seconds in it, "stop": seconds}]  (video)
@@ -38,21 +38,21 @@ from dali_stream.tools.preparation.options import Options
 from dali_stream.tools.preparation.place import content_hash
 from dali_stream.tools.work import grouped, in_threads
 
-VERSION = 1  # increased when the same dataset and options are written differently
+VERSION = 1  # must be increased when the output for the same dataset and options changes
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
-DATA_MB, VIDEO_MB = 100, 200  # LeRobot's own sizes of files
+DATA_MB, VIDEO_MB = 100, 200  # default sizes of files, as in LeRobot
 Json = dict[str, Any]
 Int64 = npt.NDArray[np.int64]
 
 
 @dataclass
 class Plan:
-    """A plan.
+    """Plan of a run.
 
     Attributes:
-        header: Values that must stay the same when a run continues, and that all tasks share. No credentials.
-        tasks: One per output file.
+        header: Values that all tasks share, and that must be the same when a run continues. It contains no credentials.
+        tasks: Tasks, one per output file.
     """
 
     header: Json
@@ -64,7 +64,7 @@ class Plan:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
-        """Read a plan. Raises DatasetError."""
+        """Return the plan in JSON lines. Raises DatasetError if they are invalid."""
         try:
             header, *tasks = (json.loads(line) for line in data.decode().splitlines())
             return cls(header, tasks)
@@ -79,8 +79,8 @@ class Source:
     """Facts of a source file that the plan needs.
 
     Attributes:
-        kind: Must be the same for all sources of a new file.
-        frame_bytes: Bytes of a row or frame.
+        kind: Digest of the properties that all sources of a new file must share.
+        frame_bytes: Mean size of an encoded row or frame, in bytes.
     """
 
     kind: str
@@ -88,11 +88,16 @@ class Source:
 
 
 def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
-    """Return the header of a plan. `every_camera` says that none were selected, so that depth maps are copied, too.
+    """Return the header of a plan.
+
+    Args:
+        dataset: Source.
+        options: Options of the run.
+        every_camera: Whether the caller selected no cameras. Depth maps, which a `Dataset` does not read, are then copied too.
 
     Raises:
-        ValueError: If an option does not fit the dataset.
-        DatasetError: If its metadata are broken.
+        ValueError: If an option is not possible for the dataset.
+        DatasetError: If the metadata are broken.
     """
     info = metadata.read_json(dataset.store, metadata.INFO)
     features = {key: feature for key, feature in info["features"].items() if _is_kept(dataset, key, feature, every_camera)}
@@ -114,7 +119,7 @@ def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
         "clock": dataset.clock,
         "tolerance_s": dataset.tolerance_s,
         "regular": regular,
-        "chunks_size": size if type(size) is int and 0 < size < 1000 else 1000,  # three digits sort by name
+        "chunks_size": size if type(size) is int and 0 < size < 1000 else 1000,  # numbers of files have three digits
     }
     _check_apart(specs)
     return head
@@ -125,7 +130,11 @@ def _is_kept(dataset: Dataset, key: str, feature: Json, every_camera: bool) -> b
 
 
 def _camera(dataset: Dataset, key: str, feature: Feature, options: Options) -> Json | None:
-    """Return how a camera is written as video: {"mode": "copy", "encode" or "images"}; None if it has no video."""
+    """Return how the video of a camera is written, or None if the new dataset has no video of it.
+
+    The result has the entry "mode": "copy", "encode", or "images" for images in rows that become a video. For the last two, it
+    also has the "size", "gop" and "encoder".
+    """
     if feature.is_image and not options.images_to_video:
         if options.size is not None:
             raise ValueError(f"size must be None for {key!r}, whose frames are images in rows. Give --images-to-video too")
@@ -159,7 +168,7 @@ def _identity(dataset: Dataset, info: Json) -> str:
 
 
 def _check_apart(keys: Collection[str]) -> None:
-    """Check that cameras have files in places of their own, inside of OUT. Raises DatasetError."""
+    """Check that the files of each camera have separate paths inside OUT. Raises DatasetError if they do not."""
     rename = "Nothing was written, so rename it in meta/info.json and meta/episodes"
     places: dict[PurePosixPath, str] = {}
     for key in sorted(keys, key=len):
@@ -173,20 +182,27 @@ def _check_apart(keys: Collection[str]) -> None:
 
 
 def path_of(template: str, number: int, head: Json, key: str = "") -> str:
-    """Return the path of the n-th file."""
+    """Return the path of an output file.
+
+    Args:
+        template: Template of the path, such as `VIDEO_PATH`.
+        number: Number of the file, from 0.
+        head: Header of the plan.
+        key: Key of the camera. Default: "", for rows.
+    """
     chunk, file = divmod(number, head["chunks_size"])
     return template.format(chunk_index=chunk, file_index=file, video_key=key)
 
 
 class Planner:
-    """Assigns episodes to files.
+    """Assigns episodes to output files.
 
     Args:
-        dataset: The source.
+        dataset: Source.
         head: Header of the plan.
 
     Attributes:
-        renumber: Whether episodes are left out, so that the others get new numbers.
+        renumber: Whether episodes are left out, so that the others get new indices. It is set by `tasks`.
     """
 
     renumber = False
@@ -196,13 +212,17 @@ class Planner:
         self._file_mb, self._rows_per_group = (head["options"].get(name) for name in ("file_mb", "rows_per_group"))
         self._table = dataset.read_table([key for key, spec in head["cameras"].items() if spec["mode"] != "images"])
         self._store = dataset.data_store
+        # Episodes keep the order in which the source's files have them, so that tasks read these files sequentially.
         order = np.lexsort((self._table.index, self._table.first_row))
         self._order: Int64 = order[np.isin(order, dataset.rows)]
         self._places = _places(self._table)
         self._surveyed: dict[str, list[Source]] = {}
 
     def survey(self) -> None:
-        """Look at all source files whose parts are copied. One that cannot be read gets a kind of its own, and fails later."""
+        """Read the index or footer of all source files that are copied.
+
+        A file that cannot be read gets a kind of its own, so that only the task that copies it fails.
+        """
         self._surveyed["data"] = self._look(self._table.data, self._look_at_rows)
         for camera, spec in self._head["cameras"].items():
             if spec["mode"] == "copy":
@@ -236,8 +256,8 @@ class Planner:
         """Return the tasks.
 
         Args:
-            frame_bytes: Bytes of a frame of each camera that is encoded.
-            dropped: Episodes that are left out, by their index in the source.
+            frame_bytes: {camera: size of a frame in bytes} of the cameras that are encoded.
+            dropped: {index in the source: reason} of the episodes to leave out.
         """
         table = self._table
         order = self._order[~np.isin(table.index[self._order], list(dropped))]
@@ -271,7 +291,7 @@ class Planner:
         return tasks
 
     def trials(self) -> list[Json]:
-        """Return for each camera that is encoded a task that begins with the first episode."""
+        """Return for each camera that is encoded the task with the first episode. See `video.trial`."""
         tasks = {task["camera"]: task for task in reversed(self.tasks({}, {})) if "camera" in task}
         return [task for camera, task in tasks.items() if self._head["cameras"][camera]["mode"] != "copy"]
 
@@ -283,7 +303,15 @@ class Planner:
     def _files(
         self, episodes: list[Json], sources: list[Source], default_mb: float, template: str, camera: str = ""
     ) -> Iterator[Json]:
-        """Yield files of these episodes. A file has one kind of source, and about one size."""
+        """Yield tasks for these episodes. The sources of a file have the same kind, and files have about the same size.
+
+        Args:
+            episodes: Episodes in the order in which they are written.
+            sources: Source file of each episode.
+            default_mb: Size of a file in MiB, unless an option determines it.
+            template: Template of the paths.
+            camera: Key of the camera. Default: "", for rows.
+        """
         most = (self._file_mb or default_mb) * (1 << 20)
         pairs = zip(episodes, sources, strict=True)
 
@@ -299,7 +327,10 @@ class Planner:
 
 
 def _places(table: metadata.Episodes) -> Int64:
-    """Return each episode's first row in its file, if the file holds its episodes in order and no other rows."""
+    """Return the first row of each episode within its file.
+
+    The result assumes that a file has its episodes in order and no other rows. Readers check this. See `rows.EpisodeRows`.
+    """
     lowest = np.full(len(table.data.paths), np.iinfo(np.int64).max)
     np.minimum.at(lowest, table.data.index, table.first_row)
     return table.first_row - lowest[table.data.index]

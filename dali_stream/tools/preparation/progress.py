@@ -1,4 +1,4 @@
-"""How far a run is: shown by the running command, and read from OUT by `--status`."""
+"""State of a run. The running command shows it and writes it to OUT, where `--status` reads it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from dali_stream.tools.preparation.place import Place
 
 PROGRESS = "meta/prepare/progress.json"
-_EVERY_S = 5.0  # between two writes of it
+_EVERY_S = 5.0  # minimum time between two writes of this file
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,13 @@ class PrepareStatus:
     """State of a run.
 
     Attributes:
-        state: "running", "failed", "finished", or "stopped" if nothing has been written for ten minutes.
+        state: "running", "finishing" while metadata are written, "finished", "failed" if a file could not be written, or
+            "stopped" if the run was interrupted or has written no progress for ten minutes.
         done, running, failed, total: Numbers of files.
-        bytes: Bytes of the files of this run.
-        files_per_s: Rate of this run, 0 if none is done.
-        left_s: Estimated seconds left, or None if unknown.
-        at: Time of writing, in seconds since 1970.
+        bytes: Size of the files that this run has written, in bytes.
+        files_per_s: Rate of this run. 0 before the first file is done.
+        left_s: Estimated remaining time in seconds. None if unknown.
+        at: Time at which the status was written, in seconds since 1970.
     """
 
     state: str
@@ -38,7 +39,7 @@ class PrepareStatus:
     at: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the status for JSON."""
+        """Return the status as a dict for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -48,12 +49,12 @@ class PrepareStatus:
 
 
 class Progress:
-    """Counts the files of a run, and writes them to OUT now and then.
+    """Counts the files of a run, and writes the status to OUT every few seconds.
 
     Args:
         place: OUT.
         total: Number of files.
-        done: Number of files of earlier runs.
+        done: Number of files that earlier runs have written.
         show: Function that is called with each new status.
     """
 
@@ -64,7 +65,7 @@ class Progress:
         self.update()
 
     def started(self, count: int) -> None:
-        """Count files that were handed to an executor."""
+        """Count files that were submitted to an executor."""
         self._running += count
         self.update()
 
@@ -77,7 +78,7 @@ class Progress:
         self.update()
 
     def update(self, state: str = "running") -> None:
-        """Show the status, and write it if the last time was long ago, or the run ends."""
+        """Show the status. Write it if the last write was more than a few seconds ago, or if the run ends."""
         new, seconds = self._done - self._before, time.monotonic() - self._start
         rate = new / seconds if seconds and new else 0.0
         unfinished = self._total - self._done - self._failed

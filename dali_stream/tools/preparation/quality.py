@@ -1,4 +1,4 @@
-"""Checks of encoded frames against those that went into the encoder, and of packets before they are decoded."""
+"""Comparison of encoded frames with the encoder's input, and checks of encoded files and of source packets."""
 
 from __future__ import annotations
 
@@ -21,17 +21,24 @@ from dali_stream.storage import Store
 from dali_stream.tools.preparation.source import read_packets
 from dali_stream.tools.work import spread
 
-FLOOR = 25.0  # dB in RGB that every compared frame must have: lossy codecs at sensible settings give 30 to 50
-# Two frames count as different if they differ by this many times the encoding error. Recordings hold frames twice that differ
-# by noise only, and the encoded second frame may look more like the first.
+FLOOR = 25.0  # minimum PSNR of a compared frame over RGB, in dB; lossy codecs with sensible settings have 30 to 50
+# Two frames of the source are different if their distance is more than this multiple of the encoding error. Recordings repeat
+# frames with different noise, and the encoded second frame may then look more like the first one.
 DIFFERS = 4.0
-COMPARED = 8  # frames of an episode
-_LOSSLESS = 100.0  # dB of equal frames, since JSON has no infinity
+COMPARED = 8  # maximum number of compared frames per episode
+_LOSSLESS = 100.0  # PSNR of equal frames in dB, since JSON has no infinity
 Frames = npt.NDArray[np.uint8]
 
 
 def refusal(store: Store, table: VideoIndex, codec: str, gop: int) -> str:
-    """Return why an encoded file does not meet the request, by its index and its headers. Empty if it does."""
+    """Return the reason why the index or headers of an encoded file do not meet the request. Empty if they do.
+
+    Args:
+        store: Storage of the file.
+        table: Index of the file.
+        codec: Requested codec.
+        gop: Requested GOP length in frames.
+    """
     video, configs = describe(table.configs[0]), len(table.configs)
     if video.codec != codec:
         return f"it is {video.codec}"
@@ -52,7 +59,7 @@ def refusal(store: Store, table: VideoIndex, codec: str, gop: int) -> str:
 
 
 def _padding(video: VideoFormat) -> str:
-    """Return how a file wastes space around its frames. Empty if it does not."""
+    """Return a description of avoidable padding around the frames of a file. Empty without such padding."""
     size = video.height, video.width
     smallest = smallest_coded_size(video.codec, *size)
     if video.coded in (None, smallest):
@@ -62,7 +69,13 @@ def _padding(video: VideoFormat) -> str:
 
 
 def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> None:
-    """Read packets. Raise DecodeError if one is damaged, which a decoder would conceal, and the encoded copy would hide."""
+    """Check the packets [start, stop) of a source file.
+
+    A decoder conceals damage, and after encoding, it could not be detected anymore.
+
+    Raises:
+        DecodeError: If a packet is damaged.
+    """
     is_keyframe = np.isin(np.arange(len(table)), table.keyframes[:])
     checks = [checker(config) for config in table.configs]
     packets = itertools.chain.from_iterable(read_packets(store, table, start, stop))
@@ -74,24 +87,24 @@ def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Non
 
 
 def compared(length: int) -> list[int]:
-    """Return the frames of an episode that are compared: evenly spaced, with the first and the last."""
+    """Return the numbers of the frames of an episode to compare. They are evenly spread, from the first to the last."""
     return spread(length, COMPARED)
 
 
 def compare(where: str, frame: int, own: Frames, new: Frames, neighbours: list[tuple[int, Frames]]) -> tuple[float, float]:
-    """Compare an encoded frame with the one that went into the encoder, and with its neighbours.
+    """Compare an encoded frame with the encoder's input, and with neighbouring frames.
 
     Args:
         where: File, camera and episode, for the message.
-        frame: Number of the frame in its episode.
-        own, new: Frame before and after encoding, shape (H, W, 3).
-        neighbours: Numbers and frames before and after it.
+        frame: Index of the frame within its episode.
+        own, new: Frame before and after encoding, uint8, shape (H, W, 3).
+        neighbours: Index and content of the frames before and after it.
 
     Returns:
         PSNR over RGB in dB, and SSIM.
 
     Raises:
-        DaliStreamError: If it is another frame, or differs too much.
+        DaliStreamError: If the encoded frame looks like a neighbour, or differs too much from the input.
     """
     error = _difference(new, own)
     for number, other in neighbours:

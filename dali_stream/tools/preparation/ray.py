@@ -1,4 +1,4 @@
-"""Adapter of Ray to `concurrent.futures.Executor`."""
+"""Adapter that makes Ray a `concurrent.futures.Executor`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 class RayExecutor(Executor):
-    """Tasks of a Ray cluster. Ray runs a task again if its worker or node dies.
+    """Executor that runs calls as tasks of a Ray cluster. Ray repeats a task if its worker or node dies.
 
     Args:
-        address: Address of the cluster, "auto", or None to start Ray on this machine.
-        retries: Times that a task is run again.
+        address: Address of the cluster, or "auto". Default: None, which starts Ray on this machine.
+        retries: Maximum number of times that a task is repeated. Default: 3.
     """
 
     def __init__(self, address: str | None = None, retries: int = 3) -> None:
@@ -33,7 +33,7 @@ class RayExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Cancel the tasks that have not ended, and disconnect."""
+        """Cancel the tasks that have not ended, and disconnect from a cluster that this executor has connected to."""
         for reference in list(self._running):
             self._ray.cancel(reference, force=True)
         if self._own:

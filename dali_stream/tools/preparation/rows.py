@@ -1,6 +1,6 @@
 """Parquet files: reading episodes with all columns, and writing them in row groups of whole episodes.
 
-Metadata, columns and compression stay those of the source.
+The metadata, columns and compression of the source are kept.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from dali_stream.storage import Store
 from dali_stream.tools.preparation.place import content_hash
 from dali_stream.tools.work import grouped
 
-ROW_GROUP = 32 << 20  # bytes of rows in a row group
-AT_ONCE = 16 << 20  # encoded bytes of row groups that are read together; a single one may be larger
+ROW_GROUP = 32 << 20  # default size of a row group, in bytes
+AT_ONCE = 16 << 20  # maximum encoded size of row groups that are read together, in bytes; a single one may be larger
 Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Footer:
-    """Footer of a file.
+    """Footer of a Parquet file.
 
     Attributes:
+        path: Path of the file.
+        schema: Arrow schema of the file.
         codec: Compression of the columns.
-        first_row: First row of each row group, then the number of rows, shape (groups + 1,).
-        size: Encoded bytes of each row group, shape (groups,).
+        first_row: First row of each row group, followed by the number of rows, shape (groups + 1,).
+        size: Encoded size of each row group in bytes, shape (groups,).
     """
 
     path: str
@@ -47,7 +49,7 @@ class Footer:
 
     @property
     def row_bytes(self) -> float:
-        """Average encoded bytes of a row."""
+        """Mean encoded size of a row, in bytes."""
         return float(self.size.sum()) / max(int(self.first_row[-1]), 1)
 
 
@@ -66,7 +68,11 @@ def read_footer(store: Store, path: str) -> Footer:
 
 
 def check_columns(store: Store, features: Mapping[str, Any], footer: Footer) -> None:
-    """Check that every feature but videos is a column of a data file, with images and not their paths. Raises DatasetError."""
+    """Check that a data file has a column for every feature except videos, and that its images are not just paths.
+
+    Raises:
+        DatasetError: If a column is missing, or has paths of images.
+    """
     for key, feature in features.items():
         if feature.get("dtype") == "video":
             continue
@@ -90,12 +96,12 @@ def _elsewhere(where: str, key: str) -> DatasetError:
 
 
 class EpisodeRows:
-    """Reader of the rows of episodes. Keeps the row groups that were read last. Not thread-safe.
+    """Reader of the rows of episodes. It keeps the row groups that were read last, and is not thread-safe.
 
     Args:
         store: Storage of the files.
         footers: Function that returns the footer of a file.
-        until: Per file, the end of the rows that will be read, if the file is in order.
+        until: {path: end of the rows that will be read}. No row group after this row is read ahead.
         columns: Columns to read. Default: all.
     """
 
@@ -109,17 +115,20 @@ class EpisodeRows:
         """Return the rows of an episode.
 
         Args:
-            path: File of the rows.
+            path: Path of the file.
             index: `episode_index` of the episode.
-            first: First row of the episode in the file, if the file is in order.
+            first: Expected first row of the episode in the file. If other rows are found, the whole file is searched.
             length: Number of rows.
+
+        Raises:
+            DatasetError: If the file is broken, or does not have these rows.
         """
         if path != self._path:
             self._path, self._footer = path, self._footers(path)
             self._groups: dict[int, pa.Table] = {}
             self._index: Int64 | None = None
         with parquet_errors(self._store, path), self._store.open(path) as file:
-            parquet = pq.ParquetFile(file, pre_buffer=True)  # which fetches adjacent row groups together
+            parquet = pq.ParquetFile(file, pre_buffer=True)  # fetches adjacent row groups with one request
             table = self._rows(parquet, first, first + length) if first + length <= self._footer.first_row[-1] else None
             if table is None or (table["episode_index"].to_numpy() != index).any():
                 first = self._search(parquet, index, length)
@@ -131,6 +140,7 @@ class EpisodeRows:
         groups: list[int] = np.flatnonzero((first_row[:-1] < stop) & (start < first_row[1:])).tolist()
         missing = next((group for group in groups if group not in self._groups), None)
         if missing is not None:
+            # Read the missing row groups and, up to AT_ONCE bytes, those after them, which following episodes need.
             last = groups[-1] + 1
             while last < len(self._footer.size) and first_row[last] < self._until[self._path]:
                 if self._footer.size[missing : last + 1].sum() > AT_ONCE:
@@ -146,7 +156,7 @@ class EpisodeRows:
         return rows.slice(start - first_row[groups[0]], stop - start)
 
     def _checked(self, rows: pa.Table) -> pa.Table:
-        """Rows whose images are in them. Raises DatasetError where an image is in a file of its own."""
+        """Return the rows. Raises DatasetError if an image is stored in a separate file."""
         for key in rows.column_names:
             kind = rows[key].type
             names = {field.name for field in kind} if pa.types.is_struct(kind) else set()
@@ -155,7 +165,7 @@ class EpisodeRows:
         return rows
 
     def _search(self, parquet: pq.ParquetFile, index: int, length: int) -> int:
-        """The first row of an episode, in a file of any order."""
+        """Return the first row of an episode in a file whose episodes have any order."""
         if self._index is None:
             self._index = parquet.read(columns=["episode_index"], use_threads=False)["episode_index"].to_numpy()
         rows = np.flatnonzero(self._index == index)
@@ -168,10 +178,17 @@ class EpisodeRows:
 
 
 def write(path: Path, schema: pa.Schema, codec: str, tables: Iterable[pa.Table], rows_per_group: int) -> list[str]:
-    """Write episodes to a file. A row group has at most `rows_per_group` rows of whole episodes, or a part of a longer one.
+    """Write episodes to a file.
+
+    Args:
+        path: Path of the new file.
+        schema: Arrow schema of the file.
+        codec: Compression of the columns.
+        tables: Rows of each episode.
+        rows_per_group: Maximum number of rows of a row group. An episode that is longer is split evenly over row groups.
 
     Returns:
-        Digest of each row group, see `digest`.
+        Digest of each row group. See `digest`.
     """
     digests: list[str] = []
     with pq.ParquetWriter(path, schema, compression=codec, write_page_index=True, write_page_checksum=True) as writer:
@@ -185,7 +202,10 @@ def write(path: Path, schema: pa.Schema, codec: str, tables: Iterable[pa.Table],
 
 
 def digest(table: pa.Table) -> str:
-    """Return a digest of all values of a table, bit for bit, whatever its chunks: that of its simplest Parquet file."""
+    """Return a digest of all values of a table, bit for bit.
+
+    The digest is that of the table as a Parquet file without compression and encodings, so it does not depend on chunks.
+    """
     out = io.BytesIO()
     plain = table.combine_chunks().replace_schema_metadata()
     pq.write_table(plain, out, row_group_size=max(len(table), 1), compression="none", use_dictionary=False, store_schema=False)
@@ -193,7 +213,10 @@ def digest(table: pa.Table) -> str:
 
 
 def without(schema: pa.Schema, columns: Collection[str], is_v2: bool) -> pa.Schema:
-    """Return a schema without columns, and for v2.x without the metadata of pandas, whose index differs from file to file."""
+    """Return a schema without some columns.
+
+    For v2.x, the metadata of pandas are removed too. They describe an index that differs from file to file.
+    """
     described = dict(schema.metadata or {})
     if is_v2:
         described.pop(b"pandas", None)
@@ -208,7 +231,7 @@ def without(schema: pa.Schema, columns: Collection[str], is_v2: bool) -> pa.Sche
 
 
 def replaced(table: pa.Table, columns: Mapping[str, npt.NDArray[Any]]) -> pa.Table:
-    """Return rows with other values in some columns, of the columns' own types."""
+    """Return rows with new values in some columns. The types of the columns do not change."""
     for name, values in columns.items():
         place = table.column_names.index(name)
         field = table.schema.field(place)

@@ -1,4 +1,4 @@
-"""`prepare`: plans, runs the tasks on an executor, and writes the metadata."""
+"""`prepare`: makes a plan, runs its tasks on an executor, and writes the metadata."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from dali_stream.tools.preparation.place import LocalPlace, Place, open_place
 from dali_stream.tools.preparation.progress import PROGRESS, PrepareStatus, Progress
 
 PLAN = "meta/prepare/plan.jsonl"
-_CALLS = 1000  # of an executor of the caller's, by default
-_SILENT_S = 600.0  # after which a run that writes no progress counts as stopped
+_CALLS = 1000  # maximum number of calls of an executor that the caller provides, by default
+_SILENT_S = 600.0  # time without written progress after which a run counts as stopped
 Json = dict[str, Any]
 
 
@@ -40,11 +40,12 @@ class PreparedCamera:
     """Camera of a new dataset.
 
     Attributes:
-        files: Number of its MP4s.
-        bytes: Size of these.
-        encoder: FFmpeg's name of the encoder, empty if packets were copied.
-        psnr_min, psnr_mean: dB over RGB of the compared frames against what a Loader makes of the source, or None.
-        ssim_min, ssim_mean: Structural similarity of the same frames, or None.
+        files: Number of MP4 files.
+        bytes: Size of these files, in bytes.
+        encoder: FFmpeg's name of the encoder. Empty if packets were copied.
+        psnr_min, psnr_mean: PSNR over RGB of the compared frames, in dB, against the frames that a Loader delivers from the
+            source. None if packets were copied.
+        ssim_min, ssim_mean: Structural similarity of the same frames. None if packets were copied.
     """
 
     files: int
@@ -62,11 +63,12 @@ class PrepareReport:
 
     Attributes:
         episodes, frames: Numbers of episodes and frames.
-        data_files, bytes: Parquet files, and the size of all files with rows and video.
-        written: Files that this run has written; 0 if an earlier one was complete.
-        cameras: By key.
-        failed: {path: why} of the files that could not be written. With a failed file, OUT is no dataset yet.
-        dropped: {episode of the source: why} of those that `drop_broken` left out.
+        data_files: Number of Parquet files.
+        bytes: Size of all files with rows and video, in bytes.
+        written: Number of files that this run has written. 0 if an earlier run was complete.
+        cameras: {key: camera} of the cameras with video.
+        failed: {path: reason} of the files that could not be written. With a failed file, OUT is not yet a dataset.
+        dropped: {episode of the source: reason} of the episodes that `drop_broken` has left out.
     """
 
     episodes: int
@@ -111,38 +113,38 @@ def prepare(
     files_per_call: int | None = None,
     progress: Callable[[PrepareStatus], None] = lambda status: None,
 ) -> PrepareReport:
-    """Rewrite a dataset as LeRobot v3.0. Without options, rows and encoded frames stay as they are.
+    """Rewrite a dataset as LeRobot v3.0. Without options, rows and encoded frames are copied without a change.
 
-    Each file is written under another name, verified against the source, and moved into place or uploaded. The same call
-    continues an interrupted run, and does nothing for a finished one. With software encoders of one version, the result is
-    the same to the byte, whatever the executor, the number of jobs and the interruptions.
+    Each file is written under a temporary name, verified against the source, and then moved into place or uploaded. The same
+    call continues an interrupted run, and does nothing for a finished one. With software encoders of the same version, the
+    output is identical to the byte for any executor, number of jobs and interruptions.
 
-    A job takes scratch space of about two files, in OUT or, if that is remote, in the folder for temporary files.
+    A job needs scratch space for about two files, in OUT or, if OUT is remote, in the folder for temporary files.
 
     Args:
-        uri: Dataset of v2.0, v2.1 or v3.0, local or remote.
+        uri: Address of a dataset of v2.0, v2.1 or v3.0, local or remote.
         out: New or empty local folder, or an address such as s3://bucket/folder, hf://datasets/owner/name.
-        for_: Preset of the encoding: "cpu", "nvdec" or "hub", see `Options`.
-        size, codec, gop, crf, encoder: Encoding of all cameras. A camera that was recorded like that is copied. See `Options`.
-        file_mb, rows_per_group: Layout. See `Options`.
-        images_to_video: Whether images in rows become videos, of codec "h264" by default.
-        drop_broken: Whether to check all episodes first, and to leave out those that cannot be read.
+        for_: Preset of the encoding: "cpu", "nvdec" or "hub". See `Options`. Default: None.
+        size, codec, gop, crf, encoder: Encoding of all cameras. A camera that was recorded with these settings is copied. See
+            `Options`.
+        file_mb, rows_per_group: Sizes of files and row groups. See `Options`.
+        images_to_video: Whether images in rows become videos, with codec "h264" unless `codec` is given. Default: False.
+        drop_broken: Whether to check all episodes first, and to leave out those that cannot be read. Default: False.
         episodes, episode_filter, cameras: Selection, as in `Dataset`. Selected episodes are numbered from 0.
-        clock, tolerance_s: How rows locate their frames, as in `Dataset`. With another clock or a larger tolerance than the
-            defaults, `timestamp` becomes frame_index / fps.
-        revision, data_files_root, storage_options: As in `Dataset`.
-        out_storage_options: Credentials and the like of OUT. They are handed to the tasks, and not stored in OUT.
-        jobs: Calls at a time. Default: one per core.
-        executor: Makes executors that run the tasks. Default: processes of this machine.
-        files_per_call: Files of a call. Default: 1, or with `executor` as many as make at most 1,000 calls.
-        progress: Called with each new status.
+        clock, tolerance_s: How rows locate their frames, as in `Dataset`. If the clock is "frame_index", or the tolerance is
+            larger than the default, `timestamp` becomes frame_index / fps.
+        revision, data_files_root, storage_options: See `Dataset`.
+        out_storage_options: Credentials and other storage options of OUT. They are passed to the tasks, but not stored in OUT.
+        jobs: Maximum number of concurrent calls. Default: one per core.
+        executor: Function that makes an executor for the tasks. Default: processes of this machine.
+        files_per_call: Number of files per call. Default: 1, or with `executor` the number that results in at most 1,000 calls.
+        progress: Function that is called with each new status.
 
     Returns:
-        Description of the new dataset. `failed` lists files that could not be written: correct the source, or use
-        `drop_broken`, and call again.
+        Description of the new dataset. If `failed` is not empty, correct the source or use `drop_broken`, and call again.
 
     Raises:
-        ValueError: If an argument is invalid, or OUT holds something else.
+        ValueError: If an argument is invalid, or OUT contains something else.
         DatasetError, DecodeError, StorageError: If the metadata of the source cannot be read.
         DaliStreamError: If ffmpeg or an encoder is missing.
     """
@@ -186,7 +188,7 @@ def _absolute(address: str) -> str:
 
 
 def _finished(place: Place, done: Json, head: Json) -> PrepareReport:
-    """Return the report of a finished run. Raises ValueError if it was another one."""
+    """Return the report of a finished run. Raises ValueError if the run had another header."""
     _check_same(place, done["plan"], head, "a finished dataset")
     report = done["report"]
     cameras = {key: PreparedCamera(**camera) for key, camera in report["cameras"].items()}
@@ -203,7 +205,7 @@ def _check_same(place: Place, stored: Json, head: Json, content: str) -> None:
 
 
 def _check_outside(dataset: Dataset, place: Place) -> None:
-    """Raise ValueError if OUT is inside the source, or the source inside OUT."""
+    """Raise ValueError if OUT is inside the source, or if the source is inside OUT."""
     for store in dataset.stores if isinstance(place, LocalPlace) else ():
         if isinstance(store, LocalStore) and isinstance(place, LocalPlace):
             source, root = Path(os.path.realpath(store.address)), Path(os.path.realpath(place.root))
@@ -213,7 +215,7 @@ def _check_outside(dataset: Dataset, place: Place) -> None:
 
 @contextlib.contextmanager
 def _locked(place: Place) -> Iterator[None]:
-    """Let one command at a time write a local folder."""
+    """Lock a local folder, so that only one command at a time writes to it. Raises ValueError if this is not possible."""
     if not isinstance(place, LocalPlace):
         yield
         return
@@ -233,12 +235,12 @@ def _locked(place: Place) -> Iterator[None]:
 
 
 def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: Any) -> plan.Plan:
-    """Return the plan of an earlier run, or a new one, which is stored in OUT."""
+    """Return the plan of an earlier run, or make a new plan and store it in OUT."""
     if (stored := place.read(PLAN)) is not None:
         out_plan = plan.Plan.from_bytes(stored)
         _check_same(place, out_plan.header, head, "an unfinished run")
         return out_plan
-    if not isinstance(place, LocalPlace) and place.sizes().keys() - {".gitattributes"}:  # a new repository has that
+    if not isinstance(place, LocalPlace) and place.sizes().keys() - {".gitattributes"}:  # a new repository has this file
         raise ValueError(f"OUT must be an empty place, got {place.address}, which is not empty, and holds no unfinished run")
     planner = plan.Planner(dataset, head)
     planner.survey()
@@ -276,7 +278,7 @@ def _run(
     dataset: Dataset, place: Place, out_plan: plan.Plan, job: Json, run_of: Any, show: Callable[[PrepareStatus], None]
 ) -> PrepareReport:
     if isinstance(place, LocalPlace):
-        place.remove("meta/prepare/scratch")  # of workers that were killed
+        place.remove("meta/prepare/scratch")  # workers that were killed may have left files
     done = {path for path, note in _notes(place).items() if note["bytes"] == note["found"]}
     todo = [each for each in out_plan.tasks if each["path"] not in done]
     progress = Progress(place, len(out_plan.tasks), len(out_plan.tasks) - len(todo), show)
@@ -300,7 +302,7 @@ def _run(
 
 
 def _notes(place: Place) -> dict[str, Json]:
-    """Return the note of each file that has one, with the size of the file as "found"."""
+    """Return {path: note} of the files that have a note. The entry "found" is the size of the file itself, or None."""
     sizes = place.sizes()
     names = [path for path in sizes if path.startswith(f"{task.NOTES}/")]
     paths = [name.removeprefix(f"{task.NOTES}/").removesuffix(".json") for name in names]
@@ -327,24 +329,28 @@ def _report(out_plan: plan.Plan, notes: dict[str, Json], failed: dict[str, str],
 
 
 def _quality(notes: list[Json], name: str) -> dict[str, float | None]:
-    """Return the least and the mean quality of a camera's episodes. None if its packets were copied."""
+    """Return the minimum and the mean quality of a camera's episodes. They are None if packets were copied."""
     pairs = [pair for note in notes for pair in note.get(name, {}).values()]
     mean = statistics.fmean(mean for _, mean in pairs) if pairs else None
     return {f"{name}_min": min((least for least, _ in pairs), default=None), f"{name}_mean": mean}
 
 
 def _verify(place: Place, report: PrepareReport, options: Json | None) -> None:
-    """Open the new dataset. Raises DaliStreamError if it holds something else."""
+    """Open the new dataset. Raises DaliStreamError if its numbers of episodes or frames differ from the report."""
     with contextlib.closing(Dataset(place.address, storage_options=options)) as new:
         if (new.num_episodes, new.num_frames) != (report.episodes, report.frames):
             raise DaliStreamError(f"{place.address}: holds {new!r}, not {report.episodes} episodes of {report.frames} frames")
 
 
 def status(out: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> PrepareStatus:
-    """Return the state of a run, as OUT records it. Nothing is started.
+    """Return the state of a run that writes, or has written, OUT.
+
+    Args:
+        out: OUT of the run.
+        storage_options: Credentials and other storage options of OUT. Default: none.
 
     Raises:
-        ValueError: If OUT holds no run.
+        ValueError: If OUT contains no run.
     """
     place = open_place(os.fspath(out), storage_options)
     if (done := place.read(metadata.DONE)) is not None and place.read(INFO) is not None:

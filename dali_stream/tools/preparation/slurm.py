@@ -1,4 +1,4 @@
-"""Adapter of SLURM, through submitit, to `concurrent.futures.Executor`."""
+"""Adapter that makes SLURM, through submitit, a `concurrent.futures.Executor`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from concurrent.futures import Executor, Future
 from queue import Empty, SimpleQueue
 from typing import Any
 
-MOST = 1000  # jobs of an array
-_POLL_S = 1.0
+MOST = 1000  # maximum number of jobs per array
+_POLL_S = 1.0  # interval of submitting and polling jobs
 
 
 class SlurmExecutor(Executor):
-    """Jobs of SLURM. Calls that are submitted within a second become one job array.
+    """Executor that runs calls as jobs of SLURM. Calls that are submitted within a second become one job array.
 
     Args:
-        folder: Folder that all nodes share, for submitit's files.
-        parameters: Those of `submitit.SlurmExecutor.update_parameters`, such as `partition` and `time` (minutes).
+        folder: Folder for submitit's files, which all nodes share.
+        parameters: Arguments of `submitit.SlurmExecutor.update_parameters`, such as `partition`, or `time` in minutes.
     """
 
     def __init__(self, folder: str | os.PathLike[str], **parameters: Any) -> None:
@@ -54,7 +54,7 @@ class SlurmExecutor(Executor):
             try:
                 jobs = self._slurm.map_array(_call, calls) if calls else []
                 self._jobs += zip(futures, jobs, strict=True)
-            except Exception as error:  # sbatch is missing, or refuses
+            except Exception as error:  # sbatch is missing, or rejects the jobs
                 for future in futures:
                     future.set_exception(error)
             for future, job in [each for each in self._jobs if each[1].done()]:

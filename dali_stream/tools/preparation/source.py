@@ -1,4 +1,4 @@
-"""The dataset that is read: its stores, and reading packets and files in large ranges."""
+"""Access to the files of the source: stores, packets in large ranges, and the frames of rows."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 from dali_stream.mp4.timing import Interval, explain, find_packets
 from dali_stream.storage import Store, open_store
 
-RANGE = 8 << 20  # bytes of one request: few requests, and little to fetch again after a failure
-HOLE = 256 << 10  # bytes between packets up to which they are fetched in one request
+RANGE = 8 << 20  # maximum bytes per request: large enough for few requests, and small enough to repeat after a failure
+HOLE = 256 << 10  # maximum bytes between two packets that are fetched in one request
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Clock:
     Attributes:
         fps: Frames per second of the dataset.
         name: "timestamp" or "frame_index".
-        tolerance_s: Largest distance of a frame from its row's time in seconds. Default: a quarter of a frame.
+        tolerance_s: Maximum distance of a frame from the time of its row, in seconds. None for a quarter of a frame.
     """
 
     fps: float
@@ -37,17 +37,17 @@ class Clock:
     tolerance_s: float | None
 
     def locate(self, where: str, table: VideoIndex, interval: Interval, seconds: npt.NDArray[np.float32]) -> Int64:
-        """Return the packets of an episode's rows.
+        """Return the packets of an episode's rows, shape (n,).
 
         Args:
             where: File, camera and episode, for the message.
             table: Index of the file.
-            interval: Place of the episode in the file.
-            seconds: Times of the rows since the episode began, shape (n,).
+            interval: Interval of the episode in the file.
+            seconds: Times of the rows since the start of the episode in seconds, shape (n,).
 
         Raises:
             DecodeError: If a row has no frame.
-            DatasetError: If the times do not rise.
+            DatasetError: If the times do not increase.
         """
         check_rising(where, seconds)
         packets = find_packets(table, interval, seconds, self.fps, self.tolerance_s)
@@ -59,7 +59,7 @@ class Clock:
 
 
 def open_cached(address: str, options: Mapping[str, Any] | None, revision: str | None) -> Store:
-    """Return the store of an address, which the tasks of a process share."""
+    """Return the store of an address. All tasks of a process share it."""
     return _open(address, json.dumps(options), revision)
 
 
@@ -69,17 +69,17 @@ def _open(address: str, options: str, revision: str | None) -> Store:
 
 
 class Window(Store):
-    """A store that serves reads from the range that was loaded last. One thread loads; those of pyarrow read."""
+    """A store that serves reads from the last loaded range. One thread may load while others read."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.address, self.remote, self.revision = store, store.address, store.remote, store.revision
         self._loaded = ("", 0, b"")
 
     def load(self, path: str, start: int, stop: int) -> None:
-        """Fetch [start, stop) of a file, unless it is loaded."""
+        """Fetch the range [start, stop) of a file, unless it is already loaded."""
         loaded, begin, data = self._loaded
         if loaded != path or not begin <= start <= stop <= begin + len(data):
-            self._loaded = ("", 0, b"")
+            self._loaded = ("", 0, b"")  # frees the last range before the next one is fetched
             parts = [self.store.read(path, at, min(at + RANGE, stop)) for at in range(start, stop, RANGE)]
             self._loaded = (path, start, b"".join(parts))
 
@@ -103,7 +103,7 @@ class Window(Store):
 
 
 def refuse_sound(store: Store, path: str) -> None:
-    """Raise DecodeError if an MP4 has a sound track, which would be lost."""
+    """Raise DecodeError if an MP4 file has a sound track, since new files would lack it."""
     moov = read_moov(store, path)
     for kind, start, end in children(moov, 0, len(moov)):
         handler = find(moov, start, end, b"mdia", b"hdlr") if kind == b"trak" else None
@@ -114,10 +114,15 @@ def refuse_sound(store: Store, path: str) -> None:
 
 
 def read_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Iterator[list[memoryview]]:
-    """Yield the packets [start, stop) in decode order, as many at a time as one range of a few megabytes holds.
+    """Yield the packets [start, stop) in decode order, in lists of packets that are read together.
+
+    Args:
+        store: Storage of the file.
+        table: Index of the file.
+        start, stop: Range of packets.
 
     Raises:
-        DecodeError: If the file has become shorter.
+        DecodeError: If the file has become shorter since its index was read.
     """
     offset, end = table.offset, table.offset + table.size
     while start < stop:

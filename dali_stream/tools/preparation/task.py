@@ -1,7 +1,7 @@
 """The unit of work: one output file, as an idempotent function of JSON arguments.
 
-A task writes to a scratch folder, verifies against the source, moves the file into place (or uploads it), and leaves a note
-beside it, from which the metadata are made at the end. A file with a note is not written again.
+A task writes the file to a scratch folder, verifies it against the source, moves it into place or uploads it, and writes a
+note. A file with a note is not written again. The metadata of the new dataset are made from the notes of all tasks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ NOTES = "meta/prepare/done"
 
 
 def write_file(job: Json, task: Json) -> Json:
-    """Write one output file, unless that was done.
+    """Write an output file, unless it is already complete.
 
     Args:
-        job: Values that all tasks share, see `plan`.
-        task: The file, see `plan`.
+        job: Values that all tasks share. See `plan`.
+        task: Task of the file. See `plan`.
 
     Returns:
-        {"path": path, "bytes": size}, with "error" if it cannot be written.
+        {"path": path, "bytes": size of the file}. If the file cannot be written, "error" is added.
     """
     path, place = task["path"], open_place(job["out"], job["out_options"])
     try:
@@ -52,7 +52,14 @@ def write_file(job: Json, task: Json) -> Json:
 
 
 def check_episodes(job: Json, task: Json) -> Json:
-    """Return {"broken": {episode: why it cannot be read}} of the episodes of one output file, by their index in the source."""
+    """Check the episodes of an output file.
+
+    Args:
+        job, task: See `write_file`.
+
+    Returns:
+        {"broken": {index in the source: reason}} of the episodes that cannot be read.
+    """
     broken = {}
     for episode in task["episodes"]:
         try:
@@ -63,14 +70,14 @@ def check_episodes(job: Json, task: Json) -> Json:
 
 
 def _write(task: TaskInput, file: Path) -> Json:
-    """Write and verify a file. Return the content of its note."""
+    """Write and verify an output file. Return the content of its note."""
     if not task.camera:
         return _write_rows(task, file)
     return video.copy(task, file) if task.spec["mode"] == "copy" else video.encode(task, file)
 
 
 def _write_rows(task: TaskInput, file: Path) -> Json:
-    """Write and verify a Parquet file."""
+    """Write and verify a Parquet file. Return the content of its note."""
     job, first = task.job, task.footer(task.episodes[0]["data"])
     rows.check_columns(task.store, job["features"], first)
     schema = rows.without(first.schema, job["without"], job["is_v2"])

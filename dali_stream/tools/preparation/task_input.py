@@ -1,4 +1,4 @@
-"""The input of a task: the episodes of one output file, as the source has them."""
+"""Input of a task: the episodes of one output file, read from the source."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ Times = npt.NDArray[np.float32]
 
 
 class TaskInput:
-    """The episodes of one output file, as the source has them.
+    """Reads the episodes of one output file from the source.
 
     Args:
         job, task: See `plan`.
         where: Address of the output file, for messages.
 
     Attributes:
-        episodes: See `plan`.
+        episodes: Episodes of the task. See `plan`.
         camera: Key of the camera. Empty for a file of rows.
-        spec: How the camera is written, see `plan.header`.
+        rows_per_group: Number of rows of a row group, for a file of rows.
+        spec: How the camera is written. See `plan.header`.
         store: Storage of the source's files.
-        window: The same, for packets of videos that are read in large ranges.
-        new_clock: Clock of the new rows.
+        window: The same storage, with large ranges of videos kept in memory.
+        fps, regular: Frames per second, and whether `timestamp` becomes frame_index / fps.
+        new_clock: How rows of the new dataset locate their frames.
+        footer: Function that returns the footer of a Parquet file of the source.
     """
 
     def __init__(self, job: Json, task: Json, where: str = "") -> None:
@@ -56,7 +59,7 @@ class TaskInput:
         return read_index(self.store, path)
 
     def check(self) -> None:
-        """Read all episodes. Raise DaliStreamError if one cannot be read."""
+        """Read all episodes. Raises DaliStreamError if an episode cannot be read."""
         read = self.rows()
         for episode in self.episodes:
             table = read(episode)
@@ -66,7 +69,7 @@ class TaskInput:
                     quality.check_packets(self.store, index, *packets.needed(index, shown))
 
     def rows(self, columns: list[str] | None = None) -> Callable[[Json], pa.Table]:
-        """Return a function that reads the rows of an episode."""
+        """Return a function that reads the rows of an episode. Default: all columns."""
         until: dict[str, int] = {}
         for episode in self.episodes:
             until[episode["data"]] = max(until.get(episode["data"], 0), episode["place"] + episode["length"])
@@ -74,7 +77,12 @@ class TaskInput:
         return lambda episode: reader.read(episode["data"], episode["old"], episode["place"], episode["length"])
 
     def shown(self, episode: Json, table: pa.Table) -> tuple[VideoIndex, Int64]:
-        """Return the index of an episode's video file, and the packets of the episode's rows."""
+        """Return the index of an episode's video file, and the packets of its rows.
+
+        Args:
+            episode: Episode of the task.
+            table: Rows of the episode.
+        """
         index = self._index(episode["video"])
         stop = math.inf if episode["stop"] is None else episode["stop"]
         where = f"{self.store.where(index.path)}: {self.camera}, episode {episode['old']}"
@@ -82,7 +90,7 @@ class TaskInput:
         return index, self._clock.locate(where, index, (episode["start"], stop), times)
 
     def new_times(self, table: pa.Table) -> Times:
-        """Return the times that locate the frames of rows in the new file, in seconds since their episode began."""
+        """Return the times of rows in the new dataset, in seconds since the start of their episode."""
         return self._times(table, self.regular)
 
     def _times(self, table: pa.Table, regular: bool) -> Times:
@@ -91,7 +99,7 @@ class TaskInput:
 
     @contextlib.contextmanager
     def naming(self, episode: Json) -> Iterator[None]:
-        """Add file and camera to an error that lacks them."""
+        """Add the file and the camera to the message of a DecodeError that does not name them."""
         try:
             yield
         except DecodeError as error:

@@ -1,4 +1,4 @@
-"""Writing and verifying MP4 files: of packets that are copied, or of frames that are resized and encoded."""
+"""Writes and verifies MP4 files of copied packets, or of frames that are resized and encoded."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from dali_stream.tools.preparation.packets import Run
 from dali_stream.tools.preparation.task_input import Json, TaskInput, Times
 from dali_stream.tools.work import spread
 
-TIMESCALE = 90_000  # ticks per second of encoded files: whole ticks at 24, 25, 30, 50 and 60 frames per second
-_MOST_CONFIGS = 127  # sample descriptions per file that the reader allows
-_PART = 16  # frames of one step of decoding, at least; it ends with a GOP
-_TRIAL = 64  # frames, about
+TIMESCALE = 90_000  # ticks per second of encoded files; a multiple of 24, 25, 30, 50 and 60 frames per second
+_MOST_CONFIGS = 127  # maximum number of sample descriptions per file that the reader supports
+_PART = 16  # minimum number of frames that are decoded together, in whole GOPs
+_TRIAL = 64  # approximate number of frames of a trial
 _CLOCKS = ["episode_index", "timestamp", "frame_index"]
 
 
 class _Episode(NamedTuple):
-    """An episode in the new file: its start in seconds, the times of its rows, and their packets."""
+    """An episode in the new file: index, start in the file in seconds, times of the rows in seconds, and their packets."""
 
     number: int
     start: float
@@ -46,7 +46,7 @@ class _Episode(NamedTuple):
 
 
 def copy(task: TaskInput, file: Path) -> Json:
-    """Write and verify a file of packets that are copied."""
+    """Write and verify a file of copied packets. Return the content of its note."""
     read, runs, copied = task.rows(_CLOCKS), list[Run](), []
     for episode in task.episodes:
         table = read(episode)
@@ -68,7 +68,7 @@ def copy(task: TaskInput, file: Path) -> Json:
 
 
 def _verify(task: TaskInput, store: LocalStore, file: Path, track: Track, digest: str, episodes: list[_Episode]) -> VideoIndex:
-    """Check that a file has the packets that were written, and that its rows locate the right ones. Return its index."""
+    """Check that a file has the packets that were written, and that rows locate the right packets. Return its index."""
     index = packets.read_back(store, file.name, track, digest)
     if index is None:
         raise DaliStreamError(f"{task.where}: its encoded frames or their times differ from the source's. Check the disk")
@@ -82,7 +82,10 @@ def _verify(task: TaskInput, store: LocalStore, file: Path, track: Track, digest
 
 
 def encode(task: TaskInput, file: Path) -> Json:
-    """Write and verify a file of frames that are encoded, each episode on its own."""
+    """Write and verify a file of encoded frames. Return the content of its note.
+
+    Each episode is encoded separately, so that it begins with a keyframe. The packets are then joined to one file.
+    """
     encoder, size, frame = _encoder(task), tuple(task.spec["size"]), round(TIMESCALE / task.fps)
     read = task.rows(None if task.spec["mode"] == "images" else _CLOCKS)
     runs, pts, episodes, samples = list[Run](), list[Int64](), list[_Episode](), list[dict[int, quality.Frames]]()
@@ -115,7 +118,7 @@ def encode(task: TaskInput, file: Path) -> Json:
 
 
 def _compare(task: TaskInput, store: LocalStore, index: VideoIndex, episode: _Episode, kept: dict[int, quality.Frames]) -> Json:
-    """Return the quality of an episode's encoded frames, as (least, mean), and their statistics."""
+    """Return the PSNR and SSIM of an episode's encoded frames, each as (minimum, mean), and the statistics of the frames."""
     where, length = f"{task.where}: {task.camera}, episode {episode.number}", len(episode.packets)
     sampled, compared = spread(length, MAX_IMAGES), quality.compared(length)
     wanted = sorted({*sampled, *compared})
@@ -129,10 +132,15 @@ def _compare(task: TaskInput, store: LocalStore, index: VideoIndex, episode: _Ep
 
 
 def trial(job: Json, first: Json) -> Json:
-    """Encode the first frames of a task's first episode.
+    """Encode the first frames of a task's first episode, to test the encoder and to predict the size of files.
+
+    Args:
+        job: Values that all tasks share. See `plan`.
+        first: Task of the camera.
 
     Returns:
-        {"frame_bytes": bytes of a frame}, a guess if the episode is broken; or {"error": why frames cannot be encoded}.
+        {"frame_bytes": mean size of a frame in bytes}, or {"error": reason} if frames cannot be encoded. If the episode is
+        broken, the size is a guess.
     """
     task = TaskInput(job, first | {"episodes": first["episodes"][:1]})
     [episode], size = task.episodes, tuple(task.spec["size"])
@@ -141,7 +149,7 @@ def trial(job: Json, first: Json) -> Json:
             parts = itertools.islice(_frames(task, episode, task.rows()(episode)), _TRIAL // _PART)
             index = _encode_episode(scratch, "trial.mp4", _resized(parts, size, 1, {}), size, _encoder(task))
             return {"frame_bytes": float(index.size[:].mean())}
-        except (DatasetError, DecodeError):  # named when its file is written
+        except (DatasetError, DecodeError):  # the task that writes the file reports this error
             return {"frame_bytes": math.prod(size) / 10}
         except DaliStreamError as error:
             return {"error": str(error)}
@@ -154,7 +162,7 @@ def _encoder(task: TaskInput) -> Encoder:
 def _encode_episode(
     scratch: LocalStore, path: str, frames: Iterator[quality.Frames], size: tuple[int, int], encoder: Encoder
 ) -> VideoIndex:
-    """Encode frames to a new file. Return its index."""
+    """Encode frames to a new file. Return the index of the file."""
     ffmpeg.encode(frames, size, encoder, Path(scratch.address, path))
     index = read_index(scratch, path)
     if index.reordered:
@@ -163,7 +171,7 @@ def _encode_episode(
 
 
 def _grid(task: TaskInput, episode: int, times: Times) -> Int64:
-    """Return the time of each row's frame as a multiple of 1/fps."""
+    """Return the time of each row's frame in frame intervals of 1/fps. Raises DatasetError if the times are irregular."""
     grid = np.round(times.astype(np.float64) * task.fps).astype(np.int64)
     if grid[0] != 0 or (np.diff(grid) <= 0).any():
         raise DatasetError(
@@ -174,7 +182,13 @@ def _grid(task: TaskInput, episode: int, times: Times) -> Int64:
 
 
 def _frames(task: TaskInput, episode: Json, table: pa.Table) -> Iterator[quality.Frames]:
-    """Yield the frames of an episode, which has these rows, in arrays of shape (n, H, W, 3)."""
+    """Yield the frames of an episode as arrays of shape (n, H, W, 3).
+
+    Args:
+        task: Input of the task.
+        episode: Episode of the task.
+        table: Rows of the episode.
+    """
     if task.spec["mode"] == "images":
         feature = Feature(task.job["features"][task.camera])
         for value in table[task.camera].to_pylist():
@@ -193,7 +207,7 @@ def _frames(task: TaskInput, episode: Json, table: pa.Table) -> Iterator[quality
 
 
 def _parts(index: VideoIndex, shown: Int64) -> Iterator[Int64]:
-    """Yield packets in parts of whole GOPs of one sample description, of at least `_PART` packets if possible."""
+    """Split packets into parts of at least `_PART` packets. A part ends with a GOP, or with a change of sample description."""
     gops, configs, start = index.gop_start[shown], index.config[shown], 0
     for stop in range(1, len(shown) + 1):
         if stop == len(shown) or configs[stop] != configs[start] or (stop - start >= _PART and gops[stop] != gops[stop - 1]):
@@ -204,7 +218,14 @@ def _parts(index: VideoIndex, shown: Int64) -> Iterator[Int64]:
 def _resized(
     frames: Iterator[quality.Frames], size: tuple[int, int], length: int, kept: dict[int, quality.Frames]
 ) -> Iterator[quality.Frames]:
-    """Yield frames resized as a loader does, and keep those that are compared later, with their neighbours."""
+    """Yield frames, resized as in a Loader.
+
+    Args:
+        frames: Frames of an episode.
+        size: (height, width) of the result.
+        length: Number of frames of the episode.
+        kept: Receives copies of the frames that are compared later, and of their neighbours, by index.
+    """
     wanted = {frame + step for frame in quality.compared(length) for step in (-1, 0, 1)}
     number = itertools.count()
     for part in frames:
@@ -214,7 +235,7 @@ def _resized(
 
 
 def _moved(seconds: float, clock: int, shift: int) -> float:
-    """Return a time moved by whole ticks. A time within rounding of a whole tick becomes one."""
+    """Return a time in seconds, moved by a number of ticks. A time that is almost a whole tick is rounded to it."""
     ticks = seconds * clock
     whole = round(ticks)
     return ((whole if abs(ticks - whole) < 1e-3 else ticks) + shift) / clock

@@ -1,12 +1,12 @@
-"""Tests whether this machine's decoder delivers the correct frames through DALI, and how fast, with generated videos.
+"""`selftest`: tests with generated videos whether DALI decodes the correct frames on this machine, and how fast.
 
 videos     demo datasets of every codec and GOP, whose frames contain their identity
-identity   DALI's decoder on packed clips: identity and colour
-cases      the same for videos that the Loader keeps from NVDEC, and with torchcodec's NVDEC decoder
-speed      DALI's decoder compared with torchcodec on all cores
-lockstep   the Loader with DALI compared with the Loader with torchcodec, while batches are held
+identity   tests of DALI's decoder on packed clips: identity and colour of frames
+cases      the same tests for videos that the Loader does not decode with NVDEC, and for torchcodec's NVDEC decoder
+speed      speed of DALI's decoder, and of torchcodec on all cores
+lockstep   comparison of the Loader with DALI and with torchcodec, while batches are held
 soak       the Loader over a longer time
-run        all of them, each in processes of their own, and the report
+run        runs all of them in separate processes, and makes the report
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tests the decoders of a GPU on videos that the Loader keeps from NVDEC through DALI, without asking whether it would.
+"""Tests the decoders of a GPU on videos that the Loader refuses to decode with NVDEC through DALI.
 
-The results tell whether these refusals are needed, and what torchcodec's NVDEC decoder does with the same clips.
+The results show whether these refusals are necessary, and how torchcodec's NVDEC decoder handles the same clips.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from dali_stream.tools.selftest.identity import Request
 from dali_stream.tools.selftest.videos import Video
 
 _FRAMES, _CLIPS = 52, 12
-_TIMED = 50  # clips of one frame, whose time shows whether each gets a new decoder of NVDEC
+_TIMED = 50  # number of timed clips of one frame; their time shows whether each clip creates a new NVDEC decoder
 DECODERS = ("dali", TORCHCODEC_CUDA)
 
 
 class Case(NamedTuple):
-    """A video, by its encoder, (height, width), and the distance of its keyframes in frames."""
+    """Encoder, size (height, width), and GOP length in frames of a video."""
 
     codec: Codec
     size: tuple[int, int]
@@ -63,17 +63,20 @@ CASES = {
 
 
 def measure(case: str, decoder: str, gpu: int | None) -> dict[str, Any]:
-    """Write the video of a case, and request frames of it.
+    """Write the video of a case, and decode frames of it.
 
     Args:
         case: Name in `CASES`.
         decoder: Name in `DECODERS`.
-        gpu: CUDA device. None for the CPU, where "torchcodec-cuda" is torchcodec's decoder for the CPU.
+        gpu: Index of the CUDA device. None for the CPU, where "torchcodec-cuda" is torchcodec's decoder for the CPU.
 
     Returns:
-        `refused`, why the Loader does not use the decoder, empty if it does; `shapes` as in `identity.measure`; `clip_ms`, the
-        median time of a clip of one frame after the first; and `gpu_growth`, the bytes by which the memory in use on the GPU
-        grew over these clips (None on a CPU). The last two are None for a decoder that fails.
+        A dict with
+
+        - `refused`: Reason why the Loader does not use the decoder for this video. Empty if it does.
+        - `shapes`: See `identity.measure`.
+        - `clip_ms`: Median time of a clip of one frame in milliseconds, without the first clip. None if the decoder fails.
+        - `gpu_growth`: Growth of the GPU memory in use over these clips, in bytes. None on a CPU, or if the decoder fails.
     """
     with tempfile.TemporaryDirectory(prefix="dali_stream-case-") as folder:
         try:
@@ -111,7 +114,7 @@ _DECODE = {"dali": identity.decode_with_dali, TORCHCODEC_CUDA: _decode_with_torc
 def _time_clips(
     video: Video, decode: Callable[[Sequence[Request]], list[dali.Frames]], gpu: int | None
 ) -> tuple[float | None, int | None]:
-    """Return the median time of a frame's clip in ms, and the growth of the memory in use on the GPU in bytes."""
+    """Return the median time of a clip of one frame in milliseconds, and the growth of the GPU memory in use in bytes."""
     frames, times = np.random.default_rng(0).integers(len(video.identity), size=_TIMED).tolist(), []
     try:
         decode([(video, [0])])

@@ -1,4 +1,4 @@
-"""Tests whether DALI's decoder delivers the requested frames, in FFmpeg's colours."""
+"""Tests whether DALI's decoder delivers the requested frames, with the same colours as FFmpeg."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from dali_stream.errors import DecodeError
 from dali_stream.tools.selftest import videos
 from dali_stream.tools.selftest.videos import SHAPES, Video
 
-Request = tuple[Video, list[int]]  # frames of a video, in display order
-_CLIPS, _FEW = 24, 6  # of one batch, decoded by two threads, so each decoder gets many of them
+Request = tuple[Video, list[int]]  # video, and numbers of its frames in display order
+_CLIPS, _FEW = 24, 6  # clips per batch; two threads decode them, so each decoder is reused for many clips
 
 
 def measure(folders: list[str], gpu: int | None) -> dict[str, Any]:
-    """Request frames of the videos of these folders: one folder after the other, then all of them mixed.
+    """Decode frames of the videos of these folders: one folder after the other, and then all of them mixed.
 
-    DALI keeps its decoders until the process ends, so state left by one folder's videos affects the next.
+    DALI keeps its decoders until the process ends, so the test detects state of earlier videos that affects later ones.
 
     Args:
-        folders: Demo datasets of one codec. Frames may differ in size, and GOPs in length.
-        gpu: CUDA device. None for the CPU.
+        folders: Folders of demo datasets of one codec. Frame sizes and GOPs may differ.
+        gpu: Index of the CUDA device. None for the CPU.
 
     Returns:
-        `refused`: why the loader would decode one of these videos with torchcodec, empty if it would not. For each of
-        `shapes`: `frames`, the number of requested frames; `wrong`, the number of frames delivered in place of others;
-        `mean_error`, the mean absolute difference of 8 bit RGB values to FFmpeg's frames; `failed`, DALI's error if it
-        delivered nothing.
+        A dict with
+
+        - `refused`: Reason why the Loader would decode one of these videos with torchcodec. Empty if it would not.
+        - `shapes`: {shape of request: `frames`, `wrong`, `mean_error`, `failed`}. These are the number of requested frames, the
+          number of frames that are not the requested ones, the mean absolute difference of 8-bit RGB values to FFmpeg's
+          frames, and DALI's error, if any.
     """
     groups = [videos.read(folder) for folder in folders]
     mixed = [video for group in groups for video in group]
@@ -50,7 +52,13 @@ def decode_with_dali(gpu: int | None, requests: Sequence[Request]) -> list[dali.
 def measure_shape(
     batches: list[tuple[list[Video], int]], shape: str, decode: Callable[[Sequence[Request]], list[dali.Frames]]
 ) -> dict[str, Any]:
-    """Return the row of a shape of request, for batches of (videos, requests of each in turn) and a decoder."""
+    """Return the results of a shape of request as in `measure`.
+
+    Args:
+        batches: (videos, number of requests) of each batch. Each video gets about the same number of requests.
+        shape: Name in `SHAPES`.
+        decode: Function that returns the frames of each request.
+    """
     rng = np.random.default_rng([SHAPES.index(shape), len(batches)])
     count, wrong, errors, failed = 0, 0, [], ""
     for group, clips in batches:
@@ -75,8 +83,8 @@ def measure_shape(
 
 
 def _is(frame: dali.Frames, video: Video, shown: int) -> bool:
-    """Whether a frame contains the identity of a frame of a video."""
+    """Return whether a decoded frame contains the identity of the requested frame of a video."""
     try:
         return read_identity(frame) == tuple(video.identity[shown].tolist())
-    except ValueError:  # not readable
+    except ValueError:  # the identity cannot be read
         return False

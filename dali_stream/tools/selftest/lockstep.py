@@ -1,7 +1,7 @@
-"""Compares the Loader with DALI and with torchcodec, frame by frame, while frames are held and the GPU is busy.
+"""Compares the Loader with DALI and the Loader with torchcodec, frame by frame, while frames are held and the GPU is busy.
 
-Checking a frame as soon as it arrives does not detect that its memory is overwritten later. Therefore half of the batches are
-held for several steps. The others are dropped after a copy is queued, which waits for other work of the GPU.
+A check of a frame on arrival does not detect that its memory is overwritten later. Therefore half of the batches are held for
+several steps. The other half is dropped as soon as a copy is queued, which has to wait for other work of the GPU.
 """
 
 from __future__ import annotations
@@ -18,28 +18,32 @@ import torch.nn.functional as F
 from dali_stream.dataset import Dataset
 from dali_stream.loader import Loader
 
-_STEPS = (-3, 0, 20)  # of each camera's window
-_HELD = 6  # batches
-_MATRIX, _PRODUCTS = 8192, 8  # of bfloat16: about 12 ms of an H200 per batch (computed)
-_MEAN, _BLOCK = 3.0, 40.0  # of 255: tolerated mean absolute differences to torchcodec, of a frame and of 16 × 16 pixels
+_STEPS = (-3, 0, 20)  # window of each camera, in frames
+_HELD = 6  # number of held batches
+_MATRIX, _PRODUCTS = 8192, 8  # size and number of bfloat16 products per batch: about 12 ms on an H200 (computed)
+_MEAN, _BLOCK = 3.0, 40.0  # tolerated mean absolute differences to torchcodec, of 255: of a frame, and of 16 × 16 pixels
 
 
 def measure(
     folder: str, device: str, seconds: float, image_size: tuple[int, int] | None, decode: str = "dali"
 ) -> dict[str, Any]:
-    """Compare all frames of both loaders for some seconds, and at least until batches were held.
+    """Compare all frames of two Loaders for some time, and at least until some held batches were compared.
 
     Args:
-        folder: Demo dataset.
-        device: Device such as "cuda:0". "cpu" runs without other work.
+        folder: Folder of a demo dataset.
+        device: Device such as "cuda:0". With "cpu", there is no other work.
         seconds: Time to run, in seconds.
-        image_size: (height, width) for both loaders. None for the recorded size.
-        decode: Argument of the loader that is tested.
+        image_size: (height, width) for both Loaders. None for the recorded size.
+        decode: Argument of the tested Loader. Default: "dali".
 
     Returns:
-        `frames`, the number of compared frames; `wrong`, the number that differs by more than a decoder's rounding;
-        `worst_mean` and `worst_block`, mean absolute differences of 255, of a frame and of 16 × 16 pixels; `routes`
-        {camera: decoder} and `route_changes` of the loader with DALI; `wait_s` in its `next()`, and total `seconds`.
+        A dict with
+
+        - `frames`, `wrong`: Number of compared frames, and of frames that differ by more than the rounding of a decoder.
+        - `worst_mean`, `worst_block`: Largest mean absolute difference of a frame, and of 16 × 16 pixels, of 255.
+        - `routes`, `route_changes`, `wait_s`: {camera: decoder}, number of route changes, and seconds in `next()` of the tested
+          Loader.
+        - `seconds`: Total time in seconds.
     """
     busy, held, differences = work(device), deque[tuple[Any, Any]](), list[torch.Tensor]()
     started = time.perf_counter()
@@ -52,7 +56,8 @@ def measure(
             expected = iter(theirs)
             for batch in ours:
                 if len(held) == _HELD:
-                    differences += _differences(*held.popleft(), device)  # before new work is queued: this waits for the GPU
+                    # The comparison waits for the GPU, so it must run before new work is queued.
+                    differences += _differences(*held.popleft(), device)
                 busy()
                 frames = [batch[camera].clone() if number % 2 else batch[camera] for camera in cameras]
                 del batch
@@ -78,10 +83,10 @@ def measure(
 
 
 def measure_two(folder: str, device: str, seconds: float) -> dict[str, Any]:
-    """Compare as `measure` in two threads of this process, as for training and validation: two pipelines share one GPU.
+    """Run `measure` in two threads at the same time. Two pipelines then share one GPU, as in training with validation.
 
     Returns:
-        The sums, or the largest values, of both.
+        A dict as in `measure`. Counts are the sums of both threads, and differences and times are their maximum.
     """
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(lambda _: measure(folder, device, seconds, None), range(2)))
@@ -100,7 +105,7 @@ def _loader(folder: str, device: str, decode: str, image_size: tuple[int, int] |
 
 
 def work(device: str) -> Callable[[], None]:
-    """Return a function that queues work on a GPU without waiting for it. On a CPU, it does nothing."""
+    """Return a function that queues work on a GPU without waiting for it. For a CPU, the function does nothing."""
     if device == "cpu":
         return lambda: None
     matrix = torch.randn(_MATRIX, _MATRIX, device=device, dtype=torch.bfloat16)
@@ -114,11 +119,14 @@ def work(device: str) -> Callable[[], None]:
 
 
 def _differences(frames: list[torch.Tensor], expected: list[torch.Tensor], device: str) -> Iterator[torch.Tensor]:
-    """Mean absolute differences of each frame, and of its worst 16 × 16 pixels, (n, 2) per camera.
+    """Yield for each camera the mean absolute differences of each frame and of its worst 16 × 16 pixels, of 255.
 
     Args:
-        frames, expected: Frames in [0, 1], (B, T, C, H, W) per camera.
-        device: Device to compare on.
+        frames, expected: Frames of each camera in [0, 1], shape (B, T, C, H, W).
+        device: Device on which frames are compared.
+
+    Yields:
+        Differences on the CPU, shape (B * T, 2).
     """
     for a, b in zip(frames, expected, strict=True):
         difference = (a.flatten(0, 1) - b.flatten(0, 1).to(device)).abs().mean(1, keepdim=True) * 255

@@ -1,4 +1,4 @@
-"""`selftest`: all stages, each in steps, and the report."""
+"""`selftest`: runs all stages, which consist of steps, and makes the report."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from dali_stream.tools import environment
 from dali_stream.tools.isolated import call
 from dali_stream.tools.selftest import cases, identity, lockstep, soak, speed, videos
 
-IMPORTANT = ("h264", "hevc", "av1", "vp9", "mpeg4")  # codecs, most important first, as are GOPs
-GOPS = (2, 12, 30, 1)
-SIZE, FAST = (240, 320), (480, 640)  # of most videos, and of those of the speed stage
-SIZES = ((368, 640), SIZE, FAST)  # on the same decoders
-# Each has the coded size of the one before, in blocks of 16 and of 8: tests a decoder that is reused for another size.
+IMPORTANT = ("h264", "hevc", "av1", "vp9", "mpeg4")  # codecs, most important first
+GOPS = (2, 12, 30, 1)  # GOP lengths in frames, most important first
+SIZE, FAST = (240, 320), (480, 640)  # (height, width) of most videos, and of videos whose speed is measured
+SIZES = ((368, 640), SIZE, FAST)  # sizes that the same decoders decode
+# The first two sizes have the same coded size in blocks of 16, and the last two in blocks of 8. They test a decoder that is
+# reused for a video of another size but the same coded size.
 PADDED = ((368, 640), (360, 640), (248, 328), (242, 326))
 RESIZED = 224, 224
-SHORT = 2  # the GOP of videos of many sizes: LeRobot's own
+SHORT = 2  # GOP length of the videos of several sizes, which is that of LeRobot
 LIMIT_S = 460.0
-_GROWTH = 1.1, 64 << 20  # of memory in the soak stage: 10 %, and a margin for allocators
-_STEP_S = 90.0  # the limit of a step that takes seconds
-_START_S = 15.0  # what a step needs at most before it measures
-_SHARES = {"identity": 0.3, "cases": 0.25, "lockstep": 0.4, "verdict": 0.4, "soak": 0.5, "speed": 1.0}  # of the remaining time
+_GROWTH = 1.1, 64 << 20  # tolerated growth of memory in the soak stage: 10 %, and a margin for allocators in bytes
+_STEP_S = 90.0  # time limit of a step that takes seconds
+_START_S = 15.0  # maximum time that a step needs before it measures
+# Maximum share of the remaining time that each stage may use.
+_SHARES = {"identity": 0.3, "cases": 0.25, "lockstep": 0.4, "verdict": 0.4, "soak": 0.5, "speed": 1.0}
 _BUSY_THREADS = 4, 8, 16
-EXIT_S = 15.0  # for a process to end after its step has returned
+EXIT_S = 15.0  # time that a process has to end after its step has returned
 _STEPS: Mapping[str, Callable[..., Any]] = {
     "write": videos.write,
     "mix": videos.mix,
@@ -48,7 +50,7 @@ _STEPS: Mapping[str, Callable[..., Any]] = {
     "two loaders": lockstep.measure_two,
     "soak": soak.measure,
 }
-_AT_A_TIME = ("write", "identity", "case")  # steps that measure no speed, so that several run at a time
+_AT_A_TIME = ("write", "identity", "case")  # steps that can run concurrently, since they measure no speed
 Progress = Callable[[str, int, int], None]
 Report = dict[str, Any]
 Video = tuple[str, int, tuple[int, int]]
@@ -65,24 +67,29 @@ def selftest(
     progress: Progress = lambda step, done, total: None,
     keep: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Test DALI's video decoder on this machine, most important parts first.
+    """Test DALI's video decoder on this machine, the most important codecs and stages first.
 
     Args:
         device: "auto" for the GPU if the machine has one, "cuda:1", or "cpu" for the codecs that DALI decodes on the CPU.
-        gops: Distances of keyframes, most important first.
-        soak_s: Seconds of streaming. Each comparison in lockstep takes a third of it.
-        speed_s: Seconds per speed measurement.
-        limit_s: Maximum time in seconds. Steps without time are left out, and listed.
+            Default: "auto".
+        gops: GOP lengths in frames, most important first. Default: 2, 12, 30, 1.
+        soak_s: Duration of the soak stage in seconds. Each comparison in lockstep takes a third of it. Default: 30.
+        speed_s: Duration of each speed measurement in seconds. Default: 1.
+        limit_s: Time limit in seconds. Steps for which no time remains are left out, and listed in the report. Default: 460.
         progress: Function that is called as (step, done, total).
-        keep: Function that is called with the report after each stage. Its status is "unfinished" until the end.
+        keep: Function that is called with the report after each stage. The status is "unfinished" until the last stage.
 
     Returns:
-        A dict for JSON. `status`: "passed", "failed", "unfinished" (no failure, but out of time) or, without a GPU, "not run".
-        `problems`: failures; `left_out`: steps without time; `codecs`: {codec: why it is not tested, or empty}; `engines` of
-        NVDEC per codec; `identity`: a row per codec, GOP and shape of request, which counts only if `refused`, why the loader
-        would not use NVDEC for such a video, is empty; `cases`: such rows for videos that the loader keeps from NVDEC, also of
-        torchcodec's decoder; `verdict`: frames/s on a busy GPU in `rows`, and the `ratio` of NVDEC's best to the CPU;
-        `lockstep`, `soak`, `speed`: see the modules.
+        A dict for JSON with
+
+        - `status`: "passed", "failed", "unfinished" if steps were left out without a failure, or "not run" without a GPU.
+        - `problems`, `left_out`: Descriptions of failures, and the steps that were left out.
+        - `codecs`, `engines`: {codec: reason why it is not tested, or ""}, and {codec: number of NVDEC engines}.
+        - `identity`: A row per codec, GOP and shape of request. A row counts only if `refused`, the reason why the Loader would
+          not use NVDEC for such a video, is empty.
+        - `cases`: Such rows for videos that the Loader does not decode with NVDEC, and for torchcodec's NVDEC decoder.
+        - `verdict`: `rows` with frames/s on a busy GPU, and the `ratio` of NVDEC's best rate to that of the CPU.
+        - `lockstep`, `soak`, `speed`: See the modules.
 
     Raises:
         ValueError: If the requested GPU does not exist.
@@ -135,11 +142,16 @@ def _without_gpu() -> Report:
 
 
 def step(name: str, *, time_limit_s: float, **arguments: Any) -> Report:
-    """Call a step in a process of its own, so that a driver that crashes is a result.
+    """Run a step in a separate process, so that a crash of the driver becomes a result.
+
+    Args:
+        name: Name in `_STEPS`.
+        time_limit_s: Time limit in seconds.
+        arguments: Arguments of the step.
 
     Returns:
-        The result of the step, or {"failed": reason}. Also `exit`, if the step returned and its process then crashed or hung,
-        and `out_of_time`, if it did not return within its time limit.
+        The result of the step, or {"failed": reason}. `exit` is added if the step returned, but its process then crashed or
+        hung, and `out_of_time` if the step did not return within its time limit.
     """
     [answer], ended, stderr = call([partial(_STEPS[name], **arguments)], time_limit_s, EXIT_S)
     if answer.kind == "hang":
@@ -151,13 +163,13 @@ def step(name: str, *, time_limit_s: float, **arguments: Any) -> Report:
 
 
 class _Run:
-    """The stages, and their videos.
+    """The stages, and the videos that they share.
 
     Attributes:
-        codecs: Why each codec is not tested, or empty.
-        left_out: Steps without time.
-        exits: Steps whose process crashed after its answer.
-        until: `perf_counter` at which the current stage ends.
+        codecs: {codec: reason why it is not tested, or ""}.
+        left_out: Steps for which no time remained.
+        exits: Descriptions of steps whose process crashed or hung after its answer.
+        until: Value of `time.perf_counter` at which the current stage must end.
     """
 
     def __init__(self, root: Path, gpu: int | None, device: str, gops: tuple[int, ...], progress: Progress) -> None:
@@ -166,10 +178,10 @@ class _Run:
         self._gops, self.until, self.left_out, self.exits = gops, 0.0, list[str](), list[str]()
         self._written: set[Video] = set()
         self._unwritten: dict[str, str] = {}
-        self._longest: dict[str, int] = {}  # per codec, the longest GOP that the loader decodes with DALI
+        self._longest: dict[str, int] = {}  # {codec: longest GOP that the Loader decodes with DALI}
 
     def identity(self) -> list[Report]:
-        """Return a row per codec, GOP (or set of sizes) and shape of request, GOP by GOP."""
+        """Return a row per GOP (or set of sizes), codec and shape of request."""
         rounds = {f"GOP {gop}": [(gop, SIZE)] for gop in self._gops}
         rounds |= {name: [(SHORT, size) for size in sizes] for name, sizes in (("sizes", SIZES), ("padded sizes", PADDED))}
         rows = []
@@ -203,7 +215,7 @@ class _Run:
         return rows
 
     def lockstep(self, seconds: float) -> list[Report]:
-        """Return a row per codec at the recorded size, one for two Loaders, and rows for resized frames and torchcodec."""
+        """Return a row per codec at the recorded size, a row for two Loaders, and rows for resized frames and torchcodec."""
         plain = {
             codec: {"folder": self._folder((codec, gop, SIZE)), "device": self._device, "seconds": seconds}
             for codec, gop in self._longest.items()
@@ -220,7 +232,7 @@ class _Run:
         return rows
 
     def verdict(self, seconds: float) -> Report:
-        """Return frames/s on a busy GPU, and on the CPU, of the most important codec. Empty if none was decoded."""
+        """Return frames/s of the most important codec on a busy GPU and on the CPU. Empty if no codec was decoded."""
         video = next(((codec, SHORT, FAST) for codec in self._longest), None)
         if video is None or not self._write([video]):
             return {}
@@ -235,7 +247,7 @@ class _Run:
         return {"codec": codec, "rows": rows + cpu, "ratio": ratio}
 
     def soak(self, seconds: float) -> Report:
-        """Return the results of the Loader over a longer time. On a GPU, the second camera is AV1, on the route of "auto"."""
+        """Return the results of the Loader over a longer time. On a GPU, the second camera is AV1, and `decode` is "auto"."""
         if not self._longest:
             return {} if self.left_out else {"failed": "the loader decodes no codec with DALI here"}
         codec, gop = next(iter(self._longest.items()))
@@ -265,17 +277,17 @@ class _Run:
         return rows
 
     def unwritten(self) -> list[str]:
-        """Return why videos of codecs that DALI decodes could not be written."""
+        """Return the errors of videos that could not be written although DALI decodes their codec."""
         return [f"{codec}: {reason}" for codec, reason in self._unwritten.items() if self.codecs[codec] == reason]
 
     def _on_cpu(self, label: str, video: Video, seconds: float) -> list[Report]:
-        """Return the row of torchcodec on all cores. Empty without time."""
+        """Return the row of torchcodec on all cores, in a list. Empty if no time remains."""
         job = {"folder": self._folder(video), "threads": process.cores(), "seconds": seconds}
         rows = self._rows("torchcodec", label, job, 4 * seconds)
         return [{"decoder": "torchcodec", "threads": job["threads"], **row} for row in rows]
 
     def _decodes_with_torchcodec(self) -> bool:
-        """Whether torchcodec decodes on this GPU."""
+        """Return whether torchcodec can decode on this GPU."""
         return self._gpu is not None and not unavailable(self._gpu)
 
     def _tried(self) -> list[str]:
@@ -286,7 +298,7 @@ class _Run:
         return str(self._root / f"{codec}-{gop}-{height}x{width}")
 
     def _write(self, wanted: Sequence[Video]) -> bool:
-        """Write these videos unless they exist. Return whether all do. A codec that FFmpeg cannot encode is left out."""
+        """Write videos that do not exist yet. Return whether all exist. A codec that FFmpeg cannot encode is not tested."""
         videos = {
             f"{codec}, GOP {gop}, {height}×{width}": (codec, gop, (height, width)) for codec, gop, (height, width) in wanted
         }
@@ -305,7 +317,7 @@ class _Run:
         return self._written.issuperset(wanted)
 
     def _rows(self, name: str, label: str, job: Report, seconds: float = 0.0) -> list[Report]:
-        """Run a step once. Return its rows, or its result as the only row. Empty without time."""
+        """Run a step once. Return its rows, or its result as the only row. Empty if no time remains."""
         return [row for _, result in self._each(name, {label: job}, seconds) for row in result.get("rows", [result])]
 
     def _each(self, name: str, jobs: Mapping[str, Report], seconds: float = 0.0) -> list[tuple[str, Report]]:
@@ -317,12 +329,13 @@ class _Run:
             seconds: Time that the step measures, in seconds.
 
         Returns:
-            (label, result) of each job. Those without time are in `left_out` instead.
+            (label, result) of each job. Jobs for which no time remains are added to `left_out` instead.
         """
         results = []
         limit = _STEP_S + seconds
 
         def run(job: Report) -> Report | None:
+            # A step that exceeds its own limit has failed. One that only lacks the remaining time of the stage is left out.
             left = self.until - time.perf_counter()
             result = step(name, time_limit_s=min(limit, left), **job) if left > 0 else {"out_of_time": True}
             return None if result.pop("out_of_time", False) and left < limit else result
@@ -339,21 +352,21 @@ class _Run:
 
 
 def _refusal(gpu: int | None, codec: str) -> str:
-    """Return why DALI does not decode a codec. Empty if it does."""
+    """Return the reason why DALI does not decode a codec. Empty if it does."""
     if gpu is not None:
         return capability(gpu, codec, "420", 8).refusal(*SIZE)
     return "" if codec in DALI_ON_CPU else f"DALI decodes {', '.join(DALI_ON_CPU)} on a CPU"
 
 
 def _shape_rows(head: Report, result: Report) -> list[Report]:
-    """Return a row per shape of request, or one for a step that failed."""
+    """Return a row per shape of request, or a single row for a step that failed."""
     failed = {"": {"frames": 0, "wrong": 0, "mean_error": None, "failed": result.get("failed", "")}}
     head = head | {"refused": result.get("refused", "")}
     return [{**head, "shape": shape, **row} for shape, row in (result.get("shapes") or failed).items()]
 
 
 def _problems(report: Report) -> Iterator[str]:
-    """Yield the first problem of each row."""
+    """Yield the first problem of each row of the report. Rows that the Loader refuses do not count."""
     for stage, (label, checks) in _CHECKS.items():
         rows = report.get(stage) or []
         rows = rows.get("rows", [rows]) if isinstance(rows, dict) else rows
@@ -377,7 +390,7 @@ def _colours(row: Report) -> str:
 
 
 def _routes(row: Report, cameras: int) -> str:
-    """Check that the first cameras are decoded by NVDEC."""
+    """Check that the first cameras all have the same decoder, which is not torchcodec, and never changed it."""
     decoders = set(list(row["routes"].values())[:cameras])
     if row["route_changes"] or len(decoders) != 1 or decoders == {"torchcodec"}:
         return f"a camera is not on the DALI route: {row['routes']}"
@@ -400,4 +413,4 @@ _CHECKS: Mapping[str, tuple[str, Sequence[Callable[[Report], str]]]] = {
     "verdict": ("speed on a busy GPU", (_failure,)),
     "speed": ("speed of {codec}", (_failure,)),
 }
-"""Label of a row, and its checks, per stage. A check returns the problem, or an empty text."""
+"""{stage: (label of a row, its checks)}. A check returns the problem, or an empty string."""

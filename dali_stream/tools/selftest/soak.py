@@ -1,4 +1,4 @@
-"""Tests the Loader over several epochs: the identity of every frame, and that memory does not grow."""
+"""Tests the Loader over several epochs: every frame must be the right one, and memory must not grow."""
 
 from __future__ import annotations
 
@@ -12,18 +12,26 @@ from dali_stream.demo import read_identities
 from dali_stream.loader import Loader
 from dali_stream.tools import environment
 
-_STEPS = (-3, 0, 20)  # of a window, which is clamped at both ends of an episode
+_STEPS = (-3, 0, 20)  # window in frames, which is clamped at both ends of an episode
 _FPS = 20
 
 
 def measure(folder: str, device: str, decode: str, seconds: float) -> dict[str, Any]:
-    """Stream whole epochs of a demo dataset, with windows for the first camera, for some seconds.
+    """Stream two or more whole epochs of a demo dataset, with windows for the first camera.
+
+    Args:
+        folder: Folder of a demo dataset.
+        device, decode: See `Loader`.
+        seconds: Minimum time to run, in seconds.
 
     Returns:
-        `routes` {camera: decoder} at the end; `route_changes`; `epochs`; `frames`, the number of delivered frames; `wrong`, the
-        number of frames that do not belong to their row; `frames_per_s`; `memory` {"first", "last"}, bytes of this process
-        after the first and the last epoch, and `gpu_memory` of the GPU (None on a CPU); `wait_s` in the loader's `next()`, and
-        total `seconds`.
+        A dict with
+
+        - `epochs`, `frames`, `wrong`: Number of epochs, of delivered frames, and of frames that do not belong to their row.
+        - `memory`, `gpu_memory`: Bytes in use by this process and on the GPU after the "first" and the "last" epoch.
+          `gpu_memory` is None on a CPU.
+        - `routes`, `route_changes`: {camera: decoder} at the end, and the number of route changes.
+        - `frames_per_s`, `wait_s`, `seconds`: Rate, seconds in the Loader's `next()`, and total seconds.
     """
     dataset = Dataset(folder)
     windowed = dataset.cameras[0]
@@ -57,12 +65,12 @@ def measure(folder: str, device: str, decode: str, seconds: float) -> dict[str, 
 
 
 def _check(batch: dict[str, Any], camera: str, number: int, steps: tuple[int, ...], lengths: Any) -> tuple[int, int]:
-    """Return the number of frames of one camera in a batch, and how many are wrong."""
+    """Return the number of frames of a camera in a batch, and the number of wrong ones."""
     episode, frame = batch["episode_index"].cpu().numpy(), batch["frame_index"].cpu().numpy()
     shown = np.clip(frame[:, None] + np.array(steps), 0, lengths[episode][:, None] - 1)
     expected = np.stack(np.broadcast_arrays(episode[:, None], shown, number), -1).reshape(-1, 3)
     frames = batch[camera].movedim(-3, -1).flatten(0, -4).cpu().numpy()
     try:
         return len(expected), int((read_identities(frames) != expected).any(1).sum())
-    except ValueError:  # some are not readable
+    except ValueError:  # the identity of a frame cannot be read, so all frames of the batch count as wrong
         return len(expected), len(expected)

@@ -1,4 +1,4 @@
-"""Measures DALI's decoder for several requests per clip, threads and prefetch depths, and torchcodec on all cores."""
+"""Measures the speed of DALI's decoder with different settings, and of torchcodec on all cores."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from dali_stream.mp4.clip import Clip
 from dali_stream.tools import environment
 from dali_stream.tools.selftest import lockstep, videos
 
-BATCH = 64  # frames
-BATCHES = 24  # prepared in advance and repeated
+BATCH = 64  # frames per batch
+BATCHES = 24  # number of batches, which are prepared in advance and repeated
 
 
 def measure(folder: str, gpu: int | None, settings: list[tuple[int, int, int]], seconds: float) -> dict[str, Any]:
-    """Decode random frames from packed clips with DALI, for some seconds per setting.
+    """Measure how fast DALI decodes random frames from packed clips.
 
     Args:
-        folder: Demo dataset.
-        gpu: CUDA device. None for the CPU.
-        settings: (requests per clip, a divisor of 64; threads of the decoder; prefetched batches).
-        seconds: Time per setting, in seconds, after three batches that are not counted.
+        folder: Folder of a demo dataset.
+        gpu: Index of the CUDA device. None for the CPU.
+        settings: (requests per clip, threads of the decoder, prefetched batches). The number of requests must divide 64.
+        seconds: Time per setting in seconds, after three warm-up batches.
 
     Returns:
-        `rows`, per setting: `per_clip`, `threads`, `prefetch`, `frames_per_s`. The last one also has `gpu_bytes`, the bytes in
-        use on the GPU at the end, which covers the largest setting, since DALI keeps its memory. None on a CPU.
+        A dict with `rows`. Each row has `per_clip`, `threads`, `prefetch` and `frames_per_s` of a setting. The last row also
+        has `gpu_bytes`, the bytes in use on the GPU at the end, or None on a CPU. DALI keeps its memory, so this number covers
+        the largest setting.
     """
     names = ("per_clip", "threads", "prefetch")
     rows: list[dict[str, Any]] = [
@@ -45,17 +46,17 @@ def measure(folder: str, gpu: int | None, settings: list[tuple[int, int, int]], 
 
 
 def measure_busy(folder: str, decoder: str, gpu: int | None, threads: list[int], seconds: float) -> dict[str, Any]:
-    """Decode single random frames on NVDEC, a clip each, while another thread keeps the GPU busy with matrix products.
+    """Measure how fast NVDEC decodes clips of one random frame while another thread keeps the GPU busy with matrix products.
 
     Args:
-        folder: Demo dataset.
+        folder: Folder of a demo dataset.
         decoder: "dali" or "torchcodec-cuda".
-        gpu: CUDA device. None for the CPU, which has no other work.
-        threads: Numbers of decode threads.
-        seconds: Time per number of threads.
+        gpu: Index of the CUDA device. None for the CPU, which gets no other work.
+        threads: Numbers of decode threads to measure.
+        seconds: Time per number of threads, in seconds.
 
     Returns:
-        `rows`: per number of threads, `decoder`, `threads` and `frames_per_s`.
+        A dict with `rows`. Each row has `decoder`, `threads` and `frames_per_s`.
     """
     rows = []
     with _busy(gpu):
@@ -70,7 +71,7 @@ def measure_busy(folder: str, decoder: str, gpu: int | None, threads: list[int],
 
 @contextlib.contextmanager
 def _busy(gpu: int | None) -> Iterator[None]:
-    """Keep a GPU busy from a thread, at most two rounds of products ahead."""
+    """Keep a GPU busy from another thread. At most two rounds of products are queued at a time."""
     if gpu is None:
         yield
         return
@@ -84,7 +85,7 @@ def _busy(gpu: int | None) -> Iterator[None]:
             end = torch.cuda.Event()
             while not stop.is_set():
                 work()
-                end.synchronize()  # of the round before
+                end.synchronize()  # wait for the previous round, so that the queue stays short
                 end = torch.cuda.Event()
                 end.record()
 
@@ -98,7 +99,18 @@ def _busy(gpu: int | None) -> Iterator[None]:
 
 
 def measure_torchcodec(folder: str, threads: int, seconds: float, gpu: int | None = None, per_clip: int = 16) -> dict[str, Any]:
-    """Decode such frames with torchcodec, 16 per clip as the loader does on a CPU. Return `frames_per_s`."""
+    """Measure how fast torchcodec decodes random frames from packed clips.
+
+    Args:
+        folder: Folder of a demo dataset.
+        threads: Number of decode threads.
+        seconds: Time in seconds, after three warm-up rounds.
+        gpu: Index of the CUDA device. Default: None, for the CPU.
+        per_clip: Number of frames per clip. Default: 16, as in the Loader on a CPU.
+
+    Returns:
+        A dict with `frames_per_s`.
+    """
     [video, *_] = videos.read(folder)
     batches, number = _batches(folder, per_clip), itertools.count()
     with ThreadPoolExecutor(threads) as pool:
@@ -108,7 +120,7 @@ def measure_torchcodec(folder: str, threads: int, seconds: float, gpu: int | Non
                 decode_clip(clip, video.format, torchcodec_cuda.device_name(gpu))
 
         def run() -> None:
-            # Several batches at once, so that no thread waits for the last clip of one.
+            # Decode several batches at once, so that threads rarely wait for the last clip of a batch.
             clips = [clip for _ in range(threads) for clip in batches[next(number) % len(batches)]]
             list(pool.map(decode, clips))
 
@@ -126,7 +138,7 @@ def _batches(folder: str, per_clip: int) -> list[list[Clip]]:
 
 
 def _dali(folder: str, gpu: int | None, per_clip: int, threads: int, prefetch: int, wait: bool = True) -> Callable[[], Any]:
-    """Return a function that decodes the next batch with DALI. With `wait`, it waits for all work of the GPU."""
+    """Return a function that decodes the next batch with DALI, and waits for the GPU if `wait`."""
     batches = itertools.cycle([[dali.encoded(clip) for clip in batch] for batch in _batches(folder, per_clip)])
     pipeline = dali.pipeline(lambda: next(batches), BATCH // per_clip, gpu, threads, prefetch)
     pipeline.build()

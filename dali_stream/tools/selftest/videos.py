@@ -23,7 +23,14 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Video:
-    """One MP4 of a demo dataset. `identity` is (n, 3), (episode, frame, camera) of its frames in display order."""
+    """One MP4 of a demo dataset.
+
+    Attributes:
+        store: Storage of the file.
+        table: Index of the file.
+        format: Format of the video.
+        identity: (episode, frame, camera) of each frame in display order, shape (n, 3).
+    """
 
     store: LocalStore
     table: VideoIndex
@@ -31,11 +38,16 @@ class Video:
     identity: Int64
 
     def clip(self, shown: Sequence[int]) -> Clip:
-        """Return a packed clip with some of its frames, counted in display order."""
+        """Return a packed clip with some frames, which are numbered in display order."""
         return pack(self.store, [self.table] * len(shown), self._packets(shown))
 
     def frames(self, shown: Sequence[int], device: str = "cpu") -> npt.NDArray[np.uint8]:
-        """Return some of its frames, (n, H, W, 3), decoded by torchcodec on "cpu" or a GPU such as "cuda:0"."""
+        """Return some frames, decoded by torchcodec, with shape (n, H, W, 3).
+
+        Args:
+            shown: Numbers of the frames in display order.
+            device: Device of the decoder, such as "cuda:0". Default: "cpu".
+        """
         indices = [self.table] * len(shown)
         return torchcodec.decode(self.store, indices, self._packets(shown), self.format, device=device)[0]
 
@@ -45,12 +57,12 @@ class Video:
 
 
 def write(folder: str, codec: str, gop: int, size: tuple[int, int]) -> None:
-    """Write two episodes with two cameras into a new folder."""
+    """Write a demo dataset with two episodes and two cameras to a new folder."""
     write_demo(folder, episodes=2, codec=codec, gop=gop, size=size)
 
 
 def read(folder: str) -> list[Video]:
-    """Return the videos of a demo dataset."""
+    """Return the videos of all cameras of a demo dataset."""
     dataset, store = Dataset(folder), LocalStore(folder)
     videos = []
     for number, camera in enumerate(dataset.videos):
@@ -67,11 +79,17 @@ def read(folder: str) -> list[Video]:
 
 
 SHAPES = ("one frame", "window of 4", "8 frames a second apart", "16 anywhere")
-_SECOND = 20  # frames of a demo dataset
+_SECOND = 20  # frames per second of a demo dataset
 
 
 def request(shape: str, count: int, rng: np.random.Generator) -> list[int]:
-    """Return a request for some of `count` frames, rising and without repetition."""
+    """Return the numbers of the frames of a random request, in increasing order.
+
+    Args:
+        shape: Name in `SHAPES`.
+        count: Number of frames of the video.
+        rng: Random generator.
+    """
     first = int(rng.integers(count))
     if shape == "one frame":
         return [first]
@@ -83,7 +101,7 @@ def request(shape: str, count: int, rng: np.random.Generator) -> list[int]:
 
 
 def mix(folder: str, top: str, side: str) -> None:
-    """Write a dataset with the second camera of another one, which may have another codec."""
+    """Write a copy of dataset `top` whose second camera is that of dataset `side`. The two may have different codecs."""
     shutil.copytree(top, folder)
     camera = Dataset(top).cameras[1]
     shutil.rmtree(Path(folder, "videos", camera))
