@@ -52,7 +52,8 @@ import dali_stream
 
 WARM_UP = 100  # steps in which the learning rate increases
 MODEL = ("policy", "chunk", "image_size")  # arguments that determine the model and must equal those of the checkpoint
-COURSE = ("batch_size", "max_steps", "learning_rate", "weight_decay", "clip")  # arguments that may change when a run resumes
+# Arguments that affect the training, but may change when a run resumes.
+COURSE = ("batch_size", "max_steps", "learning_rate", "weight_decay", "clip")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

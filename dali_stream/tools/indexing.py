@@ -44,7 +44,7 @@ class IndexReport:
 def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, total: None) -> IndexReport:
     """Read the index (`moov`) of each video file and the footer of each Parquet file into the dataset's cache.
 
-    Training then starts without waiting for them. What is cached is not fetched again, so an interrupted run resumes.
+    Training then starts without waiting for them. Cached files are not fetched again, so an interrupted run resumes.
 
     Args:
         dataset: Remote dataset with a `cache_dir`.

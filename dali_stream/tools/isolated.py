@@ -134,7 +134,7 @@ def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     calls = pickle.load(sys.stdin.buffer)
     with os.fdopen(os.dup(1), "wb") as answers:
-        # Only answers may reach the pipe. What libraries print to stdout goes to stderr.
+        # Only answers may reach the pipe, so libraries that print to stdout print to stderr instead.
         os.dup2(2, 1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for each in calls:

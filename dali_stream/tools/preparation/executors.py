@@ -133,7 +133,7 @@ def run_tasks(
 def _failed(
     part: Sequence[Json], error: BaseException, tries: Counter[str], again: deque[list[Json]]
 ) -> Iterator[tuple[Json, Json]]:
-    """Queue the tasks of a lost call again, one by one. Yield the tasks that are given up, with an error."""
+    """Queue the tasks of a lost call again, one by one. Yield tasks that have failed too often, with an error."""
     for task in part:
         tries[task["path"]] += 1
         if tries[task["path"]] < _TRIES:
