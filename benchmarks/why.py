@@ -101,17 +101,23 @@ def cases(name: str, path: str, setting: str, repeat: int, folder: Path) -> list
 
 
 def rate(path: str, options: dict[str, Any]) -> tuple[float, float]:
-    """Return the measured batches per second of the first epoch, and of later epochs."""
+    """Return the measured batches per second of the first epoch, and of later epochs.
+
+    The time begins with the first batch, without starting. By then, other batches have been decoded, too. In an epoch that
+    decodes, the batches of the time are therefore counted by their decoded frames.
+    """
     rates = []
     with Loader(path, **options) as loader:
         for epochs in (1, LATER):
-            seen: dict[str, Any] = {}
+            before, seen = loader.stats(), dict[str, Any]()
             for _ in range(epochs):
                 for _ in loader:
-                    seen = seen or loader.stats()  # excludes the first batch, whose time includes the startup
+                    seen = seen or loader.stats()
             now = loader.stats()
             seconds = sum(now[key] - seen[key] for key in ("wait_s", "training_s"))
-            rates.append((now["batches"] - seen["batches"]) / seconds)
+            whole, part = (now["decoded_frames"] - each["decoded_frames"] for each in (before, seen))
+            batches = now["batches"] - seen["batches"]
+            rates.append((part / whole * (now["batches"] - before["batches"]) if whole else batches) / seconds)
     return rates[0], rates[1]
 
 

@@ -389,7 +389,7 @@ def _shorter_gop(times: Mapping[str, float], setup: Setup) -> _Change | None:
 def _more_cores(setup: Setup) -> _Change:
     if setup.num_threads < setup.cores:
         text = f"num_threads={setup.cores}, as many as this process has cores"
-        return _Change(text, lambda work: replace(work, threads=setup.cores))
+        return _Change(text, lambda work: work.with_threads(setup.cores))
     return _Change(f"more CPU cores than the {setup.cores} of this process")
 
 

@@ -18,11 +18,11 @@ from dali_stream.decode.torchcodec import TorchcodecDecoder
 from dali_stream.order.audited import audited
 from dali_stream.pipeline.config import Config
 from dali_stream.process import trim_memory
+from dali_stream.schedule.budget import copy_threads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
 
-_COPY_THREADS = 4  # maximum number of threads that copy, since memory bandwidth limits copying, not the number of cores
 # Bytes of decoded frames (RGB at full size) per thread after which free memory is returned to the system. This takes some
 # milliseconds, so it is not done for every batch.
 _TRIM_AFTER = 128 << 20
@@ -47,7 +47,7 @@ class DecodePool:
         self.decoders = {key: self._decoder(key, routes[key], slots.get(key)) for key in config.dataset.cameras}
         self._decoded_bytes = 0
         self._workers = Workers("dali_stream decode", config.num_threads)
-        self.copiers = Workers("dali_stream copy", min(config.num_threads, _COPY_THREADS) - 1, counters.copying)
+        self.copiers = Workers("dali_stream copy", copy_threads(config.num_threads) - 1, counters.copying)
 
     def _decoder(self, key: str, route: Route, slot_count: int | None) -> Decoder:
         config, dataset, size = self._config, self._config.dataset, self._config.frame_size(key)

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from dali_stream.schedule.budget import copy_threads
+
 # If threads wait for bytes for at least this share of the time, the network is assumed to be busy all the time.
 _WAITING = 0.3
 _P = 6.0  # p above, fitted by benchmarks/why.py
@@ -66,6 +68,11 @@ class Work:
         """Seconds per batch, before the correction of `predicted`."""
         longest = max(self.resources.values())
         return longest * sum((r / longest) ** _P for r in self.resources.values()) ** (1 / _P) if longest else 0.0
+
+    def with_threads(self, threads: int) -> Work:
+        """Return the work with another number of decode threads, some of which also help copying."""
+        deliver = self.deliver * copy_threads(self.threads) / copy_threads(threads)
+        return replace(self, threads=threads, deliver=deliver)
 
     def scaled(self, decode: float = 1.0, copy: float = 1.0, network: float = 1.0) -> Work:
         """Return the work with other amounts of decoding, of copying, and of fetched bytes.

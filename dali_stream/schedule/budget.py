@@ -148,6 +148,14 @@ def batches_in_progress(threads: int, batch_frames: int, task_frames: int) -> in
     return min(max(-(-2 * threads * task_frames // max(batch_frames, 1)), 2), 16)
 
 
+def copy_threads(threads: int) -> int:
+    """Return the number of threads that copy the frames of a batch, including the caller's, if `threads` decode.
+
+    It is at most 4, since memory bandwidth limits copying, not the number of cores.
+    """
+    return min(threads, 4)
+
+
 def look_ahead(batch_size: int) -> int:
     """Return the maximum number of batches of remote data that are read ahead.
 

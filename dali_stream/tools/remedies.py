@@ -233,9 +233,9 @@ class _Study:
                 speeds = base.speeds(self.decodes(memory_budget=budget))
                 yield Remedy(f'memory_budget="{budget_text(budget)}"', price, *speeds, loader={"memory_budget": budget})
         if count > config.num_threads:
-            speeds = base.speeds(now, lambda work: replace(work, threads=count))
+            speeds = base.speeds(now, lambda work: work.with_threads(count))
             yield Remedy(f"num_threads={count}", "none", *speeds, loader={"num_threads": count})
-        speeds = base.speeds(now, lambda work: replace(work, threads=2 * count, cores=2 * count))
+        speeds = base.speeds(now, lambda work: replace(work.with_threads(2 * count), cores=2 * count))
         yield Remedy(f"{2 * count} CPU cores instead of {count}", "a larger machine", *speeds)
         if config.gpu is None and config.image_dtype == "float32":
             light = self._changed(image_dtype="uint8").later.work
