@@ -14,6 +14,7 @@ import contextlib
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -104,20 +105,24 @@ def rate(path: str, options: dict[str, Any]) -> tuple[float, float]:
     """Return the measured batches per second of the first epoch, and of later epochs.
 
     The time begins with the first batch, without starting. By then, other batches have been decoded, too. In an epoch that
-    decodes, the batches of the time are therefore counted by their decoded frames.
+    decodes, the batches of the time are therefore counted by their decoded frames. If most frames were decoded before the first
+    batch was delivered, as with long GOPs, all batches are counted, and the time includes starting.
     """
     rates = []
     with Loader(path, **options) as loader:
         for epochs in (1, LATER):
-            before, seen = loader.stats(), dict[str, Any]()
+            before, seen, began = loader.stats(), dict[str, Any](), time.perf_counter()
             for _ in range(epochs):
                 for _ in loader:
                     seen = seen or loader.stats()
             now = loader.stats()
             seconds = sum(now[key] - seen[key] for key in ("wait_s", "training_s"))
             whole, part = (now["decoded_frames"] - each["decoded_frames"] for each in (before, seen))
-            batches = now["batches"] - seen["batches"]
-            rates.append((part / whole * (now["batches"] - before["batches"]) if whole else batches) / seconds)
+            batches = now["batches"] - before["batches"]
+            if whole and part < whole / 2:
+                rates.append(batches / (time.perf_counter() - began))
+            else:
+                rates.append((part / whole * batches if whole else now["batches"] - seen["batches"]) / seconds)
     return rates[0], rates[1]
 
 

@@ -164,12 +164,12 @@ class OpenEpisodes:
 
     def _read_rows(self, read: Read) -> Found:
         with span("fetch rows", read.batch):
-            found = self._reader.read(read.number)
+            rows = self._reader.read(read.number)
         # The result may be needed only much later. Until then, it must not keep whole row groups in memory.
-        group = found.release(read.number)
+        group = rows.release(read.number)
         if self._store.remote and not read.again:
             self._counters.add(needed_bytes=group.take_bytes())
-        return found
+        return rows
 
     def _read_index(self, read: Read) -> VideoIndex | DecodeError:
         with span("fetch index", read.batch):

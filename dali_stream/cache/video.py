@@ -67,7 +67,7 @@ class BlockCache:
         blocks = dict[str, list[tuple[str, _Block]]]()
         for name in needed:
             blocks.setdefault(name[0], []).append((self._path(*name[:2]), self._block(batch, name)))
-        return {camera: _View(self._store, found) for camera, found in blocks.items()}
+        return {camera: _View(self._store, needed_blocks) for camera, needed_blocks in blocks.items()}
 
     def _block(self, batch: int, name: BlockName) -> _Block:
         """Return a block for a batch. Fetch it again if the plan of an earlier batch requested it and the request has failed.
@@ -105,11 +105,11 @@ class _View(Store):
         self.address, self._store = store.address, store
         self._files: dict[str, list[_Block]] = {}
         for path, block in sorted(blocks, key=lambda each: (each[0], each[1].start, each[1].stop)):
-            found = self._files.setdefault(path, [])
+            kept = self._files.setdefault(path, [])
             # Blocks of episodes that share a GOP overlap, and one may contain another. Contained blocks are left out, so that
             # both starts and ends increase: `read` then finds the right block with a binary search for the start.
-            if not found or found[-1].stop < block.stop:
-                found.append(block)
+            if not kept or kept[-1].stop < block.stop:
+                kept.append(block)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         blocks = self._files.get(path, [])

@@ -62,20 +62,20 @@ class DaliBatches:
             raise DaliStreamError(
                 f"An operator of the DALI pipeline failed: {error.explanation}. See the error that caused this one"
             ) from error.__cause__
-        given = self._source.batches.popleft()
-        self._audit(given, batch)
+        planned = self._source.batches.popleft()
+        self._audit(planned, batch)
         for key, layout in self._iterator.layouts.items():
             if key in batch and layout.endswith("HWC"):
                 frames = batch[key].movedim(-1, -3)
                 batch[key] = frames.contiguous() if self._config.memory_format == "contiguous" else frames
-        return given.texts | batch  # DALI has no strings
+        return planned.texts | batch  # DALI has no strings
 
-    def _audit(self, given: PlannedBatch, batch: dict[str, Any]) -> None:
+    def _audit(self, planned: PlannedBatch, batch: dict[str, Any]) -> None:
         """Compare samples with the frames that FFmpeg decodes. Raises RouteChange if DALI delivered a different frame."""
         for camera in self._source.on_dali:
             # A user's function may change the frames, so the decoded frames are additional outputs of the graph.
             frames: Any = batch.pop(graph.AUDITED + camera) if self._config.audits_apart else batch.get(camera)
-            audits = ((row, clip.audit) for row, clip in enumerate(given.frames[camera]) if clip.audit)
+            audits = ((row, clip.audit) for row, clip in enumerate(planned.frames[camera]) if clip.audit)
             for row, audit in audits:
                 window = frames[row].unsqueeze(0) if self._config.squeezed(camera) else frames[row]
                 levels = window.cpu().float().numpy() * (255 if self._config.image_dtype == "float32" else 1)

@@ -73,11 +73,11 @@ def build(
             # Frames that the CPU decodes are resized by the decode threads.
             size = None if routes[camera].decoder == "torchcodec" else config.image_size
             nodes[camera] = _scaled(nodes[camera], size, config.image_dtype)
-        given = nodes
+        camera_nodes = nodes
         if user is not None:
             nodes = _applied(user, nodes)
         if config.audits_apart:
-            nodes |= {AUDITED + key: given[key] for key, route in routes.items() if route.decoder == "dali"}
+            nodes |= {AUDITED + key: camera_nodes[key] for key, route in routes.items() if route.decoder == "dali"}
         pipeline.set_outputs(*nodes.values())
     try:
         with warnings.catch_warnings():
@@ -90,20 +90,20 @@ def build(
         raise DaliStreamError(f"DALI does not build the graph: {dali.explanation(error).rstrip('.')}{hint}") from error
     used = _ancestors(nodes.values())
     for camera in config.dataset.cameras if user is not None else ():
-        if _place(given[camera]) not in used:
+        if _place(camera_nodes[camera]) not in used:
             _log.warning("dali_graph drops %s, which is still decoded. Leave it out of the dataset's cameras", camera)
     return pipeline, list(nodes)
 
 
 def _ancestors(nodes: Iterable[DataNode]) -> set[tuple[int, int]]:
     """Return the places, see `_place`, of some nodes and of all nodes from which they are computed."""
-    found, todo = set[tuple[int, int]](), list(nodes)
+    ancestors, todo = set[tuple[int, int]](), list(nodes)
     while todo:
         node = todo.pop()
-        if _place(node) not in found:
-            found.add(_place(node))
+        if _place(node) not in ancestors:
+            ancestors.add(_place(node))
             todo += getattr(node.source, "inputs", None) or ()
-    return found
+    return ancestors
 
 
 def _place(node: DataNode) -> tuple[int, int]:
@@ -193,16 +193,16 @@ def _applied(user: Graph, nodes: dict[str, DataNode]) -> dict[str, DataNode]:
     from nvidia.dali.data_node import DataNode
 
     try:
-        found = user(dict(nodes))
+        returned = user(dict(nodes))
     except KeyError as error:
         if (key := error.args[0] if error.args else None) in nodes:
             raise
         raise ValueError(f"dali_graph raised KeyError: {key!r}. Keys of its argument: {', '.join(nodes)}") from error
-    if isinstance(found, dict) and found.get(SAMPLE) is nodes[SAMPLE]:
-        found = {key: node for key, node in found.items() if key != SAMPLE}
-    if not isinstance(found, dict) or not found:
-        raise ValueError(f"dali_graph must return a dict of DALI DataNodes by key, got {type(found).__name__}")
-    for key, node in found.items():
+    if isinstance(returned, dict) and returned.get(SAMPLE) is nodes[SAMPLE]:
+        returned = {key: node for key, node in returned.items() if key != SAMPLE}
+    if not isinstance(returned, dict) or not returned:
+        raise ValueError(f"dali_graph must return a dict of DALI DataNodes by key, got {type(returned).__name__}")
+    for key, node in returned.items():
         if not isinstance(key, str) or not isinstance(node, DataNode):
             raise ValueError(f"dali_graph must return DALI DataNodes by key, got {key!r}: {type(node).__name__}")
-    return found
+    return returned

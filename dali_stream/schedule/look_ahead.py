@@ -42,15 +42,15 @@ class Uses:
 
     def next(self, frames: Int64, now: int) -> Int64:
         """Return the first batch after `now` that shows each frame, or `NEVER`."""
-        found = np.full(len(frames), NEVER, np.int64)
+        next_use = np.full(len(frames), NEVER, np.int64)
         wanted = frames << 32 | now + 1
         for run in reversed(self._runs):  # from the latest batches to the earliest, so that the first use overwrites later ones
             if len(run):  # a merge may have dropped all uses of a run
                 # If a frame is after all uses, the index is clipped to the last one, which is less than `wanted`: no hit.
                 use = run[np.minimum(np.searchsorted(run, wanted), len(run) - 1)]
                 hit = (use >> 32 == frames) & (use >= wanted)
-                found[hit] = use[hit] & _BATCH
-        return found
+                next_use[hit] = use[hit] & _BATCH
+        return next_use
 
 
 class Window:
