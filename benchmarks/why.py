@@ -64,7 +64,7 @@ def cases(name: str, path: str, setting: str, repeat: int, folder: Path) -> list
     for _ in range(repeat):
         report = why(path, loader=options)
         applied: list[tuple[str, str, dict[str, Any]]] = [("none", path, {})]
-        for remedy in [*report.remedies]:
+        for remedy in report.remedies:
             if remedy.prepare:
                 applied.append((remedy.name, prepared(path, folder, name, remedy.prepare), {}))
             elif remedy.loader:

@@ -216,10 +216,11 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
     if wait < KEEPS_UP:
         text = f"Loading keeps up: the training loop waits for batches {_percent(wait)} of the time."
         return Bottleneck("training", 1 - wait, f"{text} A faster loader would not help.")
+    work = work_of(times, setup.num_threads, setup.cores, setup.remote)
     starved, graph = times["starved_s"] / wall, times["graph_s"] / wall
     handover = wait - starved - graph
     if starved >= max(graph, handover):
-        stage, share, text, change = _upstream(times, setup, wall)
+        stage, share, text, change = _upstream(times, setup, wall, work)
     elif graph >= handover:
         resizes = " and resizes" if setup.image_size else ""
         decodes = f", which decodes{resizes} the videos," if "dali" in setup.videos.values() else ""
@@ -229,7 +230,6 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
     else:
         stage, share, change = "handover", handover, _handover_change(setup)
         text = f"Handing batches over takes {_percent(handover)} of the time"
-    work = work_of(times, setup.num_threads, setup.cores, setup.remote)
     gain = change.gain(work)
     more = f" (about {gain:.1f} times as many batches per second)" if gain >= _SAID else ""
     text += f", and training waits for batches {_percent(wait)} of the time. What would help most: {change.text}{more}."
@@ -238,13 +238,14 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
     return Bottleneck(stage, share, text, gain)
 
 
-def _upstream(times: Mapping[str, float], setup: Setup, wall: float) -> tuple[str, float, str, _Change]:
+def _upstream(times: Mapping[str, float], setup: Setup, wall: float, work: Work) -> tuple[str, float, str, _Change]:
     """Return the stage of the planner thread or of the decode threads that delays the frames.
 
     Args:
         times: See `find`.
         setup: Settings of the loader.
         wall: Time that has passed, in seconds.
+        work: Work of a batch.
 
     Returns:
         Stage, its share, a clause that says both, and the change that would help most.
@@ -263,7 +264,7 @@ def _upstream(times: Mapping[str, float], setup: Setup, wall: float) -> tuple[st
         shares, names, threads = planner, STAGES["planner"], "planner thread"
     key = max(shares, key=lambda name: shares[name])
     text = f"{names[key].capitalize()} takes {_percent(shares[key])} of the time of the {threads}"
-    return key.removesuffix("_s"), shares[key], text, _change(key, times, setup)
+    return key.removesuffix("_s"), shares[key], text, _change(key, times, setup, work)
 
 
 class _Change(NamedTuple):
@@ -282,10 +283,10 @@ class _Change(NamedTuple):
         return work.seconds / self.then(work).seconds if self.then and work.seconds else 1.0
 
 
-def _change(key: str, times: Mapping[str, float], setup: Setup) -> _Change:
+def _change(key: str, times: Mapping[str, float], setup: Setup, work: Work) -> _Change:
     """Return the change for a stage of the planner thread or of the decode threads."""
     if key in ("decode_s", "resize_s"):
-        return _decode_change(times, setup)
+        return _decode_change(times, setup, work)
     if key == "read_s" or (key == "rows_s" and setup.remote):
         return _fetch_change(times, setup)
     if key == "pack_s" and (shorter := _shorter_gop(times, setup)):
@@ -301,7 +302,7 @@ def _change(key: str, times: Mapping[str, float], setup: Setup) -> _Change:
     )
 
 
-def _decode_change(times: Mapping[str, float], setup: Setup) -> _Change:
+def _decode_change(times: Mapping[str, float], setup: Setup, work: Work) -> _Change:
     on_cpu = [camera for camera, decoder in setup.videos.items() if decoder == "torchcodec"]
     if setup.gpu and on_cpu and setup.decode == "torchcodec":
         return _Change('decode="auto", which decodes on the GPU what the GPU can decode')
@@ -312,7 +313,6 @@ def _decode_change(times: Mapping[str, float], setup: Setup) -> _Change:
         )
     if memory := _frames_memory(times, setup):
         return memory
-    work = work_of(times, setup.num_threads, setup.cores, setup.remote)
     shorter, more = _shorter_gop(times, setup), _more_decoding(setup)
     return max(filter(None, (shorter, more)), key=lambda change: change.gain(work))
 

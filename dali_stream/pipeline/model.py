@@ -18,7 +18,7 @@ from dali_stream.schedule.budget import copy_threads
 
 # If threads wait for bytes for at least this share of the time, the network is assumed to be busy all the time.
 _WAITING = 0.3
-_P = 6.0  # p above, fitted by benchmarks/why.py
+_P = 6.0  # p above, chosen by hand; benchmarks/why.py measures how good the predictions are
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,15 @@ class Work:
     @property
     def limit(self) -> str:
         """Resource with the most seconds per batch."""
-        return max(self.resources, key=lambda name: self.resources[name])
+        resources = self.resources
+        return max(resources, key=resources.__getitem__)
 
     @property
     def seconds(self) -> float:
         """Seconds per batch, before the correction of `predicted`."""
-        longest = max(self.resources.values())
-        return longest * sum((r / longest) ** _P for r in self.resources.values()) ** (1 / _P) if longest else 0.0
+        resources = self.resources.values()
+        longest = max(resources)
+        return longest * sum((r / longest) ** _P for r in resources) ** (1 / _P) if longest else 0.0
 
     def with_threads(self, threads: int) -> Work:
         """Return the work with another number of decode threads, some of which also help copying."""

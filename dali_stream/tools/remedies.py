@@ -170,9 +170,10 @@ def why(
     dataset_arguments, options = dict(dataset or {}), dict(loader or {})
     with closing(Dataset(uri, **dataset_arguments)) as whole, Loader(whole, **options) as full:
         study = _Study(uri, dataset_arguments, options, whole, full, progress)
-        first, later = study.base.speeds(study.decodes())
+        decodes = study.decodes()
+        first, later = study.base.speeds(decodes)
         now = _seconds(first, later, epochs)
-        remedies = [replace(each, gain=now / _seconds(each.first, each.later, epochs)) for each in study.remedies(later)]
+        remedies = [replace(each, gain=now / _seconds(each.first, each.later, epochs)) for each in study.remedies(decodes)]
     return WhyReport(first, later, 1 / step_s if step_s else None, epochs, sorted(remedies, key=lambda each: -each.gain))
 
 
@@ -204,9 +205,7 @@ class _Study:
         self._whole, self._full = whole, full
         self._progress, self._config = progress, full._config
         self._on_cpu = self._config.on_cpu(full.routes)
-        self.base = self._streamed(
-            "streaming a part of the dataset", self._dataset_arguments | {"episodes": self._part(_BATCHES)}
-        )
+        self.base = self._changed()
 
     def decodes(self, gop: int | None = None, **changed: Any) -> Decodes:
         """Replay the schedule for the whole dataset, and return the number of frames decoded per delivered frame.
@@ -220,15 +219,15 @@ class _Study:
         with Loader(self._whole, **self._options | changed) as loader:
             return decodes_of(loader._config, self._on_cpu, gop)
 
-    def remedies(self, later: Speed) -> Iterator[Remedy]:
+    def remedies(self, now: Decodes) -> Iterator[Remedy]:
         """Yield the remedies that apply. Their gains are computed later.
 
         Args:
-            later: Predicted speed of later epochs without a remedy.
+            now: Frames decoded per delivered frame without a remedy.
         """
-        config, base, now, count = self._config, self.base, self.decodes(), cores()
+        config, base, count = self._config, self.base, cores()
         for budget in (2 * config.memory_budget, 4 * config.memory_budget):
-            if later.decodes and fits(budget):
+            if now.later and fits(budget):
                 price = f"{budget_text(budget)} of memory instead of {budget_text(config.memory_budget)}"
                 speeds = base.speeds(self.decodes(memory_budget=budget))
                 yield Remedy(f'memory_budget="{budget_text(budget)}"', price, *speeds, loader={"memory_budget": budget})
@@ -253,7 +252,7 @@ class _Study:
                 yield Remedy("cache_dir=DIR", "disk space for the files", first, cached)
         if config.arguments.shuffle is True and (fewer := config.arguments.consumers // 2) >= self._full._ranks.world_size:
             speeds = base.speeds(self.decodes(consumers=fewer))
-            yield Remedy(f"consumers={fewer}", "mixes fewer episodes at a time", *speeds, loader={"consumers": fewer})
+            yield Remedy(f"consumers={fewer}", "another order of the samples", *speeds, loader={"consumers": fewer})
         if config.dataset.videos:
             yield from self._rewritten()
 
@@ -262,6 +261,7 @@ class _Study:
         size, part = self._config.image_size, self._part(_PREPARED)
         smaller = size is not None and any(self._whole.picture_size(camera) != size for camera in self._whole.videos)
         kinds: list[dict[str, Any]] = [{"for_": "cpu"}, {"for_": "cpu", "size": size}]
+        decodes = self.decodes(_SHORT)
         for options in kinds[: 1 + smaller]:
             name = "prepare --for cpu" + (f" --size {size[0]}x{size[1]}" if size and "size" in options else "")
             self._progress(f"rewriting {len(part)} episodes with {name}")
@@ -279,7 +279,7 @@ class _Study:
                 measured = self._streamed(f"streaming them after {name}", {}, uri=out)
             per_frame = video_bytes / int(self._whole.lengths[: len(part)].sum())
             price = f"a copy of the dataset, about {per_frame * self._whole.num_frames / 1e6:.3g} MB of video"
-            speeds = measured.speeds(self.decodes(_SHORT), functools.partial(self._over_the_network, per_frame))
+            speeds = measured.speeds(decodes, functools.partial(self._over_the_network, per_frame))
             yield Remedy(name, price, *speeds, prepare=options)
 
     def _over_the_network(self, sample_bytes: float, work: Work) -> Work:
@@ -302,11 +302,9 @@ class _Study:
         return [int(episode) for episode in self._whole.episodes[:count]]
 
     def _changed(self, **changed: Any) -> _Measured:
-        """Return a measurement with one changed argument of the Loader."""
-        [(name, value)] = changed.items()
-        return self._streamed(
-            f"streaming with {name}={value!r}", self._dataset_arguments | {"episodes": self._part(_BATCHES)}, changed
-        )
+        """Return a measurement of a part of the dataset, with changed arguments of the Loader."""
+        name = " with ".join(["streaming a part of the dataset", *(f"{key}={value!r}" for key, value in changed.items())])
+        return self._streamed(name, self._dataset_arguments | {"episodes": self._part(_BATCHES)}, changed)
 
     def _streamed(
         self,
