@@ -14,7 +14,6 @@ import contextlib
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from dali_stream import Dataset, Loader
 from dali_stream.tools import environment, prepare, why
 
 LEAST = 1.1  # measured gain above which a remedy counts
-LATER = 3  # number of measured epochs after the first
+LATER = 3  # number of epochs that are measured after each first one
+LEAST_S = 1.5  # duration of each measurement; a short epoch is repeated by new Loaders
 SETTINGS: dict[str, dict[str, Any]] = {  # arguments of the Loader, in addition to those in `cases`
     "default": {},
     "one thread": {"num_threads": 1},
@@ -108,22 +108,29 @@ def rate(path: str, options: dict[str, Any]) -> tuple[float, float]:
     decodes, the batches of the time are therefore counted by their decoded frames. If most frames were decoded before the first
     batch was delivered, as with long GOPs, all batches are counted, and the time includes starting.
     """
-    rates = []
-    with Loader(path, **options) as loader:
-        for epochs in (1, LATER):
-            before, seen, began = loader.stats(), dict[str, Any](), time.perf_counter()
-            for _ in range(epochs):
-                for _ in loader:
-                    seen = seen or loader.stats()
-            now = loader.stats()
-            seconds = sum(now[key] - seen[key] for key in ("wait_s", "training_s"))
-            whole, part = (now["decoded_frames"] - each["decoded_frames"] for each in (before, seen))
-            batches = now["batches"] - before["batches"]
-            if whole and part < whole / 2:
-                rates.append(batches / (time.perf_counter() - began))
-            else:
-                rates.append((part / whole * batches if whole else now["batches"] - seen["batches"]) / seconds)
-    return rates[0], rates[1]
+    done, took = [0.0, 0.0], [0.0, 0.0]  # batches and seconds, of first epochs and of later ones
+    while not took[0] or min(took) < LEAST_S:
+        with Loader(path, **options) as loader:
+            for later, epochs in enumerate((1, LATER)):
+                batches, seconds = measured(loader, epochs)
+                done[later], took[later] = done[later] + batches, took[later] + seconds
+    return done[0] / took[0], done[1] / took[1]
+
+
+def measured(loader: Loader, epochs: int) -> tuple[float, float]:
+    """Return the number of batches of some epochs, and their seconds. See `rate` for what is counted."""
+    before, seen = loader.stats(), dict[str, Any]()
+    for _ in range(epochs):
+        for _ in loader:
+            seen = seen or loader.stats()
+    now = loader.stats()
+    decoded, decoded_then = (now["decoded_frames"] - each["decoded_frames"] for each in (before, seen))
+    if decoded_then < decoded / 2:
+        seen, decoded_then = before, decoded
+    seconds = sum(now[key] - seen[key] for key in ("wait_s", "training_s"))
+    if decoded:
+        return decoded_then / decoded * (now["batches"] - before["batches"]), seconds
+    return now["batches"] - seen["batches"], seconds
 
 
 def prepared(path: str, folder: Path, name: str, options: dict[str, Any]) -> str:

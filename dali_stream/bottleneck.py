@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dali_stream import process
 from dali_stream.arguments import budget_text
 from dali_stream.memory_limit import fits
-from dali_stream.pipeline.decodes import decodes_of
+from dali_stream.pipeline.decodes import Decodes, decodes_of
 from dali_stream.pipeline.model import Work, work_of
 from dali_stream.schedule.budget import Sizes, divide, frames_budget, reads_budget
 
@@ -108,9 +108,9 @@ class Setup:
             decodes no frames, or if this machine has less memory.
         reads_budget: Memory budget that would hold the rows, indices and encoded video in use, in bytes. None if the current
             budget does, or if this machine has less memory.
-        advice: Function that simulates a larger memory budget. It returns the larger budget in bytes, and the number of frames
-            decoded per delivered frame with the current and the larger budget. It returns None if the larger budget saves too
-            little, or exceeds the memory of this machine.
+        advice: Function that simulates a larger memory budget. It returns the larger budget in bytes, and the decodes with
+            the current and the larger budget. It returns None if the larger budget saves too little, or exceeds the memory of
+            this machine.
         block_bytes: Size of a block of encoded video in bytes.
     """
 
@@ -129,7 +129,7 @@ class Setup:
     keeps_all: bool = False
     frames_budget: int | None = None
     reads_budget: int | None = None
-    advice: Callable[[], tuple[int, float, float] | None] = lambda: None
+    advice: Callable[[], tuple[int, Decodes, Decodes] | None] = lambda: None
     block_bytes: int = 1 << 16
 
 
@@ -168,13 +168,13 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool) -
     )
 
 
-def _advice(config: Config, on_cpu: Sequence[str], sizes: Sizes, warm: bool) -> tuple[int, float, float] | None:
+def _advice(config: Config, on_cpu: Sequence[str], sizes: Sizes, warm: bool) -> tuple[int, Decodes, Decodes] | None:
     """Return the effect of twice the memory budget. See `Setup.advice`."""
     larger = replace(config, memory_budget=2 * config.memory_budget)
     if not fits(larger.memory_budget):
         return None
     now, then = (decodes_of(each, on_cpu, batches=_SIMULATED, sizes=sizes)[warm] for each in (config, larger))
-    return (larger.memory_budget, now, then) if then <= (1 - _WORTH) * now else None
+    return (larger.memory_budget, now, then) if then.decoded <= (1 - _WORTH) * now.decoded else None
 
 
 @dataclass(frozen=True)
@@ -323,15 +323,15 @@ def _frames_memory(times: Mapping[str, float], setup: Setup) -> _Change | None:
         budget = f'memory_budget="{budget_text(setup.frames_budget)}", which holds all decoded frames'
         evicted, misses = times["frames_evicted_before_use"], times["frames"] - times["frame_cache_hits"]
         if setup.warm:
-            return _Change(f"{budget}, so that later epochs decode nothing", lambda work: work.scaled(decode=0.0))
+            return _Change(f"{budget}, so that later epochs decode nothing", lambda work: work.scaled(decode=0.0, store=0.0))
         if evicted > _WORTH * misses:
             again = min(evicted / misses, 1) if misses else 1.0
             reason = f"since {_percent(again)} of the decodes repeat what was evicted before its next use"
-            return _Change(f"{budget}, {reason}", lambda work: work.scaled(decode=1 - again))
+            return _Change(f"{budget}, {reason}", lambda work: work.scaled(decode=1 - again, store=1 - again))
     elif advice := setup.advice():
         larger, now, then = advice
-        decodes = f"with which {then:.2f} frames instead of {now:.2f} are decoded for each one delivered"
-        return _Change(f'memory_budget="{budget_text(larger)}", {decodes}', lambda work: work.scaled(decode=then / now))
+        decodes = f"with which {then.decoded:.2f} frames instead of {now.decoded:.2f} are decoded for each one delivered"
+        return _Change(f'memory_budget="{budget_text(larger)}", {decodes}', lambda work: work.decoding(now, then))
     return None
 
 

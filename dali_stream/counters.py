@@ -42,6 +42,7 @@ class Counters:
     frames: int = 0
     clips: int = 0
     decoded_frames: int = 0
+    stored_frames: int = 0
     frame_cache_hits: int = 0
     frames_evicted_before_use: int = 0
     read_s: float = 0.0

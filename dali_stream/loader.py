@@ -397,6 +397,7 @@ class Loader:
         - `frames`: Number of frames delivered, without those of cameras that a dataset lacks.
         - `clips`: Number of clips that were packed or decoded for these frames.
         - `decoded_frames`: Number of frames decoded, including those that are only decoded to reach others.
+        - `stored_frames`: Number of decoded frames that the CPU resized and put into memory, for this batch or a later one.
         - `frame_cache_hits`: Number of delivered frames that an earlier batch had decoded.
         - `frames_evicted_before_use`: Number of decoded frames that memory_budget did not hold until their next use.
         - `indices_read_again`: Number of indices of video files that were read again, since memory_budget did not hold them.
@@ -415,8 +416,8 @@ class Loader:
         - `starved_s`, `graph_s`: Parts of `wait_s` for waiting for frames, and for copying them and running the DALI graph.
         - `rows_s`, `gather_s`, `plan_s`: Reading rows or waiting for them, gathering them into batches, and all other work of
           the planner thread.
-        - `read_s`, `pack_s`, `decode_s`, `resize_s`: Reading encoded video or waiting for it, packing it into clips, decoding
-          and resizing, added up over the decode threads. The sum is up to `num_threads` seconds per second.
+        - `read_s`, `pack_s`, `decode_s`, `resize_s`: Reading encoded video or waiting for it, packing it into clips, decoding,
+          and resizing and storing, added up over the decode threads. The sum is up to `num_threads` seconds per second.
         - `decode_cpu_s`, `plan_cpu_s`, `copy_cpu_s`: CPU time of the decode threads, of the planner thread, and of copying.
         - `first_batch_s`: Time from construction to the first batch. None before it.
 

@@ -12,6 +12,7 @@ import pytest
 from dali_stream import Loader
 from dali_stream.bottleneck import STAGES, Setup, find
 from dali_stream.counters import Counters
+from dali_stream.pipeline.decodes import Decodes
 
 TOP = "observation.images.top"
 
@@ -79,7 +80,7 @@ EVICTED = {**LONG_GOP, "frames_evicted_before_use": 70}
         (DECODE, {"frames_budget": 9 << 30, "warm": True}, "so that later epochs decode nothing"),
         (
             DECODE,
-            {"advice": lambda: (9 << 30, 1.5, 1.2)},
+            {"advice": lambda: (9 << 30, Decodes(1.5, 1.1), Decodes(1.2, 1.0))},
             'memory_budget="9.0GiB", with which 1.20 frames instead of 1.50 are decoded',
         ),
         (DECODE, {"keeps_all": True}, "Later epochs decode nothing, since memory_budget holds all decoded frames."),

@@ -66,11 +66,10 @@ class ImageDecoder:
                     assert feature is not None
                     pixels = decode(encoded[i], feature)
                     with timed("resize_s"):
-                        pixels = resize(pixels[None], self._size)
-                    self._slots.put([slot], pixels)
+                        self._slots.put([slot], resize(pixels[None], self._size))
                 except DecodeError as error:
                     self._slots.fail(slot, named(self._source, self.key, int(episode[i]), frame[i : i + 1], error))
-        self._counters.add(clips=1, decoded_frames=len(slots))
+        self._counters.add(clips=1, decoded_frames=len(slots), stored_frames=len(slots))
 
 
 def decode(data: bytes, feature: Feature) -> npt.NDArray[np.uint8]:

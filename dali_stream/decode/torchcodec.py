@@ -161,15 +161,14 @@ class TorchcodecDecoder(VideoFiles):
         indices = [gop.file for gop in gops for _ in gop.packets]
         packets = [packet for gop in gops for packet in gop.packets]
         slots = [slot for gop in gops for slot in gop.slots]
-        video, decoded = self.format(indices[0], packets[0]), 0
+        video, decoded, stored = self.format(indices[0], packets[0]), 0, 0
         part, timed = frames_at_once((video.height, video.width)), self._counters.timed
         try:
             with timed("decode_s"):
                 for requests, tensor, more in decode_in_parts(store, indices, packets, video, part, timed):
                     with timed("resize_s"):
-                        frames = resize(tensor.numpy(), self._size)
-                    self._slots.put([slots[i] for i in requests], frames)
-                    decoded += more
+                        self._slots.put([slots[i] for i in requests], resize(tensor.numpy(), self._size))
+                    decoded, stored = decoded + more, stored + len(requests)
         except DecodeError as error:
             if len(packets) > 1:
                 for gop in gops:
@@ -177,7 +176,7 @@ class TorchcodecDecoder(VideoFiles):
                         self._decode(store, [_Gop(gop.file, gop.episode, *([value] for value in one))])
             else:
                 self._slots.fail(slots[0], self.named(gops[0].episode, np.array(gops[0].frames), gops[0].file, error))
-        self._counters.add(clips=1, decoded_frames=decoded)
+        self._counters.add(clips=1, decoded_frames=decoded, stored_frames=stored)
 
 
 def decode(

@@ -1,4 +1,4 @@
-"""Number of frames that a loader decodes per delivered frame, computed with its own order and schedule."""
+"""Numbers of frames that a loader decodes and stores per delivered frame, computed with its own order and schedule."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _BATCHES = 400  # number of simulated batches of a long epoch after the cache is
 
 
 class Decodes(NamedTuple):
-    """Number of frames decoded per delivered frame.
+    """Work per delivered frame, averaged over an epoch.
 
     Attributes:
-        first: Number for the first epoch.
-        later: Number for each epoch after it. 0 if the cache holds all frames.
+        decoded: Number of frames decoded, including those that are only decoded to reach others.
+        stored: Number of decoded frames that are resized and stored. At most `decoded`.
     """
 
-    first: float
-    later: float
+    decoded: float
+    stored: float
 
 
 def decodes_of(
     config: Config, cameras: Sequence[str], gop: int | None = None, batches: int = _BATCHES, sizes: Sizes | None = None
-) -> Decodes:
-    """Return the decodes of a loader, averaged over the frames of its cameras.
+) -> tuple[Decodes, Decodes]:
+    """Return the work of a loader in the first epoch, and in each epoch after it, averaged over the frames of its cameras.
 
     All files of a camera are assumed to have GOPs of the same length as its first file.
 
@@ -49,9 +49,9 @@ def decodes_of(
         sizes: Sizes of the dataset and of its batches. Default: those of `config`, for which indices are read.
     """
     sizes = sizes or config.sizes(cameras)
-    parts, found = divide(config.memory_budget, sizes), dict[tuple[bytes, int], Decodes]()
+    parts, found = divide(config.memory_budget, sizes), dict[tuple[bytes, int], tuple[Decodes, Decodes]]()
     limits = Limits(parts.frames, config.depth, order_horizon(parts, sizes))
-    total, frames = np.zeros(2), 0
+    total, frames = np.zeros((2, 2)), 0
     for camera, index in sizes.indices.items():
         if camera in cameras:
             offsets, length = config.windows.widest(camera), gop or median_gop([index])
@@ -60,7 +60,8 @@ def decodes_of(
                 lengths = config.dataset.lengths
                 found[key] = decodes(lengths, config.order, config.batches, offsets, length, limits, config.rank, batches)
             total, frames = total + np.array(found[key]) * len(offsets), frames + len(offsets)
-    return Decodes(*(total / max(frames, 1)).tolist())
+    first, later = (total / max(frames, 1)).tolist()
+    return Decodes(*first), Decodes(*later)
 
 
 def median_gop(indices: Sequence[VideoIndex]) -> int:
@@ -77,8 +78,8 @@ def decodes(
     limits: Limits,
     rank: int = 0,
     most: int = _BATCHES,
-) -> Decodes:
-    """Return the decodes of one camera.
+) -> tuple[Decodes, Decodes]:
+    """Return the work of one camera in the first epoch, and in each epoch after it. The latter is 0 if all frames are cached.
 
     Args:
         lengths: Number of frames of each episode, shape (E,).
@@ -100,12 +101,13 @@ def decodes(
     count, later_from = (epoch if kept >= frames else 2 * epoch, epoch) if steady > epoch else (steady, fill)
     read = samples(order, batches, rank, 0, 0)
     planner = BatchPlanner(EpisodeTable(lengths, [camera]), read, batches.largest, {camera: offsets}, limits)
-    decoded, shown = np.zeros(2), np.zeros(2)  # in the first epoch, and later
+    total, shown = np.zeros((2, 2)), np.zeros((2, 1))  # of the first epoch, and of those after it
     for number in range(count):
         plan = plan_next(planner, lengths, gop).frames[camera]
-        counts = np.array([number < epoch, number >= later_from])
-        decoded, shown = decoded + counts * plan.decodes, shown + counts * plan.show.size
-    return Decodes(*(decoded / np.maximum(shown, 1)).tolist())
+        counts = np.array([[number < epoch], [number >= later_from]])
+        total, shown = total + counts * [plan.decodes, len(plan.slot)], shown + counts * plan.show.size
+    first, later = (total / np.maximum(shown, 1)).tolist()
+    return Decodes(*first), Decodes(*later)
 
 
 def plan_next(planner: BatchPlanner, lengths: npt.NDArray[np.int64], gop: int) -> BatchPlan:

@@ -13,8 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from dali_stream.schedule.budget import copy_threads
+
+if TYPE_CHECKING:
+    from dali_stream.pipeline.decodes import Decodes
 
 # If threads wait for bytes for at least this share of the time, the network is assumed to be busy all the time.
 _WAITING = 0.3
@@ -26,10 +30,11 @@ class Work:
     """Work of one batch.
 
     Attributes:
-        decode: CPU seconds of all decode threads.
+        decode: CPU seconds of all decode threads, without those of `store`.
         plan: CPU seconds of the planner thread.
         copy: CPU seconds of copying frames into the batch.
         deliver: Seconds that the thread that iterates spends on copying frames, or on the DALI graph.
+        store: CPU seconds of all decode threads for resizing frames and storing them.
         wait: Seconds that the decode threads wait for a disk, added up over the threads.
         network: Seconds that the network takes for the bytes of a batch.
         step: Seconds that the training loop takes between two batches.
@@ -41,6 +46,7 @@ class Work:
     plan: float
     copy: float
     deliver: float
+    store: float = 0.0
     wait: float = 0.0
     network: float = 0.0
     step: float = 0.0
@@ -51,10 +57,10 @@ class Work:
     def resources(self) -> dict[str, float]:
         """Seconds per batch that each resource works, {resource: seconds}."""
         return {
-            "decode threads": (self.decode + self.wait) / self.threads,
+            "decode threads": (self.decode + self.store + self.wait) / self.threads,
             "planner": self.plan,
             "copying": self.deliver + self.step,
-            "CPU cores": (self.decode + self.plan + self.copy) / self.cores,
+            "CPU cores": (self.decode + self.store + self.plan + self.copy) / self.cores,
             "network": self.network,
         }
 
@@ -76,15 +82,27 @@ class Work:
         deliver = self.deliver * copy_threads(self.threads) / copy_threads(threads)
         return replace(self, threads=threads, deliver=deliver)
 
-    def scaled(self, decode: float = 1.0, copy: float = 1.0, network: float = 1.0) -> Work:
-        """Return the work with other amounts of decoding, of copying, and of fetched bytes.
+    def decoding(self, now: Decodes, then: Decodes) -> Work:
+        """Return the work after a change of the numbers of decoded and stored frames.
 
         Args:
-            decode, copy, network: Factors.
+            now: Numbers that belong to this work.
+            then: Numbers after the change.
+        """
+        decode = then.decoded / now.decoded if now.decoded else 1.0
+        store = then.stored / now.stored if now.stored else 1.0
+        return self.scaled(decode=decode, store=store)
+
+    def scaled(self, decode: float = 1.0, store: float = 1.0, copy: float = 1.0, network: float = 1.0) -> Work:
+        """Return the work with other amounts of decoding, of storing, of copying, and of fetched bytes.
+
+        Args:
+            decode, store, copy, network: Factors.
         """
         return replace(
             self,
             decode=self.decode * decode,
+            store=self.store * store,
             wait=self.wait * decode,
             copy=self.copy * copy,
             deliver=self.deliver * copy,
@@ -108,8 +126,10 @@ def work_of(times: Mapping[str, float], threads: int, cores: int, remote: bool) 
     # of this time is attributed to bytes.
     idle = max(busy - times["decode_cpu_s"], 0.0) * max(1 - cpu / (cores * wall), 0.0)
     waiting = max(times["read_s"] / threads, times["rows_s"]) / wall
+    store = times["decode_cpu_s"] * times["resize_s"] / busy if busy else 0.0
     return Work(
-        decode=times["decode_cpu_s"] / batches,
+        decode=(times["decode_cpu_s"] - store) / batches,
+        store=store / batches,
         plan=times["plan_cpu_s"] / batches,
         copy=times["copy_cpu_s"] / batches,
         deliver=times["graph_s"] / batches,

@@ -148,7 +148,8 @@ class Planner:
                 begin_batch(number)
                 # Reads begin before the batch has room, so that they continue while the training loop is slow. No batch in
                 # progress needs the episodes that this closes, see `Reading.begin`.
-                self._reading.begin(self._planner, number)
+                with self._counters.timed("rows_s"):  # rows of local data are read here
+                    self._reading.begin(self._planner, number)
                 self._room.acquire()
                 if self.stopping:
                     return

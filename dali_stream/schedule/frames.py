@@ -21,6 +21,7 @@ from dali_stream.schedule.look_ahead import NEVER, Window
 Int64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 _SLACK = 256  # a full cache evicts 1/256 of its frames more than necessary, so that it rarely ranks all of them
+_TURNOVERS = 2  # a frame whose next use is unknown is evicted before so many times the frames of a full cache were added
 
 
 @dataclass(frozen=True)
@@ -119,12 +120,13 @@ class FrameCache:
             slots = slots[slots >= 0]
             self._state.next_use[slots] = np.minimum(self._state.next_use[slots], batch)
 
-    def plan(self, batch: int, frames: Int64) -> FramePlan:
+    def plan(self, batch: int, frames: Int64, ahead: int) -> FramePlan:
         """Plan a batch.
 
         Args:
             batch: Number of the batch.
             frames: Frames that it shows, numbered over all episodes, shape (B, T). Their episodes must be open.
+            ahead: Number of later batches that have been read from the order.
 
         Returns:
             Plan of the batch. The cache is updated as if the plan had been carried out.
@@ -145,7 +147,7 @@ class FrameCache:
         present = self._camera.packet[rows] >= 0
         wanted = rows[present]
         beside = self._beside(wanted)
-        decode, keep, evicted = self._choose(batch, wanted, beside, shown[hit], slot[hit])
+        decode, keep, evicted = self._choose(batch, ahead, wanted, beside, shown[hit], slot[hit])
         into = self._state.take(batch, len(decode))
         self._keep(decode[keep], into[keep], batch)
         self._state.free_later(batch, into[~keep])
@@ -183,7 +185,9 @@ class FrameCache:
         last = np.append(starts[1:], len(gop)) - 1
         return int((packet[last] - self._camera.packet[gop[starts]] + 1).sum())
 
-    def _choose(self, batch: int, wanted: Int64, beside: Int64, hits: Int64, hit_slots: Int64) -> tuple[Int64, Mask, int]:
+    def _choose(
+        self, batch: int, ahead: int, wanted: Int64, beside: Int64, hits: Int64, hit_slots: Int64
+    ) -> tuple[Int64, Mask, int]:
         """Choose which frames to decode and to cache. Evict cached frames whose next uses are farther away.
 
         Cached frames, and evicted frames that a batch in flight still uses, occupy at most `kept` slots together. Each batch in
@@ -191,6 +195,7 @@ class FrameCache:
 
         Args:
             batch: Number of the batch.
+            ahead: Number of later batches that have been read from the order.
             wanted: Rows of the frames that the batch shows and that must be decoded.
             beside: Rows of the other frames of the same GOPs that are not cached.
             hits: Cached frames that the batch shows.
@@ -206,9 +211,13 @@ class FrameCache:
             next_use = self._state.next_use
             after = self._window.uses.next(self._table.frames(coming), batch)
             next_use[hit_slots] = self._window.uses.next(hits, batch)
-            # A frame that the batch shows is cached only if a later batch is known to show it. Other frames of its GOP are
-            # cached as long as they fit, since their next uses may be later than the part of the order that has been read.
-            keep[:count], stays = after[:count] < NEVER, next_use[hit_slots] < NEVER
+            # A frame that the batch shows is cached only if a later batch is known to show it. Other frames of its GOP may have
+            # their next uses after the batches ahead. Until then, each batch adds about as many frames as this one, so they are
+            # not cached if they would be evicted before.
+            known, stays = after < NEVER, next_use[hit_slots] < NEVER
+            keep[:count] = known[:count]
+            if ahead * count > _TURNOVERS * self._kept:
+                keep = known
             # Hits that no later batch is known to show make room for new frames.
             if keep.sum() > self._room + (~stays).sum():
                 # Rank cached frames, new frames and hits together, and keep those with the nearest next uses.

@@ -154,7 +154,7 @@ class BatchPlanner:
         samples = self._ahead.popleft()
         shown = {window: window.frames(samples) for window in set(self._windows.values())}
         # Frames are planned before video, which is needed only for the frames that are decoded.
-        frames = {camera: cache.plan(samples.number, shown[self._windows[camera]]) for camera, cache in self.frames.items()}
+        frames = {camera: cache.plan(samples.number, shown[self._windows[camera]], len(self._ahead)) for camera, cache in self.frames.items()}
         packets, decoded = {}, {}
         for camera, window in self._windows.items():
             if camera in frames:

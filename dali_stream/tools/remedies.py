@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -104,13 +104,13 @@ class _Epoch:
     Attributes:
         seconds: Seconds per batch.
         work: Work per batch.
-        decodes: Number of frames decoded per delivered frame.
+        decodes: Numbers of frames decoded and stored per delivered frame.
         fetched: Bytes per sample that are read over the network.
     """
 
     seconds: float
     work: Work
-    decodes: float
+    decodes: Decodes
     fetched: float
 
 
@@ -121,21 +121,24 @@ class _Measured:
     first: _Epoch
     later: _Epoch
 
-    def speeds(self, decodes: Decodes, change: Callable[[Work], Work] = lambda work: work) -> tuple[Speed, Speed]:
+    def speeds(
+        self, decodes: Sequence[Decodes], change: Callable[[Work], Work] = lambda work: work
+    ) -> tuple[Speed, Speed]:
         """Return the predicted speeds of the first epoch and of later ones.
 
         Args:
-            decodes: Number of frames decoded per delivered frame, for the whole dataset.
+            decodes: Decodes of the whole dataset in the first epoch and in later ones.
             change: Function that takes the work before a remedy, and returns the work after it. Default: no change.
         """
-        return self._speed(decodes.first, change), self._speed(decodes.later, change)
+        first, later = (self._speed(each, change) for each in decodes)
+        return first, later
 
-    def _speed(self, decodes: float, change: Callable[[Work], Work]) -> Speed:
+    def _speed(self, decodes: Decodes, change: Callable[[Work], Work]) -> Speed:
         # The measured part may fit in memory although the whole dataset does not. Its later epochs then decode nothing, and
         # an epoch that decodes can only be predicted from the first one, by scaling the decode work.
-        epoch = self.later if decodes == 0 or self.first.decodes == 0 else self.first
-        then = change(epoch.work.scaled(decode=decodes / epoch.decodes if epoch.decodes else 1.0))
-        return Speed(1 / predicted(epoch.seconds, epoch.work, then), then.limit, decodes)
+        epoch = self.later if decodes.decoded == 0 or self.first.decodes.decoded == 0 else self.first
+        then = change(epoch.work.decoding(epoch.decodes, decodes))
+        return Speed(1 / predicted(epoch.seconds, epoch.work, then), then.limit, decodes.decoded)
 
 
 def why(
@@ -207,8 +210,8 @@ class _Study:
         self._on_cpu = self._config.on_cpu(full.routes)
         self.base = self._changed()
 
-    def decodes(self, gop: int | None = None, **changed: Any) -> Decodes:
-        """Replay the schedule for the whole dataset, and return the number of frames decoded per delivered frame.
+    def decodes(self, gop: int | None = None, **changed: Any) -> tuple[Decodes, Decodes]:
+        """Replay the schedule for the whole dataset. Return the decodes of the first epoch, and of later ones.
 
         Args:
             gop: GOP length after a rewrite, in frames. Default: the GOPs of the dataset.
@@ -219,15 +222,15 @@ class _Study:
         with Loader(self._whole, **self._options | changed) as loader:
             return decodes_of(loader._config, self._on_cpu, gop)
 
-    def remedies(self, now: Decodes) -> Iterator[Remedy]:
+    def remedies(self, now: tuple[Decodes, Decodes]) -> Iterator[Remedy]:
         """Yield the remedies that apply. Their gains are computed later.
 
         Args:
-            now: Frames decoded per delivered frame without a remedy.
+            now: Decodes of the first epoch and of later ones, without a remedy.
         """
         config, base, count = self._config, self.base, cores()
         for budget in (2 * config.memory_budget, 4 * config.memory_budget):
-            if now.later and fits(budget):
+            if now[1].decoded and fits(budget):
                 price = f"{budget_text(budget)} of memory instead of {budget_text(config.memory_budget)}"
                 speeds = base.speeds(self.decodes(memory_budget=budget))
                 yield Remedy(f'memory_budget="{budget_text(budget)}"', price, *speeds, loader={"memory_budget": budget})
@@ -326,7 +329,7 @@ class _Study:
         first: list[dict[str, float]] = []
         later: list[dict[str, float]] = []
         with closing(Dataset(uri or self._uri, **dataset_arguments)) as part:
-            while not first or sum(growth["batches"] for growth in first) < _BATCHES // 2:
+            while not first or sum(growth["batches"] for growth in first) < _BATCHES:
                 with Loader(part, **options) as loader:
                     if len(loader) < 2:
                         size = self._config.batches.batch_size
@@ -338,12 +341,18 @@ class _Study:
 
 
 def _growth(loader: Loader, epochs: int) -> dict[str, float]:
-    """Return the growth of a loader's counters over some epochs. The first batch is excluded, since it includes the startup."""
-    seen: dict[str, float] = {}
+    """Return the growth of a loader's counters over some epochs.
+
+    The first batch is excluded, since it includes the startup. It is included if most frames were decoded before it was
+    delivered, as with few long GOPs.
+    """
+    began, seen = loader.stats(), dict[str, float]()
     for _ in range(epochs):
         for _ in loader:
             seen = seen or loader.stats()
     now = loader.stats()
+    if seen["decoded_frames"] - began["decoded_frames"] > (now["decoded_frames"] - began["decoded_frames"]) / 2:
+        seen = began
     return {key: now[key] - seen[key] for key in now if key != "first_batch_s"}
 
 
@@ -352,7 +361,7 @@ def _epoch(config: Config, growths: list[dict[str, float]]) -> _Epoch:
     growth = {key: sum(each[key] for each in growths) for key in growths[0]}
     work = work_of(growth, config.num_threads, cores(), config.dataset.data_store.remote)
     seconds = (growth["wait_s"] + growth["training_s"]) / growth["batches"]
-    decodes = growth["decoded_frames"] / max(growth["frames"], 1)
+    decodes = Decodes(*(growth[key] / max(growth["frames"], 1) for key in ("decoded_frames", "stored_frames")))
     return _Epoch(seconds, replace(work, step=0.0), decodes, growth["fetched_bytes"] / growth["samples"])
 
 

@@ -272,8 +272,8 @@ def _cached(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -> tupl
             lengths, lambda epoch: Order(lengths, True, 0, epoch, consumers, pool), batches, window, median_gop(tables),
             Limits(kept, 2, horizon(kept, int(lengths.sum()))),
         )  # fmt: skip
-        best = budget, first, later
-        if first <= _GOOD:
+        best = budget, first.decoded, later.decoded
+        if first.decoded <= _GOOD:
             break
     return best
 
