@@ -10,28 +10,28 @@ from pathlib import Path
 def count(text: str) -> int:
     """Parse a whole number of 1 or more."""
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, got {text!r}")
     return int(text)
 
 
 def count_or_none(text: str) -> int:
     """Parse a whole number of 0 or more."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 0 or more")
+        raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, got {text!r}")
     return int(text)
 
 
 def positive(text: str) -> float:
     """Parse a finite number above 0."""
     if not 0 < (number := _number(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
     return number
 
 
 def not_negative(text: str) -> float:
     """Parse a finite number of 0 or more."""
     if not 0 <= (number := _number(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 or more")
+        raise argparse.ArgumentTypeError(f"must be a number of 0 or more, got {text!r}")
     return number
 
 
@@ -39,11 +39,11 @@ def new_file(text: str) -> Path:
     """Parse the path of an output file, and create its folder, so that a long measurement does not fail at its end."""
     path = Path(text)
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder; give the name of a file")
+        raise argparse.ArgumentTypeError(f"must be the path of a file, got the folder {text!r}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error}") from error
+        raise argparse.ArgumentTypeError(f"must be a path that can be written, got {text!r}: {error}") from error
     return path
 
 

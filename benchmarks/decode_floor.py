@@ -115,7 +115,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time the Loader and its floors in turns."""
     dataset = dali_stream.Dataset(arguments.uri)
     if not dataset.videos:
-        raise ValueError(f"{dataset.uri} has no video to decode; give a dataset with video")
+        raise ValueError(f"dataset must have a camera with video, got {dataset.uri} without one")
     found = measure_dali(dataset, arguments) if arguments.decode == "dali" else measure_cpu(dataset, arguments)
     return {
         **found,

@@ -60,7 +60,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure the datasets and their union in turns."""
     datasets = {root.name: dali_stream.Dataset(root) for root in arguments.roots}
     if len(datasets) < len(arguments.roots):
-        raise ValueError("two of the folders have the same name; give each dataset another one")
+        raise ValueError("folders of the datasets must have different names. Rename one of them")
     keys = {name: {dataset.cameras[0]: MAIN} for name, dataset in datasets.items()}
     sides: dict[str, Any] = {**datasets, "mixture": dali_stream.Mixture(datasets, keys=keys, missing="pad")}
     rounds: dict[str, list[float]] = {name: [] for name in sides}

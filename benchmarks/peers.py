@@ -170,10 +170,10 @@ def parsed() -> argparse.Namespace:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run all sides in turns."""
     if not arguments.root.is_dir():
-        raise ValueError(f"{arguments.root} is no folder. The peers read only local datasets; give the folder of one")
+        raise ValueError(f"root must be a folder, since the peers read only local datasets, got {arguments.root}")
     dataset = dali_stream.Dataset(arguments.root.resolve())
     if not dataset.videos:
-        raise ValueError(f"{dataset.uri} has no video to decode; give a dataset with video")
+        raise ValueError(f"dataset must have a camera with video, got {dataset.uri} without one")
     gpu = process.gpu(arguments.device)
     device = "cpu" if gpu is None else f"cuda:{gpu}"
     known = sides(arguments.lerobot_python, arguments.workers)
@@ -186,8 +186,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     per_epoch = dataset.num_frames // arguments.batch_size
     if per_epoch < 2:
         raise ValueError(
-            f"batch_size is {arguments.batch_size}, and {dataset.uri} has {dataset.num_frames} frames, less than two batches; "
-            "give a smaller one"
+            f"batch_size must be at most half of the {dataset.num_frames} frames of {dataset.uri}, so that an epoch has two "
+            f"batches, got {arguments.batch_size}"
         )
     batches = max(per_epoch + whole_epochs(arguments.batches, per_epoch), 1 + arguments.warmup + arguments.batches)
     recorded = Recorded(dataset, deltas, arguments.batch_size, batches, arguments.seed, arguments.image_size)
@@ -245,7 +245,7 @@ def turn(side: Side, recorded: Recorded, common: dict[str, Any], folder: Path, a
     if side.gpu and common["device"] == "cpu":
         raise PeerError("no GPU")
     if side.python is None:
-        raise PeerError("no LeRobot; give --lerobot-python the Python of an environment that has it")
+        raise PeerError("--lerobot-python must be the Python of an environment with LeRobot, got none")
     folder.mkdir()
     (folder / "spec.json").write_text(json.dumps(common | side.spec | {"results": str(folder / "results.npz")}))
     # No requests to the Hub, and no files in the user's cache.

@@ -67,10 +67,10 @@ def read(path: Path) -> Report:
     try:
         report: Report = json.loads(path.read_text())
         if not ran(report):
-            raise ValueError("no loader delivered anything; measure again")
+            raise ValueError("at least one loader must have delivered a batch, got none. Measure again")
         title(report), footer([report])  # these raise if an entry that they need is missing
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no report of peers.py: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{path} must be a report of peers.py: {type(error).__name__}: {error}") from error
     return report
 
 

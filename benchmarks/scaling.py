@@ -274,7 +274,7 @@ def main(given: list[str] | None = None) -> int:
 def _names(known: list[str], text: str) -> list[str]:
     wanted = text.split(",")
     if unknown := [name for name in wanted if name not in known]:
-        raise argparse.ArgumentTypeError(f"unknown axis {unknown[0]!r}; available: {', '.join(known)}")
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(known)}, got {unknown[0]!r}")
     return wanted
 
 

@@ -92,8 +92,8 @@ class Cluster:
         self.ranks, self.gpus = min(a.ranks, self.world), a.gpus_per_node
         if not 1 <= a.episode_seconds * a.fps <= MOST_FRAMES or a.dataset_tb > MOST_TB:
             raise ValueError(
-                f"episodes have {a.episode_seconds * a.fps:g} frames and the dataset {a.dataset_tb:g} TB; up to {MOST_FRAMES} "
-                f"frames an episode and {MOST_TB} TB can be simulated"
+                f"an episode must have at most {MOST_FRAMES} frames, and the dataset {MOST_TB} TB, got "
+                f"{a.episode_seconds * a.fps:g} frames and {a.dataset_tb:g} TB"
             )
         self.recording = Recording(
             a.dataset_tb * 1e12, a.episode_seconds, a.fps, a.cameras, a.bitrate_mbps * 1e6, min(a.gop, 1 << 20)

@@ -71,9 +71,11 @@ def main() -> int:
     arguments = parser.parse_args()
     rows, reports, unreadable = read(arguments.folder)
     if not rows:
-        what = "holds no report" if arguments.folder.is_dir() else "is no folder"
+        what = "one without" if arguments.folder.is_dir() else "no folder"
         print(
-            f"summarize: {arguments.folder} {what}; write reports with `dali-stream bench URI --out-dir DIR`", file=sys.stderr
+            f"summarize: folder must be a folder with reports, got {what}: {arguments.folder}. Write reports with `dali-stream "
+            "bench URI --out-dir DIR`",
+            file=sys.stderr,
         )
         return 1
     with (arguments.folder / "summary.csv").open("w", newline="") as file:
@@ -131,7 +133,7 @@ def row(report: dict[str, Any]) -> dict[str, Any]:
     for key, value in [*((key, found[key]) for key in (*COLUMNS, *SECONDS)), *points]:
         number = isinstance(value, (int, float)) and math.isfinite(value)
         if not number and not (value is None and key in MAY_LACK):
-            raise ValueError(f"{key} is {value!r}, which is no number")
+            raise ValueError(f"{key} must be a number, got {value!r}")
     return found
 
 

@@ -50,7 +50,7 @@ def measure(uri: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the medians over first epochs. Each round uses new Loaders."""
     dataset = dali_stream.Dataset(uri)
     if not dataset.videos:
-        raise ValueError(f"{dataset.uri} has no video to decode; give a dataset with video")
+        raise ValueError(f"dataset must have a camera with video, got {dataset.uri} without one")
     rates: dict[str, list[float]] = {"with": [], "without": []}
     decoded = {}
     for _ in range(arguments.rounds):

@@ -212,10 +212,10 @@ def test_a_report_that_cannot_be_read_costs_no_other_its_row(tmp_path: Path, sum
     assert len(statuses) == 5
     assert all(status.startswith("unreadable: ") for status in statuses.values()), statuses
     assert "'routes'" in statuses["lacks"]
-    assert statuses["nan"] == "unreadable: wallclock_s is nan, which is no number"
+    assert statuses["nan"] == "unreadable: wallclock_s must be a number, got nan"
 
 
-@pytest.mark.parametrize(("name", "said"), [(".", "holds no report"), ("nothing", "is no folder")])
+@pytest.mark.parametrize(("name", "said"), [(".", "got one without"), ("nothing", "got no folder")])
 def test_a_folder_without_reports_is_an_error(tmp_path: Path, name: str, said: str, summarize: Summarize) -> None:
     code, _, err = summarize(tmp_path / name)
     assert (code, err.count("\n")) == (1, 1)

@@ -257,14 +257,14 @@ def test_what_cannot_be_compared_is_one_line(
     peers: Any, demo: Path, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = [
-        (odd, [], "no video"),
-        (tmp_path / "none", [], "is no folder"),
+        (odd, [], "must have a camera with video"),
+        (tmp_path / "none", [], "root must be a folder"),
         (
             demo,
             ["--only", "torch", "lerobut"],
             "--only must name a peer, got 'lerobut'. Available: dali_stream, torchcodec, lerobot, 0 workers",
         ),
-        (demo, [], "less than two batches; give a smaller one"),
+        (demo, [], "so that an epoch has two batches, got 9999"),
     ]
     for root, given, said in wrong:
         monkeypatch.setattr(sys, "argv", ["peers.py", str(root), "--batch-size", "9999", *given])
@@ -358,5 +358,5 @@ def test_a_chart_of_no_report_is_refused(chart: Any, tmp_path: Path, capsys: pyt
     assert chart.main([str(tmp_path / "report.json"), "--out", str(tmp_path / "chart.svg")]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "report.json is no report of peers.py" in said
+    assert "report.json must be a report of peers.py" in said
     assert not (tmp_path / "chart.svg").exists()

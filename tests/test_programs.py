@@ -185,7 +185,7 @@ def test_decode_floor_says_what_is_wrong_in_one_line(
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     program = importlib.import_module("decode_floor")
-    for root, said in ((tmp_path, "not a LeRobot dataset"), (odd, "has no video to decode")):
+    for root, said in ((tmp_path, "not a LeRobot dataset"), (odd, "must have a camera with video")):
         monkeypatch.setattr(sys, "argv", ["decode_floor.py", str(root)])
         assert program.main() == 1
         errors = capsys.readouterr().err
