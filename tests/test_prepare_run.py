@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,21 @@ def test_an_interrupted_run_continues(
     assert {path: path.stat().st_ino for path in kept} == kept
     assert main(["prepare", "--status", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["state"] == "finished"
+
+
+@pytest.mark.parametrize("state", ["running", "finishing"])
+def test_a_run_that_writes_no_progress_has_stopped(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str
+) -> None:
+    """As after a kill, which leaves no other trace."""
+    out = tmp_path / "out"
+    interrupted(demo, out)
+    progress = out / "meta/prepare/progress.json"
+    for silent_s, expected in ((60, state), (601, "stopped")):
+        status = json.loads(progress.read_text()) | {"state": state, "at": time.time() - silent_s}
+        progress.write_text(json.dumps(status))
+        assert main(["prepare", "--status", str(out), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["state"] == expected
 
 
 def test_a_finished_run_does_nothing(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,6 +180,21 @@ def test_interpreter_says_where_it_is_held(demo: Path) -> None:
     assert any("dali_stream/" in name for name in result["functions_us"])
 
 
+def test_trace_cost(run_here: Callable[..., str], demo: Path) -> None:
+    """The program replaces all functions that record, so that nothing is recorded without them."""
+    out = run_here("benchmarks/trace_cost.py", demo, "--rounds", 1, "--batch-size", 8, "--image-size", "32x40", "--json")
+    report = json.loads(out.splitlines()[-1])
+    for epoch in ("first", "later"):
+        assert all(report[epoch][f"{kind}_cpu_s"] > 0 for kind in ("without", "off", "on"))
+    program = importlib.import_module("trace_cost")
+    named = {
+        path.relative_to(ROOT / "dali_stream").with_suffix("").as_posix().replace("/", ".")
+        for path in (ROOT / "dali_stream").rglob("*.py")
+        if "from dali_stream.tracing import" in path.read_text()
+    }
+    assert named - {"__init__"} == set(program.USERS)
+
+
 def test_decode_floor_says_what_is_wrong_in_one_line(
     odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

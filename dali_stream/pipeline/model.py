@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # If threads wait for bytes for at least this share of the time, the network is assumed to be busy all the time.
 _WAITING = 0.3
 _P = 6.0  # p above, chosen by hand; benchmarks/why.py measures how good the predictions are
+# Memory bandwidth limits copying: n threads copy n^0.6 times as fast as one. On 2 cores, 2 threads were 1.3 to 1.6 times as fast.
+_COPYING = 0.6
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Work:
 
     def with_threads(self, threads: int) -> Work:
         """Return the work with another number of decode threads, some of which also help copying."""
-        deliver = self.deliver * copy_threads(self.threads) / copy_threads(threads)
+        deliver = self.deliver * (copy_threads(self.threads) / copy_threads(threads)) ** _COPYING
         return replace(self, threads=threads, deliver=deliver)
 
     def decoding(self, now: Decodes, then: Decodes) -> Work:

@@ -240,8 +240,7 @@ class _Study:
         speeds = base.speeds(now, lambda work: replace(work.with_threads(2 * count), cores=2 * count))
         yield Remedy(f"{2 * count} CPU cores instead of {count}", "a larger machine", *speeds)
         if config.gpu is None and config.image_dtype == "float32":
-            light = self._changed(image_dtype="uint8").later.work
-            speeds = base.speeds(now, lambda work: replace(work, copy=light.copy, deliver=light.deliver))
+            speeds = self._changed(image_dtype="uint8").speeds(now)
             yield Remedy('image_dtype="uint8"', "conversion in the model", *speeds, loader={"image_dtype": "uint8"})
         if config.gpu is None and torch.cuda.is_available():
             speeds = self._changed(device="cuda").speeds(now)

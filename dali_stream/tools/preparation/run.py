@@ -296,6 +296,7 @@ def _run(
     report = _report(out_plan, notes, failed, len(todo) - len(failed))
     if not failed:
         metadata.write(dataset, out_plan, notes, place, {"plan": out_plan.header, "report": report.as_dict() | {"written": 0}})
+        progress.update("finishing")  # `status` assumes that a run that writes no progress was killed
         _verify(place, report, job["out_options"])
         place.remove("meta/prepare")
     return report
@@ -360,5 +361,5 @@ def status(out: str | os.PathLike[str], storage_options: dict[str, Any] | None =
     if (stored := place.read(PROGRESS)) is None:
         raise ValueError(f"out must be the OUT of a run of prepare, got {place.address}, which holds no run")
     last = PrepareStatus(**json.loads(stored))
-    silent = last.state == "running" and time.time() - last.at > _SILENT_S
+    silent = last.state in ("running", "finishing") and time.time() - last.at > _SILENT_S
     return dataclasses.replace(last, state="stopped", running=0) if silent else last
