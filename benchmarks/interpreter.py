@@ -159,8 +159,8 @@ def watched(stream: Any, frames: Callable[[], float], seconds: int, spy: str) ->
             said = "".join(lines)
         if program.returncode or not out.exists():
             raise dali_stream.DaliStreamError(
-                f"py-spy failed to sample this process: {said.strip()[-300:]}. It needs permission to trace the process: run it "
-                "as root, or set /proc/sys/kernel/yama/ptrace_scope to 0"
+                f"py-spy failed to sample this process: {said.strip()[-300:]}. It needs permission to trace the process: run "
+                "it as root, or set /proc/sys/kernel/yama/ptrace_scope to 0"
             )
         after = _scheduled()
         stacks: dict[str, float] = {}

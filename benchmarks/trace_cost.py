@@ -58,7 +58,8 @@ def main() -> int:
         for kind in ("off", "on"):
             costs = [value / base - 1 for value, base in zip(kinds[kind], kinds["without"], strict=True)]
             report[epoch] |= {f"{kind}_cost": statistics.median(costs), f"{kind}_costs": sorted(costs)}
-        print(f"{epoch} epoch: {report[epoch]['off_cost']:+.1%} while off, {report[epoch]['on_cost']:+.1%} while on", flush=True)
+        costs_now = (f"{report[epoch][f'{kind}_cost']:+.1%} while {kind}" for kind in ("off", "on"))
+        print(f"{epoch} epoch: {', '.join(costs_now)}", flush=True)
     if arguments.json:
         print(environment.report_json(report | environment.ran_on("cpu")))
     return 0

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # If threads wait for bytes for at least this share of the time, the network is assumed to be busy all the time.
 _WAITING = 0.3
 _P = 6.0  # p above, chosen by hand; benchmarks/why.py measures how good the predictions are
-# Memory bandwidth limits copying: n threads copy n^0.6 times as fast as one. On 2 cores, 2 threads were 1.3 to 1.6 times as fast.
+# Memory bandwidth limits copying: n threads copy n^0.6 times as fast as one. On 2 cores, they were 1.3 to 1.6 times as fast.
 _COPYING = 0.6
 
 
@@ -112,7 +112,7 @@ class Work:
         )
 
 
-def work_of(times: Mapping[str, float], threads: int, cores: int, remote: bool) -> Work:
+def work_of(times: Mapping[str, float], threads: int, cores: int, remote: bool, graph: bool) -> Work:
     """Return the work of a batch, averaged over the batches of a measurement.
 
     Args:
@@ -120,6 +120,7 @@ def work_of(times: Mapping[str, float], threads: int, cores: int, remote: bool) 
         threads: Number of decode threads.
         cores: Number of CPU cores that this process may use.
         remote: Whether the dataset is read over a network.
+        graph: Whether the batches pass through a DALI graph.
     """
     batches, wall = times["batches"], times["wait_s"] + times["training_s"]
     busy = sum(times[stage] for stage in ("read_s", "pack_s", "decode_s", "resize_s"))
@@ -128,13 +129,15 @@ def work_of(times: Mapping[str, float], threads: int, cores: int, remote: bool) 
     # of this time is attributed to bytes.
     idle = max(busy - times["decode_cpu_s"], 0.0) * max(1 - cpu / (cores * wall), 0.0)
     waiting = max(times["read_s"] / threads, times["rows_s"]) / wall
+    # While other threads use the cores, copying takes longer than its own work. The resource "CPU cores" includes this delay.
+    deliver = times["graph_s"] if graph else min(times["graph_s"], times["copy_cpu_s"] / copy_threads(threads))
     store = times["decode_cpu_s"] * times["resize_s"] / busy if busy else 0.0
     return Work(
         decode=(times["decode_cpu_s"] - store) / batches,
         store=store / batches,
         plan=times["plan_cpu_s"] / batches,
         copy=times["copy_cpu_s"] / batches,
-        deliver=times["graph_s"] / batches,
+        deliver=deliver / batches,
         wait=0.0 if remote else idle / batches,
         network=min(waiting / _WAITING, 1.0) * wall / batches if remote else 0.0,
         step=times["training_s"] / batches,

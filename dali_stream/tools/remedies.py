@@ -32,8 +32,8 @@ from dali_stream.tools.preparation import prepare
 if TYPE_CHECKING:
     from dali_stream.pipeline.config import Config
 
-_BATCHES = 32  # size of the measured part of the dataset, in batches
-_PREPARED = 6  # size of the part that is rewritten to measure a remedy, in batches
+_BATCHES = 32  # minimum size of the measured part of the dataset, in batches
+_PREPARED = 1024  # minimum size of the part that is rewritten to measure a remedy, in frames
 _LATER = 3  # number of measured epochs after the first
 _SHORT = 2  # GOP of `prepare --for cpu`
 
@@ -297,16 +297,16 @@ class _Study:
         network = now.work.network * sample_bytes / now.fetched if now.fetched and work.decode else 0.0
         return replace(work, network=network)
 
-    def _part(self, batches: int) -> list[int]:
-        """Return the first episodes that together have the frames of a number of batches."""
-        frames = self._whole.lengths.cumsum()
-        count = int((frames <= batches * self._config.batches.batch_size).sum()) + 1
+    def _part(self, frames: int) -> list[int]:
+        """Return the first episodes that together have at least `frames` frames, or all episodes."""
+        count = int((self._whole.lengths.cumsum() < frames).sum()) + 1
         return [int(episode) for episode in self._whole.episodes[:count]]
 
     def _changed(self, **changed: Any) -> _Measured:
         """Return a measurement of a part of the dataset, with changed arguments of the Loader."""
         name = " with ".join(["streaming a part of the dataset", *(f"{key}={value!r}" for key, value in changed.items())])
-        return self._streamed(name, self._dataset_arguments | {"episodes": self._part(_BATCHES)}, changed)
+        part = self._part(_BATCHES * self._config.batches.batch_size)
+        return self._streamed(name, self._dataset_arguments | {"episodes": part}, changed)
 
     def _streamed(
         self,
@@ -335,8 +335,8 @@ class _Study:
                         raise ValueError(f"dataset must have 2 batches of {size} samples or more. Give a smaller batch_size")
                     first.append(_growth(loader, 1))
                     later.append(_growth(loader, _LATER))
-                    config = loader._config
-        return _Measured(*(_epoch(config, growths) for growths in (first, later)))
+                    config, graph = loader._config, loader._config.uses_dali(loader._config.on_cpu(loader.routes))
+        return _Measured(*(_epoch(config, graph, growths) for growths in (first, later)))
 
 
 def _growth(loader: Loader, epochs: int) -> dict[str, float]:
@@ -355,10 +355,16 @@ def _growth(loader: Loader, epochs: int) -> dict[str, float]:
     return {key: now[key] - seen[key] for key in now if key != "first_batch_s"}
 
 
-def _epoch(config: Config, growths: list[dict[str, float]]) -> _Epoch:
-    """Return the mean batch of some measurements."""
+def _epoch(config: Config, graph: bool, growths: list[dict[str, float]]) -> _Epoch:
+    """Return the mean batch of some measurements.
+
+    Args:
+        config: Configuration of the loaders.
+        graph: Whether the batches pass through a DALI graph.
+        growths: Growth of the counters in each measurement.
+    """
     growth = {key: sum(each[key] for each in growths) for key in growths[0]}
-    work = work_of(growth, config.num_threads, cores(), config.dataset.data_store.remote)
+    work = work_of(growth, config.num_threads, cores(), config.dataset.data_store.remote, graph)
     seconds = (growth["wait_s"] + growth["training_s"]) / growth["batches"]
     decodes = Decodes(*(growth[key] / max(growth["frames"], 1) for key in ("decoded_frames", "stored_frames")))
     return _Epoch(seconds, replace(work, step=0.0), decodes, growth["fetched_bytes"] / growth["samples"])
