@@ -51,4 +51,4 @@ def _references(arrays: list[Array], i: int) -> int:
     return sys.getrefcount(arrays[i])
 
 
-_UNUSED = _references([np.empty(0)], 0)  # count for an array that only a list refers to, which depends on the interpreter
+_UNUSED = _references([np.empty(0)], 0)  # reference count if only a list refers to an array. It depends on the interpreter

@@ -12,7 +12,7 @@ class IndexCache:
     """Cache of the indices of video files. Only one thread at a time may use it, except for `load`.
 
     Args:
-        source: Episodes in the files.
+        source: Source whose video files are indexed.
 
     Attributes:
         cached: {(camera, file): index, or the error if the file has no valid index}.

@@ -30,7 +30,7 @@ def locate(
         source: Episodes.
         camera: Name of the camera.
         episode: Number of the episode.
-        rows: {key: values of the episode's rows}. The keys `CLOCKS` must be present.
+        rows: {key: values of the episode's rows}. It must have the keys "timestamp" and "frame_index".
         index: Index of the episode's video file. None if the frames are images, if the dataset of the episode lacks the camera,
             or if the file is broken. In the last two cases, no frame has a packet: frames of a missing camera are zeros, and
             decoding a frame of a broken file raises an error.

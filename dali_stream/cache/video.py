@@ -45,7 +45,7 @@ class BlockCache:
             ranges: Requests of its plan.
 
         Returns:
-            Future of each request. It has no value, but the error of a request that failed.
+            Future of each request. Its result is None, or it raises the error of the request.
         """
         return [self._fetch(batch, fetch) for fetch in ranges]
 
@@ -62,7 +62,7 @@ class BlockCache:
             needed: Blocks that the batch needs.
 
         Returns:
-            {camera with blocks: store that reads these blocks from memory}. It waits for blocks that are being fetched.
+            {camera with blocks: store that reads these blocks from memory}. The store waits for blocks that are being fetched.
         """
         blocks = dict[str, list[tuple[str, _Block]]]()
         for name in needed:

@@ -146,7 +146,7 @@ class CombinedSource(Generic[D]):
     def path(self, camera: str, file: int) -> str:
         _, before = self._files[camera]
         # Only datasets with video of this camera count. Their files are numbered consecutively, so a file belongs to the last
-        # of them whose first number does not exceed the file's.
+        # of these datasets whose first file number is at most `file`.
         dataset = max(d for d, (part, own) in enumerate(self._each()) if own.get(camera) in part.videos and before[d] <= file)
         return f"{dataset}/{self._parts[dataset].path(self._own[dataset][camera], int(file - before[dataset]))}"
 
@@ -188,7 +188,7 @@ class CombinedSource(Generic[D]):
         return self._parts[dataset].names_place(key, 0)
 
     def without(self: Self, keys: Collection[str]) -> Self:
-        """Return the same episodes without some features and cameras, which are then not read. Both share their open files.
+        """Return the same episodes without some features and cameras, which are then not read. The sources share open files.
 
         Args:
             keys: Common keys of the features and cameras to leave out.

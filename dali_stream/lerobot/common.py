@@ -22,8 +22,8 @@ class Common:
     """Features of M datasets by common key.
 
     Attributes:
-        features: Features by key. A vector has the largest width of all datasets. A camera is the feature of the first dataset
-            that has it as video, or else of the dataset with the largest frames.
+        features: Features by key. A vector has the largest width of all datasets. A camera has the feature of the first dataset
+            in which it is video, or else of the dataset with the largest frames.
         missing: Whether each dataset lacks the key, shape (M,), for each key that some datasets lack.
         padded: Whether each dimension of the widest vector is padding in each dataset, shape (M, D), for each key whose widths
             differ. It is False for datasets that lack the key.

@@ -169,7 +169,7 @@ class DatasetFiles:
     def has_fingerprint(self, fingerprint: object) -> bool:
         """Return whether a fingerprint from a saved state matches this dataset.
 
-        For v3.0, the fingerprint of earlier releases also matches. It hashed the bytes of `meta/stats.json`.
+        For v3.0, the fingerprint of earlier releases also matches. It is a hash that includes the bytes of `meta/stats.json`.
         """
         if fingerprint == self.fingerprint or self.is_v2:
             return fingerprint == self.fingerprint
@@ -241,7 +241,7 @@ class DatasetFiles:
 
     @property
     def dataset_of(self) -> npt.NDArray[np.int64]:
-        """Zeros, since all episodes belong to one dataset, shape (E,). See `Source` for this member and those below."""
+        """Zeros of shape (E,), since all episodes belong to one dataset. See `Source` for this member and the next ones."""
         return np.zeros(self.num_episodes, np.int64)
 
     @property
@@ -287,7 +287,7 @@ class DatasetFiles:
         return self.store.where(self.tasks_place if key == "task" else metadata.SUBTASKS)
 
     def without(self: Self, keys: Collection[str]) -> Self:
-        """Return the same dataset without some features and cameras, which are then not read. Both share their open files.
+        """Return the same dataset without some features and cameras, which are then not read. The datasets share open files.
 
         Args:
             keys: Keys of the features and cameras to leave out.
@@ -304,7 +304,7 @@ class DatasetFiles:
         return rest
 
     def part(self: Self, rows: npt.NDArray[np.int64]) -> Self:
-        """Return the same dataset with only some of the selected episodes. Both share their open files.
+        """Return the same dataset with only some of the selected episodes. The datasets share open files.
 
         Args:
             rows: Rows of these episodes in the table, in increasing order, shape (E',).

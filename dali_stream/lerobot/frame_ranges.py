@@ -1,4 +1,4 @@
-"""Ranges of the frames that are sampled, for datasets that do not sample all frames of their episodes."""
+"""Ranges of the frames that an epoch samples, if it does not sample whole episodes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class FrameRanges:
         return FrameRanges(self.episodes, self.episode[some], first[some], last[some])
 
     def dropping(self, lengths: Int64, first: int, last: int) -> FrameRanges:
-        """Return the ranges without the first and the last frames of each episode, which may leave none of a short episode.
+        """Return the ranges without the first and the last frames of each episode. A short episode may lose all of its frames.
 
         Args:
             lengths: Number of frames of each episode, shape (E,).

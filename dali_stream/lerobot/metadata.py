@@ -271,7 +271,7 @@ def read_episode_columns(store: Store, *, stats: bool) -> pa.Table:
 def read_names(store: Store, path: str, index: str) -> dict[int, str]:
     """Read a table of names such as `meta/tasks.parquet`.
 
-    The names are the pandas index of the table. The column may have any name, which the pandas metadata contains.
+    The names are the pandas index of the table. The index column may have any name. The pandas metadata contains this name.
 
     Args:
         store: Store of the dataset.
@@ -454,7 +454,7 @@ def _template(value: Any, name: str, fields: dict[str, str], store: Store) -> st
     """Check a template of paths, and return it.
 
     Only plain integer formats are allowed, since others can produce gigabytes of padding. In v2.x, the template must contain
-    the episode, and the template of videos must also contain the camera. Otherwise, several of them would have the same file.
+    the episode, and the template of videos must also contain the camera. Otherwise, episodes or cameras would share a file.
 
     Args:
         value: Template from `info.json`.

@@ -18,7 +18,7 @@ ABSENT = -1  # file number of episodes whose dataset has no video of the camera
 
 
 class Timing(NamedTuple):
-    """Frame rate of an episode, and tolerance when the frame of a row is located by its time.
+    """Frame rate of an episode, and tolerance for locating the frame of a row by its time.
 
     Attributes:
         fps: Frames per second.
@@ -91,7 +91,10 @@ class Source(Protocol):
         ...
 
     def interval(self, camera: str, episode: int) -> tuple[float, float]:
-        """Return the interval [start, stop) of an episode in its MP4 file, in seconds. `stop` is infinite for the last one."""
+        """Return the interval [start, stop) of an episode in its MP4 file, in seconds.
+
+        `stop` is infinite for the last episode of a file.
+        """
         ...
 
     def timing(self, episode: int) -> Timing:

@@ -198,7 +198,7 @@ def _whole(entry: dict[str, Any], name: str, where: str) -> int:
 
 
 def _files(template: str, index: npt.NDArray[np.int64], chunk: int, video_key: str = "") -> Files:
-    """Return the file of each episode. The chunk is called `episode_chunk` by LeRobot, and `chunk_index` by some exporters."""
+    """Return the file of each episode. LeRobot calls the chunk `episode_chunk`, and some exporters call it `chunk_index`."""
     paths = []
     for episode in index.tolist():
         number = episode // chunk if chunk else 0

@@ -1,1 +1,4 @@
-"""MP4 files: boxes, indices, GOPs, damage checks, and the muxer of clips. This package uses no threads and no network."""
+"""MP4 files: boxes, indices, GOPs, damage checks, and the muxer of clips.
+
+This package starts no threads, and reads files only through a `Store`.
+"""

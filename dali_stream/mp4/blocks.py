@@ -37,7 +37,7 @@ def cut(index: VideoIndex, packet: Int64, keyframe: Int64, size: int) -> Blocks:
         index: Index of the file.
         packet: Packet of each frame of the episode, shape (L,). `LACKING` for a frame without a packet.
         keyframe: Keyframe at which decoding each frame starts, shape (L,).
-        size: Approximate size of a block in bytes. A block with a longer GOP is larger.
+        size: Approximate size of a block in bytes. A GOP of more bytes makes its block larger.
     """
     first = np.full(len(packet), LACKING, np.int64)
     last = first.copy()
@@ -56,15 +56,16 @@ def cut(index: VideoIndex, packet: Int64, keyframe: Int64, size: int) -> Blocks:
     offset, sizes = index.offset[packets], index.size[packets]
     before = np.cumsum(sizes)[keyframes] - sizes[keyframes]
     blocks = begin - origin
-    # Only GOPs at which decoding starts begin a block, so K is at most L: the first one, and the first one after each multiple
-    # of `size` bytes.
+    # Each block begins with a GOP at which decoding starts, so K is at most L: the first of these GOPs, and the first one after
+    # each multiple of `size` bytes.
     blocks = blocks[np.append(True, np.diff(before[blocks] // size) > 0)]
 
     def block(gop: Int64) -> Int64:
         return np.searchsorted(blocks, gop - origin, side="right") - 1
 
     first[exists], last[exists] = block(begin)[group], block(end)[group]
-    # A byte range is the minimum and maximum over its packets, because these need not be stored in decode order.
+    # A byte range extends from the lowest start to the highest end of its packets, because packets need not be stored in decode
+    # order.
     return Blocks(
         np.minimum.reduceat(np.minimum.reduceat(offset, keyframes), blocks),
         np.maximum.reduceat(np.maximum.reduceat(offset + sizes, keyframes), blocks),

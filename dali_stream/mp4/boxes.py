@@ -80,13 +80,13 @@ def read_moov(store: Store, path: str) -> bytes:
 
 
 def box(kind: bytes, *parts: bytes) -> bytes:
-    """Return a box with this body."""
+    """Return a box whose body consists of `parts`."""
     body = b"".join(parts)
     return struct.pack(">I4s", 8 + len(body), kind) + body
 
 
 def full_box(kind: bytes, version: int, flags: int, *parts: bytes) -> bytes:
-    """Return a box whose body starts with version and flags."""
+    """Return a box whose body consists of version, flags and `parts`."""
     body = b"".join(parts)
     return struct.pack(">I4sI", 12 + len(body), kind, version << 24 | flags) + body
 

@@ -46,7 +46,7 @@ class Clip:
 
 
 class UnsafeForNvdec(DecodeError):
-    """A clip for NVDEC would contain frames that are never displayed, or begin with a keyframe that is not an IDR frame."""
+    """A clip for NVDEC would contain hidden frames, or a GOP prefix would begin with a keyframe that is not an IDR frame."""
 
 
 class _Run:
@@ -183,7 +183,8 @@ def pack(
     keys = [(id(table), start) for table, (start, _) in zip(tables, spans, strict=True)]
     for key, (_, stop) in zip(keys, spans, strict=True):
         stops[key] = max(stops.get(key, 0), stop)
-    # The keyframe of an open GOP need not reset the decoder (see `keyframes`), so the previous run would affect its frames.
+    # The keyframe of an open GOP need not reset the decoder (see `keyframes`), so the previous run would affect the frames of
+    # the GOP.
     if len(stops) > 1 and any(table.open_gops for table in by_id.values()):
         raise DecodeError("frames of open GOPs cannot share a clip with others, because each GOP prefix needs its own clip")
     runs = {key: _Run(by_id[key[0]], key[1], stop) for key, stop in stops.items()}
@@ -215,7 +216,8 @@ def span(table: VideoIndex, sample: int) -> tuple[int, int]:
         return start, sample
     if table.pts[sample] < table.pts[start] and start > 0:
         start = int(table.gop_start[start - 1])
-    # FFmpeg drops no frames of a clip that starts at the beginning of the file (see `_stop`), so it needs no further packets.
+    # FFmpeg drops no frames of a clip that starts at the beginning of the file (see `_stop`), so such a clip needs no further
+    # packets.
     return (start, _stop(table, sample)) if is_avc(table) and start > 0 else (start, sample)
 
 

@@ -1,4 +1,4 @@
-"""Checks for damage in encoded frames that decoders do not report. They examine the bitstream before it is decoded.
+"""Checks of encoded frames for damage that decoders do not report. They examine the bitstream before it is decoded.
 
 FFmpeg conceals damage in H.264, HEVC and MPEG-4, and the arithmetic decoders of AV1 and VP9 accept any bytes. In both cases the
 decoder delivers a wrong frame without an error, and MP4 has no checksums. The checks detect bytes that a valid bitstream cannot
@@ -17,7 +17,7 @@ In all codecs they find packets whose beginning was overwritten, and lost or ins
 
 The checks do not find damage that leaves the bitstream valid, such as flipped bits or other bytes in the payload. Decoders
 report part of such damage in AV1 and VP9, and little of it in H.264, HEVC and MPEG-4. The rest results in wrong pixels
-(`benchmarks/damage.py` counts them for a file). FFmpeg logs most of such damage in H.264 and MPEG-4, but its log is not used: a
+(`benchmarks/damage.py` counts them for a file). FFmpeg logs most of this damage in H.264 and MPEG-4, but its log is not used: a
 log callback acquires the interpreter's lock for each of about ten messages per frame, which made decoding four times slower
 next to a busy main thread.
 
@@ -37,7 +37,9 @@ from dali_stream.mp4.format import codec_of
 
 Check = Callable[[bytes, int, int, bool], str]
 
-_RUN = 64  # longest run observed in intact files: 32 (libvpx, a lossless gradient), and 10 in all others
+# Number of equal bytes in a row that count as damage. The longest run observed in intact files was 32 (libvpx, a lossless
+# gradient), and 10 in all others.
+_RUN = 64
 _TOO_LONG = f"{_RUN} equal bytes in a row, which arithmetic coding does not write"
 _ZEROS, _ONES = b"\0" * _RUN, b"\xff" * _RUN
 _ILLEGAL = re.compile(rb"\0\0[\0-\2]")  # twice as fast as bytes.find in a loop
@@ -136,7 +138,7 @@ def _is_cabac(avcc: bytes) -> bool:
     for _ in range(avcc[at - 1] if at <= len(avcc) else 0):
         size = int.from_bytes(avcc[at : at + 2], "big")
         bits = "".join(f"{byte:08b}" for byte in avcc[at + 3 : at + 2 + min(size, 9)])
-        for _number in range(2):  # skips its id and the id of its SPS, in exponential Golomb code
+        for _number in range(2):  # skip the id of the set and the id of its SPS, in exponential Golomb code
             zeros = len(bits) - len(bits.lstrip("0"))
             bits = bits[2 * zeros + 1 :]
         flags.append(bits[:1] == "1")

@@ -1,7 +1,7 @@
 """Format of a video according to its sample description: codec, profile, chroma, bit depth, size and colours.
 
-Sources: ISO/IEC 14496-15 (avcC, hvcC), the AV1 and VP9 bindings for ISO media files (av1C, vpcC). The headers of the bitstream
-that H.264, HEVC and AV1 keep in these boxes take precedence.
+Sources: ISO/IEC 14496-15 (avcC, hvcC), the AV1 and VP9 bindings for ISO media files (av1C, vpcC). For H.264, HEVC and AV1,
+these boxes also contain headers of the bitstream, which take precedence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ CODECS = {
     b"av01": "av1", b"avc1": "h264", b"avc3": "h264", b"hvc1": "hevc", b"hev1": "hevc",
     b"vp08": "vp8", b"vp09": "vp9", b"mp4v": "mpeg4", b"jpeg": "mjpeg", b"mjpg": "mjpeg", b"png ": "png",
 }  # fmt: skip
-PROFILES = {"h264": (66, 77, 100), "hevc": (1,), "av1": (0,), "vp9": (0,)}  # 8-bit 4:2:0 profiles that NVDEC documents
+# Profiles with 8-bit 4:2:0 that NVDEC decodes according to NVIDIA's documentation.
+PROFILES = {"h264": (66, 77, 100), "hevc": (1,), "av1": (0,), "vp9": (0,)}
 _MATRICES = {0: "RGB", 1: "BT.709", 2: "not specified", 5: "BT.601", 6: "BT.601", 9: "BT.2020", 10: "BT.2020"}
 _SEQUENCES = {"h264": (b"avcC", h264_sequences), "hevc": (b"hvcC", hevc_sequences), "av1": (b"av1C", av1_sequences)}
 

@@ -65,7 +65,7 @@ def head(track: Track) -> bytes:
     if durations.max() > _U32 or np.abs(shifts).max() > _U32 // 2:
         raise DecodeError("consecutive frames must be at most 2^32 ticks apart. Record or convert the file again")
     begin = np.cumsum(track.size) - track.size
-    # A chunk starts about every `CHUNK` bytes. It has only one sample description, so it also starts where that changes.
+    # A chunk starts about every `CHUNK` bytes. It has only one sample description, so a new chunk starts where that changes.
     first = np.flatnonzero(np.append(True, (np.diff(begin // CHUNK) != 0) | (np.diff(track.config) != 0)))
     count, description = np.diff(np.append(first, len(begin))), track.config[first] + 1
     # `stsc` lists only the chunks whose packet count or sample description differs from the chunk before.

@@ -232,7 +232,7 @@ def _skip_reference_sets(bits: Bits) -> None:
             bits.take(1)
             bits.skip_numbers(1)
             # A frame of the previous set is also in this one if used_by_curr_pic_flag or use_delta_flag is 1. The second flag
-            # exists only if the first one is 0, as `or` reads it.
+            # exists only if the first one is 0, and `or` reads it only then.
             frames = sum(bits.flag() or bits.flag() for _ in range(frames + 1))
             if frames > 32:
                 raise DecodeError(f"invalid SPS: a reference picture set must have at most 32 frames, got {frames}")

@@ -51,7 +51,7 @@ class Config:
         max_substitutes: Maximum share of a batch that may be substituted. None if undecodable samples raise an error.
         gpu: Index of the CUDA device. None for CPU batches.
         augments: Whether the user gives a function for the DALI graph.
-        audit: Number of samples of which one is audited. 0 turns audits off.
+        audit: Average number of samples per audited sample. 0 turns audits off.
         substitutes: Log of the substituted samples.
     """
 
@@ -131,14 +131,14 @@ class Config:
         return EpisodeTable.row_bytes(len(cameras), len(self.dataset.videos) if remote else 0)
 
     def squeezed(self, camera: str) -> bool:
-        """Return whether a sample has one frame of a camera without a time axis.
+        """Return whether a sample has a single frame of a camera, without a time axis.
 
         As in LeRobot, a window of one step has no time axis for videos, but it has one for images.
         """
         return self.windows.steps(camera) == 1 and (camera not in self.windows or camera in self.dataset.videos)
 
     def sizes(self, on_cpu: Sequence[str]) -> Sizes:
-        """Return the sizes from which memory_budget is divided. Read the index of each camera's first video file.
+        """Return the sizes that determine how memory_budget is divided. Read the index of each camera's first video file.
 
         Args:
             on_cpu: Cameras that the CPU decodes.

@@ -77,7 +77,7 @@ class DecodePool:
             plan: Plan of the batch.
             frames: {camera: frames of the samples' windows within their episodes, shape (B, T)}.
             episodes: Open episodes.
-            stores: {camera: store from which its encoded video is read}. For other cameras, it is the dataset's store.
+            stores: {camera: store from which its encoded video is read}. Other cameras are read from the dataset's store.
 
         Returns:
             {camera: tasks in progress}.

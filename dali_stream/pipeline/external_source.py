@@ -71,5 +71,5 @@ class ExternalSource:
         source of the graph.
         """
         batch, squeezed = self.batches[-1], self._config.squeezed
-        # With stream=-1, torch does not synchronize streams. This is not necessary, since the frames are complete.
+        # With stream=-1, torch does not synchronize streams. No synchronization is needed, since the frames are complete.
         return tuple([(f[0] if squeezed(key) else f).__dlpack__(stream=-1) for f in batch.frames[key]] for key in self._on_cuda)

@@ -24,7 +24,7 @@ class Finisher:
         planner: Planner of the batches.
         counters: Counters to add to.
         dtype: Dtype of decoded frames: uint8, or float32 for values divided by 255. Default: uint8.
-        channels_first: Whether their channels precede height and width in memory. Default: False.
+        channels_first: Whether the channels of frames precede height and width in memory. Default: False.
     """
 
     def __init__(

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from dali_stream.pipeline.external_source import ExternalSource
 
 Graph = Callable[[dict[str, "DataNode"]], dict[str, "DataNode"]]
-"""Function from a dict of DALI nodes to another dict. Its argument has a node for each key of a batch. The function may change,
-add and drop nodes. The node "sample" contains the random numbers for `dali_stream.augment`, and is not part of a batch."""
+"""Function from a dict of DALI nodes to another dict. Its argument has a node for each key of a batch except text. The
+function may change, add and drop nodes. The node "sample" contains the random numbers for `dali_stream.augment`, and is not
+part of a batch."""
 AUDITED = "audited "  # prefix of the output with a camera's frames before the user's function changes them
 Kind = tuple[str, Any, int, str]  # input of DALI: key, DALI's type, number of dimensions of a sample, and layout
 _log = logging.getLogger("dali_stream")
@@ -82,7 +83,7 @@ def build(
     try:
         with warnings.catch_warnings():
             # A user's function may drop nodes, so DALI's warning about unused nodes is ignored. A dropped camera is still
-            # decoded, about which a warning is logged below.
+            # decoded, so the code below logs a warning of its own.
             warnings.filterwarnings("ignore", message="The external source node", category=Warning)
             pipeline.build()
     except RuntimeError as error:
@@ -107,12 +108,15 @@ def _ancestors(nodes: Iterable[DataNode]) -> set[tuple[int, int]]:
 
 
 def _place(node: DataNode) -> tuple[int, int]:
-    """Return what identifies a node: its operator, and the number of its output. `node.gpu()` is another object."""
+    """Return what identifies a node: its operator, and the number of its output.
+
+    The object itself does not identify the node, since `node.gpu()` is another object for the same output.
+    """
     return id(node.source), node.index
 
 
 def _read(config: Config, source: ExternalSource, routes: Mapping[str, Route]) -> dict[str, DataNode]:
-    """Return the arrays of the external source as nodes on the pipeline's device, with decoded clips."""
+    """Return the arrays of the external source as nodes on the pipeline's device. Clips are decoded."""
     kinds: list[Kind] = [(key, *_column(config, key)) for key in config.columns()]
     decoded: list[Kind] = []
     on_gpu: list[Kind] = []

@@ -1,7 +1,7 @@
 """Iterator over the DALI pipeline, which uses private attributes of DALI.
 
-All uses of private attributes are in this module: two methods of DALIGenericIterator, and the pipelines that a forked process
-inherits. They were checked with DALI 2.4, and `pyproject.toml` has the upper bound.
+All uses of private attributes are in this module: two methods and a flag of DALIGenericIterator, and the pipelines that a
+forked process inherits. They were checked with DALI 2.4, and `pyproject.toml` has the upper bound.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
         ready: Function that returns whether the input of the next run is ready.
         prepare: Function that waits for the input of the next run. It is called before each run, without the lock of `turns`,
             so that other pipelines can run while this one waits for its input. Its errors are raised unchanged.
-        turns: Turns of the pipeline's device.
+        turns: Lock that lets only one pipeline of the device run at a time.
 
     Attributes:
         layouts: {name of an output: its layout}, of the batch that was returned last.
@@ -79,7 +79,7 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
             self._running = True
 
     def finish_run(self) -> None:
-        """Wait for the run in progress and keep its outputs. See `Runs`."""
+        """Wait for the run in progress and keep its outputs. See `Runs` in `decode/turns.py`."""
         if self._running:
             self._running = False
             try:

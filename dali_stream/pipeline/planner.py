@@ -42,7 +42,7 @@ class Planner:
 
     Attributes:
         keeps_all: Whether all decoded frames fit in memory.
-        sizes: Sizes from which `memory_budget` was divided.
+        sizes: Sizes that determine how `memory_budget` is divided.
         pool: Decode threads.
         stopping: Whether the planner was closed.
     """
@@ -101,7 +101,7 @@ class Planner:
         return batch
 
     def done(self) -> None:
-        """Report that the frames of the last batch of `take` were copied, so that another batch may be planned."""
+        """Report that the frames of the batch that `take` returned last were copied, so that another batch may be planned."""
         self._room.release()
 
     def ready(self) -> bool:
@@ -147,7 +147,7 @@ class Planner:
             for number in itertools.count():
                 begin_batch(number)
                 # Reads begin before the batch has room, so that they continue while the training loop is slow. No batch in
-                # progress needs the episodes that this closes, see `Reading.begin`.
+                # progress needs the episodes that `begin` closes, see `Reading.begin`.
                 with self._counters.timed("rows_s"):  # rows of local data are read here
                     self._reading.begin(self._planner, number)
                 self._room.acquire()

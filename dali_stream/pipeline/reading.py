@@ -89,8 +89,8 @@ class Reading:
             {camera: store from which the batch reads its encoded video}, without cameras whose files are read in place.
         """
         self._opening.advance()
-        # Blocks are evicted first. The plan never evicts blocks that it fetches, but it may fetch blocks of an episode again
-        # that was closed and opened since the last plan.
+        # Blocks are evicted first. This order matters only if an episode was closed and opened again since the last plan: the
+        # plan then evicts the blocks of the episode, and may fetch the same blocks again.
         self._video.drop(plan.video.evict)
         fetched = self._video.fetch(plan.samples.number, plan.video.fetch)
         if not plan.samples.number:

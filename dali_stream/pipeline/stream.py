@@ -180,7 +180,7 @@ class BatchSource:
 
     @property
     def sizes(self) -> Sizes | None:
-        """Sizes from which memory_budget was divided. None if no batches are in progress."""
+        """Sizes that determine how memory_budget is divided. None if no batches are in progress."""
         stream = self._stream
         return stream.planner.sizes if stream else None
 

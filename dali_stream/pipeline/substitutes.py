@@ -22,7 +22,7 @@ class Substitutes:
         self._samples: dict[tuple[int, str], tuple[int, DecodeError]] = {}  # {(epoch, file): (number, first error)}
 
     def add(self, epoch: int, file: str, error: DecodeError) -> None:
-        """Count a sample of an epoch whose frames in a file cannot be decoded."""
+        """Count a sample that cannot be decoded, for its epoch and its file."""
         with self._lock:
             number, first = self._samples.get((epoch, file), (0, error))
             self._samples[epoch, file] = number + 1, first

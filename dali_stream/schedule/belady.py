@@ -21,7 +21,8 @@ def nearest(next_use: Int64, room: int, sizes: Int64 | None = None) -> npt.NDArr
     """
     keep = np.zeros(len(next_use), np.bool_)
     if sizes is not None:
-        # Only a prefix is kept: an item after the first one that does not fit is used later, even if it is small enough.
+        # Items are kept in the order of their next uses, up to the first one that does not fit. A later item is not kept even
+        # if it is small enough, since it is used later.
         order = np.argsort(next_use, kind="stable")
         keep[order] = np.cumsum(sizes[order]) <= room
     elif room >= len(next_use):

@@ -48,7 +48,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a dataset and of its batches, from which `memory_budget` is divided.
+    """Sizes of a dataset and of its batches, which determine how `memory_budget` is divided.
 
     Attributes:
         lengths: Number of frames of each episode, shape (E,).
@@ -107,8 +107,8 @@ def divide(budget: int, sizes: Sizes) -> Parts:
     encoded = min(_in_use(sizes), max(budget // 2, least))
     frames = int(sizes.lengths.sum())
     room, each = budget - encoded, sizes.frame_bytes
-    # The frames in progress are not subtracted here, since without them the cache may hold all frames. If it lacked a few, they
-    # would cost many decodes: each missing frame is decoded from its keyframe.
+    # The frames of the batches in progress are not subtracted here. If they were, the cache could lack a few frames of the
+    # dataset, which would cost many decodes: each missing frame is decoded from its keyframe.
     if not each or room >= frames * each:
         kept = frames if each else 0
         encoded = budget - frames * each

@@ -29,7 +29,7 @@ batch 0 shows episode 0 frame 1, episode 2 frame 2
   top: show slots 0, 1
 
 Both frames of each GOP are decoded together, since decoding begins at the keyframe. Frame 0 of episode 0 must be decoded to
-reach frame 1. Batch 1 shows frame 0, so it stays in slot 2 and is not decoded again.
+reach frame 1. Batch 1 shows frame 0, so this frame stays in slot 2 and is not decoded again.
 
 >>> planner.observe([opened(1)])
 >>> print(planner.plan())

@@ -21,7 +21,7 @@ from dali_stream.schedule.look_ahead import NEVER, Window
 Int64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 _SLACK = 256  # a full cache evicts 1/256 of its frames more than necessary, so that it rarely ranks all of them
-_TURNOVERS = 2  # a frame whose next use is unknown is evicted before so many times the frames of a full cache were added
+_TURNOVERS = 2  # a frame without a known next use is assumed to be evicted before a full cache has been replaced this often
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class FrameCache:
         kept: Maximum number of frames that are kept for later batches.
         batch_frames: Maximum number of frames of a batch, B · T.
         in_flight: Maximum number of batches that are planned and not delivered. Batch n - in_flight is delivered before batch n
-            is planned, so batch n may overwrite its slots.
+            is planned, so batch n may overwrite the slots of batch n - in_flight.
 
     Attributes:
         slots: Number of slots, for cached frames and for the frames of the batches in flight.
@@ -211,9 +211,9 @@ class FrameCache:
             next_use = self._state.next_use
             after = self._window.uses.next(self._table.frames(coming), batch)
             next_use[hit_slots] = self._window.uses.next(hits, batch)
-            # A frame that the batch shows is cached only if a later batch is known to show it. Other frames of its GOP may have
-            # their next uses after the batches ahead. Until then, each batch adds about as many frames as this one, so they are
-            # not cached if they would be evicted before.
+            # A frame that the batch shows is cached only if a later batch is known to show it. Other frames of its GOP are also
+            # cached if their next uses may come after the batches ahead, unless they would be evicted before that: each batch
+            # ahead adds about as many frames as this one.
             known, stays = after < NEVER, next_use[hit_slots] < NEVER
             keep[:count] = known[:count]
             if ahead * count > _TURNOVERS * self._kept:
@@ -227,7 +227,8 @@ class FrameCache:
                 near_held, near_coming, near_hits = np.split(near, np.cumsum([len(part) for part in parts])[:-1])
                 keep[keep], stays[stays] = near_coming, near_hits
                 evicted += self._evict(batch, held[~near_held])
-            # An evicted frame makes no room yet if a batch in flight uses its slot. Until then, fewer new frames are cached.
+            # An evicted frame makes no room while a batch in flight uses its slot. During that time, fewer new frames are
+            # cached.
             if (excess := int(keep.sum() - self._room - (~stays).sum())) > 0:
                 farthest = np.flatnonzero(keep)[np.argsort(-after[keep], kind="stable")]
                 keep[farthest[:excess]] = False
@@ -253,7 +254,7 @@ class FrameCache:
 
     def _evict(self, batch: int, slots: Int64) -> int:
         """Evict frames that the batch does not show. Return how many of them a later batch is known to show."""
-        # While a batch in flight shows or writes a slot, it cannot be reused. The room grows once that batch is delivered.
+        # A slot cannot be reused while a batch in flight shows or writes it. The room grows once that batch is delivered.
         free_from, count = np.unique(self._state.free_from(batch, slots), return_counts=True)
         for at, freed in zip(free_from.tolist(), count.tolist(), strict=True):
             if at == batch:
@@ -288,7 +289,7 @@ class _Slots:
         self._in_flight = in_flight
         self.frame = np.full(count, NONE, np.int64)
         self.next_use = np.full(count, NEVER, np.int64)
-        self.touched = np.full(count, -in_flight, np.int64)  # so long before batch 0 that it may write all slots
+        self.touched = np.full(count, -in_flight, np.int64)  # early enough for batch 0 to write all slots
         # The free slots are a stack, so that slots that were used before are used first. The system allocates the memory of a
         # slot when it is first written, so a cache that is never full takes less memory.
         self._free = np.arange(count, dtype=np.int64)[::-1].copy()

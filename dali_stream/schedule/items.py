@@ -44,7 +44,7 @@ class Items:
         self.state = np.full(count, ABSENT, np.int8)
         self._room, self._index_share = room, index_share
         self._size = np.zeros(count, np.int64)  # bytes of each item that is in memory or being read
-        self._bytes = [0, 0]  # of all rows, and of all indices
+        self._bytes = [0, 0]  # bytes of all rows, and of all indices
         self._pins = np.zeros(count, np.int32)  # number of batches that use each item
         self._used = np.zeros(count, np.int64)  # time of each item's last use, as counted by `_time`
         self._time = 0
@@ -105,8 +105,8 @@ class Items:
             return True
         # An item that is still being read may be evicted, too. Its result is dropped.
         items = np.flatnonzero((self.state != ABSENT) & (self._pins == 0))
-        # The last key of `lexsort` is the primary one: items of the kind that exceeds its share precede those of the other one,
-        # and items of the same kind are in the order of their last use.
+        # The last key of `lexsort` is the primary one: it puts indices first if they exceed their share, and rows first
+        # otherwise. Items of the same kind are in the order of their last use.
         indices_first = self._bytes[1] > self._index_share
         items = items[np.lexsort((self._used[items], self.is_index(items) != indices_first))]
         freed = np.cumsum(self._size[items])

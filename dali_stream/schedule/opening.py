@@ -116,7 +116,7 @@ class Opening:
         self._read_in = np.full(len(self.items), NONE, np.int32)  # last epoch whose batches have read each item
         self._pinned: deque[_Pinned] = deque()
         self._due = self._requested = NONE  # last batch that `due` has covered, and last batch whose reads have begun
-        self._retry = 0  # batch from which on reading ahead is tried again, after the memory was full
+        self._retry = 0  # first batch for which reading ahead is tried again, after the memory was full
 
     def horizon(self, now: int) -> int:
         """Return the number of batches after the next batch, `now`, whose reads may begin."""
@@ -148,8 +148,8 @@ class Opening:
                     self._make_room_for_now(need)  # `need` is an estimate, so only `ready` raises an error
                 else:
                     self._unpin_last()
-                    # Memory is freed when batches before this one are planned. Trying again after a quarter of them saves vain
-                    # attempts.
+                    # Memory is freed when batches before this one are planned. Trying again only after a quarter of them avoids
+                    # attempts that would fail.
                     self._retry = now + 1 + (samples.number - now) // 4
                     break
             reads += self._read(missing, batch, now)
@@ -220,7 +220,7 @@ class Opening:
 
     def advance(self) -> None:
         """Unpin the next batch, which has been planned. The batch after it becomes the next one."""
-        # `_last_due` depends on the next batch, so it is noted before that changes.
+        # `_last_due` depends on which batch is the next one, so its result is stored before that changes.
         self._due = max(self._due, self._last_due())
         self.items.unpin(self._pinned.popleft().items)
 
@@ -231,8 +231,8 @@ class Opening:
 
     def _newly_due(self) -> list[_Pinned]:
         """Return the next batch, and the batches that became due when it became the next one."""
-        # Batches up to `_due` were returned before. The next batch is returned again, since its reads may have failed then, or
-        # it may have been removed from the look-ahead meanwhile. In both cases `request` has repeated the reads.
+        # Batches up to `_due` were returned before. The next batch is returned again, since its reads may have failed, or it
+        # may have been removed from the look-ahead and added again. In both cases `request` has repeated the reads.
         last = self._last_due()
         later = itertools.takewhile(lambda batch: batch.number <= last, itertools.islice(self._pinned, 1, None))
         return [self._pinned[0], *(batch for batch in later if batch.number > self._due)]

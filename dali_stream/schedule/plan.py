@@ -129,7 +129,7 @@ class BatchPlanner:
 
         Args:
             opened: Episodes that were opened.
-            closed: Episodes that were closed before those were opened.
+            closed: Episodes that were closed before the episodes in `opened` were opened.
             video_room: Bytes that encoded video may take from now on. None if unchanged.
         """
         if video_room is not None:
@@ -154,7 +154,10 @@ class BatchPlanner:
         samples = self._ahead.popleft()
         shown = {window: window.frames(samples) for window in set(self._windows.values())}
         # Frames are planned before video, which is needed only for the frames that are decoded.
-        frames = {camera: cache.plan(samples.number, shown[self._windows[camera]], len(self._ahead)) for camera, cache in self.frames.items()}
+        frames = {
+            camera: cache.plan(samples.number, shown[self._windows[camera]], len(self._ahead))
+            for camera, cache in self.frames.items()
+        }
         packets, decoded = {}, {}
         for camera, window in self._windows.items():
             if camera in frames:

@@ -38,7 +38,7 @@ class Samples(NamedTuple):
 
 
 def samples(order: Callable[[int], EpochOrder], batches: Batches, rank: int, epoch: int, position: int) -> Iterator[Samples]:
-    """Yield the batches of a rank from a position of an epoch. The next epoch follows each epoch, so the iterator never ends.
+    """Yield the batches of a rank from a position of an epoch, and then those of all later epochs. The iterator never ends.
 
     Args:
         order: Function from an epoch to its order.

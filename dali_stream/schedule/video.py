@@ -24,13 +24,13 @@ from dali_stream.schedule.samples import Samples
 
 Int64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-BLOCK = 64 << 10  # bytes of a block, unless a GOP is larger. 1.3 MB/s transfer about this many in a round trip of 50 ms
+BLOCK = 64 << 10  # bytes of a block, unless a GOP is larger. At 1.3 MB/s, it takes as long as a round trip of 50 ms
 RANGE = 4 << 20  # maximum bytes of a request: large enough to be efficient, small enough to delay other requests only briefly
 GROWTH = 2  # number of batches by which the look-ahead grows per planned batch
-# A full cache evicts 1/32 of its bytes more than necessary. Each search for blocks to evict computes the next uses of all open
-# frames, so it should not be repeated for every batch.
+# A full cache evicts 1/32 of its bytes more than necessary. Each search for blocks to evict computes the next uses of all
+# frames of open episodes, so it should not be repeated for every batch.
 _SLACK = 32
-_FINISHED_EVERY = 16  # number of batches between searches for blocks whose frames are all cached, which are evicted
+_FINISHED_EVERY = 16  # number of batches after which the planner evicts the blocks whose frames are all cached
 
 
 class Fetch(NamedTuple):
@@ -96,12 +96,12 @@ class VideoPlanner:
         self._table, self._windows, self._frames = table, windows, frames
         self._block, self._look_ahead = block, look_ahead
         self.room = self.bytes = 0
-        self._now = NONE  # batch that is planned, or that was planned last
+        self._now = NONE  # batch that is being planned, or that was planned last
         self._fetched = NONE  # last batch whose blocks were requested ahead
         # First batch whose plan may fetch ahead. If the memory is full of blocks that are needed sooner, this is set to a later
         # batch, since the next batches would find the memory full as well.
         self._retry_at = 0
-        # Number of batches between the last eviction and the next use of a block that it evicted. The memory holds about the
+        # Number of batches from the last eviction to the first use of a block that it evicted. The memory holds about the
         # blocks that are needed within this time, so a block is fetched in addition only if it is needed sooner.
         self._soonest_evicted = NEVER
         self._plan = VideoPlan()  # decisions since the last plan was returned
@@ -162,8 +162,8 @@ class VideoPlanner:
             needed = self._needed(rows)
             missing = needed[~self._table.blocks.held[needed]]
             if not self._make_room(missing, batch):
-                # Memory is freed when batches before this one are planned. Trying again after a quarter of them saves vain
-                # attempts.
+                # Memory is freed when batches before this one are planned. Trying again only after a quarter of them avoids
+                # attempts that would fail.
                 self._retry_at = self._now + 1 + (batch - self._now) // 4
                 break
             self._fetch(batch, missing)
@@ -281,11 +281,11 @@ class VideoPlanner:
         return np.unique(np.concatenate([np.empty(0, np.int64), *blocks]))
 
     def _uses(self, camera: str, rows: Int64) -> tuple[Int64, Int64]:
-        """Return the next uses of blocks, for those of some frames that are not cached.
+        """Return the blocks that decoding some frames needs, with their next uses.
 
         Args:
             camera: Name of the camera.
-            rows: Rows of the frames. Cached frames among them are ignored, since they need no block.
+            rows: Rows of the frames. Frames that are cached, or that no batch ahead shows, are ignored.
 
         Returns:
             Blocks, and for each the next batch that shows one of its frames, both of shape (n,). A block is repeated for each

@@ -96,7 +96,7 @@ class DatasetReport:
     """A dataset, or its selected part.
 
     Attributes:
-        uri, address: Address of the dataset as the caller wrote it, and resolved.
+        uri, address: Address of the dataset as the caller wrote it, and as it was resolved.
         fingerprint: See `Dataset`. Empty if the tasks cannot be read.
         episode_frames: Number of frames of the shortest and the longest episode.
         data_files: Number of Parquet files of the selected episodes.

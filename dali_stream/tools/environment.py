@@ -30,7 +30,7 @@ def ran_on(device: str) -> dict[str, Any]:
 
 
 def report_json(report: dict[str, Any], indent: int | None = None) -> str:
-    """Return a report as JSON text, `without_folders`."""
+    """Return a report as JSON text, with paths reduced to file names. See `without_folders`."""
     return json.dumps(without_folders(report), indent=indent)
 
 

@@ -24,7 +24,7 @@ def stream(
     Args:
         dataset: Demo dataset.
         batch_size, device, decode: See `Loader`.
-        progress: Function that is called after each batch as (samples delivered, number of samples).
+        progress: Function that is called after each batch with (samples delivered, number of samples).
 
     Returns:
         The report as a dict for JSON, and the samples of the first batch.

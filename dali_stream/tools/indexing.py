@@ -48,7 +48,7 @@ def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, 
 
     Args:
         dataset: Remote dataset with a `cache_dir`.
-        progress: Function that is called in the caller's thread as (files done, number of files).
+        progress: Function that is called in the caller's thread with (files done, number of files).
 
     Returns:
         Numbers of files and bytes, and the broken files.

@@ -12,7 +12,7 @@ from dali_stream.lerobot.common import common, described
 from dali_stream.lerobot.dataset import NEEDED
 from dali_stream.mixture import Mixture, check_names
 
-MOST = 10  # ratio of passes of two datasets above which a warning is given
+MOST = 10  # ratio of the passes of two datasets above which the report contains a warning
 _NAMED = 5  # maximum number of datasets that the warning names
 
 
@@ -47,7 +47,7 @@ class MixtureReport:
         conflicts: Keys of `differences` whose features cannot be combined.
         sizes: Keys of `differences` that are cameras with frames of several sizes.
         warning: Warning about datasets whose frames an epoch repeats more than 10 times as often as those of another dataset.
-            Empty if there is no such dataset.
+            Empty if the ratio is at most 10 for all of them.
     """
 
     kind: str

@@ -37,8 +37,8 @@ class Seen:
         epoch: Number of the epoch.
         positions: Positions in the epoch's order at which a frame of the episode was delivered, in increasing order.
         frames: Index of the frame within the episode at each position.
-        padded: Positions whose sample was delivered again to complete the last batch (`last_batch="pad"`). A position is
-            repeated if its sample was.
+        padded: Positions whose sample was delivered again to complete the last batch (`last_batch="pad"`). A position is listed
+            once for each repetition.
         steps: Training step at each position, counted from 1. None if it cannot be determined from a log.
     """
 
@@ -97,10 +97,10 @@ def receipt(
         episode: Index of the episode in its dataset.
         until: State of the Loader at which the receipt ends. Default: the state in `config`, or else the last entry of `log`.
         log: Path of the `metrics.jsonl` of `train.py`. Its lines are JSON objects with `step`, and with the `epoch` and
-            `position` after that step. Default: None, and the steps are unknown.
+            `position` after that step. Default: None, which leaves the steps unknown.
         mixed: Name of the episode's dataset in the run's mixture. Default: "", for a run with one dataset.
         dataset: Opened dataset of the run. See `batch_at`.
-        progress: Function that is called as (epochs done, number of epochs).
+        progress: Function that is called with (epochs done, number of epochs).
 
     Returns:
         The samples of the episode, by epoch.

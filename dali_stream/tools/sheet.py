@@ -45,7 +45,7 @@ _MOST_LINES = 3  # maximum number of lines of a task
 _WIDEST = 2400  # maximum width of a sheet with several columns, in pixels
 _COLOURS = ("#4c9be8", "#f0a63c", "#5fc27e", "#e2657b", "#b48ce0", "#43c2c7", "#d6c24a", "#9aa3b2")
 _MOST_FEATURES = 6
-_STRIP_HEIGHT, _PLOT_HEIGHT = 56, 150  # heights of a plot: below frames, and of a sample without frames
+_STRIP_HEIGHT, _PLOT_HEIGHT = 56, 150  # heights of a plot below frames, and of a plot in a sample without frames
 
 Frames = npt.NDArray[np.uint8]
 
@@ -126,7 +126,7 @@ def image_keys(batch: Mapping[str, Any], dataset: Dataset | Mixture) -> list[str
 
 
 def _padding(batch: Mapping[str, Any], key: str, steps: int) -> list[list[bool]]:
-    """Return for each step of each sample whether it is outside the episode."""
+    """Return whether each step of each sample is outside the episode."""
     mask = batch.get(f"{key}_is_pad")
     return [[False] * steps] * len(batch["index"]) if mask is None else mask.tolist()
 
@@ -214,7 +214,7 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = 
 
 
 class _Page:
-    """An image, and methods that draw on it. Iterators yield the key and the box of each frame or plot they have drawn."""
+    """An image, and methods that draw on it. Generators yield the key and the box of each frame or plot that they draw."""
 
     def __init__(self, size: tuple[int, int]) -> None:
         self.image = Image.new("RGB", size, BACKGROUND)
@@ -347,7 +347,7 @@ def line(size: int) -> int:
 
 @functools.cache
 def font(size: int) -> Any:
-    """Return the font that Pillow includes, in a size in pixels."""
+    """Return the font that Pillow includes. `size` is in pixels."""
     return ImageFont.load_default(size)
 
 
@@ -358,7 +358,7 @@ def plotted(dataset: Dataset | Mixture) -> list[str]:
 
 
 def episodes(dataset: Dataset, keys: Sequence[str], most: int) -> list[Sample]:
-    """Return at most `most` episodes, evenly spread, as samples without frames whose window is the whole episode.
+    """Return at most `most` evenly spread episodes. Each becomes a sample without frames, whose window is the whole episode.
 
     Raises:
         DatasetError, StorageError: If rows cannot be read.

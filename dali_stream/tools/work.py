@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return at most `most` of the numbers 0 to `count` - 1, evenly spread. If there are several, both ends are included."""
+    """Return at most `most` of the numbers 0 to `count` - 1, evenly spread. Two or more numbers include both ends."""
     numbers: list[int] = np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
     return numbers
 

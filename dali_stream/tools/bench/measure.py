@@ -81,7 +81,7 @@ def measure(
     Args:
         dataset: Dataset to stream, epoch after epoch.
         mode: "single" for the current frame of all cameras, "sarm" for 8 steps of all cameras, 1 s apart, or "action_chunk" for
-            the current frame of all cameras and a chunk of 50 actions that begins with it.
+            the current frame of all cameras and a chunk of 50 actions that begins at this frame.
         num_batches: Number of timed batches. A first epoch that is timed separately may have fewer.
         warmup: Number of batches before the timed ones.
         loader: Further arguments of the Loader.
@@ -92,7 +92,7 @@ def measure(
         The measurements of this rank. `later` contains those of later epochs, or None. See `run.node_report` for the fields.
 
     Raises:
-        DaliStreamError: If the dataset has no frames, or if one cannot be read.
+        DaliStreamError: If the dataset has no cameras, or a frame cannot be read.
     """
     if not dataset.cameras:
         raise DaliStreamError(f"no frame was measured: {dataset.uri} has no cameras. Give a dataset with cameras")

@@ -36,8 +36,8 @@ def run(
         dataset: Dataset to stream, epoch after epoch.
         mode, num_batches, warmup, loader: See `measure.measure`.
         device: Device of the Loader.
-        head: Further entries of the report. If its `source` is None, it becomes the scheme of the dataset's URI, "local" or
-            "mixture".
+        head: Further entries of the report. If the entry `source` is None, it is replaced by the scheme of the dataset's URI,
+            "local" or "mixture".
         progress: Function that is called after each batch of the main rank. Default: no progress.
 
     Returns:

@@ -37,7 +37,7 @@ def driver() -> dict[str, Any]:
 
 
 def nvdec() -> list[dict[str, Any]]:
-    """Return for each GPU the capability of NVDEC for each format, or the reason why the driver does not report it."""
+    """Return the capability of each GPU's NVDEC for each format, or the reason why the driver does not report it."""
     answers: list[dict[str, Any]] = []
     for gpu in capability.gpus():
         try:
@@ -72,8 +72,9 @@ def torchcodec() -> dict[str, Any]:
 
 
 def ffmpeg() -> dict[str, Any]:
-    """Return the newest FFmpeg that torchcodec could load. It is called if torchcodec itself does not load."""
-    # The versions of FFmpeg 8 to 4. libavdevice depends on all other libraries, whereas players often include only libavcodec.
+    """Return the newest FFmpeg that torchcodec could load. `doctor` calls this if torchcodec itself does not load."""
+    # These are the versions of libavdevice in FFmpeg 8 to 4. This library depends on all other libraries of FFmpeg, whereas
+    # media players often include only libavcodec.
     for version in (62, 61, 60, 59, 58):
         with contextlib.suppress(OSError):
             ctypes.CDLL(f"libavdevice.so.{version}")
@@ -113,7 +114,7 @@ def _ffmpeg(avcodec: ctypes.CDLL, path: str) -> dict[str, Any]:
 
 
 def _release(libavcodec: str) -> str:
-    """Return FFmpeg's version according to the libavutil next to libavcodec. Empty if there is none."""
+    """Return FFmpeg's version according to the libavutil next to libavcodec. Empty if no such file is loaded."""
     for path in _mapped("libavutil"):
         if Path(path).parent == Path(libavcodec).parent:
             version_info = ctypes.CDLL(path).av_version_info
@@ -144,5 +145,5 @@ def decode(clip: Clip, video: VideoFormat, dali: bool, gpu: int | None) -> npt.N
 
 
 def speed(clips: RequestClips, video: VideoFormat, gop: int, gpu: int | None, cameras: int) -> Rates:
-    """Return the speeds of DALI and of torchcodec, which may be measured now or earlier. See `decode.speed.Speeds`."""
+    """Return the speeds of DALI and of torchcodec. They are measured unless they are stored. See `decode.speed.Speeds`."""
     return Speeds(process.cores(), cameras, gpu).of(video, gop, lambda: clips)

@@ -36,7 +36,7 @@ from dali_stream.tools.isolated import Call
 
 _SHOWN = 3  # maximum number of broken files reported per camera
 # The cost of GOPs is the number of frames decoded per delivered frame. It is simulated for the settings below.
-_COSTLY = 4.0  # cost from which long GOPs are reported
+_COSTLY = 4.0  # minimum cost at which long GOPs are reported
 _BATCH = 64
 _SIZE = 224, 224
 _BUDGETS = 4 << 30, 16 << 30  # default memory_budget, and a large one, in bytes
@@ -53,7 +53,7 @@ class Camera:
         decoders: Decoders that load on this machine.
         files: Number of files.
         tables: Indices of at most 32 files that are not broken.
-        times: Frames that the timestamps of the rows locate.
+        times: Checks that each row of the camera has a frame.
         reports: {"CPU" or kind of GPU: description of the videos}.
         results: Results by name. Results of decoded frames are added later, since all cameras are decoded together.
         facts: Facts for the report.
@@ -266,7 +266,8 @@ def _cached(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -> tupl
             kept = divide(budget, sizes).frames
         except MemoryBudgetError:
             continue
-        # The simulated part must not fit in the cache unless the whole dataset does, or later epochs would decode nothing.
+        # The simulated part must not fit in the cache unless the whole dataset does. Otherwise, the simulation would decode
+        # nothing in later epochs.
         kept = int(lengths.sum()) if kept >= dataset.lengths.sum() else min(kept, int(lengths.sum()) - 1)
         first, later = decodes(
             lengths, lambda epoch: Order(lengths, True, 0, epoch, consumers, pool), batches, window, median_gop(tables),

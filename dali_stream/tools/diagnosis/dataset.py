@@ -51,7 +51,7 @@ def examine(
         dataset: Dataset to check.
         decoders: Decoders that load on this machine.
         limit_s: Time limit of a decoder for one frame of each camera, in seconds.
-        deep: Decoder of all frames. Default: None, and only a part of a large dataset is checked.
+        deep: Decoder of all frames. Default: None, which checks only a part of a large dataset.
 
     Returns:
         Findings, and the facts for the report.

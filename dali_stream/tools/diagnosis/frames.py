@@ -87,7 +87,7 @@ class Decoded:
 def decode(tasks: Sequence[Task], limit_s: float) -> dict[str, dict[str, Decoded]]:
     """Decode the frame of each task with each of its decoders. Return {camera: {decoder: result}}.
 
-    One process per decoder decodes all cameras. If it crashes, another process continues with the next camera.
+    One process per decoder decodes all cameras. If this process crashes, another one continues with the next camera.
 
     Args:
         tasks: Frames and decoders.
@@ -162,7 +162,7 @@ class Deep:
 
     Args:
         dataset: Dataset, or a selected part of one.
-        progress: Function that is called from several threads as (frames decoded, number of frames).
+        progress: Function that is called from several threads with (frames decoded, number of frames).
     """
 
     def __init__(self, dataset: Dataset, progress: Callable[[int, int], None]) -> None:

@@ -23,7 +23,7 @@ _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 def read_gpus(driver: Answer, nvdec: Answer) -> list[dict[str, Any]]:
     """Return the GPUs for the report.
 
-    Each has the capability of NVDEC for each format, or the reason why the driver does not report it.
+    Each GPU has the capability of NVDEC for each format, or the reason why the driver does not report it.
 
     Args:
         driver: Answer of `answers.driver`.

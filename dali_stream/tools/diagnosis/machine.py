@@ -42,8 +42,9 @@ class Machine:
     Attributes:
         gpus: GPUs that the driver reports. See `gpu.read_gpus`.
         answers: {name of the function in `answers`: its answer}.
-        cache_dir: Folder of the cache. Default: None, and the working directory is checked instead.
-        environment: Environment variables. Of their values, the report has only known words of NVIDIA's container toolkit.
+        cache_dir: Folder of the cache. Default: None, which checks the working directory instead.
+        environment: Environment variables. From their values, the report contains only known words of NVIDIA's container
+            toolkit.
         root: Folder that contains `proc`, `sys`, `run` and `dev`. Default: "/".
     """
 
@@ -62,7 +63,7 @@ class Machine:
     def folder(self) -> Path:
         """Folder whose disk is checked: that of the cache, or the working directory.
 
-        The cache is created on first use. Until then, it is the closest parent that exists.
+        The cache is created on first use. Until then, the result is its closest parent that exists.
         """
         folder = Path(self.cache_dir).expanduser().absolute() if self.cache_dir else Path.cwd()
         return next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,4 +1,4 @@
-"""Report of `doctor`: findings, the facts behind them, and the type of a check."""
+"""Report of `doctor`: findings, the facts on which they are based, and the type of a check."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Finding:
         name: Name of the check, such as "torchcodec" or "GPU 0 AV1". It is unique within its area.
         status: "ok", "warning" or "problem".
         text: Result of the check.
-        remedy: What to do about it. Empty for "ok".
+        remedy: Advice to the user. Empty for "ok".
     """
 
     area: Area
@@ -46,11 +46,11 @@ class DoctorReport:
     """Report of `doctor`.
 
     Attributes:
-        findings: Findings in the order in which they are shown.
+        findings: Findings in the order in which the report lists them.
         gpus: Index, name, memory in bytes, compute capability, NVDEC engines and supported formats of each GPU.
         software: Versions by name. Unknown versions are None.
         machine: Cores, memory, disk and container. See `machine.Limits`.
-        dataset: Address, size and cameras of the dataset. None if there is no dataset, or it cannot be opened.
+        dataset: Address, size and cameras of the dataset. None without a dataset, or if it cannot be opened.
     """
 
     findings: tuple[Finding, ...]

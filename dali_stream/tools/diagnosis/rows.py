@@ -1,4 +1,4 @@
-"""Checks of a dataset: metadata, files, rows, tasks, and the frames of rows, read in the same way as by a Loader."""
+"""Checks of a dataset: metadata, files, rows, tasks, and the frames of rows. They read data in the same way as a Loader."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class FrameTimes:
 
         Args:
             table: Index of the file.
-            episodes: Positions of the episodes among the selected episodes. Those that cannot be checked are left out.
+            episodes: Positions of the episodes among the selected episodes. The result lacks episodes that cannot be checked.
 
         Raises:
             StorageError: If rows cannot be read.

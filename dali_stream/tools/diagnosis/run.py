@@ -1,4 +1,4 @@
-"""`doctor`: questions libraries in separate processes, and runs the checks."""
+"""`doctor`: asks libraries questions in separate processes, and runs the checks."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def doctor(
     """Examine this machine, and optionally a dataset. Errors become findings instead of exceptions.
 
     Args:
-        uri: Address of a dataset. Default: None, and only the machine is examined.
+        uri: Address of a dataset. Default: None, which examines only the machine.
         cache_dir: Folder of the cache, as in `Dataset`. Its disk is checked.
-        limit_s: Time in seconds after which a library that loads, or a decoder, counts as hanging. The first import of torch
-            from a network file system can take a minute. Default: 120.
+        limit_s: Time limit in seconds. A decoder that takes longer, or a library that takes longer to load, counts as hanging.
+            The first import of torch from a network file system can take a minute. Default: 120.
         deep: Whether to check all files and rows, and to decode every frame of the selected cameras and episodes. Otherwise one
             frame of each camera is decoded, and at most 1000 episodes and files are checked, or 32 of remote data. Default:
             False.
-        progress: Function that is called from several threads as (frames decoded, number of frames), if `deep`.
+        progress: Function that is called from several threads with (frames decoded, number of frames), if `deep`.
         options: Further arguments of `Dataset`: `revision`, `data_files_root`, `storage_options`, `cameras`, `episodes`,
             `clock`, `tolerance_s`.
 
     Returns:
-        Findings, each with a status and a remedy, and the facts behind them.
+        Findings, each with a status and a remedy, and the facts on which they are based.
 
     Raises:
         ValueError: If an argument does not fit the address.
@@ -70,7 +70,7 @@ def doctor(
 
 
 def _ask(limit_s: float, cache_dir: str | os.PathLike[str] | None) -> tuple[Machine, dict[str, int]]:
-    """Question all libraries. Return the machine, and {name: index} of one GPU of each kind with known NVDEC capabilities."""
+    """Ask all questions. Return the machine, and {name: index} of one GPU of each kind whose NVDEC capabilities are known."""
     with ThreadPoolExecutor(len(_QUESTIONS)) as pool:
         called = list(pool.map(lambda functions: call(functions, limit_s), _QUESTIONS))
     known = {

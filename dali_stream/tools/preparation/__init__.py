@@ -7,7 +7,7 @@ task_input reads the episodes of one output file from the source
 source     access to the files of the source
 rows, packets, video    write and verify files of rows, of copied packets, and of encoded frames
 encoders, ffmpeg, quality    encode frames, and compare them with the source
-place      OUT, a local folder or a remote one
+place      OUT, the folder of the new dataset, local or remote
 executors  run tasks on any `concurrent.futures.Executor`
 slurm, ray executors for SLURM and Ray
 progress   state of a run

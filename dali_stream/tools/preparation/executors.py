@@ -18,7 +18,7 @@ from typing import Any
 Json = dict[str, Any]
 Call = Callable[[Sequence[Json]], list[Json]]
 _TICK_S = 10.0  # interval at which progress is updated while no call ends
-_TRIES = 2  # failed attempts after which a task is given up; a failure of a pool with several running tasks does not count
+_TRIES = 2  # number of attempts after which a task fails. An attempt does not count if other tasks ran in the pool that broke
 
 
 class ThisProcess(Executor):
@@ -84,7 +84,7 @@ def run_tasks(
 
     If a worker dies, a pool of processes is broken, and a new one is made. It is not known which task killed the worker, so the
     tasks that were running are retried last and one at a time. A task that then kills its worker twice fails. Other executors,
-    such as SLURM, do not break if a job is killed. The tasks of such a call are retried once, each on its own.
+    such as SLURM, do not break if a job is killed. The tasks of the killed job are retried once, each on its own.
 
     Args:
         make: Function that makes an executor.
@@ -92,8 +92,8 @@ def run_tasks(
         tasks: Tasks to run.
         at_once: Maximum number of concurrent calls.
         per_call: Maximum number of tasks per call. Default: 1.
-        starting: Function that is called with the tasks of each call when it is submitted, and every 10 s without tasks while
-            no call ends.
+        starting: Function that is called with the tasks of each call when the call is submitted. While no call ends, it is also
+            called every 10 s with an empty sequence.
     """
     waiting = deque(list(tasks[at : at + per_call]) for at in range(0, len(tasks), per_call))
     suspects, tries = deque[list[Json]](), Counter[str]()

@@ -52,7 +52,7 @@ def encode(frames: Iterable[npt.NDArray[np.uint8]], size: tuple[int, int], encod
     tied = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *command]
     quiet = os.environ | {"SVT_LOG": "1", "AV_LOG_FORCE_NOCOLOR": "1"}
     with tempfile.TemporaryFile() as output:
-        # In a separate session, ffmpeg does not receive Ctrl-C. This process then ends it.
+        # In a separate session, ffmpeg does not receive Ctrl-C. This process receives it, and ends ffmpeg.
         process = subprocess.Popen(tied, stdin=subprocess.PIPE, stdout=output, stderr=output, env=quiet, start_new_session=True)
         assert process.stdin is not None
         try:

@@ -235,7 +235,7 @@ def _renewed(part: pa.Table, head: Json, columns: _Columns) -> pa.Table:
 
 
 def _set(table: pa.Table, name: str, values: list[Any], kind: pa.DataType | None) -> pa.Table:
-    """Return a table with new values of a column. A column that exists keeps its type, and another one gets the type `kind`."""
+    """Return a table with new values of a column. An existing column keeps its type, and a new column gets the type `kind`."""
     if name not in table.column_names:
         return table.append_column(name, pa.array(values, kind))
     place = table.column_names.index(name)
@@ -263,7 +263,7 @@ def has_episode_stats(dataset: Dataset) -> bool:
 def _stats(dataset: Dataset, plan: Plan, columns: _Columns, notes: Mapping[str, Json], parts: list[pa.Table]) -> Json | None:
     """Return the new content of stats.json, or None if it does not change or does not exist.
 
-    Statistics that change are aggregated from those of the episodes, as LeRobot does.
+    Statistics that change are aggregated from those of the episodes in the same way as in LeRobot.
     """
     head, stored = plan.header, dataset.stored_stats
     encoded = {key for key, spec in head["cameras"].items() if spec["mode"] != "copy"}

@@ -1,4 +1,4 @@
-"""Options of `prepare`. By default, nothing is changed. The presets follow from a committed report."""
+"""Options of `prepare`, and its presets. By default, `prepare` changes nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from dali_stream.arguments import one_of, picture_size, positive
 from dali_stream.tools.preparation.encoders import CODECS, ENCODERS
 
-# `--for cpu` is the setting of benchmarks/results/prepare_codecs_2cores.json that all GPUs decode, and that a Loader reads as
-# fast as AV1, but with slightly better quality. `--for nvdec` is based on figures of vendors, and was not measured. `--for hub`
+# `--for cpu` is one of the settings in benchmarks/results/prepare_codecs_2cores.json: all GPUs decode it, and a Loader reads it
+# as fast as AV1, with slightly better quality. `--for nvdec` is based on figures of vendors, and was not measured. `--for hub`
 # has the settings with which LeRobot records.
 PRESETS: dict[str, dict[str, Any]] = {
     "cpu": {"codec": "h264", "gop": 2, "crf": 18},
@@ -22,7 +22,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 class Options:
     """Changes that `prepare` makes to a dataset.
 
-    If any of the first five is not None, videos are encoded again, except those that were recorded with the same settings.
+    If any of the first five is not None, videos are encoded again, except depth maps and videos that were recorded with the
+    same settings.
 
     Attributes:
         size: (height, width) of all cameras. Default: as recorded.
@@ -31,7 +32,8 @@ class Options:
         crf: Quality on the encoder's scale. Lower is better. Default: a quality close to the source.
         encoder: "cpu" or "nvenc". Default: "cpu".
         file_mb: Approximate size of a file in MiB. Default: 100 for rows and 200 for video.
-        rows_per_group: Maximum number of rows of a row group, which consists of whole episodes. Default: about 32 MiB of rows.
+        rows_per_group: Maximum number of rows of a row group. Only an episode with more rows is split over several groups.
+            Default: about 32 MiB of rows.
         images_to_video: Whether cameras whose frames are images in rows become videos. Default: False.
         drop_broken: Whether to check all episodes first, and to leave out those that cannot be read. Default: False.
     """
@@ -65,7 +67,7 @@ class Options:
         return replace(self, size=picture_size(self.size))
 
     def with_preset(self, name: str | None) -> Options:
-        """Return the options, with those that are None replaced by the options of a preset."""
+        """Return a copy in which the options of a preset replace the options that are None."""
         if name is None:
             return self
         one_of("for_", name, tuple(PRESETS))

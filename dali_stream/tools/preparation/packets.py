@@ -1,8 +1,8 @@
 """MP4 files that consist of packets copied from other MP4 files, with new times.
 
 Source files are cut at keyframes, so each new file begins with a keyframe and has no gaps. A source file with open GOPs is
-copied as a whole, since it depends on the decoder which packets can be dropped without changing the decoded frames. All parts
-of a new file have the same timescale, track matrix, display size and codec. Their sample descriptions may differ.
+copied as a whole, since decoders differ in which of its packets they need for the same frames. All parts of a new file have the
+same timescale, track matrix, display size and codec. Their sample descriptions may differ.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def kind(index: VideoIndex) -> str:
     codecs = sorted({config[4:8] for config in index.configs})
     parts: list[Any] = [index.timescale, index.track_header.hex(), codecs]
     if index.open_gops:
-        # Frames that are displayed before the first keyframe depend on packets that the file lacks. The file is not joined with
-        # others, since a decoder could treat these frames differently after the packets of another file.
+        # Frames that are displayed before the first keyframe depend on packets that the file lacks. A file with such frames is
+        # not joined with others, since a decoder could treat them differently after the packets of another file.
         leads = (index.pts[: index.keyframes[1] if len(index.keyframes) > 1 else None] < index.pts[0]).any()
         parts += [index.configs, index.path if leads else ""]
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
@@ -61,7 +61,7 @@ def add(runs: list[Run], index: VideoIndex, packets: Int64) -> Run:
     """Return the run that contains the packets of an episode. If necessary, extend the last run or append a new one.
 
     Args:
-        runs: Runs of the new file so far, which are changed.
+        runs: Runs of the new file so far. The list is changed in place.
         index: Index of the episode's source file.
         packets: Packets of the episode.
     """

@@ -27,7 +27,7 @@ _ATTEMPTS = 6  # maximum number of attempts of a call, with random pauses of up 
 
 
 class Place(Protocol):
-    """The place OUT of a new dataset.
+    """Place in which a new dataset is written. It is called OUT, as on the command line.
 
     Attributes:
         address: Address of OUT.
@@ -62,7 +62,7 @@ class Place(Protocol):
 
 
 class LocalPlace(Place):
-    """A local folder. No file is written through a symbolic link below it."""
+    """A local folder. Files are not written through symbolic links inside this folder."""
 
     def __init__(self, folder: str) -> None:
         self.root = Path(os.path.abspath(os.path.expanduser(folder)))

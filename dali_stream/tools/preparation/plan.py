@@ -76,7 +76,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Source:
-    """Facts of a source file that the plan needs.
+    """Properties of a source file, which the plan needs.
 
     Attributes:
         kind: Digest of the properties that all sources of a new file must share.
@@ -202,7 +202,7 @@ class Planner:
         head: Header of the plan.
 
     Attributes:
-        renumber: Whether episodes are left out, so that the others get new indices. It is set by `tasks`.
+        renumber: Whether episodes are left out, so that the others get new indices. The method `tasks` sets it.
     """
 
     renumber = False
@@ -212,7 +212,7 @@ class Planner:
         self._file_mb, self._rows_per_group = (head["options"].get(name) for name in ("file_mb", "rows_per_group"))
         self._table = dataset.read_table([key for key, spec in head["cameras"].items() if spec["mode"] != "images"])
         self._store = dataset.data_store
-        # Episodes keep the order in which the source's files have them, so that tasks read these files sequentially.
+        # Episodes keep their order in the files of the source, so that tasks read these files sequentially.
         order = np.lexsort((self._table.index, self._table.first_row))
         self._order: Int64 = order[np.isin(order, dataset.rows)]
         self._places = _places(self._table)
@@ -291,7 +291,7 @@ class Planner:
         return tasks
 
     def trials(self) -> list[Json]:
-        """Return for each camera that is encoded the task with the first episode. See `video.trial`."""
+        """Return the task with the first episode, for each camera that is encoded. See `video.trial`."""
         tasks = {task["camera"]: task for task in reversed(self.tasks({}, {})) if "camera" in task}
         return [task for camera, task in tasks.items() if self._head["cameras"][camera]["mode"] != "copy"]
 

@@ -71,7 +71,7 @@ def _padding(video: VideoFormat) -> str:
 def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> None:
     """Check the packets [start, stop) of a source file.
 
-    A decoder conceals damage, and after encoding, it could not be detected anymore.
+    Decoders conceal damage, so it could no longer be detected after encoding.
 
     Raises:
         DecodeError: If a packet is damaged.

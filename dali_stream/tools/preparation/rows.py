@@ -140,7 +140,7 @@ class EpisodeRows:
         groups: list[int] = np.flatnonzero((first_row[:-1] < stop) & (start < first_row[1:])).tolist()
         missing = next((group for group in groups if group not in self._groups), None)
         if missing is not None:
-            # Read the missing row groups and, up to AT_ONCE bytes, those after them, which following episodes need.
+            # Read the missing row groups. Also read later row groups, up to AT_ONCE bytes in total, for the next episodes.
             last = groups[-1] + 1
             while last < len(self._footer.size) and first_row[last] < self._until[self._path]:
                 if self._footer.size[missing : last + 1].sum() > AT_ONCE:
@@ -165,7 +165,7 @@ class EpisodeRows:
         return rows
 
     def _search(self, parquet: pq.ParquetFile, index: int, length: int) -> int:
-        """Return the first row of an episode in a file whose episodes have any order."""
+        """Return the first row of an episode in a file whose episodes may be in any order."""
         if self._index is None:
             self._index = parquet.read(columns=["episode_index"], use_threads=False)["episode_index"].to_numpy()
         rows = np.flatnonzero(self._index == index)

@@ -30,7 +30,7 @@ from dali_stream.tools.preparation.place import LocalPlace, Place, open_place
 from dali_stream.tools.preparation.progress import PROGRESS, PrepareStatus, Progress
 
 PLAN = "meta/prepare/plan.jsonl"
-_CALLS = 1000  # maximum number of calls of an executor that the caller provides, by default
+_CALLS = 1000  # default maximum number of calls of an executor that the caller provides
 _SILENT_S = 600.0  # time without written progress after which a run counts as stopped
 Json = dict[str, Any]
 
@@ -67,7 +67,7 @@ class PrepareReport:
         bytes: Size of all files with rows and video, in bytes.
         written: Number of files that this run has written. 0 if an earlier run was complete.
         cameras: {key: camera} of the cameras with video.
-        failed: {path: reason} of the files that could not be written. With a failed file, OUT is not yet a dataset.
+        failed: {path: reason} of the files that could not be written. If any file failed, OUT is not yet a dataset.
         dropped: {episode of the source: reason} of the episodes that `drop_broken` has left out.
     """
 
@@ -117,7 +117,7 @@ def prepare(
 
     Each file is written under a temporary name, verified against the source, and then moved into place or uploaded. The same
     call continues an interrupted run, and does nothing for a finished one. With software encoders of the same version, the
-    output is identical to the byte for any executor, number of jobs and interruptions.
+    output is identical byte for byte, whatever the executor, the number of jobs and the interruptions.
 
     A job needs scratch space for about two files, in OUT or, if OUT is remote, in the folder for temporary files.
 
@@ -128,7 +128,7 @@ def prepare(
         size, codec, gop, crf, encoder: Encoding of all cameras. A camera that was recorded with these settings is copied. See
             `Options`.
         file_mb, rows_per_group: Sizes of files and row groups. See `Options`.
-        images_to_video: Whether images in rows become videos, with codec "h264" unless `codec` is given. Default: False.
+        images_to_video: Whether images in rows become videos. If `codec` is None, their codec is "h264". Default: False.
         drop_broken: Whether to check all episodes first, and to leave out those that cannot be read. Default: False.
         episodes, episode_filter, cameras: Selection, as in `Dataset`. Selected episodes are numbered from 0.
         clock, tolerance_s: How rows locate their frames, as in `Dataset`. If the clock is "frame_index", or the tolerance is

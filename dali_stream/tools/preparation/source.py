@@ -69,7 +69,7 @@ def _open(address: str, options: str, revision: str | None) -> Store:
 
 
 class Window(Store):
-    """A store that serves reads from the last loaded range. One thread may load while others read."""
+    """Store that reads from memory within the last loaded range. One thread may load while others read."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.address, self.remote, self.revision = store, store.address, store.remote, store.revision

@@ -1,7 +1,8 @@
 """The unit of work: one output file, as an idempotent function of JSON arguments.
 
 A task writes the file to a scratch folder, verifies it against the source, moves it into place or uploads it, and writes a
-note. A file with a note is not written again. The metadata of the new dataset are made from the notes of all tasks.
+note: a JSON file with the size and the hash of the file, and with values for the metadata of the new dataset. A file with a
+note is not written again.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class TaskInput:
         rows_per_group: Number of rows of a row group, for a file of rows.
         spec: How the camera is written. See `plan.header`.
         store: Storage of the source's files.
-        window: The same storage, with large ranges of videos kept in memory.
+        window: The same storage, which keeps the last loaded range of a video in memory.
         fps, regular: Frames per second, and whether `timestamp` becomes frame_index / fps.
         new_clock: How rows of the new dataset locate their frames.
         footer: Function that returns the footer of a Parquet file of the source.
@@ -69,7 +69,7 @@ class TaskInput:
                     quality.check_packets(self.store, index, *packets.needed(index, shown))
 
     def rows(self, columns: list[str] | None = None) -> Callable[[Json], pa.Table]:
-        """Return a function that reads the rows of an episode. Default: all columns."""
+        """Return a function that reads some columns of the rows of an episode. Default: all columns."""
         until: dict[str, int] = {}
         for episode in self.episodes:
             until[episode["data"]] = max(until.get(episode["data"], 0), episode["place"] + episode["length"])

@@ -235,7 +235,7 @@ def _resized(
 
 
 def _moved(seconds: float, clock: int, shift: int) -> float:
-    """Return a time in seconds, moved by a number of ticks. A time that is almost a whole tick is rounded to it."""
+    """Return a time in seconds, moved by a number of ticks. A time that is almost a whole number of ticks is rounded to it."""
     ticks = seconds * clock
     whole = round(ticks)
     return ((whole if abs(ticks - whole) < 1e-3 else ticks) + shift) / clock

@@ -1,4 +1,4 @@
-"""`selftest`: tests with generated videos whether DALI decodes the correct frames on this machine, and how fast.
+"""`selftest`: checks that DALI decodes the correct frames of generated videos on this machine, and measures its speed.
 
 videos     demo datasets of every codec and GOP, whose frames contain their identity
 identity   tests of DALI's decoder on packed clips: identity and colour of frames

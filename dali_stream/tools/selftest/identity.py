@@ -16,7 +16,9 @@ from dali_stream.tools.selftest import videos
 from dali_stream.tools.selftest.videos import SHAPES, Video
 
 Request = tuple[Video, list[int]]  # video, and numbers of its frames in display order
-_CLIPS, _FEW = 24, 6  # clips per batch; two threads decode them, so each decoder is reused for many clips
+# Clips of the batch with all videos, and of a batch with one of several folders. Two threads decode a batch, so each decoder is
+# reused for many clips.
+_CLIPS, _FEW = 24, 6
 
 
 def measure(folders: list[str], gpu: int | None) -> dict[str, Any]:

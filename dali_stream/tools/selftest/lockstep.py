@@ -1,4 +1,4 @@
-"""Compares the Loader with DALI and the Loader with torchcodec, frame by frame, while frames are held and the GPU is busy.
+"""Compares a Loader that uses DALI with one that uses torchcodec, frame by frame, while frames are held and the GPU is busy.
 
 A check of a frame on arrival does not detect that its memory is overwritten later. Therefore half of the batches are held for
 several steps. The other half is dropped as soon as a copy is queued, which has to wait for other work of the GPU.
@@ -21,7 +21,7 @@ from dali_stream.loader import Loader
 _STEPS = (-3, 0, 20)  # window of each camera, in frames
 _HELD = 6  # number of held batches
 _MATRIX, _PRODUCTS = 8192, 8  # size and number of bfloat16 products per batch: about 12 ms on an H200 (computed)
-_MEAN, _BLOCK = 3.0, 40.0  # tolerated mean absolute differences to torchcodec, of 255: of a frame, and of 16 × 16 pixels
+_MEAN, _BLOCK = 3.0, 40.0  # tolerated mean absolute differences in 8-bit values: of a frame, and of 16 × 16 pixels
 
 
 def measure(
@@ -31,7 +31,7 @@ def measure(
 
     Args:
         folder: Folder of a demo dataset.
-        device: Device such as "cuda:0". With "cpu", there is no other work.
+        device: Device such as "cuda:0". With "cpu", no other work runs at the same time.
         seconds: Time to run, in seconds.
         image_size: (height, width) for both Loaders. None for the recorded size.
         decode: Argument of the tested Loader. Default: "dali".
@@ -40,7 +40,7 @@ def measure(
         A dict with
 
         - `frames`, `wrong`: Number of compared frames, and of frames that differ by more than the rounding of a decoder.
-        - `worst_mean`, `worst_block`: Largest mean absolute difference of a frame, and of 16 × 16 pixels, of 255.
+        - `worst_mean`, `worst_block`: Largest mean absolute difference of a frame, and of 16 × 16 pixels, in 8-bit values.
         - `routes`, `route_changes`, `wait_s`: {camera: decoder}, number of route changes, and seconds in `next()` of the tested
           Loader.
         - `seconds`: Total time in seconds.
@@ -86,7 +86,7 @@ def measure_two(folder: str, device: str, seconds: float) -> dict[str, Any]:
     """Run `measure` in two threads at the same time. Two pipelines then share one GPU, as in training with validation.
 
     Returns:
-        A dict as in `measure`. Counts are the sums of both threads, and differences and times are their maximum.
+        A dict as in `measure`. Counts are the sums of both threads, and differences and times are the maxima.
     """
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(lambda _: measure(folder, device, seconds, None), range(2)))
@@ -119,14 +119,14 @@ def work(device: str) -> Callable[[], None]:
 
 
 def _differences(frames: list[torch.Tensor], expected: list[torch.Tensor], device: str) -> Iterator[torch.Tensor]:
-    """Yield for each camera the mean absolute differences of each frame and of its worst 16 × 16 pixels, of 255.
+    """Yield the mean absolute differences of each frame and of its worst 16 × 16 pixels, one camera after the other.
 
     Args:
         frames, expected: Frames of each camera in [0, 1], shape (B, T, C, H, W).
         device: Device on which frames are compared.
 
     Yields:
-        Differences on the CPU, shape (B * T, 2).
+        Differences of 8-bit values, on the CPU, shape (B * T, 2).
     """
     for a, b in zip(frames, expected, strict=True):
         difference = (a.flatten(0, 1) - b.flatten(0, 1).to(device)).abs().mean(1, keepdim=True) * 255

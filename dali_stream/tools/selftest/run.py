@@ -29,7 +29,7 @@ SIZES = ((368, 640), SIZE, FAST)  # sizes that the same decoders decode
 # reused for a video of another size but the same coded size.
 PADDED = ((368, 640), (360, 640), (248, 328), (242, 326))
 RESIZED = 224, 224
-SHORT = 2  # GOP length of the videos of several sizes, which is that of LeRobot
+SHORT = 2  # GOP length of the videos of several sizes, as in LeRobot's videos
 LIMIT_S = 460.0
 _GROWTH = 1.1, 64 << 20  # tolerated growth of memory in the soak stage: 10 %, and a margin for allocators in bytes
 _STEP_S = 90.0  # time limit of a step that takes seconds
@@ -76,7 +76,7 @@ def selftest(
         soak_s: Duration of the soak stage in seconds. Each comparison in lockstep takes a third of it. Default: 30.
         speed_s: Duration of each speed measurement in seconds. Default: 1.
         limit_s: Time limit in seconds. Steps for which no time remains are left out, and listed in the report. Default: 460.
-        progress: Function that is called as (step, done, total).
+        progress: Function that is called with (step, done, total).
         keep: Function that is called with the report after each stage. The status is "unfinished" until the last stage.
 
     Returns:
@@ -335,7 +335,7 @@ class _Run:
         limit = _STEP_S + seconds
 
         def run(job: Report) -> Report | None:
-            # A step that exceeds its own limit has failed. One that only lacks the remaining time of the stage is left out.
+            # A step that exceeds its own limit has failed. A step that only exceeds the time of its stage is left out.
             left = self.until - time.perf_counter()
             result = step(name, time_limit_s=min(limit, left), **job) if left > 0 else {"out_of_time": True}
             return None if result.pop("out_of_time", False) and left < limit else result
@@ -366,7 +366,7 @@ def _shape_rows(head: Report, result: Report) -> list[Report]:
 
 
 def _problems(report: Report) -> Iterator[str]:
-    """Yield the first problem of each row of the report. Rows that the Loader refuses do not count."""
+    """Yield the first problem of each row of the report. Rows of videos that the Loader refuses do not count."""
     for stage, (label, checks) in _CHECKS.items():
         rows = report.get(stage) or []
         rows = rows.get("rows", [rows]) if isinstance(rows, dict) else rows
