@@ -216,8 +216,8 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
     if wait < KEEPS_UP:
         text = f"Loading keeps up: the training loop waits for batches {_percent(wait)} of the time."
         return Bottleneck("training", 1 - wait, f"{text} A faster loader would not help.")
-    graph = setup.gpu or setup.dali_graph or "dali" in setup.videos.values()
-    work = work_of(times, setup.num_threads, setup.cores, setup.remote, graph)
+    uses_dali = setup.gpu or setup.dali_graph or "dali" in setup.videos.values()
+    work = work_of(times, setup.num_threads, setup.cores, setup.remote, uses_dali)
     starved, graph = times["starved_s"] / wall, times["graph_s"] / wall
     handover = wait - starved - graph
     if starved >= max(graph, handover):

@@ -121,9 +121,7 @@ class _Measured:
     first: _Epoch
     later: _Epoch
 
-    def speeds(
-        self, decodes: Sequence[Decodes], change: Callable[[Work], Work] = lambda work: work
-    ) -> tuple[Speed, Speed]:
+    def speeds(self, decodes: Sequence[Decodes], change: Callable[[Work], Work] = lambda work: work) -> tuple[Speed, Speed]:
         """Return the predicted speeds of the first epoch and of later ones.
 
         Args:
