@@ -15,7 +15,7 @@ import numpy as np
 _P = ParamSpec("_P")
 
 
-# For each argument of PyTorch's DataLoader, what to use instead with a Loader.
+# {argument of PyTorch's DataLoader that a Loader lacks: what to do instead}.
 INSTEAD_OF_DATALOADER = {
     "num_workers": "Use num_threads=, the number of decode threads.",
     "prefetch_factor": "Use prefetch=, the number of batches in progress.",
@@ -40,7 +40,7 @@ def known_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def known_arguments_or(hints: Mapping[str, str]) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
-    """Return a decorator like `known_arguments`, whose error also contains a hint for some unknown arguments.
+    """Return a decorator like `known_arguments`. Its error also contains a hint for some unknown arguments.
 
     Args:
         hints: {unknown argument: sentence that says what to do instead}.

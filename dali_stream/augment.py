@@ -13,8 +13,8 @@
 
 The numbers are a function of seed, epoch and position. The same position therefore gives the same pixels after a resume, on any
 number of ranks, and in every run on the same kind of device. All frames of a window get the same augmentation. Each call draws
-new numbers, so cameras get different augmentations. For equal ones, make a `Draw` per camera, since each begins with the same
-numbers.
+new numbers, so cameras get different augmentations. To augment all cameras in the same way, make a `Draw` for each camera,
+because every `Draw` begins with the same numbers.
 
 Frames have the layout HWC or FHWC, and are float32 in [0, 1] or uint8. Layout and dtype do not change, and neither does the
 size, except in `random_resized_crop`. A range is a tuple (low, high). A number instead of a range is the largest change in both
@@ -146,7 +146,7 @@ def color_jitter(
     """Change contrast, brightness, saturation and hue, in this order. Draws 4 numbers.
 
     Each step clamps values to [0, 1], or to [0, 255] for uint8, as in torchvision's ColorJitter. Contrast is relative to the
-    middle of this range, but to the mean of the frame in torchvision. A step that has no effect is left out.
+    middle of this range, whereas torchvision uses the mean of the frame. A step that has no effect is left out.
 
     Args:
         frame: Frames, see the module.

@@ -37,18 +37,18 @@ STAGES = {
 }  # fmt: skip
 KEEPS_UP = 0.1  # a loader keeps up if the training loop waits for batches for less than this share of the time
 _IDLE = 0.5  # a thread that works for less than this share of the time is not the limit
-JUDGED = 200  # number of last batches that are judged
-_SNAPSHOT_EVERY = 20  # number of batches per snapshot, which takes about 10 microseconds
+JUDGED = 200  # number of the most recent batches, on which the judgement is based
+_SNAPSHOT_EVERY = 20  # number of batches between snapshots; taking a snapshot takes about 10 microseconds
 _WORTH = 0.05  # more memory is worth its cost if it saves more than this share of the decodes or of the fetched bytes
-_LONG_GOP = 2.5  # from this number of decoded frames per delivered frame, re-encoding with a GOP of 2 is worthwhile
+_LONG_GOP = 2.5  # minimum number of decoded frames per delivered frame for which re-encoding with a GOP of 2 is worthwhile
 _SHORT_GOP = 1.5  # decoded frames per delivered frame with a GOP of 2 and no cache
 _SIMULATED = 100  # number of batches that are simulated with each memory budget
-_AS_BYTES = 0.4  # bytes that copying a frame as uint8 reads and writes, 1 + 1, divided by those as float32, 1 + 4
+_AS_BYTES = 0.4  # bytes read and written per value to copy a frame as uint8 (1 + 1), divided by those as float32 (1 + 4)
 _SAID = 1.05  # smallest gain that the text mentions
 
 
 class Recent:
-    """Snapshots of a loader's counters, with which its last `JUDGED` batches are judged.
+    """Snapshots of a loader's counters, taken to judge its last `JUDGED` batches.
 
     Attributes:
         warm: Whether the batches since `begin` follow a whole epoch, whose decoded frames may still be in memory.
@@ -84,7 +84,7 @@ class Recent:
 
     @property
     def since(self) -> Mapping[str, Any] | None:
-        """Counters before the batches to judge. None until the first batch, which is not judged, as it includes the start."""
+        """Counters before the batches to judge. None before the first batch, which is left out, since it includes the start."""
         return self._snapshots[0] if self._snapshots else None
 
 
@@ -104,10 +104,10 @@ class Setup:
         normalize, dali_graph: Whether these arguments were passed to the Loader.
         warm: Whether the batches follow a whole epoch of the same loader.
         keeps_all: Whether `memory_budget` holds all decoded frames, so that later epochs decode nothing.
-        frames_budget: Memory budget that would hold all decoded frames, in bytes. None if the current budget does, if the CPU
-            decodes no frames, or if this machine has less memory.
+        frames_budget: Memory budget that would hold all decoded frames, in bytes. None if the current budget holds them, if the
+            CPU decodes no frames, or if this machine has less memory.
         reads_budget: Memory budget that would hold the rows, indices and encoded video in use, in bytes. None if the current
-            budget does, or if this machine has less memory.
+            budget holds them, or if this machine has less memory.
         advice: Function that simulates a larger memory budget. It returns the larger budget in bytes, and the decodes with
             the current and the larger budget. It returns None if the larger budget saves too little, or exceeds the memory of
             this machine.
@@ -139,7 +139,7 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool) -
     Args:
         config: Configuration of the loader.
         source: Batches of the loader.
-        normalize: Whether the loader normalizes them.
+        normalize: Whether the loader normalizes the batches.
         warm: See `Setup`.
     """
     # While batches are in progress, only the planner may read indices, so its sizes are used.
@@ -186,7 +186,7 @@ class Bottleneck:
             "gather" or "plan" (planner thread), "graph" (copying frames into batches, and DALI), "handover" (from DALI to a
             batch), or "prefetch" if training waits although no stage is busy.
         share: Share of the time of its threads that the stage takes, 0 to 1.
-        text: One to three sentences: the stage, its share, and the change that would help most, with its predicted gain.
+        text: Two or three sentences: the stage, its share, and the change that would help most, with its predicted gain.
         gain: Batches per second with this change, divided by those now, as predicted by `pipeline.model`. 1 if unknown.
     """
 

@@ -32,7 +32,7 @@ class Counters:
         rows_s, gather_s, plan_s: Seconds of the stages of the planner thread.
         starved_s, graph_s, training_s, wait_s: Seconds of the thread that iterates. `wait_s` includes the first two.
         decode_cpu_s, plan_cpu_s, copy_cpu_s: CPU seconds of the decode threads, of the planner thread, and of `graph_s` and the
-            threads that help copying.
+            threads that help to copy.
 
     See `Loader.stats` for the others.
     """
@@ -80,7 +80,7 @@ class Counters:
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Add the seconds of the block to an attribute, without those of stages inside it, and its CPU seconds to another."""
+        """Add the wall and CPU seconds of the block to the attributes of a stage, without those of the stages inside it."""
         outer_wall, outer_cpu = getattr(self._thread, "inner", (0.0, 0.0))
         self._thread.inner = 0.0, 0.0
         started, began = time.perf_counter(), time.thread_time()
@@ -98,7 +98,7 @@ class Counters:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Add the CPU seconds of the block, in a thread that helps copying."""
+        """Add the CPU seconds of the block to `copy_cpu_s`. Threads that help to copy use this."""
         began = time.thread_time()
         try:
             yield

@@ -45,22 +45,23 @@ class Dataset(DatasetFiles):
         storage_options: Credentials, endpoints and timeouts. See docs/remote.md for the options of each storage.
         cache_dir: Folder for fetched bytes, which the ranks of a machine and later runs share. Local files are never copied to
             it. Default: fetched bytes are kept in memory only.
-        cache_bytes: Maximum size of the cache on disk, in bytes or such as "200GiB". Least recently used bytes are evicted
-            first. Default: no limit.
+        cache_bytes: Maximum size of the cache on disk, in bytes or as a text such as "200GiB". Least recently used bytes are
+            evicted first. Default: no limit.
         give_up_after_s: Number of seconds after which a failing read is no longer retried. Default: 60, but 5 until the first
             connection succeeds.
         stats: Statistics for `normalize` in the form that `compute_stats` returns. They do not change the fingerprint. Default:
             those of the dataset, which cover all of its episodes.
-        episode_filter: Function of one episode's columns in `meta/episodes` or `meta/episodes.jsonl` that returns whether to
-            use the episode (`lambda episode: episode["length"] > 50 and "fold the shirt" in episode["tasks"]`), or a
-            `pyarrow.compute` expression (`pc.field("length") > 50`). It applies to the episodes in `episodes`. Default: all.
+        episode_filter: Function that gets one episode's columns in `meta/episodes` or `meta/episodes.jsonl` as a dict, and
+            returns whether to use the episode (`lambda episode: episode["length"] > 50 and "fold the shirt" in
+            episode["tasks"]`), or a `pyarrow.compute` expression (`pc.field("length") > 50`). The filter applies to the
+            episodes in `episodes`. Default: all.
         frames: Frames to sample, {episode index: [(start, stop), ...]}, or the path of a JSON file with that content. Ranges
             exclude `stop`, and episodes without ranges yield no samples. Windows still extend to the ends of the episode.
             Default: all.
         drop_first, drop_last: Number of frames at the beginning and the end of each episode that are not sampled. Default: 0.
         clock: Time at which the frame of a row is located in a video: "timestamp" for the row's timestamp, as in LeRobot, or
-            "frame_index" for frame_index / fps, for datasets with timestamps of a wall clock. Rows are delivered unchanged.
-            Default: "timestamp".
+            "frame_index" for frame_index / fps, which also works if the timestamps are those of a wall clock. Rows are
+            delivered unchanged. Default: "timestamp".
         tolerance_s: Maximum distance between this time and the frame, in seconds, up to half a frame. LeRobot's default is
             1e-4. Default: a quarter of a frame.
 
@@ -79,7 +80,7 @@ class Dataset(DatasetFiles):
             commit of a Hub repository, and on `clock` and `tolerance_s` if they are not the defaults.
         skips_images: Whether the rows contain images that are not selected.
         revision: Commit of the Hub repository. None for other datasets.
-        cache_dir, clock: As given.
+        cache_dir, clock: Values of these arguments.
         tolerance_s: Tolerance in seconds.
 
     Raises:
@@ -136,7 +137,7 @@ class Dataset(DatasetFiles):
             raise
 
     def split(self, shares: Mapping[str, float] | None = None, *, seed: int = 0) -> dict[str, Dataset]:
-        """Divide the selected episodes, for example into those for training and for validation.
+        """Divide the selected episodes into parts, for example for training and for validation.
 
             parts = dataset.split({"train": 0.9, "val": 0.1})
 
@@ -150,7 +151,7 @@ class Dataset(DatasetFiles):
 
         Raises:
             DatasetError: If `splits` is missing from the metadata or does not contain ranges of episodes.
-            ValueError: If a share is out of range or smaller than one episode.
+            ValueError: If a share is out of range, or if a part would have no episodes.
         """
         if shares is None:
             chosen = self._stored_splits()
@@ -209,7 +210,7 @@ class Dataset(DatasetFiles):
             DatasetError, StorageError, DecodeError: If rows or frames cannot be read.
             ValueError: If a key is unknown.
         """
-        from dali_stream.decode.statistics import compute_stats  # loads torch, which datasets alone do without
+        from dali_stream.decode.statistics import compute_stats  # imported on use, because it loads torch
 
         return compute_stats(self, keys, progress)
 

@@ -1,6 +1,6 @@
 """Exceptions of the package, and a function for their messages.
 
-An invalid argument raises a plain `ValueError`. All other errors are subclasses of `DaliStreamError`.
+An invalid value of an argument raises a plain `ValueError`. All exceptions in this module are subclasses of `DaliStreamError`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def join_sizes(words: Sequence[str] | None = None, options: Sequence[str] = ("--
     address of a dataset.
 
     Args:
-        words: Command line without the program's name. Default: that of this process.
+        words: Command line without the program's name. Default: the command line of this process.
         options: Names of the options whose value is a size. Default: `--image-size`.
     """
     rest = list(sys.argv[1:] if words is None else words)

@@ -13,7 +13,7 @@ def install_command(extra: str) -> str:
     """
     try:
         lines = importlib.metadata.requires("dali-stream") or []
-    except importlib.metadata.PackageNotFoundError:  # a checkout that is on the path and not installed
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is on the path but not installed
         return f"pip install -c constraints.txt '.[{extra}]'"
     requirements = [line.partition(";")[0].strip() for line in lines if _is_of(line, extra)]
     return shlex.join(["pip", "install", *requirements])

@@ -1,4 +1,4 @@
-"""Loader, the public iterator over batches, with a state from which other numbers of ranks can resume."""
+"""Loader, the public iterator over batches. A run can resume from its state on another number of ranks."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class Loader:
         batch_size: Number of samples per batch and rank. Default: 64.
         delta_timestamps: Windows per key: times in seconds relative to the current frame, in multiples of 1/fps, such as
             `{"action": [i / dataset.fps for i in range(16)]}`. As in LeRobot, a step selects the row that is
-            round(seconds * fps) rows away in the episode, whatever its timestamp is. Default: no windows.
-        dali_graph: Function from a dict of DALI nodes to another dict, which is added at the end of the DALI graph. Frames are
-            HWC or FHWC, resized and converted to `image_dtype`. An output whose layout ends in HWC is delivered channels first.
-            The node "sample" contains random numbers for augmentation, see `dali_stream.augment`, and is not delivered.
-            Default: none.
+            round(seconds * fps) rows away in the episode, regardless of the timestamp of that row. Default: no windows.
+        dali_graph: Function from a dict of DALI nodes to another dict. Its operators are added at the end of the DALI graph.
+            Frames are HWC or FHWC, resized and converted to `image_dtype`. An output whose layout ends in HWC is delivered
+            channels first. The node "sample" contains random numbers for augmentation, see `dali_stream.augment`, and is not
+            delivered. Default: none.
         image_size: Size (height, width) in pixels to which frames are resized, without keeping their aspect ratio. To keep it,
             crop in `dali_graph`. Default: the recorded size, which must be the same for all datasets of a mixture.
         image_dtype: "float32" or `torch.float32` for values in [0, 1], "uint8" or `torch.uint8` for values in [0, 255].
@@ -69,29 +69,30 @@ class Loader:
             `torch.utils.data.default_collate`. Frames have the same shape and values in both. Default: "channels_last", which
             is the format of decoders, so nothing is transposed.
         normalize: Mode per key, {key: "mean_std", "min_max", "quantiles" or None}, or one mode for action and observations,
-            see `Normalizer`. For a mixture, "min_max_per_dataset" and the like use the statistics of each sample's own dataset.
-            Normalization follows `dali_graph`, and `normalizer.inverse` undoes it. Default: no normalization.
+            see `Normalizer`. For a mixture, modes such as "min_max_per_dataset" use the statistics of each sample's own
+            dataset. Normalization follows `dali_graph`, and `normalizer.inverse` undoes it. Default: no normalization.
         shuffle: True for pools of episodes, "global" for one permutation of all frames, which suits local data, or False for
             the recorded order. Default: True.
         seed: Seed of the order and of augmentation. Default: 0.
         consumers, episode_pool_size: See `Order`. They are only used with `shuffle=True`. A run can be resumed on every world
             size that divides `consumers`. Default: chosen for the global batch, which is batch_size times the world size, such
             as 32 and 8 for 64 samples. A resumed run keeps the values of its state.
-        device: "auto", "cpu", "cuda" or an index such as "cuda:1". "auto" is the GPU of this process if it has one. Default:
-            "auto".
+        device: "auto", "cpu", "cuda" or an index such as "cuda:1". "auto" is the GPU of this process if it has one, and the CPU
+            otherwise. Default: "auto".
         decode: "auto" for NVDEC if the driver supports the camera's video and torchcodec otherwise, "fastest" for the faster of
             the two on this machine, "dali", "torchcodec", or "torchcodec-cuda" for NVDEC without DALI (not run on a GPU yet).
             Default: "auto".
-        num_threads: Number of decode threads, on the CPU and of DALI for NVDEC. Default: the number of cores of this process.
+        num_threads: Number of threads that decode on the CPU, and maximum number of DALI's threads for NVDEC. Default: the
+            number of cores of this process.
         prefetch: Number of batches that are prepared ahead. Default: enough to keep all threads busy, from 2 to 16.
-        memory_budget: Memory for rows, indices of video files, encoded video of remote data, and decoded frames, in bytes or
-            such as "4GiB". The first three get what the episodes in use need, up to half of the budget. Decoded frames get the
-            rest. In-flight frames are not counted if they exceed the budget, or if it holds all frames of the dataset. Default:
-            "4GiB".
-        audit: Number of samples of which one is audited, if DALI decodes a camera. An audited sample is also decoded by
-            torchcodec. If the frames differ by more than a tolerance, torchcodec decodes the batch and all later ones, and a
-            warning names file and frame. The first sample of each file is always audited. 0 turns audits off. With a
-            `dali_graph`, audits take the memory of another batch of frames on the GPU. Default: 1000.
+        memory_budget: Memory for rows, indices of video files, encoded video of remote data, and decoded frames, in bytes or as
+            a text such as "4GiB". The first three get what the episodes in use need, up to half of the budget. Decoded frames
+            get the rest. The frames of the batches in progress are not counted if they exceed this rest, or if it holds all
+            frames of the dataset. Default: "4GiB".
+        audit: Average number of samples per audited sample, if DALI decodes a camera. torchcodec also decodes each audited
+            sample. If the frames differ by more than a tolerance, torchcodec decodes the camera in this batch and all later
+            ones, and a warning names file and frame. The first sample of each file is always audited. 0 turns audits off. With
+            a `dali_graph`, audits take the memory of another batch of frames on the GPU. Default: 1000.
         last_batch: Treatment of samples that do not fill the last batch of an epoch: "drop" omits them, "partial" delivers a
             smaller batch, and "pad" fills the batch with the first samples of the epoch. Default: "drop".
         on_error: "raise", or "substitute" to replace a sample that cannot be decoded with another sample of its batch.
@@ -102,8 +103,8 @@ class Loader:
             a DecodeError that contains the first error is raised. Default: 1.0.
         rank, world_size: Rank of this process, and number of ranks. Default: those of torch.distributed or Accelerate if
             initialized, otherwise of the environment variables `RANK` and `WORLD_SIZE`, otherwise 0 and 1. Iterating raises an
-            error if torch.distributed has been initialized with other values since. Explicit values are not compared with it,
-            so several processes may share a rank, as in tensor parallelism.
+            error if torch.distributed has been initialized with other values since. Explicit values are not checked in this
+            way, so several processes may share a rank, as in tensor parallelism.
 
     Raises:
         ValueError: If an argument is invalid.
@@ -265,7 +266,7 @@ class Loader:
         """Return the state of the run, a small JSON-serialisable dict that is the same on each rank.
 
         The state contains the position in the epoch's order after the batches that have been delivered. A resumed run
-        continues with the very next sample, on any number of ranks that divides `consumers`. A state that is saved with the
+        continues with the very next sample, on any number of ranks that divides `consumers`. A state that is saved after the
         last batch of an epoch resumes with the next epoch.
         """
         self._check_usable()
@@ -314,12 +315,12 @@ class Loader:
     def describe(self) -> dict[str, Any]:
         """Return everything that determines the batches of this run, as a JSON-serialisable dict that is the same on each rank.
 
-        `batch_at` reproduces any batch from it, and `dali-stream preview --config` displays the batch. It contains the dataset
-        with the commit of a Hub repository, all arguments of the Loader that affect the contents of batches, with defaults
-        resolved, the name and arguments of `dali_graph`, and versions of packages. It contains no credentials.
+        `batch_at` reproduces any batch from it, and `dali-stream preview --config` displays the batch. The dict contains the
+        dataset with the commit of a Hub repository, all arguments of the Loader that affect the contents of batches (with
+        defaults resolved), the name and arguments of `dali_graph`, and versions of packages. It contains no credentials.
 
-        It describes the batches of this Loader. If the run was resumed with another global batch or world size, earlier batches
-        are described by the Loader that delivered them.
+        The dict describes the batches of this Loader. If the run was resumed with another global batch or world size, earlier
+        batches are described by the Loader that delivered them.
         """
         routes, modes = self.routes, self.normalizer.modes
         return run_config.describe(
@@ -343,7 +344,7 @@ class Loader:
             write_state(path, state | {"config": self.describe()})
 
     def restore(self, path: str | os.PathLike[str]) -> bool:
-        """Continue from a file that `save` has written. Call it before the first iteration, on each rank.
+        """Continue from a file that `save` has written. Call this method before the first iteration, on each rank.
 
         Args:
             path: Path to the file.
@@ -360,8 +361,8 @@ class Loader:
     def resume(self, *, epoch: int, batch: int) -> None:
         """Continue from a checkpoint that contains only the number of steps, and no state of the Loader.
 
-        These numbers do not contain the dataset, the order and the global batch of the run, so they are not checked. Prefer
-        `load_state_dict`. Call this method before the first iteration.
+        The Loader cannot check that the dataset, the order and the global batch are those of the run, because the number of
+        steps says nothing about them. Prefer `load_state_dict`. Call this method before the first iteration.
 
         Args:
             epoch: Epoch of the checkpoint, from 0.
@@ -384,7 +385,7 @@ class Loader:
 
     @property
     def routes(self) -> dict[str, Route]:
-        """Decoder of each camera, {camera: Route(decoder, reason)}. It is replaced if it cannot decode one of the files."""
+        """Decoder of each camera, {camera: Route(decoder, reason)}. torchcodec replaces a decoder that cannot decode a file."""
         self._check_usable()
         return dict(self._source.routes)
 
@@ -394,10 +395,10 @@ class Loader:
         Counters:
 
         - `batches`, `samples`: Number of batches and samples delivered.
-        - `frames`: Number of frames delivered, without those of cameras that a dataset lacks.
+        - `frames`: Number of frames delivered, without the frames of cameras that a dataset lacks.
         - `clips`: Number of clips that were packed or decoded for these frames.
-        - `decoded_frames`: Number of frames decoded, including those that are only decoded to reach others.
-        - `stored_frames`: Number of decoded frames that the CPU resized and put into memory, for this batch or a later one.
+        - `decoded_frames`: Number of frames decoded, including frames that are decoded only to reach other frames.
+        - `stored_frames`: Number of decoded frames that the CPU resized and put into memory.
         - `frame_cache_hits`: Number of delivered frames that an earlier batch had decoded.
         - `frames_evicted_before_use`: Number of decoded frames that memory_budget did not hold until their next use.
         - `indices_read_again`: Number of indices of video files that were read again, since memory_budget did not hold them.
@@ -421,13 +422,13 @@ class Loader:
         - `decode_cpu_s`, `plan_cpu_s`, `copy_cpu_s`: CPU time of the decode threads, of the planner thread, and of copying.
         - `first_batch_s`: Time from construction to the first batch. None before it.
 
-        Remote data, with 0 for local data:
+        Remote data (these are 0 for local data):
 
         - `requests`, `retries`: Number of requests and of retries since the dataset was opened.
         - `fetched_bytes`, `cached_bytes`: Bytes read over the network and from `cache_dir` since the dataset was opened.
         - `fetch_s`: Time that all reads waited for the network since the dataset was opened, in seconds.
-        - `needed_bytes`: Bytes of the indices, rows and encoded video that the batches so far needed. Each of them is counted
-          once per epoch, unless its episode was closed and opened again.
+        - `needed_bytes`: Bytes of the indices, rows and encoded video that the batches so far needed. Indices are counted once.
+          Rows are counted at most once per epoch, and so is encoded video unless its episode was closed and opened again.
         - `evicted_early`: Number of blocks of encoded video that memory_budget did not hold until their next use.
 
         `bottleneck` interprets the times.
@@ -462,8 +463,8 @@ class Loader:
         """Return the stage that limits this loader, and the change that would help most. Print the result to read it as text.
 
         The last 200 batches are judged. Batches of the first epoch are never judged together with later ones, whose frames may
-        be in memory already. A Loader logs the result once, after 200 batches. If memory_budget holds all decoded frames, it
-        logs the result in the second epoch, since only the first epoch decodes.
+        be in memory already. A Loader logs the result once, after 200 batches. If memory_budget holds all decoded frames, the
+        Loader logs the result after the first epoch, since only the first epoch decodes.
 
         Args:
             since: Earlier result of `stats()`. If given, all batches after it are judged instead.
@@ -544,7 +545,7 @@ class Loader:
                 self._stop()
 
     def _log_bottleneck(self) -> None:
-        """Log the bottleneck once. Log it as a warning only if training has to wait.
+        """Log the bottleneck once. Log it as a warning only if training has to wait, and only on rank 0.
 
         If memory holds all frames, the first epoch is not typical of the run, so nothing is logged in it.
         """

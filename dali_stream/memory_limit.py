@@ -71,7 +71,7 @@ def cgroup_values(root: Path, controller: str, name: str) -> Iterator[str]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2, which is mounted in another folder beside version 1
+        if not controllers:  # version 2; if version 1 is mounted too, version 2 is in the folder `unified`
             folders = ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
         else:
             folders = [f"sys/fs/cgroup/{controller}"] if controller in controllers.split(",") else []

@@ -50,11 +50,11 @@ class Mixture(CombinedSource[Dataset]):
     `datasets`, int64 of shape (B,). If the datasets differ and `missing` is "pad", it also contains `<key>_is_missing`, bool of
     shape (B,), for each key that some datasets lack, and `<key>_dim_is_pad`, bool of shape (B, D), for each vector that is
     shorter in some datasets. Missing values are zeros or empty strings. If the sizes of frames differ, the Loader needs
-    `image_size`. A window has the same times in seconds for all datasets, whose frame rates may differ.
+    `image_size`. A window has the same times in seconds for all datasets, even if their frame rates differ.
 
     Args:
         datasets: Datasets by name. Each is a `Dataset`, an address that `Dataset` accepts, or a dict of arguments of `Dataset`.
-            They are opened in parallel.
+            The datasets are opened in parallel.
         weights: Weight of each dataset by name, a positive number.
         repeats: Number of passes of each dataset per epoch by name, a positive number.
         temperature: Positive number that determines how strongly the number of frames affects the number of samples.
@@ -189,7 +189,7 @@ class Mixture(CombinedSource[Dataset]):
 
     @property
     def stats(self) -> Stats:
-        """Statistics of the samples per common key, merged from those of the datasets and weighted by their shares.
+        """Statistics of the samples per common key, merged from the datasets' statistics and weighted by the datasets' shares.
 
         `mean` and `std` are those of the mixed samples, `min` and `max` are the extremes, and quantiles are approximate. A
         statistic of a feature is included if all datasets with this feature have it.

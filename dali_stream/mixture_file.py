@@ -28,7 +28,7 @@ _PATHS = ("uri", "data_files_root", "cache_dir", "frames")  # arguments that may
 
 
 def is_mixture_file(uri: str | os.PathLike[str]) -> bool:
-    """Return whether the address of a dataset is the path to a mixture file, judged by its suffix. A folder is not."""
+    """Return whether the address of a dataset is a path with the suffix of a mixture file, and not that of a folder."""
     return "://" not in os.fspath(uri) and Path(uri).suffix.lower() in SUFFIXES and not Path(uri).is_dir()
 
 

@@ -106,8 +106,8 @@ class Normalizer:
             self._on[key, like.device] = (torch.tensor(first, device=like.device), torch.tensor(second, device=like.device))
         shift, scale = self._on[key, like.device]
         feature_shape = self._shape[key]
-        # A tensor of another shape would be broadcast without an error. Statistics of a camera have shape (C, 1, 1), of which
-        # only C must match.
+        # A tensor of another shape would be broadcast without an error. Statistics of a camera have shape (C, 1, 1), and only
+        # C must match.
         if (
             like.shape[like.ndim - len(feature_shape) :][: 1 if len(feature_shape) == 3 else None]
             != feature_shape[: 1 if len(feature_shape) == 3 else None]

@@ -41,8 +41,8 @@ class Ranks:
             owner: Class of the object that uses these ranks, for the message.
 
         Raises:
-            DaliStreamError: If the process group has another rank or world size, or if without one the environment has only
-                one of `RANK` and `WORLD_SIZE`.
+            DaliStreamError: If the process group has another rank or world size. If no process group exists, the environment is
+                checked instead, and it is also an error if the environment has only one of `RANK` and `WORLD_SIZE`.
         """
         if self.source == "arguments":
             return
@@ -101,7 +101,7 @@ def _process_group() -> _ProcessGroup | None:
 
 
 def _environment() -> dict[str, int]:
-    """Return {name: value} of the environment variables `RANK` and `WORLD_SIZE`, without those that are not set."""
+    """Return {name: value} of the environment variables `RANK` and `WORLD_SIZE` that are set."""
     values = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     try:
         return {name: int(value) for name, value in values.items()}
@@ -135,7 +135,7 @@ def refuse_workers() -> None:
 
 
 def cores() -> int:
-    """Return the number of cores for this process: those that it may run on, divided by the number of local ranks."""
+    """Return the number of cores for this process: all cores that it may run on, divided by the number of local ranks."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(available // local_ranks(), 1)
 
@@ -204,7 +204,7 @@ def gpu(device: str) -> int | None:
 
 
 def _has_driver() -> bool:
-    """Return whether a CUDA driver is installed. Without one, torch need not be imported, which is slow."""
+    """Return whether a CUDA driver is installed. Importing torch to find this out would be slow."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -37,8 +37,8 @@ def batch_at(
         config: Result of `Loader.describe`, or the content of a file of `Loader.save`.
         epoch: Epoch of the batch, from 0.
         batch: Number of the batch in its epoch, from 0: `Loader.batch_index` before the batch was delivered.
-        dali_graph: Function that was the argument `dali_graph` of the run, since JSON cannot contain it. Default: the run had
-            none.
+        dali_graph: Argument `dali_graph` of the run. JSON cannot contain a function, so it must be passed again. Default: None,
+            if the run had none.
         rank: Rank whose share of the global batch is returned. Default: 0.
         dataset: Opened dataset of the run, which stays open. Pass it if the data has moved, or if it needs credentials, which
             `config` does not contain. Default: the dataset that `config` describes.

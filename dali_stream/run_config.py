@@ -3,7 +3,7 @@
     software    versions of the packages that affect pixels
     dataset     arguments of a `Dataset`, or of a `Mixture` with the arguments of its datasets in `datasets`
     loader      arguments of the `Loader`, with defaults resolved
-    dali_graph  name and arguments of the function, which JSON cannot contain
+    dali_graph  name and arguments of the function, because JSON cannot contain the function itself
     routes      decoder of each camera
     state       part of the Loader's state that is the same at each position
     begin       epoch and position at which the Loader began, or None if the position is a multiple of the global batch
@@ -150,7 +150,7 @@ def described_dataset(dataset: Dataset | Mixture) -> dict[str, Any]:
 def described_graph(dali_graph: Callable[..., Any] | None) -> dict[str, Any] | None:
     """Return the name and the keyword arguments of a function for JSON.
 
-    Arguments are those of `functools.partial`. They are None if JSON cannot contain them, or if some are positional.
+    The arguments are the ones in `functools.partial`. They are None if JSON cannot contain them, or if some are positional.
     """
     if dali_graph is None:
         return None
@@ -176,7 +176,7 @@ def _ranges(episodes: npt.NDArray[np.int64]) -> list[list[int]]:
 
 
 def checked(config: object) -> dict[str, Any]:
-    """Return the description in `config`: the result of `Loader.describe`, or a file of `Loader.save`, which contains one.
+    """Return the description in `config`, the result of `Loader.describe` or the content of a file of `Loader.save`.
 
     Raises:
         ValueError: If `config` is neither.
@@ -249,7 +249,7 @@ def last_batch(config: Mapping[str, Any], state: Mapping[str, Any], frames: int)
 
 
 def batches_of(config: Mapping[str, Any], frames: int) -> Batches:
-    """Return the batches of an epoch of a run with this number of positions."""
+    """Return the batches of a run's epoch, which has `frames` positions."""
     loader = config["loader"]
     return Batches(frames, loader["batch_size"], loader["world_size"], loader["last_batch"])
 

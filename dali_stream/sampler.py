@@ -62,9 +62,10 @@ class FrameSampler(Sampler[int]):
     The sampler keeps only the boundaries of the episodes in memory, and computes a few thousand indices at a time.
 
     Args:
-        episode_lengths: Number of frames of each episode, in the order of the map-style dataset. Or a `Dataset` with the same
-            selected episodes in increasing order of their index. Its `frames`, `drop_first` and `drop_last` then apply, too. Or
-            a `Mixture`, for a `torch.utils.data.ConcatDataset` of the map-style datasets in the same order.
+        episode_lengths: Number of frames of each episode, in the order of the map-style dataset. A `Dataset` is also accepted,
+            if the map-style dataset has the same episodes in increasing order of their index. Its `frames`, `drop_first` and
+            `drop_last` then apply, too. For a `torch.utils.data.ConcatDataset` of several map-style datasets, pass a `Mixture`
+            with the datasets in the same order.
         shuffle: See `Loader`. Default: True if `batch_size`, `consumers` or `episode_pool_size` is passed, otherwise "global",
             since a map-style dataset is local. A resumed run keeps the value of its state.
         seed: See `Loader`. Default: 0.
@@ -73,8 +74,8 @@ class FrameSampler(Sampler[int]):
         consumers, episode_pool_size: See `Loader`. Default: chosen as in `Loader` if `batch_size` is passed. Otherwise they are
             32 and 8, which mix well only if 32 divides the global batch.
         drop_first, drop_last: Number of frames at the beginning and at the end of each episode that are never sampled.
-            An episode with no more frames than these yields no samples. For a mixture, pass these arguments to its datasets
-            instead. Default: 0.
+            An episode that has no other frames yields no samples. For a mixture, pass these arguments to its datasets instead.
+            Default: 0.
         rank, world_size: See `Loader`.
 
     Raises:
@@ -202,7 +203,8 @@ class FrameSampler(Sampler[int]):
             batch_size: Batch size of the DataLoader per rank.
 
         Raises:
-            ValueError: If this iteration has yielded fewer indices, or if only one argument is passed.
+            ValueError: If this iteration has yielded fewer indices than `step` batches contain, or if only one argument is
+                passed.
         """
         if step is None and batch_size is None:
             return self._state(self._now.yielded)

@@ -100,7 +100,7 @@ def events(spans: list[Span], began: float) -> list[dict[str, Any]]:
 
 
 def record(name: str, start: float, stop: float, batch: int | None = None) -> None:
-    """Record a span of this thread, if a trace is being recorded. See `Span`. Default batch: that of the thread."""
+    """Record a span of this thread, if a trace is being recorded. See `Span`. By default, it has the thread's batch."""
     if (spans := _spans) is not None:
         batch = getattr(_local, "batch", None) if batch is None else batch
         spans.append(Span(name, threading.get_native_id(), threading.current_thread().name, start, stop, batch))
@@ -108,7 +108,7 @@ def record(name: str, start: float, stop: float, batch: int | None = None) -> No
 
 @contextlib.contextmanager
 def span(name: str, batch: int | None = None) -> Iterator[None]:
-    """Record the block as a span. Default batch: that of the thread."""
+    """Record the block as a span. By default, it has the thread's batch."""
     start = time.perf_counter()
     try:
         yield

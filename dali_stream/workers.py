@@ -20,7 +20,7 @@ V = TypeVar("V")
 
 
 class Workers:
-    """Pool of threads. Jobs with a lower priority value run first, and jobs with equal priority in the order of `submit`.
+    """Pool of threads. Jobs with a lower priority value run first. Jobs with equal priority run in the order of `submit`.
 
     The threads are daemons, so the interpreter can exit while a job waits for a server that hangs. With the standard library's
     pool, it could not.
@@ -122,7 +122,7 @@ class Once:
 
         Args:
             key: Key of the call. All calls for a key must return the same type.
-            call: Function to call. It must not request its own key, which would wait for itself.
+            call: Function to call. It must not request its own key, because it would then wait for itself.
         """
         with self._lock:
             future = self._under_way.get(key)

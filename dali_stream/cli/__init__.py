@@ -1,7 +1,8 @@
 """The program `dali-stream`: its commands and error messages.
 
-A bad argument prints one line to stderr and exits with code 2. A failed run exits with code 1, and Ctrl-C with code 130.
-Commands import heavy modules (torch, torchcodec, DALI) only when they run, so that --help is fast.
+After a bad argument, the program prints its error to stderr and exits with code 2. After a failed run, it exits with code 1,
+and after Ctrl-C with code 130. Commands import heavy modules (torch, torchcodec, DALI) only when they run, so that --help is
+fast.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _program(
     """Stream LeRobot datasets into training through NVIDIA DALI.
 
     A dataset (URI) is a local folder, the id of a Hub repository, or an address such as hf://, s3://, gs:// or https://.
-    To start without one: `dali-stream demo`.
+    To start without a dataset, run `dali-stream demo`.
     """
 
 

@@ -1,4 +1,7 @@
-"""Options that several commands share, and parsers of their values. Unlike typer's, their errors contain the invalid value."""
+"""Options that several commands share, and parsers of their values.
+
+Unlike typer's parsers, these report the invalid value, except for JSON, which may contain credentials.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ ToleranceS = Annotated[
 
 
 def located_by(clock: str | None, tolerance_s: float | None) -> dict[str, Any]:
-    """Return those of the two arguments of `Dataset` that are not None."""
+    """Return the arguments `clock` and `tolerance_s` of `Dataset`, without those that are None."""
     return {name: value for name, value in (("clock", clock), ("tolerance_s", tolerance_s)) if value is not None}
 
 

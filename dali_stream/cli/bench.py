@@ -62,7 +62,7 @@ def bench(
     A rate is the number of frames per second of a node, from the end of the warm-up to the last batch. If all frames fit in
     --memory-budget, only the first epoch decodes. The first epoch is then timed separately from later ones.
 
-    For several ranks: accelerate launch benchmarks/streaming.py URI ... The exit code is 1 if no frame was measured.
+    To use several ranks, run `accelerate launch benchmarks/streaming.py URI ...`. The exit code is 1 if no frame was measured.
     """
     from dali_stream.tools.bench import run, write
 

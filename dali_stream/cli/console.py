@@ -16,7 +16,7 @@ from rich.table import Table
 
 
 def results() -> Console:
-    """Return the console for tables. If stdout is a pipe or a file, it writes plain text with a width of 120 columns."""
+    """Return the console for tables. In a pipe or a file, they are plain text, 120 columns wide unless `COLUMNS` is set."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
     return Console(width=wide, highlight=False, emoji=False)
 
@@ -67,7 +67,7 @@ def progress(description: str = "", enabled: bool = True) -> Iterator[Show]:
         task = bar.add_task(description, total=None)
 
         def show(done: int, total: int, description: str = description) -> None:
-            # A new description is drawn at once, or that of a short stage might never appear.
+            # A new description is drawn at once. Otherwise, the description of a short stage might never appear.
             is_new = bar.tasks[task].description != description
             bar.update(task, description=description, completed=done, total=total, refresh=is_new)
 

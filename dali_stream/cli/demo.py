@@ -1,4 +1,4 @@
-"""`dali-stream demo`: makes a small dataset, streams one epoch of it, and measures this."""
+"""`dali-stream demo`: makes a small dataset, streams one epoch of it, and measures the speed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def demo(
     """
     wanted = {"episodes": episodes, "size": arguments.size("--size", size), "codec": codec}
     out = Path(f"{root.absolute()}-sheet.png") if out is None else arguments.png("--out", out)
-    from dali_stream.tools.epoch import stream  # imported first, so that a missing library fails before the dataset is written
+    from dali_stream.tools.epoch import stream  # imported first, to fail before the dataset is written if a library is missing
 
     dataset = _dataset(root, {name: value for name, value in wanted.items() if value is not None})
     with console.progress("streaming one epoch") as show:
@@ -65,7 +65,7 @@ def demo(
 
 
 def _dataset(root: Path, wanted: dict[str, Any]) -> Dataset:
-    """Return the dataset at `root`. Write it if the folder is empty or new. Otherwise check that it is as wanted."""
+    """Return the dataset at `root`. Write it if the folder is empty or new. Otherwise, check that it agrees with `wanted`."""
     from dali_stream.demo import write_demo
 
     if root.is_dir() and any(root.iterdir()):

@@ -29,7 +29,7 @@ def info(
     clock: arguments.Clock = None,
     tolerance_s: arguments.ToleranceS = None,
 ) -> None:
-    """Describe a dataset: episodes, features, cameras, and the decoder that this machine uses for each.
+    """Describe a dataset: episodes, features, cameras, and the decoder that this machine uses for each camera.
 
     The command reads metadata, the index of up to 32 video files per camera, and the rows of one episode per camera. It lists
     missing and broken files, and decodes no frame. The exit code is 1 if a file is missing or broken, or if a row has no frame.

@@ -13,8 +13,8 @@ from dali_stream.errors import DaliStreamError
 def lerobot_train(context: typer.Context) -> None:
     """Run LeRobot's lerobot-train with its own arguments, and load its data through a Loader.
 
-    Arguments of the Loader begin with --loader, such as --loader.image_size=224x224. On several GPUs: accelerate launch -m
-    dali_stream lerobot-train ARGS. --help lists all arguments.
+    Arguments of the Loader begin with --loader, such as --loader.image_size=224x224. On several GPUs, run `accelerate launch -m
+    dali_stream lerobot-train ARGS`. --help lists all arguments.
     """
     from dali_stream.integrations import lerobot
     from dali_stream.integrations.lerobot.arguments import ARGUMENTS, PREFIX, split_arguments

@@ -142,7 +142,7 @@ def _of_run(
     rank: int,
     dali_graph: str | None,
 ) -> _Sheet:
-    """Return the sheet with a batch of a run. Frames are denormalized, since normalized values are no valid colours."""
+    """Return the sheet with a batch of a run. Frames are denormalized, since normalized values are not valid colours."""
     from dali_stream.tools import sheet
 
     described, saved = runs.config_and_state(config, state)

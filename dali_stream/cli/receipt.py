@@ -27,7 +27,7 @@ def receipt(
     storage_options: arguments.StorageOptions = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with every position.")] = False,
 ) -> None:
-    """Say in which epochs, at which positions and in which steps a run has seen an episode, such as one that is retracted.
+    """Say in which epochs, at which positions and in which steps a run has seen an episode, for example a retracted one.
 
     The answer is computed from the order without reading frames. It covers the run up to --state, or up to the state in
     --config or the last entry of --log.

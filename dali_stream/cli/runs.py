@@ -64,10 +64,10 @@ def graph(option: str, named: str | None, recorded: Mapping[str, Any] | None = N
     Args:
         option: Name of the option, for messages.
         named: Value of the option, or None.
-        recorded: Entry `dali_graph` of a run's description, whose recorded arguments the function gets. Default: None.
+        recorded: Entry `dali_graph` of a run's description. The function gets the arguments in it. Default: None.
 
     Raises:
-        ValueError: If there is no such function.
+        ValueError: If `named` has another form, or if the file or the function does not exist.
     """
     if named is None:
         return None

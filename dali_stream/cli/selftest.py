@@ -18,15 +18,15 @@ def selftest(
     out: Annotated[Path | None, typer.Option(metavar="JSON", help="File for the report, written after each stage.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object instead of tables.")] = False,
 ) -> None:
-    """Test NVDEC through DALI on this machine: frames and colours, also on a busy GPU, memory, and speed compared with
+    """Test NVDEC through DALI on this machine: frames and colours (also on a busy GPU), memory, and speed compared with
     torchcodec.
 
     The command generates videos of every codec that the driver supports, with GOPs of 1, 2, 12 and 30. It takes up to 8
-    minutes, and runs the most important tests first. Tests for which no time remains are listed. Without a GPU, nothing is
+    minutes, and runs the most important tests first. It lists the tests for which no time remains. Without a GPU, nothing is
     tested, and the exit code is 0. --device cpu tests the codecs that DALI decodes on the CPU. The exit code is 1 if a test
     failed or was left out.
     """
-    import dali_stream.loader  # noqa: F401 - imported first, so that a missing library fails before any work
+    import dali_stream.loader  # noqa: F401 - imported first, to fail before any work if a library is missing
     from dali_stream.tools import environment
     from dali_stream.tools.selftest import selftest as run
 
@@ -53,7 +53,7 @@ def selftest(
         raise typer.Exit(1)
 
 
-# Columns of the table of each part of the report, in the order in which they are shown: header, key of the row, and format.
+# Columns of the table for each part of the report, from left to right: header, key of the row, and format.
 _FRAMES = (("frames", "frames", "d"), ("wrong", "wrong", "d"))
 _CASE = (("requests", "shape", ""), *_FRAMES, ("mean error", "mean_error", ".2f"))
 _RATE = ("frames/s", "frames_per_s", ".0f")

@@ -1,4 +1,4 @@
-"""Audits, which compare frames that DALI has decoded with those of torchcodec.
+"""Audits, which compare frames that DALI has decoded with frames that torchcodec has decoded.
 
 An audit compares pixels and not timestamps. DALI computes timestamps from its index of the clip and not from the decoded
 frames, so they do not reveal a frame of another clip.

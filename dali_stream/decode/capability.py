@@ -20,7 +20,7 @@ from dali_stream.errors import DaliStreamError
 _CODECS = {"mpeg4": 2, "h264": 4, "mjpeg": 5, "hevc": 8, "vp8": 9, "vp9": 10, "av1": 11}
 _CHROMA = {"gray": 0, "420": 1, "422": 2, "444": 3}
 CODECS, CHROMA, DEPTHS = tuple(_CODECS), tuple(_CHROMA), (8, 10, 12)
-_NV12, _P016 = 1 << 0, 1 << 1  # output formats that DALI requests, as bits of a mask: 4:2:0 of 8 bits, and of more
+_NV12, _P016 = 1 << 0, 1 << 1  # output formats that DALI requests, as bits of a mask: 4:2:0 with 8 bits, and with more
 _REMEDIES = {  # advice for each CUDA error
     2: "free memory on this GPU",
     34: "the CUDA toolkit's stub was loaded instead of the driver. Take its folder out of LD_LIBRARY_PATH",
@@ -142,7 +142,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def capability(gpu: int, codec: str, chroma: str, depth: int) -> Capability:
-    """Return whether NVDEC decodes a format. If the driver fails, the format is not supported.
+    """Return whether NVDEC decodes a format. If the driver fails, the format counts as not supported.
 
     Args:
         gpu: Number of the CUDA device.
@@ -204,7 +204,7 @@ def _ask(nvcuvid: ctypes.CDLL, codec: str, chroma: str, depth: int) -> Capabilit
         f"{codec} {chroma} {depth} bit",
     )
     failed = nvcuvid.cuvidGetDecoderCaps(ctypes.byref(caps))
-    if failed == _NO_DEVICE:  # NVDEC is not accessible at all, whatever the codec
+    if failed == _NO_DEVICE:  # NVDEC is not accessible at all, for any codec
         message = f"the driver answers {_error_name(failed)} when asked what NVDEC decodes"
         raise DriverError(message, _NO_NVDEC, failed)
     if failed:
@@ -235,7 +235,7 @@ def _gpu(index: int) -> Gpu:
 
 @contextlib.contextmanager
 def _context(cuda: ctypes.CDLL, gpu: int) -> Iterator[None]:
-    """Make the primary context of a GPU current in this thread, because `cuvidGetDecoderCaps` asks the current context.
+    """Make the primary context of a GPU current in this thread, because `cuvidGetDecoderCaps` reads the current context.
 
     torch uses the primary context too, so no second one takes memory on the GPU.
     """

@@ -1,7 +1,7 @@
 """Choice of the decoder of each camera when a loader starts.
 
-The choice depends on the index of the first video file of each dataset. For DALI, it also depends on a trial of its frames and
-on its speed.
+The choice depends on the index of the first video file of each dataset. For DALI, it also depends on a trial with frames of
+this file and on the measured speeds of DALI and torchcodec.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
         StorageError: If a file cannot be fetched.
     """
     if decode == TORCHCODEC_CUDA:
-        from dali_stream.decode.torchcodec_cuda import unavailable  # on use, because it imports DALI
+        from dali_stream.decode.torchcodec_cuda import unavailable  # imported on use, because it imports DALI
 
         if why := unavailable(gpu):
             raise ValueError(f'decode="{TORCHCODEC_CUDA}": {why}')
@@ -77,7 +77,7 @@ class _Chooser:
     def choose(self, key: str) -> Route:
         """Return the route of a camera.
 
-        The first file of each dataset is tested. If torchcodec is the route of one of them, it decodes the camera in all.
+        The first file of each dataset is tested. If torchcodec must decode one of them, it decodes the camera in all datasets.
         """
         source, decode = self._source, self._decode
         present = source.files(key) != ABSENT

@@ -58,7 +58,7 @@ a CPU. BT.709 and BT.601 differ by only 2.6 on a demo frame, so this tolerance d
 `trial` therefore compare the colour matrix that a file specifies."""
 
 SESSIONS_PER_ENGINE = 3
-"""Maximum number of decoding sessions per NVDEC engine. It is an assumption and was not measured on a GPU."""
+"""Maximum number of decoding sessions per NVDEC engine. This number is an assumption and was not measured on a GPU."""
 
 STREAMS, CONCURRENCY = StreamPolicy.SINGLE, OperatorConcurrency.BACKEND
 """Settings of all pipelines, which `empty_pipeline` reads when it is called.
@@ -169,7 +169,7 @@ class DaliDecoder(SampleDecoder):
 
     def _audit(self, store: Store, request: Request) -> Audit:
         """Decode the frames of a sample on the CPU for an audit."""
-        from dali_stream.decode.torchcodec import decode as decode_on_cpu  # already imported by the trial
+        from dali_stream.decode.torchcodec import decode as decode_on_cpu  # the trial has imported it
 
         self._counters.add(audited=1)
         unique, steps = np.unique(request.packets, return_inverse=True)
@@ -185,8 +185,8 @@ class DaliDecoder(SampleDecoder):
 def decode_threads(num_threads: int, engines: int, cameras: int) -> int:
     """Return the number of threads of a DALI pipeline that decodes on NVDEC.
 
-    DALI opens one decoding session per thread and camera, and keeps up to 100 sessions (2.4.0, `NVDECCache`). More than a few
-    sessions per engine are expected to wait for each other, which was not measured on a GPU.
+    DALI opens one decoding session per thread and camera, and keeps up to 100 sessions (2.4.0, `NVDECCache`). If an engine has
+    more than a few sessions, they probably wait for each other. This was not measured on a GPU.
 
     Args:
         num_threads: Number of decode threads of the Loader, the upper limit.
@@ -228,21 +228,21 @@ def operator(clips: DataNode, frames: DataNode, gpu: int | None) -> DataNode:
     Returns:
         RGB frames of each sample, uint8, shape (F, H, W, 3).
     """
-    # With pad_mode "none", a missing frame is an error, for which other modes silently return padding. affine=True would pin
-    # the threads to cores, and every process of a machine to the same ones.
+    # With pad_mode "none", a missing frame is an error. Other modes silently return padding instead. affine=True would pin the
+    # threads to cores, which are the same cores in every process of a machine.
     device = "cpu" if gpu is None else "mixed"
     return fn.decoders.video(clips, device=device, frames=frames, pad_mode="none", affine=False)
 
 
 def encoded(clip: Clip) -> Encoded:
-    """Return a clip as `pipeline` and `decode` accept it. Its frame indices must be increasing, without repetitions."""
+    """Return a clip in the form for `pipeline` and `decode`. Its frame indices must be increasing, without repetitions."""
     return np.frombuffer(clip.data, np.uint8), np.array(clip.frames, np.int32)
 
 
 def pipeline(
     source: Callable[[], Sequence[Encoded]], batch_size: int, gpu: int | None, threads: int, prefetch: int
 ) -> Pipeline:
-    """Return a pipeline with no other operator than the decoder.
+    """Return a pipeline that decodes clips and does nothing else.
 
     Args:
         source: Function that returns the next batch of up to `batch_size` clips.
@@ -265,7 +265,7 @@ def decode(clips: Sequence[Encoded], gpu: int | None, threads: int) -> list[Fram
     """Decode clips in one batch.
 
     Args:
-        clips: Clips, as `encoded` returns them.
+        clips: Results of `encoded`.
         gpu: CUDA device, or None for the CPU.
         threads: Number of threads.
 

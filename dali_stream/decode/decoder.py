@@ -22,7 +22,7 @@ from dali_stream.workers import Workers
 
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
-# A decode task has about 32 frames of 640×480, or up to 64 smaller frames, see `even_tasks`. Opening a decoder takes about
+# A decode task has about 32 frames of 640×480, or up to 64 smaller frames. See `task_frames`. Opening a decoder takes about
 # 1.2 ms, as long as decoding 1 frame of 640×480 or 8 frames of 224×224.
 TASK_FRAMES, _SMALL_TASK_FRAMES, _TASK_PIXELS = 32, 64, 32 * 640 * 480
 
@@ -36,7 +36,7 @@ class Pool(Protocol):
 
 
 class Work(Protocol):
-    """Decoding of one camera's frames for one batch, in progress.
+    """Work in progress: the decoding of one camera's frames for one batch.
 
     Attributes:
         tasks: Tasks that must end before `collect` is called.
@@ -133,7 +133,7 @@ class VideoAndImages:
 
 
 class RouteChange(DaliStreamError):
-    """DALI must not decode some cameras any longer, because a file is unsafe or it failed. The loader rebuilds its pipeline.
+    """DALI must no longer decode some cameras, because a file is unsafe or DALI failed. The loader rebuilds its pipeline.
 
     Args:
         cameras: Names of the cameras.

@@ -23,7 +23,7 @@ def resize(frames: Frames, size: tuple[int, int]) -> Frames:
     """
     if frames.shape[1:3] == size:
         return frames
-    import torch  # on use, because `dali-stream doctor` imports this module on machines where torch does not load
+    import torch  # imported on use, because `dali-stream doctor` imports this module even if torch does not load
 
     channels_last = torch.from_numpy(frames).permute(0, 3, 1, 2)
     resized = torch.nn.functional.interpolate(channels_last, size=size, mode="bilinear", antialias=True)

@@ -18,7 +18,7 @@ SLOW = 0.7
 """NVDEC is reported as slow if its speed is below this fraction of the CPU's."""
 DALI_ON_CPU = ("vp8", "vp9", "mjpeg")
 _BLOCKS = {"h264": 16, "mpeg4": 16, "hevc": 8}
-"""Smallest block size of each codec in pixels. Coded sizes are multiples of it. HEVC encoders may use 16, 32 or 64 instead."""
+"""Smallest block size of each codec in pixels, which divides coded sizes. HEVC encoders may use 16, 32 or 64 instead."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,17 @@ class Route:
 
     @property
     def advice(self) -> str:
-        """Advice for the user if the decoder is DALI and much slower than the CPU, and empty otherwise."""
+        """Advice for the user if the decoder is DALI and is much slower than the CPU. Otherwise, the text is empty."""
         if self.rates is None or self.decoder != "dali" or self.rates.nvdec >= SLOW * self.rates.cpu:
             return ""
         return f'NVDEC reaches {self.rates.nvdec / self.rates.cpu:.2f} of the CPU\'s speed. Use decode="fastest"'
 
 
 def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> Route:
-    """Return the route of a camera, from what the decoders support.
+    """Return the route of a camera, according to what the decoders support.
 
     Args:
-        decode: One of `DECODE`. "fastest" is treated as "auto", see `by_speed`.
+        decode: One of `DECODE`. "fastest" and "auto" give the same route here. See `by_speed`.
         gpu: Number of the CUDA device, or None if batches are made on the CPU.
         video: Format of the camera's first file.
         index: Index of this file.
@@ -103,7 +103,7 @@ def by_speed(decode: str, route: Route, rates: Rates) -> Route:
 
 
 def refusal_of_file(gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> str:
-    """Return why DALI must not decode this video, from its index and first frames. The text is empty if it may."""
+    """Return why DALI must not decode this video, judging by its index and first frames. The text is empty if DALI may."""
     refused = refusal(gpu, video, index)
     if refused or gpu is None:
         return refused
@@ -113,7 +113,7 @@ def refusal_of_file(gpu: int | None, video: VideoFormat, index: VideoIndex, stor
 
 
 def refusal(gpu: int | None, video: VideoFormat, index: VideoIndex) -> str:
-    """Return why DALI must not decode this video, from its index. The text is empty if it may."""
+    """Return why DALI must not decode this video, judging by its index. The text is empty if DALI may."""
     if gpu is None:
         if video.codec not in DALI_ON_CPU:
             return f"DALI decodes only {', '.join(DALI_ON_CPU)} on a CPU, and not {video.codec}"
@@ -133,7 +133,7 @@ def _capability_refusal(gpu: int, video: VideoFormat) -> str:
 
 
 def _unsafe_on_nvdec(video: VideoFormat, index: VideoIndex) -> str:
-    """Return why DALI must not decode a video on a GPU. The text is empty if it may.
+    """Return why DALI must not decode a video on a GPU. The text is empty if DALI may.
 
     DALI decodes some of the refused formats wrongly, according to its sources. The others were never tested on a GPU.
     """

@@ -68,9 +68,9 @@ class SampleDecoder(VideoFiles):
     def start_samples(
         self, work: SampleWork, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store
     ) -> None:
-        """Start a task for each sample, which calls `make(store, request, work)`.
+        """Start a task for each sample. Each task calls `make(store, request, work)`.
 
-        The tasks are added to `work`, and so are the errors of samples that fail a check. See `Decoder.start` for the other
+        The tasks are added to `work`, together with the errors of samples that fail a check. See `Decoder.start` for the other
         arguments.
         """
         for row, episode in enumerate(plan.samples.episode.tolist()):
@@ -87,7 +87,7 @@ class SampleDecoder(VideoFiles):
         raise NotImplementedError
 
     def check(self, index: VideoIndex, packet: int) -> None:
-        """Check whether this decoder may decode the file of a packet. Subclasses raise an error if not."""
+        """Check whether this decoder may decode the file of a packet. Subclasses raise an error if it must not."""
 
     def _locate(self, episodes: OpenEpisodes, episode: int, frames: Int64, packets: Int64) -> VideoIndex:
         """Return the index of the episode's file, after all checks that are possible without decoding.

@@ -1,6 +1,6 @@
 """Measured speed of NVDEC and of the CPU on the video of a camera, in frames per second.
 
-The speeds are saved in a file in the user's cache folder. Otherwise each rank of each run would measure them again, and
+The speeds are saved in a file in the user's cache folder. Without it, each rank of each run would measure them again, and
 `decode="fastest"` could choose another decoder when a run is resumed.
 """
 
@@ -81,7 +81,7 @@ class Speeds:
         self._left, self._known = LIMIT_S, dict[str, Rates]()
 
     def of(self, video: VideoFormat, gop: int, clips: Callable[[], RequestClips]) -> Rates:
-        """Return the speeds for a kind of video. They are measured if no earlier Loader on this machine has done so.
+        """Return the speeds for a kind of video. They are measured unless a Loader on this machine has measured them before.
 
         Args:
             video: Format of the video.

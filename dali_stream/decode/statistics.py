@@ -1,4 +1,4 @@
-"""Statistics of the selected episodes of a dataset, from all rows, and for cameras from a sample of the frames."""
+"""Statistics of the selected episodes of a dataset, computed from all rows and, for cameras, from a sample of the frames."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_FRAMES = 10_000  # maximum number of frames of a camera, in all episodes to
 _FRAMES_AT_ONCE = 16  # number of frames that a thread decodes at a time
 _INDICES = 32  # number of indices of video files that are kept in memory
 _T = TypeVar("_T")
-# Arguments: number of finished steps and of all steps. A step reads the rows of an episode, or decodes its frames of a camera.
+# Arguments: numbers of finished steps and of all steps. A step reads an episode's rows, or decodes its frames of one camera.
 Progress = Callable[[int, int], None]
 
 
@@ -46,7 +46,7 @@ def compute_stats(
         Statistics of each feature, in the order of the features.
 
     Raises:
-        ValueError: If `keys` is a string, or contains an unknown feature or one without numbers.
+        ValueError: If `keys` is a string, or contains a feature that is unknown or has no numbers.
         DecodeError: If a frame is missing or cannot be decoded.
     """
     wanted = _keys(dataset, keys)
@@ -83,7 +83,7 @@ def _keys(dataset: DatasetFiles, keys: Iterable[str] | None) -> list[str]:
     """Return the requested keys in the order of the features, or all keys of features with numbers if `keys` is None.
 
     Raises:
-        ValueError: If `keys` is a string, or contains an unknown feature or one without numbers.
+        ValueError: If `keys` is a string, or contains a feature that is unknown or has no numbers.
     """
     numeric = [key for key, feature in dataset.features.items() if not feature.is_text]
     if keys is None:
@@ -142,7 +142,7 @@ def _rows(dataset: DatasetFiles, store: Store, episodes: Iterable[int], keys: Se
 def _of_video(
     dataset: DatasetFiles, store: Store, camera: str, seconds: Mapping[int, npt.NDArray[np.float64]]
 ) -> Callable[[int, list[int]], list[Histogram]]:
-    """Return a function that decodes frames of an episode of a video camera, and returns their histograms.
+    """Return a function that decodes frames of an episode from a camera's videos, and returns their histograms.
 
     Args:
         dataset: Selected episodes of a dataset.
@@ -150,7 +150,7 @@ def _of_video(
         camera: Name of the camera.
         seconds: Times of the frames in each episode, in seconds.
     """
-    from dali_stream.decode import torchcodec as decode  # on use, because rows and images do not require torchcodec
+    from dali_stream.decode import torchcodec as decode  # imported on use: rows and images do not need it
 
     files = dataset.table.video[camera]
 

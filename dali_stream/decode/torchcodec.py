@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 Frames = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
 # Maximum size of the RGB frames at full size that a decode thread keeps in memory, in bytes. In glibc, threads have heaps of
-# 64 MiB, in which a freed, aligned block is not reused for one of the same size while a small block next to it is allocated
-# (glibc bug 14581). With blocks of 30 MiB, of which a heap holds two, the process grew by gigabytes.
+# 64 MiB. A freed, aligned block in a heap is not reused for a block of the same size while a small block next to it is in use
+# (glibc bug 14581). With blocks of 30 MiB, a heap holds only two, and the process grew by gigabytes.
 PART_BYTES = 15 << 20
 
 
@@ -70,7 +70,7 @@ class _Gop(NamedTuple):
 
 
 class TorchcodecDecoder(VideoFiles):
-    """`Decoder` of a camera's video on the CPU, which puts its frames into slots.
+    """`Decoder` of a camera's video that decodes on the CPU and puts the frames into slots.
 
     Args:
         source: Episodes of the Loader.
@@ -121,7 +121,7 @@ class TorchcodecDecoder(VideoFiles):
         ]
 
     def _usable(self, plan: FramePlan, episodes: OpenEpisodes) -> dict[int, VideoIndex]:
-        """Return the index of each episode's file. If a file contradicts the metadata, its slots get the error instead."""
+        """Return the index of each episode's file. If a file contradicts the metadata, its frames' slots get the error."""
         indices = {}
         starts = np.flatnonzero(np.diff(plan.episode, prepend=LACKING)).tolist()  # GOPs of one episode are consecutive
         for start, stop in itertools.pairwise([*starts, len(plan.episode)]):
@@ -260,7 +260,7 @@ def _groups(indices: Sequence[VideoIndex], packets: Sequence[int]) -> list[list[
     """Divide requests into groups that can share a clip, and return the request numbers of each group.
 
     The requests of a group have the same sample description. In a file with open GOPs, they also have the same first packet to
-    decode, because `pack` accepts only one run of such a file.
+    decode, because `pack` accepts only one run of consecutive packets from such a file.
     """
     groups: dict[Hashable, list[int]] = {}
     for i, (index, packet) in enumerate(zip(indices, packets, strict=True)):
@@ -320,17 +320,18 @@ def _checked(batch: FrameBatch, indices: list[int], expected: VideoFormat) -> to
         DecodeError: If a frame has another size or time.
     """
     frames: torch.Tensor = batch.data
-    # No real stream fails this check with torchcodec 0.13. It allocates a batch at the size in its metadata, which was compared
-    # in `_decode_clip`, and raises an error for a decoded frame of another size. Tried: another size in the middle of a stream,
-    # and each bit of the first 12 bytes of each packet of a GOP, in five codecs. Other versions may resize such a frame.
+    # We found no stream that fails this check with torchcodec 0.13. torchcodec allocates a batch at the size in its metadata,
+    # which `_decode_clip` has checked, and raises an error for a decoded frame of another size. We tried another size in the
+    # middle of a stream, and changed each bit of the first 12 bytes of each packet of a GOP, in five codecs. Other versions of
+    # torchcodec may resize such a frame.
     if frames.shape[1:] != (expected.height, expected.width, 3):
         size = "×".join(map(str, frames.shape[1:3]))
         raise DecodeError(
             f"its decoded frames must be {expected.height}×{expected.width}, as its sample description says, got {size}"
         )
     displayed = zip(batch.pts_seconds.tolist(), indices, strict=True)
-    # In H.264, HEVC, AV1, VP9 and MPEG-4, a single changed bit in the header of a packet can have this effect. The decoder
-    # hides the frame or ignores the packet, so this request and the requests after it receive later frames.
+    # In H.264, HEVC, AV1, VP9 and MPEG-4, a single changed bit in the header of a packet can make the decoder hide the frame or
+    # ignore the packet. The request for this frame and the requests after it then receive later frames.
     wrong = sum(abs(seconds * TIMESCALE / TICK - index) > 0.25 for seconds, index in displayed)
     if wrong:
         raise DecodeError(
@@ -353,7 +354,7 @@ def _open(clip: Clip, device: str = "cpu") -> VideoDecoder:
 
 def colour_space(clip: Clip) -> str | None:
     """Return FFmpeg's name of the colour matrix that the frames or the index of a clip specify, or None."""
-    named = getattr(_open(clip).metadata, "color_space", None)  # torchcodec has it since 0.10
+    named = getattr(_open(clip).metadata, "color_space", None)  # exists since torchcodec 0.10
     return None if named is None else str(named)
 
 

@@ -1,7 +1,8 @@
 """Decoding with torchcodec on NVDEC, from a separate clip for each sample. This module has not been run on a GPU yet.
 
 torchcodec takes the time of a frame from the decoded frame itself. Each frame is therefore compared with its request, as on the
-CPU (`torchcodec.decode_in_parts`). With the device "cpu", everything except the CUDA stream runs without a GPU.
+CPU (`torchcodec.decode_in_parts`). With the device "cpu", the same code runs without a GPU, but without CUDA streams and
+without the limit of sessions.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def own_stream(gpu: int | None) -> Iterator[None]:
 @functools.cache
 def _sessions(gpu: int) -> threading.BoundedSemaphore:
     """Return the semaphore that limits the decoding sessions of a GPU, for all cameras and Loaders of this process."""
-    from torchcodec.decoders import set_nvdec_cache_capacity  # on use, because versions that `unavailable` refuses may lack it
+    from torchcodec.decoders import set_nvdec_cache_capacity  # imported on use: versions that `unavailable` refuses may lack it
 
     set_nvdec_cache_capacity(_CACHED)
     return threading.BoundedSemaphore(SESSIONS_PER_ENGINE * engines(gpu))

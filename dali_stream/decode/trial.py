@@ -1,6 +1,6 @@
 """Trial of a decoder on some frames of a file, before it decodes the camera.
 
-The frames from the start of the file and from its second GOP are compared with FFmpeg's. A trial detects properties that an
+Some frames from the start of the file and from its second GOP are compared with FFmpeg's. A trial detects properties that an
 index does not contain, such as a colour matrix that only the frames specify.
 """
 
@@ -60,7 +60,7 @@ def trial_of_torchcodec(store: Store, index: VideoIndex, video: VideoFormat, dev
 
 
 def _frames(index: VideoIndex) -> list[list[int]]:
-    """Return the packets of two clips, from the start of the file and from its second GOP, if it has two GOPs."""
+    """Return the packets of a clip from the start of the file and, if the file has a second GOP, of a clip from that GOP."""
     order = index.display_order
     orders = [order, *(order[index.gop_start[order] == keyframe] for keyframe in index.keyframes[1:2])]
     return [frames[[place for place in _SHOWN if place < len(frames)]].tolist() for frames in orders]

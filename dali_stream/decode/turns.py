@@ -11,10 +11,10 @@ from typing import Protocol
 
 
 class Runs(Protocol):
-    """Pipeline whose runs may be in progress."""
+    """Pipeline that may have a run in progress."""
 
     def finish_run(self) -> None:
-        """Wait for the run in progress, if any. Any thread that holds the lock of the turns may call it."""
+        """Wait for the run in progress, if any. Any thread that holds the lock of the turns may call this method."""
         ...
 
 

@@ -7,9 +7,9 @@ the positions g with g % W == r. The frame of a position is computed in three st
 2. The samples of a dataset are assigned to the consumers in turn, which gives each sample its number among all samples of the
    dataset, over all epochs. A pass consists of F consecutive samples, where F is the number of frames of the dataset: samples
    p * F to (p + 1) * F - 1 are pass p, and contain every frame once.
-3. The episodes are permuted for each pass, laid end to end, and cut into one run for each consumer, whose length is the number
-   of the consumer's samples in this pass. A consumer draws from its run as in `order`. In the next epoch, it continues after
-   its last draw of this epoch.
+3. The episodes are permuted for each pass, laid end to end, and cut into one run for each consumer. The length of a run is the
+   number of the consumer's samples in this pass. A consumer draws from its run as in `order`. In the next epoch, it continues
+   after its last draw of this epoch.
 
 With shares of the kinds "union" and "repeats", every epoch has the same whole number of samples of each dataset. Positions are
 then counted from the beginning of the epoch. The samples of an epoch are laid end to end, dataset after dataset, and consumer
@@ -37,7 +37,7 @@ from dali_stream.order.shares import Shares
 
 Int64 = npt.NDArray[np.int64]
 _SAMPLES = 1 << 62  # maximum number of positions of all epochs together
-_WINDOW = 64  # shuffle="global" permutes this many positions together, or one rank could get all samples of a dataset
+_WINDOW = 64  # shuffle="global" permutes this many positions together; otherwise one rank could get a whole dataset
 _PASSES = 16  # number of passes of a dataset to cache, which is enough because consumers are in the same or adjacent passes
 
 
@@ -98,7 +98,7 @@ class MixtureOrder(EpochOrder):
         samples = shares.weights if whole else 0 * shares.weights + _SAMPLES
         pools = shares.pools(episode_pool_size)
         numbers = [_Numbers(self._count, *each) for each in zip(before.tolist(), samples.tolist(), strict=True)]
-        # Two consumers may differ by one sample of a dataset. Separate weights let each draw exactly its samples of an epoch.
+        # Two consumers may differ by one sample of a dataset. With separate weights, each draws exactly its own samples.
         weights = np.stack([each.samples for each in numbers], 1) if whole else np.tile(shares.weights, (self._count, 1))
         self._interleave = Interleave(weights, self._seed)
         self._datasets = [_Dataset((self._seed, i), lengths[i], numbers[i], shuffle, pools[i]) for i in range(len(lengths))]
@@ -109,7 +109,7 @@ class MixtureOrder(EpochOrder):
         draw, consumer = np.divmod(positions + self._start, self._count)
         dataset, number = self._interleave.at(consumer, draw)
         samples = np.empty((2, len(positions)), np.int64)
-        # Grouping the positions saves calls: one per dataset. They stay in order within a group, as the pools require.
+        # The positions are grouped to call each dataset only once. They stay in order within a group, as the pools require.
         for i in np.unique(dataset).tolist():
             at = np.flatnonzero(dataset == i)
             episode, frame = self._datasets[i].frames(consumer[at], self._epoch, number[at])
@@ -175,11 +175,11 @@ class _Numbers:
         self.samples = self._of_epoch(epoch)
 
     def of(self, consumer: Int64, epoch: int, sample: Int64) -> Int64:
-        """Return the numbers over all epochs of samples that are counted by consumer within an epoch."""
+        """Convert numbers of samples, counted by consumer within an epoch, to numbers over all epochs."""
         return epoch * self._epoch + sample * self._consumers + self._first[consumer]
 
     def sample(self, consumer: Int64, epoch: int, number: Int64) -> Int64:
-        """Return the samples, counted by consumer within an epoch, from their numbers. This is the inverse of `of`."""
+        """Convert numbers of samples over all epochs to numbers by consumer within an epoch. This is the inverse of `of`."""
         return (number - epoch * self._epoch - self._first[consumer]) // self._consumers
 
     def before(self, number: int) -> Int64:

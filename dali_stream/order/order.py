@@ -3,8 +3,8 @@
 With N frames, C consumers and W ranks, position g (0 <= g < N) is draw g // C of consumer g % C, and rank r serves the
 positions g with g % W == r. The order does not depend on W, so any number of ranks that divides C produces the same epoch.
 
-Random numbers are the raw stream of Philox, which NumPy keeps stable across versions. Its key is a hash of the purpose of the
-numbers, the seed and the epoch.
+Random numbers are the raw stream of Philox, which NumPy keeps stable across versions. The key of Philox is a hash of the
+purpose of the numbers, the seed and the epoch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RANKS = 1 << 16  # largest world size that an error message suggests
 
 
 class EpochOrder(ABC):
-    """Order of one epoch. It is computed in blocks, of which the last one is cached.
+    """Order of one epoch. It is computed in blocks, and the last block is cached.
 
     Args:
         positions: Number of positions of the epoch.
@@ -79,7 +79,7 @@ class EpochOrder(ABC):
         stop = min(first + count, -((rank - self._positions) // world_size))
         samples = [np.empty((2, 0), np.int64)]
         with self._lock:
-            # Blocks begin at fixed samples, whatever `start` is, so that consecutive calls continue in the cached block.
+            # Blocks begin at fixed samples for any `start`, so that consecutive calls continue in the cached block.
             for block in range(first // _AHEAD, -(-stop // _AHEAD)):
                 begin = block * _AHEAD
                 samples.append(self._read_block(rank, world_size, block)[:, max(first - begin, 0) : stop - begin])
@@ -174,7 +174,7 @@ class Order(EpochOrder):
 
     def _samples(self, positions: Int64) -> Int64:
         laid = self._walk.at(positions)
-        # side="right", because an end is exclusive. It also skips episodes without frames, whose end equals the end before.
+        # side="right", because an end is exclusive. This also skips episodes without frames, whose end equals the end before.
         run = np.searchsorted(self._ends, laid, side="right")
         return np.stack([self._episodes[run], laid - self._starts[run]])
 

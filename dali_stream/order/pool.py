@@ -96,8 +96,9 @@ class EpisodePool:
     """Pool of one part. Each draw takes a frame uniformly from all remaining frames of the pool's segments.
 
     All frames of the pool are in one flat array. A draw takes one random index, and moves the last frame to the place of the
-    drawn frame, so its cost does not depend on the size of the pool. The array contains frame * pool + slot, where slot is the
-    number of the frame's segment in the pool. When a segment is drained, the next segment of the run takes its slot.
+    drawn frame. The cost of a draw therefore does not depend on the size of the pool. The array contains frame * pool + slot,
+    where slot is the number of the frame's segment in the pool. When a segment is drained, the next segment of the run takes
+    its slot.
 
     Args:
         ends: Number of frames up to the end of each episode, laid end to end, shape (E,).

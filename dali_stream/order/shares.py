@@ -1,4 +1,4 @@
-"""Shares of the datasets of a mixture: how many samples an epoch has of each."""
+"""Shares of the datasets of a mixture: the number of samples that an epoch has of each dataset."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _tempered(counts: Sequence[int], temperature: float) -> list[Fraction]:
 
 
 def _integers(numbers: Sequence[Fraction], who: Sequence[str], name: str) -> list[int]:
-    """Return integers in the ratio of these numbers, rounded only if the sum of exact ones would exceed `_TOTAL`."""
+    """Return integers in the ratio of these numbers, rounded only if the sum of the exact integers would exceed `_TOTAL`."""
     common = math.lcm(*(number.denominator for number in numbers))
     whole = [int(number * common) for number in numbers]
     divisor = math.gcd(*whole)

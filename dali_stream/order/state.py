@@ -60,7 +60,7 @@ def noted(state: Mapping[str, Any], shuffle: Shuffle | None, pools: Mapping[str,
     Args:
         state: State of a run.
         shuffle: Argument of the user, or None if it was not passed.
-        pools: Arguments {"consumers": ..., "episode_pool_size": ...} of the user, with None for those that were not passed.
+        pools: Arguments {"consumers": ..., "episode_pool_size": ...} of the user, each None if it was not passed.
     """
     order = state.get("order")
     saved = order.get("shuffle") if isinstance(order, Mapping) else None

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
-TOLERANCE_S = 1e-4  # maximum difference of a delta from a multiple of 1/fps, in seconds, as `tolerance_s` in LeRobot
+TOLERANCE_S = 1e-4  # maximum difference of a delta from a multiple of 1/fps, in seconds: LeRobot's default of `tolerance_s`
 
 
 class BetweenFrames(ValueError):
@@ -40,7 +40,7 @@ class Windows:
         return offsets[np.argmax(np.ptp(offsets, axis=1))]
 
     def steps(self, key: str) -> int:
-        """Return the number of frames T in the window of a key, which is 1 without a window."""
+        """Return the number of frames T in the window of a key, or 1 if the key has no window."""
         return self.of(key).shape[1]
 
 

@@ -15,7 +15,7 @@ from dali_stream.storage.remote import Guess, RemoteStore
 from dali_stream.storage.retry import Patience, seconds
 from dali_stream.storage.store import Store, Traffic
 
-OBJECTS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")  # the keys of `object_options.CLOUDS`, which requires obstore
+OBJECTS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")  # keys of `object_options.CLOUDS`; its module requires obstore
 
 __all__ = ["DiskCache", "LocalStore", "RemoteStore", "Store", "Traffic", "open_store"]
 

@@ -1,6 +1,6 @@
 """Disk cache of remote files, shared by the processes of a host and by later runs.
 
-    <folder>/blocks/4f/4fc1…-12   segment: the fetched blocks of 4 MiB of a remote file, named by a hash of the file's name
+    <folder>/blocks/4f/4fc1…-12   segment: the fetched blocks in one part of 4 MiB of a remote file, named by a hash of its name
     <folder>/usage                total size of all segments in bytes, as decimal digits, if the cache has a limit
     <folder>/locks                lock file, with one byte per block
 
@@ -39,7 +39,7 @@ _ENTRIES, _BLOCKS = 64, 4096  # offsets of the entries and of the blocks in a se
 _SEGMENT = re.compile(r"[0-9a-f]{32}-[0-9]{1,12}")
 _LOCK = struct.Struct("hhqqi")  # struct flock: kind, whence, start, length, process
 _PAGE = 4096  # smallest allocation of a file system, in bytes
-_FULL = 0.9  # fraction of the limit that remains after an eviction, which scans all segments and should be rare
+_FULL = 0.9  # fraction of the limit that remains after an eviction; evictions scan all segments, so they should be rare
 # The modification time of a segment records its last use, for eviction. It is updated at most once in this time, in seconds:
 _NOTE_USE_S = 60.0
 _NO_FOLLOW = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK, because opening a named pipe would block
@@ -187,7 +187,7 @@ class DiskCache:
             if not _locked(lambda: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB), 5.0):
                 return
             noted = os.pread(handle, 21, 0)
-            # A missing or damaged number is replaced by a recount, which a value above the limit causes.
+            # If the number is missing or damaged, a value above the limit causes a recount.
             usage = int(noted) if re.fullmatch(rb"\d{20}\n", noted) and write is not None else limit + 1
             if usage + size > limit:
                 usage = self._evicted(size, limit)
@@ -268,7 +268,7 @@ def _write(path: str, header: bytes, first: int, data: memoryview) -> None:
         # The segment has another version. It is replaced and not overwritten, because other processes may still write to it.
         os.unlink(path)
     folder = os.path.dirname(path)
-    # `mkdir` and not `makedirs`: a removed cache folder is not created again.
+    # Call `mkdir` and not `makedirs`, so that a removed cache folder is not created again.
     for missing in () if os.path.isdir(folder) else (os.path.dirname(folder), folder):
         with suppress(FileExistsError):
             os.mkdir(missing)
@@ -351,6 +351,6 @@ def _made(folder: str | os.PathLike[str]) -> str:
     raise ValueError(f"cache_dir must be a folder that you can write to, or a path for a new one, got {path}, {problem}")
 
 
-@lru_cache(1024)  # each read calls it several times with the same name
+@lru_cache(1024)  # each read needs the hash of the same name several times
 def _hash(file: str) -> bytes:
     return hashlib.blake2b(file.encode(errors="surrogatepass"), digest_size=16).digest()

@@ -21,7 +21,7 @@ from dali_stream.storage import logs
 from dali_stream.storage.retry import PER_HOST, Deadline, TransientError
 
 _CHUNK = 1 << 18  # maximum number of bytes per read of a body
-_SHORT = 1 << 16  # maximum body of a redirect or an error that is read so that its connection can be reused, in bytes
+_SHORT = 1 << 16  # up to this size in bytes, the body of a redirect or an error is read, so that the connection can be reused
 _NO_NAME = "the name of the host could not be resolved (DNS)"
 _FAILURES = (HTTPError, http.client.HTTPException, OSError, ValueError)  # invalid host names raise UnicodeError, a ValueError
 _UNREACHABLE = (ConnectTimeoutError, ProxyError, socket.gaierror, ValueError)
@@ -88,7 +88,7 @@ class Client:
 
     def _response(self, url: str, headers: dict[str, str], deadline: Deadline) -> Response:
         """Send a GET, and return the response after reading its headers only."""
-        addresses = 1  # most likely, the first address of a host that was reached before responds
+        addresses = 1  # a host that was reached before probably responds at its first address
         if not deadline.patience.reached:
             host = urlsplit(_proxy(url) or url).hostname
             deadline.connecting = _NO_NAME  # the reason to report if the deadline passes, since DNS may take minutes to fail

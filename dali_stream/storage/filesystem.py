@@ -31,7 +31,7 @@ class FsspecStore(RemoteStore):
 
     Raises:
         DatasetError: If fsspec has no driver for the scheme, or the driver is not installed.
-        StorageError: If the driver connects when it is created and fails.
+        StorageError: If the driver connects when it is created, and the connection fails.
         ValueError: If the driver does not accept the address or the options.
     """
 

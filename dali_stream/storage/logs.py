@@ -1,4 +1,4 @@
-"""Log filters that drop records with credentials about requests of this package. Other records are not affected."""
+"""Log filters that drop records about this package's requests if they may contain credentials, and no other records."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from dali_stream.storage.retry import PER_HOST, Patience, cleaned, silence_s
 
 _PREFIX = re.compile("aws_|google_|azure_(storage_)?")
 _SIGNING = ("access_key_id", "secret_access_key", "session_token")
-_REFRESH = timedelta(minutes=10)  # interval at which obstore asks for credentials; botocore renews those that expire sooner
+_REFRESH = timedelta(minutes=10)  # interval at which obstore asks for credentials; botocore renews them if they expire sooner
 
 
 class _Cloud(NamedTuple):
@@ -124,8 +124,8 @@ class Bucket:
         """Return obstore's store with credentials, which may be requested over the network.
 
         Raises:
-            StorageError: If no credentials are found, or if a profile is set that does not exist or requires botocore, which is
-                not installed.
+            StorageError: If no credentials are found, if the profile does not exist, or if a profile is set and botocore is not
+                installed.
         """
         return self.store(*_as_aws(self)) if CLOUDS[self.scheme] is _S3 else self.store(self.config)
 
@@ -242,7 +242,7 @@ def _as_aws(bucket: Bucket) -> tuple[dict[str, Any], Callable[[], Any] | None]:
         not signed, if the options contain the credentials, or if botocore is not installed.
 
     Raises:
-        StorageError: If the profile does not exist, if it requires botocore, which is not installed, or if botocore finds no
+        StorageError: If the profile does not exist, if a profile is set and botocore is not installed, or if botocore finds no
             credentials.
     """
     environment = os.environ.get

@@ -1,4 +1,4 @@
-"""Store for S3, Google Cloud Storage and Azure, which uses obstore (https://developmentseed.org/obstore)."""
+"""Store for S3, Google Cloud Storage and Azure, based on obstore (https://developmentseed.org/obstore)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _user: int | None = None  # id of the process that used obstore first
 
 
 class ObjectStore(RemoteStore):
-    """Folder in a bucket. After the first GET of an object, each GET requests the same version with `If-Match`.
+    """Folder in a bucket. If the first response for an object has a strong ETag, each later GET sends it as `If-Match`.
 
     Args:
         address: URL, such as `s3://bucket/folder`, `gs://bucket/folder`, `az://container/folder` or
@@ -118,7 +118,7 @@ class ObjectStore(RemoteStore):
             return client
 
     def _failure(self, path: str, error: Exception) -> Exception | None:
-        """Return the exception that replaces one of obstore, whose text contains URLs. None for HTTP 412 and 416."""
+        """Return the exception that replaces one of obstore, and contains no URLs. Return None for HTTP 412 and 416."""
         if isinstance(error, (StorageError, TransientError)):
             return error
         text = str(error)

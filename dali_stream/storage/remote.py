@@ -47,8 +47,8 @@ class Answer(NamedTuple):
 class RemoteStore(Store):
     """Store on a network. All reads of a file must return the same version. If a file changes, `StorageError` is raised.
 
-    A subclass implements one protocol. Each call of its methods `_get`, `_head` and `_list` is one attempt of one request. They
-    may block, and several threads call them at the same time. They raise a `TransientError` for a retryable failure, a
+    A subclass implements one protocol. Each call of its methods `_get`, `_head` and `_list` is one attempt of one request. The
+    methods may block, and several threads call them at the same time. They raise a `TransientError` for a retryable failure, a
     `DatasetError` for a missing file, and a `StorageError` for any other failure. Neither the messages of these errors nor
     their chains of causes may contain credentials.
 
@@ -80,7 +80,7 @@ class RemoteStore(Store):
     ) -> None:
         self.address, self._source, self._host, self._guess = address, source or address, host, guess
         self._patience, self._cache = patience or Patience(), cache
-        # Threads fill these with setdefault, which is atomic and keeps the first value, so they need no lock.
+        # Threads fill these dicts with setdefault, which is atomic and keeps the first value, so the dicts need no lock.
         self._sizes: dict[str, int] = {}
         self._tags: dict[str, str] = {}
         self._traffic, self._stop = Traffic(), threading.Event()
@@ -97,7 +97,7 @@ class RemoteStore(Store):
             deadline: Time limit of the request with all its attempts.
 
         Returns:
-            Bytes of the range, and the current version. If it differs from `version`, the bytes may be missing.
+            Bytes of the range, and the current version. If that differs from `version`, the bytes may be missing.
         """
 
     @abc.abstractmethod
@@ -114,7 +114,7 @@ class RemoteStore(Store):
         return self._traffic
 
     def size(self, path: str) -> int:
-        """Return the size of a file in bytes. Sends a request only if no read or listing has returned the size before."""
+        """Return the size of a file in bytes. This sends a request only if no read or listing has returned the size before."""
         size = self._known_size(checked(path))
         return self._stat(path).size if size is None else size
 
@@ -174,7 +174,7 @@ class RemoteStore(Store):
         self._traffic, self._stop = Traffic(), threading.Event()
 
     def close(self) -> None:
-        """End reads in progress, which raise `StorageError`. Subclasses also close their connections."""
+        """End reads in progress. They raise `StorageError`. Subclasses also close their connections."""
         stop, self._stop = self._stop, threading.Event()
         stop.set()
         end_idle()
@@ -236,7 +236,7 @@ class RemoteStore(Store):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _retried(self, description: str, request: Callable[[Deadline], _T]) -> _T:
-        """Return `request(deadline)`, which is retried after each `TransientError`, with pauses.
+        """Return `request(deadline)`. After each `TransientError`, pause and call it again.
 
         Raises:
             StorageError: If the time limit is exceeded, or the store is closed. The time starts with the first attempt and does
@@ -283,11 +283,11 @@ class RemoteStore(Store):
     # -- the cache
 
     def _name(self, path: str) -> str:
-        """Return the name of a file in the cache, which does not depend on its version."""
+        """Return the name of a file in the cache. The name does not depend on the version of the file."""
         return f"{self._source} {path}"
 
     def _known_size(self, path: str) -> int | None:
-        """Return the size of a file if a request of this run or of the run that filled the cache returned it, or else None."""
+        """Return the size of a file, or None if no request has returned it. A frozen store also looks it up in the cache."""
         if path not in self._sizes and self._cache is not None and self.frozen:
             size = self._cache.size(self._name(path))
             if size is not None:

@@ -50,7 +50,7 @@ class Patience:
 
     Args:
         total_s: Time limit of a request including all attempts and pauses, in seconds. Default: 60, or 5 until the first
-            connection, because the address is then probably wrong, or this machine has no network.
+            connection, because a failure before it probably means a wrong address or a machine without a network.
 
     Attributes:
         total_s: Time limit of a request, in seconds.
@@ -105,7 +105,7 @@ class Deadline:
 def slot(host: str, stop: threading.Event) -> Iterator[None]:
     """Hold one of the `PER_HOST` connection slots of a host.
 
-    Waits until a slot is free. If the event `stop` is set before, the body runs without a slot.
+    This waits until a slot is free. If the event `stop` is set first, the body runs without a slot.
     """
     slots = _slots.setdefault(host, threading.BoundedSemaphore(PER_HOST))
     while not (held := slots.acquire(timeout=_WAKE_S)) and not stop.is_set():
@@ -215,7 +215,7 @@ os.register_at_fork(after_in_child=_idle.clear)  # threads of the parent do not 
 
 
 def bounded(request: Callable[[Deadline], _T], deadline: Deadline) -> _T:
-    """Return `request(deadline)`, called in another thread, which is abandoned when the time is over.
+    """Call `request(deadline)` in another thread, and return the result. The thread is abandoned when the time is over.
 
     Without this thread, a call that ignores time limits, such as resolving a name, could block the caller for minutes.
 

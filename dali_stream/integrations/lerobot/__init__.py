@@ -2,7 +2,7 @@
 
     dali-stream lerobot-train --dataset.repo_id=... --policy.type=act --loader.image_size=224x224
 
-The same in Python:
+To do the same in Python:
 
     from lerobot.scripts import lerobot_train
     from dali_stream.integrations import lerobot
@@ -10,7 +10,7 @@ The same in Python:
     lerobot.patch(image_size=(224, 224))
     lerobot_train.main()
 
-LeRobot is imported only when a function needs it, so it need not be installed.
+LeRobot is imported only when a function needs it, so this package can be imported without LeRobot.
 """
 
 from dali_stream.integrations.lerobot.loader import make_loader

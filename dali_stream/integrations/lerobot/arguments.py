@@ -89,7 +89,7 @@ def split_arguments(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Check names of arguments. Raises ValueError if one is not an argument of a Loader, or if LeRobot sets it."""
+    """Raise ValueError if a name is not that of an argument of a Loader, or if LeRobot sets this argument."""
     for name in names:
         if name not in ARGUMENTS:
             raise ValueError(

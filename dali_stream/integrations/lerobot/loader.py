@@ -27,8 +27,9 @@ def make_loader(
 
     The Loader reads the same files, revision and episodes, with the same windows and tolerance. By default, it does the same as
     LeRobot's training script: frames are contiguous, they are uint8 if the dataset returns uint8 and float32 otherwise, and the
-    last batch of an epoch is partial. Image transforms are applied to each sample after it is resized to `image_size`. Their
-    random numbers depend only on the seed, the epoch and the sample's position in the epoch, so a resumed run repeats them.
+    last batch of an epoch is partial. Image transforms are applied to the frames of each sample after they are resized to
+    `image_size`. The random numbers of a transform depend only on the seed, the epoch and the sample's position in the epoch,
+    so a resumed run repeats them.
 
     Args:
         dataset: LeRobotDataset, StreamingLeRobotDataset or LeRobotDatasetMetadata. A StreamingLeRobotDataset that streams from
@@ -88,7 +89,7 @@ def make_loader(
 
 
 def _address(dataset: Any, meta: Any) -> tuple[str, str | None]:
-    """Return the address of the files of a `LeRobotDataset`, and the revision if it is a Hub repository."""
+    """Return the address of the files of a `LeRobotDataset`, and the revision if the address is a dataset on the Hub."""
     downloaded = Path(meta.root, "data").is_dir() if dataset is meta else getattr(dataset, "streaming_from_local", True)
     if downloaded:
         return str(meta.root), None

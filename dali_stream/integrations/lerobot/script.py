@@ -1,7 +1,8 @@
 """LeRobot's training script with a Loader in place of its DataLoader.
 
-The source of the script is not changed. `patch` replaces the script's functions that make datasets, load checkpoints and save
-checkpoints, its sampler, and `Accelerator.prepare`. The script passes every DataLoader to `prepare`, however it makes them.
+The source of the script is not changed. `patch` replaces the script's functions that make datasets, load checkpoints, save
+checkpoints and submit remote jobs, its sampler, and `Accelerator.prepare`. The script passes all of its DataLoaders to
+`prepare`, no matter how it makes them.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class _Run:
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._given = dict(arguments)
-        self._arguments = self._given  # and those of a checkpoint that is resumed
+        self._arguments = self._given  # after a resume, also the arguments of the checkpoint
         self._config: Any = None
         self._train: Any = None  # training dataset
         self._eval: Any = None  # evaluation dataset, if any
@@ -149,7 +150,7 @@ class _Run:
         return saved
 
     def sampling(self, sampler: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the class of the script's sampler. It makes none for a streamed dataset, whose DataLoader would refuse it."""
+        """Wrap the class of the script's sampler. A streamed dataset gets no sampler, since its DataLoader would refuse one."""
 
         @functools.wraps(sampler, updated=())
         def sampled(*arguments: Any, **named: Any) -> Any:
@@ -214,7 +215,7 @@ def _saved_arguments(checkpoint: Path) -> dict[str, Any]:
 
 
 def _resume(loader: Loader, batch_size: int, checkpoint: Path, step: int) -> None:
-    """Continue from a checkpoint, with the Loader's state in it or, if it has none, with its number of steps."""
+    """Continue from the Loader's state in a checkpoint or, if the checkpoint contains none, from its number of steps."""
     if loader.restore(checkpoint / STATE_FILE):
         _log.info("resumed from %s at batch %d of epoch %d", checkpoint / STATE_FILE, loader.batch_index, loader.epoch)
         return

@@ -1,4 +1,4 @@
-"""Image transforms of LeRobot whose random numbers are repeated by a resumed run."""
+"""Image transforms of LeRobot, with random numbers that a resumed run repeats."""
 
 from __future__ import annotations
 
