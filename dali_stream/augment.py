@@ -67,8 +67,8 @@ class Draw:
         """
         if self._next >= COUNT:
             raise ValueError(
-                f"a graph must draw at most {COUNT} random numbers per sample. Use several Draw, which share numbers where the "
-                "same random values are acceptable"
+                f"a graph must draw at most {COUNT} random numbers per sample. Use a second Draw. "
+                "It returns the same numbers as the first one"
             )
         number = self._sample[self._next]
         self._next += 1

@@ -32,7 +32,8 @@ DataFilesRoot = Annotated[
 ]
 CacheDir = Annotated[str | None, typer.Option(metavar="DIR", help="Cache fetched bytes in this folder, for later runs too.")]
 StorageOptions = Annotated[
-    str | None, typer.Option(metavar="JSON", help="Credentials and the like, such as '{\"anon\": true}' for public S3.")
+    str | None,
+    typer.Option(metavar="JSON", help="Storage options such as credentials, for example '{\"anon\": true}' for public S3."),
 ]
 # Options of the commands that locate the frames of rows.
 Clock = Annotated[

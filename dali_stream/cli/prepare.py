@@ -28,7 +28,7 @@ def prepare(
         typer.Option(
             "--for",
             metavar="cpu|nvdec|hub",
-            help="Encoding that is fastest to decode on CPUs; that all GPUs decode; or LeRobot's own.",
+            help="Encoding that CPUs decode fast, that all GPUs decode, or that LeRobot writes.",
         ),
     ] = None,
     size: Annotated[str | None, typer.Option(metavar="HxW", help="Size of all cameras' frames.")] = None,
@@ -60,7 +60,9 @@ def prepare(
     revision: arguments.Revision = None,
     data_files_root: arguments.DataFilesRoot = None,
     storage_options: arguments.StorageOptions = None,
-    out_storage_options: Annotated[str | None, typer.Option(metavar="JSON", help="Credentials and the like of OUT.")] = None,
+    out_storage_options: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Storage options of OUT, such as credentials.")
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option(metavar="N", parser=arguments.count, help="Files at a time. Default: one per core.")
     ] = None,
@@ -186,7 +188,7 @@ def _print(out: str, report: PrepareReport) -> None:
             console.results().print(lost)
     if not report.failed:
         outcome = (
-            "nothing to do, all files are there"
+            "nothing to do, since all files exist"
             if not report.written
             else f"{counted(report.written, 'file')} written and verified"
         )

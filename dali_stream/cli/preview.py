@@ -54,7 +54,7 @@ def preview(
     state: runs.StateFile = None,
     epoch: Annotated[int | None, typer.Option(**_NUMBER, help="Epoch of a run's batch.")] = None,
     batch: Annotated[int | None, typer.Option(**_NUMBER, help="Number of a run's batch in its epoch, from 0.")] = None,
-    rank: Annotated[int, typer.Option(**_NUMBER, help="Rank that a run's batch is of.")] = 0,
+    rank: Annotated[int, typer.Option(**_NUMBER, help="Rank of the batch of a run.")] = 0,
     episodes: arguments.Episodes = None,
     cameras: arguments.Cameras = None,
     revision: arguments.Revision = None,

@@ -31,7 +31,8 @@ def stats(
 ) -> None:
     """Compute statistics as LeRobot defines them, as JSON in the form of meta/stats.json.
 
-    The statistics of rows are exact. Those of cameras are computed from a sample of the frames, as in LeRobot. The dataset is
+    Quantiles of rows are exact up to four million numbers per feature, and the other statistics of rows always. Those of
+    cameras are computed from a sample of the frames, as in LeRobot. The dataset is
     not changed. To add statistics to a dataset that has none, use --out DATASET/meta/stats.json. Otherwise, pass them to
     Dataset(uri, stats=json.load(open(FILE))).
     """
