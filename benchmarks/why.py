@@ -4,7 +4,8 @@
 
 For each dataset and setting of the Loader, predictions and measurements alternate. Both are medians over the repetitions. The
 error of a prediction is relative to the measured batches per second. The report also contains the spread of the measurements,
-(largest - smallest) / median.
+(largest - smallest) / median. The summary counts the predictions of remedies that help. First epochs that are shorter than half
+a second consist mostly of the startup, which is not predicted, so they are not counted.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dali_stream.tools import environment, prepare, why
 
 LEAST = 1.1  # measured gain above which a remedy counts
 LATER = 3  # number of epochs that are measured after each first one
+STARTUP_S = 0.5  # duration of a first epoch below which it is not counted
 LEAST_S = 1.5  # duration of each measurement; a short epoch is repeated by new Loaders
 SETTINGS: dict[str, dict[str, Any]] = {  # arguments of the Loader, in addition to those in `cases`
     "default": {},
@@ -61,6 +63,7 @@ def cases(name: str, path: str, setting: str, repeat: int, folder: Path) -> list
             options["batch_size"] = min(64, dataset.num_frames // 32)
     predictions: dict[tuple[str, str], list[float]] = {}
     measured: dict[tuple[str, str], list[float]] = {}
+    durations: dict[str, float] = {}  # seconds of a first epoch with each remedy
     for _ in range(repeat):
         report = why(path, loader=options)
         applied: list[tuple[str, str, dict[str, Any]]] = [("none", path, {})]
@@ -71,7 +74,7 @@ def cases(name: str, path: str, setting: str, repeat: int, folder: Path) -> list
                 applied.append((remedy.name, path, remedy.loader))
         speeds = {"none": report} | {remedy.name: remedy for remedy in report.remedies}
         for remedy_name, dataset_path, changed in applied:
-            rates = rate(dataset_path, options | changed)
+            *rates, durations[remedy_name] = rate(dataset_path, options | changed)
             for epoch, measured_rate in zip(("first", "later"), rates, strict=True):
                 key = remedy_name, epoch
                 predictions.setdefault(key, []).append(getattr(speeds[remedy_name], epoch).batches_per_s)
@@ -91,6 +94,9 @@ def cases(name: str, path: str, setting: str, repeat: int, folder: Path) -> list
                 "measured_gain": middle / rate_now,
                 "error": predicted / middle - 1,
                 "spread": (max(rates) - min(rates)) / middle,
+                "counted": remedy_name != "none"
+                and middle / rate_now > LEAST
+                and (epoch == "later" or durations[remedy_name] > STARTUP_S),
             }
         )
         print(
@@ -101,20 +107,21 @@ def cases(name: str, path: str, setting: str, repeat: int, folder: Path) -> list
     return found
 
 
-def rate(path: str, options: dict[str, Any]) -> tuple[float, float]:
-    """Return the measured batches per second of the first epoch, and of later epochs.
+def rate(path: str, options: dict[str, Any]) -> tuple[float, float, float]:
+    """Return the measured batches per second of the first epoch, those of later epochs, and the seconds of the first epoch.
 
     The time begins with the first batch, without starting. By then, other batches have been decoded, too. In an epoch that
     decodes, the batches of the time are therefore counted by their decoded frames. If most frames were decoded before the first
     batch was delivered, as with long GOPs, all batches are counted, and the time includes starting.
     """
-    done, took = [0.0, 0.0], [0.0, 0.0]  # batches and seconds, of first epochs and of later ones
+    done, took, loaders = [0.0, 0.0], [0.0, 0.0], 0  # batches and seconds, of first epochs and of later ones
     while not took[0] or min(took) < LEAST_S:
         with Loader(path, **options) as loader:
             for later, epochs in enumerate((1, LATER)):
                 batches, seconds = measured(loader, epochs)
                 done[later], took[later] = done[later] + batches, took[later] + seconds
-    return done[0] / took[0], done[1] / took[1]
+        loaders += 1
+    return done[0] / took[0], done[1] / took[1], took[0] / loaders
 
 
 def measured(loader: Loader, epochs: int) -> tuple[float, float]:
@@ -142,7 +149,7 @@ def prepared(path: str, folder: Path, name: str, options: dict[str, Any]) -> str
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the median and the largest error of the predictions for remedies that help."""
-    errors = [abs(case["error"]) for case in found if case["remedy"] != "none" and case["measured_gain"] > LEAST]
+    errors = [abs(case["error"]) for case in found if case["counted"]]
     return {
         "counted": len(errors),
         "median_error": statistics.median(errors) if errors else None,
