@@ -199,6 +199,23 @@ def test_decodes_are_near_those_of_a_cache_that_knows_the_future(gop: int, steps
     assert own <= 1.05 * belady(run, count)
 
 
+def test_a_cache_for_nearly_all_frames_is_full_after_one_epoch() -> None:
+    """Although the first batches are planned before the order has been read as far as the next epoch."""
+    lengths = np.full(12, 100)
+    kept = 1140
+    run = Run(lengths, 2, np.array([0]), 16, Limits(kept, 2, horizon(kept, 1200)), consumers=8, pool=3, last_batch="drop")
+    second = run.plan(2 * 75).steps[75:]
+    assert sum(step.hits for _, step in second) > 0.93 * 75 * 16
+
+
+def test_frames_that_would_be_evicted_unshown_are_not_decoded() -> None:
+    """Once the order has been read far ahead. A decoder then stops at the last frame that the batch shows."""
+    lengths = np.full(400, 100)
+    run = Run(lengths, 2, np.array([0]), 16, Limits(200, 2, horizon(200, 40_000)), shuffle="global")
+    steps = run.plan(200).steps
+    assert sum(step.decodes for _, step in steps[100:]) < 1.55 * 100 * 16  # 1.5 with GOPs of 2 frames
+
+
 def test_the_same_run_gives_the_same_steps() -> None:
     def plan() -> list[tuple[Samples, FramePlan]]:
         return Run(np.array([50, 70, 90]), 12, np.array([-3, 0]), 8, Limits(40, 2, 100)).plan(30).steps

@@ -211,13 +211,14 @@ class FrameCache:
             next_use = self._state.next_use
             after = self._window.uses.next(self._table.frames(coming), batch)
             next_use[hit_slots] = self._window.uses.next(hits, batch)
-            # A frame that the batch shows is cached only if a later batch is known to show it. Other frames of its GOP are also
-            # cached if their next uses may come after the batches ahead, unless they would be evicted before that: each batch
-            # ahead adds about as many frames as this one.
+            # A frame whose next use is unknown is shown after the batches ahead. Each of these adds about as many frames as this
+            # batch, so the frame is not cached if it would be evicted before that. In a full cache, frames that this batch shows
+            # must have a known next use, since the others of their GOPs are likely to be shown sooner.
             known, stays = after < NEVER, next_use[hit_slots] < NEVER
-            keep[:count] = known[:count]
             if ahead * count > _TURNOVERS * self._kept:
                 keep = known
+            elif len(coming) > self._room:
+                keep[:count] = known[:count]
             # Hits that no later batch is known to show make room for new frames.
             if keep.sum() > self._room + (~stays).sum():
                 # Rank cached frames, new frames and hits together, and keep those with the nearest next uses.
