@@ -216,7 +216,7 @@ def launcher(ranks: int) -> list[str]:
 
 def equal(ours: Sequence[Any], theirs: Sequence[Any], wanted: int) -> tuple[bool, str]:
     """Return whether both sequences have the same `wanted` values, and a text with the number of equal values."""
-    same = sum(mine == its for mine, its in zip(ours, theirs, strict=False))
+    same = sum(our_value == their_value for our_value, their_value in zip(ours, theirs, strict=False))
     return same == wanted == len(ours) == len(theirs), f"{same} of {wanted}"
 
 
@@ -391,7 +391,9 @@ def measure_speed(comparison: Comparison, name: str, root: Path, rounds: int) ->
         except Failed as error:
             comparison.check("speed", False, str(error))
             return
-        ratio = statistics.median(ours / its for ours, its in zip(rates["loader"], rates["stock"], strict=True))
+        ratio = statistics.median(
+            loader_rate / stock_rate for loader_rate, stock_rate in zip(rates["loader"], rates["stock"], strict=True)
+        )
         entry = {
             "data": name,
             "trains": trains,

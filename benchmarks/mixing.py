@@ -218,12 +218,12 @@ def _grid_table(cases: list[Case]) -> str:
     ]
     for episodes in sorted({c.episodes for c in cases}):
         for held in (True, False):
-            if not (those := [c for c in cases if c.episodes == episodes and c.held is held]):
+            if not (matching := [c for c in cases if c.episodes == episodes and c.held is held]):
                 continue
-            worst = [max(abs(getattr(c, name)) for c in those)
+            worst = [max(abs(getattr(c, name)) for c in matching)
                      for name in ("variance", "iid_variance", "autocorrelation", "iid_autocorrelation")]  # fmt: skip
             lines.append(
-                f"| {episodes} | {'yes' if held else 'no'} | {len(those)} | {worst[0]:.2f} | {worst[1]:.2f} | "
+                f"| {episodes} | {'yes' if held else 'no'} | {len(matching)} | {worst[0]:.2f} | {worst[1]:.2f} | "
                 f"{worst[2]:.2f} | {worst[3]:.2f} |"
             )
     return "\n".join(lines)

@@ -118,7 +118,7 @@ def nbytes(uri: str) -> int:
 
 
 def chart(report: dict[str, Any]) -> str:
-    """Draw bars of the rates before and after. Return an SVG that is readable on any background."""
+    """Draw bars of the rates before and after `prepare`. Return an SVG that is readable on any background."""
     rows = [
         (name, state, each["frames_per_s"][state]) for name, each in report["datasets"].items() for state in ("before", "after")
     ]

@@ -36,9 +36,9 @@ describe_python() {
     "$1" -I -S -c 'import os, sys; print("%d.%d.%d" % sys.version_info[:3], os.path.realpath(sys.executable))' 2>/dev/null
 }
 
-# libavdevice 58 to 62 belong to FFmpeg 4 to 8. The script looks for this library because it needs all other libraries of FFmpeg,
-# as torchcodec does. Browsers and players install only libavcodec. A program `ffmpeg` does not show that the libraries exist,
-# because it may be linked statically.
+# libavdevice 58 to 62 belong to FFmpeg 4 to 8. The script looks for this library because it needs all other libraries of
+# FFmpeg, as torchcodec does. Browsers and players install only libavcodec. A program `ffmpeg` does not show that the libraries
+# exist, because it may be linked statically.
 ffmpeg_present() {
     [[ $(PATH=$PATH:/usr/sbin:/sbin ldconfig -p 2>/dev/null) =~ libavdevice\.so\.(58|59|60|61|62)[[:space:]] ]] && return
     # ldconfig does not list conda's libraries and those in LD_LIBRARY_PATH. Load the library as torchcodec does.
@@ -117,8 +117,8 @@ create_venv() {
     [[ -x $venv/bin/pip ]] || "$python" -m venv "$venv"
 }
 
-# Prints the dependencies in pyproject.toml, one per line. In the image, they are a layer without the package, which need not be
-# built again when the source changes. botocore, for S3, is included, because a user of the image could not install it.
+# Prints the dependencies in pyproject.toml, one per line. In the image, they are a separate layer, which is not built again when
+# the source changes. botocore, for S3, is included, because a user of the image could not install it.
 list_dependencies() {
     "$venv/bin/python" - "$root/pyproject.toml" "$extra" s3 <<'PY'
 import sys, tomllib
@@ -130,7 +130,8 @@ PY
 }
 
 # torch is installed first, in a separate request, because only such a request also finds a local build (find-links, a CPU
-# index). If TORCH_BUILD is set, the request names the build. Otherwise pip would install another build if the index does not answer.
+# index). If TORCH_BUILD is set, the request names the build. Otherwise, pip would install another build if the index did not
+# answer.
 install_torch() {
     local torch
     torch=$(grep -m1 -o '^torch==[^ ;]*' "$constraints")

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cpu = arguments.device == "cpu" or not torch.cuda.is_available()
     bf16 = not cpu and torch.cuda.is_bf16_supported(including_emulation=False)
     accelerator = Accelerator(cpu=cpu, mixed_precision="bf16" if bf16 else "no")
-    accelerator.gradient_accumulation_steps = 1  # overrides Accelerate's configuration, which could make it divide the gradient
+    accelerator.gradient_accumulation_steps = 1  # overrides Accelerate's configuration, where a larger number divides gradients
     try:
         run = Run(arguments, accelerator)
     except (ValueError, OSError, dali_stream.DaliStreamError) as error:

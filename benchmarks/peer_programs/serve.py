@@ -113,8 +113,9 @@ class Delivered:
     def write(self) -> int:
         """Write the delivered data to the file in the spec. Return the number of samples.
 
-        The file contains the numbers of all rows, shape (N,), and for each camera the frames of the samples `checked`, uint8,
-        shape (n, steps, C, H, W).
+        The file contains `index`, `episode_index` and `frame_index` of all samples, each of shape (N,); the positions `checked`
+        of some samples, shape (n,); and for the nth camera the frames `pictures_n` of these samples, uint8, shape (n, steps, C,
+        H, W).
         """
         arrays: dict[str, Any] = {key: np.concatenate(parts) for key, parts in self._rows.items()}
         for n, kept in enumerate(self._pictures.values()):
