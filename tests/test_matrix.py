@@ -178,7 +178,7 @@ def test_the_page_has_its_plots_and_needs_no_network(tmp_path: Path, summarize: 
     assert "a&lt;b&gt;" in page
     assert "1234" in page
     for said in (
-        "Decoding.", "<b>b sarm dali</b>: was not taken by sbatch",  # a verdict for each
+        "Decoding.", "<b>b sarm dali</b>: was not accepted by sbatch",  # a verdict for each
         "first batch, s", "wait p99, ms", "memory, MB",  # units
         "EPYC, 2 cores, no GPU", "hf://a/b: 1 episodes", "top 240×320", "torch 2.13.0", "2026-11-21",
         "settings of a&lt;b&gt; single auto", "224×224", "settings of a sarm auto", "recorded size",  # where reports differ
