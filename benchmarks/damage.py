@@ -4,7 +4,7 @@
 
 The program damages one packet of a file at a time, decodes its GOP as the Loader does, and compares the frames with those of
 the undamaged file. The outcome is an error, right frames, or wrong frames. MP4 has no checksums, so damage is not always
-detected if the bitstream remains valid. The numbers depend on the codec, the encoder and the content.
+detected: the bitstream may remain valid. The numbers depend on the codec, the encoder and the content.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from dali_stream.storage import LocalStore
 from dali_stream.tools import environment
 
 
-def all_of_it(picture: bytes, chance: random.Random) -> bytes:
+def all_of_it(packet: bytes, rng: random.Random) -> bytes:
     """Replace all bytes of a packet with random bytes."""
-    return chance.randbytes(len(picture))
+    return rng.randbytes(len(packet))
 
 
-def a_third(picture: bytes, chance: random.Random) -> bytes:
+def a_third(packet: bytes, rng: random.Random) -> bytes:
     """Replace a contiguous third of a packet with random bytes."""
-    length = max(len(picture) // 3, 1)
-    at = chance.randrange(len(picture) - length + 1)
-    return picture[:at] + chance.randbytes(length) + picture[at + length :]
+    length = max(len(packet) // 3, 1)
+    start = rng.randrange(len(packet) - length + 1)
+    return packet[:start] + rng.randbytes(length) + packet[start + length :]
 
 
-def one_bit(picture: bytes, chance: random.Random) -> bytes:
+def one_bit(packet: bytes, rng: random.Random) -> bytes:
     """Flip one bit of a packet."""
-    at = chance.randrange(len(picture))
-    return picture[:at] + bytes([picture[at] ^ 1 << chance.randrange(8)]) + picture[at + 1 :]
+    position = rng.randrange(len(packet))
+    return packet[:position] + bytes([packet[position] ^ 1 << rng.randrange(8)]) + packet[position + 1 :]
 
 
 KINDS: tuple[Callable[[bytes, random.Random], bytes], ...] = (all_of_it, a_third, one_bit)
@@ -52,17 +52,17 @@ class Damaged(LocalStore):
     """A local folder whose files are read with some bytes replaced.
 
     Attributes:
-        patch: Offset in each file, and the bytes that replace those at the offset.
+        patch: Offset in each file, and the bytes that replace the file's bytes from this offset on.
     """
 
     patch: tuple[int, bytes] = (0, b"")
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         data = bytearray(super().read(path, start, stop))
-        at, over = self.patch
-        first, last = max(at, start), min(at + len(over), start + len(data))
+        offset, replacement = self.patch
+        first, last = max(offset, start), min(offset + len(replacement), start + len(data))
         if first < last:
-            data[first - start : last - start] = over[first - at : last - at]
+            data[first - start : last - start] = replacement[first - offset : last - offset]
         return bytes(data)
 
 
@@ -76,9 +76,9 @@ def main() -> int:
     result: dict[str, Any] = {"trials": arguments.trials, "files": {}, **environment.ran_on("cpu")}
     try:
         for file in arguments.files:
-            result["files"][file.name] = found = measure(file, arguments.trials, arguments.seed)
-            print(f"{file.name}: {found['codec']}, GOPs of up to {found['longest_gop']}")
-            for kind, counts in found["damage"].items():
+            result["files"][file.name] = report = measure(file, arguments.trials, arguments.seed)
+            print(f"{file.name}: {report['codec']}, GOPs of up to {report['longest_gop']}")
+            for kind, counts in report["damage"].items():
                 print(f"  {kind.replace('_', ' '):10} " + ", ".join(f"{name} {count}" for name, count in counts.items()))
     except dali_stream.DaliStreamError as error:
         print(f"damage: {error}", file=sys.stderr)
@@ -95,14 +95,14 @@ def measure(file: Path, trials: int, seed: int) -> dict[str, Any]:
     video = describe(table.configs[0])
     damage = {}
     for kind in KINDS:
-        chance = random.Random(seed)
+        rng = random.Random(seed)
         counts = {"error": 0, "right": 0, "wrong": 0}
         for _ in range(trials):
-            sample = chance.randrange(len(table))
-            at, size = int(table.offset[sample]), int(table.size[sample])
+            sample = rng.randrange(len(table))
+            offset, size = int(table.offset[sample]), int(table.size[sample])
             store.patch = (0, b"")
             good = _gop(store, table, sample, video)
-            store.patch = (at, kind(store.read(file.name, at, at + size), chance))
+            store.patch = (offset, kind(store.read(file.name, offset, offset + size), rng))
             try:
                 counts["right" if np.array_equal(_gop(store, table, sample, video), good) else "wrong"] += 1
             except dali_stream.DecodeError:
@@ -115,8 +115,8 @@ def measure(file: Path, trials: int, seed: int) -> dict[str, Any]:
 def _gop(store: LocalStore, table: VideoIndex, sample: int, video: Any) -> np.ndarray:
     """Return the frames of the GOP that contains a packet."""
     samples = np.flatnonzero(table.gop_start == table.gop_start[sample]).tolist()
-    pictures, _ = decode.decode(store, [table] * len(samples), samples, video)
-    return pictures.copy()
+    frames, _ = decode.decode(store, [table] * len(samples), samples, video)
+    return frames.copy()
 
 
 if __name__ == "__main__":

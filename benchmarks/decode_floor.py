@@ -1,23 +1,25 @@
-"""Compare the speed of the Loader with floors, which are programs that do nothing but its decoding.
+"""Compare the speed of the Loader with floors, which are programs that do only a part of its work, such as decoding.
 
 The floor "prefixes" is FFmpeg, with one single-threaded process per core. It decodes exactly the GOP prefixes that the frames
-of each batch need, and converts only these frames to RGB. The Loader delivers frames of the recorded size as uint8, with its
-default arguments. It decodes less than the floor, since it keeps decoded frames. Its first and second epoch are timed, and
-`ratio` is that of both epochs together.
+of each batch need, that is, the frames from a keyframe to the last requested frame of its GOP, and converts only the requested
+frames to RGB. The Loader delivers frames of the recorded size as uint8, with its default arguments. It decodes less than the
+floor, since it keeps decoded frames. Its first and second epoch are timed, and `ratio` is the rate over both epochs divided by
+that of the floor.
 
 The floor "files" consists of one thread per core. The threads decode every frame of the files once, in file order, and resize
 it. See files_floor.py. The Loader delivers float32 frames of this size, and its first and second epoch are timed. If
-`memory_budget` holds all frames, the second epoch decodes nothing. It is compared with the floor "gather", which only copies
-frames and converts them to float32. See gather_floor.py.
+`memory_budget` holds all frames, the second epoch decodes nothing. The second epoch is compared with the floor "gather", which
+only copies frames and converts them to float32. See gather_floor.py.
 
-With `--decode dali`, there is a single floor, that of DALI's decoder. See nvdec_floor.py.
+With `--decode dali`, the only floor is that of DALI's decoder. See nvdec_floor.py.
 
     python benchmarks/decode_floor.py URI [--mode single|sarm] [--decode torchcodec|dali] [--device cuda] [--batch-size 64]
                                       [--batches 30] [--image-size 224 224] [--rounds 5] [--json]
 
 With `--mode sarm`, a sample is a window of 8 frames of each camera, 1 s apart. The Loader and the floors run in turns. Each
-round uses a new Loader, which is timed after its first batch. FFmpeg gets one packed clip per core and camera, so it spends no
-time on opening files and seeking. The time that the program needs to start and end is measured and subtracted.
+round uses a new Loader, which is timed after its first batch. FFmpeg gets one MP4 file per core and camera with only the
+packets that it decodes, so it spends no time on opening many files and seeking. The time that FFmpeg needs to start and end is
+measured and subtracted.
 """
 
 from __future__ import annotations
@@ -81,13 +83,13 @@ def main() -> int:
     except (dali_stream.DaliStreamError, ValueError) as error:
         print(f"decode_floor: {error}", file=sys.stderr)
         return 1
-    print(told(result))
+    print(as_text(result))
     if arguments.json:
         print(environment.report_json(result))
     return 0
 
 
-def told(result: dict[str, Any]) -> str:
+def as_text(result: dict[str, Any]) -> str:
     """Return the result as text."""
     lines = [
         f"prefixes: floor {result['floor_frames_per_s']:.0f} frames/s, loader {result['loader_frames_per_s']:.0f}, "
@@ -116,9 +118,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     dataset = dali_stream.Dataset(arguments.uri)
     if not dataset.videos:
         raise ValueError(f"dataset must have a camera with video, got {dataset.uri} without one")
-    found = measure_dali(dataset, arguments) if arguments.decode == "dali" else measure_cpu(dataset, arguments)
+    figures = measure_dali(dataset, arguments) if arguments.decode == "dali" else measure_cpu(dataset, arguments)
     return {
-        **found,
+        **figures,
         "peak_rss_bytes": environment.peak_rss(),
         "dataset": dataset.uri,
         "arguments": {key: value for key, value in vars(arguments).items() if key != "json"},
@@ -189,31 +191,31 @@ def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> 
     }
 
 
-def rates(name: str, own: list[float], floor: list[float]) -> dict[str, Any]:
+def rates(name: str, loader: list[float], floor: list[float]) -> dict[str, Any]:
     """Return the median rates of the Loader and of a floor, and the median of their ratios.
 
-    A ratio is that of two turns in succession, since the load by other programs changes over time.
+    Each ratio compares two turns in succession, since the load by other programs changes over time.
     """
     return {
-        "ratio": statistics.median(mine / its for mine, its in zip(own, floor, strict=True)),
+        "ratio": statistics.median(loader_rate / floor_rate for loader_rate, floor_rate in zip(loader, floor, strict=True)),
         "floor_frames_per_s": statistics.median(floor),
-        f"{name}_frames_per_s": statistics.median(own),
+        f"{name}_frames_per_s": statistics.median(loader),
         "floor_rounds": floor,
-        f"{name}_rounds": own,
+        f"{name}_rounds": loader,
     }
 
 
 def new_loader(
-    dataset: dali_stream.Dataset, arguments: argparse.Namespace, deltas: dict[str, list[float]], **own: Any
+    dataset: dali_stream.Dataset, arguments: argparse.Namespace, deltas: dict[str, list[float]], **options: Any
 ) -> dali_stream.Loader:
     return dali_stream.Loader(
         dataset, batch_size=arguments.batch_size, delta_timestamps=deltas, num_threads=arguments.threads,
-        decode=arguments.decode, device=arguments.device, **own,
+        decode=arguments.decode, device=arguments.device, **options,
     )  # fmt: skip
 
 
 def mean_wait(batches: Iterator[Any], count: int, waits: list[float]) -> float:
-    """Return the mean time of the `count` batches after the first one, in seconds. Consume the rest of the epoch.
+    """Return the mean time per batch of the `count` batches after the first one, in seconds. Consume the rest of the epoch.
 
     The times of these batches, except for the first 20, are appended to `waits`.
     """
@@ -232,7 +234,7 @@ def mean_wait(batches: Iterator[Any], count: int, waits: list[float]) -> float:
 
 
 def first_touch() -> float:
-    """Return the time of writing newly allocated memory, in milliseconds per MB. A cache that fills has this cost too.
+    """Return the time of writing newly allocated memory, in milliseconds per MB. A cache also has this cost while it fills.
 
     It is about 0.1 on a physical machine, and 2 or more on a virtual machine whose host has not provided the memory yet.
     """
@@ -256,18 +258,18 @@ def measure_dali(dataset: dali_stream.Dataset, arguments: argparse.Namespace) ->
         take(stream, AHEAD)
         settle(loader)
         began = loader.stats()
-        floor, own = [], []
+        floor, loader_rates = [], []
         for _ in range(arguments.rounds):
             take(stream, AHEAD)
             settle(loader)
             floor.append(floor_rate())
             take(stream, AHEAD)  # batches that were prepared in advance do not belong to this turn
-            own.append(frames / timed(lambda: take(stream, batches)))
+            loader_rates.append(frames / timed(lambda: take(stream, batches)))
         settle(loader)
         decoded = decoded_per_frame(loader, began)
         routes = {key: dataclasses.asdict(route) for key, route in loader.routes.items()}
     return {
-        **rates("loader", own, floor),
+        **rates("loader", loader_rates, floor),
         "frames_per_round": frames,
         "decoded_per_frame": decoded,
         "routes": routes,
@@ -277,8 +279,8 @@ def measure_dali(dataset: dali_stream.Dataset, arguments: argparse.Namespace) ->
 def decoded_per_frame(loader: dali_stream.Loader, began: dict[str, Any]) -> float:
     """Return the number of decoded frames per delivered frame since the statistics `began`.
 
-    The Loader must have prepared all batches that it prepares in advance, both then and now. Otherwise decoded frames that are
-    not delivered yet distort the result.
+    The Loader must have prepared all batches that it prepares in advance, both at the time of `began` and now. Otherwise,
+    decoded frames that are not delivered yet distort the result.
     """
     now = loader.stats()
     return float((now["decoded_frames"] - began["decoded_frames"]) / (now["frames"] - began["frames"]))
@@ -309,7 +311,7 @@ def floor_jobs(
 ) -> list[tuple[Path, str, int]]:
     """Return (clip, FFmpeg filter, number of frames) for each core and camera, with the frames of the Loader's first batches.
 
-    `shown` contains the frame offsets of cameras with windows. A frame that a batch requests twice is converted once.
+    `shown` contains the frame offsets of cameras with windows. A frame that a batch requests twice is converted only once.
     """
     jobs = []
     for camera in dataset.videos:
@@ -319,12 +321,16 @@ def floor_jobs(
             for number in range(core, batches, threads):
                 episode, frame = order.read(number * batch_size, batch_size)
                 frames, _ = window(steps, frame, dataset.lengths[episode])
-                found = [packets(e)[0] for e in episode.tolist() for _ in steps]
-                # `pack` decodes a GOP once per table. With a copy of the table per batch, two batches that need the same GOP
-                # decode it twice, as in a loader without a cache.
-                copies = {id(table): dataclasses.replace(table) for table in found}
-                tables += [copies[id(table)] for table in found]
-                samples += [p for e, own in zip(episode.tolist(), frames, strict=True) for p in packets(e)[1][own].tolist()]
+                batch_tables = [packets(e)[0] for e in episode.tolist() for _ in steps]
+                # `pack` puts a GOP into the clip once per table. With a copy of the table per batch, a GOP that two batches
+                # need is in the clip twice, and decoded twice, as in a loader without a cache.
+                copies = {id(table): dataclasses.replace(table) for table in batch_tables}
+                tables += [copies[id(table)] for table in batch_tables]
+                samples += [
+                    p
+                    for e, sample_frames in zip(episode.tolist(), frames, strict=True)
+                    for p in packets(e)[1][sample_frames].tolist()
+                ]
             clip = pack(dataset.data_store, tables, samples)
             path = folder / f"{len(jobs)}.mp4"
             path.write_bytes(clip.data)
@@ -335,7 +341,7 @@ def floor_jobs(
 
 
 def packets_of(dataset: dali_stream.Dataset, camera: str) -> Callable[[int], tuple[VideoIndex, np.ndarray]]:
-    """Return a function that returns the index of an episode's file, and the packet of each of its frames."""
+    """Return a function that takes an episode, and returns the index of its video file and the packet of each of its frames."""
     indices, reader = IndexCache(dataset), RowReader(dataset, keys=["timestamp"])
 
     @functools.cache

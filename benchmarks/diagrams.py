@@ -40,7 +40,8 @@ STAGES = (  # name and two lines of text, in the order in which data flows
 )
 KEPT = ("no cache", "480×640, 4 GiB", "224×224, 4 GiB")  # cases of the report that are drawn
 SHADES = ("#a9b4c2", "#6fae9a", OWN)
-# Mixture: weights and numbers of episodes of its datasets, and consumers. Then the number and the interval of drawn positions.
+# Mixture: the weight and the number of episodes of each dataset, and the number of consumers. The next line contains the frames
+# per episode, the number of positions of the epoch that are drawn, and the interval between two points of a curve.
 WEIGHTS, EPISODES, CONSUMERS = {"pick": 2, "fold": 1, "old": 1}, (40, 60, 4), 8
 FRAMES, POSITIONS, EVERY = 100, 2000, 3
 LINES = (OWN, "#c2571a", "#3b6fb6")
@@ -100,23 +101,23 @@ def shares() -> str:
     """Draw the number of samples of each dataset minus its share, over the number of positions."""
     datasets = len(WEIGHTS)
     lengths, weights = [np.full(episodes, FRAMES) for episodes in EPISODES], list(WEIGHTS.values())
-    given = shares_of([episodes * FRAMES for episodes in EPISODES], weights=weights)
-    episode, _ = MixtureOrder(lengths, given, consumers=CONSUMERS).read(0, POSITIONS)
+    mixture_shares = shares_of([episodes * FRAMES for episodes in EPISODES], weights=weights)
+    episode, _ = MixtureOrder(lengths, mixture_shares, consumers=CONSUMERS).read(0, POSITIONS)
     ours = np.searchsorted(np.cumsum(EPISODES), episode, side="right")
     uniform = philox("diagram", 0).random_raw(POSITIONS) / 2**64
-    random = np.searchsorted(np.cumsum(given.targets), uniform, side="right")
+    random = np.searchsorted(np.cumsum(mixture_shares.targets), uniform, side="right")
     most, left, right, top, high = 30, 60, 150, 56, 240
 
     def place(position: float, off: float) -> tuple[float, float]:
         return left + position / POSITIONS * (WIDTH - left - right), top + (1 - off / most) * high / 2
 
     def curve(dataset: npt.NDArray[np.int64], number: int, color: str, dashes: str = "") -> str:
-        off = np.cumsum(dataset == number) - given.targets[number] * np.arange(1, POSITIONS + 1)
+        off = np.cumsum(dataset == number) - mixture_shares.targets[number] * np.arange(1, POSITIONS + 1)
         points = " ".join("{:.0f},{:.1f}".format(*place(at + 1, off[at])) for at in range(0, POSITIONS, EVERY))
         return f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.2"{dashes}/>'
 
-    said = f"Samples of each dataset minus its share of them; weights {':'.join(map(str, weights))}, {CONSUMERS} consumers"
-    parts = [text(MARGIN, 36, said, "title", weight=600)]
+    title = f"Samples of each dataset minus its share of them; weights {':'.join(map(str, weights))}, {CONSUMERS} consumers"
+    parts = [text(MARGIN, 36, title, "title", weight=600)]
     for off in (-most, 0, most):
         (x, y), (end, _) = place(0, off), place(POSITIONS, off)
         parts.append(f'<path d="M{x:.1f} {y:.1f}H{end:.1f}" stroke="{OTHER}" stroke-width="1"/>')
@@ -196,8 +197,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if (arguments.drawing in ("cache", "trace")) != (arguments.report is not None):
         parser.error("`cache` and `trace` need --report, and the other drawings do not take it")
-    given = [json.loads(arguments.report.read_text())] if arguments.report else []
-    arguments.out.write_text({"path": path, "cache": cache, "shares": shares, "trace": trace}[arguments.drawing](*given))
+    reports = [json.loads(arguments.report.read_text())] if arguments.report else []
+    arguments.out.write_text({"path": path, "cache": cache, "shares": shares, "trace": trace}[arguments.drawing](*reports))
 
 
 if __name__ == "__main__":

@@ -34,23 +34,23 @@ def parts(dataset: dali_stream.Dataset, threads: int) -> list[list[Part]]:
             starts = np.append(place[table.keyframes], len(table))
             runs += [(Path(dataset.data_store.where(path)), a, b) for a, b in itertools.pairwise(starts)]
     ends = np.cumsum([b - a for _, a, b in runs])
-    mine = (ends - 1) * threads // ends[-1]
-    return [_joined([runs[i] for i in np.flatnonzero(mine == thread)]) for thread in range(threads)]
+    thread_of_run = (ends - 1) * threads // ends[-1]
+    return [_joined([runs[i] for i in np.flatnonzero(thread_of_run == thread)]) for thread in range(threads)]
 
 
 def torchcodec_rate(work: list[list[Part]], size: tuple[int, int]) -> float:
     """Return the rate of threads that decode and resize, in frames/s."""
     started = time.perf_counter()
     with ThreadPoolExecutor(len(work)) as pool:
-        frames = sum(pool.map(lambda own: _decode(own, size), work))
+        frames = sum(pool.map(lambda share: _decode(share, size), work))
     return frames / (time.perf_counter() - started)
 
 
 def ffmpeg_rate(work: list[list[Part]], threads: int) -> float:
     """Return the rate of FFmpeg, with one process per file, for decoding and conversion to RGB, in frames/s."""
-    files = {path: 0 for own in work for path, _, _ in own}
-    for own in work:
-        for path, _, stop in own:
+    files = {path: 0 for share in work for path, _, _ in share}
+    for share in work:
+        for path, _, stop in share:
             files[path] = max(files[path], stop)
     command = ["ffmpeg", "-hide_banner", "-nostdin", "-v", "error", "-threads", "1", "-filter_threads", "1"]
     started = time.perf_counter()
@@ -60,9 +60,9 @@ def ffmpeg_rate(work: list[list[Part]], threads: int) -> float:
     return sum(files.values()) / (time.perf_counter() - started)
 
 
-def _decode(own: list[Part], size: tuple[int, int]) -> int:
+def _decode(share: list[Part], size: tuple[int, int]) -> int:
     frames = 0
-    for path, first, stop in own:
+    for path, first, stop in share:
         decoder = VideoDecoder(path, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="approximate")
         step = frames_at_once((decoder.metadata.height, decoder.metadata.width))
         for start in range(first, stop, step):
@@ -72,13 +72,13 @@ def _decode(own: list[Part], size: tuple[int, int]) -> int:
 
 
 def _joined(runs: list[Part]) -> list[Part]:
-    found: list[Part] = []
+    joined: list[Part] = []
     for path, first, stop in runs:
-        if found and found[-1][0] == path and found[-1][2] == first:
-            found[-1] = (path, found[-1][1], int(stop))
+        if joined and joined[-1][0] == path and joined[-1][2] == first:
+            joined[-1] = (path, joined[-1][1], int(stop))
         else:
-            found.append((path, int(first), int(stop)))
-    return found
+            joined.append((path, int(first), int(stop)))
+    return joined
 
 
 def _paths(dataset: dali_stream.Dataset, camera: str) -> list[str]:

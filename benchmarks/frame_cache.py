@@ -1,4 +1,4 @@
-"""Compute the decoded frames per delivered frame for several GOPs, windows and sizes of memory.
+"""Compute the decoded frames per delivered frame for several GOP lengths, windows and sizes of memory.
 
     python benchmarks/frame_cache.py [--episodes 600] [--batches N] [--json]
 
@@ -64,14 +64,14 @@ def main() -> int:
     for gop, steps in REQUESTS:
         row = [decodes(lengths, gop, steps, memory, arguments.batches) for memory in MEMORY]
         request = "single frames" if steps == 1 else f"windows of {steps}, 1 s apart"
-        print(f"| {gop}, {request} |", " | ".join(f"{found:.2f}" for found in row), "|", flush=True)
+        print(f"| {gop}, {request} |", " | ".join(f"{ratio:.2f}" for ratio in row), "|", flush=True)
         cases += [
-            {"gop": gop, "steps": steps, **memory._asdict(), "decoded_per_frame": found}
-            for memory, found in zip(MEMORY, row, strict=True)
+            {"gop": gop, "steps": steps, **memory._asdict(), "decoded_per_frame": ratio}
+            for memory, ratio in zip(MEMORY, row, strict=True)
         ]
     if arguments.json:
-        given = {key: value for key, value in vars(arguments).items() if key != "json"}
-        report: dict[str, Any] = {"cases": cases, "batch_size": BATCH_SIZE, "in_flight": IN_FLIGHT, "arguments": given}
+        settings = {key: value for key, value in vars(arguments).items() if key != "json"}
+        report: dict[str, Any] = {"cases": cases, "batch_size": BATCH_SIZE, "in_flight": IN_FLIGHT, "arguments": settings}
         print(environment.report_json(report | environment.ran_on("cpu")))
     return 0
 

@@ -4,12 +4,13 @@
 
 A setting consists of the CUDA streams (one for all operators, one per backend, or one per operator) and the concurrency
 (whether independent operators, such as the decoders of two cameras, run at the same time). For each setting, and for
-torchcodec, the report contains the frames/s of the Loader on an idle GPU, and on a GPU that multiplies matrices. It also
-contains the number of frames that differ from those of torchcodec while batches are held. See
-`dali_stream/tools/selftest/lockstep.py`. `--device cpu` only tests this program.
+torchcodec, the report contains the frames/s of the Loader on an idle GPU, and on a GPU that multiplies matrices. For DALI, it
+also contains the number of frames that differ from those of torchcodec. This comparison holds some batches for several steps,
+which shows whether their memory is overwritten. See `dali_stream/tools/selftest/lockstep.py`. `--device cpu` serves only to
+test this program.
 
-The program has not been run on a GPU yet. The Loader uses one stream until this program shows that more streams are faster and
-all frames correct.
+The program has not been run on a GPU yet. The Loader uses one stream until this program shows that more streams are faster, and
+that all frames are correct.
 """
 
 from __future__ import annotations
@@ -82,14 +83,17 @@ def main() -> int:
 
 
 def rates(arguments: argparse.Namespace, device: str, decode: str, threads: int) -> dict[str, Any]:
-    """Return the frames/s on an idle and on a busy device, and the GPU memory in use in bytes. A CPU has only the first."""
+    """Return the frames/s on an idle and on a busy device, and the GPU memory in use, in bytes.
+
+    On a CPU, only the frames/s on the idle device are measured.
+    """
     dataset = dali_stream.Dataset(arguments.root)
     with dali_stream.Loader(
         dataset, batch_size=arguments.batch_size, device=device, decode=decode, num_threads=threads, rank=0, world_size=1,
         memory_budget=_BUDGET,
     ) as loader:  # fmt: skip
         batches = endless(loader)
-        found: dict[str, Any] = {"idle": None, "busy": None}
+        frames_per_s: dict[str, Any] = {"idle": None, "busy": None}
         for name, work in (("idle", None), ("busy", None if device == "cpu" else lockstep.work(device))):
             if name == "busy" and work is None:
                 break
@@ -103,8 +107,8 @@ def rates(arguments: argparse.Namespace, device: str, decode: str, threads: int)
             if device != "cpu":
                 torch.cuda.synchronize(device)
             seconds = time.perf_counter() - started
-            found[name] = round(number * arguments.batch_size * len(dataset.cameras) / seconds)
-    return {**found, "gpu_bytes": environment.gpu_bytes_used(None if device == "cpu" else torch.device(device).index)}
+            frames_per_s[name] = round(number * arguments.batch_size * len(dataset.cameras) / seconds)
+    return {**frames_per_s, "gpu_bytes": environment.gpu_bytes_used(None if device == "cpu" else torch.device(device).index)}
 
 
 if __name__ == "__main__":

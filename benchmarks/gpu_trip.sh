@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Everything that is to be learnt on a GPU, in one command of less than ten minutes that needs no network. Not run on a GPU yet.
+# Runs all tests and measurements that need a GPU, in less than ten minutes and without a network. The script has not been run
+# on a GPU yet.
 #
 #   benchmarks/gpu_trip.sh OUT      OUT      folder for the reports; each is written as soon as its part is done
-#                                   PYTHON   with what the package needs (default: python3)
-#                                   LIMIT    seconds for everything (default: 560)
-#                                   DEVICE   cuda, or cpu to try the script itself (default: cuda)
-#                                   CODECS   CODEC:GOP of the datasets that are measured (default: h264:2 hevc:12)
+#                                   PYTHON   interpreter with the packages that dali_stream needs (default: python3)
+#                                   LIMIT    time limit of the whole script in seconds (default: 560)
+#                                   DEVICE   cuda, or cpu to test the script itself (default: cuda)
+#                                   CODECS   CODEC:GOP of each dataset that is measured (default: h264:2 hevc:12)
 #
-# In order of importance: what is there; the self-test, which begins with right frames, and says how fast NVDEC is on a busy GPU
-# beside the CPU before it streams for longer; settings of DALI's executor; the decode floor; peers. Each part has its output in
-# a file of its own, and the self-test writes its report after each stage. A part that fails, crashes or hangs costs none of the
-# others. Exit code 1 where one did not end well.
+# The parts run in order of importance: doctor; self-test; settings of DALI's executor; decode floor; peers. The self-test first
+# checks that frames are correct, then compares the speed of NVDEC on a busy GPU with that of the CPU, and then streams for
+# longer. The output of each part goes to a separate file, and the self-test writes its report after each stage. If a part
+# fails, crashes or hangs, the other parts still run. The exit code is 1 if a part failed.
 set -uo pipefail
 exec </dev/null
 
@@ -26,7 +27,7 @@ data=$(mktemp -d)
 trap 'rm -rf "$data"' EXIT
 failed=()
 
-# part NAME SECONDS COMMAND...: runs a command for so long at most, or for what is left.
+# part NAME SECONDS COMMAND...: runs a command for at most SECONDS, or for the rest of LIMIT if it is shorter.
 part() {
     local name=$1 seconds=$2 left=$((limit - SECONDS))
     shift 2

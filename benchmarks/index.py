@@ -52,7 +52,7 @@ def main() -> int:
             text = "{seconds:.1f} s, CPU {cpu_s:.1f} s".format(**rounds[-1])
             print(f"{report.files} files, {len(report.broken)} broken: {text}")
     if arguments.json:
-        medians = {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}
+        medians = {name: statistics.median(figures[name] for figures in rounds) for name in rounds[0]}
         print(environment.report_json({"objects": report.files, "rounds": rounds, **medians, **environment.ran_on("cpu")}))
     return 1 if report.broken else 0
 

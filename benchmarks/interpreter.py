@@ -4,11 +4,11 @@
                                          [--batch-size 64] [--seconds 6] [--rounds 3] [--json]
 
 py-spy (https://github.com/benfred/py-spy) samples a Loader with one decode thread 500 times per second, in its first epoch and
-with frames resized to 224×224. It counts the samples in which any thread of the process holds the interpreter. Their share of
-the time, divided by the number of delivered frames, is the cost of a frame. The report lists the cost by function, including
-the functions that it calls. A thread that is preempted by the system still holds the interpreter. The samples of a thread are
-therefore reduced in proportion to the time that it waited for a core, according to /proc/*/schedstat. With --over, URI is a
-local folder, which another process serves as in benchmarks/remote.py.
+with frames resized to 224×224. It counts the samples in which any thread of the process holds the interpreter. The time that
+these samples represent, divided by the number of delivered frames, is the cost of a frame. The report lists the cost by
+function. The cost of a function includes the functions that it calls. A thread that is preempted by the system still holds the
+interpreter. The samples of a thread are therefore reduced in proportion to the time that it waited for a core, according to
+/proc/*/schedstat. With --over, URI is a local folder, which another process serves as in benchmarks/remote.py.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ def measure(place: dict[str, Any], mode: str, batch_size: int, seconds: int, rou
         ) as loader:
             stream = endless(loader)
             take(stream, 5)  # after these batches, the queue of prepared batches is full
-            stacks, looks, rate = watched(stream, lambda loader=loader: loader.stats()["frames"], seconds, spy)
-            frame_us = 1e6 / RATE / seconds / rate  # microseconds per frame that one sample of py-spy stands for
+            stacks, sample_count, rate = watched(stream, lambda loader=loader: loader.stats()["frames"], seconds, spy)
+            frame_us = 1e6 / RATE / seconds / rate  # microseconds per frame that one sample of py-spy represents
             costs.append(sum(stacks.values()) * frame_us)
-            waiting.append(looks * frame_us - costs[-1])
+            waiting.append(sample_count * frame_us - costs[-1])
             rates.append(rate)
             for stack, weight in stacks.items():
                 for name in set(stack.split(";")[1:]):
@@ -156,36 +156,36 @@ def watched(stream: Any, frames: Callable[[], float], seconds: int, spy: str) ->
                 if any("Sampling" in line for line in lines):
                     places.append((time.perf_counter(), frames()))
             listener.join()
-            said = "".join(lines)
+            output = "".join(lines)
         if program.returncode or not out.exists():
             raise dali_stream.DaliStreamError(
-                f"py-spy failed to sample this process: {said.strip()[-300:]}. It needs permission to trace the process: run "
+                f"py-spy failed to sample this process: {output.strip()[-300:]}. It needs permission to trace the process: run "
                 "it as root, or set /proc/sys/kernel/yama/ptrace_scope to 0"
             )
         after = _scheduled()
         stacks: dict[str, float] = {}
-        seen = 0
+        total = 0
         for line in out.read_text().splitlines():
-            stack, looks = line.rsplit(" ", 1)
-            if not looks.isdecimal():  # py-spy sometimes writes a thread without frames and without a number
+            stack, sample_count = line.rsplit(" ", 1)
+            if not sample_count.isdecimal():  # py-spy sometimes writes a thread without frames and without a number
                 continue
             thread = int(re.findall(r"thread \((\d+)\)", stack)[0])
             ran, waited = (now - then for now, then in zip(after.get(thread, (1, 0)), before.get(thread, (0, 0)), strict=True))
-            stacks[stack] = int(looks) * ran / (ran + waited)
-            seen += int(looks)
+            stacks[stack] = int(sample_count) * ran / (ran + waited)
+            total += int(sample_count)
         inside = [place for place in places if place[0] - places[0][0] <= seconds]
         (first, at_first), (last, at_last) = inside[0], inside[-1]
-        return stacks, seen, (at_last - at_first) / (last - first)
+        return stacks, total, (at_last - at_first) / (last - first)
 
 
 def _scheduled() -> dict[int, tuple[int, int]]:
     """Return {thread: (time on a core, time that it was ready and waited for a core)} of this process, in nanoseconds."""
-    found = {}
+    times = {}
     for path in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             ran, waited, _ = (path / "schedstat").read_text().split()
-            found[int(path.name)] = int(ran), int(waited)
-    return found
+            times[int(path.name)] = int(ran), int(waited)
+    return times
 
 
 if __name__ == "__main__":

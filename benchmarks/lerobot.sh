@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Compares LeRobot's training script on a Loader with the script on its own DataLoader, in an environment for each supported
-# version of LeRobot. Their requirements contradict each other. Each environment takes 6 to 9 GB.
+# Compares LeRobot's training script on a Loader with the same script on its own DataLoader. Each supported version of LeRobot
+# has a separate environment, because the requirements of the versions contradict each other. An environment takes 6 to 9 GB.
 #
 #   benchmarks/lerobot.sh [--data NAME=ROOT ...]   default: the demo dataset
 #
@@ -15,7 +15,7 @@ say() { printf 'lerobot.sh: %s\n' "$*" >&2; }
 
 install() { # VENV PYTHON REQUIREMENT
     [[ -x $1/bin/pip ]] || "$2" -m venv "$1"
-    # Both in one request: pip then finds versions that suit LeRobot and this package.
+    # Both are installed in one request, so that pip finds versions that suit LeRobot and this package.
     "$1/bin/pip" install --quiet --no-input --disable-pip-version-check "$3" -e .
     "$1/bin/pip" check
 }

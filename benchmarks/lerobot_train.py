@@ -7,15 +7,17 @@ with one thread each. If a dataset lacks actions, as a bare recording does, or s
 It checks for each policy and dataset:
 
 losses       all 15 losses equal those of the script's own DataLoader in the same order, with frames of the recorded size
-resumed      a run that resumes after 5 steps, in the middle of an epoch, or after 10, at its end, has the losses and frames of
-             an uninterrupted run
-transforms   the same in the middle of an epoch with image_transforms, for ACT on the first dataset and Diffusion on the last
+resumed      a run that resumes after 5 steps, in the middle of an epoch, or after 10 steps, at its end, has the losses and
+             frames of an uninterrupted run
+transforms   a run with image_transforms that resumes in the middle of an epoch has the losses and frames of an uninterrupted
+             run, for ACT on the first dataset and Diffusion on the last
 streaming    with streaming=true, the losses equal those of the dataset on disk, for the same policies and datasets
 
-It checks for the first dataset that two ranks see 800 of 800 frames once; that a run that is killed on two ranks, then killed
-on one, and continued on two, sees each frame of the epoch once; that a checkpoint without a state resumes by its number of
-steps or is refused; and that an evaluation has the loss of LeRobot's own (0.6.1). It also measures the steps per second of both
-scripts, with --loader.image_size and with torchvision's Resize.
+It checks for the first dataset that two ranks deliver 800 frames without a repetition; that a run that is killed on two ranks,
+then killed on one, and continued on two, delivers each frame of the epoch once; that a checkpoint without a state resumes by
+its number of steps or is refused; and, with LeRobot 0.6 or later, that an evaluation has the same loss as with LeRobot's
+DataLoader. It also measures the steps per second of the script on a Loader with --loader.image_size, and on its own DataLoader
+with torchvision's Resize.
 
 The exit code is 1 if a check fails.
 """
@@ -214,7 +216,7 @@ def launcher(ranks: int) -> list[str]:
 
 def equal(ours: Sequence[Any], theirs: Sequence[Any], wanted: int) -> tuple[bool, str]:
     """Return whether both sequences have the same `wanted` values, and a text with the number of equal values."""
-    same = sum(mine == its for mine, its in zip(ours, theirs, strict=False))
+    same = sum(our_value == their_value for our_value, their_value in zip(ours, theirs, strict=False))
     return same == wanted == len(ours) == len(theirs), f"{same} of {wanted}"
 
 
@@ -240,9 +242,9 @@ def compare_losses(comparison: Comparison, name: str, root: Path, policy: str) -
     def losses() -> tuple[bool, Any]:
         stock, _ = comparison.run("ordered", arguments, drop_last=DROP_LAST[policy])
         ours, _ = comparison.run("loader", [*arguments, "--loader.num_threads=1"])
-        same, said = equal(ours.losses, stock.losses, STEPS)
+        same, detail = equal(ours.losses, stock.losses, STEPS)
         return same and ours.index == stock.index and ours.frames == stock.frames, {
-            "equal": said,
+            "equal": detail,
             "same frames": ours.index == stock.index,
             "frames": ours.frames,
             "losses": ours.losses,
@@ -273,8 +275,8 @@ def compare_resumed(
     def resumed(step: int) -> tuple[bool, Any]:
         # All other arguments are those in the checkpoint.
         rest, _ = comparison.run("loader", [*continued(output, step, STEPS), "--save_checkpoint=false"])
-        same, said = equal(rest.losses, whole.losses[step:], STEPS - step)
-        return same and rest.index == whole.index[step:], said
+        same, detail = equal(rest.losses, whole.losses[step:], STEPS - step)
+        return same and rest.index == whole.index[step:], detail
 
     for step in at:
         where = "in mid-epoch" if step % 10 else "at the end of an epoch"
@@ -289,8 +291,8 @@ def compare_more(comparison: Comparison, name: str, root: Path, policy: str) -> 
     def streamed() -> tuple[bool, Any]:
         arguments = [*of_epoch(name, root, policy), *JITTER, "--steps=5", "--save_checkpoint=false"]
         ours, _ = comparison.run("loader", [*arguments, "--dataset.streaming=true"])
-        same, said = equal(ours.losses, whole.losses[:5] if whole else [], 5)
-        return same and whole is not None and ours.index == whole.index[:5], said
+        same, detail = equal(ours.losses, whole.losses[:5] if whole else [], 5)
+        return same and whole is not None and ours.index == whole.index[:5], detail
 
     comparison.attempt(f"{policy} on {name}: streaming=true gives the same losses", streamed)
 
@@ -306,7 +308,7 @@ def check_ranks(comparison: Comparison, name: str, root: Path) -> None:
     comparison.attempt("two ranks: distinct frames", distinct)
 
     def killed() -> tuple[bool, Any]:
-        """Kill two ranks in step 7, after step 4 was saved, then one rank in step 11, after step 8. Two ranks take the rest."""
+        """Kill two ranks in step 7, after step 4 was saved, then one rank in step 11, after step 8. Two ranks read the rest."""
         frames = int(dali_stream.Dataset(root).lengths[0])
         short = [*arguments, "--dataset.episodes=[0]", "--batch_size=8", "--save_freq=4", "--steps=1000"]
         first, output = comparison.run("loader", short, ranks=2, kill_at=7, trains=False)
@@ -341,15 +343,15 @@ def check_without_state(comparison: Comparison, name: str, root: Path) -> None:
 
     def resumed() -> tuple[bool, Any]:
         rest, _ = comparison.run("loader", [*continued(output, 4, 8), *LOADER], trains=False)
-        same, said = equal(rest.index, whole.index[4:], 4)
-        return same, said
+        same, detail = equal(rest.index, whole.index[4:], 4)
+        return same, detail
 
     def refused() -> tuple[bool, Any]:
         try:
             comparison.run("loader", [*continued(output, 4, 8), *LOADER, "--batch_size=4"], trains=False)
         except Failed as error:
-            said = str(error).strip().splitlines()[-1]
-            return "number does not determine a position" in said, said
+            message = str(error).strip().splitlines()[-1]
+            return "number does not determine a position" in message, message
         return False, "not refused"
 
     comparison.attempt("a checkpoint without a state resumes by its number of steps", resumed)
@@ -381,15 +383,17 @@ def measure_speed(comparison: Comparison, name: str, root: Path, rounds: int) ->
         rates: dict[str, list[float]] = {side: [] for side in sides}
         try:
             for _ in range(rounds):
-                for side, own in sides.items():
+                for side, options in sides.items():
                     run, _ = comparison.run(
-                        side, [*arguments, *own, f"--steps={steps[side]}", "--save_checkpoint=false"], trains=trains
+                        side, [*arguments, *options, f"--steps={steps[side]}", "--save_checkpoint=false"], trains=trains
                     )
                     rates[side].append(run.steps_per_s)
         except Failed as error:
             comparison.check("speed", False, str(error))
             return
-        ratio = statistics.median(ours / its for ours, its in zip(rates["loader"], rates["stock"], strict=True))
+        ratio = statistics.median(
+            loader_rate / stock_rate for loader_rate, stock_rate in zip(rates["loader"], rates["stock"], strict=True)
+        )
         entry = {
             "data": name,
             "trains": trains,

@@ -43,8 +43,8 @@ class Mixing:
     Attributes:
         variance: Variance of the batch means of a quantity that differs from episode to episode, divided by that of
             independently drawn samples. It is 1 for i.i.d. samples, and smaller is better.
-        autocorrelation: Autocorrelation of the episodes' shares in batches. Of the lags 1 to 8, the value with the largest
-            magnitude is used. If it is near 1, a batch has the same episodes as a batch shortly before it.
+        autocorrelation: Autocorrelation of the episodes' shares in batches, at the lag from 1 to 8 at which its magnitude is
+            largest. If it is near 1, a batch has the same episodes as a batch shortly before it.
         episodes: Mean number of distinct episodes in a batch.
     """
 
@@ -83,9 +83,9 @@ def mixing(epochs: Iterable[Array], lengths: Array, stride: int) -> Mixing:
         batches = len(episodes) // stride
         seen, number = np.unique(episodes[: batches * stride], return_inverse=True)
         batch, count = np.repeat(np.arange(batches), stride), len(seen)
-        found = np.bincount(batch * count + number, minlength=batches * count).reshape(batches, count)
-        distinct.append((found > 0).sum(1))
-        off = (found - found.mean(0)).astype(np.float32)
+        episode_counts = np.bincount(batch * count + number, minlength=batches * count).reshape(batches, count)
+        distinct.append((episode_counts > 0).sum(1))
+        off = (episode_counts - episode_counts.mean(0)).astype(np.float32)
         variances.append((off**2).sum(1))
         for lag in range(1, min(LAGS + 1, batches)):
             products[lag - 1].append(np.einsum("te,te->t", off[lag:], off[:-lag]))
@@ -97,20 +97,20 @@ def mixing(epochs: Iterable[Array], lengths: Array, stride: int) -> Mixing:
 
 
 def case(batch_size: int, ranks: int, episodes: int, consumers: int, pool: int, batches: int = 1000) -> Case:
-    """Measure an order over about `batches` batches, in epochs of at least 40."""
+    """Measure an order over about `batches` batches, in epochs of at least 40 batches."""
     stride = batch_size * ranks
     lengths = made_up(episodes, stride)
     epochs = max(round(batches * stride / lengths.sum()), 1)
     orders = [Order(lengths, True, 0, epoch, consumers, pool).read(0, int(lengths.sum()))[0] for epoch in range(epochs)]
     random, recorded = np.random.default_rng(0), np.repeat(np.arange(episodes), lengths)
-    found, iid = mixing(orders, lengths, stride), mixing((random.permutation(recorded) for _ in range(epochs)), lengths, stride)
+    ours, iid = mixing(orders, lengths, stride), mixing((random.permutation(recorded) for _ in range(epochs)), lengths, stride)
     held = max(len(np.unique(order[consumer::consumers])) for order in orders for consumer in range(consumers)) <= pool
-    figures = (value for pair in zip(asdict(found).values(), asdict(iid).values(), strict=True) for value in pair)
+    figures = (value for pair in zip(asdict(ours).values(), asdict(iid).values(), strict=True) for value in pair)
     return Case(batch_size, ranks, episodes, consumers, pool, held, *(round(value, 4) for value in figures))
 
 
 def large_case(pool: int | None) -> Case:
-    """Measure the order of a large dataset over two stretches of 1000 batches. Without a pool, `shuffle="global"`."""
+    """Measure the order of a large dataset over two stretches of 1000 batches. If `pool` is None, `shuffle` is "global"."""
     size, lengths = 256, np.full(*LARGE)
     consumers, default = default_pools(size, 1)
     order = Order(lengths, "global" if pool is None else True, 0, 0, consumers, pool or default)
@@ -134,7 +134,11 @@ def made_up(episodes: int, stride: int) -> Array:
 
 
 def measure(batch_sizes: Iterable[int] = BATCH_SIZES, ranks: Iterable[int] = RANKS) -> dict[str, Any]:
-    """Return the report: the default over a grid, both defaults over batch sizes, and the effect of the pool size."""
+    """Measure all cases. Return the report.
+
+    It contains the defaults over a grid of batch sizes, ranks and episodes; the former and the present defaults over batch
+    sizes; and the effects of the number of consumers, of the pool size, and of the pool size for a large dataset.
+    """
     ranks = list(ranks)
     grid = [
         case(size, world, episodes, *default_pools(size, world))
@@ -214,12 +218,12 @@ def _grid_table(cases: list[Case]) -> str:
     ]
     for episodes in sorted({c.episodes for c in cases}):
         for held in (True, False):
-            if not (those := [c for c in cases if c.episodes == episodes and c.held is held]):
+            if not (matching := [c for c in cases if c.episodes == episodes and c.held is held]):
                 continue
-            worst = [max(abs(getattr(c, name)) for c in those)
+            worst = [max(abs(getattr(c, name)) for c in matching)
                      for name in ("variance", "iid_variance", "autocorrelation", "iid_autocorrelation")]  # fmt: skip
             lines.append(
-                f"| {episodes} | {'yes' if held else 'no'} | {len(those)} | {worst[0]:.2f} | {worst[1]:.2f} | "
+                f"| {episodes} | {'yes' if held else 'no'} | {len(matching)} | {worst[0]:.2f} | {worst[1]:.2f} | "
                 f"{worst[2]:.2f} | {worst[3]:.2f} |"
             )
     return "\n".join(lines)

@@ -1,12 +1,13 @@
-"""Measure how many small changes of the core the tests detect. A mutant changes one operator, number or decision.
+"""Measure how many small changes of the package's core the tests detect. Such a change is called a mutant.
 
     python -m pip install cosmic-ray
     python benchmarks/mutation.py [--only NAME ...] [--mutants 100] [--seed 0] [--json]
     python benchmarks/mutation.py [--only NAME ...] --report FILE [--survivors [--tests NAME ...]] [--json]
 
-The program works on a copy of the package. It takes a random sample of the mutants of each part. For each mutant, it runs the
-fast tests of the part until one fails. A test also fails if it takes more than 5 times as long as without the mutant, plus 20
-seconds. Type annotations, error messages and docstrings are not changed. `PARTS` lists the tests of each part.
+A mutant changes one operator, number or decision. Type annotations, error messages and docstrings are not changed. The core is
+divided into parts, and `PARTS` lists the modules and the tests of each part. The program works on a copy of the package. It
+takes a random sample of the mutants of each part. For each mutant, it runs the fast tests of the part until one fails. A test
+also fails if it takes more than 5 times as long as without the mutant, plus 20 seconds.
 
 Each run of the tests is a fork of this process, which has imported PyTorch, DALI and pytest, but no module of the package. All
 runs share the datasets that the first run has written. The first run also records which functions each test calls. For a
@@ -103,7 +104,9 @@ def main() -> None:
                 survivors = [{key: each[key] for key in identity(chosen[0])} for each in parts[name]["survivors"]]
                 chosen = [mutant for mutant in chosen if identity(mutant) in survivors]
                 if len(chosen) != len(survivors):
-                    raise SystemExit(f"The survivors of {name} are of another sample. Run without --survivors.")
+                    raise SystemExit(
+                        f"--report must list survivors of this sample of {name}, got others. Run without --survivors"
+                    )
                 noticed = parts[name]["noticed"]
             tests = arguments.tests or PARTS[name][1].split()
             part = parts[name] = {"seed": arguments.seed} | measure(name, tests, chosen, noticed)
@@ -121,9 +124,10 @@ def main() -> None:
 
 
 def measure(name: str, names: list[str], chosen: list[MutationSpec], noticed: int) -> dict[str, Any]:
-    """Run the tests of a part on some mutants. Return the results, to which `noticed` earlier ones are added.
+    """Run the tests of a part on some mutants. Return the results.
 
-    The working directory must be the copy of the package.
+    They also count `noticed` mutants that the tests have detected in an earlier run. The working directory must be the copy of
+    the package.
     """
     files = [f"tests/test_{test}.py" for test in names]
     calls = Path("..", f"calls-{name}.json")
@@ -135,7 +139,7 @@ def measure(name: str, names: list[str], chosen: list[MutationSpec], noticed: in
         print(f"{name}: {number} of {len(chosen)}", end="\r", file=sys.stderr, flush=True)
         operator = cosmic_ray.plugins.get_operator(mutant.operator_name)()
         with use_mutation(mutant.module_path, operator, mutant.occurrence) as (before, after):
-            if after is None or not compiles(after):  # there is nothing to change, or the result is not valid Python
+            if after is None or not compiles(after):  # the operator changes nothing here, or the result is not valid Python
                 continue
             tried += 1
             function = [str(mutant.module_path.resolve()), first_line(before, mutant.start_pos[0])]
@@ -158,7 +162,7 @@ def measure(name: str, names: list[str], chosen: list[MutationSpec], noticed: in
 
 
 class CallRecorder:
-    """Plugin of pytest that writes the duration of each test, and which functions of the package it calls."""
+    """Plugin of pytest that writes to a file how long each test takes, and which functions of the package it calls."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()

@@ -3,8 +3,9 @@
     python benchmarks/order_scale.py [--episodes 1000000] [--length 100] [--consumers 64] [--datasets 1] [--json]
 
 The program times planning, that is, making the order and reading its first batch. It also times skipping a million positions of
-one rank, for world sizes from 1 to the number of consumers, and reports the peak memory of the process. With --datasets N, the
-episodes are divided among the N datasets of a mixture with weights of 1 to 5. An epoch has as many samples as frames.
+one rank, for world sizes of 1, 8 and the number of consumers, and reports the peak memory of the process. With --datasets N,
+the episodes are divided among the N datasets of a mixture with weights of 1 to 5. An epoch has as many samples as the datasets
+have frames.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> None:
 
 
 def measure(episodes: int, length: int, consumers: int, datasets: int) -> dict[str, Any]:
-    """Measure one order after the other."""
+    """Measure the order of a dataset or a mixture."""
     made = functools.partial(order, episodes, length, consumers, datasets)
     result: dict[str, Any] = {"frames": len(made()), "episodes": episodes, "datasets": datasets, "consumers": consumers}
     result["plan_s"] = timed(lambda: made().read(0, 64))

@@ -11,9 +11,9 @@ lerobot-streaming    StreamingLeRobotDataset; since it shuffles by itself, its f
 torchcodec-cuda      the plain loop on NVDEC; not run on a GPU yet
 pynvvideocodec       a plain loop around PyNvVideoCodec's SimpleDecoder; not run on a GPU yet
 
-All sides deliver float32 frames in [0, 1] of all cameras on the same device. The plain loops deliver no columns other than the
-number of the frame. With --image-size, frames are resized with antialiasing: by LeRobot with torchvision's Resize in its
-image_transforms, and by the plain loops with torch's interpolate.
+Each of these loaders is called a side below. All sides deliver float32 frames in [0, 1] of all cameras on the same device. The
+plain loops deliver no columns other than index, episode_index and frame_index. With --image-size, frames are resized with
+antialiasing: by LeRobot with torchvision's Resize in its image_transforms, and by the plain loops with torch's interpolate.
 
 Each turn of a side runs in a new process, which ends before the turn of the next side. Therefore no decoded frames are kept
 between turns, and only one side runs at a time. dali_stream keeps decoded frames for later batches. It is timed over its whole
@@ -59,7 +59,7 @@ class Side:
     """One loader: how to start it, and its results.
 
     Attributes:
-        spec: Spec of its program, in addition to the common spec.
+        spec: Entries of the spec of its program, in addition to those that all programs share. See `spec`.
         follows: Whether it follows a given order.
         keeps: Whether it keeps decoded frames, so that whole epochs are timed.
         rounds: Frames/s of each turn. If the side keeps frames, this is the rate of the first epoch.
@@ -83,17 +83,20 @@ class Side:
     checks: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
 
-    def report(self, own: Side) -> dict[str, Any]:
-        """Return its part of the report. `speedup` is the median over the turns of the rate of `own` divided by its rate."""
-        other = self if self is not own else Side(self.name, self.program)
+    def report(self, reference: Side) -> dict[str, Any]:
+        """Return the part of the report about this side.
+
+        `speedup` is the median, over the turns, of the rate of `reference` divided by the rate of this side.
+        """
+        other = self if self is not reference else Side(self.name, self.program)
         return {
             "name": self.name,
             "frames_per_s": median(self.rounds),
             "rounds": self.rounds,
             "second_epoch_frames_per_s": median(self.second_epoch_rounds),
             "second_epoch_rounds": self.second_epoch_rounds,
-            "speedup": ratio(own.rounds, other.rounds),
-            "second_epoch_speedup": ratio(own.second_epoch_rounds, other.rounds),
+            "speedup": ratio(reference.rounds, other.rounds),
+            "second_epoch_speedup": ratio(reference.second_epoch_rounds, other.rounds),
             "first_batch_s": median(self.first_batch_rounds),
             "first_batch_rounds": self.first_batch_rounds,
             "peak_bytes": self.peak_bytes,
@@ -109,9 +112,9 @@ def median(values: list[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def ratio(own: list[float], other: list[float]) -> float | None:
-    """Return the median ratio of corresponding turns, or None. Turns in succession have a similar load by other programs."""
-    return median([mine / its for mine, its in zip(own, other, strict=False)])
+def ratio(ours: list[float], theirs: list[float]) -> float | None:
+    """Return the median ratio of corresponding turns, which have a similar load by other programs. None without turns."""
+    return median([our_rate / their_rate for our_rate, their_rate in zip(ours, theirs, strict=False)])
 
 
 def sides(lerobot: str | None, workers: list[int]) -> list[Side]:
@@ -141,8 +144,8 @@ def main() -> int:
         arguments.out.write_text(environment.report_json(result, indent=1) + "\n")
     if arguments.json:
         print(environment.report_json(result))
-    own = result["peers"][0]
-    return 0 if not own["error"] and own["frames"]["equal"] else 1
+    loader = result["peers"][0]
+    return 0 if not loader["error"] and loader["frames"]["equal"] else 1
 
 
 def parsed() -> argparse.Namespace:
@@ -248,7 +251,7 @@ def turn(side: Side, recorded: Recorded, common: dict[str, Any], folder: Path, a
         raise PeerError("--lerobot-python must be the Python of an environment with LeRobot, got none")
     folder.mkdir()
     (folder / "spec.json").write_text(json.dumps(common | side.spec | {"results": str(folder / "results.npz")}))
-    # No requests to the Hub, and no files in the user's cache.
+    # The programs make no requests to the Hub, and write no files to the user's cache.
     variables = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
     command = [side.python, str(PROGRAMS / side.program), str(folder / "spec.json")]
     peer = Peer(command, arguments.answer_s, variables)
@@ -302,11 +305,11 @@ def verdict(side: dict[str, Any]) -> str:
     """Return a short text that says whether the frames were correct."""
     if side["error"]:
         return f"failed: {side['error'].splitlines()[-1]}"
-    found = side["frames"]
-    if not found["equal"]:
-        return f"NO: {'; '.join(found['differences'])}"
+    check = side["frames"]
+    if not check["equal"]:
+        return f"NO: {'; '.join(check['differences'])}"
     order = "" if side["follows_the_order"] else ", in its own order"
-    return f"yes, {found['samples']} rows, {found['pictures']} frames{order}"
+    return f"yes, {check['samples']} rows, {check['pictures']} frames{order}"
 
 
 if __name__ == "__main__":

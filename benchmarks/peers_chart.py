@@ -44,16 +44,16 @@ SECOND_EPOCH = (
 Report = dict[str, Any]
 
 
-def main(given: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the program. Return its exit code.
 
     Args:
-        given: Arguments of the program. Default: the arguments of the command line.
+        argv: Arguments of the program. Default: the arguments of the command line.
     """
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("reports", type=Path, nargs="+", help="that peers.py wrote, a panel each")
     parser.add_argument("--out", type=new_file, required=True, help="the SVG")
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(argv)
     try:
         arguments.out.write_text(chart([read(path) for path in arguments.reports]))
     except (OSError, ValueError) as error:
@@ -111,23 +111,25 @@ def epochs(side: Report) -> list[tuple[str, float, list[float]]]:
 
 def bar(side: Report, epoch: tuple[str, float, list[float]], y: int, scale: float) -> Iterator[str]:
     """Yield the elements of a bar: the name of the loader, the bar, the range of its rounds, and the number."""
-    said, rate, rounds = epoch
+    suffix, rate, rounds = epoch
     middle, length = y + BAR // 2, rate * scale
     slowest, fastest = (LEFT + limit * scale for limit in (min(rounds), max(rounds)))
-    own = side["name"] == "dali_stream"
-    weight = 600 if own else 400
-    yield text(LEFT - 10, middle + 5, named(side) + said, anchor="end", weight=weight)
-    yield f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" rx="2" fill="{OWN if own else OTHER}"/>'
+    is_ours = side["name"] == "dali_stream"
+    weight = 600 if is_ours else 400
+    yield text(LEFT - 10, middle + 5, named(side) + suffix, anchor="end", weight=weight)
+    yield f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" rx="2" fill="{OWN if is_ours else OTHER}"/>'
     yield f'<path d="M{slowest:.1f} {middle}H{fastest:.1f}" stroke="{INK}" stroke-width="1.5"/>'
     wrong = "" if side["frames"]["equal"] else ", WRONG FRAMES"
     yield text(max(LEFT + length, fastest) + 8, middle + 5, f"{rate:.0f}{wrong}", weight=weight)
 
 
-def text(x: float, y: float, said: str, size: str = "text", fill: str = INK, anchor: str = "start", weight: int = 400) -> str:
+def text(
+    x: float, y: float, content: str, size: str = "text", fill: str = INK, anchor: str = "start", weight: int = 400
+) -> str:
     """Return a line of text. `y` is its baseline."""
     return (
         f'<text x="{x:.1f}" y="{y}" font-size="{SIZES[size]}" fill="{fill}" text-anchor="{anchor}" '
-        f'font-weight="{weight}">{escape(said)}</text>'
+        f'font-weight="{weight}">{escape(content)}</text>'
     )
 
 
@@ -144,17 +146,17 @@ def named(side: Report) -> str:
 
 def title(report: Report) -> str:
     """Return a line with the request: mode, size and batch size."""
-    given = report["arguments"]
-    height, _, width = given.get("image_size", "None").strip("[]()").partition(", ")
+    settings = report["arguments"]
+    height, _, width = settings.get("image_size", "None").strip("[]()").partition(", ")
     resized = f" of {height}×{width}" if width else ""
-    return f"{MODES.get(given['mode'], given['mode'])}: float32 frames/s{resized}, batch {given['batch_size']}"
+    return f"{MODES.get(settings['mode'], settings['mode'])}: float32 frames/s{resized}, batch {settings['batch_size']}"
 
 
 def listed(reports: list[Report]) -> str:
     """Return the loaders and their speeds as text, for readers who cannot see the bars."""
     return "; ".join(
         f"{title(report)}: "
-        + ", ".join(f"{named(side)}{said} {rate:.0f}" for side in ran(report) for said, rate, _ in epochs(side))
+        + ", ".join(f"{named(side)}{suffix} {rate:.0f}" for side in ran(report) for suffix, rate, _ in epochs(side))
         for report in reports
     )
 
@@ -177,10 +179,12 @@ def footer(reports: list[Report]) -> list[str]:
 
 def circumstances(report: Report) -> str:
     """Return the dataset, machine, versions and date of a report as text."""
-    on, found = report["machine"], {"LeRobot": "", **report["versions"]}
+    on, by_package = report["machine"], {"LeRobot": "", **report["versions"]}
     for side in report["peers"]:
-        found["LeRobot"] = found["LeRobot"] or side["versions"].get("lerobot", "")
-    versions = [f"{name} {found[name].partition('+')[0]}" for name in ("torch", "torchcodec", "LeRobot") if found[name]]
+        by_package["LeRobot"] = by_package["LeRobot"] or side["versions"].get("lerobot", "")
+    versions = [
+        f"{name} {by_package[name].partition('+')[0]}" for name in ("torch", "torchcodec", "LeRobot") if by_package[name]
+    ]
     machine = f"{on['processor']}, {on['cores']} cores, {on['gpu'] or 'no GPU'}"
     return f"Dataset {report['root']}; {machine}; {', '.join(versions)}; {report['date']}."
 

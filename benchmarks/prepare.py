@@ -9,10 +9,10 @@ speed     frames/s of the first epoch at 224×224 on this CPU, and size in bytes
           `prepare --for cpu --size 224x224`. Both are measured in turns, and the medians are reported.
 codecs    frames/s of decoding every tenth frame of a 224×224 video, and bytes per frame, for H.264, AV1 and MJPEG at GOP 1 and
           2, each with the lowest quality that has at least 37 dB PSNR over RGB. Also the rate of a Loader on 4 episodes that
-          `prepare` encodes with these settings. `--for cpu` follows from the results.
+          `prepare` encodes with three of these settings. The settings of `--for cpu` were chosen from these results.
 chart     chart of the rates in a report of `speed`, as drawn by `make figures`
-overhead  seconds per task that does nothing, on 1 and 2 processes; speedup of 2 processes over 1 for tasks of 50 ms; and time
-          and memory of the coordinator for many tasks on an executor that answers at once
+overhead  time per task that does nothing, on 1 and 2 processes; speedup of 2 processes over 1 for tasks of 50 ms; and time and
+          memory of the process that submits many tasks, with an executor that answers at once
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, call in (("speed", speed), ("codecs", codecs), ("overhead", overhead)):
-        own = commands.add_parser(name)
-        own.set_defaults(call=call)
+        subparser = commands.add_parser(name)
+        subparser.set_defaults(call=call)
         if name != "overhead":
-            own.add_argument("uri", nargs="+" if name == "speed" else None)  # type: ignore[arg-type]
-            own.add_argument("--rounds", type=int, default=5)
+            subparser.add_argument("uri", nargs="+" if name == "speed" else None)  # type: ignore[arg-type]
+            subparser.add_argument("--rounds", type=int, default=5)
         else:
-            own.add_argument("--tasks", type=int, default=100_000)
-        own.add_argument("--out", type=Path)
-    own = commands.add_parser("chart")
-    own.add_argument("report", type=Path)
-    own.add_argument("--out", type=Path, required=True)
+            subparser.add_argument("--tasks", type=int, default=100_000)
+        subparser.add_argument("--out", type=Path)
+    subparser = commands.add_parser("chart")
+    subparser.add_argument("report", type=Path)
+    subparser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.command == "chart":
         arguments.out.write_text(chart(json.loads(arguments.report.read_text())))
@@ -78,7 +78,7 @@ def main() -> int:
 
 def speed(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure the rates and sizes of each dataset before and after `prepare`."""
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
         for uri in arguments.uri:
             name, out = Path(uri).name, f"{folder}/{Path(uri).name}"
@@ -87,18 +87,18 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
             took = time.perf_counter() - begin
             rates: dict[str, list[float]] = {"before": [], "after": []}
             for _ in range(arguments.rounds):
-                for what, address in (("before", uri), ("after", out)):
-                    rates[what].append(rate(address))
+                for state, address in (("before", uri), ("after", out)):
+                    rates[state].append(rate(address))
             cameras = report.as_dict()["cameras"]
-            found[name] = {
+            results[name] = {
                 "frames": report.frames,
                 "prepare_s": round(took, 1),
                 "bytes": {"before": nbytes(uri), "after": nbytes(out)},
-                "frames_per_s": {what: round(statistics.median(values)) for what, values in rates.items()},
-                "rounds": {what: [round(value) for value in values] for what, values in rates.items()},
+                "frames_per_s": {state: round(statistics.median(values)) for state, values in rates.items()},
+                "rounds": {state: [round(value) for value in values] for state, values in rates.items()},
                 "cameras": cameras,
             }
-    return {"size": SIZE, "datasets": found}
+    return {"size": SIZE, "datasets": results}
 
 
 def rate(uri: str) -> float:
@@ -118,9 +118,9 @@ def nbytes(uri: str) -> int:
 
 
 def chart(report: dict[str, Any]) -> str:
-    """Draw bars of the rates before and after. Return an SVG that is readable on any background."""
+    """Draw bars of the rates before and after `prepare`. Return an SVG that is readable on any background."""
     rows = [
-        (name, what, each["frames_per_s"][what]) for name, each in report["datasets"].items() for what in ("before", "after")
+        (name, state, each["frames_per_s"][state]) for name, each in report["datasets"].items() for state in ("before", "after")
     ]
     most, height = max(rate for *_, rate in rows), 60 + 30 * len(rows)
     parts = [
@@ -128,10 +128,10 @@ def chart(report: dict[str, Any]) -> str:
         f'<rect width="860" height="{height}" fill="#ffffff"/>',
         f'<text x="20" y="28" font-size="15">Frames/s of the first epoch at 224×224, {report["machine"]["cores"]} cores</text>',
     ]
-    for number, (name, what, frames) in enumerate(rows):
+    for number, (name, state, frames) in enumerate(rows):
         y, width = 45 + 30 * number, 600 * frames / most
-        colour = "#0b7a5c" if what == "after" else "#a9b4c2"
-        label = f"{name}, {'prepared' if what == 'after' else 'as recorded'}"
+        colour = "#0b7a5c" if state == "after" else "#a9b4c2"
+        label = f"{name}, {'prepared' if state == 'after' else 'as recorded'}"
         parts.append(f'<text x="170" y="{y + 15}" text-anchor="end">{label}</text>')
         parts.append(f'<rect x="180" y="{y}" width="{width:.1f}" height="20" fill="{colour}"/>')
         parts.append(f'<text x="{186 + width:.1f}" y="{y + 15}">{frames}</text>')
@@ -154,7 +154,7 @@ _ENCODERS = {
 def codecs(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure decoding rates and sizes of each codec and GOP at nearly equal quality."""
     frames = sample(arguments.uri)
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
         made = {}
         for codec, (usual, option, values) in _ENCODERS.items():
@@ -172,7 +172,7 @@ def codecs(arguments: argparse.Namespace) -> dict[str, Any]:
                         high = middle - 1
                 psnr = encoded(frames, path, [*settings, "-g", str(gop), option, str(values[low])])
                 made[name] = path
-                found[name] = {
+                results[name] = {
                     "psnr": round(psnr, 2),
                     option[1:]: values[low],
                     "bytes_per_frame": round(path.stat().st_size / len(frames)),
@@ -182,7 +182,7 @@ def codecs(arguments: argparse.Namespace) -> dict[str, Any]:
             for name, path in made.items():
                 rates[name].append(decoding_rate(path, len(frames)))
         for name, values_of in rates.items():
-            found[name]["frames_per_s_per_thread"] = round(statistics.median(values_of))
+            results[name]["frames_per_s_per_thread"] = round(statistics.median(values_of))
         prepared = {}
         for name, codec, gop in (("H.264, GOP 1", "h264", 1), ("H.264, GOP 2", "h264", 2), ("AV1, GOP 2", "av1", 2)):
             prepared[name] = f"{folder}/{codec}-{gop}"
@@ -190,7 +190,7 @@ def codecs(arguments: argparse.Namespace) -> dict[str, Any]:
                 "size": SIZE,
                 "codec": codec,
                 "gop": gop,
-                "crf": found[name]["crf"],
+                "crf": results[name]["crf"],
                 "episodes": range(4),
             }
             dali_stream.tools.prepare(arguments.uri, prepared[name], **options)
@@ -199,8 +199,8 @@ def codecs(arguments: argparse.Namespace) -> dict[str, Any]:
             for name, out in prepared.items():
                 loaded[name].append(rate(out))
         for name, values_of in loaded.items():
-            found[name]["loader_frames_per_s"] = round(statistics.median(values_of))
-    return {"frames": len(frames), "size": SIZE, "codecs": found}
+            results[name]["loader_frames_per_s"] = round(statistics.median(values_of))
+    return {"frames": len(frames), "size": SIZE, "codecs": results}
 
 
 def sample(uri: str, count: int = 300) -> np.ndarray:
@@ -263,7 +263,7 @@ def work(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def seconds(jobs: int, call: Any, count: int) -> float:
-    """Return the time of `count` tasks in seconds, without the start of the processes."""
+    """Return the time of `count` tasks in seconds, without the time in which the processes start."""
     tasks = [{"path": f"file-{n}"} for n in range(count)]
     results = executors.run_tasks(lambda: executors.Processes(jobs), call, tasks, jobs)
     for _ in range(jobs):
@@ -274,7 +274,7 @@ def seconds(jobs: int, call: Any, count: int) -> float:
 
 
 def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure the overhead per task, and the time and memory of the coordinator."""
+    """Measure the overhead per task, and the time and memory of the process that submits the tasks."""
     per_task = {jobs: 1000 * seconds(jobs, nothing, 500) / 500 for jobs in (1, 2)}
     one, two = (statistics.median(seconds(jobs, work, 100) for _ in range(3)) for jobs in (1, 2))
     episodes = [

@@ -3,20 +3,22 @@
     python benchmarks/prepare_lerobot.py PYTHON [PYTHON ...] [--data URI ...] [--out REPORT.json]
 
 PYTHON is the interpreter of an environment with LeRobot 0.4 or later, which needs no part of this package. Small datasets are
-written and prepared with one option each: a demo, a dataset with wall-clock timestamps, one of v2.1, and one with images in
-rows. Each dataset of --data is prepared without options, and with `--for cpu --size 224x224`.
+written, and each is prepared with several options, one or a few at a time: a demo, a dataset with wall-clock timestamps, one of
+v2.1, and one with images in rows. Each dataset of --data is prepared without options, and with `--for cpu --size 224x224`.
 
-LeRobotDataset opens each result, also with `delta_timestamps` and with a part of the episodes. It reads the first and last
-frames of episodes, and three frames between them. The program checks for each result:
+LeRobotDataset opens each result, also with `delta_timestamps` and with a part of the episodes. It reads the first frame, the
+last frame and three frames between them of up to 8 episodes. The program checks for each result:
 
 metadata   Numbers of frames and episodes, fps, shapes of the features, cameras and all statistics equal those of a Dataset.
 items      Keys, dtypes, shapes and all values except for video equal those of a Loader, bit by bit.
-frames     Frames equal those of a Loader with torchcodec. `most_different` is the largest difference of a pixel value, of 255.
-source     Copied frames equal those of the source. For encoded frames, the PSNR against the source's frame, resized by a
-           Loader, is reported.
-right      No frame of the source within two frames of the right one is more similar than the right one, unless the two have
-           more than 45 dB. `told` counts the frames with a neighbour that differs more. Stamps in frames identify the right
-           frame.
+frames     Frames equal those of a Loader with torchcodec, up to a difference of 2 of 255 in a pixel value. `most_different` is
+           the largest difference.
+source     Copied frames have a PSNR of at least 50 dB against those of the source. For encoded frames, the PSNR against the
+           source's frame, resized by a Loader, is only reported.
+right      A frame is more similar to the right frame of the source than to the two frames before and the two after it.
+           Neighbours that have 45 dB or more against the right frame are not compared, since encoding makes them
+           indistinguishable. `told` counts the frames with at least one neighbour that is compared. If frames contain stamps,
+           the stamp is the right one.
 
 The exit code is 1 if a check fails.
 """
@@ -141,8 +143,8 @@ def prepared(folder: Path, data: list[Path]) -> dict[str, Case]:
     sources += [(root.name, root, real, False) for root in data]
     cases = {}
     for name, source, options, is_stamped in sources:
-        for what, changes in options.items():
-            case = cases[f"{name}_{what}"] = Case(source, folder / "out" / f"{name}_{what}", changes, is_stamped)
+        for option_name, changes in options.items():
+            case = cases[f"{name}_{option_name}"] = Case(source, folder / "out" / f"{name}_{option_name}", changes, is_stamped)
             failed = prepare(source, case.out, jobs=1, **changes).failed
             if failed:
                 raise SystemExit(f"{name} {changes}: {failed}")
@@ -197,8 +199,8 @@ def images(folder: Path) -> Path:
 
 def windows(dataset: Dataset) -> dict[str, list[float]]:
     """Return windows of each camera and of the rows that extend beyond the ends of episodes."""
-    found = {key: [-1 / dataset.fps, 0.0, 1 / dataset.fps] for key in dataset.cameras}
-    return found | {
+    cameras = {key: [-1 / dataset.fps, 0.0, 1 / dataset.fps] for key in dataset.cameras}
+    return cameras | {
         key: [n / dataset.fps for n in (-2, 0, 1, 8)] for key in ("action", "observation.state") if key in dataset.features
     }
 
@@ -208,10 +210,10 @@ def opened(python: str, cases: dict[str, Case], folder: Path) -> dict[str, Any]:
     jobs = list[dict[str, Any]]()
     for name, case in cases.items():
         some = [0, 2] if Dataset(case.out).num_episodes > 2 else [1]
-        for what, episodes, has_windows in (("", None, False), ("_windows", None, True), ("_selected", some, True)):
+        for suffix, episodes, has_windows in (("", None, False), ("_windows", None, True), ("_selected", some, True)):
             deltas = windows(Dataset(case.out)) if has_windows else None
             job: dict[str, Any] = {
-                "name": name + what,
+                "name": name + suffix,
                 "case": name,
                 "root": str(case.out),
                 "episodes": episodes,
@@ -225,13 +227,13 @@ def opened(python: str, cases: dict[str, Case], folder: Path) -> dict[str, Any]:
     subprocess.run([python, program, folder.with_suffix(".json"), folder], check=True, env=env)
     comparisons = {name: Comparison(case) for name, case in cases.items()}
     for job in jobs:
-        found = json.loads((folder / f"{job['name']}.json").read_text())
+        metadata = json.loads((folder / f"{job['name']}.json").read_text())
         comparison = comparisons[job["case"]]
-        if "error" in found:
-            comparison.failed.append(found["error"].replace(job["root"], "OUT")[:500])
+        if "error" in metadata:
+            comparison.failed.append(metadata["error"].replace(job["root"], "OUT")[:500])
         else:
             dataset = sampled(Path(job["root"]), job["episodes"])
-            comparison.add(dataset, job["deltas"] or {}, found, torch.load(folder / f"{job['name']}.pt"))
+            comparison.add(dataset, job["deltas"] or {}, metadata, torch.load(folder / f"{job['name']}.pt"))
     results = {name: comparison.report() for name, comparison in comparisons.items()}
     versions = json.loads((folder / "versions.json").read_text())
     failed = {name: result["failed"] for name, result in results.items() if result["failed"]}
@@ -275,8 +277,8 @@ def near_source(case: Case, items: list[Item]) -> dict[tuple[int, int], Item]:
             start = frames[episode].pop()[0]
         frames.setdefault(episode, []).append((start, stop))
     around = Dataset(case.source, **case.located, frames=frames)
-    found = read(around, image_size=case.options.get("size"))
-    return {(new[int(item["episode_index"])], int(item["frame_index"])): item for item in found}
+    near_items = read(around, image_size=case.options.get("size"))
+    return {(new[int(item["episode_index"])], int(item["frame_index"])): item for item in near_items}
 
 
 # ---- comparison
@@ -336,15 +338,15 @@ class Comparison:
             if key not in (*self._dataset.cameras, *new) and not is_equal(self._own(other, key), value):
                 self.failed.append(f"{key} of {episode, frame} is not the source's")
         for key in self._dataset.cameras:
-            own = self._own(other, key)
+            delivered = self._own(other, key)
             steps = [step for step in range(-NEAR, NEAR + 1) if (episode, frame + step) in source]
             near = {step: source[episode, frame + step][key] for step in steps}
             others = [image for image in near.values() if decibels(near[0], image) < STILL_DB]
-            self.psnr.append(decibels(own, near[0]))
+            self.psnr.append(decibels(delivered, near[0]))
             self.told += bool(others)
-            self.right += all(decibels(own, image) < self.psnr[-1] for image in others)
+            self.right += all(decibels(delivered, image) < self.psnr[-1] for image in others)
             if self._case.is_stamped:
-                image = (own * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
+                image = (delivered * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
                 stamp = read_identities(image[None])[0, :2].tolist()
                 self.stamps += stamp == [self._case.old_episode(episode), frame]
 
@@ -403,14 +405,14 @@ def metadata_differences(dataset: Dataset, meta: dict[str, Any]) -> list[str]:
         "videos": [key for key in whole.cameras if whole.features[key].is_video],
         "shapes": {key: list(feature["shape"]) for key, feature in whole.features.items()},
     }
-    found = [f"{name}: {meta[name]}, expected {value}" for name, value in expected.items() if meta[name] != value]
-    stats = {key: {name: np.asarray(v).tolist() for name, v in of.items()} for key, of in whole.stored_stats.items()}
-    return found + ([] if meta["stats"] == stats else [f"stats differ: {differing(meta['stats'], stats)}"])
+    differences = [f"{name}: {meta[name]}, expected {value}" for name, value in expected.items() if meta[name] != value]
+    stats = {key: {name: np.asarray(v).tolist() for name, v in by_name.items()} for key, by_name in whole.stored_stats.items()}
+    return differences + ([] if meta["stats"] == stats else [f"stats differ: {differing(meta['stats'], stats)}"])
 
 
-def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    pairs = {(key, name) for side in (found, expected) for key, of in side.items() for name in of}
-    return sorted(f"{k} {n}" for k, n in pairs if found.get(k, {}).get(n) != expected.get(k, {}).get(n))
+def differing(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    pairs = {(key, name) for side in (actual, expected) for key, by_name in side.items() for name in by_name}
+    return sorted(f"{k} {n}" for k, n in pairs if actual.get(k, {}).get(n) != expected.get(k, {}).get(n))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ VIDEO_FILE, DATA_FILE = 200 << 20, 100 << 20  # sizes of the files that LeRobot 
 HEAD = 4096  # bytes of a video file that are read to find its index
 FOOTER = 140  # bytes of a Parquet footer per column of a row group; 146 on demo data, including the schema
 COLUMNS, ROW = 7, 14 * 4 * 2 + 4 * 8 + 4  # columns and bytes of a row: state and action of 14 numbers, and LeRobot's indices
-MOST_EPISODES = 4_000_000  # maximum number of simulated episodes, since no run gets to more
+MOST_EPISODES = 4_000_000  # maximum number of simulated episodes, which is more than any simulated run reaches
 
 
 class Recording:
@@ -61,7 +61,7 @@ class Recording:
         self.lengths = np.full(self.num_episodes, self.frames)
         self.in_video = max(min(VIDEO_FILE // (self.packet * self.frames), self.num_episodes), 1)  # episodes per video file
         self.in_data = max(min(DATA_FILE // (self.frames * ROW), self.num_episodes), 1)
-        # Runs share their orders, since making an order of millions of episodes takes as long as simulating the steps.
+        # Simulated runs share orders, since making an order of millions of episodes takes as long as simulating the steps.
         self.order = functools.lru_cache(2)(self._order)
 
     def _order(self, *key: int) -> Order:
@@ -125,7 +125,7 @@ class Outcome:
         step_s: See `Training`.
         seconds: Time from the start to the end of the last step, in seconds.
         fetched: Bytes that all ranks had fetched when each batch was ready.
-        evicted, requests: Numbers of all ranks. See `Loader.stats`.
+        evicted, requests: Numbers of blocks evicted early and of requests, of all ranks. See `Loader.stats`.
         decodes: Decoded frames per delivered frame.
         peak_resident: Largest memory of a rank in bytes.
         warmup: Number of steps of the warm-up.
@@ -178,20 +178,20 @@ def simulate(
     warmup, depth = int(training.steps * training.warmup), running[0].depth
     waits: list[float] = []
     fetched: list[int] = []
-    asked = there = 0.0
+    requested = ready = 0.0
     for number in range(training.steps + depth):
         if number >= depth:
-            there = max(asked, *(rank.ready(number - depth) for rank in running))
-            waits.append(there - asked)
-            fetched.append(sum(rank.network.fetched(there) for rank in running))
-            asked = there + training.step_s
+            ready = max(requested, *(rank.ready(number - depth) for rank in running))
+            waits.append(ready - requested)
+            fetched.append(sum(rank.network.fetched(ready) for rank in running))
+            requested = ready + training.step_s
             if sum(waits[warmup:]) > patience_s:
                 break
         if number < training.steps:
             for rank in running:
-                rank.plan(there)
+                rank.plan(ready)
     return Outcome(
-        waits, training.step_s, asked, fetched,
+        waits, training.step_s, requested, fetched,
         evicted=sum(rank.evicted for rank in running),
         requests=sum(rank.network.requests for rank in running),
         decodes=sum(rank.decoded for rank in running) / max(sum(rank.shown for rank in running), 1),
@@ -255,8 +255,8 @@ class Network:
         self._start()
         if not self._events or self._events[0][0] > until:
             return False
-        self.now, _, there, job = heapq.heappop(self._events)
-        if there:
+        self.now, _, has_arrived, job = heapq.heappop(self._events)
+        if has_arrived:
             job.done = self.now
             self._times.append(self.now)
             self._bytes.append(self._bytes[-1] + job.size)
@@ -281,7 +281,9 @@ class _Rank:
         self._recording, self._training, self.network = recording, training, network
         batches = Batches(recording.num_frames, training.batch_size, world, "drop")
         if not batches.count(0):
-            raise ValueError(f"{world} ranks take {batches.stride} frames a step, and the dataset has {recording.num_frames}")
+            raise ValueError(
+                f"dataset must have the {batches.stride} frames that {world} ranks take per step, got {recording.num_frames}"
+            )
         cameras, index = recording.cameras, recording.index
         offsets = np.round(np.array(measure.windows(training.mode, recording).get(cameras[0], [0.0])) * recording.fps)
         windows = dict.fromkeys(cameras, offsets.astype(np.int64))
@@ -330,7 +332,7 @@ class _Rank:
             self.opening.observe((camera, 0), index.nbytes)
 
     def plan(self, room: float) -> None:
-        """Plan the next batch, not before the time `room`, at which the look-ahead has room for it."""
+        """Plan the next batch, but not before the time `room`, from which on the look-ahead has room for the batch."""
         network, opening, planner = self.network, self.opening, self.planner
         network.advance(self._clock)
         for read in opening.request(planner.ahead(1 + opening.horizon(len(self._batches)))):
@@ -366,9 +368,9 @@ class _Rank:
         self.decoded += decodes
         self.shown += sum(planned.show.size for planned in plan.frames.values())
         self._batches.append((self._clock, list(jobs.values()), decodes))
-        taken = sum(self.opening.items.bytes_by_kind) + self.planner.video.bytes
-        taken += sum(cache.cached for cache in frames) * self._training.frame_bytes
-        self.peak = max(self.peak, taken)
+        resident = sum(self.opening.items.bytes_by_kind) + self.planner.video.bytes
+        resident += sum(cache.cached for cache in frames) * self._training.frame_bytes
+        self.peak = max(self.peak, resident)
 
     def _closed(self) -> list[int]:
         """Return the open episodes that were evicted."""
@@ -378,9 +380,9 @@ class _Rank:
     def ready(self, batch: int) -> float:
         """Return the time at which a planned batch is ready."""
         planned, jobs, decodes = self._batches[batch]
-        there = max([planned, *(self.network.wait(job) for job in jobs)])
+        available = max([planned, *(self.network.wait(job) for job in jobs)])
         rate = self._training.decode_frames_per_s
-        self._decoder_free = max(self._decoder_free, there) + (decodes / rate if rate else 0.0)
+        self._decoder_free = max(self._decoder_free, available) + (decodes / rate if rate else 0.0)
         return self._decoder_free
 
     def _read(self, read: Read) -> Job:

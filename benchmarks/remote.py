@@ -7,8 +7,9 @@ A separate process serves the folder ROOT over HTTP or S3 on loopback, with a la
 requests share. In each round, four sides take turns with the same order: the local disk; remote with empty caches ("cold");
 remote in the second epoch, from memory; and remote with a filled `cache_dir` only. A rate is that of an epoch without its first
 batch, whose time is reported separately. It is compared with the rate of the local disk in the same round. The server uses the
-same cores. "server elsewhere" is the rate after its CPU time is subtracted. Before each Loader starts, memory for all decoded
-frames, up to 5 GiB, is written, because the host of a virtual machine may provide memory slowly when it is first written.
+same cores. "server elsewhere" is an estimate of the rate without this: the CPU time of the server, divided by the number of
+cores, is subtracted from the time of the epoch. Before each Loader starts, memory for all decoded frames, up to 5 GiB, is
+written, because the host of a virtual machine may provide memory slowly when it is first written.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ def main() -> int:
     except (dali_stream.DaliStreamError, ValueError) as error:
         print(f"remote: {error}", file=sys.stderr)
         return 1
-    for name, found in result["medians"].items():
+    for name, figures in result["medians"].items():
         print(
-            f"{name:7} {found['frames_per_s']:6.0f} frames/s, {found['ratio']:.3f} of local, {found['ratio_elsewhere']:.3f} "
-            f"with the server elsewhere; first batch after {found['first_batch_s']:.2f} s; {found['requests']:.0f} requests, "
-            f"{found['fetched_bytes'] / 1e6:.1f} MB"
+            f"{name:7} {figures['frames_per_s']:6.0f} frames/s, {figures['ratio']:.3f} of local, "
+            f"{figures['ratio_elsewhere']:.3f} with the server elsewhere; first batch after {figures['first_batch_s']:.2f} s; "
+            f"{figures['requests']:.0f} requests, {figures['fetched_bytes'] / 1e6:.1f} MB"
         )
     if arguments.json:
         print(environment.report_json(result))
@@ -82,7 +83,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         local = sides[0]["frames_per_s"]
         for side in sides:
             side["ratio"], side["ratio_elsewhere"] = side["frames_per_s"] / local, side.pop("elsewhere_per_s") / local
-    medians = {name: {key: statistics.median(r[key] for r in found) for key in found[0]} for name, found in rounds.items()}
+    medians = {name: {key: statistics.median(r[key] for r in turns) for key in turns[0]} for name, turns in rounds.items()}
     settings = {key: str(value) for key, value in vars(arguments).items()}
     return {"arguments": settings, "medians": medians, "rounds": rounds, **environment.ran_on("cpu")}
 
@@ -98,7 +99,7 @@ def epochs(
         arguments: Arguments of the Loader.
         server_s: Function that returns the CPU time of the server in seconds.
     """
-    found, cores = [], len(os.sched_getaffinity(0))
+    results, cores = [], len(os.sched_getaffinity(0))
     frame_bytes = sum(math.prod(dataset.features[camera].shape) for camera in dataset.cameras)
     np.empty(min(TOUCHED, dataset.num_frames * frame_bytes), np.uint8).fill(1)
     with dali_stream.Loader(dataset, image_dtype="uint8", **arguments) as loader:
@@ -114,8 +115,8 @@ def epochs(
             after = loader.stats()
             spent = {key: after[key] - before[key] for key in ("requests", "fetched_bytes", "needed_bytes", "cached_bytes")}
             rates = {"frames_per_s": frames / took, "elsewhere_per_s": frames / (took - served_s / cores)}
-            found.append({**rates, "first_batch_s": first, "server_cpu_s": served_s, **spent})
-    return found
+            results.append({**rates, "first_batch_s": first, "server_cpu_s": served_s, **spent})
+    return results
 
 
 @contextmanager

@@ -153,7 +153,10 @@ class Bench:
         return {"rss_after_close_bytes": left}
 
     def one_group(self) -> dict[str, Any]:
-        """Measure the first batch, and the first 20, of data files with few row groups, as LeRobot's converter writes them."""
+        """Measure the time of the first batch and of the first 20 batches, if data files have few row groups.
+
+        LeRobot's converter writes such files.
+        """
         self.import_all()
         dataset, seconds = dali_stream.Dataset(self.converted), []
         began = cpu_s()

@@ -1,4 +1,4 @@
-"""Writes a dataset of the size of DROID in the layout of LeRobot 0.6.1, with 3 cameras, 15 frames/s and all statistics.
+"""Write a dataset of the size of DROID in the layout of LeRobot 0.6.1, with 3 cameras, 15 frames/s and all statistics.
 
 Data files have up to 100 MB, and a row group per episode. With `converted`, they have a row group per million rows, like those
 of LeRobot's converter from v2.1. All videos are hard links to one MP4 of 70,000 frames, so that 76,000 episodes (20 million

@@ -44,7 +44,7 @@ Figures = dict[str, float]
 
 
 class Fit(NamedTuple):
-    """Exponent of a power law. If it bends, also the value `at` which it bends, and the exponents before and after."""
+    """Exponent of a power law. If the law bends: the value `at` the bend, and the exponents before and after the bend."""
 
     exponent: float
     at: float | None = None
@@ -83,18 +83,18 @@ class Axis:
     """A quantity that grows, and the measurement of its costs.
 
     Attributes:
-        what: Description of the quantity.
+        description: Text that describes the quantity.
         values: Values of the quantity, in increasing order.
         measure: Function that returns the costs at a value.
     """
 
-    what: str
+    description: str
     values: list[int]
     measure: Callable[[int], Figures]
 
 
 def axes(folder: Path, quick: bool) -> dict[str, Callable[[], Axis]]:
-    """Return all axes by name. An axis writes the data that it needs to the folder when it is made."""
+    """Return a function for each axis, by name. It writes the data of the axis to the folder, and returns the axis."""
     frames = QUICK_FRAMES if quick else FRAMES
     episodes = 500 if quick else 10_000
 
@@ -110,9 +110,9 @@ def axes(folder: Path, quick: bool) -> dict[str, Callable[[], Axis]]:
         roots = {gop: demo(gop) for gop in gops}
         return Axis("GOP, in frames", gops, lambda gop: load(roots[gop]))
 
-    def over_loaders(what: str, values: list[int], argument: str) -> Axis:
+    def over_loaders(description: str, values: list[int], argument: str) -> Axis:
         root = demo(2)
-        return Axis(what, values, lambda value: load(root, **{argument: value}))
+        return Axis(description, values, lambda value: load(root, **{argument: value}))
 
     def over_episodes() -> Axis:
         counts = [10**power for power in range(1, 4 if quick else 7)]
@@ -199,9 +199,9 @@ def _kept(make: Callable[[], object]) -> float:
     tracemalloc.start()
     try:
         made = make()
-        found = float(tracemalloc.get_traced_memory()[0])
+        size = float(tracemalloc.get_traced_memory()[0])
         del made
-        return found
+        return size
     finally:
         tracemalloc.stop()
 
@@ -211,16 +211,16 @@ def measured(axis: Axis, rounds: int) -> dict[str, Any]:
 
     All values take turns in a round, and every second round has the reverse order.
     """
-    found: dict[int, list[Figures]] = {value: [] for value in axis.values}
+    results: dict[int, list[Figures]] = {value: [] for value in axis.values}
     for number in range(rounds):
         for value in axis.values if number % 2 == 0 else reversed(axis.values):
-            found[value].append(axis.measure(value))
+            results[value].append(axis.measure(value))
     costs = {
-        name: [statistics.median(figures[name] for figures in found[value]) for value in axis.values]
-        for name in found[axis.values[0]][0]
+        name: [statistics.median(figures[name] for figures in results[value]) for value in axis.values]
+        for name in results[axis.values[0]][0]
     }
     fits = {name: one._asdict() if (one := fit(axis.values, cost)) else None for name, cost in costs.items()}
-    return {"what": axis.what, "values": axis.values, "costs": costs, "fits": fits}
+    return {"what": axis.description, "values": axis.values, "costs": costs, "fits": fits}
 
 
 def table(name: str, axis: dict[str, Any]) -> str:
@@ -229,7 +229,7 @@ def table(name: str, axis: dict[str, Any]) -> str:
     lines = [f"{name}: {axis['what']}", " " * (width + 2) + "".join(f"{value:>10}" for value in axis["values"])]
     for cost, values in axis["costs"].items():
         shown = "".join(f"{_short(value):>10}" for value in values)
-        lines.append(f"  {cost:{width}}{shown}   {_said(axis['fits'][cost])}")
+        lines.append(f"  {cost:{width}}{shown}   {_fit_text(axis['fits'][cost])}")
     return "\n".join(lines)
 
 
@@ -237,18 +237,22 @@ def _short(value: float) -> str:
     return f"{value / 1e6:.4g} M" if value >= 1e4 else f"{value:.3g}"
 
 
-def _said(found: dict[str, Any] | None) -> str:
-    if found is None:
+def _fit_text(power_law: dict[str, Any] | None) -> str:
+    if power_law is None:
         return "one value"
-    bend = f", bends at {found['at']:g}: {found['before']:.2f}, then {found['after']:.2f}" if found["at"] is not None else ""
-    return f"exponent {found['exponent']:.2f}{bend}"
+    bend = (
+        f", bends at {power_law['at']:g}: {power_law['before']:.2f}, then {power_law['after']:.2f}"
+        if power_law["at"] is not None
+        else ""
+    )
+    return f"exponent {power_law['exponent']:.2f}{bend}"
 
 
-def main(given: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the program. Return its exit code.
 
     Args:
-        given: Arguments of the program. Default: the arguments of the command line.
+        argv: Arguments of the program. Default: the arguments of the command line.
     """
     names = list(axes(Path(), False))
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -257,7 +261,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="few values, small: to see that it runs")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--out", type=new_file, metavar="FILE", help="write it to a file")
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(argv)
     rounds = arguments.rounds or (1 if arguments.quick else 3)
     try:
         report = measure(arguments.axes, arguments.quick, rounds)
@@ -280,14 +284,14 @@ def _names(known: list[str], text: str) -> list[str]:
 
 def measure(names: Iterable[str], quick: bool, rounds: int) -> dict[str, Any]:
     """Measure the axes one after the other, and print each."""
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         known = axes(Path(folder), quick)
         for name in names:
-            found[name] = measured(known[name](), rounds)
-            print(table(name, found[name]), flush=True)
+            results[name] = measured(known[name](), rounds)
+            print(table(name, results[name]), flush=True)
     return {
-        "axes": found,
+        "axes": results,
         "rounds": rounds,
         "quick": quick,
         **environment.ran_on("cpu"),

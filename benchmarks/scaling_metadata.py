@@ -1,4 +1,4 @@
-"""Writes the metadata of a dataset with any number of episodes. It can be opened, but has no rows and videos."""
+"""Write the metadata of a dataset with any number of episodes. The dataset can be opened, but has no rows and no videos."""
 
 from __future__ import annotations
 

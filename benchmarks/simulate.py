@@ -37,13 +37,13 @@ PRECISION = 1.07  # maximum ratio of the result of the search to the smallest su
 MOST_FRAMES, MOST_TB = 1_000_000, 1_000_000
 
 
-def main(given: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the program. Return its exit code.
 
     Args:
-        given: Arguments of the program. Default: the arguments of the command line.
+        argv: Arguments of the program. Default: the arguments of the command line.
     """
-    arguments = _parser().parse_args(join_sizes(given))
+    arguments = _parser().parse_args(join_sizes(argv))
     try:
         report = plan(arguments)
     except (dali_stream.DaliStreamError, ValueError) as error:
@@ -254,30 +254,30 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def advice(cluster: Cluster, outcome: Outcome, verdict: bool | None, least: float | None) -> list[str]:
-    """Return remedies, each of which was simulated."""
-    found = []
+    """Return texts with advice. All bandwidths, budgets and pool sizes in them were simulated."""
+    remedies = []
     if cluster.fits:
-        found.append("all video of a rank fits into its memory_budget, so nothing is fetched after the first pass")
+        remedies.append("all video of a rank fits into its memory_budget, so nothing is fetched after the first pass")
     if outcome.evicted:
-        found += _more_room(cluster)
+        remedies += _more_room(cluster)
     if not cluster.filled(outcome):
-        found.append("the pools were not full half way through, when judging begins: give more --minutes")
+        remedies.append("the pools were not full half way through, when judging begins: give more --minutes")
     if verdict is not False:
-        return found
+        return remedies
     if least is None:
-        found.append(
+        remedies.append(
             "no bandwidth is enough: requests, above all those for blocks that were evicted, or decoding take too long"
         )
     else:
-        found.append(f"{least * 8e-9:.2f} Gbit/s a node keep up as it is")
+        remedies.append(f"{least * 8e-9:.2f} Gbit/s a node keep up as it is")
     slower = outcome.step_s / (1 - outcome.wait_share)
-    found.append(f"as it is, a step takes {slower * 1e3:.0f} ms instead of {outcome.step_s * 1e3:.0f}")
-    return found
+    remedies.append(f"as it is, a step takes {slower * 1e3:.0f} ms instead of {outcome.step_s * 1e3:.0f}")
+    return remedies
 
 
 def _more_room(cluster: Cluster) -> list[str]:
     """Return remedies with which no byte is fetched twice: a budget that holds the pools, or pools that fit in the budget."""
-    training, found = cluster.training, []
+    training, remedies = cluster.training, []
     room = int(cluster.pool_bytes * 2.6)  # more than twice the pools, since half of the budget is for decoded frames
     changes: list[tuple[str, dict[str, Any]]] = []
     if room > training.memory_budget:
@@ -287,8 +287,8 @@ def _more_room(cluster: Cluster) -> list[str]:
     for name, change in changes:
         with_it = cluster.run(**change)
         does = "keeps up" if keeps_up(with_it) else f"waits {with_it.wait_share:.0%} of the time"
-        found.append(f"{name} {does}, and fetches {_less(with_it, cluster)}")
-    return found
+        remedies.append(f"{name} {does}, and fetches {_less(with_it, cluster)}")
+    return remedies
 
 
 def _less(outcome: Outcome, cluster: Cluster) -> str:
@@ -304,13 +304,13 @@ def _less(outcome: Outcome, cluster: Cluster) -> str:
 
 def text(report: dict[str, Any]) -> str:
     """Return the report as text."""
-    given, gib = report["arguments"], 2**30
+    settings, gib = report["arguments"], 2**30
     episodes = f"{report['episodes']} episodes" + (f", {MOST_EPISODES} laid out" if report["episodes"] > MOST_EPISODES else "")
     verdict = {True: "keeps up", False: "stalls", None: "undecided"}[report["keeps_up"]]
     needs = "no bandwidth is enough" if report["smallest_gbps"] is None else f"{report['smallest_gbps']:.2f} are enough"
     needs = "what is enough is undecided" if report["keeps_up"] is None else needs
     lines = [
-        f"{verdict}: {report['world_size']} ranks on {given['nodes']} nodes, {given['dataset_tb']:g} TB in {episodes}",
+        f"{verdict}: {report['world_size']} ranks on {settings['nodes']} nodes, {settings['dataset_tb']:g} TB in {episodes}",
         f"waits        {report['waiting_steps_share']:.1%} of the steps, {report['wait_share']:.1%} of the time, "
         f"{report['wait_s']:.1f} s; {report['wait_s_while_the_pools_fill']:.1f} s before, while the pools fill",
         f"first batch  {report['first_batch_s']:.2f} s",

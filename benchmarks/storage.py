@@ -81,14 +81,15 @@ def main() -> int:
                 {"client": name, "range": size, "threads": threads} | measure(read, size, threads, arguments.seconds, spy)
             )
             print(
-                "{client:16} {range:8} bytes, {threads:3} threads: {text}".format(**rows[-1], text=said(rows[-1])), flush=True
+                "{client:16} {range:8} bytes, {threads:3} threads: {text}".format(**rows[-1], text=as_text(rows[-1])),
+                flush=True,
             )
     if arguments.json:
         print(environment.report_json({"rows": rows, "seconds": arguments.seconds, **environment.ran_on("cpu")}))
     return 0
 
 
-def said(row: dict[str, Any]) -> str:
+def as_text(row: dict[str, Any]) -> str:
     """Return a measurement as text."""
     held = "" if row["interpreter_us"] is None else f", interpreter {row['interpreter_us']:5.0f} us"
     return f"{row['requests_per_s']:7.0f} requests/s, {row['megabytes_per_s']:6.0f} MB/s, CPU {row['cpu_us']:5.0f} us{held}"

@@ -56,7 +56,7 @@ HOW = {
 }
 
 
-class Found(NamedTuple):
+class Contents(NamedTuple):
     """Contents of a folder: a row for each measurement, and the reports of successful measurements."""
 
     rows: list[dict[str, Any]]
@@ -71,10 +71,10 @@ def main() -> int:
     arguments = parser.parse_args()
     rows, reports, unreadable = read(arguments.folder)
     if not rows:
-        what = "one without" if arguments.folder.is_dir() else "no folder"
+        problem = "one without" if arguments.folder.is_dir() else "no folder"
         print(
-            f"summarize: folder must be a folder with reports, got {what}: {arguments.folder}. Write reports with `dali-stream "
-            "bench URI --out-dir DIR`",
+            f"summarize: folder must be a folder with reports, got {problem}: {arguments.folder}. Write reports with "
+            "`dali-stream bench URI --out-dir DIR`",
             file=sys.stderr,
         )
         return 1
@@ -98,7 +98,7 @@ def main() -> int:
     return 1 if unreadable else 0
 
 
-def read(folder: Path) -> Found:
+def read(folder: Path) -> Contents:
     """Read the reports, unreadable files, and failed measurements. Other JSON files are ignored."""
     rows, reports, bad = [], [], []
     for path in sorted(folder.glob("*.json")):
@@ -110,7 +110,7 @@ def read(folder: Path) -> Found:
         except ValueError as error:
             bad.append(named(path) | {"status": f"unreadable: {error}"})
     failed = [named(path) | {"status": path.read_text(errors="replace").strip()} for path in sorted(folder.glob("*.failed"))]
-    return Found([*rows, *bad, *failed], reports, len(bad))
+    return Contents([*rows, *bad, *failed], reports, len(bad))
 
 
 def named(path: Path) -> dict[str, str]:
@@ -127,14 +127,14 @@ def row(report: dict[str, Any]) -> dict[str, Any]:
         points += [(key, share) for key, share in shares(report).items()]
         facts(report)  # raises if an entry is missing
         known = {"decoders": decoders, "status": "ok", "verdict": str(report["bottleneck"]["text"])} | report
-        found = {key: known[key] for key in (*HEAD, *COLUMNS, *SECONDS, "verdict")}
+        values = {key: known[key] for key in (*HEAD, *COLUMNS, *SECONDS, "verdict")}
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(f"not a report that `dali-stream bench URI` wrote: {type(error).__name__} {error}") from error
-    for key, value in [*((key, found[key]) for key in (*COLUMNS, *SECONDS)), *points]:
+    for key, value in [*((key, values[key]) for key in (*COLUMNS, *SECONDS)), *points]:
         number = isinstance(value, (int, float)) and math.isfinite(value)
         if not number and not (value is None and key in MAY_LACK):
             raise ValueError(f"{key} must be a number, got {value!r}")
-    return found
+    return values
 
 
 def shares(report: dict[str, Any]) -> dict[str, float]:
@@ -169,11 +169,11 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Return a table of the successful measurements. Its first row has the names of all columns that are not empty."""
     well = [each for each in rows if "verdict" in each]
     keys = [key for key in COLUMNS if any(each[key] for each in well)]
-    found = [["measurement", "decoder", *(COLUMNS[key][0] for key in keys)]]
+    table = [["measurement", "decoder", *(COLUMNS[key][0] for key in keys)]]
     for each in well:
         numbers = (each[key] if each[key] is None else each[key] / COLUMNS[key][1] for key in keys)
-        found.append([label(each), each["decoders"], *map(text, numbers)])
-    return found
+        table.append([label(each), each["decoders"], *map(text, numbers)])
+    return table
 
 
 def label(measurement: dict[str, Any]) -> str:
@@ -190,7 +190,7 @@ def verdicts(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def text(value: Any) -> str:
-    """Return a number as text with at least three digits."""
+    """Return a number as text: a whole number without decimals, and any other number with at least three digits."""
     if isinstance(value, (int, float)):
         digits = 0 if abs(value) >= 100 or value == int(value) else 1 if abs(value) >= 10 else 2
         return f"{value:.{digits}f}"
@@ -199,8 +199,8 @@ def text(value: Any) -> str:
 
 def page(rows: list[dict[str, Any]], reports: list[dict[str, Any]]) -> str:
     """Return the page as HTML: verdicts, tables, descriptions and three plots."""
-    said = "".join(f"<li><b>{html.escape(name)}</b>: {html.escape(verdict)}</li>\n" for name, verdict in verdicts(rows))
-    parts = {"Verdicts": f"<ul>{said}</ul>"}
+    items = "".join(f"<li><b>{html.escape(name)}</b>: {html.escape(verdict)}</li>\n" for name, verdict in verdicts(rows))
+    parts = {"Verdicts": f"<ul>{items}</ul>"}
     if reports:
         modes = {f"mode {report['mode']}": MODES.get(report["mode"], "") for report in reports}
         times = [["share of time, %", *(name for stages in STAGES.values() for name in stages.values())]]
@@ -240,14 +240,14 @@ def listed(entries: dict[str, str]) -> str:
 
 def circumstances(reports: list[dict[str, Any]]) -> dict[str, str]:
     """Return the `facts` of all reports: once if they agree, and otherwise with the names of their measurements."""
-    found = {}
+    descriptions = {}
     for name in facts(reports[0]):
         by_value: dict[str, list[str]] = {}
         for report in reports:
             by_value.setdefault(facts(report)[name], []).append(label(report))
         for value, labels in by_value.items():
-            found[name if len(by_value) == 1 else f"{name} of {', '.join(labels)}"] = value
-    return found
+            descriptions[name if len(by_value) == 1 else f"{name} of {', '.join(labels)}"] = value
+    return descriptions
 
 
 def drawn(reports: list[dict[str, Any]]) -> list[tuple[str, str]]:

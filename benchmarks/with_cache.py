@@ -1,8 +1,8 @@
-"""Measure the effect of the frame cache on this machine, by first epochs with and without the cache in turns.
+"""Measure the effect of the frame cache on this machine: the speed of first epochs with and without the cache, in turns.
 
     python benchmarks/with_cache.py URI [URI ...] [--image-size 224 224] [--without 8MiB] [--rounds 3] [--json]
 
-Without the cache, memory_budget holds little more than one batch, so that nearly every frame is decoded again for each use.
+Without the cache, memory_budget holds so few decoded frames that nearly every frame is decoded again for each use.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ def main() -> int:
     except (dali_stream.DaliStreamError, ValueError) as error:
         print(f"with_cache: {error}", file=sys.stderr)
         return 1
-    for found in datasets:
-        own, other = found["with"], found["without"]
+    for figures in datasets:
+        cached, uncached = figures["with"], figures["without"]
         print(
-            f"{found['dataset']}: {own['frames_per_s']:.0f} frames/s with the cache, {other['frames_per_s']:.0f} without; "
-            f"{own['decoded_per_frame']:.2f} and {other['decoded_per_frame']:.2f} decoded frames per delivered frame"
+            f"{figures['dataset']}: {cached['frames_per_s']:.0f} frames/s with the cache, {uncached['frames_per_s']:.0f} "
+            f"without; {cached['decoded_per_frame']:.2f} "
+            f"and {uncached['decoded_per_frame']:.2f} decoded frames per delivered frame"
         )
     if arguments.json:
-        given = {key: value for key, value in vars(arguments).items() if key not in ("json", "uri")}
-        print(environment.report_json({"datasets": datasets, "arguments": given, **environment.ran_on("cpu")}))
+        settings = {key: value for key, value in vars(arguments).items() if key not in ("json", "uri")}
+        print(environment.report_json({"datasets": datasets, "arguments": settings, **environment.ran_on("cpu")}))
     return 0
 
 

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Sets up what dali_stream needs to run and to be worked on: shared libraries and a virtual environment.
-# The Makefile, CI and the container image all use this one script, so they cannot drift apart.
+# Installs what is needed to run and to develop dali_stream: shared libraries and a virtual environment.
+# The Makefile, CI and the container image all use this script, so that their environments are the same.
 #
 #   docker/install.sh [VENV]   VENV         folder of the virtual environment (default: .venv in the checkout)
 #                              PYTHON       interpreter, 3.10 to 3.13 (default: python3)
 #                              DALI_EXTRA   cuda12 or cuda13: the DALI build (default: cuda12)
-#                              TORCH_BUILD  a build of torch on PyTorch's own index: cu126, cu130, cpu (default: the one
-#                                           that pip finds, which on PyPI is for CUDA 13)
-#                              INSTALL      how much; each takes in those before it:
-#                                             libraries     FFmpeg and libpython, no environment
-#                                             dependencies  what the package needs (Python 3.11 and later)
+#                              TORCH_BUILD  build of torch on PyTorch's own index: cu126, cu130 or cpu (default: the build
+#                                           that pip finds, which is for CUDA 13 on PyPI)
+#                              INSTALL      how much to install; each value includes the previous ones:
+#                                             libraries     FFmpeg and libpython, without an environment
+#                                             dependencies  the dependencies of the package (Python 3.11 and later)
 #                                             package       a copy of the package
-#                                             develop       instead of the copy, the checkout itself, and the tools that
-#                                                           it is worked on with (default)
+#                                             develop       instead of the copy, an editable install of the checkout, and
+#                                                           the tools for development (default)
 set -euo pipefail
 exec </dev/null
 
@@ -22,7 +22,7 @@ python=${PYTHON:-python3}
 extra=${DALI_EXTRA:-cuda12}
 build=${TORCH_BUILD:-}
 mode=${INSTALL:-develop}
-state=$venv/.dali-stream-install # "unfinished" while at work, then the hash of what was installed
+state=$venv/.dali-stream-install # contains "unfinished" during an install, and then the hash of what was installed
 
 say() { printf 'install.sh: %s\n' "$*" >&2; }
 die() {
@@ -30,16 +30,18 @@ die() {
     exit 1
 }
 
-# Prints the version and, as PYTHON may be the very environment that is about to be rebuilt, the file behind the links.
+# Prints the version, and the path of the interpreter with all links resolved, since PYTHON may be in the environment that will
+# be rebuilt.
 describe_python() {
     "$1" -I -S -c 'import os, sys; print("%d.%d.%d" % sys.version_info[:3], os.path.realpath(sys.executable))' 2>/dev/null
 }
 
-# libavdevice 58 to 62 are FFmpeg 4 to 8. It needs all of FFmpeg's other libraries; libavcodec alone, as browsers and
-# players bring it, is not enough for torchcodec. An `ffmpeg` program proves nothing: it may be linked statically.
+# libavdevice 58 to 62 belong to FFmpeg 4 to 8. The script looks for this library because it needs all other libraries of
+# FFmpeg, as torchcodec does. Browsers and players install only libavcodec. A program `ffmpeg` does not show that the libraries
+# exist, because it may be linked statically.
 ffmpeg_present() {
     [[ $(PATH=$PATH:/usr/sbin:/sbin ldconfig -p 2>/dev/null) =~ libavdevice\.so\.(58|59|60|61|62)[[:space:]] ]] && return
-    # What ldconfig does not know: conda's libraries, LD_LIBRARY_PATH. Load it the way torchcodec does.
+    # ldconfig does not list conda's libraries and those in LD_LIBRARY_PATH. Load the library as torchcodec does.
     "$python" - <<'PY'
 import ctypes
 for version in (62, 61, 60, 59, 58):
@@ -52,7 +54,8 @@ raise SystemExit(1)
 PY
 }
 
-# torchcodec is linked against it, and blames FFmpeg where it is missing. Debian's and Ubuntu's Python does without.
+# torchcodec is linked against libpython, and reports a problem with FFmpeg if it is missing. The Python of Debian and Ubuntu
+# does not need it.
 libpython_present() {
     "$python" -c "import ctypes; ctypes.CDLL('libpython$minor.so.1.0')" 2>/dev/null
 }
@@ -60,7 +63,7 @@ libpython_present() {
 install_libraries() {
     local packages=()
     ffmpeg_present || packages+=(ffmpeg)
-    libpython_present || packages+=("^libpython${minor/./\\.}(t64)?\$") # its name since Ubuntu 24.04 ends in t64
+    libpython_present || packages+=("^libpython${minor/./\\.}(t64)?\$") # since Ubuntu 24.04, the name ends in t64
     ((${#packages[@]})) || return 0
     if [[ $(id -u) -eq 0 ]] && command -v apt-get >/dev/null; then
         say "installing ${packages[*]} through apt-get"
@@ -82,7 +85,7 @@ die_without_ffmpeg() {
     conda            conda install -c conda-forge 'ffmpeg<9'    (then set PYTHON to conda's python)"
 }
 
-# An index that stumbles in the middle of a file is not retried by pip itself: hence the second try.
+# pip does not retry if a connection breaks in the middle of a file, so this function does.
 pip_install() {
     local command=("$venv/bin/python" -m pip install --no-input --disable-pip-version-check --retries 10)
     [[ -t 1 ]] || command+=(--quiet)
@@ -91,10 +94,10 @@ pip_install() {
     "${command[@]}" "$@"
 }
 
-# Removes the environment, but never a folder that is something else.
+# Removes the environment. Fails if the folder is not an environment.
 remove_venv() {
     [[ -e $venv/pyvenv.cfg || -e $state ]] ||
-        die "$venv is neither empty nor a virtual environment. Name another folder, or remove this one."
+        die "VENV must be an empty folder or a virtual environment, got $venv. Name another folder, or remove this one"
     say "rebuilding $venv: $1"
     rm -rf "$venv"
 }
@@ -103,9 +106,9 @@ create_venv() {
     local other
     [[ $extra == cuda12 ]] && other=cuda130 || other=cuda120
     if [[ -e $state && $(<"$state") == unfinished ]]; then
-        remove_venv "an earlier install was cut short" # a package may be there in half, and pip would not see it
+        remove_venv "an earlier install was cut short" # a package may be incomplete, which pip would not notice
     elif [[ -n $(compgen -G "$venv/*") && $(describe_python "$venv/bin/python") != "$version "* ]]; then
-        remove_venv "it is not one of Python $version"
+        remove_venv "it is not an environment of Python $version"
     elif compgen -G "$venv/lib/python*/site-packages/nvidia_dali_$other-*" >/dev/null; then
         remove_venv "it has the DALI of the other CUDA"
     fi
@@ -114,8 +117,8 @@ create_venv() {
     [[ -x $venv/bin/pip ]] || "$python" -m venv "$venv"
 }
 
-# What pyproject.toml asks for, a line each. Without the package itself it is a layer of the image that outlives a change
-# of the source. botocore is in, for S3: a user of the image could not add it.
+# Prints the dependencies in pyproject.toml, one per line. In the image, they are a separate layer, which is not built again when
+# the source changes. botocore, for S3, is included, because a user of the image could not install it.
 list_dependencies() {
     "$venv/bin/python" - "$root/pyproject.toml" "$extra" s3 <<'PY'
 import sys, tomllib
@@ -126,8 +129,9 @@ print(*project["dependencies"], *(each for extra in extras for each in project["
 PY
 }
 
-# torch by itself first: that is the one request which also finds a local build (find-links, a CPU index). A build that is
-# named stands in the request, lest an index that does not answer gets another build installed in silence.
+# torch is installed first, in a separate request, because only such a request also finds a local build (find-links, a CPU
+# index). If TORCH_BUILD is set, the request names the build. Otherwise, pip would install another build if the index did not
+# answer.
 install_torch() {
     local torch
     torch=$(grep -m1 -o '^torch==[^ ;]*' "$constraints")
@@ -153,17 +157,17 @@ install_packages() {
     "$venv/bin/python" -c 'import nvidia.dali, torchcodec.decoders'
 }
 
-case $extra in cuda12 | cuda13) ;; *) die "DALI_EXTRA is '$extra'; allowed: cuda12, cuda13." ;; esac
+case $extra in cuda12 | cuda13) ;; *) die "DALI_EXTRA must be cuda12 or cuda13, got '$extra'" ;; esac
 case $mode in
     libraries | dependencies | package | develop) ;;
-    *) die "INSTALL is '$mode'; allowed: libraries, dependencies, package, develop." ;;
+    *) die "INSTALL must be libraries, dependencies, package or develop, got '$mode'" ;;
 esac
 described=$(describe_python "$python") ||
-    die "'$python' does not run as a Python 3. Set PYTHON to an interpreter of 3.10 to 3.13, e.g. PYTHON=python3.12."
+    die "PYTHON must be an interpreter of Python 3.10 to 3.13, got '$python', which is no Python 3. Example: PYTHON=python3.12"
 read -r version python <<<"$described"
 case $version in
     3.10.* | 3.11.* | 3.12.* | 3.13.*) ;;
-    *) die "'$python' is Python $version; allowed: 3.10 to 3.13. Set PYTHON to one of those, e.g. PYTHON=python3.12." ;;
+    *) die "PYTHON must be an interpreter of Python 3.10 to 3.13, got '$python' with $version. Example: PYTHON=python3.12" ;;
 esac
 minor=${version%.*}
 
@@ -174,7 +178,7 @@ wanted=$({
     echo "$root $version $extra $build $mode"
     cat "$root/pyproject.toml" "$root/constraints.txt" "$root/docker/install.sh"
 } | sha256sum)
-# Only an editable install follows the checkout by itself; a copy is made anew.
+# Only an editable install changes with the checkout. A copy must be installed again.
 if [[ $mode == develop && -x $venv/bin/python && -e $state && $(<"$state") == "$wanted" ]]; then
     exit 0
 fi
@@ -184,8 +188,8 @@ trap 'exit 143' TERM
 create_venv
 say "installing into $venv (Python $version, $extra)"
 if ! install_packages; then
-    rm -f "$state" # pip undoes what it fails at, so the next run may build on this environment
-    die "the install into $venv failed; the reason stands above."
+    rm -f "$state" # pip undoes an install that fails, so the next run can continue with this environment
+    die "the install into $venv failed. The output above says why"
 fi
 echo "$wanted" >"$state.new"
 mv "$state.new" "$state"

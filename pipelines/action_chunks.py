@@ -28,7 +28,7 @@ def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:
 
 
 def augment_frames(nodes: dict[str, Any], cameras: Sequence[str], size: Sequence[int]) -> dict[str, Any]:
-    """Crop, rotate and colour-jitter the frames of each camera independently. Other keys are not changed."""
+    """Crop and rotate the frames of each camera, and change their colours, independently. Other keys are not changed."""
     draw = augment.Draw(nodes["sample"])
     for key in cameras:
         picture = augment.random_resized_crop(nodes[key], draw, size=size, scale=(0.8, 1.0))

@@ -5,7 +5,7 @@ torchrun --nproc_per_node 8 pipelines/plain_loop.py URI --out DIR ...
 
 It differs from a loop with a `torch.utils.data.DataLoader` only in the loader. It needs no DistributedSampler, because each
 process gets its own share; no set_epoch, because each `for` loop is the next epoch; no worker_init_fn, because augmentation is
-a function of seed and position; and no pin_memory and `.to(device)`, because batches are already on the device.
+a function of seed and position; and neither pin_memory nor `.to(device)`, because batches are already on the device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Policy(nn.Module):
     """Small convolutional policy that predicts a chunk of actions from frames, state and task. Replace it with your own.
 
     Args:
-        cameras: Keys of the frames in batches, with values in [0, 1] and shape (B, 3, H, W). All share one backbone.
+        cameras: Keys of the frames in batches, with values in [0, 1] and shape (B, 3, H, W). All cameras share one backbone.
         state: Width of the state, or 0 without a state.
         action: Width of an action.
         chunk: Number of actions per prediction.
@@ -69,7 +69,7 @@ class Policy(nn.Module):
         self.head = nn.Sequential(nn.Linear(features, 4 * width), nn.ReLU(), nn.Linear(4 * width, chunk * action))
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the loss, which is the mean absolute error. Actions after the end of the episode count with an error of 0."""
+        """Return the loss, which is the mean absolute error. Actions after the end of the episode have an error of 0."""
         seen = [self.backbone(batch[key]) for key in self.cameras] + [self.task(batch["task_index"])]
         seen += [batch[STATE].reshape(len(seen[0]), -1)] if self.state else []
         predicted = self.head(torch.cat(seen, dim=1)).unflatten(1, self.shape)
@@ -88,7 +88,7 @@ def train(loader: dali_stream.Loader, policy: nn.Module, file: Path, max_steps: 
         for name, part in parts.items():
             part.load_state_dict(saved[name])
     while step < max_steps:
-        for batch in islice(loader, max_steps - step):  # an epoch, or after a resume the rest of one
+        for batch in islice(loader, max_steps - step):  # one epoch, or the rest of an epoch after a resume
             loss = model(batch)
             optimizer.zero_grad()
             loss.backward()

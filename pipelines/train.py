@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cpu = arguments.device == "cpu" or not torch.cuda.is_available()
     bf16 = not cpu and torch.cuda.is_bf16_supported(including_emulation=False)
     accelerator = Accelerator(cpu=cpu, mixed_precision="bf16" if bf16 else "no")
-    accelerator.gradient_accumulation_steps = 1  # overrides Accelerate's configuration, with which it could divide the gradient
+    accelerator.gradient_accumulation_steps = 1  # overrides Accelerate's configuration, where a larger number divides gradients
     try:
         run = Run(arguments, accelerator)
     except (ValueError, OSError, dali_stream.DaliStreamError) as error:
@@ -88,20 +88,20 @@ def make_policy(arguments: argparse.Namespace, data: Data) -> nn.Module:
 
 
 class Run:
-    """A training run, which begins at its start or at its checkpoint.
+    """A training run, which starts at step 0 or at its checkpoint.
 
     Args:
         arguments: Arguments of the command line.
         accelerator: Accelerator of this process.
 
     Raises:
-        ValueError: If arguments, dataset and checkpoint do not agree.
+        ValueError: If the arguments do not fit the dataset or the checkpoint, or another run is writing to the folder.
         DaliStreamError: If the dataset cannot be read, or the checkpoint belongs to another dataset.
     """
 
     def __init__(self, arguments: argparse.Namespace, accelerator: Accelerator) -> None:
         self.arguments, self.accelerator, self.step = arguments, accelerator, 0
-        self.unvalidated = False  # whether the validation of this step is due and not yet done
+        self.unvalidated = False  # whether the validation after this step is still to do
         self.console = Console(stderr=True, quiet=not accelerator.is_main_process)
         self.file = arguments.out / "checkpoint.pt"
         if self.file.exists() and (arguments.dummy or not arguments.resume):
@@ -283,7 +283,10 @@ class Run:
         self._mark()
 
     def _describe(self) -> None:
-        """Write run.json. Keep one that describes other batches, such as those of another number of processes."""
+        """Write run.json. If an existing file describes other batches, rename that file first.
+
+        The batches differ, for example, if the number of processes has changed.
+        """
         if self.journal is None or self.arguments.dummy:
             return
         path, loader = self.arguments.out / "run.json", self.data.train
@@ -293,7 +296,7 @@ class Run:
 
     def _load(self) -> None:
         state = checkpoint.load(self.file, {name: getattr(self.arguments, name) for name in MODEL})
-        self.data.train.load_state_dict(state["loader"])  # first, because it detects a different dataset
+        self.data.train.load_state_dict(state["loader"])  # first, because this call detects a different dataset
         self.accelerator.unwrap_model(self.model).load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.unvalidated = state["step"], state.get("unvalidated", False)

@@ -33,11 +33,11 @@ class Cloning(Trainer):
         return self.loader
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> torch.Tensor:
-        return model(inputs)  # the batch is a single argument, because its keys are no valid names of arguments
+        return model(inputs)  # the batch is a single argument, because its keys are not valid names of arguments
 
 
 class SaveLoader(TrainerCallback):
-    """Save the state of the Loader in every checkpoint."""
+    """Callback that saves the state of the Loader in every checkpoint."""
 
     def on_save(self, args: TrainingArguments, state: Any, control: Any, **others: Any) -> None:
         others["train_dataloader"].save(Path(args.output_dir, f"checkpoint-{state.global_step}", LOADER))

@@ -296,9 +296,9 @@ def test_slurm_hands_the_token_on_without_writing_it(script: str, cluster: GpuCl
 @pytest.mark.parametrize(
     ("command", "env", "said"),
     [
-        (["train"], {"IMAGE": None}, "IMAGE is not set"),
-        ([], {}, "no command to train with"),
-        (["train"], {"SLURM_GPUS_PER_NODE": "8"}, "--gpus-per-node is 8 and --ntasks-per-node is 4"),
+        (["train"], {"IMAGE": None}, "IMAGE must be the container image, got none"),
+        ([], {}, "the script must get the command to train with, got none"),
+        (["train"], {"SLURM_GPUS_PER_NODE": "8"}, "--ntasks-per-node must be the number of GPUs in --gpus-per-node=8, got 4"),
     ],
 )
 def test_slurm_says_what_is_missing(

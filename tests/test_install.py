@@ -96,7 +96,7 @@ def test_the_build_of_torch_that_was_named_is_installed_or_none(wheel: str, tmp_
 def test_install_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     done = install(ROOT, tmp_path / "venv", INSTALL="everything")
     assert done.returncode == 1
-    assert "INSTALL is 'everything'; allowed: libraries, dependencies, package, develop" in done.stderr
+    assert "INSTALL must be libraries, dependencies, package or develop, got 'everything'" in done.stderr
     assert not (tmp_path / "venv").exists()
 
 

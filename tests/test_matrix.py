@@ -126,7 +126,7 @@ def test_a_job_that_says_nothing_any_more_is_told(stubs: dict[str, str], tmp_pat
     done = matrix(tmp_path, **stubs, **environment, CODE="1")
     assert (done.returncode, done.stdout) == (2, "")
     summarize(tmp_path / "bench")
-    assert summary(tmp_path / "bench") == [("a", "single", "auto", "was not taken by sbatch")]
+    assert summary(tmp_path / "bench") == [("a", "single", "auto", "was not accepted by sbatch")]
 
 
 def test_an_interrupted_measurement_ends_the_others(stubs: dict[str, str], tmp_path: Path) -> None:
@@ -138,11 +138,11 @@ def test_an_interrupted_measurement_ends_the_others(stubs: dict[str, str], tmp_p
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({}, "SOURCES is not set"),
-        ({"SOURCES": "/data/a"}, "SOURCES has '/data/a'; it is LABEL=URI"),
-        ({"SOURCES": "a=/b a=/c"}, "SOURCES has the label 'a' twice"),
-        ({"SOURCES": "a=/b", "RUN": "there"}, "RUN is 'there'; allowed: sbatch, here"),
-        ({"SOURCES": "a=/b", "VENV": "/nowhere"}, "no program /nowhere/bin/dali-stream"),
+        ({}, "SOURCES must be LABEL=URI ..., got none"),
+        ({"SOURCES": "/data/a"}, "SOURCES must be LABEL=URI ..., with labels of letters, digits, _ and ., got '/data/a'"),
+        ({"SOURCES": "a=/b a=/c"}, "labels in SOURCES must be different, got 'a' twice"),
+        ({"SOURCES": "a=/b", "RUN": "there"}, "RUN must be sbatch or here, got 'there'"),
+        ({"SOURCES": "a=/b", "VENV": "/nowhere"}, "environment with dali_stream, got /nowhere without bin/dali-stream"),
     ],
 )
 def test_what_is_missing_is_said(stubs: dict[str, str], tmp_path: Path, environment: dict[str, str], said: str) -> None:
@@ -168,7 +168,7 @@ class Links(html.parser.HTMLParser):
 def test_the_page_has_its_plots_and_needs_no_network(tmp_path: Path, summarize: Summarize) -> None:
     (tmp_path / "a.json").write_text(json.dumps(report(source="a<b>")))
     (tmp_path / "b.json").write_text(json.dumps(report(mode="sarm", image_size=None)))
-    (tmp_path / "b-sarm-dali.failed").write_text("was not taken by sbatch")
+    (tmp_path / "b-sarm-dali.failed").write_text("was not accepted by sbatch")
     (tmp_path / "other.json").write_text("[]")
     assert summarize(tmp_path)[0] == 0
     page = (tmp_path / "summary.html").read_text()
@@ -178,7 +178,7 @@ def test_the_page_has_its_plots_and_needs_no_network(tmp_path: Path, summarize: 
     assert "a&lt;b&gt;" in page
     assert "1234" in page
     for said in (
-        "Decoding.", "<b>b sarm dali</b>: was not taken by sbatch",  # a verdict for each
+        "Decoding.", "<b>b sarm dali</b>: was not accepted by sbatch",  # a verdict for each
         "first batch, s", "wait p99, ms", "memory, MB",  # units
         "EPYC, 2 cores, no GPU", "hf://a/b: 1 episodes", "top 240×320", "torch 2.13.0", "2026-11-21",
         "settings of a&lt;b&gt; single auto", "224×224", "settings of a sarm auto", "recorded size",  # where reports differ

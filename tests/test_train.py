@@ -276,7 +276,7 @@ def test_what_does_not_go_together_is_said_in_a_line(
     [
         (["--resume", "--dummy"], "already exists"),
         ([], "already exists. Continue from it with --resume"),
-        (["--resume", "--chunk", 9], "is of chunk=8, and this run has chunk=9"),
+        (["--resume", "--chunk", 9], "must be resumed with chunk=8, got chunk=9"),
         (["--resume", "--seed", 1], "order of the state must be"),
         (["--resume", "--val-episodes", 1], "The state is of another dataset or of other episodes"),
     ],

@@ -147,7 +147,8 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(parts: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(b"", "cannot be read"), (b"PK\x03\x04" + bytes(99), "cannot be read"), (None, "is no checkpoint of")]
+    ("content", "said"),
+    [(b"", "cannot be read"), (b"PK\x03\x04" + bytes(99), "cannot be read"), (None, "must be a checkpoint of train.py")],
 )
 def test_a_file_that_is_no_checkpoint_is_named(
     program: Any, demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, said: str

@@ -2,14 +2,14 @@
 
     python benchmarks/lerobot_programs/read_items.py JOBS.json OUT
 
-Needs only LeRobot. JOBS is a list of objects with
-    name       of the dataset
-    root       its folder
-    episodes   to read, or null for all
+The program needs only LeRobot. JOBS.json contains a list of objects, one for each job, with the entries
+    name       name of the job
+    root       folder of the dataset
+    episodes   episodes to read, or null for all
     deltas     `delta_timestamps`, or null
-    index      values of the column `index`, whose items are read
-OUT becomes a folder with `versions.json`, and for each job `NAME.json` with the metadata as LeRobot has them, or the error, and
-`NAME.pt` with the items.
+    index      values of the column `index` of the items to read
+The program creates the folder OUT and writes `versions.json` to it. For each job, it writes `NAME.json` with the metadata that
+LeRobot returns, or with the error, and `NAME.pt` with the items.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ PACKAGES = ("lerobot", "torch", "torchcodec", "av", "datasets", "numpy")
 
 
 def read(job: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return metadata and items."""
+    """Return the metadata of a dataset and the items of a job."""
     dataset = lerobot_dataset.LeRobotDataset(
         "local/dataset", root=job["root"], episodes=job["episodes"], delta_timestamps=job["deltas"]
     )
     places = {int(index): place for place, index in enumerate(dataset.hf_dataset.with_format(None)["index"])}
     meta = dataset.meta
-    stats = {key: {name: np.asarray(value).tolist() for name, value in of.items()} for key, of in (meta.stats or {}).items()}
-    found = {
+    stats = {
+        key: {name: np.asarray(value).tolist() for name, value in by_name.items()}
+        for key, by_name in (meta.stats or {}).items()
+    }
+    metadata = {
         "fps": dataset.fps,
         "frames": len(dataset),
         "num_frames": dataset.num_frames,
@@ -53,7 +56,7 @@ def read(job: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         "stats": stats,
         "episode_rows": len(meta.episodes),
     }
-    return found, [dataset[places[index]] for index in job["index"]]
+    return metadata, [dataset[places[index]] for index in job["index"]]
 
 
 def main(jobs: Path, out: Path) -> None:
@@ -62,12 +65,12 @@ def main(jobs: Path, out: Path) -> None:
     (out / "versions.json").write_text(json.dumps({"python": platform.python_version(), **versions}))
     for job in json.loads(jobs.read_text()):
         try:
-            found, items = read(job)
+            metadata, items = read(job)
             torch.save(items, out / f"{job['name']}.pt")
         except Exception as error:
             traceback.print_exc()
-            found = {"error": f"{type(error).__name__}: {error}"}
-        (out / f"{job['name']}.json").write_text(json.dumps(found))
+            metadata = {"error": f"{type(error).__name__}: {error}"}
+        (out / f"{job['name']}.json").write_text(json.dumps(metadata))
 
 
 if __name__ == "__main__":

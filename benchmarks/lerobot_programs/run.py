@@ -2,15 +2,15 @@
 
     python benchmarks/lerobot_programs/run.py SPEC.json -- ARGUMENTS OF lerobot-train
 
-SPEC has
-    side       "loader" for `dali-stream lerobot-train`, "stock" for the script as it is, "ordered" for the script in the order
-               of a Loader: its DataLoader gets a FrameSampler, and a generator of its own, because creating an iterator draws
-               from torch's global one
-    trains     whether the policy is trained; without, a step only takes a batch through the preprocessor
-    kill_at    number of the step of this process at which it kills itself, or null
-    seed, drop_last   of the FrameSampler
-    out        file to write, with the rank appended to its name; a JSON object per line: the frames of each batch and its time,
-               the loss of each step, and what LeRobot logs of its evaluation
+SPEC.json contains an object with the entries
+    side       "loader" for `dali-stream lerobot-train`, "stock" for the unchanged script, or "ordered" for the script in the
+               order of a Loader. For "ordered", the script's DataLoader gets a FrameSampler. It also gets a separate generator,
+               because otherwise each new iterator of a DataLoader draws a number from torch's global generator.
+    trains     whether the policy is trained; if false, a step only preprocesses a batch
+    kill_at    step, counted from the start of this process, at which the process kills itself, or null
+    seed, drop_last   arguments of the FrameSampler
+    out        path of the output file, to which the rank is appended. Each line of the file is a JSON object: the indices and
+               the time of a batch, the loss of a step, or a message that LeRobot logs about its evaluation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dali_stream.cli import main as dali_stream_main
 
 
 class Recorder:
-    """Wraps functions of the script to record frames and losses."""
+    """Wrapper of functions of the script that records batches and losses."""
 
     def __init__(self, spec: dict[str, Any], file: TextIO) -> None:
         self._spec, self._file, self._steps = spec, file, 0
@@ -66,7 +66,7 @@ class Recorder:
 
 
 class Evaluations(logging.Handler):
-    """Records the losses of evaluations, which LeRobot only logs."""
+    """Logging handler that records the losses of evaluations, which LeRobot only logs."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -78,16 +78,19 @@ class Evaluations(logging.Handler):
 
 
 def ordered(spec: dict[str, Any]) -> type[torch.utils.data.DataLoader[Any]]:
-    """Return a class of DataLoader, for accelerate asks isinstance, that samples a training set in the order of a Loader."""
+    """Return a DataLoader class that samples the training set in the order of a Loader.
+
+    It is a subclass of torch's DataLoader, because accelerate tests for this class with isinstance.
+    """
 
     class Ordered(torch.utils.data.DataLoader[Any]):
         def __init__(self, dataset: Any, **arguments: Any) -> None:
             sampler = arguments.get("sampler")
             if sampler is not None or arguments.get("shuffle"):
-                own = Dataset(dataset.root, episodes=dataset.episodes, drop_last=spec["drop_last"])
+                selection = Dataset(dataset.root, episodes=dataset.episodes, drop_last=spec["drop_last"])
                 if hasattr(sampler, "indices"):
-                    assert sorted(sampler.indices) == sorted(FrameSampler(own)), "LeRobot samples other frames"
-                sampler = FrameSampler(own, seed=spec["seed"], batch_size=arguments["batch_size"])
+                    assert sorted(sampler.indices) == sorted(FrameSampler(selection)), "LeRobot samples other frames"
+                sampler = FrameSampler(selection, seed=spec["seed"], batch_size=arguments["batch_size"])
                 arguments |= {"sampler": sampler, "shuffle": False}
             super().__init__(dataset, **({"generator": torch.Generator()} | arguments))
 
@@ -95,8 +98,8 @@ def ordered(spec: dict[str, Any]) -> type[torch.utils.data.DataLoader[Any]]:
 
 
 def main(spec: dict[str, Any], words: list[str]) -> int:
-    """Run the script, and return its exit code."""
-    torch.set_num_threads(1)  # so that sums have one order
+    """Run the script. Return its exit code."""
+    torch.set_num_threads(1)  # so that floating-point sums are always computed in the same order
     with Path(f"{spec['out']}.{os.environ.get('RANK', '0')}").open("w", buffering=1) as file:
         Recorder(spec, file)
         if spec["side"] == "loader":

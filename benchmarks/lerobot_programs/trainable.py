@@ -14,7 +14,11 @@ import pyarrow.parquet as pq
 
 
 def trainable(name: str, root: Path, folder: Path) -> Path:
-    """Return a dataset with actions, states and statistics: this one, or a copy of it."""
+    """Return a dataset that LeRobot can train on.
+
+    This is the dataset `root` itself if it has actions and statistics. Otherwise, it is a copy in `folder`, to which made-up
+    actions and states and computed statistics are added.
+    """
     info = json.loads((root / "meta/info.json").read_text())
     if "action" in info["features"] and (root / "meta/stats.json").exists():
         return root

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-# Mean absolute differences, of 255. Decoders upsample chroma differently (NVDEC by about 3). In slow scenes, frames differ less
-# than that from their neighbours. Therefore a frame must also be as near to the requested frame as to the two frames before and
-# after it.
+# Mean absolute differences of pixel values, of 255. Decoders upsample chroma differently, and NVDEC's frames differ by about 3
+# from FFmpeg's. In slow scenes, neighbouring frames differ by less than that. Therefore a delivered frame must also be at least
+# as near to the requested frame as to the two frames before and the two after it, up to MARGIN.
 TOLERANCE = 4.0
 MARGIN = 0.05
 NEIGHBOURS = (-1, 1, -2, 2)
-SHOWN = 5  # differences in the report
+SHOWN = 5  # maximum number of differences in the report
 
 
 def check(results: Path, recorded: Any, follows: bool) -> dict[str, Any]:
@@ -22,33 +22,34 @@ def check(results: Path, recorded: Any, follows: bool) -> dict[str, Any]:
     Args:
         results: File of the peer.
         recorded: A `Recorded`.
-        follows: Whether the peer follows the recorded order. A peer that shuffles by itself must deliver existing rows, none
-            of them twice in an epoch, and the frames of each row.
+        follows: Whether the peer follows the recorded order. A peer that shuffles by itself must deliver rows that exist, no
+            row twice in an epoch, and the frames that belong to each row.
 
     Returns:
-        `equal`; the numbers of compared `samples` and `pictures`; `worst_difference`, the largest mean absolute difference of a
-        frame, of 255; `differences`, a text for each of the first few.
+        A dict with `equal`, which is whether all are correct; the numbers of compared `samples` and `pictures` (frames);
+        `worst_difference`, the largest mean absolute difference of a frame, of 255; and `differences`, texts that describe the
+        first few errors.
     """
     with np.load(results) as file:
-        found = dict(file)
-    wrong = _rows(found, recorded, follows)
+        delivered = dict(file)
+    wrong = _rows(delivered, recorded, follows)
     worst, pictures = 0.0, 0
     for n, camera in enumerate(recorded.cameras):
-        for at, shown in zip(found["checked"], found[f"pictures_{n}"], strict=True):
-            episode, frame = int(found["episode_index"][at]), int(found["frame_index"][at])
+        for at, shown in zip(delivered["checked"], delivered[f"pictures_{n}"], strict=True):
+            episode, frame = int(delivered["episode_index"][at]), int(delivered["frame_index"][at])
             if not recorded.has(episode, frame):
                 continue  # `_rows` reports it
-            due = recorded.window(camera, episode, frame).tolist()
-            if len(due) != len(shown):
-                wrong.append(f"sample {at}: {len(shown)} frames of {camera} came, and {len(due)} were to come")
+            expected = recorded.window(camera, episode, frame).tolist()
+            if len(expected) != len(shown):
+                wrong.append(f"sample {at}: expected {len(expected)} frames of {camera}, got {len(shown)}")
                 continue
-            for wanted, picture in zip(due, shown, strict=True):
-                difference, said = _picture(recorded, camera, episode, wanted, picture)
+            for wanted, picture in zip(expected, shown, strict=True):
+                difference, error = _picture(recorded, camera, episode, wanted, picture)
                 worst, pictures = max(worst, difference), pictures + 1
-                wrong += [f"sample {at}: {said}"] if said else []
+                wrong += [f"sample {at}: {error}"] if error else []
     return {
         "equal": not wrong,
-        "samples": len(found["index"]),
+        "samples": len(delivered["index"]),
         "pictures": pictures,
         "worst_difference": worst,
         "differences": wrong[:SHOWN] + ([f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []),
@@ -58,45 +59,50 @@ def check(results: Path, recorded: Any, follows: bool) -> dict[str, Any]:
 def merged(checks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the results of all turns of a peer as one result."""
     return {
-        "equal": all(found["equal"] for found in checks),
-        "samples": sum(found["samples"] for found in checks),
-        "pictures": sum(found["pictures"] for found in checks),
-        "worst_difference": max(found["worst_difference"] for found in checks),
-        "differences": next((found["differences"] for found in checks if not found["equal"]), []),
+        "equal": all(result["equal"] for result in checks),
+        "samples": sum(result["samples"] for result in checks),
+        "pictures": sum(result["pictures"] for result in checks),
+        "worst_difference": max(result["worst_difference"] for result in checks),
+        "differences": next((result["differences"] for result in checks if not result["equal"]), []),
     }
 
 
-def _rows(found: dict[str, np.ndarray], recorded: Any, follows: bool) -> list[str]:
-    """Return the errors in the numbers of rows."""
-    index, episode, frame = (found[key] for key in ("index", "episode_index", "frame_index"))
+def _rows(delivered: dict[str, np.ndarray], recorded: Any, follows: bool) -> list[str]:
+    """Return texts that describe wrong or repeated rows."""
+    index, episode, frame = (delivered[key] for key in ("index", "episode_index", "frame_index"))
     if follows:
-        due = list(zip(recorded.episode.tolist(), recorded.frame.tolist(), strict=True))
+        expected = list(zip(recorded.episode.tolist(), recorded.frame.tolist(), strict=True))
     else:
-        due = list(zip(episode.tolist(), frame.tolist(), strict=True))
-    said = []
-    for at, found_row in enumerate(zip(index.tolist(), episode.tolist(), frame.tolist(), strict=True)):
-        row = (recorded.index(*due[at]), *due[at])
-        if found_row != row:
-            said.append(f"sample {at}: (index, episode, frame) are {found_row}, and {row} were to come")
+        expected = list(zip(episode.tolist(), frame.tolist(), strict=True))
+    errors = []
+    for at, delivered_row in enumerate(zip(index.tolist(), episode.tolist(), frame.tolist(), strict=True)):
+        row = (recorded.index(*expected[at]), *expected[at])
+        if delivered_row != row:
+            errors.append(f"sample {at}: expected (index, episode, frame) {row}, got {delivered_row}")
     for start in range(0, len(index), recorded.epoch):
         rows, times = np.unique(index[start : start + recorded.epoch], return_counts=True)
-        said += [f"row {row} came {count} times in an epoch" for row, count in zip(rows, times, strict=True) if count > 1]
-    return said
+        errors += [
+            f"row {row} was delivered {count} times in an epoch" for row, count in zip(rows, times, strict=True) if count > 1
+        ]
+    return errors
 
 
 def _picture(recorded: Any, camera: str, episode: int, wanted: int, picture: np.ndarray) -> tuple[float, str | None]:
-    """Return the difference of a frame from the requested one, and the error, if any."""
+    """Return the difference of a frame from the requested one, and a text that describes the error, or None if it is right."""
     name = f"{camera} of episode {episode}, frame {wanted}"
     reference = recorded.picture(camera, episode, wanted)
     if reference.shape != picture.shape:
-        return 255.0, f"{name} has shape {picture.shape}, and {reference.shape} was to come"
-    own = _difference(picture, reference)
+        return 255.0, f"{name}: expected shape {reference.shape}, got {picture.shape}"
+    difference = _difference(picture, reference)
     near = [wanted + step for step in NEIGHBOURS if 0 <= wanted + step < recorded.lengths[episode]]
     others = {frame: _difference(picture, recorded.picture(camera, episode, frame)) for frame in near}
     best = min(others, key=lambda frame: others[frame], default=wanted)
-    if best in others and others[best] < own - MARGIN:
-        return own, f"{name} is {own:.2f} of 255 off; it is nearer to frame {best}, by {own - others[best]:.2f}"
-    return own, f"{name} is {own:.2f} of 255 off; {TOLERANCE:g} is allowed" if own > TOLERANCE else None
+    if best in others and others[best] < difference - MARGIN:
+        return (
+            difference,
+            f"{name} is {difference:.2f} of 255 off; it is nearer to frame {best}, by {difference - others[best]:.2f}",
+        )
+    return difference, f"{name} is {difference:.2f} of 255 off; {TOLERANCE:g} is allowed" if difference > TOLERANCE else None
 
 
 def _difference(a: np.ndarray, b: np.ndarray) -> float:

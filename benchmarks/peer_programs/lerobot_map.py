@@ -1,4 +1,4 @@
-"""LeRobotDataset in PyTorch's DataLoader, which a sampler gives the recorded order."""
+"""LeRobotDataset in PyTorch's DataLoader, with a sampler that follows the recorded order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 
 def batches(spec: Spec) -> Iterator[Batch]:
-    chosen = {"return_uint8": True} if spec["uint8"] else {}  # older releases lack it
+    chosen = {"return_uint8": True} if spec["uint8"] else {}  # older releases do not have this argument
     dataset = LeRobotDataset(
         "local/dataset",
         root=spec["root"],

@@ -1,4 +1,4 @@
-"""StreamingLeRobotDataset in PyTorch's DataLoader, without workers: of LeRobot 0.4.4 each would deliver the whole dataset."""
+"""StreamingLeRobotDataset in PyTorch's DataLoader without workers, since in LeRobot 0.4.4 each delivers all of the dataset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def batches(spec: Spec) -> Iterator[Batch]:
         delta_timestamps=spec["delta_timestamps"] or None,
         image_transforms=transforms(spec),
     )
-    # drop_last: an epoch ends with a whole batch, as the others' do.
+    # With drop_last, an epoch ends with a whole batch, like the epochs of the other peers.
     epoch = DataLoader(dataset, batch_size=spec["batch_size"], drop_last=True, pin_memory=spec["device"].startswith("cuda"))
     delivered = True
     while delivered:

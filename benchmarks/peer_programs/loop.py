@@ -20,22 +20,22 @@ Decode = Callable[[list[int]], torch.Tensor]  # numbers of frames in a file -> u
 def batches(spec: Spec, open_file: Callable[[str], Decode], threads: int) -> Iterator[Batch]:
     """Yield batches of float frames in [0, 1] in the recorded order, each batch split evenly between threads.
 
-    Frames have their channels last in memory, as they are decoded, and as those of the Loader of this package.
+    The channels of a frame are last in memory, as in the decoder's output and in the batches of this package's Loader.
     """
-    own = threading.local()
+    thread_data = threading.local()
 
     def decoded(files: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
-        decoders = own.__dict__.setdefault("decoders", {})
-        found = torch.empty(0)
+        decoders = thread_data.__dict__.setdefault("decoders", {})
+        frames = torch.empty(0)
         for file in np.unique(files):
             if file not in decoders:
                 decoders[file] = open_file(spec["files"][file])
             at = np.flatnonzero(files == file)
             pictures = resized(decoders[file](numbers[at].ravel().tolist()), spec["image_size"])
-            if not len(found):
-                found = pictures.new_empty((*numbers.shape, *pictures.shape[1:]))
-            found[torch.from_numpy(at)] = pictures.unflatten(0, (len(at), -1))
-        return found
+            if not len(frames):
+                frames = pictures.new_empty((*numbers.shape, *pictures.shape[1:]))
+            frames[torch.from_numpy(at)] = pictures.unflatten(0, (len(at), -1))
+        return frames
 
     with np.load(spec["order"]) as file, ThreadPoolExecutor(threads) as pool:
         order = dict(file)
@@ -45,17 +45,17 @@ def batches(spec: Spec, open_file: Callable[[str], Decode], threads: int) -> Ite
             for n, camera in enumerate(spec["cameras"]):
                 split = (np.array_split(part[f"{name}_{n}"], threads) for name in ("files", "numbers"))
                 work = [(files, numbers) for files, numbers in zip(*split, strict=True) if len(files)]
-                found = torch.cat(list(pool.map(lambda chunk: decoded(*chunk), work)))
-                batch[camera] = found.movedim(-1, -3).div(255).squeeze(1)
+                decoded_frames = torch.cat(list(pool.map(lambda chunk: decoded(*chunk), work)))
+                batch[camera] = decoded_frames.movedim(-1, -3).div(255).squeeze(1)
             yield batch
 
 
 def resized(pictures: torch.Tensor, size: list[int] | None) -> torch.Tensor:
-    """uint8 (n, H, W, C) of this (height, width); None for the size that they have."""
+    """Return frames, uint8, shape (n, H, W, C), resized to (height, width). If `size` is None, return them unchanged."""
     if size is None:
         return pictures
     channels_first = pictures.movedim(-1, 1)
-    if pictures.is_cuda:  # where torch resizes floats only
+    if pictures.is_cuda:  # on a GPU, torch resizes only floats
         channels_first = channels_first.float()
-    found = torch.nn.functional.interpolate(channels_first, size=size, mode="bilinear", antialias=True)
-    return (found.round().to(torch.uint8) if pictures.is_cuda else found).movedim(1, -1)
+    scaled = torch.nn.functional.interpolate(channels_first, size=size, mode="bilinear", antialias=True)
+    return (scaled.round().to(torch.uint8) if pictures.is_cuda else scaled).movedim(1, -1)

@@ -1,4 +1,4 @@
-"""This package's Loader. Its own order of the same seed is the recorded one, which the rows' numbers are held against."""
+"""This package's Loader. With the same seed, its order equals the recorded one, which the check of the rows verifies."""
 
 from __future__ import annotations
 

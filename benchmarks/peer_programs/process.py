@@ -1,4 +1,4 @@
-"""A peer's process: asked in turns, stopped between them, and its memory measured."""
+"""Process of a peer, which answers requests and is stopped between them. Its memory is measured."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import IO, Any, cast
 
 import psutil
 
-_TICK_S = 0.5  # between two measurements of memory while it works
+_TICK_S = 0.5  # time between two measurements of memory while the process works
 
 
 class PeerError(Exception):
-    """A peer did not start, died, or does not answer."""
+    """A peer did not start, ended early, or did not answer in time."""
 
 
 class Peer:
-    """One process, and those that it has started.
+    """The process of a peer, and the processes that it has started.
 
     Args:
-        command: program and arguments.
-        answer_s: seconds that it has for an answer.
-        environment: variables in addition to those of this process.
+        command: Program and its arguments.
+        answer_s: Time limit for an answer in seconds.
+        environment: Environment variables in addition to those of this process.
 
     Raises:
-        PeerError: it does not start.
+        PeerError: If the process does not start.
     """
 
     def __init__(self, command: list[str], answer_s: float, environment: dict[str, str]) -> None:
@@ -40,12 +40,12 @@ class Peer:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
         pipe, everything = subprocess.PIPE, {**os.environ, **environment}
         try:
-            # The program makes its own process group (see `serve`), which the kernel ends if this process is killed.
+            # The program creates a process group (see `serve`). The kernel ends a stopped group if this process is killed.
             self._process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, stderr=self._stderr, env=everything)
         except OSError as error:
             self._stderr.close()
             raise PeerError(f"it does not start: {error}") from error
-        # Unbuffered, since `select` does not see what a buffer holds.
+        # The pipes are unbuffered, since `select` does not see data in a buffer.
         self._stdin, self._stdout = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
         try:
             ready = self._receive("ready")
@@ -57,17 +57,28 @@ class Peer:
         self._signal(signal.SIGSTOP)
 
     def ask(self, answer: str, **request: Any) -> Any:
-        """Lets it continue until it has answered. It is stopped between its turns, so it neither gains nor takes time."""
+        """Send a request, let the process continue until it has answered, and return the answer.
+
+        The process is stopped between requests. It can therefore neither prepare batches that are not timed, nor slow down
+        others.
+
+        Args:
+            answer: Name of the expected entry of the answer.
+            request: Entries of the request.
+
+        Raises:
+            PeerError: If the process ends, or does not answer in time.
+        """
         self._signal(signal.SIGCONT)
-        with contextlib.suppress(BrokenPipeError):  # the missing answer tells how it ended
+        with contextlib.suppress(BrokenPipeError):  # `_receive` reports how the process ended
             self._stdin.write(json.dumps(request).encode() + b"\n")
-        found = self._receive(answer)
+        reply = self._receive(answer)
         self._signal(signal.SIGSTOP)
         self._measure_memory()
-        return found[answer]
+        return reply[answer]
 
     def close(self) -> None:
-        """Kills it with all processes that it has started. May be called again."""
+        """Kill the process and all processes that it has started. This method may be called more than once."""
         self._signal(signal.SIGKILL)
         self._group = None
         self._process.kill()
@@ -76,15 +87,15 @@ class Peer:
             file.close()
 
     def _receive(self, key: str) -> dict[str, Any]:
-        """The next JSON object on its stdout that has this key; other lines are skipped."""
+        """Return the next JSON object on stdout that has a key. Other lines are skipped."""
         until = time.monotonic() + self._answer_s
         while True:
             while b"\n" in self._unread:
                 line, _, self._unread = self._unread.partition(b"\n")
                 with contextlib.suppress(ValueError):
-                    found = json.loads(line)
-                    if isinstance(found, dict) and key in found:
-                        return found
+                    reply = json.loads(line)
+                    if isinstance(reply, dict) and key in reply:
+                        return reply
             left = until - time.monotonic()
             if left <= 0:
                 raise self._failed(f"no answer within {self._answer_s:.3g} s")
@@ -99,7 +110,7 @@ class Peer:
                 raise self._failed(self._end())
 
     def _end(self) -> str:
-        """How it ended."""
+        """Return a text that says how the process ended."""
         try:
             code = self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -111,18 +122,18 @@ class Peer:
     def _failed(self, why: str) -> PeerError:
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()[-20:]
-        said = "\n".join(["Its stderr ends:", *lines]) if lines else "Its stderr is empty."
-        return PeerError(f"{why}. {said}")
+        detail = "\n".join(["Its stderr ends:", *lines]) if lines else "Its stderr is empty."
+        return PeerError(f"{why}. {detail}")
 
     def _measure_memory(self) -> None:
-        """Memory of all its processes; what several of them share counts once."""
-        found = 0
+        """Measure the memory of all processes of the peer. Memory that several of them share is counted once."""
+        total = 0
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(self._process.pid)
             for one in (process, *process.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
-                    found += one.memory_full_info().pss
-        self.peak_bytes = max(self.peak_bytes, found)
+                    total += one.memory_full_info().pss
+        self.peak_bytes = max(self.peak_bytes, total)
 
     def _signal(self, number: int) -> None:
         if self._group is not None:

@@ -1,4 +1,4 @@
-"""A plain loop around PyNvVideoCodec's SimpleDecoder. Not run yet: it needs a GPU."""
+"""Plain loop around PyNvVideoCodec's SimpleDecoder. It needs a GPU, and has not been run yet."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def batches(spec: Spec) -> Iterator[Batch]:
 
         def decode(numbers: list[int]) -> torch.Tensor:
             wanted = sorted(set(numbers))
-            # The decoder writes its next frames where these lie, so they are copied, by stack.
-            found = torch.stack([torch.from_dlpack(frame) for frame in decoder.get_batch_frames_by_index(wanted)])
-            return found[[wanted.index(number) for number in numbers]]
+            # The decoder overwrites these frames with the next ones, so `stack` copies them.
+            frames = torch.stack([torch.from_dlpack(frame) for frame in decoder.get_batch_frames_by_index(wanted)])
+            return frames[[wanted.index(number) for number in numbers]]
 
         return decode
 

@@ -1,4 +1,4 @@
-"""The order that all peers get, and what each of its samples has to show, read without this package's reader."""
+"""The order that all peers get, and the frames that each sample must contain, which are read without this package's reader."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from dali_stream.order import default_pools
 
 
 class Recorded:
-    """A dataset, and positions 0 to N of its order as they were given to all peers.
+    """A dataset, and the first positions of its order, which all peers get.
 
     Args:
-        dataset: local, with video.
-        deltas: delta_timestamps of all peers.
-        batch_size: an epoch ends after its last whole batch, as with the Loader.
-        batches: how many are recorded; as many epochs as that takes.
-        seed: of the order.
-        image_size: (height, width) of the frames; None for the recorded size.
+        dataset: Local dataset with video.
+        deltas: `delta_timestamps` of all peers.
+        batch_size: Number of samples per batch. An epoch ends after its last whole batch, as with the Loader.
+        batches: Number of recorded batches. They may extend over several epochs.
+        seed: Seed of the order.
+        image_size: (height, width) of the frames. None for the recorded size.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Recorded:
         self._paths = {camera: self._video_paths(info["video_path"], table, camera) for camera in self.cameras}
         self.episode, self.frame = self._order(batch_size, batches, seed)
         self._decoder = functools.cache(VideoDecoder)
-        # The peers show the same samples, so most frames are asked for several times.
+        # The peers deliver the same samples, so most frames are requested several times.
         self.picture = functools.lru_cache(256)(self._picture)
 
     def _columns(self) -> list[str]:
@@ -72,10 +72,11 @@ class Recorded:
         return episode, frame
 
     def write(self, path: Path) -> list[str]:
-        """Writes the order for the peers, and returns the video files.
+        """Write the order for the peers to an NPZ file. Return the paths of the video files.
 
-        `index`, `episode_index`, `frame_index` (N,), and for the nth camera `files_n` (N,) and `numbers_n` (N, steps): which
-        of the files, and which frame of it.
+        The file contains `index`, `episode_index` and `frame_index`, each of shape (N,). For the nth camera, it contains
+        `files_n`, shape (N,), which are places in the returned list, and `numbers_n`, shape (N, steps), which are numbers of
+        frames in these files.
         """
         files: dict[str, int] = {}
         arrays = {"index": self._first[self.episode] + self.frame, "episode_index": self.episode, "frame_index": self.frame}
@@ -96,7 +97,7 @@ class Recorded:
         return int(self._first[episode]) + frame if self.has(episode, frame) else None
 
     def window(self, camera: str, episode: Any, frame: Any) -> np.ndarray:
-        """The frames (..., steps) that samples show of a camera, held within their episodes."""
+        """Return the frames of a camera that samples contain, shape (..., steps), clamped to their episodes."""
         frames = np.asarray(frame)[..., None] + self.steps[camera]
         return np.clip(frames, 0, self.lengths[episode][..., None] - 1)
 
@@ -106,9 +107,9 @@ class Recorded:
 
     def _picture(self, camera: str, episode: int, frame: int) -> np.ndarray:
         decoder = self._decoder(self._paths[camera][episode])
-        # Half a frame later is the same frame, however the times were rounded.
-        found = decoder.get_frame_played_at(float(self.seconds(camera, episode, frame)) + 0.5 / self.fps)
-        pixels = found.data[None]
+        # In the middle of its duration, a frame is found even if its timestamp was rounded.
+        decoded = decoder.get_frame_played_at(float(self.seconds(camera, episode, frame)) + 0.5 / self.fps)
+        pixels = decoded.data[None]
         if self._image_size:
             pixels = torch.nn.functional.interpolate(pixels, size=list(self._image_size), mode="bilinear", antialias=True)
         return pixels[0].numpy()

@@ -1,4 +1,4 @@
-"""LeRobot's image_transforms that bring frames to one size."""
+"""Transforms that resize frames, for LeRobot's argument image_transforms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from serve import Spec
 
 
 def transforms(spec: Spec) -> Callable[[Any], Any] | None:
-    """torchvision's Resize to the size of the spec; None for the recorded size."""
+    """Return torchvision's Resize to the size in the spec, or None for the recorded size."""
     if not spec["image_size"]:
         return None
     from torchvision.transforms import v2

@@ -55,11 +55,11 @@ def serve(batches: Callable[[Spec], Iterator[Batch]], packages: Sequence[str], i
     stream = None
     say(ready={"python": platform.python_version(), **versions("torch", *packages)}, group=os.getpid())
     for line in sys.stdin:
-        asked = json.loads(line)
-        if "go" in asked:
+        request = json.loads(line)
+        if "go" in request:
             started = time.perf_counter()
             stream = stream or batches(spec)
-            last = delivered.take(stream, asked["go"])
+            last = delivered.take(stream, request["go"])
             seconds = time.perf_counter() - started
             delivered.keep_frames(last)
             del last
@@ -70,11 +70,11 @@ def serve(batches: Callable[[Spec], Iterator[Batch]], packages: Sequence[str], i
 
 def versions(*packages: str) -> dict[str, str]:
     """Return the versions of packages. "unknown" if a package is on the path without being installed."""
-    found = dict.fromkeys(packages, "unknown")
+    by_package = dict.fromkeys(packages, "unknown")
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            by_package[name] = importlib.metadata.version(name)
+    return by_package
 
 
 class Delivered:
@@ -88,7 +88,7 @@ class Delivered:
         self._samples = 0
 
     def take(self, stream: Iterator[Batch], count: int) -> Batch:
-        """Take batches, drop each before the next, and return the last one."""
+        """Take `count` batches, and drop each of them before the next. Return the last batch."""
         for left in reversed(range(count)):
             batch = next(stream, None)
             if batch is None:
@@ -111,10 +111,15 @@ class Delivered:
             kept.append(batch[key][:few].clone())
 
     def write(self) -> int:
-        """Write rows (N,), and frames (n, steps, C, H, W) per camera of the `checked` samples, to the file in the spec."""
-        arrays: dict[str, Any] = {key: np.concatenate(found) for key, found in self._rows.items()}
+        """Write the delivered data to the file in the spec. Return the number of samples.
+
+        The file contains `index`, `episode_index` and `frame_index` of all samples, each of shape (N,); the positions `checked`
+        of some samples, shape (n,); and for the nth camera the frames `pictures_n` of these samples, uint8, shape (n, steps, C,
+        H, W).
+        """
+        arrays: dict[str, Any] = {key: np.concatenate(parts) for key, parts in self._rows.items()}
         for n, kept in enumerate(self._pictures.values()):
-            found = torch.cat(kept).mul(255).round().to(torch.uint8).cpu()
-            arrays[f"pictures_{n}"] = found.reshape(len(found), -1, *found.shape[-3:]).numpy()
+            frames = torch.cat(kept).mul(255).round().to(torch.uint8).cpu()
+            arrays[f"pictures_{n}"] = frames.reshape(len(frames), -1, *frames.shape[-3:]).numpy()
         np.savez(self._spec["results"], checked=np.concatenate(self._checked), **arrays)
         return self._samples

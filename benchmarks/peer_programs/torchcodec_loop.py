@@ -1,4 +1,4 @@
-"""A plain torchcodec loop, on a CPU or, with spec["gpu_decode"], on NVDEC; the latter has not been run yet."""
+"""Plain torchcodec loop, on a CPU or, with spec["gpu_decode"], on NVDEC. It has not been run on NVDEC yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def batches(spec: Spec) -> Iterator[Batch]:
     device = spec["device"] if spec["gpu_decode"] else "cpu"
 
     def open_file(path: str) -> loop.Decode:
-        # As LeRobot does: times are as regular as the index is exact, and opening does not scan the file.
+        # As in LeRobot, opening does not scan the file. The decoder computes the time of a frame from its number and the rate.
         decoder = VideoDecoder(path, seek_mode="approximate", dimension_order="NHWC", device=device)
         return lambda numbers: decoder.get_frames_at(numbers).data
 

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Measures sources × modes × decoders with `dali-stream bench`, each in a job of its own, so that one that runs out of
-# memory does not take the others with it; then puts the reports together.
+# Measures all combinations of sources, modes and decoders with `dali-stream bench`. Each measurement runs in a separate job, so
+# that the others continue if it runs out of memory. A last job summarizes the reports.
 #
 #   SOURCES='nfs=/data/droid hub=lerobot/droid_1.0.1' benchmarks/slurm/matrix.sh
 #   RUN=here SOURCES=local=/data/droid benchmarks/slurm/matrix.sh      one after another on this machine, without SLURM
 #
-#   SOURCES      LABEL=URI ..., without blanks in them
+#   SOURCES      LABEL=URI ...; labels and URIs must not contain spaces
 #   MODES        default: single sarm action_chunk
 #   DECODES      default: auto torchcodec
-#   OUT_DIR      folder for reports and logs that the jobs can write to (default: bench in this folder)
+#   OUT_DIR      folder for reports and logs, to which the jobs can write (default: bench in the current folder)
 #   BATCH_SIZE NUM_BATCHES WARMUP NUM_THREADS IMAGE_SIZE IMAGE_DTYPE DEVICE CACHE_DIR MEMORY_BUDGET DATA_FILES_ROOT
-#                as the options of `dali-stream bench`; what is not set is left to it
+#                options of `dali-stream bench`, which uses its defaults for those that are not set
 #   GPUS CPUS MEM TIME PARTITION ACCOUNT
-#                of a job (default: 1 GPU, 16 cores, 128G, 30 minutes); GPUS=0 for none
+#                resources of a job (default: 1 GPU, 16 cores, 128G, 30 minutes); GPUS=0 for a job without a GPU
 #   RUN          sbatch or here (default: sbatch)
-#   VENV         Python environment with dali_stream (default: .venv in this folder)
+#   VENV         Python environment with dali_stream (default: .venv in the current folder)
 #
-# A measurement that fails leaves LABEL-MODE-DECODE.failed with what became of it, and its log beside it.
+# If a measurement fails, OUT_DIR contains LABEL-MODE-DECODE.failed, which says how it ended, and with sbatch also its log.
 set -euo pipefail
 
 die() {
@@ -24,7 +24,7 @@ die() {
     exit 2
 }
 
-# One measurement, in its job.
+# measure LABEL URI MODE DECODE: runs one measurement in its job.
 measure() {
     local source=$1 uri=$2 mode=$3 decode=$4 name=$1-$3-$4 code=0 option value
     local arguments=(--source "$source" --mode "$mode" --decode "$decode" --out-dir "$OUT_DIR")
@@ -43,7 +43,8 @@ measure() {
     return "$code"
 }
 
-# A report of before would pass for the one to come, and a job that is killed with its shell says nothing any more.
+# pending NAME: marks a measurement as failed until it has ended, since a job that is killed with its shell cannot do so. An
+# earlier report is removed, because it would be taken for the new one.
 pending() {
     rm -f "$OUT_DIR/$1".{json,csv}
     echo 'did not end: killed, out of time, or still waiting' >"$OUT_DIR/$1.failed"
@@ -54,23 +55,23 @@ if [[ ${1:-} == measure ]]; then
     measure "$@"
     exit
 fi
-(($# == 0)) || die "'$1' is no argument; everything is set through the environment, see the head of this file"
+(($# == 0)) || die "this script must be run without arguments, got '$1'. Set the environment variables in its first lines"
 
 read -ra sources <<<"${SOURCES:-}"
 read -ra modes <<<"${MODES:-single sarm action_chunk}"
 read -ra decodes <<<"${DECODES:-auto torchcodec}"
-((${#sources[@]})) || die "SOURCES is not set; it is LABEL=URI ..., such as SOURCES='nfs=/data/droid hub=lerobot/droid_1.0.1'"
+((${#sources[@]})) || die "SOURCES must be LABEL=URI ..., got none. Example: SOURCES='nfs=/data/droid hub=lerobot/droid_1.0.1'"
 declare -A labels
 for each in "${sources[@]}"; do
-    [[ $each =~ ^[A-Za-z0-9_.]+=.+ ]] || die "SOURCES has '$each'; it is LABEL=URI, a label of letters, digits, _ and ."
-    [[ -z ${labels[${each%%=*}]:-} ]] || die "SOURCES has the label '${each%%=*}' twice; give each source its own"
+    [[ $each =~ ^[A-Za-z0-9_.]+=.+ ]] || die "SOURCES must be LABEL=URI ..., with labels of letters, digits, _ and ., got '$each'"
+    [[ -z ${labels[${each%%=*}]:-} ]] || die "labels in SOURCES must be different, got '${each%%=*}' twice"
     labels[${each%%=*}]=taken
 done
 run=${RUN:-sbatch}
-[[ $run == sbatch || $run == here ]] || die "RUN is '$run'; allowed: sbatch, here"
-[[ $run == here ]] || command -v sbatch >/dev/null || die "there is no program sbatch; RUN=here measures on this machine"
+[[ $run == sbatch || $run == here ]] || die "RUN must be sbatch or here, got '$run'"
+[[ $run == here ]] || command -v sbatch >/dev/null || die "sbatch was not found. Set RUN=here to measure on this machine"
 export VENV=${VENV:-$PWD/.venv} OUT_DIR=${OUT_DIR:-$PWD/bench}
-[[ -x $VENV/bin/dali-stream ]] || die "no program $VENV/bin/dali-stream; set VENV to an environment with dali_stream"
+[[ -x $VENV/bin/dali-stream ]] || die "VENV must be an environment with dali_stream, got $VENV without bin/dali-stream"
 summarize=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../summarize.py")
 mkdir -p "$OUT_DIR"
 
@@ -89,14 +90,14 @@ for each in "${sources[@]}"; do
                 printf '== %s\n' "$name"
                 code=0
                 bash "${one[@]}" || code=$?
-                ((code != 130 && code != 143)) || exit "$code" # interrupted, and so is the rest
+                ((code != 130 && code != 143)) || exit "$code" # after a signal, the other measurements are not run
                 ((code == 0)) || failed=1
             else
                 pending "$name"
                 if id=$("${job[@]}" --job-name="bench-$name" --output="$OUT_DIR/$name.log" --export=ALL "${one[@]}"); then
                     jobs+=:$id
                 else
-                    echo 'was not taken by sbatch' >"$OUT_DIR/$name.failed"
+                    echo 'was not accepted by sbatch' >"$OUT_DIR/$name.failed"
                     failed=1
                 fi
             fi
@@ -108,8 +109,8 @@ if [[ $run == here ]]; then
     "$VENV/bin/python" "$summarize" "$OUT_DIR"
     exit "$failed"
 fi
-[[ -n $jobs ]] || die "sbatch took none of the jobs; what it says stands above"
+[[ -n $jobs ]] || die "sbatch accepted none of the jobs. Its messages are above"
 sbatch --parsable --ntasks=1 --time=10 --job-name=bench-summary --output="$OUT_DIR/summary.log" --dependency="afterany$jobs" \
     --wrap="$(printf '%q ' "$VENV/bin/python" "$summarize" "$OUT_DIR")" >/dev/null
-printf 'submitted; the table comes to %s\n' "$OUT_DIR/summary.log"
+printf 'submitted. The table will be written to %s\n' "$OUT_DIR/summary.log"
 exit "$failed"

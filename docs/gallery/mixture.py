@@ -1,4 +1,4 @@
-"""A mixture: two samples of one dataset for each sample of the other, at every position of the epoch."""
+"""A mixture: two samples of one dataset for each sample of the other, throughout the epoch."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -7,7 +7,7 @@ import dali_stream
 
 parts = {
     "first": dali_stream.Dataset("demo", episodes=[0, 1, 2]),
-    "last": dali_stream.Dataset("demo", episodes=[3]),  # takes the place of another dataset
+    "last": dali_stream.Dataset("demo", episodes=[3]),  # an example for a second dataset
 }
 mixture = dali_stream.Mixture(parts, weights={"first": 2, "last": 1})
 print(mixture)

@@ -10,7 +10,7 @@ import dali_stream
 
 
 class Files(http.server.BaseHTTPRequestHandler):
-    """Sends ranges of the files in a folder, as every web server for files does."""
+    """Handler that sends ranges of the files in a folder, as other web servers do."""
 
     protocol_version = "HTTP/1.1"
 

@@ -16,7 +16,7 @@ with dali_stream.Loader(dataset, batch_size=16, **common) as loader:
     loader.save("loader.json")
 
 ranks = []
-for rank in range(2):  # as two processes would, each with half of a batch
+for rank in range(2):  # in practice, these are two processes, each with half of a batch
     with dali_stream.Loader(dataset, batch_size=8, rank=rank, world_size=2, **common) as loader:
         loader.restore("loader.json")
         print(f"rank {rank} continues at batch {loader.batch_index}")

@@ -1,7 +1,8 @@
-"""Runs examples of the gallery in the current folder: `python docs/gallery/run.py [FILE ...]`, by default all of them.
+"""Run examples of the gallery in the current folder: `python docs/gallery/run.py [FILE ...]`. Default: all examples.
 
-Each example reads the dataset `demo`, which is written first if it does not exist, and draws the picture NAME.png. Its output
-is kept in NAME.txt. All examples run in this process, since importing torch and DALI takes longer than most of them.
+Each example reads the dataset `demo`, which is written first if it does not exist, and draws the picture NAME.png. The output
+of the example is written to NAME.txt. All examples run in this process, since importing torch and DALI takes longer than most
+of them.
 """
 
 from __future__ import annotations

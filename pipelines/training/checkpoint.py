@@ -39,8 +39,10 @@ def load(path: Path, same: dict[str, Any]) -> dict[str, Any]:
         why = str(error).partition("\n")[0][:200] or type(error).__name__
         raise ValueError(f"{path} cannot be read ({why}). Remove it, and start again") from error
     if not isinstance(state, dict) or "arguments" not in state:
-        raise ValueError(f"{path} is no checkpoint of train.py. Name another --out")
+        raise ValueError(f"{path} must be a checkpoint of train.py, got another file. Name another --out")
     if differing := [name for name, value in same.items() if state["arguments"].get(name) != value]:
         saved, own = (", ".join(f"{name}={values.get(name)}" for name in differing) for values in (state["arguments"], same))
-        raise ValueError(f"{path} is of {saved}, and this run has {own}. Resume with the same, or name another --out")
+        raise ValueError(
+            f"{path} must be resumed with {saved}, got {own}. Use the arguments of the checkpoint, or name another --out"
+        )
     return state

@@ -25,8 +25,8 @@ class ChunkPolicy(nn.Module):
     """Policy that predicts chunks of actions in the scale of the batches.
 
     Args:
-        cameras: Keys of the frames in batches, with values in [0, 1] and shape (B, 3, H, W). All share one backbone.
-        state: Width D of "observation.state", which has the shape (B, D). 0 for no state.
+        cameras: Keys of the frames in batches, with values in [0, 1] and shape (B, 3, H, W). All cameras share one backbone.
+        state: Width D of "observation.state", which has the shape (B, D), or 0 without a state.
         action: Width of an action.
         chunk: Number of actions per prediction.
         tasks: Number of tasks. Batches have `task_index` of shape (B,).
@@ -58,7 +58,7 @@ class ChunkPolicy(nn.Module):
         self.head = nn.Linear(width, action)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss, which is the mean absolute error, as in ACT. Numbers that were not recorded count as an error of 0.
+        """Return the loss, which is the mean absolute error, as in ACT. Actions that were not recorded have an error of 0.
 
         The mean includes this padding. Therefore the mean over the ranks equals the mean over the whole batch, and the loss
         does not depend on the number of ranks.
@@ -86,7 +86,10 @@ class ChunkPolicy(nn.Module):
 
 
 def actions(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the recorded actions, shape (B, chunk, D). Batches have no dimension D if D is 1, and may have several."""
+    """Return the actions of a batch, shape (B, chunk, D).
+
+    In a batch, actions of a single number have no dimension for D, and an action with several dimensions has all of them.
+    """
     return batch[ACTION].reshape(*batch["action_is_pad"].shape, -1)
 
 
@@ -104,7 +107,7 @@ def recorded(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def state(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the state, shape (B, D). Batches may have no or several dimensions for D, as in `actions`."""
+    """Return the state of a batch, shape (B, D). In a batch, it may have no or several dimensions for D, as in `actions`."""
     return batch[STATE].reshape(len(batch[STATE]), -1)
 
 
