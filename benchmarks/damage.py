@@ -69,7 +69,7 @@ class Damaged(LocalStore):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.mp4")
-    parser.add_argument("--trials", type=count, default=60, help="of each kind of damage")
+    parser.add_argument("--trials", type=count, default=60, help="trials of each kind of damage")
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()

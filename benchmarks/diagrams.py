@@ -192,7 +192,7 @@ def svg(title: str, height: float, parts: list[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("drawing", choices=("path", "cache", "shares", "trace"))
-    parser.add_argument("--report", type=Path, help="of frame_cache.py for `cache`, and a trace for `trace`")
+    parser.add_argument("--report", type=Path, help="report of frame_cache.py for `cache`, or a trace for `trace`")
     parser.add_argument("--out", type=new_file, required=True, help="the SVG")
     arguments = parser.parse_args()
     if (arguments.drawing in ("cache", "trace")) != (arguments.report is not None):

@@ -54,7 +54,7 @@ REQUESTS = ((2, 1), (2, 8), (12, 1), (30, 1), (30, 8))  # GOP length, and frames
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--episodes", type=count, default=600)
-    parser.add_argument("--batches", type=count, help="of each case; default: one epoch")
+    parser.add_argument("--batches", type=count, help="batches of each case; default: one epoch")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     lengths = np.random.default_rng(0).integers(250, 501, arguments.episodes)

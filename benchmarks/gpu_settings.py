@@ -49,10 +49,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("root", type=Path, help="a local LeRobot v3 dataset with video that DALI decodes here")
     parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N")
-    parser.add_argument("--threads", type=count, nargs="+", default=[process.cores()], help="of the decoders, each in turn")
+    parser.add_argument(
+        "--threads", type=count, nargs="+", default=[process.cores()], help="decode threads; each value is measured"
+    )
     parser.add_argument("--batch-size", type=count, default=64)
-    parser.add_argument("--seconds", type=not_negative, default=3.0, help="for each figure")
-    parser.add_argument("--out", type=new_file, help="write the report to this file, after each figure")
+    parser.add_argument("--seconds", type=not_negative, default=3.0, help="duration of each measurement")
+    parser.add_argument("--out", type=new_file, help="write the report to this file after each measurement")
     arguments = parser.parse_args()
     gpu = process.gpu(arguments.device)
     device = "cpu" if gpu is None else f"cuda:{gpu}"

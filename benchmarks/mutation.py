@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How many small changes of the core the tests notice")
     parser.add_argument("--only", nargs="+", choices=[*PARTS], default=[*PARTS])
     parser.add_argument("--mutants", type=count, default=100, help="mutants of each part")
-    parser.add_argument("--seed", type=int, default=0, help="which mutants")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of mutants")
     parser.add_argument("--report", type=Path, help="JSON report of an earlier run, for the parts that are not measured now")
     parser.add_argument("--survivors", action="store_true", help="try again only the mutants that --report lists")
     parser.add_argument("--tests", nargs="+", metavar="NAME", help="try the survivors only with these of the part's test files")

@@ -157,13 +157,21 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--image-size", type=frame_size, metavar="HxW", help="default: the recorded size")
     parser.add_argument("--rounds", type=count, default=5, help="turns of each side; the medians are compared")
     parser.add_argument("--warmup", type=count_or_none, default=4, help="untimed batches after the first")
-    parser.add_argument("--workers", type=count_or_none, nargs="+", default=[0, 2], help="of LeRobot's DataLoader, a side each")
-    parser.add_argument("--threads", type=count, default=process.cores(), help="of this loader and of the plain loop")
+    parser.add_argument(
+        "--workers",
+        type=count_or_none,
+        nargs="+",
+        default=[0, 2],
+        help="workers of LeRobot's DataLoader; each number is a side",
+    )
+    parser.add_argument("--threads", type=count, default=process.cores(), help="threads of this loader and of the plain loop")
     parser.add_argument("--lerobot-python", help="the Python of an environment with LeRobot")
-    parser.add_argument("--only", nargs="+", metavar="SIDE", help="names or prefixes; dali_stream is always included")
+    parser.add_argument(
+        "--only", nargs="+", metavar="SIDE", help="sides to measure, by name or prefix; dali_stream is always included"
+    )
     parser.add_argument("--check", type=count, default=16, help="samples per timed part whose frames are compared")
-    parser.add_argument("--seed", type=int, default=0, help="of the order")
-    parser.add_argument("--device", default="auto", help="of the batches: auto, cpu, cuda or cuda:N")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order")
+    parser.add_argument("--device", default="auto", help="device of the batches: auto, cpu, cuda or cuda:N")
     parser.add_argument("--answer-s", type=positive, default=600, help="time limit in seconds for an answer of a side")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--out", type=new_file, help="write the JSON to this file")
@@ -248,7 +256,7 @@ def turn(side: Side, recorded: Recorded, common: dict[str, Any], folder: Path, a
     if side.gpu and common["device"] == "cpu":
         raise PeerError("no GPU")
     if side.python is None:
-        raise PeerError("--lerobot-python must be the Python of an environment with LeRobot, got none")
+        raise PeerError("no LeRobot. --lerobot-python must be the Python of an environment with LeRobot")
     folder.mkdir()
     (folder / "spec.json").write_text(json.dumps(common | side.spec | {"results": str(folder / "results.npz")}))
     # The programs make no requests to the Hub, and write no files to the user's cache.

@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: Arguments of the program. Default: the arguments of the command line.
     """
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("reports", type=Path, nargs="+", help="that peers.py wrote, a panel each")
+    parser.add_argument("reports", type=Path, nargs="+", help="reports of peers.py; each becomes a panel")
     parser.add_argument("--out", type=new_file, required=True, help="the SVG")
     arguments = parser.parse_args(argv)
     try:

@@ -257,10 +257,10 @@ def main(argv: list[str] | None = None) -> int:
     names = list(axes(Path(), False))
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--axes", type=functools.partial(_names, names), default=names, help=",".join(names))
-    parser.add_argument("--rounds", type=count, help="not given: 3, or 1 with --quick")
-    parser.add_argument("--quick", action="store_true", help="few values, small: to see that it runs")
+    parser.add_argument("--rounds", type=count, help="default: 3, or 1 with --quick")
+    parser.add_argument("--quick", action="store_true", help="few and small values, to test that the program runs")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--out", type=new_file, metavar="FILE", help="write it to a file")
+    parser.add_argument("--out", type=new_file, metavar="FILE", help="write the JSON object to this file")
     arguments = parser.parse_args(argv)
     rounds = arguments.rounds or (1 if arguments.quick else 3)
     try:

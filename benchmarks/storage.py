@@ -58,10 +58,12 @@ def find_nginx() -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--ranges", type=count, nargs="+", default=[16 << 10, 64 << 10, 4 << 20], help="bytes of a read")
+    parser.add_argument(
+        "--ranges", type=count, nargs="+", default=[16 << 10, 64 << 10, 4 << 20], help="sizes of the reads, in bytes"
+    )
     parser.add_argument("--threads", type=count, nargs="+", default=[1, 16])
     parser.add_argument("--clients", choices=CLIENTS, nargs="+", default=list(CLIENTS))
-    parser.add_argument("--seconds", type=count, default=3, help="of each measurement")
+    parser.add_argument("--seconds", type=count, default=3, help="duration of each measurement")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     nginx = find_nginx()

@@ -66,7 +66,7 @@ class Contents(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("folder", type=Path, help="with reports")
+    parser.add_argument("folder", type=Path, help="folder with reports")
     parser.add_argument("--json", action="store_true", help="print the rows as one JSON object as the last line")
     arguments = parser.parse_args()
     rows, reports, unreadable = read(arguments.folder)

@@ -42,11 +42,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Stream some batches, and print their shapes and the rate."""
     parser = argparse.ArgumentParser(description="Current frames, augmented, and chunks of the actions to come")
     parser.add_argument("uri", help="a LeRobot v3 dataset")
-    parser.add_argument("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")
+    parser.add_argument("--chunk", type=int, default=50, help="actions per chunk, one per frame")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--batches", type=int, default=50)
     parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
-    parser.add_argument("--seed", type=int, default=0, help="of order and augmentation")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order and the augmentation")
     arguments = parser.parse_args(join_sizes(argv))
 
     dataset = dali_stream.Dataset(arguments.uri)

@@ -211,9 +211,9 @@ class FrameCache:
             next_use = self._state.next_use
             after = self._window.uses.next(self._table.frames(coming), batch)
             next_use[hit_slots] = self._window.uses.next(hits, batch)
-            # A frame whose next use is unknown is shown after the batches ahead. Each of these adds about as many frames as this
-            # batch, so the frame is not cached if it would be evicted before that. In a full cache, frames that this batch shows
-            # must have a known next use, since the others of their GOPs are likely to be shown sooner.
+            # A frame whose next use is unknown is shown after the batches ahead. Each of these adds about as many frames as
+            # this batch, so the frame is not cached if it would be evicted before that. In a full cache, frames that this batch
+            # shows must have a known next use, since the others of their GOPs are likely to be shown sooner.
             known, stays = after < NEVER, next_use[hit_slots] < NEVER
             if ahead * count > _TURNOVERS * self._kept:
                 keep = known

@@ -25,25 +25,35 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     add("--out", type=Path, required=True, help="folder of the run")
     add("--resume", action="store_true", help="continue from the checkpoint in --out, or start if it has none")
     add("--max-steps", type=int, default=20_000, help="steps of the optimizer, over all epochs")
-    add("--batch-size", type=int, default=32, help="samples of a step, of all processes together")
-    add("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")
-    size = "of the frames that the policy gets, in pixels; HEIGHT WIDTH also works"
+    add("--batch-size", type=int, default=32, help="samples per step of all processes together")
+    add("--chunk", type=int, default=50, help="actions per chunk, one per frame")
+    size = "size of the frames that the policy gets, in pixels; HEIGHT WIDTH also works"
     add("--image-size", type=frame_size, default="224x224", metavar="HxW", help=size)
-    add("--policy", choices=("compact", "lerobot-act"), default="compact", help="that of training/policy.py, or LeRobot's ACT")
-    add("--from-scratch", action="store_true", help="lerobot-act without ImageNet's weights, which it downloads")
-    add("--dummy", action="store_true", help="no model: how fast batches come")
-    add("--learning-rate", type=float, default=3e-4, help="its peak, between warm-up and a cosine")
-    add("--weight-decay", type=float, default=1e-4, help="of AdamW")
+    add(
+        "--policy",
+        choices=("compact", "lerobot-act"),
+        default="compact",
+        help="compact: the policy of training/policy.py; lerobot-act: LeRobot's ACT",
+    )
+    add("--from-scratch", action="store_true", help="start lerobot-act without ImageNet weights, which it would download")
+    add("--dummy", action="store_true", help="train no model; measure how fast batches arrive")
+    add(
+        "--learning-rate",
+        type=float,
+        default=3e-4,
+        help="peak of the learning rate, after the warm-up and before the cosine decay",
+    )
+    add("--weight-decay", type=float, default=1e-4, help="weight decay of AdamW")
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
     add("--val-episodes", type=int, default=0, help="episodes of each dataset held out to validate on, evenly spread")
     add("--val-every", type=int, default=1000, help="steps between validations")
     add("--save-every", type=int, default=500, help="steps between checkpoints")
     add("--log-every", type=int, default=10, help="steps between entries of the journal")
-    add("--seed", type=int, default=0, help="of weights, order and augmentation")
-    add("--consumers", type=int, help="of the order; a run can continue on any number of processes that divides it (default: "
-        "chosen for --batch-size)")  # fmt: skip
-    add("--num-threads", type=int, help="of each process's decoders (default: its cores)")
-    add("--device", choices=("auto", "cpu"), default="auto", help="auto takes the GPU if one exists")
+    add("--seed", type=int, default=0, help="seed of weights, order and augmentation")
+    add("--consumers", type=int, help="consumers of the order; a run can continue on any number of processes that divides it "
+        "(default: chosen for --batch-size)")  # fmt: skip
+    add("--num-threads", type=int, help="decode threads of each process (default: its cores)")
+    add("--device", choices=("auto", "cpu"), default="auto", help="auto: the GPU if one exists")
     add("--revision", help="branch, tag or commit of a dataset on the Hub (default: its main branch)")
     add("--data-files-root", help="address of data/ and videos/, if they are not beside meta/")
     add("--cache-dir", help="folder for fetched bytes of a remote dataset")
