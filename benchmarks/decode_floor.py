@@ -45,6 +45,7 @@ import gather_floor
 import numpy as np
 import nvdec_floor
 from argument_types import count
+from host_memory import provide
 
 import dali_stream
 from dali_stream import process
@@ -150,8 +151,8 @@ def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> 
         jobs = floor_jobs(dataset, order, shown, arguments.batch_size, batches, threads, Path(folder))
         prefix_rate = ffmpeg_floor(jobs, threads, batches * per_batch)
         for _ in range(arguments.rounds):
-            touching.append(first_touch())
             prefixes["floor"].append(prefix_rate())
+            touching.append(provide(cached_bytes(dataset)))
             with new_loader(dataset, arguments, deltas, image_dtype="uint8") as loader:
                 first_s, second_s = (mean_wait(iter(loader), len(loader) - 1 or 1, []) for _ in range(2))
             prefixes["first"].append(per_batch / first_s)
@@ -162,6 +163,7 @@ def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> 
             cached = min(dataset.num_frames * len(dataset.videos), int(2e9 / np.prod([*size, 3])))
             gather.append(gather_floor.gather_rate(cached, size, per_batch, 30, threads))
             files["ffmpeg"].append(files_floor.ffmpeg_rate(work, threads))
+            provide(cached_bytes(dataset, size))
             with new_loader(dataset, arguments, deltas, image_size=size) as loader:
                 files["first"].append(per_batch / mean_wait(iter(loader), len(loader) - 1 or 1, waits))
                 first = loader.stats()
@@ -233,13 +235,15 @@ def mean_wait(batches: Iterator[Any], count: int, waits: list[float]) -> float:
     return passed
 
 
-def first_touch() -> float:
-    """Return the time of writing newly allocated memory, in milliseconds per MB. A cache also has this cost while it fills.
+def cached_bytes(dataset: dali_stream.Dataset, size: tuple[int, int] | None = None) -> int:
+    """Return the memory that a Loader with the default `memory_budget` takes for frames, in bytes, and a little more.
 
-    It is about 0.1 on a physical machine, and 2 or more on a virtual machine whose host has not provided the memory yet.
+    Args:
+        dataset: Dataset of the Loader.
+        size: Size (height, width) of the frames in pixels. Default: the recorded size.
     """
-    memory = np.empty(512 << 20, np.uint8)
-    return timed(lambda: memory.fill(1)) * 1e3 / (len(memory) / 1e6)
+    sizes = [size or dataset.picture_size(camera) for camera in dataset.videos]
+    return min(dataset.num_frames * sum(3 * height * width for height, width in sizes), 4 << 30) + (512 << 20)
 
 
 def growth(after: dict[str, Any], before: dict[str, Any], key: str) -> float:
