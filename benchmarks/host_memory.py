@@ -11,7 +11,7 @@ def provide(nbytes: int) -> float:
     """Write memory and free it, so that the host has provided it when a loader allocates as much soon afterwards.
 
     On a physical machine, writing newly allocated memory takes about 0.1 ms per MB. On a virtual machine whose host has not
-    provided the memory yet, it can take 2 ms per MB, which is longer than decoding a small frame. The host takes the memory back
+    provided the memory yet, it can take 2 ms per MB, longer than decoding a small frame. The host takes the memory back
     within a few seconds.
 
     Args:
