@@ -58,6 +58,8 @@ def test_a_rising_column_is_searched_as_an_array(steps: list[int], even: bool, d
     wanted = np.array(data.draw(st.lists(st.integers(-50, 3000))), np.int64)
     for side in ("left", "right"):
         np.testing.assert_array_equal(np.searchsorted(column, wanted, side), np.searchsorted(values, wanted, side))
+        for value in wanted.tolist():
+            assert column.searchsorted(value, side) == np.searchsorted(values, value, side)
 
 
 def index_of(frames: int, *, b_frames: bool, steady: bool, gap: bool, most: int = 60_000) -> VideoIndex:
@@ -104,13 +106,35 @@ def test_a_file_of_many_gigabytes_takes_no_more() -> None:
 def test_the_nearest_frame_is_that_of_a_search_through_all(b_frames: bool, steady: bool, seconds: list[float]) -> None:
     index = index_of(2400, b_frames=b_frames, steady=steady, gap=False)
     times = np.array([*seconds, *(index.pts[:5] / 15360), *((index.pts[7:9] + 0.5) / 15360)])
-    packets, away = index.nearest(times)
+    packets, away, _ = index.nearest(times)
     shown = np.asarray(index.pts) / 15360
     finite = np.isfinite(times)
     expected = np.abs(shown[:, None] - times[finite]).min(0)
     np.testing.assert_array_equal(away[finite], expected)
     np.testing.assert_array_equal(np.abs(shown[packets] - times)[finite], expected)
     assert not (away[~finite] < 1).any()
+
+
+@given(st.booleans(), st.booleans(), st.integers(0, 2399), st.integers(1, 60), st.floats(0, 1), st.integers(0, 1 << 32))
+@examples(200)
+def test_consecutive_frames_are_the_same_as_those_of_a_search(
+    b_frames: bool, steady: bool, first: int, count: int, share: float, seed: int
+) -> None:
+    index = index_of(2400, b_frames=b_frames, steady=steady, gap=False)
+    shown = index.shown_at[first : first + count] / 15360
+    # All frames are at least 300 ticks apart.
+    seconds = shown + np.random.default_rng(seed).uniform(-share, share, len(shown)) * 300 / 15360
+    consecutive = index._consecutive(seconds)
+    assert consecutive is not None or share > 0.39
+    for fast, searched in zip(consecutive or (), index._nearest(seconds), strict=consecutive is not None):
+        np.testing.assert_array_equal(fast, searched)
+        assert fast.dtype == searched.dtype
+
+
+@pytest.mark.parametrize("seconds", [[], [0.0, 0.2], [0.0, float("nan")], [float("inf")], [1e300], [79.97, 80.0]])
+def test_other_times_than_those_of_consecutive_frames_are_searched(seconds: list[float]) -> None:
+    index = index_of(2400, b_frames=False, steady=True, gap=False)
+    assert index._consecutive(np.array(seconds)) is None
 
 
 @pytest.mark.parametrize("pts", [[512, 0], [1536, 1024, 512, 0]])

@@ -6,6 +6,7 @@ import io
 import queue
 import re
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from support.opened import open_episodes
 from support.slow import examples
 
 from dali_stream import Dataset, DatasetError
+from dali_stream.lerobot.row_file import RowFile
 from dali_stream.lerobot.row_groups import RowGroups
 from dali_stream.lerobot.rows import RowMemory, RowReader, check_rising
 from dali_stream.order.order import Order
@@ -403,6 +405,96 @@ def test_reads_that_wait_for_their_batch_keep_their_own_rows_only(tmp_path: Path
     opened, _ = episodes.finish([batch])
     assert [each.number for each in opened] == first.tolist()
     assert taken < 4 << 20  # what is kept, and the rows of the episodes; all of the row groups are 40 MB
+
+
+@pytest.fixture
+def own_groups(tmp_path: Path) -> Path:
+    """A dataset of 12 episodes, each with its own row group, as LeRobot records it."""
+    values = np.random.default_rng(0).random((78, 3))
+    return build(tmp_path / "set", range(1, 13), {"action": Column("float32", [3], values)})
+
+
+@pytest.fixture
+def groups_read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The row groups of each call that reads from a file."""
+    calls: list[list[int]] = []
+    read = RowFile.read
+
+    def note(self: RowFile, groups: Sequence[int]) -> tuple[pa.Table, int]:
+        calls.append(list(groups))
+        return read(self, groups)
+
+    monkeypatch.setattr(RowFile, "read", note)
+    return calls
+
+
+def assert_alone(reader: RowReader, root: Path, episodes: Sequence[int]) -> None:
+    """Check that a reader reads the same rows as one that reads each episode by itself."""
+    for episode in episodes:
+        found, alone = reader.read(episode), RowReader(Dataset(root)).read(episode)
+        assert [*found] == [*alone] == [episode]
+        for key, values in alone[episode].items():
+            np.testing.assert_array_equal(found[episode][key], values)
+            assert found[episode][key].dtype == values.dtype
+
+
+def test_row_groups_of_the_next_episodes_are_read_together(own_groups: Path, groups_read: list[list[int]]) -> None:
+    reader = RowReader(Dataset(own_groups))
+    reader.expect([1, 3, 4])
+    assert_alone(reader, own_groups, [1, 3, 4])
+    assert groups_read == [[1, 3, 4], [1], [3], [4]]
+    reader.read(1)  # it is not expected any more
+    assert groups_read[4:] == [[1]]
+
+
+def test_row_groups_that_are_read_together_stay_within_the_limit(own_groups: Path, groups_read: list[list[int]]) -> None:
+    size = pq.read_metadata(next(own_groups.glob("data/*/*.parquet"))).row_group(9).total_byte_size
+    reader = RowReader(Dataset(own_groups), memory=RowMemory(at_once=5 * size // 2))
+    reader.expect([7, 8, 9, 10, 11])
+    for episode in (7, 8, 9, 10, 11):
+        reader.read(episode).release(episode)
+    assert groups_read == [[7, 8], [9, 10], [11]]
+
+
+def test_row_groups_of_several_episodes_are_not_read_together(many_groups: Path, groups_read: list[list[int]]) -> None:
+    reader = RowReader(Dataset(many_groups))
+    reader.expect([0, 5, 6])
+    for episode in (0, 5, 6):
+        reader.read(episode)
+    assert groups_read == [[0], [1]]
+
+
+def test_a_broken_row_group_is_an_error_of_its_episode_only(own_groups: Path) -> None:
+    [path] = own_groups.glob("data/*/*.parquet")
+    data = bytearray(path.read_bytes())
+    column = pq.read_metadata(path).row_group(4).column(0)
+    start = column.dictionary_page_offset or column.data_page_offset
+    data[start : start + column.total_compressed_size] = bytes(column.total_compressed_size)
+    path.write_bytes(data)
+    reader = RowReader(Dataset(own_groups))
+    reader.expect([2, 4, 5])
+    assert_alone(reader, own_groups, [2])
+    with pytest.raises(DatasetError, match="Invalid Parquet file"):
+        reader.read(4)
+    assert_alone(reader, own_groups, [5])
+
+
+@pytest.mark.parametrize(("name", "values"), [("frame_index", [0, 2]), ("action", [[0.0, 1.0]] * 2), ("index", [None, 1])])
+def test_broken_values_are_an_error_of_their_episode_only(own_groups: Path, name: str, values: list[Any]) -> None:
+    [path] = own_groups.glob("data/*/*.parquet")
+    table = pq.read_table(path)
+    column = table[name].cast(pa.list_(pa.float32())) if name == "action" else table[name]
+    replaced = pa.chunked_array([column[:1].combine_chunks(), pa.array(values, column.type), column[3:].combine_chunks()])
+    broken = table.set_column(table.column_names.index(name), name, replaced)
+    with pq.ParquetWriter(path, broken.schema) as file:
+        for episode in range(12):
+            file.write_table(broken.slice(episode * (episode + 1) // 2, episode + 1))
+    reader = RowReader(Dataset(own_groups))
+    reader.expect(range(12))
+    assert_alone(reader, own_groups, [0])
+    with pytest.raises(DatasetError, match=f"episode 1: {name}|{name} in .*episode 1"):
+        reader.read(1)
+    assert_alone(reader, own_groups, range(2, 12))
 
 
 @pytest.mark.parametrize(

@@ -37,17 +37,17 @@ def locate(
         block: Approximate size of a block of encoded video in bytes. None if the video is read in place. Default: None.
     """
     length = int(source.lengths[episode])
-    nothing = np.full(length, NONE, np.int64)
     if index is None:
         feature = source.feature(camera, episode)
         if feature is not None and feature.is_image:
             return Located(np.arange(length), np.arange(length))  # each image is a GOP of its own
+        nothing = np.full(length, NONE, np.int64)
         return Located(nothing, nothing)
     packet = find_packets(index, source.interval(camera, episode), source.seconds(episode, rows), *source.timing(episode))
     exists = packet != LACKING
     if exists.all():
         keyframe = index.decode_starts(packet)
     else:
-        keyframe = nothing
+        keyframe = np.full(length, NONE, np.int64)
         keyframe[exists] = index.decode_starts(packet[exists])
     return Located(packet, keyframe, None if block is None else cut(index, packet, keyframe, block))

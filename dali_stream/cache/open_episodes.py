@@ -78,6 +78,7 @@ class OpenEpisodes:
         """
         reads = self._opening.request(ahead)
         closed = self._evict()
+        self._reader.expect([read.number for read in reads if not read.camera])
         for read in reads:
             call = self._read_index if read.camera else self._read_rows
             # For the same batch, rows and indices precede blocks of video, whose priority is (batch, 1).

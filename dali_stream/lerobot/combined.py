@@ -251,6 +251,13 @@ class CombinedReader:
             RowReader(part, part_store, memory) for (part, _), part_store in zip(union._each(), store.stores, strict=True)
         ]
 
+    def expect(self, episodes: Sequence[int]) -> None:
+        """See `Rows.expect`."""
+        numbers = np.array(episodes, np.int64)
+        datasets = self._source.dataset_of[numbers]
+        for dataset in np.unique(datasets).tolist():
+            self._readers[dataset].expect((numbers[datasets == dataset] - self._source.first[dataset]).tolist())
+
     def read(self, episode: int) -> Found:
         """Return the rows of an episode, and of others of its dataset, with the common keys. See `RowReader.read`."""
         union = self._source

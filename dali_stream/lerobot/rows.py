@@ -6,15 +6,15 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dali_stream.errors import DatasetError, counted
+from dali_stream.errors import DatasetError, StorageError, counted
 from dali_stream.lerobot.columns import to_numpy
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.features import Feature
@@ -92,6 +92,13 @@ class Found(Mapping[int, Columns]):
 class Rows(Protocol):
     """Reader of rows. Safe to use from several threads."""
 
+    def expect(self, episodes: Sequence[int]) -> None:
+        """Announce the next episodes to read, so that small row groups of one local file can be read with one call.
+
+        Only a thread that is alone in reading may call this method.
+        """
+        ...
+
     def read(self, episode: int) -> Found:
         """Return the rows of an episode, and of others that had to be read with it. Raises DatasetError or StorageError."""
         ...
@@ -162,16 +169,22 @@ class _Group:
     """Decoded row groups of a file.
 
     Attributes:
-        columns: {key: values of all rows}.
+        columns: {key: values of all rows}. Columns of images, of text and with errors are not converted to NumPy yet.
         nbytes: Memory of the columns in bytes.
         bytes_read: Number of bytes that were read for the columns and that `take_bytes` has not returned yet.
         lengths: Number of rows of each selected episode that is complete in these row groups, {episode: rows}.
         start: First row of each of these episodes, {episode: row}.
     """
 
-    def __init__(self, table: pa.Table, index: npt.NDArray[np.int64], dataset: DatasetFiles, bytes_read: int) -> None:
-        self.columns = {name: table[name] for name in table.column_names}
-        self.nbytes, self.bytes_read = table.nbytes, bytes_read
+    def __init__(
+        self,
+        columns: dict[str, pa.ChunkedArray | npt.NDArray[Any]],
+        index: npt.NDArray[np.int64],
+        dataset: DatasetFiles,
+        bytes_read: int,
+    ) -> None:
+        self.columns, self.bytes_read = columns, bytes_read
+        self.nbytes = sum(values.nbytes for values in columns.values())
         starts = np.flatnonzero(np.append(True, index[1:] != index[:-1])) if len(index) else np.empty(0, np.int64)
         lengths, index = np.diff(np.append(starts, len(index))), index[starts]
         number = np.minimum(np.searchsorted(dataset.episodes, index), len(dataset.episodes) - 1)
@@ -220,6 +233,16 @@ class RowReader:
         self._files: OrderedDict[str, RowFile] = OrderedDict()
         self._lock = threading.Lock()
         self._once = Once()
+        self._expected: dict[int, list[int]] = {}  # {number of the file: episodes that will be read next}
+        self._early: dict[int, _Group] = {}  # {expected episode: row groups that were read already}
+
+    def expect(self, episodes: Sequence[int]) -> None:
+        """See `Rows.expect`. The episodes replace those of the last call."""
+        self._expected, self._early = {}, {}
+        if not self._store.remote:  # requests for remote data are sent in parallel
+            files = self._dataset.table.data.index[self._dataset.rows[list(episodes)]]
+            for number, episode in zip(files.tolist(), episodes, strict=True):
+                self._expected.setdefault(number, []).append(episode)
 
     def read(self, episode: int) -> Found:
         """Return the rows of a selected episode, and those of other episodes that had to be read with it.
@@ -241,7 +264,9 @@ class RowReader:
         first, index, length = int(dataset.table.first_row[row]), int(dataset.episodes[episode]), int(dataset.lengths[episode])
         with parquet_errors(self._store, path):
             file = self._file(path, number)
-            group, is_new = self._group(file, path, file.groups_at(first, first + length))
+            group, is_new = self._early.pop(episode, None) or self._together(file, path, number, episode), False
+            if group is None:
+                group, is_new = self._group(file, path, file.groups_at(first, first + length))
             if episode not in group.lengths:  # the episodes of the file are not in the metadata's order
                 group, is_new = self._group(file, path, file.groups_of(index))
             if episode not in group.lengths:
@@ -261,14 +286,46 @@ class RowReader:
         def read() -> tuple[_Group, bool]:
             if (group := self._memory.get(key)) is not None:
                 return group, False
-            with self._turn(path, int(file.groups.sizes[groups].sum())):
-                table, bytes_read = file.read(groups)
-                index = to_numpy(table["episode_index"], _EPISODE_INDEX, f"{self._store.where(path)}: episode_index")
-                group = _Group(table, index, self._dataset, bytes_read)
+            group = self._decoded(file, path, groups)
             self._memory.put(key, group)
             return group, True
 
         return self._once(key, read)
+
+    def _together(self, file: RowFile, path: str, number: int, episode: int) -> _Group | None:
+        """Read the row group of an episode together with those of other expected episodes, if each has its own.
+
+        Return None if this is impossible or fails. Each episode is then read by itself, so that only broken ones are errors.
+        """
+        expected = self._expected.pop(number, [])
+        if episode not in expected:
+            return None
+        episodes = np.array(expected[expected.index(episode) :])
+        groups = file.groups_alone(self._dataset.table.first_row[self._dataset.rows[episodes]], self._dataset.lengths[episodes])
+        sizes = np.where(groups < 0, 0, file.groups.sizes[groups])
+        is_together = (groups >= 0) & (np.cumsum(sizes) <= min(_TOGETHER, self._memory.at_once))
+        self._expected[number] = episodes[1:][~is_together[1:]].tolist()
+        if not is_together[0] or is_together.sum() < 2:
+            return None
+        with suppress(DatasetError, StorageError), parquet_errors(self._store, path):
+            group = self._decoded(file, path, groups[is_together].tolist())
+            if list(group.lengths) == episodes[is_together].tolist():
+                self._early = dict.fromkeys(group.lengths, group)
+                return self._early.pop(episode)
+        return None
+
+    def _decoded(self, file: RowFile, path: str, groups: list[int]) -> _Group:
+        """Read row groups from a file, and convert their numbers to NumPy."""
+        with self._turn(path, int(file.groups.sizes[groups].sum())):
+            table, bytes_read = file.read(groups)
+            columns: dict[str, pa.ChunkedArray | npt.NDArray[Any]] = dict(zip(table.column_names, table.columns, strict=True))
+            del table  # so that each column is freed when it has been converted
+            index = to_numpy(columns["episode_index"], _EPISODE_INDEX, f"{self._store.where(path)}: episode_index")
+            for key, feature in self.features.items():
+                if not (feature.is_image or feature.is_text):
+                    with suppress(DatasetError), parquet_errors(self._store, path):  # raised again for the broken episodes
+                        columns[key] = to_numpy(columns[key], feature, "")
+            return _Group(columns, index, self._dataset, bytes_read)
 
     @contextmanager
     def _turn(self, path: str, size: int) -> Iterator[None]:
@@ -308,11 +365,14 @@ class RowReader:
             group.bytes_read += len(data)
             return data
 
-        with parquet_errors(self._store, path):  # only the conversion detects text that is not UTF-8
-            columns = {
-                key: to_numpy(group.columns[key].slice(start, length), feature, f"{where}: {key}", image)
-                for key, feature in self.features.items()
-            }
+        columns: Columns = {}
+        for key, feature in self.features.items():
+            values = group.columns[key]
+            if isinstance(values, np.ndarray):
+                columns[key] = values[start : start + length]
+            else:
+                with parquet_errors(self._store, path):  # only the conversion detects text that is not UTF-8
+                    columns[key] = to_numpy(values.slice(start, length), feature, f"{where}: {key}", image)
         numbers = columns.get("frame_index")
         if numbers is not None and (numbers[1:] - numbers[:-1] != 1).any():
             raise DatasetError(f"Invalid frame_index in {where}: must count the rows. Record or convert the dataset again")
@@ -340,6 +400,7 @@ def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
         )
 
 
+_TOGETHER = 1 << 20  # maximum size of row groups that are read together for several episodes, in bytes
 _MANY = 1000  # number of row groups above which memory is returned to the operating system after parsing
 _EPISODE_INDEX = Feature(dtype="int64", shape=[1])
 

@@ -97,14 +97,16 @@ class Line(Column):
     def _at(self, index: Any) -> Any:
         return self._first + self._step * index
 
+    def _slice(self, start: int, stop: int) -> Any:
+        return _line(self._at(start), self._step, stop - start)
+
     def searchsorted(self, values: Any, side: Any = "left", sorter: None = None) -> Any:
         if self._step <= 0:
             return super().searchsorted(values, side)
-        if isinstance(values, int) and side == "right":  # the case of `Floor`, for a single packet
-            return min(max((values - self._first) // self._step + 1, 0), self._length)
-        steps = np.asarray(values, np.int64) - self._first
+        is_single = isinstance(values, int)  # the case of `Floor`, for a single packet
+        steps = (values if is_single else np.asarray(values, np.int64)) - self._first
         place = -(-steps // self._step) if side == "left" else steps // self._step + 1
-        return np.clip(place, 0, self._length)
+        return min(max(place, 0), self._length) if is_single else np.minimum(np.maximum(place, 0), self._length)
 
 
 class Lines(Column):
@@ -118,13 +120,19 @@ class Lines(Column):
 
     def __init__(self, values: Int64, breaks: Int64, step: int) -> None:
         super().__init__(len(values))
-        self._start = np.append(0, breaks)
-        self._first, self._step = values[self._start], step
+        self._start = np.concatenate(([0], breaks, [len(values)]))  # of each line, and the end of the last one
+        self._first, self._step = values[self._start[:-1]], step
 
     def _at(self, index: Any) -> Any:
         line = self._start.searchsorted(index, "right") - 1
         values = self._first[line] + self._step * (index - self._start[line])
         return int(values) if isinstance(index, int) else values
+
+    def _slice(self, start: int, stop: int) -> Any:
+        line = self._start.searchsorted(start, "right") - 1
+        if start < stop and stop <= self._start[line + 1]:  # the usual case, a part of one line
+            return _line(self._at(start), self._step, stop - start)
+        return super()._slice(start, stop)
 
     @property
     def nbytes(self) -> int:
@@ -138,8 +146,8 @@ class Lines(Column):
         steps = values - self._first[line]
         place = -(-steps // self._step) if side == "left" else steps // self._step + 1
         start = self._start[line]
-        # A value in the gap after a line is not on it. Clipping assigns it to the end of the line.
-        return np.clip(start + place, start, np.append(self._start[1:], self._length)[line])
+        # A value in the gap after a line is not on it. The limits assign it to the end of the line.
+        return np.minimum(np.maximum(start + place, start), self._start[line + 1])
 
 
 class Packed(Column):
@@ -243,6 +251,11 @@ class Chosen(Column):
 
     def _at(self, index: Any) -> Any:
         return self._values[self._places[index]]
+
+
+def _line(first: int, step: int, length: int) -> Int64:
+    """Return the values `first + step * i`."""
+    return np.arange(first, first + step * length, step) if step else np.full(length, first)
 
 
 def packed(values: npt.NDArray[Any], step: int = 0) -> Column:

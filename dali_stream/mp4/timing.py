@@ -35,8 +35,12 @@ def find_packets(
         its time plus `tolerance_s` is outside the interval. `explain` returns which of these is the reason.
     """
     tolerance = TOLERANCE / fps if tolerance_s is None else tolerance_s
-    samples, away = table.nearest(_seconds(interval, timestamp))
-    return np.where((away <= tolerance) & _inside(table, interval, samples, tolerance), samples, LACKING)
+    samples, away, shown = table.nearest(_seconds(interval, timestamp))
+    # Times are rounded, so the first frame may be displayed slightly before its episode starts. With the tolerance added, it
+    # belongs to this episode and not to the previous one.
+    at = shown + tolerance
+    exists = (away <= tolerance) & (interval[0] <= at) & (at < interval[1])
+    return samples if exists.all() else np.where(exists, samples, LACKING)
 
 
 def explain(table: VideoIndex, interval: Interval, timestamp: float, fps: float, tolerance_s: float | None = None) -> str:
@@ -44,11 +48,11 @@ def explain(table: VideoIndex, interval: Interval, timestamp: float, fps: float,
     tolerance = TOLERANCE / fps if tolerance_s is None else tolerance_s
     half = math.floor(0.5e4 / fps) / 1e4  # half the duration of a frame in seconds, rounded down to four digits
     seconds = _seconds(interval, np.array([timestamp]))
-    [sample], [away] = table.nearest(seconds)
+    [sample], [away], [shown] = table.nearest(seconds)
     number = int(np.flatnonzero(table.display_order == sample)[0])
     nearest = (
         f"timestamp {timestamp:.4f} s after from_timestamp {interval[0]:.4f} s asks for {seconds[0]:.4f} s of the file. The "
-        f"nearest frame, number {number} of {len(table)}, is at {table.pts[sample] / table.timescale:.4f} s, {away:.4f} s away"
+        f"nearest frame, number {number} of {len(table)}, is at {shown:.4f} s, {away:.4f} s away"
     )
     if not away <= tolerance:
         nearest += f", but at most {tolerance:.4f} s ({_in_frames(tolerance * fps)}) is allowed"
@@ -77,11 +81,3 @@ def _in_frames(tolerance: float) -> str:
 def _seconds(interval: Interval, timestamp: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """Return times in the file, as float64. The float32 of the rows is too coarse for a file of several hours."""
     return interval[0] + timestamp.astype(np.float64)
-
-
-def _inside(table: VideoIndex, interval: Interval, samples: Int64, tolerance: float) -> npt.NDArray[np.bool_]:
-    # Times are rounded, so the first frame may be displayed slightly before its episode starts. With the tolerance added, it
-    # belongs to this episode and not to the previous one.
-    at = table.pts[samples] / table.timescale + tolerance
-    inside: npt.NDArray[np.bool_] = (interval[0] <= at) & (at < interval[1])
-    return inside

@@ -280,21 +280,21 @@ class EpisodeTable:
         length = int(self.lengths[opened.number])
         first = self._rows.take(length)
         rows = slice(first, first + length)
-        used = self._rows.used
-        self.episode = _grown(self.episode, used)
+        if (capacity := len(self.episode)) < self._rows.used:
+            self._copy(np.arange(capacity), 2 * self._rows.used)
         self.episode[rows], self.first_row[opened.number] = opened.number, first
         for key, values in opened.columns.items():
-            column = self.columns.get(key, np.empty((0, *values.shape[1:]), values.dtype))
-            self.columns[key] = column = _grown(column, used)
-            column[rows] = values
+            if key not in self.columns:
+                self.columns[key] = np.empty((len(self.episode), *values.shape[1:]), values.dtype)
+            self.columns[key][rows] = values
         for camera, table in self.cameras.items():
             located = opened.cameras[camera]
-            for column in ("packet", "gop", *(("first_block", "block_count") if camera in self.blocks.cameras else ())):
-                setattr(table, column, _grown(getattr(table, column), used))
-            starts = np.flatnonzero(np.append(True, located.keyframe[1:] != located.keyframe[:-1]))
-            frames = np.diff(np.append(starts, length))
+            is_edge = np.ones(length + 1, np.bool_)  # whether a GOP begins at each frame, or the episode ends
+            np.not_equal(located.keyframe[1:], located.keyframe[:-1], out=is_edge[1:length])
+            edges = np.flatnonzero(is_edge)
+            starts, frames = edges[:-1], edges[1:] - edges[:-1]
             table.packet[rows] = located.packet
-            table.gop[rows] = first + np.repeat(starts, frames)
+            table.gop[rows] = np.repeat(first + starts, frames)
             table.gop[first + starts] = -frames
             if camera in self.blocks.cameras:
                 table.block_count[rows] = 0
@@ -326,14 +326,18 @@ class EpisodeTable:
         shift = np.repeat(self.first_row[episodes] - first, lengths)
         rows = np.arange(len(shift)) + shift
         self.first_row[episodes], self._rows = first, _Rows(len(rows))
-        capacity = 2 * len(rows)
+        self._copy(rows, 2 * len(rows))
+        for table in self.cameras.values():
+            gop = table.gop[: len(rows)]
+            gop[gop >= 0] -= shift[gop >= 0].astype(np.int32)
+
+    def _copy(self, rows: Int64, capacity: int) -> None:
+        """Copy some rows to the beginning of new arrays. Unwritten entries of the arrays take no memory."""
         self.episode = _copied(self.episode, rows, capacity)
         for key in self.columns:  # one at a time, since each array exists twice while it is copied
             self.columns[key] = _copied(self.columns[key], rows, capacity)
         for camera, table in self.cameras.items():
             table.packet, table.gop = _copied(table.packet, rows, capacity), _copied(table.gop, rows, capacity)
-            gop = table.gop[: len(rows)]
-            gop[gop >= 0] -= shift[gop >= 0].astype(np.int32)
             if camera in self.blocks.cameras:
                 table.first_block = _copied(table.first_block, rows, capacity)
                 table.block_count = _copied(table.block_count, rows, capacity)
