@@ -88,7 +88,8 @@ class FrameCache:
     def __init__(self, table: EpisodeTable, camera: str, window: Window, kept: int, batch_frames: int, in_flight: int) -> None:
         self._table, self._camera, self._window = table, table.cameras[camera], window
         self._kept = kept
-        self.keeps_all = kept >= int(table.lengths.sum())
+        frames = int(table.lengths.sum())
+        self.keeps_all, self._holds_most = kept >= frames, 2 * kept >= frames
         self.slots = kept + in_flight * batch_frames
         self._slot_of: dict[int, int] = {}  # {cached frame: its slot}
         self._state = _Slots(self.slots, in_flight)
@@ -212,12 +213,12 @@ class FrameCache:
             after = self._window.uses.next(self._table.frames(coming), batch)
             next_use[hit_slots] = self._window.uses.next(hits, batch)
             # A frame whose next use is unknown is shown after the batches ahead. Each of these adds about as many frames as
-            # this batch, so the frame is not cached if it would be evicted before that. In a full cache, frames that this batch
-            # shows must have a known next use, since the others of their GOPs are likely to be shown sooner.
+            # this batch, so the frame is not cached if it would be evicted before that. Frames that this batch shows are hardly
+            # shown again before the next epoch, so in a full or a small cache, their next use must be known.
             known, stays = after < NEVER, next_use[hit_slots] < NEVER
             if ahead * count > _TURNOVERS * self._kept:
                 keep = known
-            elif len(coming) > self._room:
+            elif len(coming) > self._room or not self._holds_most:
                 keep[:count] = known[:count]
             # Hits that no later batch is known to show make room for new frames.
             if keep.sum() > self._room + (~stays).sum():
