@@ -2,7 +2,7 @@
 
     python benchmarks/resizing.py URI [--frames 64] [--image-size 224x224] [--json]
 
-Frames spread over the dataset are decoded at the recorded size and resized by each kernel. The differences are in levels of 255.
+A batch of frames is decoded at the recorded size and resized by each kernel. The differences are in levels of 255.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ def main() -> int:
     frames, size = decoded(arguments.uri, arguments.frames), arguments.image_size
     own = resize(frames, size)
     kernels: dict[str, npt.NDArray[Any]] = {
-        "Pillow, BILINEAR": np.stack(
-            [Image.fromarray(frame).resize(size[::-1], Image.Resampling.BILINEAR) for frame in frames]
-        ),
+        "Pillow, BILINEAR": by_pillow(frames, size),
         "DALI on a CPU, uint8": by_dali(frames, size, types.UINT8),
         "DALI on a CPU, float32": by_dali(frames, size, types.FLOAT),
     }
@@ -58,6 +56,11 @@ def decoded(uri: str, number: int) -> Frames:
     with loader:
         frames = next(iter(loader))[dataset.videos[0]]
     return np.ascontiguousarray(frames.movedim(-3, -1).numpy())
+
+
+def by_pillow(frames: Frames, size: tuple[int, int]) -> Frames:
+    """Return the frames resized by Pillow with its filter `BILINEAR`."""
+    return np.stack([Image.fromarray(frame).resize(size[::-1], Image.Resampling.BILINEAR) for frame in frames])
 
 
 def by_dali(frames: Frames, size: tuple[int, int], dtype: types.DALIDataType) -> npt.NDArray[Any]:

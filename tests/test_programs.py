@@ -195,6 +195,13 @@ def test_trace_cost(run_here: Callable[..., str], demo: Path) -> None:
     assert named - {"__init__"} == set(program.USERS)
 
 
+def test_resizing(run_here: Callable[..., str], demo: Path) -> None:
+    out = run_here("benchmarks/resizing.py", demo, "--frames", 8, "--image-size", "64x80", "--json")
+    report = json.loads(out.splitlines()[-1])
+    assert report["Pillow, BILINEAR"]["maximum"] <= 1
+    assert report["DALI on a CPU, uint8"]["mean"] < 1
+
+
 def test_decode_floor_says_what_is_wrong_in_one_line(
     odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
