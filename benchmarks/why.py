@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from argument_types import count, new_file
 from host_memory import provide
 
@@ -25,9 +26,9 @@ from dali_stream import Dataset, Loader
 from dali_stream.tools import environment, prepare, why
 
 LEAST = 1.1  # measured gain above which a remedy counts
-LATER = 3  # number of epochs that are measured after each first one
+LATER = 3  # number of epochs after the first that are measured at a time
 STARTUP_S = 0.5  # duration of a first epoch below which it is not counted
-LEAST_S = 1.5  # duration of each measurement; a short epoch is repeated by new Loaders
+LEAST_S = 1.5  # minimum duration of a measurement; short epochs are repeated, first ones by new Loaders
 SETTINGS: dict[str, dict[str, Any]] = {  # arguments of the Loader, in addition to those in `cases`
     "default": {},
     "one thread": {"num_threads": 1},
@@ -116,15 +117,14 @@ def rate(path: str, options: dict[str, Any]) -> tuple[float, float, float]:
     decodes, the batches of the time are therefore counted by their decoded frames. If most frames were decoded before the first
     batch was delivered, as with long GOPs, all batches are counted, and the time includes starting.
     """
-    done, took, loaders = [0.0, 0.0], [0.0, 0.0], 0  # batches and seconds, of first epochs and of later ones
-    while not took[0] or min(took) < LEAST_S:
+    first, later, loaders = np.zeros(2), np.zeros(2), 0  # batches and seconds
+    while first[1] < LEAST_S:
         provide(_cache_bytes(path))
         with Loader(path, **options) as loader:
-            for later, epochs in enumerate((1, LATER)):
-                batches, seconds = measured(loader, epochs)
-                done[later], took[later] = done[later] + batches, took[later] + seconds
-        loaders += 1
-    return done[0] / took[0], done[1] / took[1], took[0] / loaders
+            first, loaders = first + measured(loader, 1), loaders + 1
+            while later[1] < LEAST_S:
+                later = later + measured(loader, LATER)
+    return float(first[0] / first[1]), float(later[0] / later[1]), float(first[1] / loaders)
 
 
 def measured(loader: Loader, epochs: int) -> tuple[float, float]:
