@@ -20,7 +20,7 @@ With `--mode sarm`, a sample is a window of 8 frames of each camera, 1 s apart. 
 round uses a new Loader, which is timed after its first batch. FFmpeg gets one MP4 file per core and camera with only the
 packets that it decodes, so it spends no time on opening many files and seeking. The time that FFmpeg needs to start and end is
 measured and subtracted. On a virtual machine, the host may provide memory only when it is first written. Before each Loader, as
-much memory as its cache takes is therefore written and freed. `first_touch_ms_per_mb` is the time of that.
+much memory as its cache takes is therefore written and freed. `first_touch_ms_per_mb` is the time that this takes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The floor of an epoch that decodes every frame once: plain threads without a loader.
 
-There is one thread per core. It decodes its part of the files in file order with torchcodec, resizes each frame with the
-kernel of the Loader, and drops it. For comparison, FFmpeg decodes the same files and converts frames to RGB without resizing.
+Each core has one thread, which decodes its part of the files in file order with torchcodec, resizes each frame with the kernel
+of the Loader, and drops it. For comparison, FFmpeg decodes the same files and converts frames to RGB without resizing.
 """
 
 from __future__ import annotations

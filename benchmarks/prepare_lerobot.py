@@ -52,7 +52,7 @@ SIZE = (224, 224)
 NEAR = 2  # number of frames before and after the right one that are compared
 STILL_DB = 45  # PSNR above which two frames of the source cannot be distinguished after encoding
 EPISODES = 8  # maximum number of episodes per dataset whose items are read
-TOLERANCE = 2  # tolerated difference of pixel values, of 255, since LeRobot may use another version of the decoder
+TOLERANCE = 2  # tolerated difference of pixel values (0 to 255), since LeRobot may use another version of the decoder
 COPIED_DB = 50  # minimum PSNR of a copied frame against the source, for the same reason
 SIDE = "observation.images.side"
 DEMO: dict[str, dict[str, Any]] = {
@@ -291,7 +291,7 @@ class Comparison:
         failed: Descriptions of the differences.
         items: Number of items that LeRobot has read.
         frames: Number of frames that were compared with those of the source.
-        most_different: Largest difference of a pixel value from that of the Loader, of 255.
+        most_different: Largest difference of a pixel value (0 to 255) from that of the Loader.
         psnr: PSNR of each frame against that of the source, in dB.
         told: Number of frames that can be distinguished from their neighbours in the source.
         right, stamps: Number of frames to which no neighbour is more similar, and number of frames with the right stamp.

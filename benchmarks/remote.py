@@ -7,9 +7,9 @@ A separate process serves the folder ROOT over HTTP or S3 on loopback, with a la
 requests share. In each round, four sides take turns with the same order: the local disk; remote with empty caches ("cold");
 remote in the second epoch, from memory; and remote with a filled `cache_dir` only. A rate is that of an epoch without its first
 batch, whose time is reported separately. It is compared with the rate of the local disk in the same round. The server uses the
-same cores. "server elsewhere" is an estimate of the rate without this: the CPU time of the server, divided by the number of
-cores, is subtracted from the time of the epoch. Before each Loader starts, memory for all decoded frames, up to 5 GiB, is
-written, because the host of a virtual machine may provide memory slowly when it is first written.
+same cores. "server elsewhere" is an estimate of the rate with a server on another machine: the CPU time of the server, divided
+by the number of cores, is subtracted from the time of the epoch. Before each Loader starts, memory for all decoded frames, up
+to 5 GiB, is written, because the host of a virtual machine may provide memory slowly when it is first written.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ inverse proportion. If two straight lines fit much better than one, the cost ben
 contains the exponents on both sides.
 
 Axes that decode use a Loader on small demo datasets, which are written first, with frames of 128×160 and two cameras. Axes of
-the order and the metadata need no video. Their episodes have 100 frames, and there are up to a million of them.
+the order and the metadata need no video. Their datasets have up to a million episodes of 100 frames.
 """
 
 from __future__ import annotations

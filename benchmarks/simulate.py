@@ -142,7 +142,7 @@ class Cluster:
         return self.share_bytes < self.training.memory_budget // 2
 
     def judged(self, outcome: Outcome, bandwidth: float) -> bool | None:
-        """Return whether the network keeps up. None if training waits and the pools were never full, which proves nothing."""
+        """Return whether the network keeps up. None if training waits, but the warm-up did not fill the pools."""
         if bandwidth < self.demand and not self.fits:
             return False
         return keeps_up(outcome) or (False if self.filled(outcome) else None)

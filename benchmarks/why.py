@@ -113,9 +113,10 @@ def cases(name: str, path: str, setting: str, repeat: int, folder: Path) -> list
 def rate(path: str, options: dict[str, Any]) -> tuple[float, float, float]:
     """Return the measured batches per second of the first epoch, those of later epochs, and the seconds of the first epoch.
 
-    The time begins with the first batch, without starting. By then, other batches have been decoded, too. In an epoch that
-    decodes, the batches of the time are therefore counted by their decoded frames. If most frames were decoded before the first
-    batch was delivered, as with long GOPs, all batches are counted, and the time includes starting.
+    The time begins when the first batch is delivered, so it excludes the startup. In an epoch that decodes, frames of later
+    batches have been decoded by then. The number of batches is therefore multiplied by the share of frames that are decoded
+    in the measured time. If most frames were decoded before the first batch was delivered, as with long GOPs, all batches are
+    counted, and the time includes the startup.
     """
     first, later, loaders = np.zeros(2), np.zeros(2), 0  # batches and seconds
     while first[1] < LEAST_S:

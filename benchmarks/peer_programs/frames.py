@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-# Mean absolute differences of pixel values, of 255. Decoders upsample chroma differently, and NVDEC's frames differ by about 3
-# from FFmpeg's. In slow scenes, neighbouring frames differ by less than that. Therefore a delivered frame must also be at least
-# as near to the requested frame as to the two frames before and the two after it, up to MARGIN.
+# Mean absolute differences of pixel values (0 to 255). Decoders upsample chroma differently, and NVDEC's frames differ from
+# FFmpeg's by about 3. In slow scenes, neighbouring frames differ by less than that. Therefore a delivered frame must also be at
+# least as near to the requested frame as to the two frames before and the two after it, up to MARGIN.
 TOLERANCE = 4.0
 MARGIN = 0.05
 NEIGHBOURS = (-1, 1, -2, 2)
@@ -27,8 +27,8 @@ def check(results: Path, recorded: Any, follows: bool) -> dict[str, Any]:
 
     Returns:
         A dict with `equal`, which is whether all are correct; the numbers of compared `samples` and `pictures` (frames);
-        `worst_difference`, the largest mean absolute difference of a frame, of 255; and `differences`, texts that describe the
-        first few errors.
+        `worst_difference`, the largest mean absolute difference of a frame's pixel values (0 to 255); and `differences`, texts
+        that describe the first few errors.
     """
     with np.load(results) as file:
         delivered = dict(file)

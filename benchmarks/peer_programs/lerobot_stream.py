@@ -1,4 +1,4 @@
-"""StreamingLeRobotDataset in PyTorch's DataLoader without workers, since in LeRobot 0.4.4 each delivers all of the dataset."""
+"""StreamingLeRobotDataset in PyTorch's DataLoader without workers, each of which would deliver all data in LeRobot 0.4.4."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Recorded:
 
     def _picture(self, camera: str, episode: int, frame: int) -> np.ndarray:
         decoder = self._decoder(self._paths[camera][episode])
-        # In the middle of its duration, a frame is found even if its timestamp was rounded.
+        # A time in the middle of a frame's duration locates this frame even if its timestamp was rounded.
         decoded = decoder.get_frame_played_at(float(self.seconds(camera, episode, frame)) + 0.5 / self.fps)
         pixels = decoded.data[None]
         if self._image_size:

@@ -43,7 +43,7 @@ measure() {
     return "$code"
 }
 
-# pending NAME: marks a measurement as failed until it has ended, since a job that is killed with its shell cannot do so. An
+# pending NAME: marks a measurement as failed until it has ended, since a job whose shell is killed cannot do so itself. An
 # earlier report is removed, because it would be taken for the new one.
 pending() {
     rm -f "$OUT_DIR/$1".{json,csv}

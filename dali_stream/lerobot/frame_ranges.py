@@ -82,7 +82,7 @@ class FrameRanges:
             episodes: Numbers of the episodes, in increasing order, shape (E',).
         """
         place = np.searchsorted(episodes, self.episode)
-        # An episode that is not selected has the place of the next one that is, or a place after the last one.
+        # For an episode that is not selected, `place` is the place of the next selected episode, or E' if none follows.
         is_selected = (place < len(episodes)) & (episodes[np.minimum(place, len(episodes) - 1)] == self.episode)
         return FrameRanges(len(episodes), place[is_selected], self.start[is_selected], self.stop[is_selected])
 

@@ -82,7 +82,7 @@ class RowFile:
             length: Number of rows of each episode, shape (n,).
 
         Returns:
-            Row group of each episode, shape (n,). -1 if it is not an episode's own.
+            Row group of each episode, shape (n,). -1 if an episode has no row group of its own.
         """
         if not len(self._stop):
             return np.full(len(start), -1)

@@ -95,7 +95,7 @@ class Rows(Protocol):
     def expect(self, episodes: Sequence[int]) -> None:
         """Announce the next episodes to read, so that small row groups of one local file can be read with one call.
 
-        Only a thread that is alone in reading may call this method.
+        Do not call this method while another thread reads.
         """
         ...
 

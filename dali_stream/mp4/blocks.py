@@ -56,8 +56,8 @@ def cut(index: VideoIndex, packet: Int64, keyframe: Int64, size: int) -> Blocks:
     offset, sizes = index.offset[packets], index.size[packets]
     before = np.cumsum(sizes)[keyframes] - sizes[keyframes]
     blocks = begin - origin
-    # Each block begins with a GOP at which decoding starts, so K is at most L: the first of these GOPs, and the first one after
-    # each multiple of `size` bytes.
+    # Each block begins with a GOP at which decoding starts, so K is at most L. The first block begins with the first such GOP,
+    # and each later block with the first one after a multiple of `size` bytes.
     blocks = blocks[np.append(True, np.diff(before[blocks] // size) > 0)]
 
     def block(gop: Int64) -> Int64:

@@ -263,8 +263,8 @@ def packed(values: npt.NDArray[Any], step: int = 0) -> Column:
 
     Args:
         values: Integers, shape (n,).
-        step: Approximate difference between consecutive values. A good estimate reduces the memory of `Packed`, but only with
-            0 is `Packed.searchsorted` fast. Default: 0.
+        step: Approximate difference between consecutive values. A good estimate reduces the memory of `Packed`, but
+            `Packed.searchsorted` is fast only if the step is 0. Default: 0.
     """
     values = np.asarray(values, np.int64)
     if len(values) < 2:

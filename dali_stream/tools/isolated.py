@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from dali_stream import process
 
-_CRASH_S = 10.0  # time that a process has to end after a crash has closed its output
+_CRASH_S = 10.0  # time allowed for a process to end after a crash has closed its output
 Call = Callable[[], Any]
 """Function to call in another process, such as `functools.partial(function, argument)`. It and its result are pickled."""
 
@@ -65,7 +65,7 @@ def call(calls: Sequence[Call], limit_s: float, exit_s: float = 0.0) -> Called:
     Args:
         calls: Functions to call.
         limit_s: Time limit of all calls together, in seconds.
-        exit_s: Time that the process has to end by itself after the last answer, in seconds. Then it is killed. Default: 0.
+        exit_s: Time allowed for the process to end by itself after the last answer, in seconds. It is then killed. Default: 0.
 
     Returns:
         One answer per call, and how the process ended.

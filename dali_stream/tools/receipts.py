@@ -224,9 +224,9 @@ def _entries(log: Path) -> list[tuple[Place, int]]:
 def _steps(entries: list[tuple[Place, int]], batches: Batches, epoch: int, positions: Int64) -> list[int | None]:
     """Return the training step of each position of an epoch.
 
-    The step is that of the log entry before the position, plus the number of batches since then. It is None for positions
-    between two entries whose distance in steps differs from their distance in batches. This happens, for example, if a run was
-    resumed with another global batch size.
+    The step is that of the log entry before the position, plus the number of batches since then. It is None if the number of
+    steps between the two entries around the position differs from the number of batches between them. This happens, for
+    example, if a run was resumed with another global batch size.
     """
     known = [(Place(0, 0), 0), *entries]
     places = [place for place, _ in known]

@@ -340,8 +340,8 @@ class _Study:
 def _growth(loader: Loader, epochs: int) -> dict[str, float]:
     """Return the growth of a loader's counters over some epochs.
 
-    The first batch is excluded, since it includes the startup. It is included if most frames were decoded before it was
-    delivered, as with few long GOPs.
+    The first batch is excluded, since it includes the startup. However, if most frames were decoded before it was delivered, as
+    with few long GOPs, it is included.
     """
     began, seen = loader.stats(), dict[str, float]()
     for _ in range(epochs):

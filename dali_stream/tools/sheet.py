@@ -38,7 +38,7 @@ from dali_stream.mixture import Mixture
 from dali_stream.tools.work import spread
 
 MARGIN, CELL_GAP, CAMERA_GAP, STEP_GAP = 20, 24, 12, 3
-LEAST_CELL = 320  # minimum width of a cell, which fits the line with the indices
+LEAST_CELL = 320  # minimum width of a cell, so that the line with the indices fits
 TITLE, TEXT, SMALL = 20, 15, 13  # font sizes in pixels; a line is a third higher
 BACKGROUND, BRIGHT, PLAIN, DIM, PAD = "#14161a", "#ffffff", "#d5d8de", "#8d939e", "#f0a63c"
 _MOST_LINES = 3  # maximum number of lines of a task

@@ -88,7 +88,7 @@ class ChunkPolicy(nn.Module):
 def actions(batch: Mapping[str, Tensor]) -> Tensor:
     """Return the actions of a batch, shape (B, chunk, D).
 
-    In a batch, actions of a single number have no dimension for D, and an action with several dimensions has all of them.
+    In a batch, an action has no dimension if it is a single number, and may have several. They are flattened to D.
     """
     return batch[ACTION].reshape(*batch["action_is_pad"].shape, -1)
 
@@ -107,7 +107,7 @@ def recorded(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def state(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the state of a batch, shape (B, D). In a batch, it may have no or several dimensions for D, as in `actions`."""
+    """Return the state of a batch, shape (B, D). Its dimensions are flattened to D, as in `actions`."""
     return batch[STATE].reshape(len(batch[STATE]), -1)
 
 

@@ -30,7 +30,7 @@ SUMS = ("frames", "decoded_frames", "wait_s", "substituted", "fetch_s", "fetched
 
 
 def windows(mode: Mode, dataset: Dataset | Mixture) -> dict[str, list[float]]:
-    """Return the `delta_timestamps` of a mode, in seconds. In a mixture, the lowest fps determines the distance of the steps.
+    """Return the `delta_timestamps` of a mode, in seconds. The steps of a mixture are whole frames at its lowest fps.
 
     Args:
         mode: See `measure`.

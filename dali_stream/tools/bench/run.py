@@ -96,8 +96,8 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         - `p50_sample_latency_ms`, `p95_...`, `p99_...`: Percentiles of the time from requesting a batch until it is on the
           device.
         - `first_batch_latency_s`: Time of the slowest rank from creating the Loader to its first batch.
-        - `later_epochs`: The entries of `_speed` for later epochs, if all decoded frames fit in memory. All other entries then
-          describe the first epoch. None if every epoch decodes, or has only one batch.
+        - `later_epochs`: The entries of `_speed` for later epochs, if all decoded frames fit in memory. All other entries,
+          except `peak_rss_bytes`, then describe the first epoch. None if every epoch decodes, or has only one batch.
         - `decode_s_total`, `fetch_s_total`, `wait_s_total`, `stage_s_total`: Seconds that all ranks spend in decode threads, in
           fetches, in `next()`, and in each stage. See `Loader.stats`.
         - `fetched_bytes`, `needed_bytes`, `cached_bytes`, `requests`, `retries`, `substituted`: Sums over all ranks. See

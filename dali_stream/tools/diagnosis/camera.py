@@ -238,9 +238,10 @@ def check_gops(camera: Camera) -> Result | None:
 
 
 def _cached(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -> tuple[int, float, float] | None:
-    """Return a memory budget in bytes, and the cost in the first epoch and in later epochs. None if no budget suffices.
+    """Return a memory budget in bytes, and the cost in the first epoch and in later epochs.
 
-    The budget is the smallest of `_BUDGETS` that makes the cost in the first epoch good, or otherwise the largest.
+    The budget is the smallest of `_BUDGETS` that makes the cost in the first epoch good, or otherwise the largest. The result
+    is None if no budget holds a batch.
     """
     lengths = dataset.lengths[:_EPISODES]
     batches = Batches(int(lengths.sum()), min(_BATCH, int(lengths.sum())), 1, "drop")

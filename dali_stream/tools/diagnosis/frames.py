@@ -29,9 +29,9 @@ from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.isolated import Answer, Call, call_each
 
 # Frames are compared in luma, since decoders upsample chroma differently: in saturated colours, the PSNR of DALI against FFmpeg
-# is only 31 dB in RGB. In luma, with VP9 on a CPU, it was 45.4 to 46.7 dB on drawn frames and on the G1 recording. The next
-# frame of a moving drawn scene had at most 22 dB, and BT.601 interpreted as BT.709 had 32 dB in saturated colours. A wrong
-# matrix in muted colours, and a neighbouring frame of a still scene, are not detected.
+# is only 31 dB in RGB. In luma, with VP9 on a CPU, it was 45.4 to 46.7 dB on drawn frames and on the G1 recording. A wrong
+# frame (the next one of a moving drawn scene) had at most 22 dB, and a wrong matrix (BT.601 interpreted as BT.709) had 32 dB in
+# saturated colours. A wrong matrix in muted colours, and a neighbouring frame of a still scene, are not detected.
 LEAST_PSNR_DB = 35.0
 _LUMA = (0.299, 0.587, 0.114)  # weights of R, G and B in BT.601
 T = TypeVar("T")

@@ -43,9 +43,9 @@ class Machine:
         gpus: GPUs that the driver reports. See `gpu.read_gpus`.
         answers: {name of the function in `answers`: its answer}.
         cache_dir: Folder of the cache. Default: None, which checks the working directory instead.
-        environment: Environment variables. From their values, the report contains only known words of NVIDIA's container
-            toolkit.
-        root: Folder that contains `proc`, `sys`, `run` and `dev`. Default: "/".
+        environment: Environment variables. The report does not repeat their values, except for known words of NVIDIA's
+            container toolkit.
+        root: Root of the file system, which contains `proc`, `sys`, `run`, `dev` and `etc`. Default: "/".
     """
 
     gpus: Sequence[dict[str, Any]] = ()
@@ -164,7 +164,7 @@ def check_shared_memory(machine: Machine) -> Result | None:
 
 
 def check_disk(machine: Machine) -> dict[str, Result]:
-    """Check that the disk of the cache has free space, or without a cache, the disk of the working directory."""
+    """Check that the disk of the cache has free space. Without a cache, check the disk of the working directory."""
     folder, free = machine.folder, machine.limits.disk_free
     text = f"{(free or 0) / 1e9:.1f} GB free at {folder}"
     result: Result = OK, text, ""

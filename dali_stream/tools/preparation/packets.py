@@ -1,7 +1,7 @@
 """MP4 files that consist of packets copied from other MP4 files, with new times.
 
 Source files are cut at keyframes, so each new file begins with a keyframe and has no gaps. A source file with open GOPs is
-copied as a whole, since decoders differ in which of its packets they need for the same frames. All parts of a new file have the
+copied as a whole, since decoders do not agree on which of its packets a frame requires. All parts of a new file have the
 same timescale, track matrix, display size and codec. Their sample descriptions may differ.
 """
 

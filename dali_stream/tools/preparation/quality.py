@@ -22,8 +22,8 @@ from dali_stream.tools.preparation.source import read_packets
 from dali_stream.tools.work import spread
 
 FLOOR = 25.0  # minimum PSNR of a compared frame over RGB, in dB; lossy codecs with sensible settings have 30 to 50
-# Two frames of the source are different if their distance is more than this multiple of the encoding error. Recordings repeat
-# frames with different noise, and the encoded second frame may then look more like the first one.
+# Two frames of the source count as different if their distance is more than this multiple of the encoding error. Recordings
+# repeat frames with different noise, and the encoded second frame may then look more like the first one.
 DIFFERS = 4.0
 COMPARED = 8  # maximum number of compared frames per episode
 _LOSSLESS = 100.0  # PSNR of equal frames in dB, since JSON has no infinity

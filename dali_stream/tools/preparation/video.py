@@ -171,7 +171,7 @@ def _encode_episode(
 
 
 def _grid(task: TaskInput, episode: int, times: Times) -> Int64:
-    """Return the time of each row's frame in frame intervals of 1/fps. Raises DatasetError if the times are irregular."""
+    """Return the time of each row's frame in units of 1/fps. Raises DatasetError if the times are irregular."""
     grid = np.round(times.astype(np.float64) * task.fps).astype(np.int64)
     if grid[0] != 0 or (np.diff(grid) <= 0).any():
         raise DatasetError(

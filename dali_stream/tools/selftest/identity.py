@@ -16,8 +16,8 @@ from dali_stream.tools.selftest import videos
 from dali_stream.tools.selftest.videos import SHAPES, Video
 
 Request = tuple[Video, list[int]]  # video, and numbers of its frames in display order
-# Clips of the batch with all videos, and of a batch with one of several folders. Two threads decode a batch, so each decoder is
-# reused for many clips.
+# Number of clips in the batch that mixes all videos, and in the batch of each folder if `measure` gets several folders. Two
+# threads decode a batch, so each decoder is reused for many clips.
 _CLIPS, _FEW = 24, 6
 
 

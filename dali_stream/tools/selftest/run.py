@@ -37,7 +37,7 @@ _START_S = 15.0  # maximum time that a step needs before it measures
 # Maximum share of the remaining time that each stage may use.
 _SHARES = {"identity": 0.3, "cases": 0.25, "lockstep": 0.4, "verdict": 0.4, "soak": 0.5, "speed": 1.0}
 _BUSY_THREADS = 4, 8, 16
-EXIT_S = 15.0  # time that a process has to end after its step has returned
+EXIT_S = 15.0  # time allowed for a process to end after its step has returned
 _STEPS: Mapping[str, Callable[..., Any]] = {
     "write": videos.write,
     "mix": videos.mix,
