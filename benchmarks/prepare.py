@@ -11,7 +11,7 @@ codecs    frames/s of decoding every tenth frame of a 224×224 video, and bytes 
           2, each with the lowest quality that has at least 37 dB PSNR over RGB. Also the rate of a Loader on 4 episodes that
           `prepare` encodes with three of these settings. The settings of `--for cpu` were chosen from these results.
 chart     chart of the rates in a report of `speed`, as drawn by `make figures`
-overhead  time per task that does nothing, on 1 and 2 processes; speedup of 2 processes over 1 for tasks of 50 ms; and time and
+overhead  time per empty task, on 1 and 2 processes; speedup of 2 processes over 1 for tasks of 50 ms; and time and
           memory of the process that submits many tasks, with an executor that answers at once
 """
 

@@ -6,7 +6,7 @@ Each round measures whole epochs of three kinds, one after the other, in an orde
 
 - without: the functions that record spans are replaced by functions that do nothing.
 - off: the Loader as it is. No trace is being recorded.
-- on: a trace is being recorded, without the time to write its file.
+- on: a trace is being recorded. The time to write its file is not included.
 
 The times are CPU seconds of all threads per batch. They are measured for first epochs, which decode each frame, and for later
 epochs, which decode nothing if the dataset fits in memory. The cost is the median over the rounds of the relative difference
