@@ -19,7 +19,7 @@ from PIL import Image
 
 import dali_stream
 from dali_stream.decode.resize import resize
-from dali_stream.frame_size import frame_size
+from dali_stream.frame_size import frame_size, join_sizes
 from dali_stream.tools import environment
 
 Frames = npt.NDArray[np.uint8]
@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--frames", type=count, default=64)
     parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(join_sizes())
     frames, size = decoded(arguments.uri, arguments.frames), arguments.image_size
     own = resize(frames, size)
     kernels: dict[str, npt.NDArray[Any]] = {

@@ -30,7 +30,7 @@ from unittest import mock
 from argument_types import count
 
 import dali_stream
-from dali_stream.frame_size import frame_size
+from dali_stream.frame_size import frame_size, join_sizes
 from dali_stream.tools import environment
 
 KINDS = ("without", "off", "on")
@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("--batch-size", type=count, default=16)
     parser.add_argument("--image-size", type=frame_size, default=(224, 224))
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(join_sizes())
     options = {"batch_size": arguments.batch_size, "image_size": arguments.image_size, "device": "cpu"}
     seconds: dict[str, dict[str, list[float]]] = {epoch: {kind: [] for kind in KINDS} for epoch in ("first", "later")}
     for number in range(arguments.rounds):

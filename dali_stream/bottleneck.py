@@ -281,7 +281,8 @@ class _Change(NamedTuple):
 
     def gain(self, work: Work) -> float:
         """Return the predicted batches per second after the change, divided by those before. 1 if unknown."""
-        return work.seconds / self.then(work).seconds if self.then and work.seconds else 1.0
+        then = self.then(work).seconds if self.then else 0.0
+        return work.seconds / then if then else 1.0
 
 
 def _change(key: str, times: Mapping[str, float], setup: Setup, work: Work) -> _Change:
