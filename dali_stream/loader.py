@@ -413,7 +413,7 @@ class Loader:
 
         Times of the stages, in seconds. Stages of the same thread do not overlap, except for the parts of `wait_s`:
 
-        - `training_s`, `wait_s`: Time between batches and time in `next()`, of the thread that iterates.
+        - `training_s`, `wait_s`: Time of the iterating thread between batches, and in `next()`.
         - `starved_s`, `graph_s`: Parts of `wait_s` for waiting for frames, and for copying them and running the DALI graph.
         - `rows_s`, `gather_s`, `plan_s`: Reading rows or waiting for them, gathering them into batches, and all other work of
           the planner thread.

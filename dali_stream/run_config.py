@@ -181,7 +181,7 @@ def checked(config: object) -> dict[str, Any]:
 
     Raises:
         ValueError: If `config` is neither.
-        ResumeError: If `config` was written by a version of dali_stream with another form of descriptions.
+        ResumeError: If `config` was written by a version of dali_stream whose descriptions have another form.
     """
     description = config.get("config", config) if isinstance(config, Mapping) else config
     if not isinstance(description, Mapping) or "version" not in description or any(part not in description for part in PARTS):
