@@ -154,7 +154,7 @@ def color_jitter(
         brightness: Range of the factor, or its largest difference from 1. Default: 0.0, no change.
         contrast: Range of the factor, or its largest difference from 1. Default: 0.0, no change.
         saturation: Range of the factor, or its largest difference from 1. Default: 0.0, no change.
-        hue: Range of the rotation of the colour circle, or the largest rotation in both directions, in turns. A rotation of
+        hue: Range of the rotation of the colour wheel, or the largest rotation in both directions, in turns. A rotation of
             0.5 gives the opposite colour. Default: 0.0, no change.
     """
     factors = {"brightness": brightness, "contrast": contrast, "saturation": saturation}

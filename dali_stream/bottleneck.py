@@ -37,7 +37,7 @@ STAGES = {
 }  # fmt: skip
 KEEPS_UP = 0.1  # a loader keeps up if the training loop waits for batches for less than this share of the time
 _IDLE = 0.5  # a thread that works for less than this share of the time is not the limit
-JUDGED = 200  # number of the most recent batches, on which the judgement is based
+JUDGED = 200  # number of most recent batches that are judged
 _SNAPSHOT_EVERY = 20  # number of batches between snapshots; taking a snapshot takes about 10 microseconds
 _WORTH = 0.05  # more memory is worth its cost if it saves more than this share of the decodes or of the fetched bytes
 _LONG_GOP = 2.5  # minimum number of decoded frames per delivered frame for which re-encoding with a GOP of 2 is worthwhile
@@ -84,7 +84,10 @@ class Recent:
 
     @property
     def since(self) -> Mapping[str, Any] | None:
-        """Counters before the batches to judge. None before the first batch, which is left out, since it includes the start."""
+        """Counters before the batches to judge, or None before the first batch.
+
+        The first batch is not judged, since its time includes the start.
+        """
         return self._snapshots[0] if self._snapshots else None
 
 
@@ -142,7 +145,7 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool) -
         normalize: Whether the loader normalizes the batches.
         warm: See `Setup`.
     """
-    # While batches are in progress, only the planner may read indices, so its sizes are used.
+    # While batches are in progress, only the planner may read indices, so the planner's sizes are used.
     on_cpu = config.on_cpu(source.routes)
     sizes = source.sizes or config.sizes(on_cpu)
     parts, enough = divide(config.memory_budget, sizes), frames_budget(sizes)
@@ -169,7 +172,7 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool) -
 
 
 def _advice(config: Config, on_cpu: Sequence[str], sizes: Sizes, warm: bool) -> tuple[int, Decodes, Decodes] | None:
-    """Return the effect of twice the memory budget. See `Setup.advice`."""
+    """Return the effect of doubling the memory budget. See `Setup.advice`."""
     larger = replace(config, memory_budget=2 * config.memory_budget)
     if not fits(larger.memory_budget):
         return None
@@ -187,7 +190,7 @@ class Bottleneck:
             batch), or "prefetch" if training waits although no stage is busy.
         share: Share of the time of its threads that the stage takes, 0 to 1.
         text: Two or three sentences: the stage, its share, and the change that would help most, with its predicted gain.
-        gain: Batches per second with this change, divided by those now, as predicted by `pipeline.model`. 1 if unknown.
+        gain: Batches per second after the change in `text`, divided by those now, as `pipeline.model` predicts. 1 if unknown.
     """
 
     stage: str
@@ -396,7 +399,7 @@ def _more_cores(setup: Setup) -> _Change:
 
 
 def _more_decoding(setup: Setup) -> _Change:
-    """Return the advice to use more cores, or also a GPU if it could decode videos."""
+    """Return the advice to use more cores. The advice also names a GPU, if the CPU decodes videos and all cores are in use."""
     gpu = setup.videos and not setup.gpu and setup.num_threads >= setup.cores
     change = _more_cores(setup)
     return change._replace(text=change.text + (", or a GPU that decodes the videos" if gpu else ""))

@@ -107,5 +107,5 @@ class Counters:
 
 
 def untimed(stage: str) -> AbstractContextManager[None]:
-    """Replacement of `Counters.timed` that measures nothing."""
+    """Replacement for `Counters.timed` that measures nothing."""
     return contextlib.nullcontext()

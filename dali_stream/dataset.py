@@ -216,7 +216,7 @@ class Dataset(DatasetFiles):
 
 
 def _shared(shares: Mapping[str, float], key: np.ndarray) -> dict[str, np.ndarray]:
-    """Return {name: its share of the positions in `key`, increasing}. Positions are assigned in the order of their keys."""
+    """Return {name: increasing positions in `key`}. Each name gets its share of the positions, in the order of their keys."""
     wrong = [share for share in shares.values() if isinstance(share, bool) or not 0 < share <= 1]
     if not shares or wrong or math.fsum(shares.values()) > 1 + 1e-9:
         raise ValueError(f"shares must be positive numbers with a sum of at most 1, got {dict(shares)}")

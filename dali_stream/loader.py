@@ -44,7 +44,7 @@ class Loader:
     """Iterator over the batches of a LeRobot dataset, one epoch after the other.
 
     A batch equals `torch.utils.data.default_collate` of LeRobotDataset's items, key for key. Video has shape (B, C, H, W), or
-    (B, T, C, H, W) for a window of several steps. Tabular features have shape (B, D) and (B, T, D), without D if the feature
+    (B, T, C, H, W) for a window of several steps. Tabular features have shape (B, D) or (B, T, D), without D if the feature
     has shape (1,). `<key>_is_pad` is bool of shape (B, T) for each key with a window, and `task` is a list of str. The memory
     format of frames is channels last. C is 3, or 1 or 4 for grey and RGBA images. A feature that has the key of a mask or of
     `task` is left out, and the log names it.
@@ -52,7 +52,7 @@ class Loader:
     Iterate a Loader directly in the training process. It replaces PyTorch's DataLoader, and cannot be copied.
 
     Args:
-        dataset: `Dataset`, or any value that `Dataset` accepts, or a `Mixture` of several datasets.
+        dataset: `Dataset`, an address that `Dataset` accepts, or a `Mixture` of several datasets.
         batch_size: Number of samples per batch and rank. Default: 64.
         delta_timestamps: Windows per key: times in seconds relative to the current frame, in multiples of 1/fps, such as
             `{"action": [i / dataset.fps for i in range(16)]}`. As in LeRobot, a step selects the row that is
@@ -87,10 +87,10 @@ class Loader:
         prefetch: Number of batches that are prepared ahead. Default: enough to keep all threads busy, from 2 to 16.
         memory_budget: Memory for rows, indices of video files, encoded video of remote data, and decoded frames, in bytes or as
             a text such as "4GiB". The first three get what the episodes in use need, up to half of the budget. Decoded frames
-            get the rest. The frames of the batches in progress are not counted if they exceed this rest, or if it holds all
-            frames of the dataset. Default: "4GiB".
-        audit: Average number of samples per audited sample, if DALI decodes a camera. torchcodec also decodes each audited
-            sample. If the frames differ by more than a tolerance, torchcodec decodes the camera in this batch and all later
+            get the rest. The frames of the batches in progress are not counted if they exceed this rest, or if the rest holds
+            all frames of the dataset. Default: "4GiB".
+        audit: Average number of samples per audit. If DALI decodes a camera, an audit decodes a sample with torchcodec as
+            well. If the frames differ by more than a tolerance, torchcodec decodes the camera in this batch and all later
             ones, and a warning names file and frame. The first sample of each file is always audited. 0 turns audits off. With
             a `dali_graph`, audits take the memory of another batch of frames on the GPU. Default: 1000.
         last_batch: Treatment of samples that do not fill the last batch of an epoch: "drop" omits them, "partial" delivers a
@@ -413,7 +413,7 @@ class Loader:
 
         Times of the stages, in seconds. Stages of the same thread do not overlap, except for the parts of `wait_s`:
 
-        - `training_s`, `wait_s`: Time between batches and time in `next()`, of the thread that iterates.
+        - `training_s`, `wait_s`: Time of the iterating thread between batches, and in `next()`.
         - `starved_s`, `graph_s`: Parts of `wait_s` for waiting for frames, and for copying them and running the DALI graph.
         - `rows_s`, `gather_s`, `plan_s`: Reading rows or waiting for them, gathering them into batches, and all other work of
           the planner thread.

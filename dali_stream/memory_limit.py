@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from dali_stream.process import local_ranks
 
-_UNLIMITED = 1 << 60  # larger limits mean no limit: version 1 of cgroups then reports a number near 2^63
+_UNLIMITED = 1 << 60  # larger limits mean no limit: without a limit, version 1 of cgroups reports a number near 2^63
 
 
 class MemoryLimit(NamedTuple):
@@ -58,7 +58,7 @@ def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def cgroup_values(root: Path, controller: str, name: str) -> Iterator[str]:
-    """Yield the contents of a file of the cgroup of this process and of all cgroups that contain it.
+    """Yield the contents of a file in the cgroup of this process and in each of its parents.
 
     Args:
         root: Root of the file system with the cgroups.
@@ -80,7 +80,10 @@ def cgroup_values(root: Path, controller: str, name: str) -> Iterator[str]:
 
 
 def _values_above(hierarchy: Path, path: str, name: str) -> Iterator[str]:
-    """Yield the contents of a file in a cgroup and its parents. In a container, the root may be the container's own cgroup."""
+    """Yield the contents of a file in a cgroup and its parents.
+
+    In a container, the root of the hierarchy may be the container's own cgroup. Then `path` may not exist below it.
+    """
     group = hierarchy / path
     for folder in (group, *group.parents):
         with contextlib.suppress(OSError, ValueError):  # a missing file, or one that is not text

@@ -74,7 +74,7 @@ class Mixture(CombinedSource[Dataset]):
         num_frames: Number of frames of all datasets that can be sampled.
         num_episodes: Number of episodes of all datasets.
         shares: Shares of the M datasets. `targets` is the share of each dataset in the samples, and `passes` the average number
-            of times that an epoch samples each of its frames, both of shape (M,).
+            of times that an epoch samples each frame of a dataset, both of shape (M,).
         fps: Frames per second of each dataset by name.
 
     Raises:
@@ -149,7 +149,7 @@ class Mixture(CombinedSource[Dataset]):
 
     @staticmethod
     def file_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Return the arguments of a `Mixture` in a file. Each of `datasets` is a dict of arguments of a `Dataset`.
+        """Return the arguments of a `Mixture` in a file. Each value in `datasets` is a dict of arguments of a `Dataset`.
 
         Raises:
             ValueError: See `from_file`.
@@ -211,7 +211,7 @@ class Mixture(CombinedSource[Dataset]):
         return merged([float(self.shares.targets[number]) for number in having], parts) if all(parts) else {}
 
     def dimensions(self, key: str, number: int) -> np.ndarray:
-        """Return a mask of the numbers of a feature that are not padding in a dataset.
+        """Return a mask of the elements of a feature that are not padding in a dataset.
 
         Args:
             key: Common key of the feature.
@@ -238,7 +238,7 @@ class Mixture(CombinedSource[Dataset]):
 
 
 def _plain(**arguments: Any) -> dict[str, Any]:
-    """Return the arguments that are not None, with numbers that JSON can hold."""
+    """Return the arguments that are not None. Numbers are converted to int or float, which JSON can hold."""
 
     def number(value: Any) -> int | float:
         return int(value) if isinstance(value, Integral) else float(value)

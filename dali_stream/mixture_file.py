@@ -28,12 +28,12 @@ _PATHS = ("uri", "data_files_root", "cache_dir", "frames")  # arguments that may
 
 
 def is_mixture_file(uri: str | os.PathLike[str]) -> bool:
-    """Return whether the address of a dataset is a path with the suffix of a mixture file, and not that of a folder."""
+    """Return whether the address of a dataset is a path with the suffix of a mixture file, and not a folder."""
     return "://" not in os.fspath(uri) and Path(uri).suffix.lower() in SUFFIXES and not Path(uri).is_dir()
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the arguments of a `Mixture` in a file. Each of `datasets` is a dict of arguments of a `Dataset`.
+    """Return the arguments of a `Mixture` in a file. Each value in `datasets` is a dict of arguments of a `Dataset`.
 
     Relative paths are resolved relative to the folder of the file. A name such as "owner/name" is the id of a Hub dataset,
     unless this folder contains such a path.

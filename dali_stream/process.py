@@ -42,7 +42,8 @@ class Ranks:
 
         Raises:
             DaliStreamError: If the process group has another rank or world size. If no process group exists, the environment is
-                checked instead, and it is also an error if the environment has only one of `RANK` and `WORLD_SIZE`.
+                checked instead. It is also an error if the environment has only one of `RANK` and `WORLD_SIZE`, unless that is
+                RANK=0 or WORLD_SIZE=1.
         """
         if self.source == "arguments":
             return

@@ -13,7 +13,7 @@ from dali_stream.pipeline.config import Config
 
 
 class RequiredMemory(NamedTuple):
-    """Lower bounds of the memory that frames need. With lower bounds, no batch size that works is refused.
+    """Lower bounds of the memory that frames need. Since they are lower bounds, no batch size that would work is refused.
 
     Attributes:
         batch: Bytes of the frames of one batch, as delivered or, with DALI, as passed to DALI.

@@ -150,7 +150,8 @@ def described_dataset(dataset: Dataset | Mixture) -> dict[str, Any]:
 def described_graph(dali_graph: Callable[..., Any] | None) -> dict[str, Any] | None:
     """Return the name and the keyword arguments of a function for JSON.
 
-    The arguments are the ones in `functools.partial`. They are None if JSON cannot contain them, or if some are positional.
+    The arguments are the keyword arguments of `functools.partial`. They are None if JSON cannot contain them, or if some
+    arguments are positional.
     """
     if dali_graph is None:
         return None
@@ -176,11 +177,11 @@ def _ranges(episodes: npt.NDArray[np.int64]) -> list[list[int]]:
 
 
 def checked(config: object) -> dict[str, Any]:
-    """Return the description in `config`, the result of `Loader.describe` or the content of a file of `Loader.save`.
+    """Return the description in `config`, the result of `Loader.describe` or the content of a file that `Loader.save` wrote.
 
     Raises:
         ValueError: If `config` is neither.
-        ResumeError: If a version of dali_stream with another form of descriptions wrote it.
+        ResumeError: If `config` was written by a version of dali_stream whose descriptions have another form.
     """
     description = config.get("config", config) if isinstance(config, Mapping) else config
     if not isinstance(description, Mapping) or "version" not in description or any(part not in description for part in PARTS):

@@ -100,7 +100,7 @@ def events(spans: list[Span], began: float) -> list[dict[str, Any]]:
 
 
 def record(name: str, start: float, stop: float, batch: int | None = None) -> None:
-    """Record a span of this thread, if a trace is being recorded. See `Span`. By default, it has the thread's batch."""
+    """Record a span of this thread, if a trace is being recorded. See `Span`. `batch` defaults to the thread's batch."""
     if (spans := _spans) is not None:
         batch = getattr(_local, "batch", None) if batch is None else batch
         spans.append(Span(name, threading.get_native_id(), threading.current_thread().name, start, stop, batch))
@@ -108,7 +108,7 @@ def record(name: str, start: float, stop: float, batch: int | None = None) -> No
 
 @contextlib.contextmanager
 def span(name: str, batch: int | None = None) -> Iterator[None]:
-    """Record the block as a span. By default, it has the thread's batch."""
+    """Record the block as a span. `batch` defaults to the thread's batch."""
     start = time.perf_counter()
     try:
         yield
@@ -131,7 +131,7 @@ def begin_batch(number: int | None) -> None:
 
 
 def bound(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function for another thread that works for the same batch as this thread."""
+    """Return a function for another thread. It sets that thread's batch to the batch of this thread, and then calls `call`."""
     # The batch is passed on even if no trace is being recorded, since one may begin before the other thread calls the function.
     return functools.partial(_call, getattr(_local, "batch", None), call)
 

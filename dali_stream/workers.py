@@ -111,7 +111,7 @@ def _run(
 
 
 class Once:
-    """Calls by key. Calls with the same key that overlap in time are made only once, and share the result or the error."""
+    """Runner of calls by key. Calls with the same key that overlap in time run only once, and share the result or the error."""
 
     def __init__(self) -> None:
         self._under_way: dict[Hashable, Future[object]] = {}

@@ -89,7 +89,7 @@ class OpenEpisodes:
         """Wait for the reads that are due before the next batch is planned.
 
         Args:
-            ahead: Next batch and some batches after it. If a read also returns rows of their other episodes, these are kept if
+            ahead: Next batch and some batches after it. Rows of their other episodes that a read returns as well are kept if
                 they fit.
 
         Returns:

@@ -60,7 +60,7 @@ class Slots:
             show: Slot of each frame, shape (B, T). -1 for zeros.
             out: Array for the frames, shape (B, T, height, width, channels), uint8, or float32 for values divided by 255. In
                 memory, the channels may precede height and width.
-            helpers: Threads that copy a share each, in addition to the calling thread.
+            helpers: Threads that help the calling thread to copy.
 
         Returns:
             {sample that failed: error of its first frame that failed}. The frames of these samples in `out` are undefined.
@@ -85,9 +85,10 @@ class Slots:
     def _copy_share(self, slots: Int64, out: npt.NDArray[Any]) -> None:
         is_float = out.dtype == np.float32
         if out.flags.c_contiguous:
-            # One call copies all frames, since each call may wait for the interpreter. That saves more time than the additional
-            # copy before the division takes, which is in the processor's cache. All slots are valid. NumPy's default mode
-            # "raise" would buffer the output, which is another copy. "wrap" maps slot -1 to the last one, which is black.
+            # One call copies all frames, since each call may wait for the interpreter. For floats, this requires an additional
+            # copy before the division. It stays in the processor's cache, and takes less time than the single call saves. All
+            # slots are valid. NumPy's default mode "raise" would buffer the output, which is another copy. "wrap" maps slot -1
+            # to the last one, which is black.
             frames = np.take(self._frames, slots, axis=0, out=None if is_float else out, mode="wrap")
             if is_float:
                 _divide(frames, out)

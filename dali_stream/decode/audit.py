@@ -1,7 +1,7 @@
 """Audits, which compare frames that DALI has decoded with frames that torchcodec has decoded.
 
 An audit compares pixels and not timestamps. DALI computes timestamps from its index of the clip and not from the decoded
-frames, so they do not reveal a frame of another clip.
+frames, so a frame of another clip would have the expected timestamp.
 """
 
 from __future__ import annotations

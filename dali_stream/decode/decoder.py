@@ -160,7 +160,7 @@ def even_tasks(ends: Int64, most: int) -> Int64:
 
     Args:
         ends: Cumulative number of frames, up to and including each item, shape (n,).
-        most: Maximum number of frames of a task on average. A single task may have more, because items are not split.
+        most: Maximum average number of frames per task. A single task may have more, because items are not split.
 
     Returns:
         Number of each item's task, shape (n,).

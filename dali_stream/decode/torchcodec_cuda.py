@@ -2,7 +2,7 @@
 
 torchcodec takes the time of a frame from the decoded frame itself. Each frame is therefore compared with its request, as on the
 CPU (`torchcodec.decode_in_parts`). With the device "cpu", the same code runs without a GPU, but without CUDA streams and
-without the limit of sessions.
+without the limit on sessions.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ def audited(position: npt.NDArray[np.int64], epoch: int, every: int) -> npt.NDAr
     Args:
         position: Position of each sample in the order of its epoch, shape (B,).
         epoch: Number of the epoch.
-        every: Average number of samples per audited sample, at least 1.
+        every: Average number of samples per audit, at least 1.
 
     Returns:
         Whether each sample is audited, shape (B,).
     """
-    # A hash is used, because every `every`-th position could belong to the same rank. The epoch counts from 1, because mix(0)
-    # is 0.
+    # Positions are hashed, because without a hash, the same rank could serve all audited positions. The epoch counts from 1,
+    # because mix(0) is 0.
     numbers = mix(position.astype(np.uint64) + mix(np.array([epoch + 1], np.uint64)))
     chosen: npt.NDArray[np.bool_] = numbers % np.uint64(every) == 0
     return chosen

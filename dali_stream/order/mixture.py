@@ -45,9 +45,9 @@ class MixtureOrder(EpochOrder):
     """Order of one epoch of a mixture of M datasets.
 
     After any number of draws of a consumer, the number of samples of each dataset deviates from its share by about 2 or less
-    (see `interleave` for the bound). The deviations of different consumers mostly cancel. The order has no consumers with
-    `shuffle="global"` or False. The deviation is then about 1, after every 64 positions for "global" and after every position
-    for False.
+    (see `interleave` for the bound). The deviations of different consumers mostly cancel. With `shuffle="global"` or False, the
+    order has no consumers. The deviation is then about 1, after every 64 positions for "global" and after every position for
+    False.
 
     Args:
         episode_lengths: Number of sampled frames of each episode, in recorded order, for each dataset.
@@ -290,7 +290,7 @@ class _Dataset:
         return episode, place - line.ends[at] + self._lengths[episode]
 
     def _line(self, episodes: Int64, number: int) -> _Pass:
-        """Return pass `number` with the episodes in this order."""
+        """Return pass `number` with the episodes in the given order."""
         before = self._numbers.before(number * self._count)
         samples = self._numbers.before((number + 1) * self._count) - before
         return _Pass(episodes, np.cumsum(self._lengths[episodes]), before, np.concatenate([[0], np.cumsum(samples)]))

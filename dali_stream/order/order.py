@@ -129,7 +129,7 @@ class Order(EpochOrder):
 
     With `shuffle=True`, the episodes are permuted, laid end to end and cut into one run for each consumer. The part of an
     episode in a run is a segment. A consumer draws uniformly from the frames of a pool of segments, and replaces an empty
-    segment by the next one of its run. A long run is cut into parts, and each part begins with a new pool.
+    segment with the next one of its run. A long run is cut into parts, and each part begins with a new pool.
 
     Args:
         episode_lengths: Number of frames of each episode, in recorded order, shape (E,).

@@ -80,7 +80,7 @@ class Run:
         return draws, places
 
     def _pool_at(self, part: int, draw: int) -> EpisodePool:
-        """Return the pool of a part. It has drawn at most the draws before `draw`, since a pool cannot go back."""
+        """Return the pool of a part. If the current pool is past `draw`, return a new one, since a pool cannot go back."""
         if self._now is None or self._now[0] != part or self._now[1].drawn > draw - self._bounds[part]:
             self._now = part, self._new_pool(part)
         return self._now[1]

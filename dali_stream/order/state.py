@@ -9,7 +9,7 @@ from dali_stream.errors import ResumeError
 from dali_stream.order.order import Shuffle, allowed_worlds, check_order_arguments, check_world, uneven
 
 STATE_VERSION = 2
-"""Version of the orders, which each state contains. In another version, a position may have another sample."""
+"""Version of the orders. Each state contains it, because a position may have another sample in another version."""
 
 
 class OrderArguments(NamedTuple):

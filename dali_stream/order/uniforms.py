@@ -1,8 +1,8 @@
 """Random numbers for augmentation, which are part of each sample.
 
 They depend only on the seed, the epoch and the position in the order of the epoch. A resumed run therefore augments its samples
-as an uninterrupted run does, on any number of ranks. DALI's random operators cannot do this, because DALI has no checkpoints
-of a pipeline with a video decoder.
+as an uninterrupted run does, on any number of ranks. DALI's random operators cannot do this, because DALI cannot save the
+state of a pipeline with a video decoder.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def take_texts(config: Config, table: EpisodeTable, samples: Samples, columns: d
         table: Table of the open episodes.
         samples: Samples of the batch.
         columns: Result of `gather`. Text is removed from it.
-        names: Names of tasks and the like, see `Source.names`.
+        names: Names of tasks and subtasks, see `Source.names`.
 
     Returns:
         {key: one string per sample}.

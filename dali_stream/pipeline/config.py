@@ -51,7 +51,7 @@ class Config:
         max_substitutes: Maximum share of a batch that may be substituted. None if undecodable samples raise an error.
         gpu: Index of the CUDA device. None for CPU batches.
         augments: Whether the user gives a function for the DALI graph.
-        audit: Average number of samples per audited sample. 0 turns audits off.
+        audit: Average number of samples per audit. 0 turns audits off.
         substitutes: Log of the substituted samples.
     """
 

@@ -96,12 +96,12 @@ def decodes(
     # The frames of a GOP serve later batches for as long as they are cached. For a steady state, the simulation must be long
     # enough to replace the contents of the cache.
     steady = fill + max(most, 2 * kept // batches.batch_size)
-    # In a long epoch, batches after the cache is full are like those of later epochs, so a part of it is simulated. A short
+    # In a long epoch, batches after the cache is full are like those of later epochs, so only a part is simulated. A short
     # epoch and the one after it are simulated as a whole, since only the latter finds frames of the first epoch in the cache.
     count, later_from = (epoch if kept >= frames else 2 * epoch, epoch) if steady > epoch else (steady, fill)
     read = samples(order, batches, rank, 0, 0)
     planner = BatchPlanner(EpisodeTable(lengths, [camera]), read, batches.largest, {camera: offsets}, limits)
-    total, shown = np.zeros((2, 2)), np.zeros((2, 1))  # of the first epoch, and of those after it
+    total, shown = np.zeros((2, 2)), np.zeros((2, 1))  # one row for the first epoch, and one for later epochs
     for number in range(count):
         plan = plan_next(planner, lengths, gop).frames[camera]
         counts = np.array([[number < epoch], [number >= later_from]])

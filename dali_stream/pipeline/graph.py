@@ -97,7 +97,7 @@ def build(
 
 
 def _ancestors(nodes: Iterable[DataNode]) -> set[tuple[int, int]]:
-    """Return the places, see `_place`, of some nodes and of all nodes from which they are computed."""
+    """Return the places (see `_place`) of some nodes and of all nodes from which they are computed."""
     ancestors, todo = set[tuple[int, int]](), list(nodes)
     while todo:
         node = todo.pop()

@@ -1,8 +1,8 @@
 """Model of a loader's speed: the seconds per batch, from the work of a batch and the resources that do it.
 
-Decode threads, planner and the thread that iterates work on different batches at the same time, and share the CPU cores. Each
-of them is a resource, with its own seconds per batch. The busiest resource determines the speed, and the others delay it a
-little, since the queues between them are limited:
+The decode threads, the planner thread and the iterating thread work on different batches at the same time, and share the CPU
+cores. Each of these is a resource with its own seconds per batch, and so is the network. The busiest resource determines the
+speed, and the others delay it a little, since the queues between them are limited:
 
     seconds per batch = (Σ rᵢ^p)^(1/p),  p = 6
 
@@ -35,7 +35,7 @@ class Work:
         decode: CPU seconds of all decode threads, without those of `store`.
         plan: CPU seconds of the planner thread.
         copy: CPU seconds of copying frames into the batch.
-        deliver: Seconds that the thread that iterates spends on copying frames, or on the DALI graph.
+        deliver: Seconds that the iterating thread spends on copying frames, or on the DALI graph.
         store: CPU seconds of all decode threads for resizing frames and storing them.
         wait: Seconds that the decode threads wait for a disk, added up over the threads.
         network: Seconds that the network takes for the bytes of a batch.

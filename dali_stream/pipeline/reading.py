@@ -24,7 +24,7 @@ _log = logging.getLogger("dali_stream")
 # Number of threads for remote data. While the caches fill, a batch needs many small blocks, so the number of parallel requests
 # limits the rate: with round trips of 50 ms, 32 threads read 64 KiB blocks at 42 MB/s at most, however fast the network is.
 FETCHERS = PER_HOST
-_SOON = 256  # number of batches ahead whose episodes are kept if a read returns their rows in addition
+_SOON = 256  # number of batches ahead whose episodes are kept if a read for another episode also returns their rows
 
 
 class Reading:

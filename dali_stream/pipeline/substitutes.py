@@ -13,7 +13,7 @@ _log = logging.getLogger("dali_stream")
 class Substitutes:
     """Log of the substituted samples. The first sample is logged at once. When an epoch ends, all are summed up per file.
 
-    Safe to use from several threads.
+    Several threads may use an object of this class.
     """
 
     def __init__(self) -> None:

@@ -149,9 +149,9 @@ def batches_in_progress(threads: int, batch_frames: int, task_frames: int) -> in
 
 
 def copy_threads(threads: int) -> int:
-    """Return the number of threads that copy the frames of a batch, including the caller's, if `threads` decode.
+    """Return the number of threads that copy the frames of a batch, including the caller's, for `threads` decode threads.
 
-    It is at most 4, since memory bandwidth limits copying, not the number of cores.
+    It is at most 4, since copying is limited by memory bandwidth and not by the number of cores.
     """
     return min(threads, 4)
 

@@ -301,7 +301,7 @@ class EpisodeTable:
                 if (cut := located.blocks) is not None:
                     table.first_block[rows] = self.blocks.open(camera, opened.number, cut.start, cut.stop) + cut.first
                     table.block_count[rows] = np.where(cut.first >= 0, cut.last - cut.first + 1, 0)
-        # `memory_budget` is divided on the assumption that no more rows than these are free.
+        # The division of `memory_budget` assumes that at most this share of the rows is unused.
         if self._rows.used * ROW_SPARE[1] > self._rows.live * ROW_SPARE[0]:
             self._compact()
 

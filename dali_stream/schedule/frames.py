@@ -21,7 +21,7 @@ from dali_stream.schedule.look_ahead import NEVER, Window
 Int64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 _SLACK = 256  # a full cache evicts 1/256 of its frames more than necessary, so that it rarely ranks all of them
-_TURNOVERS = 2  # a frame without a known next use is assumed to be evicted before a full cache has been replaced this often
+_TURNOVERS = 2  # a frame without a known next use is assumed to be evicted before a full cache was replaced this many times
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class FrameCache:
             after = self._window.uses.next(self._table.frames(coming), batch)
             next_use[hit_slots] = self._window.uses.next(hits, batch)
             # A frame whose next use is unknown is shown after the batches ahead. Each of these adds about as many frames as
-            # this batch, so the frame is not cached if it would be evicted before that. Frames that this batch shows are hardly
+            # this batch, so the frame is not cached if it would be evicted before that. Frames that this batch shows are rarely
             # shown again before the next epoch, so in a full or a small cache, their next use must be known.
             known, stays = after < NEVER, next_use[hit_slots] < NEVER
             if ahead * count > _TURNOVERS * self._kept:

@@ -6,7 +6,7 @@ request    returns the reads to begin, and decides which rows and indices to evi
 due        returns the reads that must be complete before the next batch is planned
 observe    records the result of a read
 ready      returns the episodes that can be opened
-advance    unpins the batch that was planned, so that the one after it is the next batch
+advance    unpins the batch that was planned, so that the one after it becomes the next batch
 
 Rows and indices share a limit of bytes. The batches of the look-ahead pin the rows and indices that they use. Rows and indices
 that are not pinned are evicted, least recently used first.

@@ -24,7 +24,7 @@ from dali_stream.schedule.samples import Samples
 
 Int64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-BLOCK = 64 << 10  # bytes of a block, unless a GOP is larger. At 1.3 MB/s, it takes as long as a round trip of 50 ms
+BLOCK = 64 << 10  # bytes of a block, unless a GOP is larger. At 1.3 MB/s, a block takes as long as a round trip of 50 ms
 RANGE = 4 << 20  # maximum bytes of a request: large enough to be efficient, small enough to delay other requests only briefly
 GROWTH = 2  # number of batches by which the look-ahead grows per planned batch
 # A full cache evicts 1/32 of its bytes more than necessary. Each search for blocks to evict computes the next uses of all
@@ -102,7 +102,7 @@ class VideoPlanner:
         # batch, since the next batches would find the memory full as well.
         self._retry_at = 0
         # Number of batches from the last eviction to the first use of a block that it evicted. The memory holds about the
-        # blocks that are needed within this time, so a block is fetched in addition only if it is needed sooner.
+        # blocks that are needed within this time, so an additional block is fetched only if it is needed sooner.
         self._soonest_evicted = NEVER
         self._plan = VideoPlan()  # decisions since the last plan was returned
 
@@ -210,7 +210,7 @@ class VideoPlanner:
             missing: Blocks in increasing order.
         """
         blocks = self._table.blocks
-        # All missing blocks are counted first, so that blocks that are fetched in addition cannot take their room.
+        # All missing blocks are counted first, so that additional blocks cannot take their room.
         self._hold(missing)
         largest = max(min(RANGE, self.room // 128), self._block)
         # A request for a later batch may take longer, so it also fetches blocks that follow in the file. Its size doubles with
