@@ -83,7 +83,7 @@ def prepare(
     ray_address: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Address of a Ray cluster. Default: start Ray on this machine.")
     ] = None,
-    as_status: Annotated[bool, typer.Option("--status", help="Print how far the run is that writes URI, and exit.")] = False,
+    as_status: Annotated[bool, typer.Option("--status", help="Print the state of the run that writes URI, and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Rewrite a dataset of any version as LeRobot v3.0, with smaller frames, another codec, other files or fewer episodes.
@@ -164,7 +164,7 @@ def _say(out: str, report: PrepareReport, as_json: bool) -> None:
         _print(out, report)
     if report.failed:
         raise DaliStreamError(
-            f"{out}: {counted(len(report.failed), 'file')} could not be written. Mend the source, or give --drop-broken with a "
+            f"{out}: {counted(len(report.failed), 'file')} could not be written. Fix the source, or give --drop-broken with a "
             "new OUT, and run the command again"
         )
 

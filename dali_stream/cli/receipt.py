@@ -33,7 +33,7 @@ def receipt(
     --config or the last entry of --log.
     """
     if config is None and state is None:
-        raise ValueError("--config or --state must be given, the run")
+        raise ValueError("--config or --state must be given")
     described, saved = runs.config_and_state(config, state)
     where = {"uri": uri, "cache_dir": cache_dir, "storage_options": arguments.json_object("--storage-options", storage_options)}
     with (

@@ -31,10 +31,9 @@ def stats(
 ) -> None:
     """Compute statistics as LeRobot defines them, as JSON in the form of meta/stats.json.
 
-    Quantiles of rows are exact up to four million numbers per feature, and the other statistics of rows always. Those of
-    cameras are computed from a sample of the frames, as in LeRobot. The dataset is
-    not changed. To add statistics to a dataset that has none, use --out DATASET/meta/stats.json. Otherwise, pass them to
-    Dataset(uri, stats=json.load(open(FILE))).
+    The statistics of rows are exact, except for quantiles of more than four million numbers. The statistics of cameras are
+    computed from a sample of the frames, as in LeRobot. The dataset is not changed. To add statistics to a dataset that has
+    none, use --out DATASET/meta/stats.json. Otherwise, pass them to Dataset(uri, stats=json.load(open(FILE))).
     """
     if out is not None and (out.exists() or not out.absolute().parent.is_dir()):
         reason = "exists" if out.exists() else "is in a folder that does not exist"

@@ -38,8 +38,8 @@ AUDITED = "audited "  # prefix of the output with a camera's frames before the u
 Kind = tuple[str, Any, int, str]  # input of DALI: key, DALI's type, number of dimensions of a sample, and layout
 _log = logging.getLogger("dali_stream")
 _HINT = (
-    ". To rename an output, change its key in the dict that dali_graph returns and not DataNode.name; give two operators no "
-    "equal names; use gpu() only where there is a GPU"
+    ". To rename an output, change its key in the dict that dali_graph returns and not DataNode.name. Operators must have "
+    "different names, and gpu() needs a GPU"
 )
 _TYPES = {np.dtype(np.float32): types.FLOAT, np.dtype(np.int64): types.INT64, np.dtype(np.bool_): types.BOOL}
 

@@ -119,8 +119,8 @@ class Reading:
         """
         if count and not getattr(self._counters, counter):
             _log.warning(
-                "memory_budget leaves %d bytes for rows, indices of video files and encoded video, which is less than those of "
-                "the episodes in use take: %s more than once. The batches stay the same%s",
+                "memory_budget leaves %d bytes for rows, indices of video files and encoded video, which is less than the "
+                "episodes in use need: %s more than once. The batches stay the same%s",
                 *(self.parts.encoded, what, self._remedies),
             )
         self._counters.add(**{counter: count})
