@@ -133,7 +133,7 @@ def test_nothing_is_left_behind(run: Any) -> None:
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        ('"seed", ', "NO: sample 0: (index, episode, frame) are"),  # its own order, and not the recorded one
+        ('"seed", ', "NO: sample 0: expected (index, episode, frame)"),  # its own order, and not the recorded one
         ("from serve import Batch, Spec, serve", "failed: NameError: name 'serve' is not defined"),
     ],
 )
