@@ -119,15 +119,19 @@ def test_nothing_is_said_of_no_time() -> None:
     assert find(times(wait_s=0), setup()) is None
 
 
-def test_a_stage_inside_another_is_counted_once() -> None:
+def test_a_stage_inside_another_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"s": 100.0}  # of the wall and of the thread's CPU
+    monkeypatch.setattr("dali_stream.counters.time.perf_counter", lambda: clock["s"])
+    monkeypatch.setattr("dali_stream.counters.time.thread_time", lambda: clock["s"] / 2)
     counters = Counters()
     with counters.timed("plan_s"):
+        clock["s"] += 1
         with counters.timed("rows_s"):
-            sum(range(200_000))
+            clock["s"] += 10
         with counters.timed("gather_s"), counters.timed("pack_s"):
-            sum(range(200_000))
-    assert 0 < counters.plan_s < counters.rows_s
-    assert 0 < counters.gather_s < counters.pack_s
+            clock["s"] += 100
+    assert (counters.plan_s, counters.rows_s, counters.gather_s, counters.pack_s) == (1, 10, 0, 100)
+    assert (counters.plan_cpu_s, counters.decode_cpu_s) == (5.5, 50)
 
 
 def test_it_is_said_once_after_200_batches(odd: Path, caplog: pytest.LogCaptureFixture) -> None:
