@@ -46,7 +46,7 @@ import gather_floor
 import numpy as np
 import nvdec_floor
 from argument_types import count
-from host_memory import provide
+from host_memory import cached_bytes, provide
 
 import dali_stream
 from dali_stream import process
@@ -237,17 +237,6 @@ def mean_wait(batches: Iterator[Any], count: int, waits: list[float]) -> float:
     passed = (before - started) / max(count, 1)
     deque(batches, maxlen=0)  # consume the rest of the epoch
     return passed
-
-
-def cached_bytes(dataset: dali_stream.Dataset, size: tuple[int, int] | None = None) -> int:
-    """Return the memory that a Loader with the default `memory_budget` takes for frames, in bytes, and a little more.
-
-    Args:
-        dataset: Dataset of the Loader.
-        size: Size (height, width) of the frames in pixels. Default: the recorded size.
-    """
-    sizes = [size or dataset.picture_size(camera) for camera in dataset.videos]
-    return min(dataset.num_frames * sum(3 * height * width for height, width in sizes), 4 << 30) + (512 << 20)
 
 
 def growth(after: dict[str, Any], before: dict[str, Any], key: str) -> float:

@@ -6,6 +6,8 @@ import time
 
 import numpy as np
 
+import dali_stream
+
 
 def provide(nbytes: int) -> float:
     """Write memory and free it, so that the host has provided it when a loader allocates as much soon afterwards.
@@ -24,3 +26,14 @@ def provide(nbytes: int) -> float:
     began = time.perf_counter()
     memory.fill(1)
     return (time.perf_counter() - began) * 1e3 / (len(memory) / 1e6)
+
+
+def cached_bytes(dataset: dali_stream.Dataset, size: tuple[int, int] | None = None) -> int:
+    """Return the memory that a Loader with the default `memory_budget` takes for frames, in bytes, and a little more.
+
+    Args:
+        dataset: Dataset of the Loader.
+        size: Size (height, width) of the frames in pixels. Default: the recorded size.
+    """
+    sizes = [size or dataset.picture_size(camera) for camera in dataset.videos]
+    return min(dataset.num_frames * sum(3 * height * width for height, width in sizes), 4 << 30) + (512 << 20)

@@ -28,8 +28,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from argument_types import count, not_negative, positive
+from host_memory import provide
 
 import dali_stream
 from dali_stream.tools import environment
@@ -101,7 +101,7 @@ def epochs(
     """
     results, cores = [], len(os.sched_getaffinity(0))
     frame_bytes = sum(math.prod(dataset.features[camera].shape) for camera in dataset.cameras)
-    np.empty(min(TOUCHED, dataset.num_frames * frame_bytes), np.uint8).fill(1)
+    provide(min(TOUCHED, dataset.num_frames * frame_bytes))
     with dali_stream.Loader(dataset, image_dtype="uint8", **arguments) as loader:
         for _ in range(count):
             before, began = loader.stats(), time.perf_counter()

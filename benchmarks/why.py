@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from argument_types import count, new_file
-from host_memory import provide
+from host_memory import cached_bytes, provide
 
 from dali_stream import Dataset, Loader
 from dali_stream.tools import environment, prepare, why
@@ -67,7 +67,7 @@ def cases(name: str, path: str, setting: str, repeat: int, folder: Path) -> list
     measured: dict[tuple[str, str], list[float]] = {}
     durations: dict[str, float] = {}  # seconds of a first epoch with each remedy
     for _ in range(repeat):
-        provide(_cache_bytes(path))
+        provide_for(path)
         report = why(path, loader=options)
         applied: list[tuple[str, str, dict[str, Any]]] = [("none", path, {})]
         for remedy in report.remedies:
@@ -120,7 +120,7 @@ def rate(path: str, options: dict[str, Any]) -> tuple[float, float, float]:
     """
     first, later, loaders = np.zeros(2), np.zeros(2), 0  # batches and seconds
     while first[1] < LEAST_S:
-        provide(_cache_bytes(path))
+        provide_for(path)
         with Loader(path, **options) as loader:
             first, loaders = first + measured(loader, 1), loaders + 1
             while later[1] < LEAST_S:
@@ -144,10 +144,10 @@ def measured(loader: Loader, epochs: int) -> tuple[float, float]:
     return now["batches"] - seen["batches"], seconds
 
 
-def _cache_bytes(path: str) -> int:
-    """Return the memory of all decoded frames of a dataset, in bytes, and a little more."""
+def provide_for(path: str) -> None:
+    """Provide the memory that a Loader takes for the frames of a dataset, see `host_memory.provide`."""
     with contextlib.closing(Dataset(path)) as dataset:
-        return dataset.num_frames * len(dataset.cameras) * 3 * 224 * 224 + (512 << 20)
+        provide(cached_bytes(dataset, (224, 224)))
 
 
 def prepared(path: str, folder: Path, name: str, options: dict[str, Any]) -> str:

@@ -105,6 +105,7 @@ class Setup:
         videos: {camera with video: name of its decoder}.
         image_size, image_dtype: Arguments of the Loader.
         normalize, dali_graph: Whether these arguments were passed to the Loader.
+        uses_dali: Whether a DALI graph makes the batches.
         warm: Whether the batches follow a whole epoch of the same loader.
         keeps_all: Whether `memory_budget` holds all decoded frames, so that later epochs decode nothing.
         frames_budget: Memory budget that would hold all decoded frames, in bytes. None if the current budget holds them, if the
@@ -128,6 +129,7 @@ class Setup:
     image_dtype: str = "float32"
     normalize: bool = False
     dali_graph: bool = False
+    uses_dali: bool = False
     warm: bool = False
     keeps_all: bool = False
     frames_budget: int | None = None
@@ -162,6 +164,7 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool) -
         image_dtype=config.image_dtype,
         normalize=normalize,
         dali_graph=config.augments,
+        uses_dali=config.uses_dali(on_cpu),
         warm=warm,
         keeps_all=source.keeps_all,
         frames_budget=frames if fits(frames) else None,
@@ -219,8 +222,7 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
     if wait < KEEPS_UP:
         text = f"Loading keeps up: the training loop waits for batches {_percent(wait)} of the time."
         return Bottleneck("training", 1 - wait, f"{text} A faster loader would not help.")
-    uses_dali = setup.gpu or setup.dali_graph or "dali" in setup.videos.values()
-    work = work_of(times, setup.num_threads, setup.cores, setup.remote, uses_dali)
+    work = work_of(times, setup.num_threads, setup.cores, setup.remote, setup.uses_dali)
     starved, graph = times["starved_s"] / wall, times["graph_s"] / wall
     handover = wait - starved - graph
     if starved >= max(graph, handover):
@@ -228,8 +230,7 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
     elif graph >= handover:
         resizes = " and resizes" if setup.image_size else ""
         decodes = f", which decodes{resizes} the videos," if "dali" in setup.videos.values() else ""
-        on_dali = decodes or setup.gpu or setup.dali_graph
-        name = f"The DALI graph{decodes}" if on_dali else "Copying frames into batches"
+        name = f"The DALI graph{decodes}" if setup.uses_dali else "Copying frames into batches"
         stage, share, text, change = "graph", graph, f"{name} takes {_percent(graph)} of the time", _graph_change(times, setup)
     else:
         stage, share, change = "handover", handover, _handover_change(setup)

@@ -27,7 +27,10 @@ def times(**given: float) -> dict[str, float]:
 
 
 def setup(**given: Any) -> Setup:
-    return Setup(**{"num_threads": 4, "cores": 4, "videos": {TOP: "torchcodec"}, "image_size": (224, 224)} | given)
+    """With a DALI graph wherever a loader with these settings has one."""
+    settings = {"num_threads": 4, "cores": 4, "videos": {TOP: "torchcodec"}, "image_size": (224, 224)} | given
+    settings["uses_dali"] = bool(given.get("gpu") or given.get("dali_graph")) or "dali" in settings["videos"].values()
+    return Setup(**settings)
 
 
 STARVED = {"starved_s": 9.0, "graph_s": 0.5}

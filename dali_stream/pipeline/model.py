@@ -2,11 +2,7 @@
 
 The decode threads, the planner thread and the iterating thread work on different batches at the same time, and share the CPU
 cores. Each of these is a resource with its own seconds per batch, and so is the network. The busiest resource determines the
-speed, and the others delay it a little, since the queues between them are limited:
-
-    seconds per batch = (Σ rᵢ^p)^(1/p),  p = 6
-
-rᵢ is the seconds per batch of resource i. The larger p is, the less the other resources delay the busiest one.
+speed. The others also delay it a little. `predicted` scales a measured time, which includes this delay.
 """
 
 from __future__ import annotations
@@ -22,7 +18,6 @@ if TYPE_CHECKING:
 
 # If threads wait for bytes for at least this share of the time, the network is assumed to be busy all the time.
 _WAITING = 0.3
-_P = 6.0  # p above, chosen by hand; benchmarks/why.py measures how good the predictions are
 # Memory bandwidth limits copying: n threads copy n^0.6 times as fast as one. On 2 cores, they were 1.3 to 1.6 times as fast.
 _COPYING = 0.6
 
@@ -75,9 +70,7 @@ class Work:
     @property
     def seconds(self) -> float:
         """Seconds per batch, before the correction of `predicted`."""
-        resources = self.resources.values()
-        longest = max(resources)
-        return longest * sum((r / longest) ** _P for r in resources) ** (1 / _P) if longest else 0.0
+        return max(self.resources.values())
 
     def with_threads(self, threads: int) -> Work:
         """Return the work with another number of decode threads, some of which also help copying."""
