@@ -67,8 +67,7 @@ def cases(name: str, path: str, setting: str, repeat: int, folder: Path) -> list
     measured: dict[tuple[str, str], list[float]] = {}
     durations: dict[str, float] = {}  # seconds of a first epoch with each remedy
     for _ in range(repeat):
-        provide_for(path)
-        report = why(path, loader=options)
+        report = why(path, loader=options, progress=lambda _: provide_for(path))  # before each of its measurements
         applied: list[tuple[str, str, dict[str, Any]]] = [("none", path, {})]
         for remedy in report.remedies:
             if remedy.prepare:

@@ -310,7 +310,7 @@ class RowReader:
         with suppress(DatasetError, StorageError), parquet_errors(self._store, path):
             group = self._decoded(file, path, groups[is_together].tolist())
             if list(group.lengths) == episodes[is_together].tolist():
-                self._early = dict.fromkeys(group.lengths, group)
+                self._early |= dict.fromkeys(group.lengths, group)
                 return self._early.pop(episode)
         return None
 
