@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dali_stream import Loader
-from dali_stream.bottleneck import STAGES, Setup, find
+from dali_stream import Loader, bottleneck
+from dali_stream.bottleneck import STAGES, Setup, find, setup_of
 from dali_stream.counters import Counters
 from dali_stream.pipeline.decodes import Decodes
 
@@ -254,3 +254,11 @@ def test_more_memory_is_recommended_with_the_amount_that_holds_all_frames(h264_d
         for _ in loader:
             pass
         assert loader.stats()["decoded_frames"] == once
+
+
+def test_training_does_not_wait_for_a_long_simulation(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Loader(demo, batch_size=8, image_size=(64, 80), memory_budget=4 << 20, device="cpu") as loader:
+        advice = setup_of(loader._config, loader._source, normalize=False, warm=True).advice
+        assert advice() is not None
+        monkeypatch.setattr(bottleneck, "_MOST_SIMULATED", 100)
+        assert advice() is None, "the larger budget holds more than 100 frames"
