@@ -117,7 +117,7 @@ class Setup:
             budget holds them, or if this machine has less memory.
         advice: Function that simulates a larger memory budget. It returns the larger budget in bytes, and the decodes with
             the current and the larger budget. It returns None if the larger budget saves too little, exceeds the memory of this
-            machine, or holds so many frames that the simulation would take long.
+            machine, or holds more than `_MOST_SIMULATED` frames of a camera.
         block_bytes: Size of a block of encoded video in bytes.
     """
 
