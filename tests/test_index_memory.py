@@ -62,14 +62,16 @@ def test_a_rising_column_is_searched_as_an_array(steps: list[int], even: bool, d
             assert column.searchsorted(value, side) == np.searchsorted(values, value, side)
 
 
-def index_of(frames: int, *, b_frames: bool, steady: bool, gap: bool, most: int = 60_000) -> VideoIndex:
+def index_of(frames: int, *, b_frames: bool, steady: bool, gap: bool, pauses: bool = False, most: int = 60_000) -> VideoIndex:
     """An index of a file with packets of up to `most` bytes.
 
-    With or without B-frames, at a constant frame rate or not, with sound between its chunks or not.
+    With or without B-frames, at a constant frame rate or not, with sound between its chunks or not, with a pause after every
+    300 frames or not.
     """
     random, every = np.random.default_rng(0), np.arange(frames)
     size = random.integers(500, most, frames)
     pts = every * 512 if steady else np.cumsum(random.integers(300, 700, frames))
+    pts = pts + every // 300 * 137 * pauses
     if b_frames:
         order = every.reshape(-1, 4)[:, [0, 3, 1, 2]].ravel()
         pts = pts[np.argsort(order)]
@@ -115,26 +117,39 @@ def test_the_nearest_frame_is_that_of_a_search_through_all(b_frames: bool, stead
     assert not (away[~finite] < 1).any()
 
 
-@given(st.booleans(), st.booleans(), st.integers(0, 2399), st.integers(1, 60), st.floats(0, 1), st.integers(0, 1 << 32))
+@given(
+    st.booleans(),
+    st.sampled_from(["steady", "pauses", "jitter"]),
+    st.integers(0, 2399),
+    st.integers(1, 60),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.integers(0, 1 << 32),
+)
 @examples(200)
 def test_consecutive_frames_are_the_same_as_those_of_a_search(
-    b_frames: bool, steady: bool, first: int, count: int, share: float, seed: int
+    b_frames: bool, times: str, first: int, count: int, share: float, tolerance: float, seed: int
 ) -> None:
-    index = index_of(2400, b_frames=b_frames, steady=steady, gap=False)
+    index = index_of(2400, b_frames=b_frames, steady=times != "jitter", gap=False, pauses=times == "pauses")
     shown = index.shown_at[first : first + count] / 15360
-    # All frames are at least 300 ticks apart.
-    seconds = shown + np.random.default_rng(seed).uniform(-share, share, len(shown)) * 300 / 15360
-    consecutive = index._consecutive(seconds)
-    assert consecutive is not None or share > 0.39
-    for fast, searched in zip(consecutive or (), index._nearest(seconds), strict=consecutive is not None):
-        np.testing.assert_array_equal(fast, searched)
-        assert fast.dtype == searched.dtype
+    step = 512 / 15360
+    seconds = shown + np.random.default_rng(seed).uniform(-share, share, len(shown)) * 0.5 * step
+    consecutive = index.consecutive(seconds, tolerance * 0.5 * step)
+    assert consecutive is not None or times != "steady" or share >= tolerance or tolerance > 0.79
+    if consecutive is not None:
+        packets, away, shown = index.nearest(seconds)
+        assert (away <= tolerance * 0.5 * step).all()
+        for fast, searched in zip(consecutive, (packets, shown), strict=True):
+            np.testing.assert_array_equal(fast, searched)
+            assert fast.dtype == searched.dtype
 
 
-@pytest.mark.parametrize("seconds", [[], [0.0, 0.2], [0.0, float("nan")], [float("inf")], [1e300], [79.97, 80.0]])
+@pytest.mark.parametrize(
+    "seconds", [[], [0.0, 0.2], [0.0, float("nan")], [float("nan")], [float("inf")], [1e300], [79.97, 80.0]]
+)
 def test_other_times_than_those_of_consecutive_frames_are_searched(seconds: list[float]) -> None:
     index = index_of(2400, b_frames=False, steady=True, gap=False)
-    assert index._consecutive(np.array(seconds)) is None
+    assert index.consecutive(np.array(seconds), 0.008) is None
 
 
 @pytest.mark.parametrize("pts", [[512, 0], [1536, 1024, 512, 0]])

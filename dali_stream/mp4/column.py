@@ -39,6 +39,10 @@ class Column(np.lib.mixins.NDArrayOperatorsMixin):
         """Return the values [start, stop)."""
         return self._at(np.arange(start, stop))
 
+    def step(self, start: int, stop: int) -> int | None:
+        """Return the difference between consecutive values of [start, stop), or None if it is not known to be constant."""
+        return None
+
     @property
     def nbytes(self) -> int:
         """Memory that the column takes, in bytes."""
@@ -100,6 +104,9 @@ class Line(Column):
     def _slice(self, start: int, stop: int) -> Any:
         return _line(self._at(start), self._step, stop - start)
 
+    def step(self, start: int, stop: int) -> int | None:
+        return self._step if stop <= self._length else None
+
     def searchsorted(self, values: Any, side: Any = "left", sorter: None = None) -> Any:
         if self._step <= 0:
             return super().searchsorted(values, side)
@@ -129,10 +136,13 @@ class Lines(Column):
         return int(values) if isinstance(index, int) else values
 
     def _slice(self, start: int, stop: int) -> Any:
-        line = self._start.searchsorted(start, "right") - 1
-        if start < stop and stop <= self._start[line + 1]:  # the usual case, a part of one line
+        if start < stop and self.step(start, stop) is not None:  # the usual case
             return _line(self._at(start), self._step, stop - start)
         return super()._slice(start, stop)
+
+    def step(self, start: int, stop: int) -> int | None:
+        line = self._start.searchsorted(start, "right")
+        return self._step if line < len(self._start) and stop <= self._start[line] else None
 
     @property
     def nbytes(self) -> int:

@@ -5,6 +5,7 @@ Files may be damaged or malicious, so each count is checked against the size of 
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -122,11 +123,6 @@ class VideoIndex:
         Returns:
             Packets, their distances in seconds, and their display times in seconds, all of shape (m,).
         """
-        place, away, shown = self._consecutive(seconds) or self._nearest(seconds)
-        return (self.display_order[place] if self.reordered else place), away, shown
-
-    def _nearest(self, seconds: Float64) -> tuple[Int64, Float64, Float64]:
-        """Return the result of `nearest`, with places in `display_order` instead of packets, by a search for each time."""
         # Only the frames from the first time to the last one are searched, and two more on each side, because these limits are
         # rounded to ticks. The times are compared in seconds and not in ticks, to avoid rounding.
         ends = float(np.fmin.reduce(seconds, initial=np.inf)), float(np.fmax.reduce(seconds, initial=-np.inf))
@@ -140,32 +136,32 @@ class VideoIndex:
         before, after = np.abs(shown[left] - seconds), np.abs(shown[right] - seconds)
         is_after = after < before
         place: Int64 = np.where(is_after, right, left)
-        return place + begin, np.where(is_after, after, before), shown[place]
+        packets = self.display_order[place + begin] if self.reordered else place + begin
+        return packets, np.where(is_after, after, before), shown[place]
 
-    def _consecutive(self, seconds: Float64) -> tuple[Int64, Float64, Float64] | None:
-        """Return the same as `_nearest`, but faster, if the times are those of consecutive frames. Return None otherwise.
+    def consecutive(self, seconds: Float64, tolerance: float) -> tuple[Int64, Float64] | None:
+        """Return the same packets as `nearest`, but faster, for consecutive frames at a constant rate: the usual episode.
 
-        This is the usual case of an episode. The frame of the first time determines those of the others. Then, all are checked:
-        a frame is the nearest one if its distance is less than half the smallest difference between two frames.
+        Args:
+            seconds: Times in seconds, shape (m,).
+            tolerance: Maximum distance between a time and its frame, in seconds.
+
+        Returns:
+            Packets and their display times in seconds, both of shape (m,). None if the frames are others, or farther away.
         """
         count = len(seconds)
-        start = float(seconds[0]) * self.timescale if count else np.nan
+        start = (float(seconds[0]) - tolerance) * self.timescale if count else np.nan
         if not abs(start) < _MOST_TICKS:
             return None
-        begin = min(int(self.shown_at.searchsorted(int(start))), len(self) - 1)
-        first, last = max(begin - 2, 0), min(begin + count + 1, len(self))
-        times = self.shown_at[first:last] / self.timescale  # with one or two more frames on each side
-        place = begin - first
-        if place and seconds[0] - times[place - 1] < times[place] - seconds[0]:
-            place -= 1
-        shown = times[place : place + count]
-        if len(shown) < count:
+        first = int(self.shown_at.searchsorted(math.ceil(start)))
+        step = self.shown_at.step(first, first + count)
+        # A frame within less than half a step is the nearest one. The limit is 0.4, since times are rounded.
+        if step is None or not tolerance < 0.4 * step / self.timescale:
             return None
-        away = np.abs(shown - seconds)
-        # 0.4 instead of 0.5, because differences of times are rounded.
-        if not away.max() < 0.4 * np.min(times[1:] - times[:-1], initial=np.inf):
+        shown = (self.shown_at[first] + step * np.arange(count)) / self.timescale
+        if not np.abs(shown - seconds).max() <= tolerance:
             return None
-        return np.arange(first + place, first + place + count), away, shown
+        return self.display_order[first : first + count], shown
 
 
 _MOST_TICKS = float(1 << 62)

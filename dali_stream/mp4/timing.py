@@ -35,9 +35,14 @@ def find_packets(
         its time plus `tolerance_s` is outside the interval. `explain` returns which of these is the reason.
     """
     tolerance = TOLERANCE / fps if tolerance_s is None else tolerance_s
-    samples, away, shown = table.nearest(_seconds(interval, timestamp))
+    seconds = _seconds(interval, timestamp)
     # Times are rounded, so the first frame may be displayed slightly before its episode starts. With the tolerance added, it
     # belongs to this episode and not to the previous one.
+    if found := table.consecutive(seconds, tolerance):
+        packets, shown = found
+        if interval[0] <= shown[0] + tolerance and shown[-1] + tolerance < interval[1]:
+            return packets
+    samples, away, shown = table.nearest(seconds)
     at = shown + tolerance
     exists = (away <= tolerance) & (interval[0] <= at) & (at < interval[1])
     return samples if exists.all() else np.where(exists, samples, LACKING)
