@@ -18,11 +18,11 @@ from argument_types import count
 
 from dali_stream import Order
 from dali_stream.order.batches import Batches
-from dali_stream.pipeline.decodes import plan_next
 from dali_stream.schedule.budget import horizon
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.plan import BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
+from dali_stream.speed.decodes import plan_next
 from dali_stream.tools import environment
 
 GIB = 1 << 30

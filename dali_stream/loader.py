@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
-from dali_stream import bottleneck, process, run_config
+from dali_stream import process, run_config
 from dali_stream.arguments import INSTEAD_OF_DATALOADER, from_zero, known_arguments_or, one_of
-from dali_stream.bottleneck import Bottleneck
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.decode.choice import choose_routes
@@ -28,6 +27,8 @@ from dali_stream.order.state import STATE_VERSION, check_state, check_version, n
 from dali_stream.pipeline.stream import Batch, BatchSource
 from dali_stream.required_memory import check_memory
 from dali_stream.schedule.budget import divide
+from dali_stream.speed import bottleneck
+from dali_stream.speed.bottleneck import Bottleneck
 from dali_stream.state_file import load_state, write_state
 from dali_stream.tracing import profiled, record
 

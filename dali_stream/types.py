@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dali_stream.bottleneck import Bottleneck
     from dali_stream.decode.route import Rates, Route
     from dali_stream.lerobot.features import Feature
     from dali_stream.lerobot.frame_ranges import Frames
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from dali_stream.order.shares import Shares
     from dali_stream.pipeline.graph import Graph
     from dali_stream.pipeline.stream import Batch
+    from dali_stream.speed.bottleneck import Bottleneck
 
 __all__ = [
     "Batch",
@@ -37,7 +37,7 @@ __all__ = [
 
 _MODULE_OF = {
     "Batch": "pipeline.stream",
-    "Bottleneck": "bottleneck",
+    "Bottleneck": "speed.bottleneck",
     "EpisodeFilter": "lerobot.selection",
     "Feature": "lerobot.features",
     "Frames": "lerobot.frame_ranges",

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from dali_stream import Loader, bottleneck
-from dali_stream.bottleneck import STAGES, Setup, find, setup_of
+from dali_stream import Loader
 from dali_stream.counters import Counters
-from dali_stream.pipeline.decodes import Decodes
+from dali_stream.speed import bottleneck
+from dali_stream.speed.bottleneck import STAGES, Setup, find, setup_of
+from dali_stream.speed.decodes import Decodes
 
 TOP = "observation.images.top"
 

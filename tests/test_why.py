@@ -16,10 +16,10 @@ import pytest
 from support.servers import Server
 
 from dali_stream import Dataset, Loader
-from dali_stream.bottleneck import Bottleneck
 from dali_stream.cli import main
 from dali_stream.decode import torchcodec
-from dali_stream.pipeline.model import Work, predicted
+from dali_stream.speed.bottleneck import Bottleneck
+from dali_stream.speed.model import Work, predicted
 
 SETTINGS: dict[str, Any] = {"batch_size": 8, "image_size": (32, 40), "image_dtype": "uint8", "device": "cpu"}
 STEP_S = 0.02

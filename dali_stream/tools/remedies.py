@@ -1,7 +1,7 @@
 """`why`: why a loader is slow, and the predicted effect of each remedy.
 
 A part of the dataset is streamed to measure the work per batch on this machine. The loader's schedule is replayed for the
-whole dataset to count the decoded frames. The model of `pipeline.model` computes batches per second from both. A remedy that
+whole dataset to count the decoded frames. The model of `speed.model` computes batches per second from both. A remedy that
 changes the work per frame, such as another codec, is measured on a part of the dataset.
 """
 
@@ -24,9 +24,9 @@ from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError
 from dali_stream.loader import Loader
 from dali_stream.memory_limit import fits
-from dali_stream.pipeline.decodes import Decodes, decodes_of
-from dali_stream.pipeline.model import Work, predicted, work_of
 from dali_stream.process import cores
+from dali_stream.speed.decodes import Decodes, decodes_of
+from dali_stream.speed.model import Work, predicted, work_of
 from dali_stream.tools.preparation import prepare
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import LACKING, VideoIndex, read_index
 from dali_stream.order import Order, default_pools
 from dali_stream.order.batches import Batches
-from dali_stream.pipeline.decodes import decodes, median_gop
 from dali_stream.schedule.budget import Sizes, divide, horizon
 from dali_stream.schedule.plan import Limits
+from dali_stream.speed.decodes import decodes, median_gop
 from dali_stream.tools.description import LOOK_AT, CameraReport, contradictions, describe_video, find_frames
 from dali_stream.tools.diagnosis import answers
 from dali_stream.tools.diagnosis.frames import LEAST_PSNR_DB, Decoded, Decoders, Deep, Task, Via

@@ -6,7 +6,7 @@
 
 If the training loop waits for batches, the largest part of `wait_s` shows why. If it is `graph_s` or the rest, the thread that
 iterates is the limit. If it is `starved_s`, the frames are late. Then the limit is the longest stage of the planner thread or
-of the decode threads, whichever are busier. If both are idle most of the time, `prefetch` is too small. `pipeline.model`
+of the decode threads, whichever are busier. If both are idle most of the time, `prefetch` is too small. `speed.model`
 predicts the gain of the change.
 """
 
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dali_stream import process
 from dali_stream.arguments import budget_text
 from dali_stream.memory_limit import fits
-from dali_stream.pipeline.decodes import Decodes, decodes_of
-from dali_stream.pipeline.model import Work, work_of
 from dali_stream.schedule.budget import Sizes, divide, frames_budget, reads_budget
+from dali_stream.speed.decodes import Decodes, decodes_of
+from dali_stream.speed.model import Work, work_of
 
 if TYPE_CHECKING:
     from dali_stream.pipeline.config import Config
@@ -196,7 +196,7 @@ class Bottleneck:
             batch), or "prefetch" if training waits although no stage is busy.
         share: Share of the time of its threads that the stage takes, 0 to 1.
         text: Two or three sentences: the stage, its share, and the change that would help most, with its predicted gain.
-        gain: Batches per second after the change in `text`, divided by those now, as `pipeline.model` predicts. 1 if unknown.
+        gain: Batches per second after the change in `text`, divided by those now, as `speed.model` predicts. 1 if unknown.
     """
 
     stage: str
