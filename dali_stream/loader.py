@@ -465,7 +465,8 @@ class Loader:
 
         The last 200 batches are judged. Batches of the first epoch are never judged together with later ones, whose frames may
         be in memory already. A Loader logs the result once, after 200 batches. If memory_budget holds all decoded frames, the
-        Loader logs the result after the first epoch, since only the first epoch decodes.
+        Loader logs the result after the first epoch, since only the first epoch decodes. This method may simulate a larger
+        memory_budget, which can take some seconds. The log leaves such a simulation out if it takes more than about 1 s.
 
         Args:
             since: Earlier result of `stats()`. If given, all batches after it are judged instead.
@@ -473,10 +474,15 @@ class Loader:
         Returns:
             Stage and advice, or None before the second batch.
         """
-        if (since := since or self._recent.since) is None:
+        return self._bottleneck(since or self._recent.since)
+
+    def _bottleneck(self, since: Mapping[str, Any] | None, most_simulated: int | None = None) -> Bottleneck | None:
+        """Return the result of `bottleneck`. See `setup_of` for `most_simulated`."""
+        if since is None:
             return None
         growth = {key: value - (since[key] or 0) for key, value in self._counts().items() if key != "first_batch_s"}
-        setup = bottleneck.setup_of(self._config, self._source, bool(self.normalizer.modes), self._recent.warm)
+        normalizes = bool(self.normalizer.modes)
+        setup = bottleneck.setup_of(self._config, self._source, normalizes, self._recent.warm, most_simulated)
         return bottleneck.find(growth, setup)
 
     def close(self) -> None:
@@ -551,7 +557,8 @@ class Loader:
         If memory holds all frames, the first epoch is not typical of the run, so nothing is logged in it.
         """
         typical = self._recent.warm or not self._source.keeps_all
-        if typical and self._recent.batches >= bottleneck.JUDGED // 2 and (limit := self.bottleneck()):
+        enough = self._recent.batches >= bottleneck.JUDGED // 2
+        if typical and enough and (limit := self._bottleneck(self._recent.since, bottleneck.MOST_SIMULATED)):
             self._bottleneck_logged = True
             held_up = limit.stage != "training" and self._config.rank == 0
             level = logging.WARNING if held_up else logging.INFO

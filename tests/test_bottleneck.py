@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from pathlib import Path
@@ -257,9 +258,24 @@ def test_more_memory_is_recommended_with_the_amount_that_holds_all_frames(h264_d
         assert loader.stats()["decoded_frames"] == once
 
 
-def test_training_does_not_wait_for_a_long_simulation(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_does_not_wait_for_a_long_simulation(demo: Path) -> None:
     with Loader(demo, batch_size=8, image_size=(64, 80), memory_budget=4 << 20, device="cpu") as loader:
-        advice = setup_of(loader._config, loader._source, normalize=False, warm=True).advice
-        assert advice() is not None
-        monkeypatch.setattr(bottleneck, "_MOST_SIMULATED", 100)
-        assert advice() is None, "the larger budget holds more than 100 frames"
+
+        def advice(most: int | None) -> Any:
+            return setup_of(loader._config, loader._source, normalize=False, warm=True, most_simulated=most).advice()
+
+        assert advice(None) is not None
+        assert advice(100) is None, "the larger budget holds more than 100 frames"
+
+
+def test_only_the_log_leaves_out_a_long_simulation(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(bottleneck, "MOST_SIMULATED", 100)
+    monkeypatch.setattr(bottleneck, "find", lambda times, setup: found.append(setup.advice()))
+    with Loader(demo, batch_size=1, image_size=(64, 80), memory_budget=4 << 20, device="cpu") as loader:
+        for _ in itertools.islice(loader, 201):
+            pass
+        loader.bottleneck()
+    logged, asked = found
+    assert logged is None
+    assert asked is not None
