@@ -13,6 +13,7 @@ from dali_stream.errors import MemoryBudgetError
 from dali_stream.schedule.budget import (
     Parts,
     Sizes,
+    batches_in_progress,
     divide,
     encoded_horizon,
     frames_budget,
@@ -76,10 +77,16 @@ def test_larger_budgets_that_help() -> None:
     assert divide(enough - 1, REMOTE).frames < 4000
 
 
+def test_all_frames_fit_even_if_a_batch_needs_more_than_they_do() -> None:
+    """40 frames of 10 bytes, and batches of 8 samples whose blocks of video alone need more."""
+    sizes = replace(REMOTE, lengths=np.full(4, 10), frame_bytes=10)
+    assert divide(frames_budget(sizes), sizes).frames == 40
+
+
 def test_a_batch_needs_at_least_its_rows_indices_and_gops() -> None:
     """8 episodes of 100 rows, 8 indices, and for each of 16 frames one block beside the GOPs of its window."""
     rows, indices = 8 * 100 * 32 * 5 // 4, 8 * 1000
-    for budget in (42_000, 48_000):
+    for budget in (42_000, 48_000, 49_300):
         block = budget // 32 // 16
         assert rows + indices + 8 * 1000 + 16 * block > budget
         with pytest.raises(MemoryBudgetError, match=rf"at least about (\d+) bytes, got {budget}: a batch of 8 samples"):
@@ -104,7 +111,17 @@ def test_bytes_of_a_window(offsets: list[int], expected: int) -> None:
 def test_horizons() -> None:
     assert encoded_horizon(100_000, REMOTE) == 2 * 100_000 // 50
     assert encoded_horizon(1 << 30, REMOTE) == 2 * 4000, "two epochs"
+    assert encoded_horizon(1 << 30, replace(REMOTE, lengths=np.full(4000, 1000))) == 1 << 18
     assert encoded_horizon(100_000, LOCAL) == 0
     assert order_horizon(divide(4 << 20, REMOTE), REMOTE) == 8000
     assert order_horizon(divide(8 << 20, LOCAL), LOCAL) == 4096
     assert [look_ahead(size) for size in (1, 64, 4096)] == [256, 64, 16]
+
+
+@pytest.mark.parametrize(
+    ("threads", "batch_frames", "task_frames", "expected"),
+    [(2, 64, 32, 2), (8, 64, 32, 8), (8, 60, 32, 9), (1, 64, 32, 2), (64, 64, 32, 16), (2, 1, 3, 12), (1, 0, 4, 8)],
+)
+def test_batches_in_progress_keep_all_threads_busy(threads: int, batch_frames: int, task_frames: int, expected: int) -> None:
+    """Two tasks for each thread, rounded up to whole batches, and at least 2 and at most 16 batches."""
+    assert batches_in_progress(threads, batch_frames, task_frames) == expected

@@ -304,9 +304,49 @@ def test_repeating_a_failed_read_is_not_reading_again() -> None:
     assert {read.key for read in reads} == {("", 0), ("", 1), (CAMERA, 0)}
     for read in reads:
         opening.observe(read.key, None)
+    assert opening.items.bytes_by_kind == (0, 0)
     repeated = opening.request([batch])
     assert {read.key for read in repeated} == {read.key for read in reads}
     assert not any(read.again for read in repeated)
+
+
+def batches_of_two(count: int) -> list[Samples]:
+    """Batches 0, 1, ...: batch n shows the first frames of episodes 2 n and 2 n + 1."""
+    order, start = Order(np.full(2 * count, 10)), np.zeros(2, np.int64)
+    return [Samples(n, 0, order, np.arange(2), np.arange(2) + 2 * n, start, 0) for n in range(count)]
+
+
+def test_an_episode_is_not_opened_without_the_index_of_its_file() -> None:
+    """The index of a batch of the look-ahead cannot be read. Its episodes are opened when it can."""
+    opening = Opening(Storage({CAMERA: np.arange(8)}, np.full(8, 10), 10, 0, {CAMERA: 100}, 20_000, look_ahead=16))
+    ahead = batches_of_two(4)
+    opened = []
+    for number in range(3):
+        opening.request(ahead[number : number + 3])
+        for read in opening.due():
+            fails = read.key == (CAMERA, 5) and number < read.batch
+            opening.observe(read.key, None if fails else 100)
+        opened.append(opening.ready())
+        opening.advance()
+    assert [sorted(episodes) for episodes in opened] == [[0, 1], [2, 3, 4, 6, 7], [5]]
+
+
+def test_rows_that_a_read_returns_as_well_are_kept_if_they_fit() -> None:
+    opening = Opening(Storage({}, np.full(8, 10), 10, 0, {}, 350))
+    opening.request(batches_of_two(1))
+    assert opening.observe(("", 0), 100, {}) == []
+    assert opening.observe(("", 1), 100, {5: 151, 4: 100, 6: 51, 7: 50}) == [4, 7], "150 bytes are free"
+    assert (opening.items.bytes_by_kind, opening.items.free) == ((350, 0), 0)
+
+
+@pytest.mark.parametrize(("cameras", "fetched"), [(0, 0), (1, 0), (3, 0), (1, 1), (3, 2)])
+def test_the_size_of_a_row_is_that_of_its_entries(cameras: int, fetched: int) -> None:
+    names = [f"camera {n}" for n in range(cameras)]
+    table = EpisodeTable(np.full(2, 50), names, names[:fetched])
+    frame, blocks = np.arange(50), Blocks(np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(50, int), np.zeros(50, int))
+    table.open(OpenEpisode(0, {n: Located(frame, frame, blocks if n in names[:fetched] else None) for n in names}))
+    arrays = [table.episode, *(values for camera in table.cameras.values() for values in vars(camera).values())]
+    assert EpisodeTable.row_bytes(cameras, fetched) == sum(values.itemsize for values in arrays if len(values))
 
 
 @examples(60)
