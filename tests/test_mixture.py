@@ -22,7 +22,7 @@ from support.slow import slow
 
 from dali_stream import Dataset, DatasetError, DecodeError, Loader, Mixture, ResumeError
 from dali_stream.lerobot.combined import row_reader
-from dali_stream.lerobot.rows import RowMemory
+from dali_stream.lerobot.row_memory import RowMemory
 
 WRIST = "observation.images.wrist"
 KEYS = {"rows": {ODD_CAMERA: WRIST, "scalar": "action"}}

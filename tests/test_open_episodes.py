@@ -10,7 +10,8 @@ import pytest
 from support.opened import open_episodes
 
 from dali_stream import Dataset, StorageError
-from dali_stream.lerobot.rows import Found, RowReader
+from dali_stream.lerobot.row_memory import Found
+from dali_stream.lerobot.rows import RowReader
 from dali_stream.order import Order
 from dali_stream.schedule.opening import Opening, Storage
 from dali_stream.schedule.samples import Samples

@@ -23,7 +23,8 @@ from support.slow import examples
 from dali_stream import Dataset, DatasetError
 from dali_stream.lerobot.row_file import RowFile
 from dali_stream.lerobot.row_groups import RowGroups
-from dali_stream.lerobot.rows import RowMemory, RowReader, check_rising
+from dali_stream.lerobot.row_memory import RowMemory
+from dali_stream.lerobot.rows import RowReader, check_rising
 from dali_stream.order.order import Order
 from dali_stream.schedule.opening import Opening, Storage
 from dali_stream.schedule.samples import Samples

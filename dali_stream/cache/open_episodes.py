@@ -14,7 +14,7 @@ from dali_stream.cache.locate import locate
 from dali_stream.counters import Counters
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.combined import row_reader
-from dali_stream.lerobot.rows import Columns, Found, RowMemory
+from dali_stream.lerobot.row_memory import Columns, Found, RowMemory
 from dali_stream.lerobot.source import ABSENT, Source
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.schedule.episodes import ROW_SPARE, EpisodeTable, OpenEpisode

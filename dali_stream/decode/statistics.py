@@ -17,7 +17,8 @@ from dali_stream.decode import images as image
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.metadata import Stats, stats_of
-from dali_stream.lerobot.rows import Columns, RowReader
+from dali_stream.lerobot.row_memory import Columns
+from dali_stream.lerobot.rows import RowReader
 from dali_stream.lerobot.stats import MAX_IMAGES, Histogram, TableStats, add_histograms, image_histogram, image_stats
 from dali_stream.mp4.format import describe
 from dali_stream.mp4.index import LACKING, VideoIndex, read_index

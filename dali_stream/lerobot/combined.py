@@ -14,7 +14,8 @@ import numpy.typing as npt
 from dali_stream.lerobot.common import common, table
 from dali_stream.lerobot.dataset import NEEDED, DatasetFiles, check_left_out
 from dali_stream.lerobot.features import Feature
-from dali_stream.lerobot.rows import Columns, Found, RowMemory, RowReader, Rows
+from dali_stream.lerobot.row_memory import Columns, Found, RowMemory
+from dali_stream.lerobot.rows import RowReader, Rows
 from dali_stream.lerobot.source import ABSENT, Source, Timing
 from dali_stream.storage import Store
 

@@ -10,7 +10,7 @@ from dali_stream.arguments import budget_text
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.video import BlockCache
 from dali_stream.counters import Counters
-from dali_stream.lerobot.rows import RowMemory
+from dali_stream.lerobot.row_memory import RowMemory
 from dali_stream.pipeline.config import Config
 from dali_stream.schedule.budget import Parts, Sizes, look_ahead, reads_budget
 from dali_stream.schedule.episodes import ROW_SPARE

@@ -8,7 +8,7 @@ from dali_stream import Dataset
 from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.counters import Counters
-from dali_stream.lerobot.rows import RowMemory
+from dali_stream.lerobot.row_memory import RowMemory
 from dali_stream.order import Order
 from dali_stream.schedule.episodes import OpenEpisode
 from dali_stream.schedule.opening import Opening, Storage

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from dali_stream.dataset import Dataset
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, counted
-from dali_stream.lerobot.rows import Columns, RowReader
+from dali_stream.lerobot.row_memory import Columns
+from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 from dali_stream.mp4.timing import BY_FRAME_INDEX, TOLERANCE, find_packets
 from dali_stream.tools.description import find_frames, missing_files
