@@ -85,7 +85,7 @@ def _check_frames(dataset: Dataset, shown: list[sheet.Sample]) -> int:
     """Compare the identity drawn into each frame with the frame's row. Return the number of frames."""
     for number, camera in enumerate(dataset.cameras):
         try:
-            identities = read_identities(np.concatenate([sample.strips[number].frames for sample in shown])).tolist()
+            identities = read_identities(np.concatenate([sample.strips[number].data for sample in shown])).tolist()
         except ValueError as error:
             raise DecodeError(
                 f"{camera}: a frame of the first batch is damaged: {error}. Try --decode torchcodec, and please report it"
