@@ -348,15 +348,9 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None) -> C
 
 
 def _bytes(store: Store, paths: list[str]) -> int:
+    """Return the size of the files that exist."""
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        return sum(pool.map(lambda path: _size(store, path), paths))
-
-
-def _size(store: Store, path: str) -> int:
-    try:
-        return store.size(path)
-    except DatasetError:  # it does not exist
-        return 0
+        return sum(pool.map(lambda path: store.size(path) if store.exists(path) else 0, paths))
 
 
 def _profile(video: VideoFormat) -> str | None:

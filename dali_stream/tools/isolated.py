@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -70,19 +71,14 @@ def call(calls: Sequence[Call], limit_s: float, exit_s: float = 0.0) -> Called:
     Returns:
         One answer per call, and how the process ended.
     """
-    hung = threading.Event()
-
-    def end() -> None:
-        hung.set()
-        child.kill()
-
-    pipe, timer = subprocess.PIPE, threading.Timer(limit_s, end)
+    pipe = subprocess.PIPE
     with (
         tempfile.TemporaryFile() as stderr,
         subprocess.Popen(process.same_python(__file__), stdin=pipe, stdout=pipe, stderr=stderr) as child,
     ):
         assert child.stdin is not None
         assert child.stdout is not None
+        timer, deadline = threading.Timer(limit_s, child.kill), time.monotonic() + limit_s
         timer.start()
         try:
             with contextlib.suppress(BrokenPipeError), child.stdin as requests:
@@ -93,6 +89,7 @@ def call(calls: Sequence[Call], limit_s: float, exit_s: float = 0.0) -> Called:
                 while len(answers) < len(calls):
                     answers.append(Answer(*pickle.load(child.stdout)))
             ended = _wait(child, exit_s if len(answers) == len(calls) else _CRASH_S)
+            hung = time.monotonic() >= deadline
         finally:
             timer.cancel()
             child.kill()
@@ -100,7 +97,7 @@ def call(calls: Sequence[Call], limit_s: float, exit_s: float = 0.0) -> Called:
         text = stderr.read().decode(errors="replace").strip()
     if len(answers) < len(calls):
         crash = Answer({}, ended or "it ended without an answer", "crash")
-        answers.append(Answer({}, f"no answer within {limit_s:.3g} s", "hang") if hung.is_set() else crash)
+        answers.append(Answer({}, f"no answer within {limit_s:.3g} s", "hang") if hung else crash)
     skipped = Answer({}, "it was skipped, since the call before it got no answer", "skipped")
     return Called(answers + [skipped] * (len(calls) - len(answers)), ended, text)
 
