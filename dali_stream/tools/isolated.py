@@ -71,28 +71,25 @@ def call(calls: Sequence[Call], limit_s: float, exit_s: float = 0.0) -> Called:
     Returns:
         One answer per call, and how the process ended.
     """
-    pipe = subprocess.PIPE
-    with (
-        tempfile.TemporaryFile() as stderr,
-        subprocess.Popen(process.same_python(__file__), stdin=pipe, stdout=pipe, stderr=stderr) as child,
-    ):
-        assert child.stdin is not None
-        assert child.stdout is not None
-        timer, deadline = threading.Timer(limit_s, child.kill), time.monotonic() + limit_s
-        timer.start()
-        try:
-            with contextlib.suppress(BrokenPipeError), child.stdin as requests:
-                # Each function is pickled separately, so that a module that cannot be imported fails only its own call.
-                pickle.dump([pickle.dumps(each) for each in calls], requests)
-            answers: list[Answer] = []
-            with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the process has crashed
-                while len(answers) < len(calls):
-                    answers.append(Answer(*pickle.load(child.stdout)))
-            ended = _wait(child, exit_s if len(answers) == len(calls) else _CRASH_S)
-            hung = time.monotonic() >= deadline
-        finally:
-            timer.cancel()
-            child.kill()
+    answers: list[Answer] = []
+    with tempfile.TemporaryFile() as requests, tempfile.TemporaryFile() as stderr:
+        # Each function is pickled separately, so that a module that cannot be imported fails only its own call.
+        pickle.dump([pickle.dumps(each) for each in calls], requests)
+        requests.seek(0)
+        command, deadline = process.same_python(__file__), time.monotonic() + limit_s
+        with subprocess.Popen(command, stdin=requests, stdout=subprocess.PIPE, stderr=stderr) as child:
+            assert child.stdout is not None
+            timer = threading.Timer(limit_s, child.kill)
+            timer.start()
+            try:
+                with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the process has crashed
+                    while len(answers) < len(calls):
+                        answers.append(Answer(*pickle.load(child.stdout)))
+                ended = _wait(child, exit_s if len(answers) == len(calls) else _CRASH_S)
+                hung = time.monotonic() >= deadline
+            finally:
+                timer.cancel()
+                child.kill()
         stderr.seek(0)
         text = stderr.read().decode(errors="replace").strip()
     if len(answers) < len(calls):
@@ -135,12 +132,11 @@ def _main() -> None:
         os.dup2(2, 1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for each in calls:
-            value, error, kind = {}, "", ""
             try:
-                value = pickle.loads(each)()
+                answer = pickle.loads(each)(), "", ""
             except (Exception, SystemExit) as raised:
-                error, kind = str(raised).strip() or type(raised).__name__, type(raised).__name__
-            pickle.dump((value, error, kind), answers)
+                answer = {}, str(raised).strip() or type(raised).__name__, type(raised).__name__
+            pickle.dump(answer, answers)
             answers.flush()
 
 
