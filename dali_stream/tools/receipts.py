@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,8 +114,7 @@ def receipt(
     described = run_config.checked(config)
     entries = [] if log is None else _entries(Path(log))
     end = _end(until if until is not None or "config" not in config else config, entries)
-    opened = run_config.open_described(described["dataset"]) if dataset is None else dataset
-    try:
+    with closing(run_config.open_described(described["dataset"])) if dataset is None else nullcontext(dataset) as opened:
         state = described["state"]
         if state["version"] != STATE_VERSION:
             raise ResumeError(
@@ -127,9 +127,6 @@ def receipt(
             )
         place = _place(opened, mixed, episode)
         orders = opened.orders()
-    finally:
-        if dataset is None:
-            opened.close()
     batches = run_config.batches_of(described, orders.positions)
     arguments = OrderArguments(*(described["loader"][name] for name in OrderArguments._fields))
     # A whole epoch delivers the positions before the end of its last batch.
