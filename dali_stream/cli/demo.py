@@ -113,7 +113,7 @@ def _draw_sheet(out: Path, dataset: Dataset, first: list[Sample]) -> None:
     from dali_stream.tools import sheet
 
     title = f"{Path(dataset.uri).name}: the first batch, {len(first)} of {dataset.num_frames} frames"
-    width = sum(strip.frames.shape[2] for strip in first[0].strips)
+    width = sum(strip.data.shape[2] for strip in first[0].strips)
     sheet.save(out, title, first, columns=max(1, 2000 // width))
 
 

@@ -48,13 +48,13 @@ _MODULES = {
     "receipts": ("Receipt", "Seen", "receipt"),
     "remedies": ("Remedy", "Speed", "WhyReport", "why"),
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     # Import a module on first use. A command needs only one of them, and most of them import torch.
-    if name in _MODULE_OF:
-        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Available: {', '.join(__all__)}")
 
 

@@ -161,13 +161,12 @@ def describe(dataset: Dataset, *, look_at: int = 32) -> DatasetReport:
         broken.append(str(error))
     cameras = {key: _camera(dataset, key, look_at) for key in dataset.cameras}
     data_files = used(dataset, dataset.table.data)
-    robot_type = info.get("robot_type")
     return DatasetReport(
         uri=dataset.uri,
         address=dataset.store.address,
         fingerprint=fingerprint,
         codebase_version=str(info["codebase_version"]),
-        robot_type=None if robot_type is None else str(robot_type),
+        robot_type=None if info.get("robot_type") is None else str(info["robot_type"]),
         fps=dataset.fps,
         episodes=dataset.num_episodes,
         frames=dataset.num_frames,
@@ -348,15 +347,9 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None) -> C
 
 
 def _bytes(store: Store, paths: list[str]) -> int:
+    """Return the size of the files that exist."""
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        return sum(pool.map(lambda path: _size(store, path), paths))
-
-
-def _size(store: Store, path: str) -> int:
-    try:
-        return store.size(path)
-    except DatasetError:  # it does not exist
-        return 0
+        return sum(pool.map(lambda path: store.size(path) if store.exists(path) else 0, paths))
 
 
 def _profile(video: VideoFormat) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import platform
@@ -16,6 +17,7 @@ from typing import Any
 import dali_stream
 from dali_stream import process
 
+_LIBRARIES = {"torch": "torch", "torchcodec": "torchcodec", "dali": "nvidia.dali"}  # {name in reports: module}
 # Matches a path that is absolute, or begins with ~ or `..`. The path may be a whole string, a quoted part of it, or a word.
 # Addresses (https://...) do not match.
 _BEGINS = r"(?:file://)?(?:~\w*|\.\.)?/(?!/)"
@@ -49,25 +51,15 @@ def without_folders(value: Any) -> Any:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python, the decoding libraries and the program ffmpeg. A missing program or library is None."""
-    import torch
-    import torchcodec
-
-    return {
-        "dali_stream": dali_stream.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchcodec": torchcodec.__version__,
-        "dali": _dali_version(),
-        "ffmpeg": ffmpeg_program(),
-    }
+    own = {"dali_stream": dali_stream.__version__, "python": platform.python_version()}
+    return own | {name: _version(module) for name, module in _LIBRARIES.items()} | {"ffmpeg": ffmpeg_program()}
 
 
-def _dali_version() -> str | None:
+def _version(module: str) -> str | None:
     try:
-        import nvidia.dali
+        return str(importlib.import_module(module).__version__)
     except ImportError:
         return None
-    return str(nvidia.dali.__version__)
 
 
 def ffmpeg_program() -> str | None:

@@ -50,34 +50,32 @@ def stream(
             gpu_bytes = max(gpu_bytes or 0, environment.gpu_bytes_used(batch["index"].device.index) or 0) or None
             first = first or sheet.samples(batch, dataset.cameras, {})
             progress(len(indices), dataset.num_frames)
-        limits = loader.bottleneck()
-        stats, routes = loader.stats(), {key: dataclasses.asdict(route) for key, route in loader.routes.items()}
-        device_used = str(batch["index"].device)
-    # The rates exclude the first batch. Its time includes the startup, and is reported separately.
-    timed = len(indices) - len(first) or len(indices)
-    seconds = ends[-1] - (ends[0] if len(ends) > 1 else started)
-    report = {
-        "root": dataset.uri,
-        "episodes": dataset.num_episodes,
-        "frames": len(indices),
-        "unique_frames": len(set(indices)),
-        "exactly_once": sorted(indices) == list(range(dataset.num_frames)),
-        "frames_checked": _check_frames(dataset, first),
-        "samples_per_s": timed / seconds,
-        "frames_per_s": timed * len(dataset.cameras) / seconds,
-        "epoch_s": ends[-1] - started,
-        "first_batch_s": stats["first_batch_s"],
-        "wait_ms": {f"p{p}": float(np.percentile(waits[1:] or waits, p)) * 1000 for p in (50, 95, 99)},
-        "batches": len(waits),
-        "batch_size": batch_size,
-        "bottleneck": dataclasses.asdict(limits) if limits else None,  # None: an epoch of one batch
-        "routes": routes,
-        "device": device_used,
-        "peak_rss_bytes": environment.peak_rss(),
-        "peak_gpu_bytes": gpu_bytes,
-        **environment.ran_on(device_used),
-        "indices": indices,
-    }
+        bottleneck, device_used = loader.bottleneck(), str(batch["index"].device)
+        # The rates exclude the first batch. Its time includes the startup, and is reported separately.
+        timed = len(indices) - len(first) or len(indices)
+        seconds = ends[-1] - (ends[0] if len(ends) > 1 else started)
+        report = {
+            "root": dataset.uri,
+            "episodes": dataset.num_episodes,
+            "frames": len(indices),
+            "unique_frames": len(set(indices)),
+            "exactly_once": sorted(indices) == list(range(dataset.num_frames)),
+            "frames_checked": _check_frames(dataset, first),
+            "samples_per_s": timed / seconds,
+            "frames_per_s": timed * len(dataset.cameras) / seconds,
+            "epoch_s": ends[-1] - started,
+            "first_batch_s": loader.stats()["first_batch_s"],
+            "wait_ms": {f"p{p}": float(np.percentile(waits[1:] or waits, p)) * 1000 for p in (50, 95, 99)},
+            "batches": len(waits),
+            "batch_size": batch_size,
+            "bottleneck": dataclasses.asdict(bottleneck) if bottleneck else None,  # None: an epoch of one batch
+            "routes": {key: dataclasses.asdict(route) for key, route in loader.routes.items()},
+            "device": device_used,
+            "peak_rss_bytes": environment.peak_rss(),
+            "peak_gpu_bytes": gpu_bytes,
+            **environment.ran_on(device_used),
+            "indices": indices,
+        }
     return report, first
 
 
@@ -85,7 +83,7 @@ def _check_frames(dataset: Dataset, shown: list[sheet.Sample]) -> int:
     """Compare the identity drawn into each frame with the frame's row. Return the number of frames."""
     for number, camera in enumerate(dataset.cameras):
         try:
-            identities = read_identities(np.concatenate([sample.strips[number].frames for sample in shown])).tolist()
+            identities = read_identities(np.concatenate([sample.strips[number].data for sample in shown])).tolist()
         except ValueError as error:
             raise DecodeError(
                 f"{camera}: a frame of the first batch is damaged: {error}. Try --decode torchcodec, and please report it"

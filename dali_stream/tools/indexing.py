@@ -83,9 +83,8 @@ def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, 
 def _jobs(dataset: Dataset) -> dict[str, Callable[[], object]]:
     """Return {path: function that reads the index} of the files of the selected cameras and episodes."""
     data = dataset.table.data
-    jobs: dict[str, Callable[[], object]] = {}
-    for number in dict.fromkeys(data.index[dataset.rows].tolist()):
-        jobs[data.paths[number]] = partial(_read_footer, dataset, number)
+    numbers = dict.fromkeys(data.index[dataset.rows].tolist())
+    jobs: dict[str, Callable[[], object]] = {data.paths[number]: partial(_read_footer, dataset, number) for number in numbers}
     for camera in dataset.videos:
         jobs |= {path: partial(read_index, dataset.data_store, path) for path in used(dataset, dataset.table.video[camera])}
     return jobs

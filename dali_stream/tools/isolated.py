@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -70,37 +71,30 @@ def call(calls: Sequence[Call], limit_s: float, exit_s: float = 0.0) -> Called:
     Returns:
         One answer per call, and how the process ended.
     """
-    hung = threading.Event()
-
-    def end() -> None:
-        hung.set()
-        child.kill()
-
-    pipe, timer = subprocess.PIPE, threading.Timer(limit_s, end)
-    with (
-        tempfile.TemporaryFile() as stderr,
-        subprocess.Popen(process.same_python(__file__), stdin=pipe, stdout=pipe, stderr=stderr) as child,
-    ):
-        assert child.stdin is not None
-        assert child.stdout is not None
-        timer.start()
-        try:
-            with contextlib.suppress(BrokenPipeError), child.stdin as requests:
-                # Each function is pickled separately, so that a module that cannot be imported fails only its own call.
-                pickle.dump([pickle.dumps(each) for each in calls], requests)
-            answers: list[Answer] = []
-            with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the process has crashed
-                while len(answers) < len(calls):
-                    answers.append(Answer(*pickle.load(child.stdout)))
-            ended = _wait(child, exit_s if len(answers) == len(calls) else _CRASH_S)
-        finally:
-            timer.cancel()
-            child.kill()
+    answers: list[Answer] = []
+    with tempfile.TemporaryFile() as requests, tempfile.TemporaryFile() as stderr:
+        # Each function is pickled separately, so that a module that cannot be imported fails only its own call.
+        pickle.dump([pickle.dumps(each) for each in calls], requests)
+        requests.seek(0)
+        command, deadline = process.same_python(__file__), time.monotonic() + limit_s
+        with subprocess.Popen(command, stdin=requests, stdout=subprocess.PIPE, stderr=stderr) as child:
+            assert child.stdout is not None
+            timer = threading.Timer(limit_s, child.kill)
+            timer.start()
+            try:
+                with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the process has crashed
+                    while len(answers) < len(calls):
+                        answers.append(Answer(*pickle.load(child.stdout)))
+                ended = _wait(child, exit_s if len(answers) == len(calls) else _CRASH_S)
+                hung = time.monotonic() >= deadline
+            finally:
+                timer.cancel()
+                child.kill()
         stderr.seek(0)
         text = stderr.read().decode(errors="replace").strip()
     if len(answers) < len(calls):
         crash = Answer({}, ended or "it ended without an answer", "crash")
-        answers.append(Answer({}, f"no answer within {limit_s:.3g} s", "hang") if hung.is_set() else crash)
+        answers.append(Answer({}, f"no answer within {limit_s:.3g} s", "hang") if hung else crash)
     skipped = Answer({}, "it was skipped, since the call before it got no answer", "skipped")
     return Called(answers + [skipped] * (len(calls) - len(answers)), ended, text)
 
@@ -138,12 +132,11 @@ def _main() -> None:
         os.dup2(2, 1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for each in calls:
-            value, error, kind = {}, "", ""
             try:
-                value = pickle.loads(each)()
+                answer = pickle.loads(each)(), "", ""
             except (Exception, SystemExit) as raised:
-                error, kind = str(raised).strip() or type(raised).__name__, type(raised).__name__
-            pickle.dump((value, error, kind), answers)
+                answer = {}, str(raised).strip() or type(raised).__name__, type(raised).__name__
+            pickle.dump(answer, answers)
             answers.flush()
 
 

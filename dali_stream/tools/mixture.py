@@ -74,10 +74,10 @@ def describe_mixture(datasets: Mapping[str, Dataset], keys: Mapping[str, Mapping
         ValueError: If an argument is invalid.
     """
     check_names("keys", keys, datasets, every=False)
-    have = [
-        {key: dataset.features[own] for key, own in own_keys(name, dataset, keys.get(name, {})).items()}
+    have = {
+        name: {key: dataset.features[own] for key, own in own_keys(name, dataset, keys.get(name, {})).items()}
         for name, dataset in datasets.items()
-    ]
+    }
     # `Mixture` refuses features that cannot be combined, so the shares are computed without any optional feature.
     bare = {name: dataset.without([key for key in dataset.features if key not in NEEDED]) for name, dataset in datasets.items()}
     shared = Mixture(bare, **shares).shares
@@ -93,11 +93,11 @@ def describe_mixture(datasets: Mapping[str, Dataset], keys: Mapping[str, Mapping
         )
         for (name, dataset), share, passes in zip(datasets.items(), shared.targets, shared.passes, strict=True)
     }
-    all_keys = common(have)
+    all_keys = common(list(have.values()))
     sizes = [
         key
         for key, feature in all_keys.features.items()
-        if feature.is_camera and len({features[key].frame_size for features in have if key in features}) > 1
+        if feature.is_camera and len({features[key].frame_size for features in have.values() if key in features}) > 1
     ]
     differing = dict.fromkeys([*all_keys.conflicts, *all_keys.differences, *sizes])
     return MixtureReport(
@@ -105,10 +105,7 @@ def describe_mixture(datasets: Mapping[str, Dataset], keys: Mapping[str, Mapping
         epoch_samples=shared.epoch_samples,
         datasets=parts,
         differences={
-            key: {
-                name: described(features[key]) if key in features else None
-                for name, features in zip(datasets, have, strict=True)
-            }
+            key: {name: described(features[key]) if key in features else None for name, features in have.items()}
             for key in differing
         },
         conflicts=tuple(all_keys.conflicts),

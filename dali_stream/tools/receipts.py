@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,8 +114,7 @@ def receipt(
     described = run_config.checked(config)
     entries = [] if log is None else _entries(Path(log))
     end = _end(until if until is not None or "config" not in config else config, entries)
-    opened = run_config.open_described(described["dataset"]) if dataset is None else dataset
-    try:
+    with closing(run_config.open_described(described["dataset"])) if dataset is None else nullcontext(dataset) as opened:
         state = described["state"]
         if state["version"] != STATE_VERSION:
             raise ResumeError(
@@ -127,24 +127,21 @@ def receipt(
             )
         place = _place(opened, mixed, episode)
         orders = opened.orders()
-    finally:
-        if dataset is None:
-            opened.close()
     batches = run_config.batches_of(described, orders.positions)
-    loader = described["loader"]
-    arguments = OrderArguments(*(loader[name] for name in ("shuffle", "seed", "consumers", "episode_pool_size")))
+    arguments = OrderArguments(*(described["loader"][name] for name in OrderArguments._fields))
+    # A whole epoch delivers the positions before the end of its last batch.
+    delivered = batches.span((batches.count(0) - 1) * batches.stride)[1]
     epochs = []
-    for epoch in range(end.epoch + (end.position > 0) if place is not None else 0):
+    for epoch in range(end.epoch + (end.position > 0)) if place is not None else ():
         assert place is not None
         positions, frames = orders.of(epoch, arguments).find(place)
         whole = epoch < end.epoch
-        shown = positions < (_delivered(batches) if whole else end.position)
+        shown = positions < (delivered if whole else end.position)
         # An epoch has been padded only if its last batch was delivered.
         padded = _padded(batches, positions) if whole or not batches.count(end.position) else []
         if shown.any():
-            positions, frames = positions[shown], frames[shown]
-            steps = _steps(entries, batches, epoch, positions)
-            epochs.append(Seen(epoch, positions.tolist(), frames.tolist(), padded, steps))
+            steps = _steps(entries, batches, epoch, positions[shown])
+            epochs.append(Seen(epoch, positions[shown].tolist(), frames[shown].tolist(), padded, steps))
         progress(epoch + 1, end.epoch + 1)
     return Receipt(int(episode), mixed, (end.epoch, end.position), place is not None, epochs)
 
@@ -167,23 +164,15 @@ def _place(dataset: Dataset | Mixture, name: str, episode: int) -> int | None:
     if isinstance(dataset, Mixture):
         if name not in dataset.datasets:
             raise ValueError(f"dataset must be one of {', '.join(dataset.datasets)}, got {name!r}")
-        names = list(dataset.datasets)
-        before = sum(dataset.datasets[other].num_episodes for other in names[: names.index(name)])
-        part = dataset.datasets[name]
+        before, part = int(dataset.first[dataset.dataset_names.index(name)]), dataset.datasets[name]
     elif name:
         raise ValueError(f"dataset must be left out, since the run has only one, got {name!r}")
     assert isinstance(part, Dataset)
     if episode not in part.table.index:
         index = part.table.index
         raise ValueError(f"episode must be one of the {len(index)} episodes from {index[0]} to {index[-1]}, got {episode}")
-    number = int(np.searchsorted(part.episodes, episode))
-    selected = number < part.num_episodes and part.episodes[number] == episode
-    return before + number if selected else None
-
-
-def _delivered(batches: Batches) -> int:
-    """Return the number of positions that a whole epoch delivers."""
-    return batches.span((batches.count(0) - 1) * batches.stride)[1]
+    numbers = np.flatnonzero(part.episodes == episode)
+    return before + int(numbers[0]) if len(numbers) else None
 
 
 def _padded(batches: Batches, positions: Int64) -> list[int]:
@@ -195,13 +184,10 @@ def _padded(batches: Batches, positions: Int64) -> list[int]:
     world, rest = batches.world_size, batches.frames % batches.stride
     if batches.last_batch != "pad" or not rest:
         return []
-    padded = []
-    for position in positions.tolist():
-        number, rank = divmod(position, world)
-        own = -((rank - batches.frames) // world)  # samples of the rank in the epoch, rounded up
-        missing = batches.batch_size + (rank - rest) // world  # samples that the rank's last batch lacks
-        padded += [position] * (-((number - missing) // own) if number < missing else 0)
-    return padded
+    number, rank = np.divmod(positions, world)
+    own = -((rank - batches.frames) // world)  # samples of the rank in the epoch, rounded up
+    missing = batches.batch_size + (rank - rest) // world  # samples that the rank's last batch lacks
+    return np.repeat(positions, np.maximum(-((number - missing) // own), 0)).tolist()
 
 
 def _entries(log: Path) -> list[tuple[Place, int]]:
@@ -228,21 +214,20 @@ def _steps(entries: list[tuple[Place, int]], batches: Batches, epoch: int, posit
     steps between the two entries around the position differs from the number of batches between them. This happens, for
     example, if a run was resumed with another global batch size.
     """
+
+    def delivered(place: Place) -> int:
+        """Return the number of batches before a place at which a batch ends."""
+        return place.epoch * batches.count(0) - batches.count(place.position)
+
     known = [(Place(0, 0), 0), *entries]
     places = [place for place, _ in known]
+    ahead = [step - delivered(place) for place, step in known]  # equal if the steps between two entries are batches
     steps: list[int | None] = []
     for position in positions.tolist() if entries else ():
         after = bisect_left(places, Place(epoch, position + 1))
-        place, step = known[after - 1]
-        agrees = after == len(known) or known[after][1] - step == _apart(batches, place, known[after][0])
-        start = place if place.epoch == epoch else Place(epoch, 0)
+        start = max(places[after - 1], Place(epoch, 0))
         # With last_batch="partial", the last batch may be longer than the stride. Its number is therefore clamped.
         number = min((position - start.position) // batches.stride, batches.count(start.position) - 1)
-        steps.append(step + _apart(batches, place, start) + number + 1 if agrees else None)
+        agrees = len(set(ahead[after - 1 : after + 1])) == 1
+        steps.append(ahead[after - 1] + delivered(start) + number + 1 if agrees else None)
     return steps or [None] * len(positions)
-
-
-def _apart(batches: Batches, first: Place, second: Place) -> int:
-    """Return the number of batches between two places at which a batch ends."""
-    epochs = second.epoch - first.epoch
-    return batches.count(first.position) + epochs * batches.count(0) - batches.count(second.position)

@@ -7,6 +7,7 @@ changes the work per frame, such as another codec, is measured on a part of the 
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import tempfile
@@ -14,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -168,9 +168,9 @@ def why(
         ValueError: If an argument is invalid, or the dataset has fewer frames than two batches.
         DatasetError, DecodeError, StorageError: If the dataset cannot be read.
     """
-    dataset_arguments, options = dict(dataset or {}), dict(loader or {})
-    with closing(Dataset(uri, **dataset_arguments)) as whole, Loader(whole, **options) as full:
-        study = _Study(uri, dataset_arguments, options, whole, full, progress)
+    arguments, options = dict(dataset or {}), dict(loader or {})
+    with closing(Dataset(uri, **arguments)) as whole, Loader(whole, **options) as full:
+        study = _Study(uri, arguments, options, whole, full, progress)
         decodes = study.decodes()
         first, later = study.base.speeds(decodes)
         now = _seconds(first, later, epochs)
@@ -188,7 +188,7 @@ class _Study:
 
     Args:
         uri: Address of the dataset.
-        dataset_arguments: Other arguments of the Dataset.
+        arguments: Other arguments of the Dataset.
         options: Arguments of the Loader.
         whole: Opened dataset.
         full: Loader of the whole dataset. It is only inspected, and not iterated.
@@ -199,12 +199,11 @@ class _Study:
     """
 
     def __init__(
-        self, uri: str | os.PathLike[str], dataset_arguments: dict[str, Any], options: dict[str, Any], whole: Dataset,
-        full: Loader, progress: Callable[[str], None],
+        self, uri: str | os.PathLike[str], arguments: dict[str, Any], options: dict[str, Any], whole: Dataset, full: Loader,
+        progress: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._uri, self._dataset_arguments, self._options = uri, dataset_arguments, options
-        self._whole, self._full = whole, full
-        self._progress, self._config = progress, full._config
+        self._uri, self._arguments, self._options, self._progress = uri, arguments, options, progress
+        self._whole, self._full, self._config = whole, full, full._config
         self._on_cpu = self._config.on_cpu(full.routes)
         self.base = self._changed()
 
@@ -258,26 +257,24 @@ class _Study:
 
     def _rewritten(self) -> Iterator[Remedy]:
         """Yield the remedies that rewrite the dataset. They are measured on a small part of it."""
-        size, part = self._config.image_size, self._part(_PREPARED)
+        size, part, decodes = self._config.image_size, self._part(_PREPARED), self.decodes(_SHORT)
         smaller = size is not None and any(self._whole.picture_size(camera) != size for camera in self._whole.videos)
         kinds: list[dict[str, Any]] = [{"for_": "cpu"}, {"for_": "cpu", "size": size}]
-        decodes = self.decodes(_SHORT)
+        read = {key: value for key, value in self._arguments.items() if key not in ("episodes", "cache_dir")}
+        read |= {"episodes": part.episodes.tolist(), "executor": _threads}
         for options in kinds[: 1 + smaller]:
             name = "prepare --for cpu" + (f" --size {size[0]}x{size[1]}" if size and "size" in options else "")
-            self._progress(f"rewriting {len(part)} episodes with {name}")
-            read = {key: value for key, value in self._dataset_arguments.items() if key not in ("episodes", "cache_dir")}
+            self._progress(f"rewriting {part.num_episodes} episodes with {name}")
             with tempfile.TemporaryDirectory() as folder:
-                out = Path(folder) / "part"
                 try:
-                    report = prepare(self._uri, out, episodes=part, executor=_threads, **read, **options)
+                    report = prepare(self._uri, f"{folder}/part", **read, **options)
                 except DaliStreamError as error:  # such as a missing ffmpeg
                     self._progress(f"{name} cannot be measured: {error}")
                     return
                 if report.failed:
                     return
-                video_bytes = sum(path.stat().st_size for path in out.rglob("*.mp4"))
-                measured = self._streamed(f"streaming them after {name}", {}, uri=out)
-            per_frame = video_bytes / int(self._whole.lengths[: len(part)].sum())
+                measured = self._measure(f"streaming them after {name}", Dataset(f"{folder}/part"))
+            per_frame = sum(camera.bytes for camera in report.cameras.values()) / report.frames
             price = f"a copy of the dataset, about {per_frame * self._whole.num_frames / 1e6:.3g} MB of video"
             speeds = measured.speeds(decodes, functools.partial(self._over_the_network, per_frame))
             yield Remedy(name, price, *speeds, prepare=options)
@@ -295,39 +292,30 @@ class _Study:
         network = now.work.network * sample_bytes / now.fetched if now.fetched and work.decode else 0.0
         return replace(work, network=network)
 
-    def _part(self, frames: int) -> list[int]:
-        """Return the first episodes that together have at least `frames` frames, or all episodes."""
+    def _part(self, frames: int) -> Dataset:
+        """Return a copy of the dataset with the first episodes that together have at least `frames` frames, or all episodes."""
         count = int((self._whole.lengths.cumsum() < frames).sum()) + 1
-        return [int(episode) for episode in self._whole.episodes[:count]]
+        return copy.copy(self._whole.part(self._whole.rows[:count]))
 
     def _changed(self, **changed: Any) -> _Measured:
         """Return a measurement of a part of the dataset, with changed arguments of the Loader."""
         name = " with ".join(["streaming a part of the dataset", *(f"{key}={value!r}" for key, value in changed.items())])
-        part = self._part(_BATCHES * self._config.batches.batch_size)
-        return self._streamed(name, self._dataset_arguments | {"episodes": part}, changed)
+        return self._measure(name, self._part(_BATCHES * self._config.batches.batch_size), **changed)
 
-    def _streamed(
-        self,
-        name: str,
-        dataset_arguments: dict[str, Any],
-        changed: Mapping[str, Any] | None = None,
-        uri: str | os.PathLike[str] | None = None,
-    ) -> _Measured:
+    def _measure(self, name: str, part: Dataset, **changed: Any) -> _Measured:
         """Measure a first epoch and later epochs. If an epoch has few batches, repeat this with new Loaders.
 
         Args:
             name: Description of the measurement.
-            dataset_arguments: Arguments of the Dataset.
+            part: Part of the dataset. It is closed at the end.
             changed: Arguments of the Loader that change.
-            uri: Address of another dataset. Default: the dataset of this study.
         """
         self._progress(name)
-        options = self._options | {"last_batch": "drop"} | dict(changed or {})
         first: list[dict[str, float]] = []
         later: list[dict[str, float]] = []
-        with closing(Dataset(uri or self._uri, **dataset_arguments)) as part:
-            while not first or sum(growth["batches"] for growth in first) < _BATCHES:
-                with Loader(part, **options) as loader:
+        with closing(part):
+            while sum(growth["batches"] for growth in first) < _BATCHES:
+                with Loader(part, **self._options | {"last_batch": "drop"} | changed) as loader:
                     if len(loader) < 2:
                         size = self._config.batches.batch_size
                         raise ValueError(f"dataset must have 2 batches of {size} samples or more. Give a smaller batch_size")

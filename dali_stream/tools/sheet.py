@@ -47,47 +47,31 @@ _COLOURS = ("#4c9be8", "#f0a63c", "#5fc27e", "#e2657b", "#b48ce0", "#43c2c7", "#
 _MOST_FEATURES = 6
 _STRIP_HEIGHT, _PLOT_HEIGHT = 56, 150  # heights of a plot below frames, and of a plot in a sample without frames
 
-Frames = npt.NDArray[np.uint8]
-
 
 @dataclass(frozen=True)
-class Strip:
-    """One camera's window.
+class Window:
+    """Frames of a camera, or values of a numeric feature, in the window of one sample.
 
     Attributes:
-        frames: Frames, uint8, shape (T, H, W, 3).
-        seconds: Time of each step relative to the current frame, in seconds.
-        marks: Label of each step: "pad" outside the episode, "missing" if the dataset lacks the camera, or "".
-    """
-
-    camera: str
-    frames: Frames
-    seconds: tuple[float, ...]
-    marks: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Values:
-    """The window of one numeric feature, plotted below the frames.
-
-    Attributes:
-        numbers: Values of shape (T, D).
+        data: Frames, uint8 of shape (T, H, W, 3), or values of shape (T, D).
         seconds: Time of each step relative to the current frame, in seconds.
         padded: Whether each step is outside the episode.
+        missing: Whether the sample's dataset lacks the camera or feature.
     """
 
     key: str
-    numbers: npt.NDArray[np.float64]
-    seconds: tuple[float, ...]
-    padded: tuple[bool, ...]
+    data: npt.NDArray[Any]
+    seconds: Sequence[float]
+    padded: Sequence[bool]
+    missing: bool = False
 
 
 @dataclass(frozen=True)
 class Sample:
     """Content of a cell. `dataset` is empty if the batch is not from a mixture."""
 
-    strips: tuple[Strip, ...]
-    values: tuple[Values, ...]
+    strips: Sequence[Window]
+    values: Sequence[Window]
     dataset: str
     task: str
     episode: int
@@ -107,54 +91,41 @@ def samples(
         plots: Keys of the features to plot below the frames. Default: none.
     """
     count = len(batch["index"])
-    strips = list(zip(*(_strips(batch, camera, tuple(windows.get(camera, (0.0,)))) for camera in cameras), strict=True))
-    values = list(zip(*(_values(batch, key, tuple(windows.get(key, (0.0,)))) for key in plots), strict=True))
-    texts = (batch.get(key) or [""] * count for key in ("dataset", "task"))
-    numbers = (batch[key].tolist() for key in ("episode_index", "frame_index", "index"))
-    nothing: list[tuple[()]] = [()] * count
-    return [Sample(*each) for each in zip(strips or nothing, values or nothing, *texts, *numbers, strict=True)]
+
+    def split(key: str, data: npt.NDArray[Any]) -> list[Window]:
+        """Return the window of each sample. `data` has shape (B, T, ...)."""
+        seconds = windows.get(key, [0.0])
+        if data.shape[1] != len(seconds):  # a `dali_graph` has changed the window
+            seconds = [0.0] * data.shape[1]
+        padded = batch.get(f"{key}_is_pad", np.zeros(data.shape[:2], bool)).tolist()
+        missing = batch.get(f"{key}_is_missing", np.zeros(count, bool)).tolist()
+        return [Window(key, *each) for each in zip(data.copy(), [seconds] * count, padded, missing, strict=True)]
+
+    strips = [split(key, _pixels(batch[key])) for key in cameras]
+    numbers = {key: batch[key].cpu().double().numpy() for key in plots}
+    values = [split(key, each.reshape(count, len(windows.get(key, [0.0])), -1)) for key, each in numbers.items()]
+    captions = [batch.get(key) or [""] * count for key in ("dataset", "task")]
+    captions += [batch[key].tolist() for key in ("episode_index", "frame_index", "index")]
+    return [
+        Sample([camera[n] for camera in strips], [feature[n] for feature in values], *caption)
+        for n, caption in enumerate(zip(*captions, strict=True))
+    ]
 
 
 def image_keys(batch: Mapping[str, Any], dataset: Dataset | Mixture) -> list[str]:
     """Return the keys of the images in a batch: cameras, and images that a `dali_graph` has added."""
-
-    def is_image(value: Any) -> bool:
-        return getattr(value, "ndim", 0) in (4, 5) and value.shape[-3] in (1, 3, 4)
-
-    own = [key for key in dataset.cameras if key in batch]
-    return [key for key in (*own, *(key for key in batch if key not in dataset.features)) if is_image(batch[key])]
+    keys = [*dataset.cameras, *(key for key in batch if key not in dataset.features)]
+    return [key for key in keys if getattr(batch.get(key), "ndim", 0) in (4, 5) and batch[key].shape[-3] in (1, 3, 4)]
 
 
-def _padding(batch: Mapping[str, Any], key: str, steps: int) -> list[list[bool]]:
-    """Return whether each step of each sample is outside the episode."""
-    mask = batch.get(f"{key}_is_pad")
-    return [[False] * steps] * len(batch["index"]) if mask is None else mask.tolist()
-
-
-def _values(batch: Mapping[str, Any], key: str, seconds: tuple[float, ...]) -> list[Values]:
-    """Return the values of a feature of shape (B, ...), or (B, T, ...) if it has a window."""
-    numbers = batch[key].cpu().double().numpy().reshape(len(batch[key]), len(seconds), -1)
-    masks = _padding(batch, key, len(seconds))
-    return [Values(key, each.copy(), seconds, tuple(mask)) for each, mask in zip(numbers, masks, strict=True)]
-
-
-def _strips(batch: Mapping[str, Any], camera: str, seconds: tuple[float, ...]) -> list[Strip]:
-    frames = batch[camera]
+def _pixels(frames: Any) -> npt.NDArray[np.uint8]:
+    """Return the frames of a batch as uint8, shape (B, T, H, W, C)."""
     if frames.ndim == 4:
         frames = frames[:, None]
     if frames.is_floating_point():
         frames = (frames * 255).round().clamp(0, 255).byte()
-    if frames.shape[1] != len(seconds):  # a `dali_graph` has changed the window
-        seconds = (0.0,) * frames.shape[1]
-    pixels = frames.movedim(-3, -1).cpu().contiguous().numpy().copy()
-    if pixels.shape[-1] == 1:
-        pixels = np.repeat(pixels, 3, -1)
-    lacks = batch.get(f"{camera}_is_missing")
-    lacking = [False] * len(pixels) if lacks is None else lacks.tolist()
-    return [
-        Strip(camera, shown, seconds, tuple("missing" if lacks else "pad" if outside else "" for outside in mask))
-        for shown, lacks, mask in zip(pixels, lacking, _padding(batch, camera, len(seconds)), strict=True)
-    ]
+    pixels = frames.movedim(-3, -1).cpu().contiguous().numpy()
+    return np.repeat(pixels, 3, -1) if pixels.shape[-1] == 1 else pixels
 
 
 def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = None) -> None:
@@ -173,14 +144,14 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = 
     width = max(LEAST_CELL, sum(_width(strip) + CAMERA_GAP for strip in strips) - CAMERA_GAP)
     tasks = [_wrapped(sample.task, width) for sample in shown]
     ranges = [
-        _range(np.concatenate([values.numbers for values in feature]))
+        _range(np.concatenate([values.data for values in feature]))
         for feature in zip(*(sample.values for sample in shown), strict=True)
     ]
     plot_height = _STRIP_HEIGHT if strips else _PLOT_HEIGHT
-    plots = max((strip.frames.shape[1] + 6 for strip in strips), default=0)  # distance of the plots from the top of a cell
+    plots = max((strip.data.shape[1] + 6 for strip in strips), default=0)  # distance of the plots from the top of a cell
     captions = plots + len(ranges) * (line(SMALL) + plot_height + 6)
     height = captions + 2 + max(map(len, tasks)) * line(TEXT) + line(SMALL)
-    windowed = any(strip.seconds != (0.0,) for strip in strips)
+    windowed = any(list(strip.seconds) != [0.0] for strip in strips)
     header = MARGIN + line(TITLE) + 14
     cells = header + line(SMALL) * (2 if windowed else 1) + 4
 
@@ -189,9 +160,8 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = 
         return 2 * MARGIN + columns * (width + CELL_GAP) - CELL_GAP, cells + rows * (height + CELL_GAP) - CELL_GAP + MARGIN
 
     if columns is None:
-        ratios = {count: size(count)[0] / size(count)[1] for count in range(1, len(shown) + 1)}
-        fits = [count for count in ratios if size(count)[0] <= _WIDEST] or [1]
-        columns = min(fits, key=lambda count: abs(math.log(ratios[count] * 3 / 4)))
+        fits = [count for count in range(1, len(shown) + 1) if size(count)[0] <= _WIDEST] or [1]
+        columns = min(fits, key=lambda count: abs(math.log(size(count)[0] / size(count)[1] * 3 / 4)))
     columns = min(columns, len(shown))
     page = _Page(size(columns))
     page.text(MARGIN, MARGIN, title, BRIGHT, TITLE, size(columns)[0] - 2 * MARGIN)
@@ -224,33 +194,33 @@ class _Page:
         """Draw a line of text. If it is wider than `width` pixels, it is cut and gets an ellipsis."""
         self._pen.text((left, top), _cut(text, width, size), colour, font(size))
 
-    def draw_header(self, strips: Sequence[Strip], left: int, top: int, windowed: bool) -> None:
+    def draw_header(self, strips: Sequence[Window], left: int, top: int, windowed: bool) -> None:
         """Draw the names of the cameras, and below them the times of the steps if `windowed`."""
         for strip in strips:
-            width, step_width = _width(strip), strip.frames.shape[2]
-            short = strip.camera if font(SMALL).getlength(strip.camera) <= width else strip.camera.rpartition(".")[2]
+            width, step_width = _width(strip), strip.data.shape[2]
+            short = strip.key if font(SMALL).getlength(strip.key) <= width else strip.key.rpartition(".")[2]
             self.text(left, top, short, PLAIN, SMALL, width)
             for step, seconds in enumerate(strip.seconds if windowed else ()):
                 self.text(left + step * (step_width + STEP_GAP), top + line(SMALL), _time(seconds), DIM, SMALL, step_width)
             left += width + CAMERA_GAP
 
-    def draw_strips(self, strips: Sequence[Strip], left: int, top: int) -> Iterator[dict[str, Any]]:
+    def draw_strips(self, strips: Sequence[Window], left: int, top: int) -> Iterator[dict[str, Any]]:
         """Draw the frames of a sample."""
         for strip in strips:
-            height, width = strip.frames.shape[1:3]
-            for step, (frame, mark) in enumerate(zip(strip.frames, strip.marks, strict=True)):
+            height, width = strip.data.shape[1:3]
+            for step, (frame, padded) in enumerate(zip(strip.data, strip.padded, strict=True)):
                 self.image.paste(Image.fromarray(frame), (left, top))
-                if mark:
-                    text = _cut(mark, width - 8, SMALL)
+                if strip.missing or padded:
+                    text = _cut("missing" if strip.missing else "pad", width - 8, SMALL)
                     box = (left, top, left + int(font(SMALL).getlength(text)) + 9, top + line(SMALL) + 2)
                     self._pen.rectangle(box, fill=PAD)
                     self.text(left + 5, top + 1, text, BACKGROUND, SMALL, width)
-                yield {"camera": strip.camera, "step": step, "box": (left, top, left + width, top + height)}
+                yield {"camera": strip.key, "step": step, "box": (left, top, left + width, top + height)}
                 left += width + STEP_GAP
             left += CAMERA_GAP - STEP_GAP
 
     def draw_values(
-        self, values: Sequence[Values], ranges: Sequence[tuple[float, float]], left: int, top: int, width: int, height: int
+        self, values: Sequence[Window], ranges: Sequence[tuple[float, float]], left: int, top: int, width: int, height: int
     ) -> Iterator[dict[str, Any]]:
         """Plot the values of a sample: lines over the steps of a window, or one bar per dimension for a single step."""
         for each, (least, most) in zip(values, ranges, strict=True):
@@ -266,14 +236,14 @@ class _Page:
             yield {"key": each.key, "box": box}
             top += height + 6
 
-    def _draw_lines(self, values: Values, box: tuple[int, int, int, int], least: float, most: float) -> None:
+    def _draw_lines(self, values: Window, box: tuple[int, int, int, int], least: float, most: float) -> None:
         """Draw each dimension of a window as a line, and underline the steps outside the episode."""
         left, top, right, bottom = box
         if least < 0 < most:
             zero = round(bottom - (bottom - top) * -least / (most - least))
             self._pen.line((left, zero, right, zero), fill="#3a3f48")
-        x = np.linspace(left + 1, right - 1, len(values.numbers)).tolist()
-        for dimension, numbers in enumerate(values.numbers.T):
+        x = np.linspace(left + 1, right - 1, len(values.data)).tolist()
+        for dimension, numbers in enumerate(values.data.T):
             y = bottom - 1 - (bottom - top - 2) * (numbers - least) / (most - least)
             points = [(a, b) for a, b in zip(x, y.tolist(), strict=True) if math.isfinite(b)]
             self._pen.line(points if len(points) > 1 else points * 2, fill=_COLOURS[dimension % len(_COLOURS)], width=1)
@@ -281,10 +251,10 @@ class _Page:
         for step in np.flatnonzero(values.padded).tolist():
             self._pen.rectangle((edges[step], bottom - 3, edges[step + 1], bottom - 1), fill=PAD)
 
-    def _draw_bars(self, values: Values, box: tuple[int, int, int, int], least: float, most: float) -> None:
+    def _draw_bars(self, values: Window, box: tuple[int, int, int, int], least: float, most: float) -> None:
         """Draw each dimension of one step as a bar. Bars begin at 0, or at the end of the range that is closest to 0."""
         left, top, right, bottom = box
-        [numbers] = values.numbers
+        [numbers] = values.data
         x = np.linspace(left + 2, right - 2, len(numbers) + 1)
         shares = (np.clip([0.0, *numbers], least, most) - least) / (most - least)
         base, *ends = (bottom - 1 - (bottom - top - 2) * shares).tolist()
@@ -302,8 +272,8 @@ class _Page:
         self.text(left, top, "  ·  ".join(filter(None, (sample.dataset, indices))), DIM, SMALL, width)
 
 
-def _width(strip: Strip) -> int:
-    steps, _, width = strip.frames.shape[:3]
+def _width(strip: Window) -> int:
+    steps, _, width = strip.data.shape[:3]
     return steps * (width + STEP_GAP) - STEP_GAP
 
 
@@ -320,7 +290,7 @@ def _range(values: npt.NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Break a text into lines of at most `width` pixels. A text with more than `_MOST_LINES` lines gets an ellipsis."""
+    """Break a text into at most `_MOST_LINES` lines of `width` pixels. The last line may be wider, and so may long words."""
     lines: list[str] = []
     for word in text.split():
         longer = f"{lines[-1]} {word}" if lines else word
@@ -328,7 +298,7 @@ def _wrapped(text: str, width: int) -> list[str]:
             lines[-1] = longer
         else:
             lines.append(word)
-    return [_cut(each, width, TEXT) for each in lines]
+    return lines
 
 
 def _cut(text: str, width: int, size: int) -> str:
@@ -366,8 +336,8 @@ def episodes(dataset: Dataset, keys: Sequence[str], most: int) -> list[Sample]:
     reader, shown = RowReader(dataset, keys={*keys, "timestamp", "index"}), []
     for number in spread(dataset.num_episodes, most):
         rows, length = reader.read(number)[number], int(dataset.lengths[number])
-        seconds = tuple((np.arange(length) / dataset.fps).tolist())
-        values = tuple(Values(key, rows[key].reshape(length, -1).astype(float), seconds, (False,) * length) for key in keys)
+        seconds = (np.arange(length) / dataset.fps).tolist()
+        values = [Window(key, rows[key].reshape(length, -1).astype(float), seconds, [False] * length) for key in keys]
         task = f"{counted(length, 'frame')}, {length / dataset.fps:.1f} s"
-        shown.append(Sample((), values, "", task, int(dataset.episodes[number]), 0, int(rows["index"][0])))
+        shown.append(Sample([], values, "", task, int(dataset.episodes[number]), 0, int(rows["index"][0])))
     return shown
