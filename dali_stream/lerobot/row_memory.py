@@ -78,7 +78,7 @@ class Found(Mapping[int, Columns]):
         self.lengths, self._convert, self._row_bytes = lengths, convert, row_bytes
         self._group: DecodedGroups | None = group
         self._reference = weakref.ref(group)
-        self._last: tuple[int, Columns] = -1, {}
+        self._last: tuple[int | None, Columns] = None, {}
 
     def __getitem__(self, episode: int) -> Columns:
         if self._last[0] != episode:
