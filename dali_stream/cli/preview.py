@@ -121,9 +121,10 @@ def _of_dataset(dataset: Dataset | Mixture, plots: bool, options: dict[str, Any]
     from dali_stream.tools import sheet
 
     numbers = sheet.plotted(dataset)
+    shown = [*dataset.cameras, *(numbers if plots else ())]
     for key in options["delta_timestamps"]:
-        if key not in (*dataset.cameras, *(numbers if plots else ())):
-            raise ValueError(f"--window has unknown camera {key!r}. Available: {', '.join(dataset.cameras)}")
+        if key not in shown:
+            raise ValueError(f"--window has unknown key {key!r}. Available: {', '.join(shown)}")
     dtype = "float32" if options["dali_graph"] else "uint8"  # graph functions of training runs usually expect floats
     options |= {"image_dtype": dtype, "last_batch": "partial", "rank": 0, "world_size": 1}
     with dali_stream.Loader(dataset, **options) as loader:
