@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.dataset import Dataset
-from dali_stream.errors import DaliStreamError, DatasetError, counted
+from dali_stream.errors import DaliStreamError, DatasetError, StorageError, counted
 from dali_stream.lerobot.rows import Columns, RowReader
 from dali_stream.tools.description import missing_files
 from dali_stream.tools.diagnosis.looks import broken
@@ -24,7 +24,7 @@ class Rows:
     Attributes:
         dataset: Dataset of the rows.
         deep: Whether to check all episodes and files. Otherwise at most 1000 are checked, or 32 of remote data.
-        errors: {episode: error} of episodes whose rows are broken or cannot be read.
+        errors: {episode: error} of episodes with broken rows.
         first_episodes: {column of `_NAMES`: {value: first episode in which it was read}}.
     """
 
@@ -32,20 +32,23 @@ class Rows:
         self.dataset, self.deep = dataset, deep
         self._reader = RowReader(dataset, keys={key for key, feature in dataset.features.items() if not feature.is_image})
         self._seconds: dict[int, npt.NDArray[np.float64]] = {}
-        self.errors: dict[int, DaliStreamError] = {}
+        self.errors: dict[int, DatasetError] = {}
         self.first_episodes: dict[str, dict[int, int]] = {name: {} for name in _NAMES if name in dataset.features}
 
     def seconds(self, episode: int) -> npt.NDArray[np.float64] | None:
-        """Return the times of the rows of an episode in seconds, shape (L,), or None if they cannot be read.
+        """Return the times of the rows of an episode in seconds, shape (L,), or None if its rows are broken.
 
         Args:
             episode: Position of the episode among the selected episodes.
+
+        Raises:
+            StorageError: If rows cannot be read.
         """
         if episode not in self._seconds and episode not in self.errors:
             try:
                 for number, rows in self._reader.read(episode).items():
                     self._keep(number, rows)
-            except DaliStreamError as error:
+            except DatasetError as error:
                 self.errors[episode] = error
         return self._seconds.get(episode)
 
@@ -98,12 +101,18 @@ def check_rows(rows: Rows) -> Result:
     """Check that the rows of episodes agree with the metadata in number and type, and that their timestamps increase."""
     dataset, files = rows.dataset, rows.dataset.table.data
     episodes = rows.spread(dataset.num_episodes)
+    errors: dict[int, DaliStreamError] = {}
     for episode in episodes:
-        rows.seconds(episode)
-    if not rows.errors:
+        try:
+            rows.seconds(episode)
+        except StorageError as error:
+            errors[episode] = error
+            break  # the others would fail as well, perhaps after a timeout each
+    errors |= rows.errors
+    if not errors:
         return OK, f"rows are whole and timestamps rise in {len(episodes)} checked episodes of {dataset.num_episodes}", ""
-    first, count = min(rows.errors), len(rows.errors)
-    status, text, remedy = broken(dataset.data_store, files.paths[files.index[dataset.rows[first]]], rows.errors[first])
+    first, count = min(errors), len(errors)
+    status, text, remedy = broken(dataset.data_store, files.paths[files.index[dataset.rows[first]]], errors[first])
     more = f". {count} of {len(episodes)} checked episodes have such rows" if count > 1 else ""
     return status, text + more, remedy
 
