@@ -23,8 +23,8 @@ import dali_stream
 from dali_stream.cli import main
 from dali_stream.demo import read_identities
 from dali_stream.tools.description import describe
-from dali_stream.tools.diagnosis.dataset import examine
 from dali_stream.tools.diagnosis.frames import Decoders
+from dali_stream.tools.diagnosis.run import examine
 
 SIZE, EPISODES = (128, 160), 4  # of `made`
 

@@ -22,8 +22,8 @@ from dali_stream.decode.route import Rates
 from dali_stream.mp4.clip import Clip
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.index import read_index
-from dali_stream.tools.diagnosis import answers
-from dali_stream.tools.diagnosis import frames as diagnosis
+from dali_stream.tools.diagnosis import answers, camera
+from dali_stream.tools.diagnosis.frames import call_by_name
 
 FIRST = f"videos/{TOP}/chunk-000/file-000.mp4"
 THREADS = 4
@@ -241,16 +241,16 @@ def test_doctor_shows_both_figures(vp9_demo: Path, monkeypatch: pytest.MonkeyPat
     store = dali_stream.Dataset(vp9_demo).data_store
     table = read_index(store, FIRST)
     clips = speed.request_clips(store, table, None)
-    calls = {(TOP, "GPU 0"): partial(answers.speed, clips, describe(table.configs[0]), 12, None, 2)}
-    found, facts = diagnosis.measure_speeds(calls, 120)
-    assert set(facts[TOP]["GPU 0"]) == {"nvdec", "cpu"}
-    [(name, (_, text, _))] = found.items()
-    assert name == f"{TOP} speed on GPU 0"
-    assert str(Rates(**facts[TOP]["GPU 0"])) in text
+    calls = {TOP: {"GPU 0": partial(answers.speed, clips, describe(table.configs[0]), 12, None, 2)}}
+    examined: Any = SimpleNamespace(facts={})
+    [(name, (_, text, _))] = camera.check_speeds(examined, call_by_name(calls, 120)[TOP]).items()
+    assert set(examined.facts["speed"]["GPU 0"]) == {"nvdec", "cpu"}
+    assert name == "speed on GPU 0"
+    assert str(Rates(**examined.facts["speed"]["GPU 0"])) in text
     # Once they are known, nothing is measured. These are such that the doctor warns.
     file = tmp_path / "dali_stream" / "decode_speed.json"
     file.write_text(json.dumps({kind: {"nvdec": 500, "cpu": 1000} for kind in json.loads(file.read_text())}))
-    [result] = diagnosis.measure_speeds(calls, 120)[0].values()
+    [result] = camera.check_speeds(examined, call_by_name(calls, 120)[TOP]).values()
     assert result == (
         "warning",
         "NVDEC 500 frames/s, the CPU 1000. NVDEC reaches 0.50 of the CPU's speed",

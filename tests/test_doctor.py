@@ -18,9 +18,9 @@ from support.slow import slow
 
 from dali_stream.cli import main
 from dali_stream.memory_limit import cgroup_memory_limit
-from dali_stream.tools.diagnosis.checks import CHECKS
 from dali_stream.tools.diagnosis.machine import Machine, container, cpu_quota
 from dali_stream.tools.diagnosis.report import Finding, as_findings, run_checks
+from dali_stream.tools.diagnosis.run import CHECKS
 
 CODECS = ("H.264", "HEVC", "AV1", "VP9", "MPEG-4")
 

@@ -10,7 +10,8 @@ import re
 import socket
 import struct
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,10 @@ import dali_stream
 from dali_stream import Dataset
 from dali_stream.lerobot.metadata import INFO
 from dali_stream.tools.diagnosis import Finding, frames
-from dali_stream.tools.diagnosis.dataset import examine as examine_dataset
-from dali_stream.tools.diagnosis.dataset import opened as opened_dataset
 from dali_stream.tools.diagnosis.frames import LEAST_PSNR_DB, Decoders, Deep, psnr
+from dali_stream.tools.diagnosis.run import examine as examine_dataset
+from dali_stream.tools.diagnosis.run import open_dataset
+from dali_stream.tools.isolated import Answer
 
 NO_DECODER = Decoders(False, False, {})
 TORCHCODEC = Decoders(True, False, {})
@@ -80,7 +82,7 @@ def test_a_healthy_machine_without_a_gpu(healthy: dict[str, Any]) -> None:
     assert set(report["software"]) == {
         "python", "dali", "dali_builds", "torch", "torch_cuda", "torchcodec", "ffmpeg", "ffmpeg_program",
     }  # fmt: skip
-    assert report["software"]["ffmpeg"]["decoders"]["h264"]["default"] == "h264"
+    assert report["software"]["ffmpeg"]["decoders"]["h264"] == "h264"
     assert report["machine"]["cores"] >= 1
 
 
@@ -102,8 +104,10 @@ def test_a_frame_of_each_camera_by_every_decoder(healthy: dict[str, Any]) -> Non
 def test_a_decoder_that_fails_where_another_does_not_is_not_the_files_fault(
     vp9_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoded = {"torchcodec": frames.Decoded(""), "DALI on the CPU": frames.Decoded("no surface")}
-    monkeypatch.setattr(frames, "decode", lambda tasks, _: {task.camera: decoded for task in tasks})
+    def call_each(calls: Sequence[partial[Any]], limit_s: float) -> list[Answer]:
+        return [Answer({}, "no surface", "DecodeError") if call.args[2] else Answer(draw()[0]) for call in calls]
+
+    monkeypatch.setattr(frames, "call_each", call_each)
     report = doctor(vp9_demo, libraries=shadows(tmp_path))
     finding = found(report, f"{TOP} frame, DALI on the CPU")
     assert (finding["status"], finding["text"]) == ("problem", "no surface. torchcodec decodes it")
@@ -221,7 +225,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def problems(root: Path, deep: bool) -> list[str]:
     """The problems that the doctor finds in a dataset, without the decoders of its one frame, which take processes."""
-    opened = opened_dataset(root)
+    opened = open_dataset(root)
     if isinstance(opened, Finding):
         return [opened.text]
     every = Deep(opened, lambda done, total: None) if deep else None

@@ -64,63 +64,49 @@ def torch() -> dict[str, Any]:
 
 
 def torchcodec() -> dict[str, Any]:
-    """Return torchcodec's version, and the path, version and decoders of the FFmpeg libraries that it loads."""
+    """Return torchcodec's version. Its decoders load FFmpeg."""
     import torchcodec
     import torchcodec.decoders
 
-    return {"version": str(torchcodec.__version__), "ffmpeg": _mapped_ffmpeg()}
+    return {"version": str(torchcodec.__version__)}
 
 
-def ffmpeg() -> dict[str, Any]:
-    """Return the newest FFmpeg that torchcodec could load. `doctor` calls this if torchcodec itself does not load."""
-    # These are the versions of libavdevice in FFmpeg 8 to 4. This library depends on all other libraries of FFmpeg, whereas
-    # media players often include only libavcodec.
-    for version in (62, 61, 60, 59, 58):
-        with contextlib.suppress(OSError):
-            ctypes.CDLL(f"libavdevice.so.{version}")
-            break
-    return {"ffmpeg": _mapped_ffmpeg()}
+def ffmpeg() -> dict[str, Any] | None:
+    """Return the path, version and decoders of the FFmpeg libraries that torchcodec loads or could load. None without FFmpeg.
 
-
-def _mapped_ffmpeg() -> dict[str, Any] | None:
-    # The memory map shows which libraries are loaded. The program ffmpeg may belong to another installation.
-    paths = _mapped("libavcodec")
-    return _ffmpeg(ctypes.CDLL(paths[0]), paths[0]) if paths else None
-
-
-def _mapped(library: str) -> list[str]:
-    return re.findall(rf"/\S*/{library}[^/\s]*\.so[.\d]*", Path("/proc/self/maps").read_text())
-
-
-def _ffmpeg(avcodec: ctypes.CDLL, path: str) -> dict[str, Any]:
-    """Return the version and the decoders of a libavcodec.
-
-    The first field of AVCodecDescriptor (the id, an int) and of AVCodec (the name, a char *) has been the same since FFmpeg 4.
+    The memory map shows which libraries are loaded. The program ffmpeg may belong to another installation.
     """
+    if not _mapped_avcodec():
+        # The newest FFmpeg that torchcodec could load. These are the versions of libavdevice in FFmpeg 8 to 4. This library
+        # depends on all other libraries of FFmpeg, whereas media players often include only libavcodec.
+        for version in (62, 61, 60, 59, 58):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(f"libavdevice.so.{version}")
+                break
+    path = _mapped_avcodec()
+    if not path:
+        return None
+    avcodec = ctypes.CDLL(path)
+    # Since FFmpeg 4, the first field of AVCodecDescriptor is the id (an int), and that of AVCodec is the name (a char *).
     avcodec.avcodec_descriptor_get_by_name.restype = ctypes.POINTER(ctypes.c_int)
     avcodec.avcodec_find_decoder.restype = ctypes.POINTER(ctypes.c_char_p)
-    avcodec.avcodec_find_decoder_by_name.restype = ctypes.c_void_p
-    decoders = {}
-    for codec, names in CODECS.items():
+    decoders: dict[str, str | None] = dict.fromkeys(CODECS)
+    for codec in CODECS:
         identifier = avcodec.avcodec_descriptor_get_by_name(codec.encode())
-        default = avcodec.avcodec_find_decoder(identifier.contents.value) if identifier else None
-        decoders[codec] = {
-            "default": default.contents.value.decode() if default else None,
-            "software": [name for name in names if avcodec.avcodec_find_decoder_by_name(name.encode())],
-        }
+        if identifier and (decoder := avcodec.avcodec_find_decoder(identifier.contents.value)):
+            decoders[codec] = decoder.contents.value.decode()
     version = avcodec.avcodec_version() >> 16
-    release = _release(path) or f"with libavcodec {version}"
+    release = f"with libavcodec {version}"
+    if hasattr(avcodec, "av_version_info"):  # a function of libavutil, on which libavcodec depends
+        avcodec.av_version_info.restype = ctypes.c_char_p
+        release = avcodec.av_version_info().decode(errors="replace")
     return {"version": release, "libavcodec": version, "path": path, "decoders": decoders}
 
 
-def _release(libavcodec: str) -> str:
-    """Return FFmpeg's version according to the libavutil next to libavcodec. Empty if no such file is loaded."""
-    for path in _mapped("libavutil"):
-        if Path(path).parent == Path(libavcodec).parent:
-            version_info = ctypes.CDLL(path).av_version_info
-            version_info.restype = ctypes.c_char_p
-            return str(version_info().decode(errors="replace"))
-    return ""
+def _mapped_avcodec() -> str:
+    """Return the path of the loaded libavcodec. Empty if none is loaded."""
+    path = re.search(r"/\S*/libavcodec[^/\s]*\.so[.\d]*", Path("/proc/self/maps").read_text())
+    return path[0] if path else ""
 
 
 def decode(clip: Clip, video: VideoFormat, dali: bool, gpu: int | None) -> npt.NDArray[np.uint8]:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from dali_stream.dataset import Dataset
 from dali_stream.decode import speed
 from dali_stream.decode.capability import capability
-from dali_stream.decode.route import refusal, smallest_coded_size
+from dali_stream.decode.route import Route, refusal, smallest_coded_size
+from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError, MemoryBudgetError, counted
 from dali_stream.mp4.clip import is_avc, pack
 from dali_stream.mp4.format import describe
 from dali_stream.mp4.hidden import hidden_frames
-from dali_stream.mp4.index import LACKING, VideoIndex, read_index
+from dali_stream.mp4.index import LACKING, Int64, VideoIndex, read_index
+from dali_stream.mp4.timing import BY_FRAME_INDEX, TOLERANCE
 from dali_stream.order import Order, default_pools
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import Sizes, divide, horizon
@@ -27,12 +28,12 @@ from dali_stream.schedule.plan import Limits
 from dali_stream.speed.decodes import decodes, median_gop
 from dali_stream.tools.description import LOOK_AT, CameraReport, contradictions, describe_video, find_frames
 from dali_stream.tools.diagnosis import answers
-from dali_stream.tools.diagnosis.frames import LEAST_PSNR_DB, Decoded, Decoders, Deep, Task, Via
+from dali_stream.tools.diagnosis.frames import LEAST_PSNR_DB, Decoders, Deep, psnr
 from dali_stream.tools.diagnosis.gpu import NOTHING_TO_DO
-from dali_stream.tools.diagnosis.looks import look
+from dali_stream.tools.diagnosis.looks import broken
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Check, Result, run_checks
-from dali_stream.tools.diagnosis.rows import FrameTimes, Rows
-from dali_stream.tools.isolated import Call
+from dali_stream.tools.diagnosis.rows import Rows
+from dali_stream.tools.isolated import Answer, Call
 
 _SHOWN = 3  # maximum number of broken files reported per camera
 # The cost of GOPs is the number of frames decoded per delivered frame. It is simulated for the settings below.
@@ -41,7 +42,6 @@ _BATCH = 64
 _SIZE = 224, 224
 _BUDGETS = 4 << 30, 16 << 30  # default memory_budget, and a large one, in bytes
 _GOOD = 1.5  # cost of a GOP of 2 without a cache
-_EPISODES = 2000  # maximum number of simulated episodes
 
 
 class Camera:
@@ -49,113 +49,133 @@ class Camera:
 
     Attributes:
         key: Key of the camera.
+        rows: Rows of its dataset.
         dataset: Dataset of the camera.
-        decoders: Decoders that load on this machine.
+        places: {"CPU" or kind of GPU: index of the CUDA device, None for the CPU}.
         files: Number of files.
         tables: Indices of at most 32 files that are not broken.
-        times: Checks that each row of the camera has a frame.
-        reports: {"CPU" or kind of GPU: description of the videos}.
+        checked: Number of episodes whose rows were compared with the frames.
+        faults: {episode: reason why it has rows without frames}.
+        by_frame_index: Episodes of `faults` whose rows all have a frame at frame_index / fps.
+        reports: {place: description of the videos}.
         results: Results by name. Results of decoded frames are added later, since all cameras are decoded together.
         facts: Facts for the report.
-        task: Frame to decode. None if no frame can be located.
-        speeds: {(camera, kind of GPU): call that measures the speed}. See `frames.measure_speeds`.
+        decodes: {decoder: call that decodes a frame}. Empty if no frame can be located.
+        speeds: {kind of GPU: call that measures the speed}.
     """
 
     def __init__(self, key: str, rows: Rows, decoders: Decoders, deep: Deep | None) -> None:
-        self.key, self.dataset, self.decoders = key, rows.dataset, decoders
-        self.times = FrameTimes(rows, key)
+        self.key, self.rows, self.dataset, self._decoders = key, rows, rows.dataset, decoders
+        self.places = {"CPU": None, **decoders.gpus}
+        self.tables: list[VideoIndex] = []
+        self.checked, self.faults, self.by_frame_index = 0, self._short_episodes(), set[int]()
         self.results: dict[str, Result] = {}
         self.facts: dict[str, Any] = {"kind": "video"}
-        self.task: Task | None = None
-        self.speeds: dict[tuple[str, str], Call] = {}
-        self._rows = rows
-        self.tables = self._read_files(rows, deep)
+        self.decodes: dict[str, Call] = {}
+        self.speeds: dict[str, Call] = {}
+        self._packets: dict[int, Int64] = {}  # {episode of the first of `tables`: packets of its rows}
+        self._video_files = VideoFiles(rows.dataset, key)
+        self._read_files(deep)
 
     def run(self, checks: Mapping[str, Check[Camera]]) -> None:
-        """Run checks on the files that are not broken, and choose a frame to decode.
-
-        Raises:
-            StorageError: If a file cannot be fetched.
-        """
+        """Run checks on the files that are not broken, and choose a frame to decode."""
         if not self.tables:
             return
+        store = self.dataset.data_store
         try:
-            places = {"CPU": None, **self.decoders.gpus}
-            store = self.dataset.data_store
             self.video = describe(self.tables[0].configs[0])
-            self.reports = {where: describe_video(self.tables, store, gpu) for where, gpu in places.items()}
-            self.results.update((f"{self.key} {name}".rstrip(), result) for name, result in run_checks(checks, self))
+            self.reports = {place: describe_video(self.tables, store, gpu) for place, gpu in self.places.items()}
+            self.results.update(run_checks(checks, self))
             self._choose_frame()
         except DaliStreamError as error:
-            self.results[f"{self.key} file"] = self.broken(self.tables[0].path, error)
+            self.results["file"] = broken(store, self.tables[0].path, error)
 
-    def broken(self, path: str, error: DaliStreamError) -> Result:
-        """Return the result for a file that cannot be read or decoded."""
-        where = self.dataset.data_store.where(path)
-        kind, remedy = look(self.dataset.data_store, path)
-        text = f"{where}: {str(error).removeprefix(f'{where}: ')}{'. ' if kind else ''}{kind[:1].upper()}{kind[1:]}"
-        return PROBLEM, text, remedy or "copy or fetch the dataset again"
-
-    def _read_files(self, rows: Rows, deep: Deep | None) -> list[VideoIndex]:
-        """Check files, and add a result for each broken one. Return the indices of the files to describe."""
-        tables, errors = [], list[Result]()
-        paths, file_of = self.dataset.table.video[self.key].paths, self.dataset.files(self.key)
-        files = np.unique(file_of)
-        self.files, chosen = len(files), files[rows.spread(len(files))]
+    def _read_files(self, deep: Deep | None) -> None:
+        """Locate the frames of rows, file by file. Add a result for each broken file."""
+        store, paths, file_of = self.dataset.data_store, self.dataset.table.video[self.key].paths, self.dataset.files(self.key)
+        files, errors = np.unique(file_of), list[Result]()
+        self.files, chosen = len(files), files[self.rows.spread(len(files))]
         described = chosen[:: -(-len(chosen) // LOOK_AT)]
         for file in chosen.tolist():
             try:
-                table = read_index(self.dataset.data_store, paths[file])
+                table = read_index(store, paths[file])
                 episodes = np.flatnonzero(file_of == file)
-                packets = self.times.find(table, episodes[rows.spread(len(episodes))].tolist())
+                packets = dict(self._locate(table, episodes[self.rows.spread(len(episodes))].tolist()))
                 if deep:
                     deep.decode_videos(self.key, table, packets)
-                if file in described:
-                    tables.append(table)
             except DaliStreamError as error:
-                errors.append(self.broken(paths[file], error))
-        for n, result in enumerate(errors[:_SHOWN], start=1):
-            self.results[f"{self.key} file {n}"] = result
+                errors.append(broken(store, paths[file], error))
+                continue
+            if not self.tables:
+                self._packets = packets
+            if file in described:
+                self.tables.append(table)
+        self.results |= {f"file {n}": result for n, result in enumerate(errors[:_SHOWN], start=1)}
         if len(errors) > _SHOWN:
             text = f"{len(errors)} of {len(chosen)} checked files are broken"
-            self.results[f"{self.key} files"] = PROBLEM, text, "copy the dataset again"
-        return tables
+            self.results["files"] = PROBLEM, text, "copy the dataset again"
+
+    def _locate(self, table: VideoIndex, episodes: Iterable[int]) -> Iterator[tuple[int, Int64]]:
+        """Yield (episode, packets of its rows) for episodes of a file. The packet of a row without a frame is `LACKING`.
+
+        Episodes that cannot be checked are left out.
+        """
+        dataset = self.dataset
+        for episode in episodes:
+            self.checked += 1
+            seconds = self.rows.seconds(episode)
+            if seconds is None:
+                continue
+            packets, fault = find_frames(dataset, self.key, table, episode, seconds)
+            if fault:
+                self.faults[episode] = f", {fault}"
+                if not find_frames(dataset, self.key, table, episode, np.arange(len(seconds)) / dataset.fps)[1]:
+                    self.by_frame_index.add(episode)
+            try:
+                self._video_files.checked(table, packets[packets != LACKING], episode)
+            except DecodeError as error:
+                self.faults.setdefault(episode, f": {error}")
+            else:
+                yield episode, packets
+
+    def _short_episodes(self) -> dict[int, str]:
+        """Return {episode: fault} of episodes that, according to the metadata, are longer than their interval of the file."""
+        dataset = self.dataset
+        start, stop = (times[self.key][dataset.rows] for times in (dataset.table.start, dataset.table.stop))
+        short = np.flatnonzero(stop - start <= (dataset.lengths - 1 + TOLERANCE) / dataset.fps).tolist()
+        return {
+            episode: f": meta/episodes: it begins at {start[episode]:.4f} s and the next episode of the file at "
+            f"{stop[episode]:.4f} s, too early for {counted(int(dataset.lengths[episode]), 'frame')} at {dataset.fps:g} fps"
+            for episode in short
+        }
 
     def _choose_frame(self) -> None:
-        """Choose a frame to decode: the middle of the first selected episode in the first file.
+        """Choose the middle frame of an episode, and the decoders that a Loader could choose for it.
 
         A frame in the middle depends on earlier frames, so decoding it tests more than a first frame would.
         """
-        dataset, table = self.dataset, self.tables[0]
-        file = dataset.table.video[self.key].paths.index(table.path)
-        episode = int(np.argmax(dataset.files(self.key) == file))
-        frame = int(dataset.lengths[episode]) // 2
+        dataset, table, store = self.dataset, self.tables[0], self.dataset.data_store
+        episode = next(iter(self._packets), None)
+        if episode is None:
+            return
+        frame = len(self._packets[episode]) // 2
+        packet = int(self._packets[episode][frame])
         self.facts["frame"] = {"episode": int(dataset.episodes[episode]), "frame": frame}
-        seconds = self._rows.seconds(episode)
-        if seconds is None:
-            seconds = np.arange(dataset.lengths[episode]) / dataset.fps
-        packet = int(find_frames(dataset, self.key, table, episode, seconds)[0][frame])
-        if packet != LACKING:  # the check of timestamps reports a missing frame
-            # FFmpeg outputs every frame of an H.264 file with open GOPs only if it decodes from the start. See `decode`.
-            clip = pack(dataset.data_store, [table], [packet], from_the_start=table.open_gops and is_avc(table))
-            self.task = Task(self.key, clip, self.video, self._choose_decoders())
-
-    def _choose_decoders(self) -> list[Via]:
-        """Return the decoders that a Loader could choose for this video. Add calls that measure the speed of GPUs."""
-        store, table, decoders = self.dataset.data_store, self.tables[0], [Via("torchcodec")] * self.decoders.torchcodec
-        if not self.decoders.dali:
-            return decoders
-        if not refusal(None, self.video, table):
-            decoders.append(Via("DALI on the CPU", dali=True))
-        for where, gpu in self.decoders.gpus.items():
-            if self.reports[where].route.decoder == "dali":
-                decoders.append(Via(f"NVDEC of {where}", True, gpu))
-                if self.decoders.torchcodec:
-                    with contextlib.suppress(DecodeError):  # decoding the chosen frame reports the error
-                        clips, gop = speed.request_clips(store, table, gpu), speed.median_gop(table)
-                        call = partial(answers.speed, clips, self.video, gop, gpu, len(self.dataset.videos))
-                        self.speeds[self.key, where] = call
-        return decoders
+        if packet == LACKING:  # the check of timestamps reports it
+            return
+        # FFmpeg outputs every frame of an H.264 file with open GOPs only if it decodes from the start. See `decode`.
+        clip = pack(store, [table], [packet], from_the_start=table.open_gops and is_avc(table))
+        if self._decoders.torchcodec:
+            self.decodes["torchcodec"] = partial(answers.decode, clip, self.video, False, None)
+        for place, gpu in self.places.items() if self._decoders.dali else ():
+            decoder = "DALI on the CPU" if gpu is None else f"NVDEC of {place}"
+            if refusal(None, self.video, table) if gpu is None else self.reports[place].route.decoder != "dali":
+                continue
+            self.decodes[decoder] = partial(answers.decode, clip, self.video, True, gpu)
+            if gpu is not None and self._decoders.torchcodec:
+                with contextlib.suppress(DecodeError):  # decoding the chosen frame reports the error
+                    clips, gop = speed.request_clips(store, table, gpu), speed.median_gop(table)
+                    self.speeds[place] = partial(answers.speed, clips, self.video, gop, gpu, len(dataset.videos))
 
 
 def check_format(camera: Camera) -> Result:
@@ -184,19 +204,19 @@ def check_structure(camera: Camera) -> Result:
 def check_routes(camera: Camera) -> dict[str, Result]:
     """Check for each kind of GPU whether NVDEC decodes the camera. The results name the decoder and the reason."""
     camera.facts["routes"] = {
-        where: dataclasses.asdict(report.route) | {"change": report.route_change} for where, report in camera.reports.items()
+        place: dataclasses.asdict(report.route) | {"change": report.route_change} for place, report in camera.reports.items()
     }
-    return {f"on {where}": _check_route(camera, where, report) for where, report in camera.reports.items()}
+    return {f"on {place}": _check_route(camera.places[place], report) for place, report in camera.reports.items()}
 
 
-def _check_route(camera: Camera, where: str, report: CameraReport) -> Result:
-    on_nvdec = where != "CPU" and report.route.decoder == "dali"
-    text = report.route.reason if on_nvdec else f"{report.route.decoder}: {report.route.reason}"
+def _check_route(gpu: int | None, report: CameraReport) -> Result:
+    route, size = report.route, (report.height, report.width)
+    on_nvdec = gpu is not None and route.decoder == "dali"
+    text = route.reason if on_nvdec else f"{route.decoder}: {route.reason}"
     if report.route_change:
         text += f"; torchcodec from a later file: {report.route_change}"
-    if where == "CPU" or (on_nvdec and not report.route_change):
+    if gpu is None or (on_nvdec and not report.route_change):
         return OK, text, ""
-    gpu, size = camera.decoders.gpus[where], (report.height, report.width)
     for codec in ("hevc", "h264"):
         if not capability(gpu, codec, "420", 8).refusal(*size) and smallest_coded_size(codec, *size) == size:
             return WARNING, text, f"`dali-stream prepare URI OUT --codec {codec}` re-encodes the dataset for this GPU"
@@ -212,7 +232,15 @@ def check_remarks(camera: Camera) -> dict[str, Result]:
 
 def check_timestamps(camera: Camera) -> Result:
     """Check that the timestamp of each row locates a frame of its episode."""
-    return camera.times.result()
+    dataset, faults = camera.dataset, camera.faults
+    if not faults:
+        return OK, f"each row has a frame of its episode, in {camera.checked} checked episodes of {dataset.num_episodes}", ""
+    first = min(faults)
+    more = f". {len(faults)} of {dataset.num_episodes} episodes have such faults" if len(faults) > 1 else ""
+    remedy = "exclude these episodes (episodes=...), or record or convert the dataset again"
+    if faults.keys() == camera.by_frame_index:
+        remedy = f"each row has its frame at frame_index / fps. {BY_FRAME_INDEX}"
+    return PROBLEM, f"episode {dataset.episodes[first]}{faults[first]}{more}", remedy
 
 
 def check_gops(camera: Camera) -> Result | None:
@@ -226,7 +254,7 @@ def check_gops(camera: Camera) -> Result | None:
     text = f"GOP {median_gop(tables)} decodes {plain:.0f} frames per delivered frame without a frame cache"
     shorter, status = "`dali-stream prepare URI OUT --codec h264 --gop 2`", WARNING
     remedy = f"{shorter} makes it 1.5"
-    if cached := _cached(camera.dataset, camera.key, tables):
+    if cached := _cached(camera):
         budget, first, later = cached
         cache = f'memory_budget="{budget >> 30}GiB" with image_size={_SIZE}'
         text += f". {cache} brings it to about {first:.1f}" + ("" if later else ", and to 0 after the first epoch")
@@ -237,46 +265,42 @@ def check_gops(camera: Camera) -> Result | None:
     return status, text, "" if status == OK else remedy
 
 
-def _cached(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -> tuple[int, float, float] | None:
+def _cached(camera: Camera) -> tuple[int, float, float] | None:
     """Return a memory budget in bytes, and the cost in the first epoch and in later epochs.
 
     The budget is the smallest of `_BUDGETS` that makes the cost in the first epoch good, or otherwise the largest. The result
     is None if no budget holds a batch.
     """
-    lengths = dataset.lengths[:_EPISODES]
-    batches = Batches(int(lengths.sum()), min(_BATCH, int(lengths.sum())), 1, "drop")
+    dataset, frames, window = camera.dataset, camera.dataset.num_frames, np.zeros(1, np.int64)
+    batches = Batches(frames, min(_BATCH, frames), 1, "drop")
     consumers, pool = default_pools(batches.batch_size, 1)
-    window = np.zeros(1, np.int64)
-    frame = math.prod(_SIZE) * 3 * len(dataset.videos)
+    frame_bytes = math.prod(_SIZE) * 3 * len(dataset.videos)
     sizes = Sizes(
         lengths=dataset.lengths,
         batch_size=batches.batch_size,
         episodes=min(consumers * (pool + 1), dataset.num_episodes),
         row_bytes=dataset.row_bytes,
         least_row_bytes=dataset.row_bytes_without_objects,
-        files={camera: len(np.unique(dataset.table.video[camera].index[dataset.rows]))},
-        indices={camera: tables[0]},
-        windows={camera: window},
+        files={camera.key: camera.files},
+        indices={camera.key: camera.tables[0]},
+        windows={camera.key: window},
         fetched=dataset.data_store.remote,
-        frame_bytes=frame,
-        in_progress=2 * batches.largest * frame,
+        frame_bytes=frame_bytes,
+        in_progress=2 * batches.largest * frame_bytes,
     )
+
+    def order(epoch: int) -> Order:
+        return Order(dataset.lengths, True, 0, epoch, consumers, pool)
+
     best = None
     for budget in _BUDGETS:
-        try:
+        with contextlib.suppress(MemoryBudgetError):
             kept = divide(budget, sizes).frames
-        except MemoryBudgetError:
-            continue
-        # The simulated part must not fit in the cache unless the whole dataset does. Otherwise, the simulation would decode
-        # nothing in later epochs.
-        kept = int(lengths.sum()) if kept >= dataset.lengths.sum() else min(kept, int(lengths.sum()) - 1)
-        first, later = decodes(
-            lengths, lambda epoch: Order(lengths, True, 0, epoch, consumers, pool), batches, window, median_gop(tables),
-            Limits(kept, 2, horizon(kept, int(lengths.sum()))),
-        )  # fmt: skip
-        best = budget, first.decoded, later.decoded
-        if first.decoded <= _GOOD:
-            break
+            limits = Limits(kept, 2, horizon(kept, frames))
+            first, later = decodes(dataset.lengths, order, batches, window, median_gop(camera.tables), limits)
+            best = budget, first.decoded, later.decoded
+            if first.decoded <= _GOOD:
+                break
     return best
 
 
@@ -296,22 +320,45 @@ def check_ends(camera: Camera) -> Result | None:
     return WARNING, text, "`dali-stream prepare URI OUT` writes a copy with correct times"
 
 
-def check_frame(camera: Camera, decoded: Mapping[str, Decoded]) -> dict[str, Result]:
+def check_frame(camera: Camera, decoded: Mapping[str, Answer]) -> dict[str, Result]:
     """Check the frame that each decoder delivered. Correct decoders deliver nearly equal frames."""
-    right = [name for name, each in decoded.items() if not each.error]
-    return {f"{camera.key} frame, {name}": _check_decoded(camera, name, each, right) for name, each in decoded.items()}
+    right = [name for name, answer in decoded.items() if not answer.error]
+    psnr_db = {name: psnr(decoded[right[0]].value, decoded[name].value) for name in right[1:]}
+    results, facts = dict[str, Result](), dict[str, Any]()
+    for name, answer in decoded.items():
+        facts[name] = {"error": answer.reason, "psnr_db": psnr_db.get(name)}
+        results[f"frame, {name}"] = _check_decoded(camera, name, right, **facts[name])
+    camera.facts["decoded"] = facts
+    return results
 
 
-def _check_decoded(camera: Camera, name: str, decoded: Decoded, right: list[str]) -> Result:
-    if decoded.error and right:  # another decoder succeeds, so the file is not broken
+def _check_decoded(camera: Camera, name: str, right: Sequence[str], error: str, psnr_db: float | None) -> Result:
+    if error and right:  # another decoder succeeds, so the file is not broken
         remedy = f"the loader uses {right[0]}. Check this decoder's version and driver, and please report it"
-        return PROBLEM, f"{decoded.error}. {right[0]} decodes it", remedy
-    if decoded.error:
-        return camera.broken(camera.tables[0].path, DecodeError(f"{name}: {decoded.error}"))
-    if decoded.psnr_db is None:
+        return PROBLEM, f"{error}. {right[0]} decodes it", remedy
+    if error:
+        return broken(camera.dataset.data_store, camera.tables[0].path, DecodeError(f"{name}: {error}"))
+    if psnr_db is None:
         return OK, "decoded", ""
-    text = f"decoded; {decoded.psnr_db:g} dB PSNR against {right[0]}"
-    if decoded.psnr_db >= LEAST_PSNR_DB:
+    text = f"decoded; {psnr_db:g} dB PSNR against {right[0]}"
+    if psnr_db >= LEAST_PSNR_DB:
         return OK, text, ""
     remedy = 'use Loader(decode="torchcodec"), and please report it with the file'
     return PROBLEM, f"{text}. Two correct decoders have {LEAST_PSNR_DB:g} or more", remedy
+
+
+def check_speeds(camera: Camera, measured: Mapping[str, Answer]) -> dict[str, Result]:
+    """Check for each kind of GPU that NVDEC is not much slower than the CPU, according to the answers of `answers.speed`."""
+    facts = {place: {} if answer.error else dataclasses.asdict(answer.value) for place, answer in measured.items()}
+    camera.facts["speed"] = facts
+    return {f"speed on {place}": _check_speed(answer) for place, answer in measured.items()}
+
+
+def _check_speed(answer: Answer) -> Result:
+    if answer.error:
+        return WARNING, f"it could not be measured: {answer.reason}", 'use Loader(decode="torchcodec") if the Loader fails, too'
+    text = str(answer.value)
+    if advice := Route("dali", "", answer.value).advice:
+        comparison, _, remedy = advice.partition(". ")
+        return WARNING, f"{text}. {comparison}", f"{remedy[0].lower()}{remedy[1:]}"
+    return OK, text, ""

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +14,14 @@ import numpy.typing as npt
 from dali_stream import process
 from dali_stream.dataset import Dataset
 from dali_stream.decode import images
-from dali_stream.decode.route import Route
-from dali_stream.errors import DecodeError, counted
+from dali_stream.errors import DaliStreamError, DecodeError, counted
 from dali_stream.lerobot.rows import RowReader
-from dali_stream.mp4.clip import Clip
-from dali_stream.mp4.format import VideoFormat, describe
+from dali_stream.mp4.format import describe
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
-from dali_stream.tools.diagnosis import answers
-from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
+from dali_stream.tools.diagnosis.looks import located
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, Result
 from dali_stream.tools.isolated import Answer, Call, call_each
+from dali_stream.tools.work import grouped
 
 # Frames are compared in luma, since decoders upsample chroma differently: in saturated colours, the PSNR of DALI against FFmpeg
 # is only 31 dB in RGB. In luma, with VP9 on a CPU, it was 45.4 to 46.7 dB on drawn frames and on the G1 recording. A wrong
@@ -34,8 +29,9 @@ from dali_stream.tools.isolated import Answer, Call, call_each
 # saturated colours. A wrong matrix in muted colours, and a neighbouring frame of a still scene, are not detected.
 LEAST_PSNR_DB = 35.0
 _LUMA = (0.299, 0.587, 0.114)  # weights of R, G and B in BT.601
-T = TypeVar("T")
 _AT_ONCE = 64  # approximate number of frames that `Deep` decodes in a task, which has at least one whole GOP
+_Part = tuple[int, Int64]  # an episode, and numbers of its frames
+_Failure = tuple[int, str]  # the first frame that cannot be decoded, and the reason
 
 
 @dataclass(frozen=True)
@@ -53,58 +49,21 @@ class Decoders:
     gpus: Mapping[str, int]
 
 
-class Via(NamedTuple):
-    """A decoder: DALI on a GPU or the CPU, or torchcodec on the CPU."""
+def call_by_name(calls: Mapping[str, Mapping[str, Call]], limit_s: float) -> dict[str, dict[str, Answer]]:
+    """Call functions for all cameras, with one process per name. Return {camera: {name: answer}}.
 
-    name: str
-    dali: bool = False
-    gpu: int | None = None
-
-
-@dataclass(frozen=True)
-class Task:
-    """The first requested frame of `clip`, and the decoders that decode it."""
-
-    camera: str
-    clip: Clip
-    video: VideoFormat
-    decoders: Sequence[Via]
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """Result of a decoder.
-
-    Attributes:
-        error: Reason for a failure. Empty on success.
-        psnr_db: PSNR in dB against the frame of the first decoder that succeeded. None for that decoder, and on failure.
-    """
-
-    error: str = ""
-    psnr_db: float | None = None
-
-
-def decode(tasks: Sequence[Task], limit_s: float) -> dict[str, dict[str, Decoded]]:
-    """Decode the frame of each task with each of its decoders. Return {camera: {decoder: result}}.
-
-    One process per decoder decodes all cameras. If this process crashes, another one continues with the next camera.
+    If a process crashes, another one continues with the next camera.
 
     Args:
-        tasks: Frames and decoders.
+        calls: {camera: {name, such as that of a decoder: call}}.
         limit_s: Time limit of each process, in seconds.
     """
-    results: dict[str, dict[str, Decoded]] = {task.camera: {} for task in tasks}
-    frames: dict[str, npt.NDArray[np.uint8]] = {}
-    for via in dict.fromkeys(via for task in tasks for via in task.decoders):
-        own = [task for task in tasks if via in task.decoders]
-        calls = [partial(answers.decode, task.clip, task.video, via.dali, via.gpu) for task in own]
-        for task, answer in zip(own, call_each(calls, limit_s), strict=True):
-            if answer.error:
-                results[task.camera][via.name] = Decoded(answer.reason)
-                continue
-            first = frames.setdefault(task.camera, answer.value)
-            results[task.camera][via.name] = Decoded("", None if first is answer.value else psnr(first, answer.value))
-    return results
+    answered: dict[str, dict[str, Answer]] = {camera: {} for camera in calls}
+    for name in dict.fromkeys(name for each in calls.values() for name in each):
+        own = {camera: each[name] for camera, each in calls.items() if name in each}
+        for camera, answer in zip(own, call_each(list(own.values()), limit_s), strict=True):
+            answered[camera][name] = answer
+    return answered
 
 
 def psnr(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
@@ -121,40 +80,19 @@ def psnr(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
     return round(10 * math.log10(255**2 / error), 1) if error else 99.0
 
 
-def measure_speeds(calls: Mapping[tuple[str, str], Call], limit_s: float) -> tuple[dict[str, Result], dict[str, Any]]:
-    """Measure the speed of decoders in another process.
-
-    Args:
-        calls: {(camera, kind of GPU): call of `answers.speed`}.
-        limit_s: Time limit of a process, in seconds.
-
-    Returns:
-        Results by name, and {camera: {kind of GPU: speeds}} for the report.
-    """
-    results: dict[str, Result] = {}
-    facts: dict[str, Any] = {}
-    for (camera, where), answer in zip(calls, call_each(list(calls.values()), limit_s), strict=True):
-        results[f"{camera} speed on {where}"] = _speed_result(answer)
-        facts.setdefault(camera, {})[where] = {} if answer.error else dataclasses.asdict(answer.value)
-    return results, facts
-
-
-def _speed_result(answer: Answer) -> Result:
-    if answer.error:
-        return WARNING, f"it could not be measured: {answer.reason}", 'use Loader(decode="torchcodec") if the Loader fails, too'
-    text = str(answer.value)
-    if advice := Route("dali", "", answer.value).advice:
-        comparison, _, remedy = advice.partition(". ")
-        return WARNING, f"{text}. {comparison}", f"{remedy[0].lower()}{remedy[1:]}"
-    return OK, text, ""
-
-
-class _Part(NamedTuple):
-    """Some frames of an episode in decode order: consecutive GOPs with the same sample description."""
-
-    episode: int
-    frames: list[int]
-    packets: list[int]
+def check_images(dataset: Dataset, camera: str, deep: Deep | None) -> dict[str, Result]:
+    """Decode an image of the first episode and, if `deep`, all images."""
+    height, width = dataset.picture_size(camera)
+    results: dict[str, Result] = {"": (OK, f"images of {height}×{width} in Parquet rows; one was decoded", "")}
+    try:
+        encoded = RowReader(dataset, keys={camera}).read(0)[0][camera]
+        images.decode(encoded[len(encoded) // 2], dataset.features[camera])
+        if deep:
+            deep.decode_images(camera)
+            results["all frames"] = deep.result(camera)
+    except DaliStreamError as error:
+        return {"": (PROBLEM, str(error), "record, convert or copy the dataset again")}
+    return results
 
 
 class Deep:
@@ -162,15 +100,13 @@ class Deep:
 
     Args:
         dataset: Dataset, or a selected part of one.
-        progress: Function that is called from several threads with (frames decoded, number of frames).
+        progress: Function that is called with (frames decoded, number of frames).
     """
 
     def __init__(self, dataset: Dataset, progress: Callable[[int, int], None]) -> None:
         self._dataset, self._progress = dataset, progress
         self._done, self._total = 0, int(dataset.lengths.sum()) * len(dataset.cameras)
-        self._lock = threading.Lock()
-        # {camera: {episode: (first frame that cannot be decoded, reason)}}
-        self._broken: dict[str, dict[int, tuple[int, str]]] = {camera: {} for camera in dataset.cameras}
+        self._broken: dict[str, dict[int, _Failure]] = {camera: {} for camera in dataset.cameras}
 
     def decode_videos(self, camera: str, table: VideoIndex, packets: Mapping[int, Int64]) -> None:
         """Decode the frames of all episodes of one file.
@@ -187,27 +123,26 @@ class Deep:
 
         store = self._dataset.data_store
 
-        def error(part: _Part, count: int) -> str:
-            """Return the reason why the first `count` frames cannot be decoded. Empty if they can."""
-            chosen = part.packets[:count]
+        def error(chosen: list[int]) -> str:
+            """Return the reason why packets cannot be decoded. Empty if they can."""
             video = describe(table.configs[table.config[chosen[0]]])
             at_once = decoder.frames_at_once((video.height, video.width))
             try:
-                for _ in decoder.decode_in_parts(store, [table] * count, chosen, video, at_once):
+                for _ in decoder.decode_in_parts(store, [table] * len(chosen), chosen, video, at_once):
                     pass
             except DecodeError as error:
-                where = store.where(table.path)
-                return f"{where}: {str(error).removeprefix(f'{where}: ')}"
+                return located(store, table.path, error)
             return ""
 
-        def check(part: _Part) -> None:
+        def check(episode: int, frames: Int64) -> _Failure | None:
+            chosen = packets[episode][frames].tolist()
+            if not error(chosen):
+                return None
             # An error does not say which frame caused it. A binary search finds the first frame that cannot be decoded.
-            if error(part, len(part.packets)):
-                count = 1 + bisect.bisect_left(range(1, len(part.packets)), True, key=lambda n: bool(error(part, n)))
-                self._fail(camera, part.episode, part.frames[count - 1], error(part, count))
-            self._count(len(part.packets))
+            last = bisect.bisect_left(range(1, len(chosen)), True, key=lambda count: bool(error(chosen[:count])))
+            return int(frames[last]), error(chosen[: last + 1])
 
-        self._each(check, _parts(table, packets))
+        self._each(camera, check, ((episode, part) for episode, own in packets.items() for part in _parts(table, own)))
 
     def decode_images(self, camera: str) -> None:
         """Decode all images of a camera whose frames are images in the rows.
@@ -217,15 +152,16 @@ class Deep:
         """
         dataset, reader = self._dataset, RowReader(self._dataset, keys={camera})
 
-        def check(episode: int) -> None:
-            for frame, encoded in enumerate(reader.read(episode)[episode][camera]):
+        def check(episode: int, frames: Int64) -> _Failure | None:
+            encoded = reader.read(episode)[episode][camera]
+            for frame in frames.tolist():
                 try:
-                    images.decode(encoded, dataset.features[camera])
+                    images.decode(encoded[frame], dataset.features[camera])
                 except DecodeError as error:
-                    self._fail(camera, episode, frame, str(error))
-            self._count(int(dataset.lengths[episode]))
+                    return frame, str(error)
+            return None
 
-        self._each(check, range(dataset.num_episodes))
+        self._each(camera, check, ((episode, np.arange(length)) for episode, length in enumerate(dataset.lengths)))
 
     def result(self, camera: str) -> Result:
         """Return the result for a camera."""
@@ -238,27 +174,19 @@ class Deep:
         text = f"episode {dataset.episodes[first]}, frame {frame}: {error}{more}"
         return PROBLEM, text, "copy the files again, or exclude these episodes (episodes=...)"
 
-    def _each(self, check: Callable[[T], None], items: Iterable[T]) -> None:
-        threads = process.reading_threads(self._dataset.data_store.remote)
+    def _each(self, camera: str, check: Callable[[int, Int64], _Failure | None], parts: Iterable[_Part]) -> None:
+        """Check parts in threads, and keep the first failure of each episode."""
+        threads, parts, kept = process.reading_threads(self._dataset.data_store.remote), list(parts), self._broken[camera]
         with ThreadPoolExecutor(threads, thread_name_prefix="dali_stream doctor") as pool:
-            list(pool.map(check, items))
-
-    def _fail(self, camera: str, episode: int, frame: int, error: str) -> None:
-        with self._lock:
-            self._broken[camera][episode] = min(self._broken[camera].get(episode, (frame, error)), (frame, error))
-
-    def _count(self, frames: int) -> None:
-        with self._lock:
-            self._done += frames
-            self._progress(self._done, self._total)
+            for (episode, frames), failure in zip(parts, pool.map(lambda part: check(*part), parts), strict=True):
+                if failure:
+                    kept[episode] = min(failure, kept.get(episode, failure))
+                self._done += len(frames)
+                self._progress(self._done, self._total)
 
 
-def _parts(table: VideoIndex, packets: Mapping[int, Int64]) -> Iterator[_Part]:
-    gops_at_once = max(_AT_ONCE // int(np.median(table.gop_lengths)), 1)
-    for episode, own in packets.items():
-        frames = np.argsort(own, kind="stable")[np.count_nonzero(own == LACKING) :]  # LACKING is less than any packet
-        _, gop = np.unique(table.gop_start[own[frames]], return_inverse=True)
-        part = np.stack([table.config[own[frames]], gop // gops_at_once])
-        for chosen in np.split(frames, np.flatnonzero(np.diff(part).any(0)) + 1):
-            if len(chosen):
-                yield _Part(episode, chosen.tolist(), own[chosen].tolist())
+def _parts(table: VideoIndex, packets: Int64) -> Iterator[Int64]:
+    """Yield the numbers of an episode's frames in decode order, as consecutive GOPs with the same sample description."""
+    frames = np.argsort(packets, kind="stable")[np.count_nonzero(packets == LACKING) :]  # LACKING is less than any packet
+    gops = np.split(frames, np.flatnonzero(np.diff(table.gop_start[packets[frames]])) + 1) if len(frames) else []
+    yield from map(np.concatenate, grouped(gops, _AT_ONCE, len, lambda gop: table.config[packets[gop[0]]]))

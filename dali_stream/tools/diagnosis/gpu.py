@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dali_stream.errors import counted
-from dali_stream.tools.diagnosis.machine import Machine
+from dali_stream.tools.diagnosis.machine import Machine, read_text
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.isolated import Answer
 
@@ -76,13 +76,8 @@ def _explain_failure(root: Path, failed: str, remedy: str, code: int) -> Result:
 
 def _is_on_pci(root: Path) -> bool:
     """Return whether the PCI bus has a display or 3D controller by NVIDIA."""
-    for vendor in root.glob("sys/bus/pci/devices/*/vendor"):
-        try:
-            if vendor.read_text().strip() == "0x10de" and vendor.with_name("class").read_text().startswith("0x03"):
-                return True
-        except OSError:
-            continue
-    return False
+    devices = {vendor.with_name("class"): read_text(vendor) for vendor in root.glob("sys/bus/pci/devices/*/vendor")}
+    return any(vendor.strip() == "0x10de" and read_text(kind).startswith("0x03") for kind, vendor in devices.items())
 
 
 def check_gpus(machine: Machine) -> dict[str, Result]:

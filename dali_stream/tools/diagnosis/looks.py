@@ -1,4 +1,4 @@
-"""Recognizes what a broken file contains, by its first bytes and by the target of a link."""
+"""Result for a broken file: the error, and what the file contains according to its first bytes and the target of a link."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dali_stream.errors import DaliStreamError
 from dali_stream.storage import LocalStore, Store, lfs
+from dali_stream.tools.diagnosis.report import PROBLEM, Result
 
 SHOWN = 16  # bytes shown: enough to recognize a format, but too few for the credentials that an error page may repeat
 _FETCH = "fetch or copy it again"
@@ -24,23 +25,36 @@ _BEGINNINGS = (  # (first bytes in lower case, format, remedy)
     (b"\x1a\x45\xdf\xa3", "Matroska or WebM", "remux it: `ffmpeg -i IN -c copy OUT.mp4`"),
     (b"riff", "AVI or another RIFF", "remux it: `ffmpeg -i IN -c copy OUT.mp4`"),
     (b"par1", "Parquet", "the metadata names the wrong file, or files were mixed up. Copy the dataset again"),
+    (b"version https://git-lfs", "a Git LFS pointer", lfs.REMEDY),
     (bytes(SHOWN), "zeros: its space was allocated and never written", _FETCH),
 )
 
 
-def look(store: Store, path: str) -> tuple[str, str]:
+def broken(store: Store, path: str, error: DaliStreamError) -> Result:
+    """Return the result for a file that cannot be read or decoded."""
+    looks, remedy = _look(store, path)
+    return PROBLEM, ". ".join(filter(None, (located(store, path, error), looks))), remedy or "copy or fetch the dataset again"
+
+
+def located(store: Store, path: str, error: DaliStreamError) -> str:
+    """Return the message of an error, with the address of the file unless the message has it already."""
+    where, text = store.where(path), str(error)
+    return text if where in text else f"{where}: {text}"
+
+
+def _look(store: Store, path: str) -> tuple[str, str]:
     """Return the description of a file and the remedy. Both are empty if the file cannot be read and is not a link."""
     place = _target(store, path)
     try:
         size, first = store.size(path), store.read(path, 0, lfs.ENOUGH)
     except DaliStreamError:
-        return (f"it cannot be read{place}", "copy or fetch the dataset again") if place else ("", "")
+        return (f"It cannot be read{place}", "") if place else ("", "")
     if not size:
-        return f"the file is empty{place}", _FETCH
+        return f"The file is empty{place}", _FETCH
     kind, remedy = _kind(first)
     shown = first[:SHOWN]
     printable = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in shown)
-    return f"it looks like {kind}, of {size} bytes. The first are {shown.hex(' ')} ({printable}){place}", remedy
+    return f"It looks like {kind}, of {size} bytes. The first are {shown.hex(' ')} ({printable}){place}", remedy
 
 
 def _target(store: Store, path: str) -> str:
@@ -60,10 +74,6 @@ def _target(store: Store, path: str) -> str:
 def _kind(first: bytes) -> tuple[str, str]:
     if first[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip"):
         return "an MP4", f"{_FETCH}, record it again, or exclude its episodes"
-    if lfs.pointer(first):
-        return "a Git LFS pointer", lfs.REMEDY
-    begin = first.lstrip().lower() if first.strip(b"\0") else first
-    for start, kind, remedy in _BEGINNINGS:
-        if begin.startswith(start):
-            return kind, remedy
-    return "an unknown format", _FETCH
+    begin = first.lstrip().lower()
+    kinds = ((kind, remedy) for start, kind, remedy in _BEGINNINGS if begin.startswith(start))
+    return next(kinds, ("an unknown format", _FETCH))

@@ -18,6 +18,13 @@ from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.isolated import Answer
 
 CAPABILITIES = ("all", "compat32", "compute", "display", "graphics", "ngx", "utility", "video")
+_RUNTIMES = {  # container runtime: environment variables and files in its containers
+    "apptainer": ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"),
+    "enroot": ("ENROOT_ROOTFS", "etc/enroot"),
+    "kubernetes": ("KUBERNETES_SERVICE_HOST",),
+    "podman": ("run/.containerenv",),
+    "docker": (".dockerenv",),
+}
 _GIB, _SMALL_SHM, _LITTLE_DISK = 1 << 30, 1 << 28, 1 << 30
 
 
@@ -71,8 +78,8 @@ class Machine:
     @functools.cached_property
     def limits(self) -> Limits:
         """Limits of this process."""
-        shm = self.root / "dev/shm"
-        total_kib = re.search(r"MemTotal:\s*(\d+) kB", _text(self.root / "proc/meminfo"))
+        shm, writable = self.root / "dev/shm", self.folder.is_dir() and os.access(self.folder, os.W_OK)
+        total_kib = re.search(r"MemTotal:\s*(\d+) kB", read_text(self.root / "proc/meminfo"))
         return Limits(
             system=f"{platform.system()} {platform.release()}",
             processor=process.processor(),
@@ -82,24 +89,17 @@ class Machine:
             memory=int(total_kib[1]) << 10 if total_kib else 0,
             memory_limit=cgroup_memory_limit(self.root),
             shm=shutil.disk_usage(shm).total if shm.exists() else None,
-            disk_free=shutil.disk_usage(self.folder).free if _is_writable(self.folder) else None,
+            disk_free=shutil.disk_usage(self.folder).free if writable else None,
         )
 
 
 def container(environment: Mapping[str, str], root: Path = Path("/")) -> str | None:
     """Return the name of the container runtime of this process, such as "docker", or None if no container is detected."""
-    if environment.get("APPTAINER_CONTAINER") or environment.get("SINGULARITY_CONTAINER"):
-        return "apptainer"
-    if environment.get("ENROOT_ROOTFS") or (root / "etc/enroot").exists():
-        return "enroot"
-    if environment.get("KUBERNETES_SERVICE_HOST"):
-        return "kubernetes"
-    if (root / "run/.containerenv").exists():
-        return "podman"
-    if (root / ".dockerenv").exists():
-        return "docker"
-    name = re.search(r"docker|kubepods|containerd|libpod|lxc", _text(root / "proc/1/cgroup"))
-    return name[0] if name else None
+    for name, marks in _RUNTIMES.items():
+        if any(environment.get(mark) or (root / mark).exists() for mark in marks):
+            return name
+    match = re.search(r"docker|kubepods|containerd|libpod|lxc", read_text(root / "proc/1/cgroup"))
+    return match[0] if match else None
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -168,21 +168,18 @@ def check_disk(machine: Machine) -> dict[str, Result]:
     folder, free = machine.folder, machine.limits.disk_free
     text = f"{(free or 0) / 1e9:.1f} GB free at {folder}"
     result: Result = OK, text, ""
-    if not _is_writable(folder) and machine.cache_dir:
+    if free is None and machine.cache_dir:
         text = f"{folder} {'cannot be written to' if folder.is_dir() else 'is a file'}"
         result = PROBLEM, text, "give a folder that this user may write to"
-    elif not _is_writable(folder):
+    elif free is None:
         result = OK, "the working directory is read-only, which does not affect training", ""
-    elif free is not None and free < _LITTLE_DISK:
+    elif free < _LITTLE_DISK:
         result = WARNING, text, "free some space, or give another folder"
     return {"cache_dir" if machine.cache_dir else "disk": result}
 
 
-def _is_writable(folder: Path) -> bool:
-    return folder.is_dir() and os.access(folder, os.W_OK)
-
-
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file. Empty if it cannot be read."""
     try:
         return path.read_text()
     except (OSError, ValueError):

@@ -1,23 +1,68 @@
-"""`doctor`: asks libraries questions in separate processes, and runs the checks."""
+"""Table of all checks of `doctor`, and the functions that run them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dali_stream.dataset import Dataset
-from dali_stream.tools.diagnosis import answers, dataset, gpu, software
-from dali_stream.tools.diagnosis.checks import CHECKS, MACHINE
-from dali_stream.tools.diagnosis.frames import Decoders, Deep
+from dali_stream.errors import DaliStreamError, StorageError
+from dali_stream.tools.diagnosis import answers, camera, gpu, machine, rows, software
+from dali_stream.tools.diagnosis.camera import Camera
+from dali_stream.tools.diagnosis.frames import Decoders, Deep, call_by_name, check_images
 from dali_stream.tools.diagnosis.machine import Machine
-from dali_stream.tools.diagnosis.report import DoctorReport, Finding, as_findings, run_checks
-from dali_stream.tools.isolated import Answer, call
+from dali_stream.tools.diagnosis.report import PROBLEM, Area, Check, DoctorReport, Finding, Result, as_findings, run_checks
+from dali_stream.tools.diagnosis.rows import Rows
+from dali_stream.tools.isolated import call
 
 # Each group runs in one process. After a crash or hang, the remaining questions of the group are skipped.
-_QUESTIONS = ((answers.driver, answers.nvdec), (answers.dali,), (answers.torch, answers.torchcodec))
+_QUESTIONS = ((answers.driver, answers.nvdec), (answers.dali,), (answers.torch, answers.torchcodec, answers.ffmpeg))
+MACHINE: tuple[Area, ...] = ("gpu", "software", "machine")
+"""Areas whose checks get a `Machine`. Checks of "dataset" get `Rows`, and checks of "camera" get a `Camera`."""
+CHECKS: Mapping[str, Mapping[str, Check[Any]]] = {
+    "gpu": {
+        "driver": gpu.check_driver,
+        "GPUs": gpu.check_gpus,
+    },
+    "software": {
+        "Python": software.check_python,
+        "DALI": software.check_dali,
+        "torch": software.check_torch,
+        "torchcodec": software.check_torchcodec,
+        "FFmpeg": software.check_ffmpeg,
+        "ffmpeg program": software.check_ffmpeg_program,
+    },
+    "machine": {
+        "container": machine.check_container,
+        "cores": machine.check_cores,
+        "memory": machine.check_memory,
+        "shared memory": machine.check_shared_memory,
+        "disk": machine.check_disk,
+    },
+    "dataset": {
+        "metadata": rows.check_metadata,
+        "statistics": rows.check_statistics,
+        "files": rows.check_files,
+        "rows": rows.check_rows,
+        "tasks": rows.check_names,
+    },
+    "camera": {
+        "": camera.check_format,
+        "structure": camera.check_structure,
+        "routes": camera.check_routes,
+        "remarks": camera.check_remarks,
+        "timestamps": camera.check_timestamps,
+        "to_timestamp": camera.check_ends,
+        "GOPs": camera.check_gops,
+    },
+}
+"""Checks by area and name, in the order of the report. To add a check, write a function and add a line here.
+
+A check that returns several results names them itself.
+"""
 
 
 def doctor(
@@ -39,7 +84,7 @@ def doctor(
         deep: Whether to check all files and rows, and to decode every frame of the selected cameras and episodes. Otherwise one
             frame of each camera is decoded, and at most 1000 episodes and files are checked, or 32 of remote data. Default:
             False.
-        progress: Function that is called from several threads with (frames decoded, number of frames), if `deep`.
+        progress: Function that is called with (frames decoded, number of frames), if `deep`.
         options: Further arguments of `Dataset`: `revision`, `data_files_root`, `storage_options`, `cameras`, `episodes`,
             `clock`, `tolerance_s`.
 
@@ -50,35 +95,103 @@ def doctor(
         ValueError: If an argument does not fit the address.
     """
     # The dataset is opened first, so that an invalid argument fails before the slow questions.
-    opened = None if uri is None else dataset.opened(uri, cache_dir=cache_dir, **options)
-    with contextlib.ExitStack() as stack:
-        if isinstance(opened, Dataset):
-            stack.enter_context(contextlib.closing(opened))
-        subject, nvdec_gpus = _ask(limit_s, cache_dir)
+    opened = None if uri is None else open_dataset(uri, cache_dir=cache_dir, **options)
+    facts = None
+    with contextlib.closing(opened) if isinstance(opened, Dataset) else contextlib.nullcontext():
+        subject = _ask(limit_s, cache_dir)
         findings = [finding for area in MACHINE for finding in as_findings(area, run_checks(CHECKS[area], subject))]
-        facts = None
         if isinstance(opened, Dataset):
-            has_torchcodec = not subject.answers["torchcodec"].error
-            decoders = Decoders(has_torchcodec, not subject.answers["dali"].error, nvdec_gpus)
-            every = Deep(opened, progress) if deep and has_torchcodec else None
-            more, facts = dataset.examine(opened, decoders, limit_s, every)
+            loads = {name: not answer.error for name, answer in subject.answers.items()}
+            usable = {name: first["index"] for name, first in gpu.group_equal(subject.gpus).items() if not first["error"]}
+            every = Deep(opened, progress) if deep and loads["torchcodec"] else None
+            more, facts = examine(opened, Decoders(loads["torchcodec"], loads["dali"], usable), limit_s, every)
             findings += more
-    if isinstance(opened, Finding):
-        findings.append(opened)
-    limits = subject.limits._asdict()
-    return DoctorReport(tuple(findings), tuple(subject.gpus), software.versions(subject), limits, facts)
+        elif opened is not None:
+            findings.append(opened)
+    return DoctorReport(tuple(findings), tuple(subject.gpus), software.versions(subject), subject.limits._asdict(), facts)
 
 
-def _ask(limit_s: float, cache_dir: str | os.PathLike[str] | None) -> tuple[Machine, dict[str, int]]:
-    """Ask all questions. Return the machine, and {name: index} of one GPU of each kind whose NVDEC capabilities are known."""
+def open_dataset(uri: str | os.PathLike[str], **options: Any) -> Dataset | Finding:
+    """Open a dataset. Return the dataset, or a finding if it cannot be opened.
+
+    Args:
+        uri: Address of the dataset.
+        options: Other arguments of `Dataset`.
+
+    Raises:
+        ValueError: If an argument does not fit the address.
+    """
+    try:
+        return Dataset(uri, **options)
+    except DaliStreamError as error:
+        return _unreadable(error)
+
+
+def _unreadable(error: DaliStreamError) -> Finding:
+    """Return the finding for a dataset that cannot be opened or reached."""
+    if isinstance(error, StorageError):
+        remedy = "check what the message names: the address, the network or the credentials"
+        return Finding("dataset", "storage", PROBLEM, str(error), remedy)
+    return Finding("dataset", "metadata", PROBLEM, str(error), "repair what the message names, or copy the dataset again")
+
+
+def _ask(limit_s: float, cache_dir: str | os.PathLike[str] | None) -> Machine:
+    """Ask all questions."""
     with ThreadPoolExecutor(len(_QUESTIONS)) as pool:
-        called = list(pool.map(lambda functions: call(functions, limit_s), _QUESTIONS))
-    known = {
-        function.__name__: answer
-        for functions, each in zip(_QUESTIONS, called, strict=True)
-        for function, answer in zip(functions, each.answers, strict=True)
+        groups = pool.map(lambda questions: zip(questions, call(questions, limit_s).answers, strict=True), _QUESTIONS)
+        known = {question.__name__: answer for group in groups for question, answer in group}
+    if known["ffmpeg"].error:  # torch or torchcodec has crashed
+        [known["ffmpeg"]] = call([answers.ffmpeg], limit_s).answers
+    return Machine(gpu.read_gpus(known["driver"], known["nvdec"]), known, cache_dir)
+
+
+def examine(
+    dataset: Dataset, decoders: Decoders, limit_s: float, deep: Deep | None = None
+) -> tuple[list[Finding], dict[str, Any]]:
+    """Run all checks of a dataset, and decode frames.
+
+    Args:
+        dataset: Dataset to check.
+        decoders: Decoders that load on this machine.
+        limit_s: Time limit of a decoder for one frame of each camera, in seconds.
+        deep: Decoder of all frames. Default: None, which checks only a part of a large dataset.
+
+    Returns:
+        Findings, and the facts for the report.
+    """
+    results: dict[str, Result] = {}
+    cameras: dict[str, Any] = {}
+    facts = {
+        "uri": dataset.uri,
+        "address": dataset.store.address,
+        "episodes": dataset.num_episodes,
+        "frames": dataset.num_frames,
+        "fps": dataset.fps,
+        "cameras": cameras,
     }
-    known["ffmpeg"] = call([answers.ffmpeg], limit_s).answers[0] if known["torchcodec"].error else Answer({})
-    gpus = gpu.read_gpus(known["driver"], known["nvdec"])
-    usable = {name: first["index"] for name, first in gpu.group_equal(gpus).items() if not first["error"]}
-    return Machine(gpus, known, cache_dir), usable
+    subject = Rows(dataset, deep is not None)
+    try:
+        results.update(run_checks(CHECKS["dataset"], subject))  # results before an error are kept
+        videos = [Camera(key, subject, decoders, deep) for key in dataset.videos]
+        for each in videos:
+            each.run(CHECKS["camera"])
+    except StorageError as error:
+        return [*as_findings("dataset", results.items()), _unreadable(error)], facts
+    decoded = call_by_name({each.key: each.decodes for each in videos}, limit_s)
+    speeds = call_by_name({each.key: each.speeds for each in videos}, limit_s)
+    for key in dataset.images:
+        height, width = dataset.picture_size(key)
+        results |= _of_camera(key, check_images(dataset, key, deep))
+        cameras[key] = {"kind": "image", "height": height, "width": width}
+    for each in videos:
+        each.results |= camera.check_frame(each, decoded[each.key])
+        if deep:
+            each.results["all frames"] = deep.result(each.key)
+        each.results |= camera.check_speeds(each, speeds[each.key])
+        results |= _of_camera(each.key, each.results)
+        cameras[each.key] = each.facts
+    return as_findings("dataset", results.items()), facts
+
+
+def _of_camera(key: str, results: Mapping[str, Result]) -> dict[str, Result]:
+    return {f"{key} {name}".rstrip(): result for name, result in results.items()}

@@ -8,8 +8,9 @@ import re
 import sys
 from typing import Any
 
-from dali_stream.install import install_command
+from dali_stream.install import install_command, requirements
 from dali_stream.tools import environment
+from dali_stream.tools.diagnosis import answers
 from dali_stream.tools.diagnosis.machine import Machine
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.isolated import Answer
@@ -26,12 +27,10 @@ def versions(machine: Machine) -> dict[str, Any]:
     """Return all versions for the report. Unknown versions are None."""
     return {
         "python": platform.python_version(),
-        "dali": machine.answers["dali"].value.get("version"),
+        **{library: machine.answers[library].value.get("version") for library in ("dali", "torch", "torchcodec")},
         "dali_builds": _dali_builds(),
-        "torch": machine.answers["torch"].value.get("version"),
         "torch_cuda": machine.answers["torch"].value.get("cuda"),
-        "torchcodec": machine.answers["torchcodec"].value.get("version"),
-        "ffmpeg": _ffmpeg(machine),
+        "ffmpeg": machine.answers["ffmpeg"].value or None,
         "ffmpeg_program": environment.ffmpeg_program(),
     }
 
@@ -40,11 +39,6 @@ def _dali_builds() -> list[str]:
     """Return the names of the installed packages that contain DALI, such as nvidia-dali-cuda120."""
     names = {str(package.metadata["Name"]) for package in importlib.metadata.distributions()}
     return sorted(name for name in names if re.fullmatch(r"nvidia[-_]dali[-_](?:nightly[-_]|weekly[-_])?cuda\d+", name))
-
-
-def _ffmpeg(machine: Machine) -> Any:
-    """Return the path, version and decoders of the FFmpeg that torchcodec loads or could load. None without FFmpeg."""
-    return machine.answers["torchcodec"].value.get("ffmpeg") or machine.answers["ffmpeg"].value.get("ffmpeg")
 
 
 def check_python(machine: Machine) -> Result:
@@ -61,15 +55,15 @@ def check_dali(machine: Machine) -> Result:
         right = "cuda13" if driver and driver[0] >= 13 else "cuda12"
         remedy = f"`pip uninstall {' '.join(builds)}`, then `{install_command(right)}`"
         return PROBLEM, f"{' and '.join(builds)} are both installed, and overwrite each other", remedy
-    if answer.kind == "ModuleNotFoundError" and not machine.gpus:
-        text = f"not installed ({answer.reason}), which only a GPU and dali_graph need"
-        return WARNING, text, f"install it with {_INSTALL_DALI}"
     if answer.error:
-        verb = "install" if answer.kind == "ModuleNotFoundError" else "reinstall"
-        return _unloadable(answer, "nvidia.dali", f"{verb} it with {_INSTALL_DALI}")
+        is_missing = answer.kind == "ModuleNotFoundError"
+        remedy = f"{'install' if is_missing else 'reinstall'} it with {_INSTALL_DALI}"
+        if is_missing and not machine.gpus:
+            return WARNING, f"not installed ({answer.reason}), which only a GPU and dali_graph need", remedy
+        return _unloadable(answer, "nvidia.dali", remedy)
     build, version = builds[0] if builds else "", answer.value["version"]
-    text, digits = version, build.rpartition("cuda")[2]
-    if build:
+    text = version
+    if digits := build.rpartition("cuda")[2]:
         cuda = int(digits[:-1] or 0), int(digits[-1])
         text += f", for CUDA {cuda[0]}.{cuda[1]}"
         if driver and cuda > driver:
@@ -105,7 +99,9 @@ def check_torchcodec(machine: Machine) -> Result:
     if answer.kind == "skipped":
         return PROBLEM, "not checked, since torch does not load", "repair torch first"
     remedy = "install a version that fits torch (constraints.txt has a pair that does)"
-    return _unloadable(answer, "torchcodec.decoders", remedy if _ffmpeg(machine) else f"{_INSTALL_FFMPEG}: none were found")
+    if not machine.answers["ffmpeg"].value:
+        remedy = f"{_INSTALL_FFMPEG}: none were found"
+    return _unloadable(answer, "torchcodec.decoders", remedy)
 
 
 def _unloadable(answer: Answer, module: str, remedy: str) -> Result:
@@ -117,11 +113,7 @@ def _unloadable(answer: Answer, module: str, remedy: str) -> Result:
 
 def _new_enough(package: str, version: str, text: str) -> Result:
     """Check that a version is not below the lower bound in the requirements of dali_stream."""
-    try:
-        requirements = importlib.metadata.requires("dali-stream") or []
-    except importlib.metadata.PackageNotFoundError:  # a checkout is on the path without being installed
-        requirements = []
-    bounds = (re.match(rf"{re.escape(package)}>=([\d.]+)", line) for line in requirements)
+    bounds = (re.match(rf"{re.escape(package)}>=([\d.]+)", line) for line in requirements())
     least = next((match[1] for match in bounds if match), "0")
     if _major_minor(version) < _major_minor(least):
         return PROBLEM, f"{text}, and {least} or later is needed", f"`pip install '{package}>={least}'`"
@@ -134,25 +126,25 @@ def _major_minor(version: str) -> tuple[int, ...]:
 
 def check_ffmpeg(machine: Machine) -> dict[str, Result]:
     """Check that torchcodec can load this version of FFmpeg's libraries, and that they decode each codec on a CPU."""
-    ffmpeg = _ffmpeg(machine)
-    if ffmpeg is None:
+    ffmpeg = machine.answers["ffmpeg"].value
+    if not ffmpeg:
         return {"FFmpeg": (PROBLEM, "no shared libraries of FFmpeg 4 to 8 were found", _INSTALL_FFMPEG)}
     text = f"{ffmpeg['version']}, libraries in {ffmpeg['path'].rpartition('/')[0]}"
     fits = 4 <= ffmpeg["libavcodec"] - 54 <= 8
-    software = {codec: each["default"] for codec, each in ffmpeg["decoders"].items() if each["default"] in each["software"]}
+    software = {codec: name for codec, name in ffmpeg["decoders"].items() if name in answers.CODECS[codec]}
     names = [codec if name == codec else f"{codec} ({name})" for codec, name in software.items()]
     results: dict[str, Result] = {
         "FFmpeg": (OK, text, "") if fits else (PROBLEM, text, _INSTALL_FFMPEG),
         "decoders": (OK, f"FFmpeg on the CPU: {', '.join(names) or 'none'}", ""),
     }
-    if software.get("av1", "libdav1d") != "libdav1d":
-        text = f"FFmpeg decodes AV1 with {software['av1']}, which is slower than libdav1d"
-        results["decoder av1"] = WARNING, text, "use an FFmpeg with libdav1d"
+    # LeRobot writes AV1. Without libdav1d or libaom, FFmpeg decodes AV1 only with special hardware.
     for codec in (codec for codec in ffmpeg["decoders"] if codec not in software):
-        # LeRobot writes AV1. Without libdav1d or libaom, FFmpeg decodes AV1 only with special hardware.
         status, library = (PROBLEM, " with libdav1d") if codec == "av1" else (WARNING, "")
         text = f"FFmpeg has no {codec} decoder that works on a CPU"
         results[f"decoder {codec}"] = status, text, f"install a build of FFmpeg{library} that has one"
+    if software.get("av1", "libdav1d") != "libdav1d":
+        text = f"FFmpeg decodes AV1 with {software['av1']}, which is slower than libdav1d"
+        results["decoder av1"] = WARNING, text, "use an FFmpeg with libdav1d"
     return results
 
 
