@@ -30,6 +30,15 @@ def test_slot_minus_one_is_black_and_no_slot_of_a_frame(slots: Slots) -> None:
     np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_last_slot_is_not_the_black_one(count: int) -> None:
+    slots = Slots(count, SHAPE)
+    slots.put([count - 1], FRAMES[:1])
+    out = np.full((1, 2, *SHAPE), 7, np.uint8)
+    slots.gather(np.array([[count - 1, -1]]), out, Workers("", 0))
+    np.testing.assert_array_equal(out[0], [FRAMES[0], np.zeros(SHAPE)])
+
+
 def test_a_sample_has_the_error_of_its_first_frame_that_failed(slots: Slots) -> None:
     first, second = DecodeError("first"), DecodeError("second")
     slots.fail(2, first)
