@@ -267,6 +267,7 @@ def test_it_ends_in_time_whatever_hangs_and_every_stage_has_its_turn(monkeypatch
     assert report["status"] == "failed"  # a step that hung for as long as it may is a failure, and not short of time
     assert "vp9, recorded size, in lockstep with torchcodec: it did not end" in report["problems"]
     assert "lockstep of vp9, resized" in report["left_out"]
+    assert len(set(report["left_out"])) == len(report["left_out"])
 
 
 WRONG = {

@@ -235,7 +235,7 @@ class _Run:
         for decoder in ("torchcodec", *nvdec):
             head = {"codec": codec, "size": [height, width], "decoder": decoder}
             arguments = job | {"decoder": decoder} | (on_cpu if decoder == "torchcodec" else {})
-            jobs[f"{codec}, {height}×{width}, {decoder}"] = (head, arguments)
+            jobs[f"{codec}, {height}×{width}, {decoder}, {'busy' if busy else 'idle'} GPU"] = (head, arguments)
         cpu = 0.0
         for row in self._each(speed.speed, jobs, 4 * self._speed_s * len(settings)):
             rate = row.get("frames_per_s", 0.0)
@@ -341,8 +341,7 @@ def _growth(row: Report) -> str:
     return ""
 
 
-Check = Callable[[Report], str]
-_STAGES: Mapping[str, tuple[Callable[[_Run], Iterator[Report]], float, str, Sequence[Check]]] = {
+_STAGES: Mapping[str, tuple[Callable[[_Run], Iterator[Report]], float, str, Sequence[Callable[[Report], str]]]] = {
     "identity": (_Run.identity, 0.3, "{codec}, {videos}, {shape}", (_wrong_frames, _colours)),
     "cases": (_Run.cases, 0.25, "{videos}, {decoder}, {shape}", (_wrong_frames, _colours)),
     "lockstep": (_Run.lockstep, 0.4, "{loader}, in lockstep with torchcodec", (_wrong_frames, partial(_routes, cameras=2))),
