@@ -23,7 +23,7 @@ from dali_stream.cli import main
 from dali_stream.decode import dali, route
 from dali_stream.decode.capability import Capability
 from dali_stream.demo import write_demo
-from dali_stream.tools.selftest import cases, identity, lockstep, run, soak, speed, videos
+from dali_stream.tools.selftest import frames, loaders, run, speed, videos
 
 
 def test_without_a_gpu_it_says_so_and_that_is_no_failure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -65,18 +65,20 @@ def test_it_passes_where_dali_decodes_on_a_cpu(capsys: pytest.CaptureFixture[str
     assert {row["decoder"] for row in report["speed"]} == {"dali", "torchcodec"}
     assert {tuple(row["size"]) for row in report["speed"]} == {(480, 640), (360, 640)}
     assert {row.get("per_clip") for row in report["speed"]} == {1, 4, 16, None}
-    assert [row["loader"] for row in report["lockstep"]] == ["vp9, recorded size", "vp9, two Loaders", "vp9, resized"]
+    assert [row["loader"] for row in report["lockstep"]] == [
+        "vp9, recorded size", "vp9, two Loaders", "vp9, two Loaders", "vp9, resized",
+    ]  # fmt: skip
     rows = {(row["videos"], row["decoder"]): row for row in report["cases"] if row["shape"] == "16 anywhere"}
-    assert set(rows) == {(case, decoder) for case in cases.CASES for decoder in cases.DECODERS}
+    assert set(rows) == {(case, decoder) for case in frames.CASES for decoder in frames.DECODERS}
     for (case, decoder), row in rows.items():
         assert (row["wrong"] == 0) == (decoder != "dali" or case.startswith("vp9"))
         assert row["wrong"] == 0 or "DALI decodes only vp8, vp9, mjpeg on a CPU" in row["refused"]
-    busy = [(row["decoder"], row["threads"]) for row in report["verdict"]["rows"]]
-    assert busy == [("dali", 4), ("dali", 8), ("dali", 16), ("torchcodec", len(os.sched_getaffinity(0)))]
-    rate = [row["frames_per_s"] for row in report["verdict"]["rows"]]
-    assert report["verdict"]["ratio"] == max(rate[:3]) / rate[3]
-    assert "vp9: the fastest decoder reaches" in said
-    for row in [*report["lockstep"], report["soak"]]:
+    busy = [(row["decoder"], row["threads"]) for row in report["verdict"]]
+    assert busy == [("torchcodec", len(os.sched_getaffinity(0))), ("dali", 4), ("dali", 8), ("dali", 16)]
+    cpu, *rates = [row["frames_per_s"] for row in report["verdict"]]
+    assert [row.get("ratio") for row in report["verdict"]] == [None, *(rate / cpu for rate in rates)]
+    assert f"vp9: the fastest decoder reaches {max(rates) / cpu:.2f} of the CPU's speed" in said
+    for row in [*report["lockstep"], *report["soak"]]:
         assert row["wrong"] == 0
         assert row["frames"] > 500
         assert row["wait_s"] < row["seconds"]
@@ -85,64 +87,78 @@ def test_it_passes_where_dali_decodes_on_a_cpu(capsys: pytest.CaptureFixture[str
 
 
 def test_frames_of_another_frame_or_colour_are_seen(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [row["wrong"] for row in identity.measure([str(vp9_demo)], None)["shapes"].values()] == [0, 0, 0, 0]
+    assert [row["wrong"] for row in frames.identity([str(vp9_demo)], None)] == [0, 0, 0, 0]
     decode = dali.decode
 
     def neighbours(clips: Any, *rest: Any) -> Any:
-        return [np.roll(frames, 1, axis=0) for frames in decode(clips, *rest)]
+        return [np.roll(clip, 1, axis=0) for clip in decode(clips, *rest)]
 
     monkeypatch.setattr(dali, "decode", neighbours)
-    shapes = identity.measure([str(vp9_demo)], None)["shapes"]
-    assert shapes["one frame"]["wrong"] == 0
-    for shape in videos.SHAPES[1:]:
-        assert shapes[shape]["wrong"] > 0.9 * shapes[shape]["frames"]
+    single, *rows = frames.identity([str(vp9_demo)], None)
+    assert [row["shape"] for row in (single, *rows)] == list(videos.SHAPES)
+    assert (single["shape"], single["wrong"]) == ("one frame", 0)
+    for row in rows:
+        assert row["wrong"] > 0.9 * row["frames"]
 
-    monkeypatch.setattr(dali, "decode", lambda *given: [np.flip(frames, -1) for frames in decode(*given)])
-    shapes = identity.measure([str(vp9_demo)], None)["shapes"]
-    assert all(row["wrong"] == 0 and row["mean_error"] > dali.COLOUR_TOLERANCE for row in shapes.values())
+    monkeypatch.setattr(dali, "decode", lambda *given: [np.flip(clip, -1) for clip in decode(*given)])
+    for row in frames.identity([str(vp9_demo)], None):
+        assert row["wrong"] == 0
+        assert row["mean_error"] > dali.COLOUR_TOLERANCE
+
+
+def test_a_frame_without_a_readable_identity_is_wrong(vp9_demo: Path) -> None:
+    [video, *_] = videos.read(str(vp9_demo))
+    shown = [0, 1, 7, 8]
+    decoded = video.frames(shown).copy()
+    assert videos.count_wrong(decoded, video.identity[shown]) == 0
+    decoded[1] = 0
+    assert videos.count_wrong(decoded, video.identity[shown]) == 1
+    assert videos.count_wrong(decoded, video.identity[[0, 1, 8, 7]]) == 3
 
 
 def test_what_dali_cannot_decode_is_a_result(h264_demo: Path) -> None:
-    found = identity.measure([str(h264_demo)], None)
-    assert found["refused"] == "DALI decodes only vp8, vp9, mjpeg on a CPU, and not h264"
-    for row in found["shapes"].values():
+    for row in frames.identity([str(h264_demo)], None):
+        assert row["refused"] == "DALI decodes only vp8, vp9, mjpeg on a CPU, and not h264"
         assert row["wrong"] == row["frames"]
         assert "Failed to create video decoder" in row["failed"]
 
 
 @pytest.mark.slow
 def test_epochs_through_the_loader_are_checked_frame_by_frame(vp9_demo: Path, tmp_path: Path) -> None:
-    found = soak.measure(str(vp9_demo), "cpu", "dali", 0)
+    found = loaders.soak(str(vp9_demo), "cpu", "dali", 0)
     assert (found["epochs"], found["wrong"], set(found["routes"].values())) == (2, 0, {"dali"})
     mixed = tmp_path / "mixed"
     videos.mix(str(mixed), str(vp9_demo), str(write_demo(tmp_path / "av1", episodes=2, size=(128, 160))))
-    found = soak.measure(str(mixed), "cpu", "torchcodec", 0)
+    found = loaders.soak(str(mixed), "cpu", "torchcodec", 0)
     assert (found["wrong"], found["route_changes"]) == (0, 0)
     # The metadata lets the first episode begin where the second one does: each of its frames is one of the second.
     [path] = (mixed / "meta" / "episodes").glob("*/*.parquet")
     rows, key = pq.read_table(path), f"videos/{TOP}/from_timestamp"
     begins = pa.array([rows[key][1].as_py()] * 2)
     pq.write_table(rows.set_column(rows.schema.get_field_index(key), key, begins), path)
-    found = soak.measure(str(mixed), "cpu", "torchcodec", 0)
+    found = loaders.soak(str(mixed), "cpu", "torchcodec", 0)
     assert found["wrong"] == found["epochs"] * 3 * rows["length"][0].as_py()
 
 
 def test_speed_is_measured_for_every_setting(vp9_demo: Path) -> None:
-    rows = speed.measure(str(vp9_demo), None, [(1, 2, 1), (16, 2, 2)], 0)["rows"]
-    assert [(row["per_clip"], row["threads"], row["prefetch"]) for row in rows] == [(1, 2, 1), (16, 2, 2)]
-    assert all(row["frames_per_s"] > 0 for row in rows)
-    assert speed.measure_torchcodec(str(vp9_demo), 2, 0)["frames_per_s"] > 0
+    settings = [{"per_clip": 1, "threads": 2, "prefetch": 1}, {"per_clip": 16, "threads": 2, "prefetch": 2}]
+    rows = speed.speed(str(vp9_demo), "dali", None, settings, 0)
+    assert [{key: row[key] for key in settings[0]} for row in rows] == settings
+    [row] = speed.speed(str(vp9_demo), "torchcodec", None, [{"threads": 2}], 0)
+    assert row["decoder"] == "torchcodec"
+    assert all(each["frames_per_s"] > 0 for each in (*rows, row))
 
 
 @pytest.mark.slow
 def test_a_step_that_fails_crashes_or_hangs_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = run.step("write", time_limit_s=60, folder=str(tmp_path / "new"), codec="none", gop=2, size=(128, 160))["failed"]
+    folder = str(tmp_path / "new")
+    failed = run.run_step(videos.write, time_limit_s=60, folder=folder, codec="none", gop=2, size=(128, 160))["failed"]
     assert failed.startswith("ValueError: codec must be one of")
     shadow = tmp_path / "elsewhere"  # the folder that it is called in is none of its business
     shadow.mkdir()
     (shadow / "pyarrow.py").write_text("raise SystemExit('shadow')")
     monkeypatch.chdir(shadow)
-    again = run.step("write", time_limit_s=60, folder=str(tmp_path / "new"), codec="none", gop=2, size=(128, 160))
+    again = run.run_step(videos.write, time_limit_s=60, folder=folder, codec="none", gop=2, size=(128, 160))
     assert again["failed"] == failed
     package = tmp_path / "path" / "nvidia" / "dali"
     package.mkdir(parents=True)
@@ -151,17 +167,17 @@ def test_a_step_that_fails_crashes_or_hangs_is_a_result(tmp_path: Path, monkeypa
     said = {"import os; os.abort()": "it crashed with SIGABRT", "import os; os._exit(3)": "it ended with exit code 3"}
     for code, what in said.items():
         (package / "__init__.py").write_text(code)
-        assert what in run.step("identity", time_limit_s=60, folders=[], gpu=None)["failed"]
+        assert what in run.run_step(frames.identity, time_limit_s=60, folders=[], gpu=None)["failed"]
     (package / "__init__.py").write_text("import atexit, os; atexit.register(os.abort)")
-    found = run.step("identity", time_limit_s=60, folders=[], gpu=None)
+    found = run.run_step(frames.identity, time_limit_s=60, folders=[], gpu=None)
     assert found["failed"].startswith("DaliStreamError: NVIDIA DALI cannot be imported")  # the answer is there all the same
     assert found["exit"].startswith("after the step had returned, it crashed with SIGABRT")
     monkeypatch.setattr(run, "EXIT_S", 0)
     (package / "__init__.py").write_text("import atexit, threading; atexit.register(threading.Event().wait)")
-    found = run.step("identity", time_limit_s=60, folders=[], gpu=None)
+    found = run.run_step(frames.identity, time_limit_s=60, folders=[], gpu=None)
     assert found["exit"].startswith("after the step had returned, it did not end within 0 s")
     (package / "__init__.py").write_text("import threading; threading.Event().wait()")
-    found = run.step("identity", time_limit_s=5, folders=[], gpu=None)
+    found = run.run_step(frames.identity, time_limit_s=5, folders=[], gpu=None)
     assert found == {"failed": "no answer within 5 s", "out_of_time": True}
 
 
@@ -178,7 +194,7 @@ def test_frames_that_change_while_they_are_held_are_seen(vp9_demo: Path, monkeyp
             yield batch
 
     monkeypatch.setattr(dali_stream.Loader, "__iter__", overwritten)
-    found = lockstep.measure(str(vp9_demo), "cpu", 0, (144, 224))
+    found = loaders.lockstep(str(vp9_demo), "cpu", 0, (144, 224))
     assert found["frames"] == 7 * 16 * 2 * 3
     assert found["wrong"] == 16  # of one camera and one step of its window; all others are right
     assert (found["route_changes"], set(found["routes"].values())) == (0, {"dali"})
@@ -186,36 +202,36 @@ def test_frames_that_change_while_they_are_held_are_seen(vp9_demo: Path, monkeyp
 
 def test_videos_that_are_kept_from_nvdec_are_decoded_all_the_same() -> None:
     """Here by DALI's decoder on the CPU, which decodes VP9, and by torchcodec's."""
-    for decoder in cases.DECODERS:
-        found = cases.measure("vp9 of odd size", decoder, None)
-        assert found["refused"] == ""
-        assert [row["wrong"] for row in found["shapes"].values()] == [0, 0, 0, 0]
-        assert found["clip_ms"] > 0
-        assert found["gpu_growth"] is None
-    found = cases.measure("h264 without IDR frames", "dali", None)
-    assert found["refused"] == "DALI decodes only vp8, vp9, mjpeg on a CPU, and not h264"
-    assert all(row["failed"] for row in found["shapes"].values())
-    assert found["clip_ms"] is None
-    found = cases.measure("h264 without IDR frames", "torchcodec-cuda", None)
-    assert [row["wrong"] for row in found["shapes"].values()] == [0, 0, 0, 0]
+    for decoder in frames.DECODERS:
+        rows = frames.case("vp9 of odd size", decoder, None)
+        assert [(row["shape"], row["refused"], row["wrong"]) for row in rows] == [(shape, "", 0) for shape in videos.SHAPES]
+        assert all(row["clip_ms"] > 0 and row["gpu_growth"] is None for row in rows)
+    for row in frames.case("h264 without IDR frames", "dali", None):
+        assert row["refused"] == "DALI decodes only vp8, vp9, mjpeg on a CPU, and not h264"
+        assert row["failed"]
+        assert "clip_ms" not in row
+    rows = frames.case("h264 without IDR frames", "torchcodec-cuda", None)
+    assert [row["wrong"] for row in rows] == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("case", cases.CASES)
+@pytest.mark.parametrize("case", frames.CASES)
 def test_each_case_is_what_the_loader_keeps_from_nvdec(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(route, "capability", lambda *_: Capability(True, "", 7, (48, 48), (4096, 4096), 65536))
-    video = cases._write(cases.CASES[case], tmp_path)
+    video = frames._write(frames.CASES[case], tmp_path)
     assert route.refusal_of_file(0, video.format, video.table, video.store)
 
 
 def test_two_loaders_in_one_process_are_checked(vp9_demo: Path) -> None:
-    found = lockstep.measure_two(str(vp9_demo), "cpu", 0)
-    assert (found["wrong"], found["route_changes"], set(found["routes"].values())) == (0, 0, {"dali"})
-    assert found["frames"] == 2 * 7 * 16 * 2 * 3
+    rows = loaders.two_loaders(str(vp9_demo), "cpu", 0)
+    assert [row["frames"] for row in rows] == [7 * 16 * 2 * 3] * 2
+    for row in rows:
+        assert (row["wrong"], row["route_changes"], set(row["routes"].values())) == (0, 0, {"dali"})
 
 
 def test_speed_beside_other_work_is_measured_for_each_number_of_threads(vp9_demo: Path) -> None:
-    for decoder in cases.DECODERS:
-        rows = speed.measure_busy(str(vp9_demo), decoder, None, [1, 2], 0)["rows"]
+    for decoder in frames.DECODERS:
+        settings = [{"per_clip": 1, "threads": threads} for threads in (1, 2)]
+        rows = speed.speed(str(vp9_demo), decoder, None, settings, 0, busy=True)
         assert [(row["decoder"], row["threads"]) for row in rows] == [(decoder, 1), (decoder, 2)]
         assert all(row["frames_per_s"] > 0 for row in rows)
 
@@ -223,7 +239,7 @@ def test_speed_beside_other_work_is_measured_for_each_number_of_threads(vp9_demo
 def test_what_there_is_no_time_for_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["selftest", "--device", "cpu", "--limit", "0", "--out", str(tmp_path / "report.json")]) == 1
     said, report = capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
-    assert (report["status"], report["identity"], report["soak"]) == ("unfinished", [], {})
+    assert (report["status"], report["identity"], report["soak"]) == ("unfinished", [], [])
     assert "write of vp9, GOP 12, 240×320" in report["left_out"]
     assert "no time was left for: write of vp9, GOP 2, 240×320; " in said
 
@@ -232,25 +248,26 @@ def test_it_ends_in_time_whatever_hangs_and_every_stage_has_its_turn(monkeypatch
     """On a clock that only steps move: identity is slow, and most other steps hang until they are ended."""
     clock, ran = [1000.0], []
 
-    def slow(name: str, time_limit_s: float, **_: Any) -> dict[str, Any]:
-        took = min({"write": 1.0, "identity": 30.0, "case": 1.0, "torchcodec": 5.0, "speed": 10.0}.get(name, 1e9), time_limit_s)
+    def slow(step: run.Step, time_limit_s: float, busy: bool = False, **_: Any) -> dict[str, Any]:
+        name = "busy" if busy else step.__name__
+        took = min({"write": 1.0, "identity": 30.0, "case": 1.0, "speed": 10.0}.get(name, 1e9), time_limit_s)
         clock[0], late = clock[0] + took, took == time_limit_s
         ran.append(name)
-        return {"failed": "it did not end", "out_of_time": True} if late else {"refused": "", "shapes": {}, "frames_per_s": 1.0}
+        row = {"refused": "", "frames": 24, "wrong": 0, "mean_error": 1.0, "frames_per_s": 1.0}
+        return {"failed": "it did not end", "out_of_time": True} if late else {"rows": [row]}
 
     monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(run.process, "cores", lambda: 2)
-    monkeypatch.setattr(run, "step", slow)
+    monkeypatch.setattr(run, "run_step", slow)
     kept: list[float] = []
     report = run.selftest("cpu", keep=lambda report: kept.append(report["seconds"]))
     assert kept[-1] <= 480
     assert kept == sorted(kept)
-    assert list(dict.fromkeys(ran)) == [
-        "write", "identity", "case", "lockstep", "two loaders", "torchcodec", "busy", "soak", "speed",
-    ]  # fmt: skip
+    assert list(dict.fromkeys(ran)) == ["write", "identity", "case", "lockstep", "two_loaders", "busy", "soak", "speed"]
     assert report["status"] == "failed"  # a step that hung for as long as it may is a failure, and not short of time
     assert "vp9, recorded size, in lockstep with torchcodec: it did not end" in report["problems"]
     assert "lockstep of vp9, resized" in report["left_out"]
+    assert len(set(report["left_out"])) == len(report["left_out"])
 
 
 WRONG = {
@@ -275,7 +292,7 @@ def test_whatever_is_wrong_fails_the_test(
     what: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change = WRONG[what][0] if what else {}
-    frame = {"frames": 24, "wrong": 0, "mean_error": 1.0, "failed": ""}
+    frame = {"shape": "one frame", "refused": "", "frames": 24, "wrong": 0, "mean_error": 1.0, "failed": ""}
     epochs = {
         "routes": {"top": "dali", "side": "dali"},
         "route_changes": 0,
@@ -283,32 +300,31 @@ def test_whatever_is_wrong_fails_the_test(
         "frames": 90,
         "wrong": 0,
         "frames_per_s": 1.0,
+        "memory": {"first": 1 << 30, "last": 1 << 30},
+        "gpu_memory": None,
     }
-    epochs |= {"memory": {"first": 1 << 30, "last": 1 << 30}, "gpu_memory": None}
-    rows = [{"per_clip": 1, "threads": 2, "prefetch": 1, "frames_per_s": 1.0}]
-    frames = {"refused": "", "shapes": {"one frame": frame}}
-    case, busy = {"refused": "", "shapes": {"one frame": dict(frame)}}, {"rows": [{"decoder": "dali", "frames_per_s": 1.0}]}
-    if what == "exit":
-        frames |= change
+    compared = {**epochs, "worst_mean": 1.0, "worst_block": 9.0}
+    rate = {"decoder": "dali", "per_clip": 1, "threads": 2, "frames_per_s": 1.0}
+    answers = {
+        "write": {}, "identity": {"rows": [frame]}, "case": {"rows": [dict(frame)]}, "lockstep": {"rows": [compared]},
+        "two_loaders": {"rows": [compared, compared]}, "busy": {"rows": [rate]}, "soak": {"rows": [epochs]},
+        "speed": {"rows": [rate]},
+    }  # fmt: skip
+    if what in ("write", "busy", "speed"):
+        answers[what] = change
+    elif what == "exit":
+        answers["identity"] |= change
     elif what == "case":
-        case["shapes"] = {"one frame": frame | change}
-    elif what == "busy":
-        busy = change
+        answers["case"]["rows"][0] |= change
     elif what in ("identity", "colour", "crash"):
         frame |= change
-    elif what == "speed":
-        rows = [change]
-    elif what != "write":
+    elif what:
         epochs |= change
-    answers = {
-        "write": change if what == "write" else {}, "identity": frames, "soak": epochs,
-        "lockstep": {**epochs, "worst_mean": 1.0, "worst_block": 9.0}, "case": case, "busy": busy,
-        "two loaders": {**epochs, "worst_mean": 1.0, "worst_block": 9.0}, "speed": {"rows": rows, "gpu_bytes": None},
-        "torchcodec": {"frames_per_s": 1.0},
-    }  # fmt: skip
-    monkeypatch.setattr(run, "step", lambda name, **_: dict(answers[name]))
+        compared |= change
+    monkeypatch.setattr(run, "run_step", lambda step, busy=False, **_: dict(answers["busy" if busy else step.__name__]))
+    monkeypatch.setattr(run, "GOPS", (12,))
     kept: list[tuple[str, list[str]]] = []
-    report = run.selftest("cpu", gops=[12], keep=lambda report: kept.append((report["status"], [*report["problems"]])))
+    report = run.selftest("cpu", keep=lambda report: kept.append((report["status"], [*report["problems"]])))
     assert [status for status, _ in kept] == ["unfinished"] * 5 + [report["status"]]  # whatever ends it, the rest is there
     assert kept[-1][1] == report["problems"]
     assert report["status"] == ("failed" if what else "passed")

@@ -80,16 +80,13 @@ def _print(report: dict[str, Any]) -> None:
         return
     screen = console.results()
     for part, columns in _TABLES.items():
-        rows = report[part]
-        if isinstance(rows, dict):  # "verdict" has an entry "rows", and "soak" is a single row; both may be empty
-            rows = rows.get("rows", [rows] if rows else [])
         numbers = tuple(header for header, _, form in columns if form)
         table = console.table(*(header for header, _, _ in columns), right=numbers)
-        for row in rows:
+        for row in report[part]:
             table.add_row(*(_cell(row, key, form) for _, key, form in columns))
         screen.print(table)
-    if ratio := report["verdict"].get("ratio"):
-        typer.echo(f"{report['verdict']['codec']}: the fastest decoder reaches {ratio:.2f} of the CPU's speed")
+    if ratios := [(row["ratio"], row["codec"]) for row in report["verdict"] if "ratio" in row]:
+        typer.echo(f"{max(ratios)[1]}: the fastest decoder reaches {max(ratios)[0]:.2f} of the CPU's speed")
     for codec, reason in report["codecs"].items():
         if reason:
             typer.echo(f"{codec} was not tested: {reason}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import platform
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
-import numpy as np
+import torch
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError
@@ -21,12 +21,11 @@ from dali_stream.tools import environment
 
 Mode = Literal["single", "sarm", "action_chunk"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+Progress = Callable[[int, int, str], None]
+"""Function that shows the number of finished batches, the total, and what they are for."""
 CHUNK = 50  # number of actions
 SARM_STEPS, SARM_SPACING_S = 8, 1.0
 POINTS = 200  # maximum number of points of the timeline
-# Counters of `Loader.stats()` whose growth is measured.
-SUMS = ("frames", "decoded_frames", "wait_s", "substituted", "fetch_s", "fetched_bytes", "cached_bytes",
-        "needed_bytes", "requests", "retries", *(key for keys in STAGES.values() for key in keys))  # fmt: skip
 
 
 def windows(mode: Mode, dataset: Dataset | Mixture) -> dict[str, list[float]]:
@@ -54,16 +53,6 @@ def windows(mode: Mode, dataset: Dataset | Mixture) -> dict[str, list[float]]:
     return {"action": [step / fps for step in range(CHUNK)]}
 
 
-class Progress(Protocol):
-    """Function that shows the number of finished batches, and the total."""
-
-    def __call__(self, done: int, total: int, description: str = ...) -> None: ...
-
-
-def silent(done: int, total: int, description: str = "") -> None:
-    """Show no progress."""
-
-
 def measure(
     dataset: Dataset | Mixture,
     mode: Mode,
@@ -71,7 +60,7 @@ def measure(
     warmup: int,
     loader: dict[str, Any],
     together: Callable[[], None],
-    progress: Progress = silent,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Time the batches of this rank.
 
@@ -86,10 +75,11 @@ def measure(
         warmup: Number of batches before the timed ones.
         loader: Further arguments of the Loader.
         together: Barrier of all ranks, so that all ranks are timed over the same period. It is called four times.
-        progress: Function that is called after each batch. Default: no progress.
+        progress: Function that is called after each batch.
 
     Returns:
-        The measurements of this rank. `later` contains those of later epochs, or None. See `run.node_report` for the fields.
+        The measurements of this rank. `later` contains those of later epochs, or None. See `_Clock.time` and
+        `run.node_report` for the fields.
 
     Raises:
         DaliStreamError: If the dataset has no cameras, or a frame cannot be read.
@@ -100,99 +90,94 @@ def measure(
     deltas = windows(mode, dataset)
     steps = {key: len(deltas.get(key, [0])) for key in dataset.cameras}
     with Loader(dataset, delta_timestamps=deltas, **loader) as running:
-        clock = _Clock(running, steps, len(dataset.dataset_names), together, progress)
-        where = clock.skip(1, "warm-up")
-        first_batch_s, epoch = running.stats()["first_batch_s"], len(running)
+        clock, epoch = _Clock(running, steps, together, progress), len(running)
+        [first_row] = clock.take(1)
         fits = running._source.keeps_all and epoch > 1
-        clock.skip(min(warmup - 1, epoch - 2) if fits else warmup - 1, "warm-up")
+        clock.take(min(warmup - 1, epoch - 2) if fits else warmup - 1)
         first = clock.time(min(num_batches, epoch - running.batch_index) if fits else num_batches)
         if fits:
-            clock.skip(epoch - running.batch_index, "the rest of the first epoch")
-            clock.skip(warmup, "warm-up")
+            clock.take(epoch - running.batch_index, "the rest of the first epoch")
+            clock.take(warmup)
         later = clock.time(num_batches if fits else 0)
         return first | {
             "later": later if fits else None,
             "host": platform.node(),
-            "device": where,
-            "first_batch_latency_s": first_batch_s,
+            "device": first_row["device"],
+            "first_batch_latency_s": running.stats()["first_batch_s"],
             "routes": {key: asdict(route) for key, route in running.routes.items()},
-            "order": running.state_dict()["order"],
+            **{key: running.state_dict()["order"][key] for key in ("consumers", "episode_pool_size")},
             "peak_rss_bytes": environment.peak_rss(),
         }
 
 
 class _Clock:
-    """The batches of a loader, skipped or timed.
+    """The batches of a loader, with or without timing.
 
     Args:
         loader: Loader to measure.
         steps: Number of steps in the window of each camera.
-        datasets: Number of datasets of a mixture, or 0 for a single dataset.
         together, progress: See `measure`.
     """
 
-    def __init__(
-        self, loader: Loader, steps: dict[str, int], datasets: int, together: Callable[[], None], progress: Progress
-    ) -> None:
-        self._loader, self._steps, self._datasets = loader, steps, datasets
-        self._batches, self._together, self._progress = endless(loader), together, progress
+    def __init__(self, loader: Loader, steps: dict[str, int], together: Callable[[], None], progress: Progress) -> None:
+        self._loader, self._batches, self._steps = loader, endless(loader), steps
+        self._together, self._progress = together, progress
 
-    def skip(self, batches: int, description: str) -> str:
-        """Consume batches without timing them. Return the device of the last one."""
-        device = ""
+    def take(self, batches: int, description: str = "warm-up") -> list[dict[str, Any]]:
+        """Take batches. Return the row of each. See `_next`."""
+        rows = []
         for number in range(batches):
-            device = _consume(next(self._batches))
+            rows.append(self._next())
             self._progress(number + 1, batches, description)
-        return device
+        return rows
 
     def time(self, batches: int) -> dict[str, Any]:
-        """Time batches over the same period as the other ranks."""
+        """Time batches over the same period as the other ranks.
+
+        Returns:
+            A dict with `rows` (see `_next`), `wallclock_s`, `cpu_s`, `timeline`, `bottleneck`, and `sums`, the growth of
+            each entry of `Loader.stats`.
+        """
         self._together()
         before, cpu, started = self._loader.stats(), time.process_time(), time.perf_counter()
-        samples = frames = gpu_bytes = 0
-        latencies, timeline, unique_episodes = [], [], []
-        of_datasets = np.zeros(self._datasets, np.int64)
-        for number in range(batches):
-            requested = time.perf_counter()
-            batch = next(self._batches)
-            _consume(batch)
-            now, stats = time.perf_counter(), self._loader.stats()
-            latencies.append(now - requested)
-            samples += len(batch["index"])
-            frames += self._count_frames(batch)
-            episodes = batch["episode_index"]
-            if self._datasets:
-                of_datasets += np.bincount(batch["dataset_index"].cpu().numpy(), minlength=self._datasets)
-                episodes = episodes + (batch["dataset_index"] << 40)  # indices of episodes are unique only within a dataset
-            unique_episodes.append(len(episodes.unique()))
-            timeline.append(
-                {"s": now - started, **{key: stats[key] - before[key] for key in ("wait_s", "decode_s", "fetch_s")}}
-            )
-            gpu_bytes = max(gpu_bytes, environment.gpu_bytes_used(batch["index"].device.index) or 0)
-            self._progress(number + 1, batches, "timed batches")
+        rows = self.take(batches, "timed batches")
         self._together()
         if not batches:
             return {}
-        wall, cpu, stats = time.perf_counter() - started, time.process_time() - cpu, self._loader.stats()
-        bottleneck = self._loader.bottleneck(before)
-        return {
-            "wallclock_s": wall,
-            "cpu_s": cpu,
-            "samples": samples,
-            "frames": frames,
-            "samples_of_datasets": of_datasets.tolist(),
-            "latencies_s": latencies,
-            "unique_episodes_per_batch": float(np.mean(unique_episodes)),
-            "timeline": timeline[:: -(-batches // POINTS)],
-            "peak_gpu_bytes": gpu_bytes or None,
-            "sums": {key: stats[key] - before[key] for key in SUMS},
-            "bottleneck": asdict(bottleneck) if bottleneck else None,
+        measured = {
+            "rows": rows,
+            "wallclock_s": time.perf_counter() - started,
+            "cpu_s": time.process_time() - cpu,
+            "sums": {key: value - before[key] for key, value in self._loader.stats().items()},
+            "timeline": [
+                {"s": row["ended"] - started, **{key: value - before[key] for key, value in row["counters"].items()}}
+                for row in rows[:: -(-batches // POINTS)]
+            ],
         }
+        bottleneck = self._loader.bottleneck(before)  # after the measurement, since it may take a second
+        return measured | {"bottleneck": asdict(bottleneck) if bottleneck else None}
 
-    def _count_frames(self, batch: dict[str, Any]) -> int:
-        """Return the number of frames in a batch. Frames of a camera that a sample's dataset lacks are not counted."""
-        missing = {key: int(batch[f"{key}_is_missing"].sum()) for key in self._steps if f"{key}_is_missing" in batch}
-        return sum(steps * (len(batch["index"]) - missing.get(key, 0)) for key, steps in self._steps.items())
+    def _next(self) -> dict[str, Any]:
+        """Wait until the next batch is on its device. Return what it contains, the time that it took, and counters after it."""
+        requested = time.perf_counter()
+        batch = next(self._batches)
+        device, episodes = batch["index"].device, batch["episode_index"]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        ended, stats = time.perf_counter(), self._loader.stats()
+        datasets = batch.get("dataset", [""] * len(episodes))  # only a mixture has names, and cameras that some datasets lack
+        missing = {key: int(torch.as_tensor(batch.get(f"{key}_is_missing", 0)).sum()) for key in self._steps}
+        return {
+            "device": str(device),
+            "samples": len(episodes),
+            "frames": sum(steps * (len(episodes) - missing[key]) for key, steps in self._steps.items()),
+            "datasets": Counter(datasets),
+            "unique_episodes": len(set(zip(datasets, episodes.tolist(), strict=True))),
+            "latency_s": ended - requested,
+            "ended": ended,
+            "counters": {key: stats[key] for key in ("wait_s", "decode_s", "fetch_s")},
+            "gpu_bytes": environment.gpu_bytes_used(device.index) or 0,
+        }
 
 
 def endless(loader: Loader) -> Iterator[dict[str, Any]]:
@@ -204,13 +189,3 @@ def endless(loader: Loader) -> Iterator[dict[str, Any]]:
 def take(stream: Iterator[Any], batches: int) -> None:
     """Take batches. Each is dropped before the next one is requested."""
     deque(itertools.islice(stream, batches), maxlen=0)
-
-
-def _consume(batch: dict[str, Any]) -> str:
-    """Wait until the batch is on its device. Return the device."""
-    device = batch["index"].device
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(device)
-    return str(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.mixture import Mixture
 from dali_stream.speed.bottleneck import STAGES
 from dali_stream.tools import environment
-from dali_stream.tools.bench.measure import Mode, Progress, measure, silent
+from dali_stream.tools.bench.measure import Mode, Progress, measure
 
 PERCENTILES = (50, 95, 99)
 
@@ -28,7 +29,7 @@ def run(
     loader: dict[str, Any],
     device: str,
     head: dict[str, Any],
-    progress: Progress = silent,
+    progress: Progress,
 ) -> dict[str, Any] | None:
     """Measure on every rank of this run.
 
@@ -38,7 +39,7 @@ def run(
         device: Device of the Loader.
         head: Further entries of the report. If the entry `source` is None, it is replaced by the scheme of the dataset's URI,
             "local" or "mixture".
-        progress: Function that is called after each batch of the main rank. Default: no progress.
+        progress: Function that is called after each batch of the main rank.
 
     Returns:
         The report on the main rank, and None on the others. See `node_report`.
@@ -50,7 +51,7 @@ def run(
     from accelerate.utils import gather_object
 
     state = PartialState(cpu=process.gpu(device) is None)
-    show = progress if state.is_main_process else silent
+    show = progress if state.is_main_process else lambda done, total, description: None
     own = measure(dataset, mode, num_batches, warmup, loader | {"device": device}, state.wait_for_everyone, show)
     ranks = gather_object([own])
     # A process may abort if it ends while Gloo's threads run: https://github.com/pytorch/pytorch/pull/179291.
@@ -73,10 +74,10 @@ def run(
 
 def _delivered(mixture: Mixture, ranks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the number of measured samples of each dataset, its share of them, and its share according to the mixture."""
-    samples = np.sum([rank["samples_of_datasets"] for rank in ranks], axis=0)
+    samples = sum((row["datasets"] for rank in ranks for row in rank["rows"]), Counter[str]())
     return {
-        name: {"samples": int(count), "delivered": float(count / samples.sum()), "share": float(share)}
-        for name, count, share in zip(mixture.datasets, samples, mixture.shares.targets, strict=True)
+        name: {"samples": samples[name], "delivered": samples[name] / samples.total(), "share": float(share)}
+        for name, share in zip(mixture.datasets, mixture.shares.targets, strict=True)
     }
 
 
@@ -96,7 +97,7 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         - `p50_sample_latency_ms`, `p95_...`, `p99_...`: Percentiles of the time from requesting a batch until it is on the
           device.
         - `first_batch_latency_s`: Time of the slowest rank from creating the Loader to its first batch.
-        - `later_epochs`: The entries of `_speed` for later epochs, if all decoded frames fit in memory. All other entries,
+        - `later_epochs`: The entries of `_timed` for later epochs, if all decoded frames fit in memory. All other entries,
           except `peak_rss_bytes`, then describe the first epoch. None if every epoch decodes, or has only one batch.
         - `decode_s_total`, `fetch_s_total`, `wait_s_total`, `stage_s_total`: Seconds that all ranks spend in decode threads, in
           fetches, in `next()`, and in each stage. See `Loader.stats`.
@@ -108,37 +109,25 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         - `consumers`, `episode_pool_size`, `routes`, `timeline`: Those of rank 0.
         - `versions`, `machine`, `date`: See `environment.ran_on`.
     """
-    nodes = len({rank["host"] for rank in ranks})
-    sums = {key: sum(rank["sums"][key] for rank in ranks) for key in ranks[0]["sums"]}
-    gpu = [rank["peak_gpu_bytes"] for rank in ranks if rank["peak_gpu_bytes"]]
-    later = [rank["later"] for rank in ranks]
+    nodes, main, later = len({rank["host"] for rank in ranks}), ranks[0], [rank["later"] for rank in ranks]
     report = head | {
         "nodes": nodes,
         "ranks": len(ranks),
-        **_speed(ranks, nodes),
-        "later_epochs": _speed(later, nodes) if all(later) else None,
-        "first_batch_latency_s": max(rank["first_batch_latency_s"] for rank in ranks),
-        **{f"{key}_total": sums[key] for key in ("decode_s", "fetch_s", "wait_s")},
-        "stage_s_total": {key: sums[key] for keys in STAGES.values() for key in keys},
-        **{key: sums[key] for key in ("fetched_bytes", "needed_bytes", "cached_bytes", "requests", "retries", "substituted")},
-        "unique_episodes_per_batch": float(np.mean([rank["unique_episodes_per_batch"] for rank in ranks])),
-        "peak_rss_bytes": max(rank["peak_rss_bytes"] for rank in ranks),
-        "peak_gpu_bytes": max(gpu) if gpu else None,
-        "device": ranks[0]["device"],
-        "routes": ranks[0]["routes"],
-        **{key: ranks[0]["order"][key] for key in ("consumers", "episode_pool_size")},
-        "timeline": ranks[0]["timeline"],
-        **environment.ran_on(ranks[0]["device"]),
+        **_timed(ranks, nodes),
+        "later_epochs": _timed(later, nodes) if all(later) else None,
+        **{key: max(rank[key] for rank in ranks) for key in ("first_batch_latency_s", "peak_rss_bytes")},
+        **{key: main[key] for key in ("device", "routes", "consumers", "episode_pool_size", "timeline")},
+        **environment.ran_on(main["device"]),
     }
     return environment.without_folders(report)
 
 
-def _speed(ranks: list[dict[str, Any]], nodes: int) -> dict[str, Any]:
+def _timed(ranks: list[dict[str, Any]], nodes: int) -> dict[str, Any]:
     """Return the entries that are reported both for the first epoch and for later ones."""
-    wall = max(rank["wallclock_s"] for rank in ranks)
-    samples, frames = (sum(rank[key] for rank in ranks) for key in ("samples", "frames"))
-    decoded, delivered = (sum(rank["sums"][key] for rank in ranks) for key in ("decoded_frames", "frames"))
-    latencies = np.concatenate([rank["latencies_s"] for rank in ranks]) * 1e3
+    wall, rows = max(rank["wallclock_s"] for rank in ranks), [row for rank in ranks for row in rank["rows"]]
+    samples, frames = (sum(row[key] for row in rows) for key in ("samples", "frames"))
+    sums = {key: sum(rank["sums"][key] for rank in ranks) for key in ranks[0]["sums"]}
+    latencies = [row["latency_s"] * 1e3 for row in rows]
     return {
         "frames": frames,
         "samples": samples,
@@ -147,8 +136,13 @@ def _speed(ranks: list[dict[str, Any]], nodes: int) -> dict[str, Any]:
         **{f"p{p}_sample_latency_ms": float(np.percentile(latencies, p)) for p in PERCENTILES},
         "wallclock_s": wall,
         "bottleneck": max(ranks, key=lambda rank: float(rank["sums"]["wait_s"]))["bottleneck"],
-        "decoded_per_delivered_frame": decoded / delivered if delivered else None,
+        "decoded_per_delivered_frame": sums["decoded_frames"] / sums["frames"] if sums["frames"] else None,
         "cpu_s_per_sample": sum(rank["cpu_s"] for rank in ranks) / samples,
+        **{f"{key}_total": sums[key] for key in ("decode_s", "fetch_s", "wait_s")},
+        "stage_s_total": {key: sums[key] for keys in STAGES.values() for key in keys},
+        **{key: sums[key] for key in ("fetched_bytes", "needed_bytes", "cached_bytes", "requests", "retries", "substituted")},
+        "unique_episodes_per_batch": float(np.mean([row["unique_episodes"] for row in rows])),
+        "peak_gpu_bytes": max(row["gpu_bytes"] for row in rows) or None,
     }
 
 
@@ -162,9 +156,7 @@ def write(report: dict[str, Any], folder: Path) -> Path:
     path = folder / f"{'-'.join(str(report[key]) for key in ('source', 'mode', 'decode'))}.json"
     plain = {key: value for key, value in report.items() if not isinstance(value, (dict, list))}
     row = io.StringIO()
-    writer = csv.DictWriter(row, list(plain))
-    writer.writeheader()
-    writer.writerow(plain)
+    csv.writer(row).writerows([plain.keys(), plain.values()])
     for target, text in ((path.with_suffix(".csv"), row.getvalue()), (path, json.dumps(report, indent=1) + "\n")):
         unfinished = target.with_name(f"{target.name}.part")  # so that a job that is killed leaves no incomplete report
         unfinished.write_text(text, newline="")

@@ -1,4 +1,4 @@
-"""Measures the speed of DALI's decoder with different settings, and of torchcodec on all cores."""
+"""Measures the speed of decoders with different settings."""
 
 from __future__ import annotations
 
@@ -11,62 +11,45 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import torch
 
 from dali_stream.decode import dali, torchcodec_cuda
 from dali_stream.decode.torchcodec import decode_clip
 from dali_stream.mp4.clip import Clip
 from dali_stream.tools import environment
-from dali_stream.tools.selftest import lockstep, videos
+from dali_stream.tools.selftest import loaders, videos
+from dali_stream.tools.selftest.videos import Video
 
 BATCH = 64  # frames per batch
 BATCHES = 24  # number of batches, which are prepared in advance and repeated
 
 
-def measure(folder: str, gpu: int | None, settings: list[tuple[int, int, int]], seconds: float) -> dict[str, Any]:
-    """Measure how fast DALI decodes random frames from packed clips.
+def speed(
+    folder: str, decoder: str, gpu: int | None, settings: list[dict[str, int]], seconds: float, busy: bool = False
+) -> list[dict[str, Any]]:
+    """Measure how fast a decoder decodes random frames from packed clips.
 
     Args:
         folder: Folder of a demo dataset.
+        decoder: "dali", or another name for torchcodec.
         gpu: Index of the CUDA device. None for the CPU.
-        settings: (requests per clip, threads of the decoder, prefetched batches). The number of requests must divide 64.
+        settings: Settings to measure: `threads` of the decoder, requests `per_clip`, a divisor of 64, and for DALI the number
+            of batches to `prefetch`. Missing ones have the defaults of `_dali` and `_torchcodec`.
         seconds: Time per setting in seconds, after three warm-up batches.
+        busy: Whether another thread keeps the GPU busy with matrix products. Default: False.
 
     Returns:
-        A dict with `rows`. Each row has `per_clip`, `threads`, `prefetch` and `frames_per_s` of a setting. The last row also
-        has `gpu_bytes`, the bytes in use on the GPU at the end, or None on a CPU. DALI keeps its memory, so this number covers
-        the largest setting.
+        A row per setting, with `decoder`, the setting, and `frames_per_s`. The last row also has `gpu_bytes`, the bytes in use
+        on the GPU at the end, or None on a CPU. DALI keeps its memory, so this number covers the largest setting.
     """
-    names = ("per_clip", "threads", "prefetch")
-    rows: list[dict[str, Any]] = [
-        dict(zip(names, setting, strict=True)) | {"frames_per_s": _rate(_dali(folder, gpu, *setting), seconds)}
-        for setting in settings
-    ]
+    [video, *_] = videos.read(folder)
+    rows: list[dict[str, Any]] = []
+    with _busy(gpu if busy else None):
+        for setting in settings:
+            run = _dali(video, gpu, **setting, wait=not busy) if decoder == "dali" else _torchcodec(video, gpu, **setting)
+            rows.append({"decoder": decoder, **setting, "frames_per_s": _rate(run, seconds)})
     rows[-1]["gpu_bytes"] = environment.gpu_bytes_used(gpu)
-    return {"rows": rows}
-
-
-def measure_busy(folder: str, decoder: str, gpu: int | None, threads: list[int], seconds: float) -> dict[str, Any]:
-    """Measure how fast NVDEC decodes clips of one random frame while another thread keeps the GPU busy with matrix products.
-
-    Args:
-        folder: Folder of a demo dataset.
-        decoder: "dali" or "torchcodec-cuda".
-        gpu: Index of the CUDA device. None for the CPU, which gets no other work.
-        threads: Numbers of decode threads to measure.
-        seconds: Time per number of threads, in seconds.
-
-    Returns:
-        A dict with `rows`. Each row has `decoder`, `threads` and `frames_per_s`.
-    """
-    rows = []
-    with _busy(gpu):
-        for count in threads:
-            if decoder == "dali":
-                rate = _rate(_dali(folder, gpu, 1, count, 1, wait=False), seconds)
-            else:
-                rate = measure_torchcodec(folder, count, seconds, gpu, per_clip=1)["frames_per_s"]
-            rows.append({"decoder": decoder, "threads": count, "frames_per_s": rate})
-    return {"rows": rows}
+    return rows
 
 
 @contextlib.contextmanager
@@ -75,9 +58,7 @@ def _busy(gpu: int | None) -> Iterator[None]:
     if gpu is None:
         yield
         return
-    import torch
-
-    work, stop, stream = lockstep.work(f"cuda:{gpu}"), threading.Event(), torch.cuda.Stream(gpu)
+    work, stop, stream = loaders.work(f"cuda:{gpu}"), threading.Event(), torch.cuda.Stream(gpu)
     torch.cuda.synchronize(gpu)
 
     def keep_busy() -> None:
@@ -86,7 +67,6 @@ def _busy(gpu: int | None) -> Iterator[None]:
             while not stop.is_set():
                 work()
                 end.synchronize()  # wait for the previous round, so that the queue stays short
-                end = torch.cuda.Event()
                 end.record()
 
     with ThreadPoolExecutor(1, thread_name_prefix="dali_stream selftest: busy") as pool:
@@ -98,37 +78,7 @@ def _busy(gpu: int | None) -> Iterator[None]:
         busy.result()
 
 
-def measure_torchcodec(folder: str, threads: int, seconds: float, gpu: int | None = None, per_clip: int = 16) -> dict[str, Any]:
-    """Measure how fast torchcodec decodes random frames from packed clips.
-
-    Args:
-        folder: Folder of a demo dataset.
-        threads: Number of decode threads.
-        seconds: Time in seconds, after three warm-up rounds.
-        gpu: Index of the CUDA device. Default: None, for the CPU.
-        per_clip: Number of frames per clip. Default: 16, as in the Loader on a CPU.
-
-    Returns:
-        A dict with `frames_per_s`.
-    """
-    [video, *_] = videos.read(folder)
-    batches, number = _batches(folder, per_clip), itertools.count()
-    with ThreadPoolExecutor(threads) as pool:
-
-        def decode(clip: Clip) -> None:
-            with torchcodec_cuda.own_stream(gpu):
-                decode_clip(clip, video.format, torchcodec_cuda.device_name(gpu))
-
-        def run() -> None:
-            # Decode several batches at once, so that threads rarely wait for the last clip of a batch.
-            clips = [clip for _ in range(threads) for clip in batches[next(number) % len(batches)]]
-            list(pool.map(decode, clips))
-
-        return {"frames_per_s": threads * _rate(run, seconds)}
-
-
-def _batches(folder: str, per_clip: int) -> list[list[Clip]]:
-    [video, *_] = videos.read(folder)
+def _batches(video: Video, per_clip: int) -> list[list[Clip]]:
     rng = np.random.default_rng(per_clip)
 
     def clip() -> Clip:
@@ -137,28 +87,43 @@ def _batches(folder: str, per_clip: int) -> list[list[Clip]]:
     return [[clip() for _ in range(BATCH // per_clip)] for _ in range(BATCHES)]
 
 
-def _dali(folder: str, gpu: int | None, per_clip: int, threads: int, prefetch: int, wait: bool = True) -> Callable[[], Any]:
-    """Return a function that decodes the next batch with DALI, and waits for the GPU if `wait`."""
-    batches = itertools.cycle([[dali.encoded(clip) for clip in batch] for batch in _batches(folder, per_clip)])
+def _dali(
+    video: Video, gpu: int | None, threads: int, per_clip: int = 1, prefetch: int = 1, wait: bool = True
+) -> Callable[[], int]:
+    """Return a function that decodes a batch with DALI, and waits for the GPU if `wait`. It returns the number of frames."""
+    batches = itertools.cycle([[dali.encoded(clip) for clip in batch] for batch in _batches(video, per_clip)])
     pipeline = dali.pipeline(lambda: next(batches), BATCH // per_clip, gpu, threads, prefetch)
     pipeline.build()
-    if gpu is None or not wait:
-        return pipeline.run
-    import torch
 
-    def run() -> None:
+    def run() -> int:
         pipeline.run()
-        torch.cuda.synchronize(gpu)
+        if gpu is not None and wait:
+            torch.cuda.synchronize(gpu)
+        return BATCH
 
     return run
 
 
-def _rate(run: Callable[[], Any], seconds: float) -> float:
-    """Return the frames per second of a function that decodes a batch."""
+def _torchcodec(video: Video, gpu: int | None, threads: int, per_clip: int = 16) -> Callable[[], int]:
+    """Return a function that decodes batches with torchcodec, by default clips as in the Loader. It returns their frames."""
+    batches, pool = itertools.cycle(_batches(video, per_clip)), ThreadPoolExecutor(threads)
+
+    def decode(clip: Clip) -> int:
+        with torchcodec_cuda.own_stream(gpu):
+            return len(decode_clip(clip, video.format, torchcodec_cuda.device_name(gpu)))
+
+    def run() -> int:
+        # Decode several batches at once, so that threads rarely wait for the last clip of a batch.
+        return sum(pool.map(decode, [clip for _ in range(threads) for clip in next(batches)]))
+
+    return run
+
+
+def _rate(decode: Callable[[], int], seconds: float) -> float:
+    """Return the frames per second of a function that decodes frames and returns their number."""
     for _ in range(3):
-        run()
-    started, count = time.perf_counter(), 0
-    while (passed := time.perf_counter() - started) < seconds or not count:
-        run()
-        count += 1
-    return BATCH * count / passed
+        decode()
+    started, frames = time.perf_counter(), 0
+    while (passed := time.perf_counter() - started) < seconds or not frames:
+        frames += decode()
+    return frames / passed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,34 +11,34 @@ import numpy.typing as npt
 
 from dali_stream.dataset import Dataset
 from dali_stream.decode import torchcodec
-from dali_stream.demo import write_demo
+from dali_stream.demo import read_identities, write_demo
 from dali_stream.mp4.clip import Clip, pack
-from dali_stream.mp4.format import VideoFormat, describe
-from dali_stream.mp4.index import VideoIndex, read_index
+from dali_stream.mp4.format import describe
+from dali_stream.mp4.index import read_index
 from dali_stream.storage import LocalStore
 
-Int64 = npt.NDArray[np.int64]
 
-
-@dataclass(frozen=True)
 class Video:
-    """One MP4 of a demo dataset.
+    """One MP4 whose frames contain their identity.
+
+    Args:
+        store: Storage of the file.
+        path: Path of the file in the storage.
+        identity: (episode, frame, camera) of each frame in display order, shape (n, 3).
 
     Attributes:
-        store: Storage of the file.
         table: Index of the file.
         format: Format of the video.
-        identity: (episode, frame, camera) of each frame in display order, shape (n, 3).
     """
 
-    store: LocalStore
-    table: VideoIndex
-    format: VideoFormat
-    identity: Int64
+    def __init__(self, store: LocalStore, path: str, identity: npt.ArrayLike) -> None:
+        self.store, self.table, self.identity = store, read_index(store, path), np.asarray(identity)
+        self.format = describe(self.table.configs[0])
+        self._packets: list[int] = self.table.display_order[:].tolist()
 
     def clip(self, shown: Sequence[int]) -> Clip:
         """Return a packed clip with some frames, which are numbered in display order."""
-        return pack(self.store, [self.table] * len(shown), self._packets(shown))
+        return pack(self.store, [self.table] * len(shown), [self._packets[frame] for frame in shown])
 
     def frames(self, shown: Sequence[int], device: str = "cpu") -> npt.NDArray[np.uint8]:
         """Return some frames, decoded by torchcodec, with shape (n, H, W, 3).
@@ -48,12 +47,8 @@ class Video:
             shown: Numbers of the frames in display order.
             device: Device of the decoder, such as "cuda:0". Default: "cpu".
         """
-        indices = [self.table] * len(shown)
-        return torchcodec.decode(self.store, indices, self._packets(shown), self.format, device=device)[0]
-
-    def _packets(self, shown: Sequence[int]) -> list[int]:
-        packets: list[int] = self.table.display_order[list(shown)].tolist()
-        return packets
+        indices, packets = [self.table] * len(shown), [self._packets[frame] for frame in shown]
+        return torchcodec.decode(self.store, indices, packets, self.format, device=device)[0]
 
 
 def write(folder: str, codec: str, gop: int, size: tuple[int, int]) -> None:
@@ -68,18 +63,30 @@ def read(folder: str) -> list[Video]:
     for number, camera in enumerate(dataset.videos):
         files = dataset.table.video[camera]
         for i, path in enumerate(files.paths):
-            table = read_index(store, path)
-            identity = [
-                (episode, frame, number)
-                for episode in np.flatnonzero(files.index == i).tolist()
-                for frame in range(int(dataset.lengths[episode]))
-            ]
-            videos.append(Video(store, table, describe(table.configs[0]), np.array(identity)))
+            episodes = np.flatnonzero(files.index == i).tolist()
+            identity = [(episode, frame, number) for episode in episodes for frame in range(int(dataset.lengths[episode]))]
+            videos.append(Video(store, path, identity))
     return videos
 
 
-SHAPES = ("one frame", "window of 4", "8 frames a second apart", "16 anywhere")
+def count_wrong(frames: npt.NDArray[np.uint8], expected: npt.NDArray[np.int64]) -> int:
+    """Return the number of frames that do not contain their expected identity.
+
+    Args:
+        frames: Frames, shape (n, H, W, 3).
+        expected: (episode, frame, camera) of each frame, shape (n, 3).
+    """
+    try:
+        return int((read_identities(frames) != expected).any(1).sum())
+    except ValueError:  # the identity of one or more frames cannot be read
+        if len(frames) == 1:
+            return 1
+        return sum(count_wrong(frames[i : i + 1], expected[i : i + 1]) for i in range(len(frames)))
+
+
 _SECOND = 20  # frames per second of a demo dataset
+SHAPES = {"one frame": (1, 1), "window of 4": (4, 1), "8 frames a second apart": (8, _SECOND), "16 anywhere": (16, 0)}
+"""Shapes of requests: {name: (number of frames, their distance in frames, or 0 for random frames)}."""
 
 
 def request(shape: str, count: int, rng: np.random.Generator) -> list[int]:
@@ -87,22 +94,24 @@ def request(shape: str, count: int, rng: np.random.Generator) -> list[int]:
 
     Args:
         shape: Name in `SHAPES`.
-        count: Number of frames of the video.
+        count: Number of frames of the video. A request for more frames than the video has is shortened.
         rng: Random generator.
     """
-    first = int(rng.integers(count))
-    if shape == "one frame":
-        return [first]
-    if shape == "window of 4":
-        return list(range(first, min(first + 4, count)))
-    if shape == "8 frames a second apart":
-        return list(range(first % _SECOND, count, _SECOND))[:8]
-    return sorted(rng.choice(count, min(16, count), replace=False).tolist())
+    frames, distance = SHAPES[shape]
+    if not distance:
+        return sorted(rng.choice(count, min(frames, count), replace=False).tolist())
+    first = int(rng.integers(max(count - (frames - 1) * distance, distance)))
+    return list(range(first, count, distance))[:frames]
 
 
-def mix(folder: str, top: str, side: str) -> None:
-    """Write a copy of dataset `top` whose second camera is that of dataset `side`. The two may have different codecs."""
+def mix(folder: str, top: str, side: str) -> str:
+    """Write a copy of dataset `top` whose second camera is that of dataset `side`. The two may have different codecs.
+
+    Returns:
+        `folder`.
+    """
     shutil.copytree(top, folder)
     camera = Dataset(top).cameras[1]
     shutil.rmtree(Path(folder, "videos", camera))
     shutil.copytree(Path(side, "videos", camera), Path(folder, "videos", camera))
+    return folder
