@@ -230,10 +230,13 @@ def without(schema: pa.Schema, columns: Collection[str], is_v2: bool) -> pa.Sche
     return schema.with_metadata(described or None)
 
 
-def replaced(table: pa.Table, columns: Mapping[str, npt.NDArray[Any]]) -> pa.Table:
-    """Return rows with new values in some columns. The types of the columns do not change."""
+def replaced(table: pa.Table, columns: Mapping[str, pa.Array]) -> pa.Table:
+    """Return a table with new values in some columns. Existing columns keep their type, and others are appended."""
     for name, values in columns.items():
-        place = table.column_names.index(name)
-        field = table.schema.field(place)
-        table = table.set_column(place, field, pa.array(values).cast(field.type))
+        if name in table.column_names:
+            place = table.column_names.index(name)
+            field = table.schema.field(place)
+            table = table.set_column(place, field, values.cast(field.type))
+        else:
+            table = table.append_column(name, values)
     return table

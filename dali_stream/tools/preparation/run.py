@@ -295,7 +295,7 @@ def _run(
     notes = _notes(place)
     report = _report(out_plan, notes, failed, len(todo) - len(failed))
     if not failed:
-        metadata.write(dataset, out_plan, notes, place, {"plan": out_plan.header, "report": report.as_dict() | {"written": 0}})
+        metadata.write(dataset, out_plan, notes, place, report.as_dict() | {"written": 0})
         progress.update("finishing")  # `status` assumes that a run that writes no progress was killed
         _verify(place, report, job["out_options"])
         place.remove("meta/prepare")

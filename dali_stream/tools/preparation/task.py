@@ -10,10 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -86,12 +84,12 @@ def _write_rows(task: TaskInput, file: Path) -> Json:
 
     def changed() -> Iterator[pa.Table]:
         for episode in task.episodes:
-            table, new = read(episode).drop_columns(job["without"]), dict[str, npt.NDArray[Any]]()
+            table, new = read(episode).drop_columns(job["without"]), dict[str, pa.Array]()
             if task.regular:
-                new["timestamp"] = table["frame_index"].to_numpy() / task.fps
+                new["timestamp"] = pa.array(table["frame_index"].to_numpy() / task.fps)
             if job["renumber"]:
-                new["index"] = episode["first"] + np.arange(len(table))
-                new["episode_index"] = np.full(len(table), episode["new"])
+                new["index"] = pa.array(episode["first"] + np.arange(len(table)))
+                new["episode_index"] = pa.array(np.full(len(table), episode["new"]))
             table = rows.replaced(table, new)
             if job["row_stats"]:
                 stats[episode["new"]] = {
