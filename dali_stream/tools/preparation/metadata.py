@@ -8,18 +8,16 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from copy import deepcopy
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot import metadata, v2
-from dali_stream.lerobot.features import ENCODING
+from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.stats import table_stats
 from dali_stream.tools.preparation import rows
 from dali_stream.tools.preparation.place import Place
@@ -51,14 +49,14 @@ def write(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], place: Place,
         place: OUT.
         report: Report of the run.
     """
-    head, columns = plan.header, _columns(dataset, plan, notes)
+    head, columns = plan.header, _columns(plan, notes)
     files_of_v2 = (v2.EPISODES, v2.TASKS, v2.EPISODES_STATS) if dataset.is_v2 else ()
-    skipped = {metadata.INFO, DONE, *episode_files(dataset), *files_of_v2}
+    skipped = {metadata.INFO, DONE, *metadata.episode_files(dataset.store), *files_of_v2}
     kept = [name for name in dataset.store.files("meta") if name not in skipped and not name.startswith("meta/prepare/")]
     for name in (*kept, *filter(dataset.store.exists, AT_THE_ROOT)):
         place.write(name, dataset.store.read_all(name))
     if dataset.is_v2:
-        place.write("meta/tasks.parquet", _encoded(metadata.tasks_table(dict(sorted(dataset.tasks.items())))))
+        place.write(metadata.TASKS, _encoded(metadata.tasks_table(dict(sorted(dataset.tasks.items())))))
     parts = _write_episodes(dataset, plan, columns, place)
     stats = _stats(dataset, plan, columns, notes, parts)
     if stats is not None:
@@ -78,7 +76,7 @@ def _encoded(table: pa.Table) -> bytes:
 
 def _info(dataset: Dataset, head: Json, report: Json) -> Json:
     info: Json = metadata.read_json(dataset.store, metadata.INFO)
-    features = {key: deepcopy(feature) for key, feature in info["features"].items() if key in head["features"]}
+    features = {key: feature for key, feature in info["features"].items() if key in head["features"]}
     fps = int(dataset.fps) if dataset.fps == int(dataset.fps) else dataset.fps
     if dataset.is_v2:
         features = {key: each if each.get("dtype") == "video" else each | {"fps": fps} for key, each in features.items()}
@@ -86,7 +84,7 @@ def _info(dataset: Dataset, head: Json, report: Json) -> Json:
         info |= {"codebase_version": "v3.0", "fps": fps}  # without total_tasks, LeRobot reads no tasks
     for key, spec in head["cameras"].items():
         if spec["mode"] != "copy":
-            features[key] = _encoded_feature(features[key], spec, fps)
+            features[key] = _encoded_feature(Feature(features[key]), spec, fps)
     size = head["options"].get("file_mb")
     info |= {
         "total_episodes": report["episodes"],
@@ -103,11 +101,11 @@ def _info(dataset: Dataset, head: Json, report: Json) -> Json:
     return info
 
 
-def _encoded_feature(feature: Json, spec: Json, fps: float) -> Json:
+def _encoded_feature(feature: Feature, spec: Json, fps: float) -> Json:
     """Return the feature of a camera after encoding. Keys with an unknown meaning are kept."""
     (height, width), chosen = spec["size"], spec["encoder"]
-    place = next((each for each in ENCODING if isinstance(feature.get(each), dict)), "info")
-    encoding = {key: value for key, value in (feature.get(place) or {}).items() if key not in _UNTRUE}
+    place, recorded = feature.encoding
+    encoding = {key: value for key, value in recorded.items() if key not in _UNTRUE}
     encoding |= {
         "video.height": height, "video.width": width, "video.codec": chosen["codec"], "video.pix_fmt": "yuv420p",
         "video.is_depth_map": False, "video.fps": fps, "video.channels": 3, "has_audio": False,
@@ -115,53 +113,45 @@ def _encoded_feature(feature: Json, spec: Json, fps: float) -> Json:
         "video.encoder": chosen["name"],
     }  # fmt: skip
     shape, names = [height, width, 3], ["height", "width", "channels"]
-    was = tuple(feature["shape"])
-    if len(was) == 3 and was[0] in (1, 3) and was[2] not in (1, 3):  # (C, H, W)
+    if feature.frame_size != feature.shape[:2]:  # (C, H, W)
         shape, names = [3, height, width], ["channels", "height", "width"]
     changed = {"dtype": "video", "shape": shape, place: encoding}
-    if feature.get("dtype") == "image" or not isinstance(feature.get("names"), list):
+    if feature.is_image or not isinstance(feature.get("names"), list):
         changed["names"] = names
-    return {key: value for key, value in feature.items() if key != "fps" or feature.get("dtype") == "video"} | changed
+    return {key: value for key, value in feature.items() if key != "fps" or feature.is_video} | changed
 
 
 # ---- the episode table
 
 
-def _columns(dataset: Dataset, plan: Plan, notes: Mapping[str, Json]) -> Columns:
-    head, columns = plan.header, defaultdict[str, dict[int, Any]](dict)
+def _columns(plan: Plan, notes: Mapping[str, Json]) -> Columns:
+    columns = defaultdict[str, dict[int, Any]](dict)
     for camera, tasks in itertools.groupby(plan.tasks, lambda task: task.get("camera", "")):
-        prefix = f"videos/{camera}/" if camera else "data/"
+        prefix = f"videos/{camera}" if camera else "data"
         for number, task in enumerate(tasks):
-            chunk, file = divmod(number, head["chunks_size"])
-            note = notes[task["path"]]
+            chunk, file = divmod(number, plan.header["chunks_size"])
             for episode in task["episodes"]:
-                values = {f"{prefix}chunk_index": chunk, f"{prefix}file_index": file}
-                if camera:
-                    start = note["from"][str(episode["new"])]
-                    values |= {
-                        f"{prefix}from_timestamp": start,
-                        f"{prefix}to_timestamp": start + episode["length"] / dataset.fps,
-                    }
-                    stats = {camera: note.get("stats", {}).get(str(episode["new"]), {})}
-                else:
-                    first, stop = episode["first"], episode["first"] + episode["length"]
-                    values |= {"episode_index": episode["new"], "dataset_from_index": first, "dataset_to_index": stop}
-                    stats = _planned_stats(head, episode)
-                values |= {f"stats/{key}/{name}": value for key, own in stats.items() for name, value in own.items()}
-                for name, value in values.items():
+                values = {f"{prefix}/chunk_index": chunk, f"{prefix}/file_index": file}
+                for name, value in (values | _values(plan.header, camera, episode, notes[task["path"]])).items():
                     columns[name][episode["old"]] = value
     return columns
 
 
-def _planned_stats(head: Json, episode: Json) -> dict[str, Json]:
-    """Return {feature: statistics} of an episode for the features whose new values follow from the plan."""
-    new, first, length = episode["new"], episode["first"], episode["length"]
-    changed: dict[str, npt.NDArray[Any]] = {}
-    if head["renumber"]:
-        changed |= {"index": np.arange(first, first + length), "episode_index": np.full(length, new)}
-    if head["regular"]:
-        changed["timestamp"] = (np.arange(length) / head["fps"]).astype(np.float32)
-    return {key: table_stats(values) for key, values in changed.items()}
+def _values(head: Json, camera: str, episode: Json, note: Json) -> Json:
+    """Return {column: value} of an episode for the columns of a camera or, if `camera` is empty, of the rows."""
+    new, length = episode["new"], episode["length"]
+    if camera:
+        start = note["from"][str(new)]
+        values = {f"videos/{camera}/from_timestamp": start, f"videos/{camera}/to_timestamp": start + length / head["fps"]}
+        stats = {camera: note.get("stats", {}).get(str(new), {})}
+    else:
+        first, stop = episode["first"], episode["first"] + length
+        values = {"episode_index": new, "dataset_from_index": first, "dataset_to_index": stop}
+        changed = {"index": np.arange(first, stop), "episode_index": np.full(length, new)} if head["renumber"] else {}
+        if head["regular"]:
+            changed["timestamp"] = (np.arange(length) / head["fps"]).astype(np.float32)
+        stats = {key: table_stats(own) for key, own in changed.items()}
+    return values | {f"stats/{key}/{name}": value for key, own in stats.items() for name, value in own.items()}
 
 
 def _write_episodes(dataset: Dataset, plan: Plan, columns: Columns, place: Place) -> list[pa.Table]:
@@ -204,11 +194,6 @@ def _renewed(part: pa.Table, head: Json, columns: Columns) -> pa.Table:
     return rows.replaced(part, new)
 
 
-def episode_files(dataset: Dataset) -> list[str]:
-    """Return the paths of the files of the episode table."""
-    return [name for name in dataset.store.files("meta/episodes") if name.endswith(".parquet")]
-
-
 # ---- statistics
 
 
@@ -216,7 +201,7 @@ def has_episode_stats(dataset: Dataset) -> bool:
     """Return whether the source has statistics of the rows of each episode."""
     if dataset.is_v2:
         return dataset.stored_stats_place == v2.EPISODES_STATS
-    columns = rows.read_footer(dataset.store, episode_files(dataset)[0]).schema.names
+    columns = rows.read_footer(dataset.store, metadata.episode_files(dataset.store)[0]).schema.names
     return any(name.startswith("stats/frame_index/") for name in columns)
 
 
@@ -271,7 +256,7 @@ def _episode_tables(dataset: Dataset) -> Iterator[tuple[pa.Table, int]]:
     For v2.x, the table is made from JSON lines, and lacks the columns that locate files.
     """
     if not dataset.is_v2:
-        for name in episode_files(dataset):
+        for name in metadata.episode_files(dataset.store):
             yield metadata.read_parquet(dataset.store, name), dataset.store.size(name)
         return
     lines = {entry["episode_index"]: entry for _, entry in v2.read_lines(dataset.store, v2.EPISODES)}

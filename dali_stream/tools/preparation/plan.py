@@ -27,7 +27,7 @@ import numpy.typing as npt
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
 from dali_stream.lerobot import metadata
-from dali_stream.lerobot.features import ENCODING, Feature
+from dali_stream.lerobot.features import Feature
 from dali_stream.mp4.index import read_index
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.process import reading_threads
@@ -147,7 +147,7 @@ def _camera(dataset: Dataset, key: str, feature: Feature, options: Options) -> J
         )
     if feature.is_video and (feature.is_depth or not options.encodes):
         return {"mode": "copy"}
-    recorded: Json = next((feature[place] for place in ENCODING if isinstance(feature.get(place), dict)), {})
+    recorded = feature.encoding[1]
     size = options.size or feature.frame_size
     codec = options.codec or ("h264" if feature.is_image else recorded.get("video.codec", ""))
     if codec not in CODECS:
