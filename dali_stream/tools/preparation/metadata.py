@@ -21,13 +21,12 @@ from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.stats import table_stats
 from dali_stream.tools.preparation import rows
 from dali_stream.tools.preparation.place import Place
-from dali_stream.tools.preparation.plan import DATA_MB, DATA_PATH, VIDEO_MB, VIDEO_PATH, Plan, path_of
+from dali_stream.tools.preparation.plan import DATA_MB, DATA_PATH, VIDEO_MB, VIDEO_PATH, Json, Plan, encoded_cameras, path_of
 from dali_stream.tools.work import grouped
 
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 DONE = "meta/prepare.json"  # header of the plan and report, in a finished dataset
 AT_THE_ROOT = ("README.md", "README", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
-Json = dict[str, Any]
 _log = logging.getLogger("dali_stream")
 _EPISODES = 1000  # episodes per part of the episode table, for v2.x
 _GONE = ("total_chunks", "total_videos")  # entries of info.json in v2.x that v3.0 does not have
@@ -82,9 +81,8 @@ def _info(dataset: Dataset, head: Json, report: Json) -> Json:
         features = {key: each if each.get("dtype") == "video" else each | {"fps": fps} for key, each in features.items()}
         info = {"total_tasks": len(dataset.tasks)} | {key: value for key, value in info.items() if key not in _GONE}
         info |= {"codebase_version": "v3.0", "fps": fps}  # without total_tasks, LeRobot reads no tasks
-    for key, spec in head["cameras"].items():
-        if spec["mode"] != "copy":
-            features[key] = _encoded_feature(Feature(features[key]), spec, fps)
+    for key in encoded_cameras(head):
+        features[key] = _encoded_feature(Feature(features[key]), head["cameras"][key], fps)
     size = head["options"].get("file_mb")
     info |= {
         "total_episodes": report["episodes"],
@@ -178,8 +176,7 @@ def _renewed(part: pa.Table, head: Json, columns: Columns) -> pa.Table:
     """Return a part of the episode table, reduced to the kept episodes and cameras, with their new values."""
     index = part["episode_index"].to_numpy()
     is_kept = np.isin(index, list(columns["episode_index"]))
-    encoded = {key for key, spec in head["cameras"].items() if spec["mode"] != "copy"}
-    keys = {"videos": head["cameras"].keys(), "stats": head["features"].keys() - encoded}
+    keys = {"videos": head["cameras"].keys(), "stats": head["features"].keys() - encoded_cameras(head)}
 
     def stays(name: str) -> bool:
         kind, _, rest = name.partition("/")
@@ -211,7 +208,7 @@ def _stats(dataset: Dataset, plan: Plan, columns: Columns, notes: Mapping[str, J
     Statistics that change are aggregated from those of the episodes in the same way as in LeRobot.
     """
     head, stored = plan.header, dataset.stored_stats
-    encoded = [key for key, spec in head["cameras"].items() if spec["mode"] != "copy"]
+    encoded = encoded_cameras(head)
     keys = [key for key in dict.fromkeys((*stored, *encoded)) if key in head["features"]]
     # All statistics change if episodes are left out. Otherwise only those of encoded cameras and of regular timestamps do.
     changed = {*keys} if head["renumber"] else {*encoded, *(["timestamp"] if head["regular"] else [])}.intersection(keys)

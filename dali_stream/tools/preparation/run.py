@@ -260,9 +260,10 @@ def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: A
     tasks = planner.tasks(frame_bytes, dropped)
     if not tasks:
         raise DaliStreamError(f"all {counted(len(dropped), 'episode')} cannot be read: {next(iter(dropped.values()))}")
+    renumber = dataset.num_episodes - len(dropped) < len(dataset.table.index)
     head = head | {
-        "renumber": planner.renumber,
-        "row_stats": planner.renumber and not metadata.has_episode_stats(dataset),
+        "renumber": renumber,
+        "row_stats": renumber and not metadata.has_episode_stats(dataset),
         "dropped": {str(episode): why for episode, why in sorted(dropped.items())},
     }
     out_plan = plan.Plan(head, tasks)
