@@ -6,6 +6,7 @@ B-frames and hidden frames. Each frame of the source becomes one packet, in the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dali_stream.arguments import one_of, positive
@@ -32,7 +33,7 @@ class Encoder:
     name: str
     quality: int
     preset: str
-    arguments: tuple[str, ...]
+    arguments: Sequence[str]
 
 
 # (default, maximum) of the quality. The defaults were measured with FFmpeg 5.1 on 400 frames of a robot's camera. This source

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import filelock
 import fsspec
 import obstore
 
@@ -31,9 +32,15 @@ class Place(Protocol):
 
     Attributes:
         address: Address of OUT.
+        remote: Whether calls send requests over a network.
     """
 
     address: str
+    remote: bool = False
+
+    def lock(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager that keeps other commands from writing OUT. Raises ValueError if another one does."""
+        return contextlib.nullcontext()
 
     def scratch(self) -> contextlib.AbstractContextManager[Path]:
         """Return a context manager of an empty folder on this machine, which is removed at the end."""
@@ -94,9 +101,23 @@ class LocalPlace(Place):
     def remove(self, folder: str) -> None:
         shutil.rmtree(self._place(folder), ignore_errors=True)
 
-    def lock_path(self) -> Path:
-        """Return the path of the lock file of this folder. Create the parent of the lock file."""
-        return self._parent("meta/prepare/lock") / "lock"
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """See `Place.lock`. Also raises ValueError if the folder contains something else than an unfinished run."""
+        if self.root.exists() and not self.root.is_dir():
+            raise ValueError(f"OUT must be a folder that is empty or new, got {self.root}, which is a file")
+        if self.root.is_dir() and os.listdir(self.root) and not (self.root / "meta/prepare").is_dir():
+            raise ValueError(
+                f"OUT must be a folder that is empty or new, got {self.root}, which is not empty, and holds no unfinished run"
+            )
+        lock = filelock.FileLock(self._parent("meta/prepare/lock") / "lock", timeout=0, fallback_to_soft=False)
+        try:
+            acquired = lock.acquire()
+        except filelock.Timeout:
+            raise ValueError(f"{self.root} is being written by another process. Wait for it, or give another folder") from None
+        with acquired:
+            self.remove("meta/prepare/scratch")  # workers that were killed may have left files
+            yield
 
     def _parent(self, path: str) -> Path:
         """Return the parent folder of a file. Create it if it does not exist."""
@@ -115,6 +136,8 @@ class LocalPlace(Place):
 
 class RemotePlace(Place):
     """A bucket, a repository, or a folder of another fsspec filesystem. Calls are retried."""
+
+    remote = True
 
     def __init__(self, address: str, options: dict[str, Any] | None) -> None:
         self.address = address.rstrip("/")
@@ -217,14 +240,13 @@ def _without_bars() -> Iterator[None]:
         enable_progress_bars,
     )
 
-    if are_progress_bars_disabled():
-        yield
-        return
+    was_disabled = are_progress_bars_disabled()
     disable_progress_bars()
     try:
         yield
     finally:
-        enable_progress_bars()
+        if not was_disabled:
+            enable_progress_bars()
 
 
 def open_place(address: str, options: dict[str, Any] | None) -> Place:
@@ -240,12 +262,3 @@ def open_place(address: str, options: dict[str, Any] | None) -> Place:
 def content_hash(data: bytes | memoryview) -> str:
     """Return a digest of some data, as 32 hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def file_hash(path: Path) -> str:
-    """Return the `content_hash` of a file, which is read in parts."""
-    digest = hashlib.blake2b(digest_size=16)
-    with open(path, "rb") as file:
-        while data := file.read(8 << 20):
-            digest.update(data)
-    return digest.hexdigest()

@@ -1,7 +1,7 @@
 """The unit of work: one output file, as an idempotent function of JSON arguments.
 
 A task writes the file to a scratch folder, verifies it against the source, moves it into place or uploads it, and writes a
-note: a JSON file with the size and the hash of the file, and with values for the metadata of the new dataset. A file with a
+note: a JSON file with the size of the file, and with values for the metadata of the new dataset. A file with a
 note is not written again.
 """
 
@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from dali_stream.errors import DaliStreamError
 from dali_stream.lerobot.stats import table_stats
 from dali_stream.tools.preparation import rows, video
-from dali_stream.tools.preparation.place import file_hash, open_place
+from dali_stream.tools.preparation.place import open_place
 from dali_stream.tools.preparation.task_input import Json, TaskInput
 
 NOTES = "meta/prepare/done"
@@ -42,7 +42,7 @@ def write_file(job: Json, task: Json) -> Json:
         with place.scratch() as scratch:
             file = scratch / Path(path).name
             note = _write(TaskInput(job, task, f"{place.address}/{path}"), file)
-            note |= {"bytes": file.stat().st_size, "hash": file_hash(file)}
+            note["bytes"] = file.stat().st_size
             place.put(path, file)
         place.write(f"{NOTES}/{path}.json", json.dumps(note).encode())
         return {"path": path, "bytes": note["bytes"]}

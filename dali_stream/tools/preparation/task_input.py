@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ import pyarrow as pa
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.tools.preparation import packets, quality, rows
-from dali_stream.tools.preparation.source import Clock, Window, open_cached, refuse_sound
+from dali_stream.tools.preparation.source import Window, locate, open_cached, refuse_sound
 
 Json = dict[str, Any]
 Times = npt.NDArray[np.float32]
@@ -36,7 +37,7 @@ class TaskInput:
         store: Storage of the source's files.
         window: The same storage, which keeps the last loaded range of a video in memory.
         fps, regular: Frames per second, and whether `timestamp` becomes frame_index / fps.
-        new_clock: How rows of the new dataset locate their frames.
+        new_tolerance_s: Tolerance with which rows of the new dataset locate their frames. See `source.locate`.
         footer: Function that returns the footer of a Parquet file of the source.
     """
 
@@ -46,11 +47,10 @@ class TaskInput:
         self.rows_per_group: int = task.get("rows_per_group", 0)
         self.spec: Json = job["cameras"].get(self.camera, {})
         revision = None if job["data_files_root"] else job["revision"]
-        self.store = open_cached(job["data_files_root"] or job["uri"], job["storage_options"], revision)
+        self.store = open_cached(job["data_files_root"] or job["uri"], json.dumps(job["storage_options"]), revision)
         self.window = Window(self.store)
         self.fps, self.regular = float(job["fps"]), bool(job["regular"])
-        self._clock = Clock(self.fps, job["clock"], job["tolerance_s"])
-        self.new_clock = Clock(self.fps, "timestamp", None) if self.regular else self._clock
+        self.new_tolerance_s: float | None = None if self.regular else job["tolerance_s"]
         self.footer = functools.lru_cache(4)(lambda path: rows.read_footer(self.store, path))
         self._index = functools.lru_cache(16)(self._read_index)
 
@@ -86,8 +86,8 @@ class TaskInput:
         index = self._index(episode["video"])
         stop = math.inf if episode["stop"] is None else episode["stop"]
         where = f"{self.store.where(index.path)}: {self.camera}, episode {episode['old']}"
-        times = self._times(table, self._clock.name == "frame_index")
-        return index, self._clock.locate(where, index, (episode["start"], stop), times)
+        times = self._times(table, self.job["clock"] == "frame_index")
+        return index, locate(where, index, (episode["start"], stop), times, self.fps, self.job["tolerance_s"])
 
     def new_times(self, table: pa.Table) -> Times:
         """Return the times of rows in the new dataset, in seconds since the start of their episode."""

@@ -26,6 +26,7 @@ from dali_stream.storage import LocalStore
 from dali_stream.tools.preparation import ffmpeg, packets, quality
 from dali_stream.tools.preparation.encoders import Encoder
 from dali_stream.tools.preparation.packets import Run
+from dali_stream.tools.preparation.source import locate
 from dali_stream.tools.preparation.task_input import Json, TaskInput, Times
 from dali_stream.tools.work import spread
 
@@ -76,7 +77,8 @@ def _verify(task: TaskInput, store: LocalStore, file: Path, track: Track, digest
     stops = dict(zip(starts, [*starts[1:], math.inf], strict=True))
     for number, start, times, expected in episodes:
         where = f"{task.where}: {task.camera}, episode {number}"
-        if (task.new_clock.locate(where, index, (start, stops[start]), times) != expected).any():
+        packets_of_rows = locate(where, index, (start, stops[start]), times, task.fps, task.new_tolerance_s)
+        if (packets_of_rows != expected).any():
             raise DaliStreamError(f"{where}: a timestamp has another frame than in the source. Check the disk")
     return index
 
@@ -86,7 +88,7 @@ def encode(task: TaskInput, file: Path) -> Json:
 
     Each episode is encoded separately, so that it begins with a keyframe. The packets are then joined to one file.
     """
-    encoder, size, frame = _encoder(task), tuple(task.spec["size"]), round(TIMESCALE / task.fps)
+    encoder, size, frame = Encoder(**task.spec["encoder"]), tuple(task.spec["size"]), round(TIMESCALE / task.fps)
     read = task.rows(None if task.spec["mode"] == "images" else _CLOCKS)
     runs, pts, episodes, samples = list[Run](), list[Int64](), list[_Episode](), list[dict[int, quality.Frames]]()
     first = tick = 0
@@ -147,16 +149,12 @@ def trial(job: Json, first: Json) -> Json:
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(LocalStore(folder)) as scratch:
         try:
             parts = itertools.islice(_frames(task, episode, task.rows()(episode)), _TRIAL // _PART)
-            index = _encode_episode(scratch, "trial.mp4", _resized(parts, size, 1, {}), size, _encoder(task))
+            index = _encode_episode(scratch, "trial.mp4", _resized(parts, size, 1, {}), size, Encoder(**task.spec["encoder"]))
             return {"frame_bytes": float(index.size[:].mean())}
         except (DatasetError, DecodeError):  # the task that writes the file reports this error
             return {"frame_bytes": math.prod(size) / 10}
         except DaliStreamError as error:
             return {"error": str(error)}
-
-
-def _encoder(task: TaskInput) -> Encoder:
-    return Encoder(**task.spec["encoder"] | {"arguments": tuple(task.spec["encoder"]["arguments"])})
 
 
 def _encode_episode(
