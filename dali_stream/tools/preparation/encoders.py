@@ -40,7 +40,7 @@ class Encoder:
 # was 640x480, in AV1 with crf 30 and GOP 2. The PSNR against the source was 47 dB for H.264 and HEVC, 49 dB for VP9 and 52 dB
 # for AV1. The sizes were 1.1 (H.264), 0.95 (HEVC), 1.7 (VP9) and 1.6 (AV1) times that of the source.
 _QUALITY = {"libx264": (20, 51), "libx265": (20, 51), "libsvtav1": (24, 63), "libvpx-vp9": (30, 63)}
-_NVENC_QUALITY = {"h264_nvenc": (20, 51), "hevc_nvenc": (22, 51), "av1_nvenc": (26, 51)}  # not measured
+_QUALITY |= {"h264_nvenc": (20, 51), "hevc_nvenc": (22, 51), "av1_nvenc": (26, 51)}  # not measured
 _CPU = {"h264": "libx264", "hevc": "libx265", "av1": "libsvtav1", "vp9": "libvpx-vp9"}
 
 
@@ -67,7 +67,7 @@ def encoder(codec: str, gop: int, crf: int | None, *, nvenc: bool, size: tuple[i
     name = f"{codec}_nvenc" if nvenc else _CPU[codec]
     if name == "libsvtav1" and gop < 2:
         raise ValueError(f"gop must be 2 or more for SVT-AV1, got {gop}. With 1, only the first frame becomes a keyframe")
-    default, highest = (_NVENC_QUALITY if nvenc else _QUALITY)[name]
+    default, highest = _QUALITY[name]
     quality = default if crf is None else crf
     if isinstance(quality, bool) or not 1 <= quality <= highest:
         raise ValueError(f"crf must be 1 (best) to {highest} for {name}, got {crf!r}. Default: {default}")

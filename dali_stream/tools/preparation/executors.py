@@ -27,10 +27,7 @@ class ThisProcess(Executor):
     def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the function. Return a future that is already done."""
         future: Future[Any] = Future()
-        try:
-            future.set_result(call(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
+        settle(future, lambda: call(*args, **kwargs))
         return future
 
 
@@ -50,6 +47,14 @@ class Processes(ProcessPoolExecutor):
         super().shutdown(wait=wait, cancel_futures=cancel_futures)
         for process in processes:
             process.kill()
+
+
+def settle(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Call a function. Its result, or the error that it raises, becomes that of the future."""
+    try:
+        future.set_result(call())
+    except Exception as error:
+        future.set_exception(error)
 
 
 def local(jobs: int) -> Callable[[], Executor]:
