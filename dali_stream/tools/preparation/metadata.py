@@ -153,23 +153,16 @@ def _values(head: Json, camera: str, episode: Json, note: Json) -> Json:
 
 
 def _write_episodes(dataset: Dataset, plan: Plan, columns: Columns, place: Place) -> list[pa.Table]:
-    """Write the episode table, one part of the source's table at a time. Return the columns with statistics of each part."""
-    stats: list[pa.Table] = []
+    """Write the episode table. Return its parts, one per part of the source's table."""
+    parts = [(_renewed(source, plan.header, columns), nbytes) for source, nbytes in _episode_tables(dataset)]
     most = (plan.header["options"].get("file_mb") or DATA_MB) * (1 << 20)
-
-    def parts() -> Iterator[tuple[pa.Table, int]]:
-        for source, nbytes in _episode_tables(dataset):
-            part = _renewed(source, plan.header, columns)
-            stats.append(part.select([name for name in part.column_names if name.startswith("stats/")]))
-            yield part, nbytes
-
-    files = grouped(parts(), most, lambda pair: pair[1], lambda pair: pair[0].schema.serialize().to_pybytes())
+    files = grouped(parts, most, lambda pair: pair[1], lambda pair: pair[0].schema.serialize().to_pybytes())
     for number, file in enumerate(files):
         table = pa.concat_tables([part for part, _ in file])
         chunk, index = (pa.array(np.full(len(table), value)) for value in divmod(number, plan.header["chunks_size"]))
         table = rows.replaced(table, {"meta/episodes/chunk_index": chunk, "meta/episodes/file_index": index})
         place.write(path_of(EPISODES_PATH, number, plan.header), _encoded(table))
-    return stats
+    return [part for part, _ in parts]
 
 
 def _renewed(part: pa.Table, head: Json, columns: Columns) -> pa.Table:

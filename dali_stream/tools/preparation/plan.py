@@ -103,7 +103,7 @@ def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
         for key, feature in info["features"].items()
         if every_camera or feature.get("dtype") not in ("video", "image") or key in dataset.cameras
     }
-    cameras = {key: _camera(dataset, key, Feature(feature), options) for key, feature in features.items()}
+    cameras = {key: _camera(key, Feature(feature), options) for key, feature in features.items()}
     specs = {key: spec for key, spec in cameras.items() if spec is not None}
     images = [key for key, f in info["features"].items() if f.get("dtype") == "image" and key not in features]
     without = images + [key for key, spec in specs.items() if spec["mode"] == "images"]
@@ -132,7 +132,7 @@ def encoded_cameras(head: Json) -> list[str]:
     return [key for key, spec in head["cameras"].items() if spec["mode"] != "copy"]
 
 
-def _camera(dataset: Dataset, key: str, feature: Feature, options: Options) -> Json | None:
+def _camera(key: str, feature: Feature, options: Options) -> Json | None:
     """Return how the video of a camera is written, or None if the new dataset has no video of it.
 
     The result has the entry "mode": "copy", "encode", or "images" for images in rows that become a video. For the last two, it
@@ -198,7 +198,9 @@ def path_of(template: str, number: int, head: Json, key: str = "") -> str:
 
 
 class Planner:
-    """Assigns episodes to output files.
+    """Assigns episodes to output files. The constructor reads the index or footer of all source files that are copied.
+
+    A file that cannot be read gets a kind of its own, so that only the task that copies it fails.
 
     Args:
         dataset: Source.
@@ -213,15 +215,8 @@ class Planner:
         order = np.lexsort((self._table.index, self._table.first_row))
         self._order: Int64 = order[np.isin(order, dataset.rows)]
         self._places = _places(self._table)
-        self._surveyed: dict[str, dict[str, Source]] = {}
-
-    def survey(self) -> None:
-        """Read the index or footer of all source files that are copied.
-
-        A file that cannot be read gets a kind of its own, so that only the task that copies it fails.
-        """
-        self._surveyed[""] = self._look(self._table.data, self._look_at_rows)
-        for camera, spec in self._head["cameras"].items():
+        self._surveyed = {"": self._look(self._table.data, self._look_at_rows)}
+        for camera, spec in head["cameras"].items():
             if spec["mode"] == "copy":
                 self._surveyed[camera] = self._look(self._table.video[camera], self._look_at_video)
 
@@ -291,7 +286,7 @@ class Planner:
 
         Args:
             episodes: Episodes in the order in which they are written.
-            frame_bytes: Size of an encoded frame in bytes. It is not used for sources that `survey` has read.
+            frame_bytes: Size of an encoded frame in bytes. It is not used for sources that are copied.
             camera: Key of the camera. Default: "", for rows.
         """
         surveyed, unknown = self._surveyed.get(camera, {}), Source("", frame_bytes)

@@ -101,28 +101,30 @@ class EpisodeRows:
     Args:
         store: Storage of the files.
         footers: Function that returns the footer of a file.
-        until: {path: end of the rows that will be read}. No row group after this row is read ahead.
+        episodes: Episodes that will be read. See `plan`. No row group after the last one of a file is read ahead.
         columns: Columns to read. Default: all.
     """
 
     def __init__(
-        self, store: Store, footers: Callable[[str], Footer], until: Mapping[str, int], columns: list[str] | None = None
+        self,
+        store: Store,
+        footers: Callable[[str], Footer],
+        episodes: Iterable[Mapping[str, Any]],
+        columns: list[str] | None = None,
     ) -> None:
-        self._store, self._footers, self._until, self._columns = store, footers, until, columns
-        self._path = ""
+        self._store, self._footers, self._columns, self._path = store, footers, columns, ""
+        self._until: dict[str, int] = {}
+        for episode in episodes:
+            stop = episode["place"] + episode["length"]
+            self._until[episode["data"]] = max(self._until.get(episode["data"], 0), stop)
 
-    def read(self, path: str, index: int, first: int, length: int) -> pa.Table:
-        """Return the rows of an episode.
-
-        Args:
-            path: Path of the file.
-            index: `episode_index` of the episode.
-            first: Expected first row of the episode in the file. If other rows are found, the whole file is searched.
-            length: Number of rows.
+    def read(self, episode: Mapping[str, Any]) -> pa.Table:
+        """Return the rows of an episode. If they are not where the plan expects them, the whole file is searched.
 
         Raises:
             DatasetError: If the file is broken, or does not have these rows.
         """
+        path, index, first, length = (episode[name] for name in ("data", "old", "place", "length"))
         if path != self._path:
             self._path, self._footer = path, self._footers(path)
             self._groups: dict[int, pa.Table] = {}

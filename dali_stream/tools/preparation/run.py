@@ -184,7 +184,7 @@ def prepare(
 
 
 def _absolute(address: str) -> str:
-    return address if "://" in address else os.path.abspath(os.path.expanduser(address))
+    return address if "://" in address else str(Path(address).expanduser().absolute())
 
 
 def _done(place: Place) -> Json | None:
@@ -207,7 +207,7 @@ def _check_outside(dataset: Dataset, place: Place) -> None:
     for store in dataset.stores:
         if isinstance(store, LocalStore) and isinstance(place, LocalPlace):
             source, root = Path(os.path.realpath(store.address)), Path(os.path.realpath(place.root))
-            if source == root or source in root.parents or root in source.parents:
+            if source.is_relative_to(root) or root.is_relative_to(source):
                 raise ValueError(f"one of {root} and the dataset's {source} is inside the other. Give another folder")
 
 
@@ -220,11 +220,9 @@ def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: A
     if place.remote and place.sizes().keys() - {".gitattributes"}:  # a new repository has this file
         raise ValueError(f"OUT must be an empty place, got {place.address}, which is not empty, and holds no unfinished run")
     planner = plan.Planner(dataset, head)
-    planner.survey()
-    job = head | shared | {"renumber": False, "row_stats": False}
 
     def run_all(function: Callable[[Json, Json], Json], tasks: list[Json]) -> Iterator[tuple[Json, Json]]:
-        for each, result in run_of(function, job, tasks):
+        for each, result in run_of(function, head | shared, tasks):
             if "error" in result:
                 raise DaliStreamError(result["error"])
             yield each, result

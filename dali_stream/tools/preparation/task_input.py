@@ -70,11 +70,7 @@ class TaskInput:
 
     def rows(self, columns: list[str] | None = None) -> Callable[[Json], pa.Table]:
         """Return a function that reads some columns of the rows of an episode. Default: all columns."""
-        until: dict[str, int] = {}
-        for episode in self.episodes:
-            until[episode["data"]] = max(until.get(episode["data"], 0), episode["place"] + episode["length"])
-        reader = rows.EpisodeRows(self.store, self.footer, until, columns)
-        return lambda episode: reader.read(episode["data"], episode["old"], episode["place"], episode["length"])
+        return rows.EpisodeRows(self.store, self.footer, self.episodes, columns).read
 
     def shown(self, episode: Json, table: pa.Table) -> tuple[VideoIndex, Int64]:
         """Return the index of an episode's video file, and the packets of its rows.

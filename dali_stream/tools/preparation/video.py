@@ -122,7 +122,7 @@ def encode(task: TaskInput, file: Path) -> Json:
 def _compare(task: TaskInput, store: LocalStore, index: VideoIndex, episode: _Episode, kept: dict[int, quality.Frames]) -> Json:
     """Return the PSNR and SSIM of an episode's encoded frames, each as (minimum, mean), and the statistics of the frames."""
     where, length = f"{task.where}: {task.camera}, episode {episode.number}", len(episode.packets)
-    sampled, compared = spread(length, MAX_IMAGES), quality.compared(length)
+    sampled, compared = spread(length, MAX_IMAGES), spread(length, quality.COMPARED)
     wanted = sorted({*sampled, *compared})
     frames = torchcodec.decode(store, [index] * len(wanted), episode.packets[wanted].tolist(), describe(index.configs[0]))[0]
     figures = []
@@ -224,7 +224,7 @@ def _resized(
         length: Number of frames of the episode.
         kept: Receives copies of the frames that are compared later, and of their neighbours, by index.
     """
-    wanted = {frame + step for frame in quality.compared(length) for step in (-1, 0, 1)}
+    wanted = {frame + step for frame in spread(length, quality.COMPARED) for step in (-1, 0, 1)}
     number = itertools.count()
     for part in frames:
         part = resize(part, size)
