@@ -57,8 +57,7 @@ def write(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], place: Place,
     if dataset.is_v2:
         place.write(metadata.TASKS, _encoded(metadata.tasks_table(dict(sorted(dataset.tasks.items())))))
     parts = _write_episodes(dataset, plan, columns, place)
-    stats = _stats(dataset, plan, columns, notes, parts)
-    if stats is not None:
+    if (stats := _stats(dataset, plan, columns, notes, parts)) is not None:
         place.write(metadata.STATS, json.dumps(stats, indent=4).encode())
     place.write(DONE, json.dumps({"plan": head, "report": report}, indent=4).encode())
     place.write(metadata.INFO, json.dumps(_info(dataset, head, report), indent=4).encode())

@@ -77,13 +77,13 @@ class LocalPlace(Place):
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(dir=self._parent("meta/prepare/scratch/x")) as folder:
+        with tempfile.TemporaryDirectory(dir=self._new("meta/prepare/scratch/x").parent) as folder:
             yield Path(folder)
 
     def put(self, path: str, file: Path) -> None:
         with open(file, "rb") as written:
             os.fsync(written.fileno())
-        os.replace(file, self._parent(path) / Path(path).name)
+        os.replace(file, self._new(path))
 
     def read(self, path: str) -> bytes | None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -110,7 +110,7 @@ class LocalPlace(Place):
             raise ValueError(
                 f"OUT must be a folder that is empty or new, got {self.root}, which is not empty, and holds no unfinished run"
             )
-        lock = filelock.FileLock(self._parent("meta/prepare/lock") / "lock", timeout=0, fallback_to_soft=False)
+        lock = filelock.FileLock(self._new("meta/prepare/lock"), timeout=0, fallback_to_soft=False)
         try:
             acquired = lock.acquire()
         except filelock.Timeout:
@@ -119,11 +119,11 @@ class LocalPlace(Place):
             self.remove("meta/prepare/scratch")  # workers that were killed may have left files
             yield
 
-    def _parent(self, path: str) -> Path:
-        """Return the parent folder of a file. Create it if it does not exist."""
-        parent = self._place(path).parent
-        parent.mkdir(parents=True, exist_ok=True)
-        return parent
+    def _new(self, path: str) -> Path:
+        """Return the path of a new file. Create its parent folder if it does not exist."""
+        place = self._place(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place
 
     def _place(self, path: str) -> Path:
         place = self.root

@@ -208,13 +208,11 @@ class Planner:
     """
 
     def __init__(self, dataset: Dataset, head: Json) -> None:
-        self._dataset, self._head = dataset, head
+        self._head, self._store = head, dataset.data_store
         self._table = dataset.read_table([key for key, spec in head["cameras"].items() if spec["mode"] != "images"])
-        self._store = dataset.data_store
         # Episodes keep their order in the files of the source, so that tasks read these files sequentially.
         order = np.lexsort((self._table.index, self._table.first_row))
         self._order: Int64 = order[np.isin(order, dataset.rows)]
-        self._places = _places(self._table)
         self._surveyed = {"": self._look(self._table.data, self._look_at_rows)}
         for camera, spec in head["cameras"].items():
             if spec["mode"] == "copy":
@@ -258,7 +256,7 @@ class Planner:
             "new": new.tolist(),
             "length": length.tolist(),
             "data": [table.data.paths[number] for number in table.data.index[order]],
-            "place": self._places[order].tolist(),
+            "place": _places(table)[order].tolist(),
             "first": (np.cumsum(length) - length).tolist(),
         }
         episodes = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

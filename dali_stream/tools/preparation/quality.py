@@ -61,10 +61,10 @@ def _padding(video: VideoFormat) -> str:
     """Return a description of avoidable padding around the frames of a file. Empty without such padding."""
     size = video.height, video.width
     smallest = smallest_coded_size(video.codec, *size)
-    if video.coded in (None, smallest):
+    if video.coded is None or video.coded == smallest:
         return ""
-    coded = "{}×{}".format(*(video.coded or size))
-    return f"{size[0]}×{size[1]} is coded as {coded}, and {smallest[0]}×{smallest[1]} is possible: use --encoder cpu"
+    coded, best = (f"{height}×{width}" for height, width in (video.coded, smallest))
+    return f"{size[0]}×{size[1]} is coded as {coded}, and {best} is possible: use --encoder cpu"
 
 
 def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> None:

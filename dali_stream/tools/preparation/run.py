@@ -257,19 +257,16 @@ def _run(
     done = {path for path, note in _notes(place).items() if note["bytes"] == note["found"]}
     todo = [each for each in out_plan.tasks if each["path"] not in done]
     progress = Progress(place, len(out_plan.tasks), len(out_plan.tasks) - len(todo), show)
-    failed: dict[str, str] = {}
     state = "stopped"
     try:
-        for each, result in run_of(task.write_file, job, todo, starting=lambda part: progress.started(len(part))):
+        for _, result in run_of(task.write_file, job, todo, starting=progress.started):
             progress.ended(result)
-            if "error" in result:
-                failed[each["path"]] = result["error"]
-        state = "failed" if failed else "finishing"
+        state = "failed" if progress.failed else "finishing"
     finally:
         progress.update(state)
     notes = _notes(place)
-    report = _report(out_plan, notes, failed, len(todo) - len(failed))
-    if not failed:
+    report = _report(out_plan, notes, progress.failed, len(todo) - len(progress.failed))
+    if not report.failed:
         metadata.write(dataset, out_plan, notes, place, report.as_dict() | {"written": 0})
         progress.update("finishing")  # `status` assumes that a run that writes no progress was killed
         _verify(place, report, job["out_options"])

@@ -41,7 +41,8 @@ def write_file(job: Json, task: Json) -> Json:
             return {"path": path, "bytes": note["bytes"]}
         with place.scratch() as scratch:
             file = scratch / Path(path).name
-            note = _write(TaskInput(job, task, f"{place.address}/{path}"), file)
+            source = TaskInput(job, task, f"{place.address}/{path}")
+            note = _WRITERS[source.spec["mode"]](source, file)
             note["bytes"] = file.stat().st_size
             place.put(path, file)
         place.write(f"{NOTES}/{path}.json", json.dumps(note).encode())
@@ -66,13 +67,6 @@ def check_episodes(job: Json, task: Json) -> Json:
         except DaliStreamError as error:
             broken[episode["old"]] = str(error)
     return {"broken": broken}
-
-
-def _write(task: TaskInput, file: Path) -> Json:
-    """Write and verify an output file. Return the content of its note."""
-    if not task.camera:
-        return _write_rows(task, file)
-    return video.copy(task, file) if task.spec["mode"] == "copy" else video.encode(task, file)
 
 
 def _write_rows(task: TaskInput, file: Path) -> Json:
@@ -105,3 +99,7 @@ def _write_rows(task: TaskInput, file: Path) -> Json:
         if list(map(rows.digest, groups)) != digests or not written.schema_arrow.equals(schema, check_metadata=True):
             raise DaliStreamError(f"{task.where}: its rows differ from the source's. Check the disk")
     return {"stats": stats, "rows": True}
+
+
+# Functions that write and verify an output file, and return the content of its note, by the mode in `TaskInput.spec`.
+_WRITERS = {"rows": _write_rows, "copy": video.copy, "encode": video.encode, "images": video.encode}

@@ -33,7 +33,7 @@ class TaskInput:
         episodes: Episodes of the task. See `plan`.
         camera: Key of the camera. Empty for a file of rows.
         rows_per_group: Number of rows of a row group, for a file of rows.
-        spec: How the camera is written. See `plan.header`.
+        spec: How the camera is written. See `plan.header`. Its "mode" is "rows" for a file of rows.
         store: Storage of the source's files.
         window: The same storage, which keeps the last loaded range of a video in memory.
         fps, regular: Frames per second, and whether `timestamp` becomes frame_index / fps.
@@ -45,7 +45,7 @@ class TaskInput:
         self.job, self.where = job, where
         self.episodes, self.camera = task["episodes"], task.get("camera", "")
         self.rows_per_group: int = task.get("rows_per_group", 0)
-        self.spec: Json = job["cameras"].get(self.camera, {})
+        self.spec: Json = job["cameras"].get(self.camera, {"mode": "rows"})
         revision = None if job["data_files_root"] else job["revision"]
         self.store = open_cached(job["data_files_root"] or job["uri"], json.dumps(job["storage_options"]), revision)
         self.window = Window(self.store)
@@ -63,7 +63,7 @@ class TaskInput:
         read = self.rows()
         for episode in self.episodes:
             table = read(episode)
-            if self.camera and self.spec["mode"] != "images":
+            if self.spec["mode"] in ("copy", "encode"):
                 index, shown = self.shown(episode, table)
                 with self.naming(episode):
                     quality.check_packets(self.store, index, *packets.needed(index, shown))

@@ -196,12 +196,10 @@ def _frames(task: TaskInput, episode: Json, table: pa.Table) -> Iterator[quality
     index, shown = task.shown(episode, table)
     start, stop = packets.needed(index, shown)
     task.window.load(index.path, int(index.offset[start]), int(index.offset[stop - 1] + index.size[stop - 1]))
-    with task.naming(episode):
-        quality.check_packets(task.window, index, start, stop)
-        for part in _parts(index, shown):
-            yield torchcodec.decode(
-                task.window, [index] * len(part), part.tolist(), describe(index.configs[index.config[part[0]]])
-            )[0]
+    quality.check_packets(task.window, index, start, stop)
+    for part in _parts(index, shown):
+        expected = describe(index.configs[index.config[part[0]]])
+        yield torchcodec.decode(task.window, [index] * len(part), part.tolist(), expected)[0]
 
 
 def _parts(index: VideoIndex, shown: Int64) -> Iterator[Int64]:
