@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dali_stream.arguments import one_of, positive
-
 CODECS = ("hevc", "h264", "av1", "vp9")  # allowed codecs of new videos
 ENCODERS = ("cpu", "nvenc")  # processors that encode
 _LONGEST_GOP = 10_000
@@ -48,8 +46,8 @@ def encoder(codec: str, gop: int, crf: int | None, *, nvenc: bool, size: tuple[i
     """Return the encoder for a codec.
 
     Args:
-        codec: Codec to encode.
-        gop: GOP length in frames.
+        codec: Codec to encode, one of `CODECS`.
+        gop: GOP length in frames, 1 or more.
         crf: Quality on the encoder's scale. None for the default of the encoder.
         nvenc: Whether to encode on the GPU.
         size: (height, width) of the frames.
@@ -57,10 +55,9 @@ def encoder(codec: str, gop: int, crf: int | None, *, nvenc: bool, size: tuple[i
     Raises:
         ValueError: If NVENC does not support the codec, or the encoder does not support the frame size, GOP or quality.
     """
-    one_of("codec", codec, CODECS)
     if codec in ("h264", "hevc") and (size[0] % 2 or size[1] % 2):
         raise ValueError(f"size must have even sides for {codec}, got {size[0]}×{size[1]}. Give --size, or --codec vp9")
-    if positive("gop", gop) > _LONGEST_GOP:
+    if gop > _LONGEST_GOP:
         raise ValueError(f"gop must be 1 to {_LONGEST_GOP} frames, got {gop}")
     if nvenc and codec == "vp9":
         raise ValueError("NVENC has no VP9 encoder. Use the CPU's (--encoder cpu), or another codec")

@@ -20,8 +20,8 @@ from dali_stream.lerobot import metadata, v2
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.stats import table_stats
 from dali_stream.tools.preparation import rows
-from dali_stream.tools.preparation.place import Place
-from dali_stream.tools.preparation.plan import DATA_MB, DATA_PATH, VIDEO_MB, VIDEO_PATH, Json, Plan, encoded_cameras, path_of
+from dali_stream.tools.preparation.place import Json, Place
+from dali_stream.tools.preparation.plan import DATA_MB, DATA_PATH, VIDEO_MB, VIDEO_PATH, Plan, encoded_cameras, path_of
 from dali_stream.tools.work import grouped
 
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"

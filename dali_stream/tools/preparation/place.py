@@ -23,6 +23,7 @@ from dali_stream.storage.object_options import parsed
 from dali_stream.storage.retry import Patience
 from dali_stream.storage.store import checked
 
+Json = dict[str, Any]
 T = TypeVar("T")
 _ATTEMPTS = 6  # maximum number of attempts of a call, with random pauses of up to 0.5, 1, 2, 4 and 8 s between them
 

@@ -34,14 +34,13 @@ from dali_stream.storage.store import checked
 from dali_stream.tools.preparation import packets, rows
 from dali_stream.tools.preparation.encoders import CODECS, encoder
 from dali_stream.tools.preparation.options import Options
-from dali_stream.tools.preparation.place import content_hash
+from dali_stream.tools.preparation.place import Json, content_hash
 from dali_stream.tools.work import grouped, in_threads
 
 VERSION = 1  # must be increased when the output for the same dataset and options changes
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 DATA_MB, VIDEO_MB = 100, 200  # default sizes of files, as in LeRobot
-Json = dict[str, Any]
 
 
 @dataclass
@@ -103,17 +102,17 @@ def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
         for key, feature in info["features"].items()
         if every_camera or feature.get("dtype") not in ("video", "image") or key in dataset.cameras
     }
-    cameras = {key: _camera(key, Feature(feature), options) for key, feature in features.items()}
-    specs = {key: spec for key, spec in cameras.items() if spec is not None}
+    cameras = {key: spec for key, feature in features.items() if (spec := _camera(key, Feature(feature), options)) is not None}
+    _check_apart(cameras)
     images = [key for key, f in info["features"].items() if f.get("dtype") == "image" and key not in features]
-    without = images + [key for key, spec in specs.items() if spec["mode"] == "images"]
+    without = images + [key for key, spec in cameras.items() if spec["mode"] == "images"]
     regular = dataset.clock == "frame_index" or dataset.tolerance_s > TOLERANCE / dataset.fps
     size = info.get("chunks_size")
-    head = {
+    return {
         "version": VERSION,
         "dataset": _identity(dataset, info),
         "options": options.as_dict(),
-        "cameras": specs,
+        "cameras": cameras,
         "without": without,
         "features": features,
         "is_v2": dataset.is_v2,
@@ -123,8 +122,6 @@ def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
         "regular": regular,
         "chunks_size": size if type(size) is int and 0 < size < 1000 else 1000,  # numbers of files have three digits
     }
-    _check_apart(specs)
-    return head
 
 
 def encoded_cameras(head: Json) -> list[str]:

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.storage import Store
-from dali_stream.tools.preparation.place import content_hash
+from dali_stream.tools.preparation.place import Json, content_hash
 from dali_stream.tools.work import grouped
 
 ROW_GROUP = 32 << 20  # default size of a row group, in bytes
@@ -106,19 +106,13 @@ class EpisodeRows:
     """
 
     def __init__(
-        self,
-        store: Store,
-        footers: Callable[[str], Footer],
-        episodes: Iterable[Mapping[str, Any]],
-        columns: list[str] | None = None,
+        self, store: Store, footers: Callable[[str], Footer], episodes: Iterable[Json], columns: list[str] | None = None
     ) -> None:
         self._store, self._footers, self._columns, self._path = store, footers, columns, ""
-        self._until: dict[str, int] = {}
-        for episode in episodes:
-            stop = episode["place"] + episode["length"]
-            self._until[episode["data"]] = max(self._until.get(episode["data"], 0), stop)
+        # The episodes of a file are in the order of their rows, so its last episode is the one that ends last.
+        self._until: dict[str, int] = {episode["data"]: episode["place"] + episode["length"] for episode in episodes}
 
-    def read(self, episode: Mapping[str, Any]) -> pa.Table:
+    def read(self, episode: Json) -> pa.Table:
         """Return the rows of an episode. If they are not where the plan expects them, the whole file is searched.
 
         Raises:
@@ -144,9 +138,8 @@ class EpisodeRows:
         if missing is not None:
             # Read the missing row groups. Also read later row groups, up to AT_ONCE bytes in total, for the next episodes.
             last = groups[-1] + 1
-            while last < len(self._footer.size) and first_row[last] < self._until[self._path]:
-                if self._footer.size[missing : last + 1].sum() > AT_ONCE:
-                    break
+            size, until = self._footer.size, self._until[self._path]
+            while last < len(size) and first_row[last] < until and size[missing : last + 1].sum() <= AT_ONCE:
                 last += 1
             table = self._checked(parquet.read_row_groups(range(missing, last), self._columns, use_threads=False))
             self._groups = {group: self._groups[group] for group in groups if group < missing}

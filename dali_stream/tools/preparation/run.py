@@ -25,13 +25,12 @@ from dali_stream.process import cores, reading_threads
 from dali_stream.storage import LocalStore
 from dali_stream.tools.preparation import executors, metadata, plan, task, video
 from dali_stream.tools.preparation.options import Options
-from dali_stream.tools.preparation.place import LocalPlace, Place, open_place
+from dali_stream.tools.preparation.place import Json, LocalPlace, Place, open_place
 from dali_stream.tools.preparation.progress import PROGRESS, PrepareStatus, Progress
 
 PLAN = "meta/prepare/plan.jsonl"
 _CALLS = 1000  # default maximum number of calls of an executor that the caller provides
 _SILENT_S = 600.0  # time without written progress after which a run counts as stopped
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)

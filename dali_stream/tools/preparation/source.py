@@ -22,12 +22,7 @@ HOLE = 256 << 10  # maximum bytes between two packets that are fetched in one re
 
 
 def locate(
-    where: str,
-    table: VideoIndex,
-    interval: Interval,
-    seconds: npt.NDArray[np.float32],
-    fps: float,
-    tolerance_s: float | None,
+    where: str, table: VideoIndex, interval: Interval, seconds: npt.NDArray[np.float32], fps: float, tolerance_s: float | None
 ) -> Int64:
     """Return the packets of an episode's rows, shape (n,).
 

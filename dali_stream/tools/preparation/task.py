@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 from dali_stream.errors import DaliStreamError
 from dali_stream.lerobot.stats import table_stats
 from dali_stream.tools.preparation import rows, video
-from dali_stream.tools.preparation.place import open_place
-from dali_stream.tools.preparation.task_input import Json, TaskInput
+from dali_stream.tools.preparation.place import Json, open_place
+from dali_stream.tools.preparation.task_input import TaskInput
 
 NOTES = "meta/prepare/done"
 

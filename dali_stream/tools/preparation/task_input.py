@@ -7,7 +7,6 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +15,9 @@ import pyarrow as pa
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.tools.preparation import packets, quality, rows
+from dali_stream.tools.preparation.place import Json
 from dali_stream.tools.preparation.source import Window, locate, open_cached, refuse_sound
 
-Json = dict[str, Any]
 Times = npt.NDArray[np.float32]
 
 
@@ -82,14 +81,16 @@ class TaskInput:
         index = self._index(episode["video"])
         stop = math.inf if episode["stop"] is None else episode["stop"]
         where = f"{self.store.where(index.path)}: {self.camera}, episode {episode['old']}"
-        times = self._times(table, self.job["clock"] == "frame_index")
+        times = self.times(table, self.job["clock"] == "frame_index")
         return index, locate(where, index, (episode["start"], stop), times, self.fps, self.job["tolerance_s"])
 
-    def new_times(self, table: pa.Table) -> Times:
-        """Return the times of rows in the new dataset, in seconds since the start of their episode."""
-        return self._times(table, self.regular)
+    def times(self, table: pa.Table, regular: bool) -> Times:
+        """Return the times of an episode's rows since its start, in seconds: frame_index / fps, or their `timestamp`.
 
-    def _times(self, table: pa.Table, regular: bool) -> Times:
+        Args:
+            table: Rows of the episode.
+            regular: Whether to return frame_index / fps. For the new dataset, this is `self.regular`.
+        """
         times = table["frame_index"].to_numpy() / self.fps if regular else table["timestamp"].to_numpy()
         return times.astype(np.float32)
 

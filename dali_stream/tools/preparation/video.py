@@ -26,8 +26,9 @@ from dali_stream.storage import LocalStore
 from dali_stream.tools.preparation import ffmpeg, packets, quality
 from dali_stream.tools.preparation.encoders import Encoder
 from dali_stream.tools.preparation.packets import Run
+from dali_stream.tools.preparation.place import Json
 from dali_stream.tools.preparation.source import locate
-from dali_stream.tools.preparation.task_input import Json, TaskInput, Times
+from dali_stream.tools.preparation.task_input import TaskInput, Times
 from dali_stream.tools.work import spread
 
 TIMESCALE = 90_000  # ticks per second of encoded files; a multiple of 24, 25, 30, 50 and 60 frames per second
@@ -52,7 +53,7 @@ def copy(task: TaskInput, file: Path) -> Json:
     for episode in task.episodes:
         table = read(episode)
         index, shown = task.shown(episode, table)
-        copied.append((episode, task.new_times(table), shown, packets.add(runs, index, shown)))
+        copied.append((episode, task.times(table, task.regular), shown, packets.add(runs, index, shown)))
     last, count = packets.join(runs, task.fps), len(packets.descriptions(runs))
     if count > _MOST_CONFIGS:
         raise DecodeError(f"{task.where}: its sources have {count} sample descriptions. Give a smaller --file-mb")
@@ -95,7 +96,7 @@ def encode(task: TaskInput, file: Path) -> Json:
     with contextlib.closing(LocalStore(str(file.parent))) as scratch:
         for episode in task.episodes:
             table, length, number = read(episode), episode["length"], episode["new"]
-            times = task.new_times(table)
+            times = task.times(table, task.regular)
             pts.append(tick + np.round(_grid(task, number, times) * TIMESCALE / task.fps).astype(np.int64))
             samples.append({})
             with task.naming(episode):
