@@ -16,7 +16,6 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future
 from typing import Any
 
 Json = dict[str, Any]
-Call = Callable[[Sequence[Json]], list[Json]]
 _TICK_S = 10.0  # interval at which progress is updated while no call ends
 _TRIES = 2  # number of attempts after which a task fails. An attempt does not count if other tasks ran in the pool that broke
 
@@ -79,7 +78,7 @@ def _begin_worker(parent: int) -> None:
 
 def run_tasks(
     make: Callable[[], Executor],
-    call: Call,
+    call: Callable[[Sequence[Json]], list[Json]],
     tasks: Sequence[Json],
     at_once: int,
     per_call: int = 1,

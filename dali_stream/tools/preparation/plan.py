@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -71,8 +71,7 @@ class Plan:
             ) from error
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Properties of a source file, which the plan needs.
 
     Attributes:
@@ -247,22 +246,22 @@ class Planner:
         table = self._table
         order = self._order[~np.isin(table.index[self._order], list(dropped))]
         length = table.length[order]
+        # This assumes that a file has its episodes in order and no other rows. Readers check it. See `rows.EpisodeRows`.
+        lowest = np.full(len(table.data.paths), np.iinfo(np.int64).max)
+        np.minimum.at(lowest, table.data.index, table.first_row)
         new = table.index[order] if len(order) == len(table.index) else np.searchsorted(np.sort(order), order)
         columns: dict[str, list[Any]] = {
             "old": table.index[order].tolist(),
             "new": new.tolist(),
             "length": length.tolist(),
             "data": [table.data.paths[number] for number in table.data.index[order]],
-            "place": _places(table)[order].tolist(),
+            "place": (table.first_row - lowest[table.data.index])[order].tolist(),
             "first": (np.cumsum(length) - length).tolist(),
         }
         episodes = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         tasks = list(self._files(episodes, 0))
-        for camera, spec in self._head["cameras"].items():
-            if spec["mode"] == "images":
-                videos = episodes
-            else:
-                videos = [each | self._video(camera, e) for each, e in zip(episodes, order.tolist(), strict=True)]
+        for camera in self._head["cameras"]:
+            videos = [each | self._video(camera, e) for each, e in zip(episodes, order.tolist(), strict=True)]
             tasks += [each | {"camera": camera} for each in self._files(videos, frame_bytes.get(camera, 1), camera)]
         return tasks
 
@@ -272,6 +271,8 @@ class Planner:
         return [tasks[camera] for camera in encoded_cameras(self._head)]
 
     def _video(self, camera: str, episode: int) -> Json:
+        if camera not in self._table.video:  # the frames are images in rows
+            return {}
         start, stop = self._table.interval(camera, episode)
         files = self._table.video[camera]
         return {"video": files.paths[files.index[episode]], "start": start, "stop": stop if np.isfinite(stop) else None}
@@ -301,13 +302,3 @@ class Planner:
                 default = max(1, int(rows.ROW_GROUP / max(size / length, 1)))
                 task["rows_per_group"] = self._head["options"].get("rows_per_group") or default
             yield task
-
-
-def _places(table: metadata.Episodes) -> Int64:
-    """Return the first row of each episode within its file.
-
-    The result assumes that a file has its episodes in order and no other rows. Readers check this. See `rows.EpisodeRows`.
-    """
-    lowest = np.full(len(table.data.paths), np.iinfo(np.int64).max)
-    np.minimum.at(lowest, table.data.index, table.first_row)
-    return table.first_row - lowest[table.data.index]

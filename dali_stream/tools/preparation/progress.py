@@ -76,22 +76,20 @@ class Progress:
     def ended(self, result: dict[str, Any]) -> None:
         """Count a file that is done or has failed."""
         self._running = max(self._running - 1, 0)
+        self._done += "error" not in result
         if "error" in result:
             self.failed[result["path"]] = result["error"]
-        else:
-            self._done += 1
         self._bytes += result["bytes"]
         self.update()
 
     def update(self, state: str = "running") -> None:
         """Show the status. Write it if the last write was more than a few seconds ago, or if the run ends."""
-        new, seconds = self._done - self._before, time.monotonic() - self._start
+        new, failed, seconds = self._done - self._before, len(self.failed), time.monotonic() - self._start
         rate = new / seconds if seconds and new else 0.0
-        unfinished = self._total - self._done - len(self.failed)
+        unfinished = self._total - self._done - failed
         left = unfinished / rate if rate else None
         running = min(self._running, unfinished) if state == "running" else 0
-        counts = self._done, running, len(self.failed), self._total, self._bytes
-        status = PrepareStatus(state, *counts, rate, left, time.time())
+        status = PrepareStatus(state, self._done, running, failed, self._total, self._bytes, rate, left, time.time())
         if state != "running" or not self._written or time.monotonic() - self._written > _EVERY_S:
             self._written = time.monotonic()
             self._place.write(PROGRESS, json.dumps(status.as_dict()).encode())

@@ -8,9 +8,8 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +28,7 @@ AT_ONCE = 16 << 20  # maximum encoded size of row groups that are read together,
 Int64 = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class Footer:
+class Footer(NamedTuple):
     """Footer of a Parquet file.
 
     Attributes:
@@ -59,12 +57,10 @@ def read_footer(store: Store, path: str) -> Footer:
         parquet = pq.ParquetFile(file)
         groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
         columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]
-        size = [sum(max(column.total_compressed_size, 0) for column in group) for group in columns]
+        size = np.array([sum(max(column.total_compressed_size, 0) for column in group) for group in columns], np.int64)
         codec = columns[0][0].compression.lower() if columns and columns[0] else "snappy"
         first_row = np.cumsum([0, *(group.num_rows for group in groups)])
-        return Footer(
-            path, parquet.schema_arrow, "none" if codec == "uncompressed" else codec, first_row, np.array(size, np.int64)
-        )
+        return Footer(path, parquet.schema_arrow, "none" if codec == "uncompressed" else codec, first_row, size)
 
 
 def check_columns(store: Store, features: Mapping[str, Any], footer: Footer) -> None:
@@ -144,9 +140,7 @@ class EpisodeRows:
             table = self._checked(parquet.read_row_groups(range(missing, last), self._columns, use_threads=False))
             self._groups = {group: self._groups[group] for group in groups if group < missing}
             for group in range(missing, last):
-                self._groups[group] = table.slice(
-                    first_row[group] - first_row[missing], first_row[group + 1] - first_row[group]
-                )
+                self._groups[group] = table.slice(first_row[group] - first_row[missing], np.diff(first_row)[group])
         rows = pa.concat_tables([self._groups[group] for group in groups])
         return rows.slice(start - first_row[groups[0]], stop - start)
 
