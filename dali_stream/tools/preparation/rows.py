@@ -105,7 +105,7 @@ class EpisodeRows:
         self, store: Store, footers: Callable[[str], Footer], episodes: Iterable[Json], columns: list[str] | None = None
     ) -> None:
         self._store, self._footers, self._columns, self._path = store, footers, columns, ""
-        # The episodes of a file are in the order of their rows, so its last episode is the one that ends last.
+        # The episodes of a file are in the order of their rows, so the end of the last one remains.
         self._until: dict[str, int] = {episode["data"]: episode["place"] + episode["length"] for episode in episodes}
 
     def read(self, episode: Json) -> pa.Table:
