@@ -73,6 +73,14 @@ def test_the_new_dataset_is_read_from_the_hub(
     assert status(address, options).state == "finished"
 
 
+def test_a_repository_is_prepared_by_its_id(small: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    with Hub({"datasets/owner/robot": tree(small)}, token=TOKEN) as server:
+        prepared("owner/robot", tmp_path / "out", file_mb=FILE_MB, storage_options={"token": TOKEN, "endpoint": server.url})
+    new = tree(tmp_path / "out")
+    assert new.keys() == whole.keys()
+    assert all(new[path] == data for path, data in whole.items() if path != "meta/prepare.json")  # which names the commit
+
+
 Break = Callable[[Hub, pytest.MonkeyPatch], None]
 
 

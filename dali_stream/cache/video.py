@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dali_stream.schedule.episodes import BlockName
 from dali_stream.schedule.video import Fetch
 from dali_stream.storage import Store
+from dali_stream.storage.store import StoreView
 from dali_stream.tracing import span
 from dali_stream.workers import Workers
 
@@ -96,13 +97,11 @@ class BlockCache:
             block.data = data[block.start - begin : block.stop - begin]
 
 
-class _View(Store):
+class _View(StoreView):
     """Store that reads some blocks from memory. It waits for those that are being fetched. `store` reads all other bytes."""
 
-    remote = True
-
     def __init__(self, store: Store, blocks: list[tuple[str, _Block]]) -> None:
-        self.address, self._store = store.address, store
+        super().__init__(store)
         self._files: dict[str, list[_Block]] = {}
         for path, block in sorted(blocks, key=lambda each: (each[0], each[1].start, each[1].stop)):
             kept = self._files.setdefault(path, [])
@@ -125,17 +124,5 @@ class _View(Store):
                 return b"".join(parts)
             place += 1
         if at < stop:
-            parts.append(self._store.read(path, at, stop))
+            parts.append(self.store.read(path, at, stop))
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def size(self, path: str) -> int:
-        return self._store.size(path)
-
-    def exists(self, path: str) -> bool:
-        return self._store.exists(path)
-
-    def files(self, folder: str) -> list[str]:
-        return self._store.files(folder)
-
-    def close(self) -> None:
-        """Do nothing: the blocks belong to the cache, and the store to its owner."""

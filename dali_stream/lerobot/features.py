@@ -97,8 +97,13 @@ class Feature(dict[str, Any]):
         return (second, third, first) if first in CHANNELS and third not in CHANNELS else (first, second, third)
 
     @property
+    def encoding(self) -> tuple[str, dict[str, Any]]:
+        """Key and content of the entry that describes the encoding of a video. ("info", {}) without such an entry."""
+        return next(((key, self[key]) for key in ENCODING if isinstance(self.get(key), dict)), (ENCODING[0], {}))
+
+    @property
     def is_depth(self) -> bool:
         """Whether a camera records depth, whose values must be exact to the last bit."""
-        said: dict[str, Any] = next((self[place] for place in ENCODING if isinstance(self.get(place), dict)), {})
+        said = self.encoding[1]
         deep = str(said.get("video.pix_fmt", "")).startswith("gray1")  # gray10le to gray16le; 8 bits may be an ordinary camera
         return bool(deep or said.get("video.is_depth_map") or said.get("is_depth_map"))

@@ -189,7 +189,7 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
     Raises:
         DatasetError: If a column is missing, or if the numbers contradict each other or `info.json`.
     """
-    names = [name for name in store.files("meta/episodes") if name.endswith(".parquet")]
+    names = episode_files(store)
     if not names:
         raise DatasetError(f"No Parquet files in {store.where('meta/episodes')}, so the dataset has no episodes")
     cameras = list(cameras)
@@ -247,6 +247,11 @@ def video_template(store: Store, info: Info) -> str:
     return info.video_path
 
 
+def episode_files(store: Store) -> list[str]:
+    """Return the paths of the files of the episode table."""
+    return [name for name in store.files("meta/episodes") if name.endswith(".parquet")]
+
+
 def read_episode_columns(store: Store, *, stats: bool) -> pa.Table:
     """Return all columns of the episode table, in increasing order of the episode index.
 
@@ -258,9 +263,7 @@ def read_episode_columns(store: Store, *, stats: bool) -> pa.Table:
         DatasetError: If a file is broken.
     """
     parts = []
-    for name in store.files("meta/episodes"):
-        if not name.endswith(".parquet"):
-            continue
+    for name in episode_files(store):
         with parquet_errors(store, name), store.open(name) as file:
             parquet = pq.ParquetFile(file, pre_buffer=True)
             columns = [column for column in parquet.schema_arrow.names if stats or not column.startswith("stats/")]

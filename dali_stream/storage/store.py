@@ -112,6 +112,25 @@ class Store(abc.ABC):
         return f"{self.address.rstrip('/')}/{path}"
 
 
+class StoreView(Store):
+    """Base class of stores that read some bytes from memory. Another store, `store`, has all files."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.address, self.remote, self.revision = store, store.address, store.remote, store.revision
+
+    def size(self, path: str) -> int:
+        return self.store.size(path)
+
+    def exists(self, path: str) -> bool:
+        return self.store.exists(path)
+
+    def files(self, folder: str) -> list[str]:
+        return self.store.files(folder)
+
+    def close(self) -> None:
+        """Do nothing, since the view does not own the store."""
+
+
 @functools.lru_cache(maxsize=1 << 14)
 def checked(path: str) -> str:
     """Check a path, and return it unchanged. Paths in metadata are not trusted.

@@ -21,7 +21,6 @@ from dali_stream.decode.route import Route, choose, refusal
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.dataset import CLOCKS
-from dali_stream.lerobot.features import ENCODING
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.format import describe as describe_format
@@ -291,7 +290,7 @@ _CODECS = {
 def contradictions(dataset: Dataset, key: str, table: VideoIndex) -> tuple[str, ...]:
     """Return the entries of `meta/info.json` about a camera's codec, frame size and fps that contradict a file."""
     video, feature = describe_format(table.configs[0]), dataset.features[key]
-    encoding: dict[str, Any] = next((feature[name] for name in ENCODING if isinstance(feature.get(name), dict)), {})
+    encoding = feature.encoding[1]
     codec = str(encoding.get("video.codec", video.codec)).lower()
     remarks = []
     if _CODECS.get(codec, codec) != video.codec:

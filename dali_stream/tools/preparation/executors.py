@@ -16,7 +16,6 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future
 from typing import Any
 
 Json = dict[str, Any]
-Call = Callable[[Sequence[Json]], list[Json]]
 _TICK_S = 10.0  # interval at which progress is updated while no call ends
 _TRIES = 2  # number of attempts after which a task fails. An attempt does not count if other tasks ran in the pool that broke
 
@@ -27,10 +26,7 @@ class ThisProcess(Executor):
     def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the function. Return a future that is already done."""
         future: Future[Any] = Future()
-        try:
-            future.set_result(call(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
+        settle(future, lambda: call(*args, **kwargs))
         return future
 
 
@@ -50,6 +46,14 @@ class Processes(ProcessPoolExecutor):
         super().shutdown(wait=wait, cancel_futures=cancel_futures)
         for process in processes:
             process.kill()
+
+
+def settle(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Call a function. Its result, or the error that it raises, becomes that of the future."""
+    try:
+        future.set_result(call())
+    except Exception as error:
+        future.set_exception(error)
 
 
 def local(jobs: int) -> Callable[[], Executor]:
@@ -74,7 +78,7 @@ def _begin_worker(parent: int) -> None:
 
 def run_tasks(
     make: Callable[[], Executor],
-    call: Call,
+    call: Callable[[Sequence[Json]], list[Json]],
     tasks: Sequence[Json],
     at_once: int,
     per_call: int = 1,

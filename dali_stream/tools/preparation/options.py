@@ -55,10 +55,9 @@ class Options:
 
     def checked(self) -> Options:
         """Return the options with a normalized `size`. Raises ValueError if an option is not allowed."""
-        if self.codec is not None:
-            one_of("codec", self.codec, CODECS)
-        if self.encoder is not None:
-            one_of("encoder", self.encoder, ENCODERS)
+        for name, allowed in (("codec", CODECS), ("encoder", ENCODERS)):
+            if getattr(self, name) is not None:
+                one_of(name, getattr(self, name), allowed)
         for name in ("gop", "rows_per_group"):
             if getattr(self, name) is not None:
                 positive(name, getattr(self, name))
@@ -75,5 +74,4 @@ class Options:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, as a dict for JSON."""
-        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
-        return {name: list(v) if isinstance(v, tuple) else v for name, (v, default) in values.items() if v != default}
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}

@@ -19,6 +19,7 @@ from dali_stream.mp4 import muxer
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.mp4.muxer import Track
 from dali_stream.storage import Store
+from dali_stream.tools.preparation.place import content_hash
 from dali_stream.tools.preparation.source import read_packets
 
 
@@ -47,7 +48,7 @@ def kind(index: VideoIndex) -> str:
         # not joined with others, since a decoder could treat them differently after the packets of another file.
         leads = (index.pts[: index.keyframes[1] if len(index.keyframes) > 1 else None] < index.pts[0]).any()
         parts += [index.configs, index.path if leads else ""]
-    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+    return content_hash(repr(parts).encode())
 
 
 def needed(index: VideoIndex, packets: Int64) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import filelock
 import fsspec
 import obstore
 
@@ -22,6 +23,7 @@ from dali_stream.storage.object_options import parsed
 from dali_stream.storage.retry import Patience
 from dali_stream.storage.store import checked
 
+Json = dict[str, Any]
 T = TypeVar("T")
 _ATTEMPTS = 6  # maximum number of attempts of a call, with random pauses of up to 0.5, 1, 2, 4 and 8 s between them
 
@@ -31,9 +33,15 @@ class Place(Protocol):
 
     Attributes:
         address: Address of OUT.
+        remote: Whether calls send requests over a network.
     """
 
     address: str
+    remote: bool = False
+
+    def lock(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager that keeps other commands from writing OUT. Raises ValueError if another one does."""
+        return contextlib.nullcontext()
 
     def scratch(self) -> contextlib.AbstractContextManager[Path]:
         """Return a context manager of an empty folder on this machine, which is removed at the end."""
@@ -70,13 +78,13 @@ class LocalPlace(Place):
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(dir=self._parent("meta/prepare/scratch/x")) as folder:
+        with tempfile.TemporaryDirectory(dir=self._new("meta/prepare/scratch/x").parent) as folder:
             yield Path(folder)
 
     def put(self, path: str, file: Path) -> None:
         with open(file, "rb") as written:
             os.fsync(written.fileno())
-        os.replace(file, self._parent(path) / Path(path).name)
+        os.replace(file, self._new(path))
 
     def read(self, path: str) -> bytes | None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -94,15 +102,29 @@ class LocalPlace(Place):
     def remove(self, folder: str) -> None:
         shutil.rmtree(self._place(folder), ignore_errors=True)
 
-    def lock_path(self) -> Path:
-        """Return the path of the lock file of this folder. Create the parent of the lock file."""
-        return self._parent("meta/prepare/lock") / "lock"
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """See `Place.lock`. Also raises ValueError if the folder contains something else than an unfinished run."""
+        if self.root.exists() and not self.root.is_dir():
+            raise ValueError(f"OUT must be a folder that is empty or new, got {self.root}, which is a file")
+        if self.root.is_dir() and os.listdir(self.root) and not (self.root / "meta/prepare").is_dir():
+            raise ValueError(
+                f"OUT must be a folder that is empty or new, got {self.root}, which is not empty, and holds no unfinished run"
+            )
+        lock = filelock.FileLock(self._new("meta/prepare/lock"), timeout=0, fallback_to_soft=False)
+        try:
+            acquired = lock.acquire()
+        except filelock.Timeout:
+            raise ValueError(f"{self.root} is being written by another process. Wait for it, or give another folder") from None
+        with acquired:
+            self.remove("meta/prepare/scratch")  # workers that were killed may have left files
+            yield
 
-    def _parent(self, path: str) -> Path:
-        """Return the parent folder of a file. Create it if it does not exist."""
-        parent = self._place(path).parent
-        parent.mkdir(parents=True, exist_ok=True)
-        return parent
+    def _new(self, path: str) -> Path:
+        """Return the path of a new file. Create its parent folder if it does not exist."""
+        place = self._place(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place
 
     def _place(self, path: str) -> Path:
         place = self.root
@@ -115,6 +137,8 @@ class LocalPlace(Place):
 
 class RemotePlace(Place):
     """A bucket, a repository, or a folder of another fsspec filesystem. Calls are retried."""
+
+    remote = True
 
     def __init__(self, address: str, options: dict[str, Any] | None) -> None:
         self.address = address.rstrip("/")
@@ -217,14 +241,13 @@ def _without_bars() -> Iterator[None]:
         enable_progress_bars,
     )
 
-    if are_progress_bars_disabled():
-        yield
-        return
+    was_disabled = are_progress_bars_disabled()
     disable_progress_bars()
     try:
         yield
     finally:
-        enable_progress_bars()
+        if not was_disabled:
+            enable_progress_bars()
 
 
 def open_place(address: str, options: dict[str, Any] | None) -> Place:
@@ -240,12 +263,3 @@ def open_place(address: str, options: dict[str, Any] | None) -> Place:
 def content_hash(data: bytes | memoryview) -> str:
     """Return a digest of some data, as 32 hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def file_hash(path: Path) -> str:
-    """Return the `content_hash` of a file, which is read in parts."""
-    digest = hashlib.blake2b(digest_size=16)
-    with open(path, "rb") as file:
-        while data := file.read(8 << 20):
-            digest.update(data)
-    return digest.hexdigest()

@@ -4,7 +4,7 @@ A plan consists of JSON lines: the header, and then one task per output file:
 
     {"path": path of the output file,
      "episodes": [{"old": index in the source, "new": index, "length": rows, "data": Parquet file, "place": first row in it,
-                   "first": first `index`,                                       (rows)
+                   "first": first `index`,
                    "video": MP4 file, "start": seconds in it, "stop": seconds}]  (video)
      "rows_per_group": rows of a row group,                                      (rows)
      "camera": key}                                                              (video)
@@ -19,31 +19,28 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
 from dali_stream.lerobot import metadata
-from dali_stream.lerobot.features import ENCODING, Feature
-from dali_stream.mp4.index import read_index
+from dali_stream.lerobot.features import Feature
+from dali_stream.mp4.index import Int64, read_index
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.process import reading_threads
 from dali_stream.storage.store import checked
 from dali_stream.tools.preparation import packets, rows
 from dali_stream.tools.preparation.encoders import CODECS, encoder
 from dali_stream.tools.preparation.options import Options
-from dali_stream.tools.preparation.place import content_hash
+from dali_stream.tools.preparation.place import Json, content_hash
 from dali_stream.tools.work import grouped, in_threads
 
 VERSION = 1  # must be increased when the output for the same dataset and options changes
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 DATA_MB, VIDEO_MB = 100, 200  # default sizes of files, as in LeRobot
-Json = dict[str, Any]
-Int64 = npt.NDArray[np.int64]
 
 
 @dataclass
@@ -74,8 +71,7 @@ class Plan:
             ) from error
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Properties of a source file, which the plan needs.
 
     Attributes:
@@ -100,18 +96,22 @@ def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
         DatasetError: If the metadata are broken.
     """
     info = metadata.read_json(dataset.store, metadata.INFO)
-    features = {key: feature for key, feature in info["features"].items() if _is_kept(dataset, key, feature, every_camera)}
-    cameras = {key: _camera(dataset, key, Feature(feature), options) for key, feature in features.items()}
-    specs = {key: spec for key, spec in cameras.items() if spec is not None}
+    features = {
+        key: feature
+        for key, feature in info["features"].items()
+        if every_camera or feature.get("dtype") not in ("video", "image") or key in dataset.cameras
+    }
+    cameras = {key: spec for key, feature in features.items() if (spec := _camera(key, Feature(feature), options)) is not None}
+    _check_apart(cameras)
     images = [key for key, f in info["features"].items() if f.get("dtype") == "image" and key not in features]
-    without = images + [key for key, spec in specs.items() if spec["mode"] == "images"]
+    without = images + [key for key, spec in cameras.items() if spec["mode"] == "images"]
     regular = dataset.clock == "frame_index" or dataset.tolerance_s > TOLERANCE / dataset.fps
     size = info.get("chunks_size")
-    head = {
+    return {
         "version": VERSION,
         "dataset": _identity(dataset, info),
         "options": options.as_dict(),
-        "cameras": specs,
+        "cameras": cameras,
         "without": without,
         "features": features,
         "is_v2": dataset.is_v2,
@@ -121,15 +121,14 @@ def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
         "regular": regular,
         "chunks_size": size if type(size) is int and 0 < size < 1000 else 1000,  # numbers of files have three digits
     }
-    _check_apart(specs)
-    return head
 
 
-def _is_kept(dataset: Dataset, key: str, feature: Json, every_camera: bool) -> bool:
-    return every_camera or feature.get("dtype") not in ("video", "image") or key in dataset.cameras
+def encoded_cameras(head: Json) -> list[str]:
+    """Return the keys of the cameras that are encoded."""
+    return [key for key, spec in head["cameras"].items() if spec["mode"] != "copy"]
 
 
-def _camera(dataset: Dataset, key: str, feature: Feature, options: Options) -> Json | None:
+def _camera(key: str, feature: Feature, options: Options) -> Json | None:
     """Return how the video of a camera is written, or None if the new dataset has no video of it.
 
     The result has the entry "mode": "copy", "encode", or "images" for images in rows that become a video. For the last two, it
@@ -147,7 +146,7 @@ def _camera(dataset: Dataset, key: str, feature: Feature, options: Options) -> J
         )
     if feature.is_video and (feature.is_depth or not options.encodes):
         return {"mode": "copy"}
-    recorded: Json = next((feature[place] for place in ENCODING if isinstance(feature.get(place), dict)), {})
+    recorded = feature.encoding[1]
     size = options.size or feature.frame_size
     codec = options.codec or ("h264" if feature.is_image else recorded.get("video.codec", ""))
     if codec not in CODECS:
@@ -162,7 +161,7 @@ def _camera(dataset: Dataset, key: str, feature: Feature, options: Options) -> J
 
 
 def _identity(dataset: Dataset, info: Json) -> str:
-    table = dataset.read_table(dataset.videos)
+    table = dataset.table
     files = [[camera, own.paths, own.index.tolist(), table.start[camera].tolist()] for camera, own in table.video.items()]
     return content_hash(json.dumps([dataset.fingerprint, dataset.cameras, info, files], sort_keys=True).encode())
 
@@ -195,46 +194,31 @@ def path_of(template: str, number: int, head: Json, key: str = "") -> str:
 
 
 class Planner:
-    """Assigns episodes to output files.
+    """Assigns episodes to output files. The constructor reads the index or footer of all source files that are copied.
+
+    A file that cannot be read gets a kind of its own, so that only the task that copies it fails.
 
     Args:
         dataset: Source.
         head: Header of the plan.
-
-    Attributes:
-        renumber: Whether episodes are left out, so that the others get new indices. The method `tasks` sets it.
     """
 
-    renumber = False
-
     def __init__(self, dataset: Dataset, head: Json) -> None:
-        self._dataset, self._head = dataset, head
-        self._file_mb, self._rows_per_group = (head["options"].get(name) for name in ("file_mb", "rows_per_group"))
+        self._head, self._store = head, dataset.data_store
         self._table = dataset.read_table([key for key, spec in head["cameras"].items() if spec["mode"] != "images"])
-        self._store = dataset.data_store
         # Episodes keep their order in the files of the source, so that tasks read these files sequentially.
         order = np.lexsort((self._table.index, self._table.first_row))
         self._order: Int64 = order[np.isin(order, dataset.rows)]
-        self._places = _places(self._table)
-        self._surveyed: dict[str, list[Source]] = {}
-
-    def survey(self) -> None:
-        """Read the index or footer of all source files that are copied.
-
-        A file that cannot be read gets a kind of its own, so that only the task that copies it fails.
-        """
-        self._surveyed["data"] = self._look(self._table.data, self._look_at_rows)
-        for camera, spec in self._head["cameras"].items():
+        self._surveyed = {"": self._look(self._table.data, self._look_at_rows)}
+        for camera, spec in head["cameras"].items():
             if spec["mode"] == "copy":
-                look = functools.partial(self._look_at_video, camera)
-                self._surveyed[camera] = self._look(self._table.video[camera], look)
+                self._surveyed[camera] = self._look(self._table.video[camera], self._look_at_video)
 
-    def _look(self, files: metadata.Files, look: Callable[[str], Source]) -> list[Source]:
+    def _look(self, files: metadata.Files, look: Callable[[str], Source]) -> dict[str, Source]:
         used = set(files.index[self._order].tolist())
         jobs = {path: functools.partial(look, path) for number, path in enumerate(files.paths) if number in used}
         with contextlib.closing(in_threads(jobs, reading_threads(self._store.remote), self._store.close)) as reads:
-            sources = {path: source.result() for path, source in reads}
-        return [sources.get(path, Source("", 0)) for path in files.paths]
+            return {path: source.result() for path, source in reads}
 
     def _look_at_rows(self, path: str) -> Source:
         try:
@@ -245,7 +229,7 @@ class Planner:
         schema = rows.without(footer.schema, self._head["without"], self._head["is_v2"])
         return Source(content_hash(schema.serialize().to_pybytes() + footer.codec.encode()), footer.row_bytes)
 
-    def _look_at_video(self, camera: str, path: str) -> Source:
+    def _look_at_video(self, path: str) -> Source:
         try:
             index = read_index(self._store, path)
             return Source(packets.kind(index), float(index.size[:].mean()))
@@ -261,76 +245,60 @@ class Planner:
         """
         table = self._table
         order = self._order[~np.isin(table.index[self._order], list(dropped))]
-        self.renumber = renumber = len(order) != len(table.index)
-        new = np.full(len(table.index), -1)
-        new[np.sort(order)] = np.arange(len(order)) if renumber else table.index[np.sort(order)]
-        first = np.zeros(len(table.index), np.int64)
-        first[order] = np.cumsum(table.length[order]) - table.length[order]
-        episodes = [
-            {
-                "old": int(table.index[e]),
-                "new": int(new[e]),
-                "length": int(table.length[e]),
-                "data": table.data.paths[table.data.index[e]],
-                "place": int(self._places[e]),
-            }
-            for e in order.tolist()
-        ]
-        with_first = [episode | {"first": int(first[e])} for episode, e in zip(episodes, order.tolist(), strict=True)]
-        sources = [self._surveyed["data"][n] for n in table.data.index[order]]
-        tasks = list(self._files(with_first, sources, DATA_MB, DATA_PATH))
-        for camera, spec in self._head["cameras"].items():
-            sources = [Source("", frame_bytes.get(camera, 1))] * len(order)
-            if spec["mode"] == "copy":
-                sources = [self._surveyed[camera][n] for n in table.video[camera].index[order]]
-            videos = [
-                episode | ({} if spec["mode"] == "images" else self._video(camera, e))
-                for episode, e in zip(episodes, order.tolist(), strict=True)
-            ]
-            tasks += [each | {"camera": camera} for each in self._files(videos, sources, VIDEO_MB, VIDEO_PATH, camera)]
+        length = table.length[order]
+        # This assumes that a file has its episodes in order and no other rows. Readers check it. See `rows.EpisodeRows`.
+        lowest = np.full(len(table.data.paths), np.iinfo(np.int64).max)
+        np.minimum.at(lowest, table.data.index, table.first_row)
+        new = table.index[order] if len(order) == len(table.index) else np.searchsorted(np.sort(order), order)
+        columns: dict[str, list[Any]] = {
+            "old": table.index[order].tolist(),
+            "new": new.tolist(),
+            "length": length.tolist(),
+            "data": [table.data.paths[number] for number in table.data.index[order]],
+            "place": (table.first_row - lowest[table.data.index])[order].tolist(),
+            "first": (np.cumsum(length) - length).tolist(),
+        }
+        episodes = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        tasks = list(self._files(episodes, 0))
+        for camera in self._head["cameras"]:
+            videos = [each | self._video(camera, e) for each, e in zip(episodes, order.tolist(), strict=True)]
+            tasks += [each | {"camera": camera} for each in self._files(videos, frame_bytes.get(camera, 1), camera)]
         return tasks
 
     def trials(self) -> list[Json]:
         """Return the task with the first episode, for each camera that is encoded. See `video.trial`."""
-        tasks = {task["camera"]: task for task in reversed(self.tasks({}, {})) if "camera" in task}
-        return [task for camera, task in tasks.items() if self._head["cameras"][camera]["mode"] != "copy"]
+        tasks = {task.get("camera"): task for task in reversed(self.tasks({}, {}))}
+        return [tasks[camera] for camera in encoded_cameras(self._head)]
 
     def _video(self, camera: str, episode: int) -> Json:
+        if camera not in self._table.video:  # the frames are images in rows
+            return {}
         start, stop = self._table.interval(camera, episode)
         files = self._table.video[camera]
         return {"video": files.paths[files.index[episode]], "start": start, "stop": stop if np.isfinite(stop) else None}
 
-    def _files(
-        self, episodes: list[Json], sources: list[Source], default_mb: float, template: str, camera: str = ""
-    ) -> Iterator[Json]:
+    def _files(self, episodes: list[Json], frame_bytes: float, camera: str = "") -> Iterator[Json]:
         """Yield tasks for these episodes. The sources of a file have the same kind, and files have about the same size.
 
         Args:
             episodes: Episodes in the order in which they are written.
-            sources: Source file of each episode.
-            default_mb: Size of a file in MiB, unless an option determines it.
-            template: Template of the paths.
+            frame_bytes: Size of an encoded frame in bytes. It is not used for sources that are copied.
             camera: Key of the camera. Default: "", for rows.
         """
-        most = (self._file_mb or default_mb) * (1 << 20)
-        pairs = zip(episodes, sources, strict=True)
+        surveyed, unknown = self._surveyed.get(camera, {}), Source("", frame_bytes)
+        template, default_mb, place = (VIDEO_PATH, VIDEO_MB, "video") if camera else (DATA_PATH, DATA_MB, "data")
 
-        def nbytes(pair: tuple[Json, Source]) -> float:
-            return float(pair[0]["length"] * pair[1].frame_bytes)
+        def source(episode: Json) -> Source:
+            return surveyed.get(episode.get(place, ""), unknown)
 
-        for number, part in enumerate(grouped(pairs, most, nbytes, lambda pair: pair[1].kind)):
-            task: Json = {"path": path_of(template, number, self._head, camera), "episodes": [episode for episode, _ in part]}
+        def nbytes(episode: Json) -> float:
+            return float(episode["length"] * source(episode).frame_bytes)
+
+        most = (self._head["options"].get("file_mb") or default_mb) * (1 << 20)
+        for number, part in enumerate(grouped(episodes, most, nbytes, lambda episode: source(episode).kind)):
+            task: Json = {"path": path_of(template, number, self._head, camera), "episodes": part}
             if not camera:
-                size, length = sum(map(nbytes, part)), sum(episode["length"] for episode, _ in part)
-                task["rows_per_group"] = self._rows_per_group or max(1, int(rows.ROW_GROUP / max(size / length, 1)))
+                size, length = sum(map(nbytes, part)), sum(episode["length"] for episode in part)
+                default = max(1, int(rows.ROW_GROUP / max(size / length, 1)))
+                task["rows_per_group"] = self._head["options"].get("rows_per_group") or default
             yield task
-
-
-def _places(table: metadata.Episodes) -> Int64:
-    """Return the first row of each episode within its file.
-
-    The result assumes that a file has its episodes in order and no other rows. Readers check this. See `rows.EpisodeRows`.
-    """
-    lowest = np.full(len(table.data.paths), np.iinfo(np.int64).max)
-    np.minimum.at(lowest, table.data.index, table.first_row)
-    return table.first_row - lowest[table.data.index]

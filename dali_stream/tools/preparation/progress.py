@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,35 +56,40 @@ class Progress:
         total: Number of files.
         done: Number of files that earlier runs have written.
         show: Function that is called with each new status.
+
+    Attributes:
+        failed: {path: reason} of the files that could not be written.
     """
 
     def __init__(self, place: Place, total: int, done: int, show: Callable[[PrepareStatus], None]) -> None:
         self._place, self._total, self._before, self._show = place, total, done, show
-        self._done, self._running, self._failed, self._bytes = done, 0, 0, 0
+        self._done, self._running, self._bytes = done, 0, 0
+        self.failed: dict[str, str] = {}
         self._start, self._written = time.monotonic(), 0.0
         self.update()
 
-    def started(self, count: int) -> None:
-        """Count files that were submitted to an executor."""
-        self._running += count
+    def started(self, tasks: Sequence[dict[str, Any]]) -> None:
+        """Count the files of tasks that were submitted to an executor."""
+        self._running += len(tasks)
         self.update()
 
     def ended(self, result: dict[str, Any]) -> None:
         """Count a file that is done or has failed."""
         self._running = max(self._running - 1, 0)
-        self._failed += "error" in result
         self._done += "error" not in result
+        if "error" in result:
+            self.failed[result["path"]] = result["error"]
         self._bytes += result["bytes"]
         self.update()
 
     def update(self, state: str = "running") -> None:
         """Show the status. Write it if the last write was more than a few seconds ago, or if the run ends."""
-        new, seconds = self._done - self._before, time.monotonic() - self._start
+        new, failed, seconds = self._done - self._before, len(self.failed), time.monotonic() - self._start
         rate = new / seconds if seconds and new else 0.0
-        unfinished = self._total - self._done - self._failed
+        unfinished = self._total - self._done - failed
         left = unfinished / rate if rate else None
         running = min(self._running, unfinished) if state == "running" else 0
-        status = PrepareStatus(state, self._done, running, self._failed, self._total, self._bytes, rate, left, time.time())
+        status = PrepareStatus(state, self._done, running, failed, self._total, self._bytes, rate, left, time.time())
         if state != "running" or not self._written or time.monotonic() - self._written > _EVERY_S:
             self._written = time.monotonic()
             self._place.write(PROGRESS, json.dumps(status.as_dict()).encode())

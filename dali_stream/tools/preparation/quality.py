@@ -19,13 +19,12 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.keyframes import has_other_keyframes
 from dali_stream.storage import Store
 from dali_stream.tools.preparation.source import read_packets
-from dali_stream.tools.work import spread
 
 FLOOR = 25.0  # minimum PSNR of a compared frame over RGB, in dB; lossy codecs with sensible settings have 30 to 50
 # Two frames of the source count as different if their distance is more than this multiple of the encoding error. Recordings
 # repeat frames with different noise, and the encoded second frame may then look more like the first one.
 DIFFERS = 4.0
-COMPARED = 8  # maximum number of compared frames per episode
+COMPARED = 8  # maximum number of compared frames per episode, which are evenly spread from the first to the last
 _LOSSLESS = 100.0  # PSNR of equal frames in dB, since JSON has no infinity
 Frames = npt.NDArray[np.uint8]
 
@@ -62,10 +61,10 @@ def _padding(video: VideoFormat) -> str:
     """Return a description of avoidable padding around the frames of a file. Empty without such padding."""
     size = video.height, video.width
     smallest = smallest_coded_size(video.codec, *size)
-    if video.coded in (None, smallest):
+    if video.coded is None or video.coded == smallest:
         return ""
-    coded = "{}×{}".format(*(video.coded or size))
-    return f"{size[0]}×{size[1]} is coded as {coded}, and {smallest[0]}×{smallest[1]} is possible: use --encoder cpu"
+    coded, best = (f"{height}×{width}" for height, width in (video.coded, smallest))
+    return f"{size[0]}×{size[1]} is coded as {coded}, and {best} is possible: use --encoder cpu"
 
 
 def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> None:
@@ -84,11 +83,6 @@ def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Non
         if data and check and (wrong := check(data, 0, len(data), bool(is_keyframe[number]))):
             where = f"at bytes {table.offset[number]} to {table.offset[number] + len(data)}"
             raise DecodeError(f"the encoded frame {where} is damaged: {wrong}. Copy the file again")
-
-
-def compared(length: int) -> list[int]:
-    """Return the numbers of the frames of an episode to compare. They are evenly spread, from the first to the last."""
-    return spread(length, COMPARED)
 
 
 def compare(where: str, frame: int, own: Frames, new: Frames, neighbours: list[tuple[int, Frames]]) -> tuple[float, float]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,7 @@ import pyarrow.parquet as pq
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.storage import Store
-from dali_stream.tools.preparation.place import content_hash
+from dali_stream.tools.preparation.place import Json, content_hash
 from dali_stream.tools.work import grouped
 
 ROW_GROUP = 32 << 20  # default size of a row group, in bytes
@@ -29,8 +28,7 @@ AT_ONCE = 16 << 20  # maximum encoded size of row groups that are read together,
 Int64 = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class Footer:
+class Footer(NamedTuple):
     """Footer of a Parquet file.
 
     Attributes:
@@ -59,12 +57,10 @@ def read_footer(store: Store, path: str) -> Footer:
         parquet = pq.ParquetFile(file)
         groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
         columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]
-        size = [sum(max(column.total_compressed_size, 0) for column in group) for group in columns]
+        size = np.array([sum(max(column.total_compressed_size, 0) for column in group) for group in columns], np.int64)
         codec = columns[0][0].compression.lower() if columns and columns[0] else "snappy"
         first_row = np.cumsum([0, *(group.num_rows for group in groups)])
-        return Footer(
-            path, parquet.schema_arrow, "none" if codec == "uncompressed" else codec, first_row, np.array(size, np.int64)
-        )
+        return Footer(path, parquet.schema_arrow, "none" if codec == "uncompressed" else codec, first_row, size)
 
 
 def check_columns(store: Store, features: Mapping[str, Any], footer: Footer) -> None:
@@ -101,28 +97,24 @@ class EpisodeRows:
     Args:
         store: Storage of the files.
         footers: Function that returns the footer of a file.
-        until: {path: end of the rows that will be read}. No row group after this row is read ahead.
+        episodes: Episodes that will be read. See `plan`. No row group after the last one of a file is read ahead.
         columns: Columns to read. Default: all.
     """
 
     def __init__(
-        self, store: Store, footers: Callable[[str], Footer], until: Mapping[str, int], columns: list[str] | None = None
+        self, store: Store, footers: Callable[[str], Footer], episodes: Iterable[Json], columns: list[str] | None = None
     ) -> None:
-        self._store, self._footers, self._until, self._columns = store, footers, until, columns
-        self._path = ""
+        self._store, self._footers, self._columns, self._path = store, footers, columns, ""
+        # The episodes of a file are in the order of their rows, so the end of the last one remains.
+        self._until: dict[str, int] = {episode["data"]: episode["place"] + episode["length"] for episode in episodes}
 
-    def read(self, path: str, index: int, first: int, length: int) -> pa.Table:
-        """Return the rows of an episode.
-
-        Args:
-            path: Path of the file.
-            index: `episode_index` of the episode.
-            first: Expected first row of the episode in the file. If other rows are found, the whole file is searched.
-            length: Number of rows.
+    def read(self, episode: Json) -> pa.Table:
+        """Return the rows of an episode. If they are not where the plan expects them, the whole file is searched.
 
         Raises:
             DatasetError: If the file is broken, or does not have these rows.
         """
+        path, index, first, length = (episode[name] for name in ("data", "old", "place", "length"))
         if path != self._path:
             self._path, self._footer = path, self._footers(path)
             self._groups: dict[int, pa.Table] = {}
@@ -142,16 +134,13 @@ class EpisodeRows:
         if missing is not None:
             # Read the missing row groups. Also read later row groups, up to AT_ONCE bytes in total, for the next episodes.
             last = groups[-1] + 1
-            while last < len(self._footer.size) and first_row[last] < self._until[self._path]:
-                if self._footer.size[missing : last + 1].sum() > AT_ONCE:
-                    break
+            size, until = self._footer.size, self._until[self._path]
+            while last < len(size) and first_row[last] < until and size[missing : last + 1].sum() <= AT_ONCE:
                 last += 1
             table = self._checked(parquet.read_row_groups(range(missing, last), self._columns, use_threads=False))
             self._groups = {group: self._groups[group] for group in groups if group < missing}
             for group in range(missing, last):
-                self._groups[group] = table.slice(
-                    first_row[group] - first_row[missing], first_row[group + 1] - first_row[group]
-                )
+                self._groups[group] = table.slice(first_row[group] - first_row[missing], np.diff(first_row)[group])
         rows = pa.concat_tables([self._groups[group] for group in groups])
         return rows.slice(start - first_row[groups[0]], stop - start)
 
@@ -230,10 +219,13 @@ def without(schema: pa.Schema, columns: Collection[str], is_v2: bool) -> pa.Sche
     return schema.with_metadata(described or None)
 
 
-def replaced(table: pa.Table, columns: Mapping[str, npt.NDArray[Any]]) -> pa.Table:
-    """Return rows with new values in some columns. The types of the columns do not change."""
+def replaced(table: pa.Table, columns: Mapping[str, pa.Array]) -> pa.Table:
+    """Return a table with new values in some columns. Existing columns keep their type, and others are appended."""
     for name, values in columns.items():
-        place = table.column_names.index(name)
-        field = table.schema.field(place)
-        table = table.set_column(place, field, pa.array(values).cast(field.type))
+        if name in table.column_names:
+            place = table.column_names.index(name)
+            field = table.schema.field(place)
+            table = table.set_column(place, field, values.cast(field.type))
+        else:
+            table = table.append_column(name, values)
     return table

@@ -15,24 +15,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import filelock
-
 from dali_stream.arguments import positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted
+from dali_stream.lerobot.address import resolved
 from dali_stream.lerobot.metadata import INFO
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.process import cores, reading_threads
 from dali_stream.storage import LocalStore
 from dali_stream.tools.preparation import executors, metadata, plan, task, video
 from dali_stream.tools.preparation.options import Options
-from dali_stream.tools.preparation.place import LocalPlace, Place, open_place
+from dali_stream.tools.preparation.place import Json, LocalPlace, Place, open_place
 from dali_stream.tools.preparation.progress import PROGRESS, PrepareStatus, Progress
 
 PLAN = "meta/prepare/plan.jsonl"
 _CALLS = 1000  # default maximum number of calls of an executor that the caller provides
 _SILENT_S = 600.0  # time without written progress after which a run counts as stopped
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,7 @@ def prepare(
     jobs = cores() if jobs is None else positive("jobs", jobs)
     source: Json = {"revision": revision, "data_files_root": data_files_root, "storage_options": storage_options}
     selection: Json = {"episodes": episodes, "episode_filter": episode_filter, "cameras": cameras}
-    located: Json = {"clock": clock, "tolerance_s": tolerance_s}
+    selection |= {"clock": clock, "tolerance_s": tolerance_s}
     if files_per_call is not None:
         positive("files_per_call", files_per_call)
 
@@ -165,34 +163,34 @@ def prepare(
         per_call = files_per_call or (1 if executor is None else max(1, -(-len(tasks) // _CALLS)))
         return executors.run_tasks(executor or executors.local(jobs), call, tasks, jobs, per_call, **more)
 
-    with contextlib.closing(Dataset(uri, **source, **selection, **located)) as dataset:
+    with contextlib.closing(Dataset(uri, **source, **selection)) as dataset:
         place = open_place(os.fspath(out), out_storage_options)
         _check_outside(dataset, place)
         head = plan.header(dataset, options, cameras is None)
-        if (finished := place.read(metadata.DONE)) is not None and place.read(INFO) is not None:
-            return _finished(place, json.loads(finished), head)
+        if (done := _done(place)) is not None:
+            _check_same(place, done["plan"], head, "a finished dataset")
+            cameras_of = {key: PreparedCamera(**camera) for key, camera in done["report"]["cameras"].items()}
+            return PrepareReport(**done["report"] | {"cameras": cameras_of})
         shared = source | {
-            "uri": dataset.store.address if isinstance(dataset.store, LocalStore) else os.fspath(uri),
+            "uri": _absolute(resolved(os.fspath(uri), revision)[0]),
             "revision": dataset.store.revision,
             "data_files_root": None if data_files_root is None else _absolute(os.fspath(data_files_root)),
             "out": place.address,
             "out_options": out_storage_options,
         }
-        with _locked(place):
+        with place.lock():
             out_plan = _planned(dataset, place, head, shared, run_of)
             return _run(dataset, place, out_plan, out_plan.header | shared, run_of, progress)
 
 
 def _absolute(address: str) -> str:
-    return address if "://" in address else os.path.abspath(os.path.expanduser(address))
+    return address if "://" in address else str(Path(address).expanduser().absolute())
 
 
-def _finished(place: Place, done: Json, head: Json) -> PrepareReport:
-    """Return the report of a finished run. Raises ValueError if the run had another header."""
-    _check_same(place, done["plan"], head, "a finished dataset")
-    report = done["report"]
-    cameras = {key: PreparedCamera(**camera) for key, camera in report["cameras"].items()}
-    return PrepareReport(**report | {"cameras": cameras, "written": 0})
+def _done(place: Place) -> Json | None:
+    """Return the plan's header and the report of the run that has finished OUT, or None if OUT is not a dataset."""
+    done = place.read(metadata.DONE)
+    return None if done is None or place.read(INFO) is None else json.loads(done)
 
 
 def _check_same(place: Place, stored: Json, head: Json, content: str) -> None:
@@ -206,32 +204,11 @@ def _check_same(place: Place, stored: Json, head: Json, content: str) -> None:
 
 def _check_outside(dataset: Dataset, place: Place) -> None:
     """Raise ValueError if OUT is inside the source, or if the source is inside OUT."""
-    for store in dataset.stores if isinstance(place, LocalPlace) else ():
+    for store in dataset.stores:
         if isinstance(store, LocalStore) and isinstance(place, LocalPlace):
             source, root = Path(os.path.realpath(store.address)), Path(os.path.realpath(place.root))
-            if source == root or source in root.parents or root in source.parents:
+            if source.is_relative_to(root) or root.is_relative_to(source):
                 raise ValueError(f"one of {root} and the dataset's {source} is inside the other. Give another folder")
-
-
-@contextlib.contextmanager
-def _locked(place: Place) -> Iterator[None]:
-    """Lock a local folder, so that only one command at a time writes to it. Raises ValueError if this is not possible."""
-    if not isinstance(place, LocalPlace):
-        yield
-        return
-    if place.root.exists() and not place.root.is_dir():
-        raise ValueError(f"OUT must be a folder that is empty or new, got {place.root}, which is a file")
-    if place.root.is_dir() and os.listdir(place.root) and not (place.root / "meta/prepare").is_dir():
-        raise ValueError(
-            f"OUT must be a folder that is empty or new, got {place.root}, which is not empty, and holds no unfinished run"
-        )
-    lock = filelock.FileLock(place.lock_path(), timeout=0, fallback_to_soft=False)
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(lock)
-        except filelock.Timeout:
-            raise ValueError(f"{place.root} is being written by another process. Wait for it, or give another folder") from None
-        yield
 
 
 def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: Any) -> plan.Plan:
@@ -240,14 +217,12 @@ def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: A
         out_plan = plan.Plan.from_bytes(stored)
         _check_same(place, out_plan.header, head, "an unfinished run")
         return out_plan
-    if not isinstance(place, LocalPlace) and place.sizes().keys() - {".gitattributes"}:  # a new repository has this file
+    if place.remote and place.sizes().keys() - {".gitattributes"}:  # a new repository has this file
         raise ValueError(f"OUT must be an empty place, got {place.address}, which is not empty, and holds no unfinished run")
     planner = plan.Planner(dataset, head)
-    planner.survey()
-    job = head | shared | {"renumber": False, "row_stats": False}
 
     def run_all(function: Callable[[Json, Json], Json], tasks: list[Json]) -> Iterator[tuple[Json, Json]]:
-        for each, result in run_of(function, job, tasks):
+        for each, result in run_of(function, head | shared, tasks):
             if "error" in result:
                 raise DaliStreamError(result["error"])
             yield each, result
@@ -260,9 +235,10 @@ def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: A
     tasks = planner.tasks(frame_bytes, dropped)
     if not tasks:
         raise DaliStreamError(f"all {counted(len(dropped), 'episode')} cannot be read: {next(iter(dropped.values()))}")
+    renumber = dataset.num_episodes - len(dropped) < len(dataset.table.index)
     head = head | {
-        "renumber": planner.renumber,
-        "row_stats": planner.renumber and not metadata.has_episode_stats(dataset),
+        "renumber": renumber,
+        "row_stats": renumber and not metadata.has_episode_stats(dataset),
         "dropped": {str(episode): why for episode, why in sorted(dropped.items())},
     }
     out_plan = plan.Plan(head, tasks)
@@ -277,25 +253,20 @@ def _call_each(function: Callable[[Json, Json], Json], job: Json, tasks: Sequenc
 def _run(
     dataset: Dataset, place: Place, out_plan: plan.Plan, job: Json, run_of: Any, show: Callable[[PrepareStatus], None]
 ) -> PrepareReport:
-    if isinstance(place, LocalPlace):
-        place.remove("meta/prepare/scratch")  # workers that were killed may have left files
     done = {path for path, note in _notes(place).items() if note["bytes"] == note["found"]}
     todo = [each for each in out_plan.tasks if each["path"] not in done]
     progress = Progress(place, len(out_plan.tasks), len(out_plan.tasks) - len(todo), show)
-    failed: dict[str, str] = {}
     state = "stopped"
     try:
-        for each, result in run_of(task.write_file, job, todo, starting=lambda part: progress.started(len(part))):
+        for _, result in run_of(task.write_file, job, todo, starting=progress.started):
             progress.ended(result)
-            if "error" in result:
-                failed[each["path"]] = result["error"]
-        state = "failed" if failed else "finishing"
+        state = "failed" if progress.failed else "finishing"
     finally:
         progress.update(state)
     notes = _notes(place)
-    report = _report(out_plan, notes, failed, len(todo) - len(failed))
-    if not failed:
-        metadata.write(dataset, out_plan, notes, place, {"plan": out_plan.header, "report": report.as_dict() | {"written": 0}})
+    report = _report(out_plan, notes, progress.failed, len(todo) - len(progress.failed))
+    if not report.failed:
+        metadata.write(dataset, out_plan, notes, place, report.as_dict() | {"written": 0})
         progress.update("finishing")  # `status` assumes that a run that writes no progress was killed
         _verify(place, report, job["out_options"])
         place.remove("meta/prepare")
@@ -307,7 +278,7 @@ def _notes(place: Place) -> dict[str, Json]:
     sizes = place.sizes()
     names = [path for path in sizes if path.startswith(f"{task.NOTES}/")]
     paths = [name.removeprefix(f"{task.NOTES}/").removesuffix(".json") for name in names]
-    with ThreadPoolExecutor(reading_threads(not isinstance(place, LocalPlace))) as pool:
+    with ThreadPoolExecutor(reading_threads(place.remote)) as pool:
         notes = [json.loads(data or b"{}") for data in pool.map(place.read, names)]
     return {path: note | {"found": sizes.get(path)} for path, note in zip(paths, notes, strict=True)}
 
@@ -354,8 +325,8 @@ def status(out: str | os.PathLike[str], storage_options: dict[str, Any] | None =
         ValueError: If OUT contains no run.
     """
     place = open_place(os.fspath(out), storage_options)
-    if (done := place.read(metadata.DONE)) is not None and place.read(INFO) is not None:
-        report = json.loads(done)["report"]
+    if (done := _done(place)) is not None:
+        report = done["report"]
         files = report["data_files"] + sum(camera["files"] for camera in report["cameras"].values())
         return PrepareStatus("finished", files, 0, 0, files, report["bytes"], 0.0, None, time.time())
     if (stored := place.read(PROGRESS)) is None:

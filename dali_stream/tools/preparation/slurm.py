@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from queue import Empty, SimpleQueue
 from typing import Any
+
+from dali_stream.tools.preparation.executors import settle
 
 MOST = 1000  # maximum number of jobs per array
 _POLL_S = 1.0  # interval of submitting and polling jobs
@@ -22,49 +22,36 @@ class SlurmExecutor(Executor):
         parameters: Arguments of `submitit.SlurmExecutor.update_parameters`, such as `partition`, or `time` in minutes.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], **parameters: Any) -> None:
+    def __init__(self, folder: str, **parameters: Any) -> None:
         import submitit
 
-        self._slurm = submitit.SlurmExecutor(os.fspath(folder))
+        self._slurm = submitit.SlurmExecutor(folder)
         self._slurm.update_parameters(**parameters)
-        self._waiting: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
-        self._jobs: list[tuple[Future[Any], Any]] = []
+        self._waiting = deque[tuple[Future[Any], Callable[[], Any]]]()
+        self._jobs: dict[Future[Any], submitit.Job[Any]] = {}
         self._stop = threading.Event()
         threading.Thread(target=self._poll, name="dali_stream slurm", daemon=True).start()
 
     def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Return a future of `call(*args)`, which runs in a job."""
+        """Return a future of `call(*args, **kwargs)`, which runs in a job."""
         future: Future[Any] = Future()
-        self._waiting.put((future, call, args))
+        self._waiting.append((future, lambda: call(*args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Stop watching the jobs, and cancel those that have not ended."""
         self._stop.set()
-        for _, job in self._jobs:
+        for job in list(self._jobs.values()):
             job.cancel()
 
     def _poll(self) -> None:
         while not self._stop.wait(_POLL_S):
-            part: list[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = []
-            with contextlib.suppress(Empty):
-                while len(part) < MOST:
-                    part.append(self._waiting.get_nowait())
-            futures, calls = [each[0] for each in part], [each[1:] for each in part]
+            part = [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST))]
             try:
-                jobs = self._slurm.map_array(_call, calls) if calls else []
-                self._jobs += zip(futures, jobs, strict=True)
+                jobs = self._slurm.submit_array([call for _, call in part]) if part else []
+                self._jobs |= zip([future for future, _ in part], jobs, strict=True)
             except Exception as error:  # sbatch is missing, or rejects the jobs
-                for future in futures:
+                for future, _ in part:
                     future.set_exception(error)
-            for future, job in [each for each in self._jobs if each[1].done()]:
-                self._jobs.remove((future, job))
-                try:
-                    future.set_result(job.result())
-                except Exception as error:  # the job was killed
-                    future.set_exception(error)
-
-
-def _call(call_and_arguments: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
-    call, arguments = call_and_arguments
-    return call(*arguments)
+            for future in [each for each, job in self._jobs.items() if job.done()]:
+                settle(future, self._jobs.pop(future).result)  # raises an error if the job was killed

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -17,62 +15,48 @@ from dali_stream.mp4.boxes import children, find, read_moov
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 from dali_stream.mp4.timing import Interval, explain, find_packets
 from dali_stream.storage import Store, open_store
+from dali_stream.storage.store import StoreView
 
 RANGE = 8 << 20  # maximum bytes per request: large enough for few requests, and small enough to repeat after a failure
 HOLE = 256 << 10  # maximum bytes between two packets that are fetched in one request
 
 
-@dataclass(frozen=True)
-class Clock:
-    """How rows locate their frames. See `Dataset` for `name` and `tolerance_s`.
+def locate(
+    where: str, table: VideoIndex, interval: Interval, seconds: npt.NDArray[np.float32], fps: float, tolerance_s: float | None
+) -> Int64:
+    """Return the packets of an episode's rows, shape (n,).
 
-    Attributes:
+    Args:
+        where: File, camera and episode, for the message.
+        table: Index of the file.
+        interval: Interval of the episode in the file.
+        seconds: Times of the rows since the start of the episode in seconds, shape (n,).
         fps: Frames per second of the dataset.
-        name: "timestamp" or "frame_index".
         tolerance_s: Maximum distance of a frame from the time of its row, in seconds. None for a quarter of a frame.
+
+    Raises:
+        DecodeError: If a row has no frame.
+        DatasetError: If the times do not increase.
     """
-
-    fps: float
-    name: str
-    tolerance_s: float | None
-
-    def locate(self, where: str, table: VideoIndex, interval: Interval, seconds: npt.NDArray[np.float32]) -> Int64:
-        """Return the packets of an episode's rows, shape (n,).
-
-        Args:
-            where: File, camera and episode, for the message.
-            table: Index of the file.
-            interval: Interval of the episode in the file.
-            seconds: Times of the rows since the start of the episode in seconds, shape (n,).
-
-        Raises:
-            DecodeError: If a row has no frame.
-            DatasetError: If the times do not increase.
-        """
-        check_rising(where, seconds)
-        packets = find_packets(table, interval, seconds, self.fps, self.tolerance_s)
-        if (packets == LACKING).any():
-            frame = int(np.argmax(packets == LACKING))
-            why = explain(table, interval, float(seconds[frame]), self.fps, self.tolerance_s)
-            raise DecodeError(f"{where}, frame {frame}: {why}")
-        return packets
-
-
-def open_cached(address: str, options: Mapping[str, Any] | None, revision: str | None) -> Store:
-    """Return the store of an address. All tasks of a process share it."""
-    return _open(address, json.dumps(options), revision)
+    check_rising(where, seconds)
+    packets = find_packets(table, interval, seconds, fps, tolerance_s)
+    if (packets == LACKING).any():
+        frame = int(np.argmax(packets == LACKING))
+        raise DecodeError(f"{where}, frame {frame}: {explain(table, interval, float(seconds[frame]), fps, tolerance_s)}")
+    return packets
 
 
 @functools.lru_cache(4)
-def _open(address: str, options: str, revision: str | None) -> Store:
+def open_cached(address: str, options: str, revision: str | None) -> Store:
+    """Return the store of an address, with storage options as JSON. All tasks of a process share it."""
     return open_store(address, json.loads(options), revision=revision)
 
 
-class Window(Store):
+class Window(StoreView):
     """Store that reads from memory within the last loaded range. One thread may load while others read."""
 
     def __init__(self, store: Store) -> None:
-        self.store, self.address, self.remote, self.revision = store, store.address, store.remote, store.revision
+        super().__init__(store)
         self._loaded = ("", 0, b"")
 
     def load(self, path: str, start: int, stop: int) -> None:
@@ -88,18 +72,6 @@ class Window(Store):
         if loaded == path and begin <= start <= stop <= begin + len(data):
             return data[start - begin : stop - begin]
         return self.store.read(path, start, stop)
-
-    def size(self, path: str) -> int:
-        return self.store.size(path)
-
-    def exists(self, path: str) -> bool:
-        return self.store.exists(path)
-
-    def files(self, folder: str) -> list[str]:
-        return self.store.files(folder)
-
-    def close(self) -> None:
-        self.store.close()
 
 
 def refuse_sound(store: Store, path: str) -> None:

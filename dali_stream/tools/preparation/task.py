@@ -1,7 +1,7 @@
 """The unit of work: one output file, as an idempotent function of JSON arguments.
 
 A task writes the file to a scratch folder, verifies it against the source, moves it into place or uploads it, and writes a
-note: a JSON file with the size and the hash of the file, and with values for the metadata of the new dataset. A file with a
+note: a JSON file with the size of the file, and with values for the metadata of the new dataset. A file with a
 note is not written again.
 """
 
@@ -10,18 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dali_stream.errors import DaliStreamError
 from dali_stream.lerobot.stats import table_stats
 from dali_stream.tools.preparation import rows, video
-from dali_stream.tools.preparation.place import file_hash, open_place
-from dali_stream.tools.preparation.task_input import Json, TaskInput
+from dali_stream.tools.preparation.place import Json, open_place
+from dali_stream.tools.preparation.task_input import TaskInput
 
 NOTES = "meta/prepare/done"
 
@@ -43,8 +41,9 @@ def write_file(job: Json, task: Json) -> Json:
             return {"path": path, "bytes": note["bytes"]}
         with place.scratch() as scratch:
             file = scratch / Path(path).name
-            note = _write(TaskInput(job, task, f"{place.address}/{path}"), file)
-            note |= {"bytes": file.stat().st_size, "hash": file_hash(file)}
+            source = TaskInput(job, task, f"{place.address}/{path}")
+            note = _WRITERS[source.spec["mode"]](source, file)
+            note["bytes"] = file.stat().st_size
             place.put(path, file)
         place.write(f"{NOTES}/{path}.json", json.dumps(note).encode())
         return {"path": path, "bytes": note["bytes"]}
@@ -70,13 +69,6 @@ def check_episodes(job: Json, task: Json) -> Json:
     return {"broken": broken}
 
 
-def _write(task: TaskInput, file: Path) -> Json:
-    """Write and verify an output file. Return the content of its note."""
-    if not task.camera:
-        return _write_rows(task, file)
-    return video.copy(task, file) if task.spec["mode"] == "copy" else video.encode(task, file)
-
-
 def _write_rows(task: TaskInput, file: Path) -> Json:
     """Write and verify a Parquet file. Return the content of its note."""
     job, first = task.job, task.footer(task.episodes[0]["data"])
@@ -86,12 +78,12 @@ def _write_rows(task: TaskInput, file: Path) -> Json:
 
     def changed() -> Iterator[pa.Table]:
         for episode in task.episodes:
-            table, new = read(episode).drop_columns(job["without"]), dict[str, npt.NDArray[Any]]()
+            table, new = read(episode).drop_columns(job["without"]), dict[str, pa.Array]()
             if task.regular:
-                new["timestamp"] = table["frame_index"].to_numpy() / task.fps
+                new["timestamp"] = pa.array(table["frame_index"].to_numpy() / task.fps)
             if job["renumber"]:
-                new["index"] = episode["first"] + np.arange(len(table))
-                new["episode_index"] = np.full(len(table), episode["new"])
+                new["index"] = pa.array(episode["first"] + np.arange(len(table)))
+                new["episode_index"] = pa.array(np.full(len(table), episode["new"]))
             table = rows.replaced(table, new)
             if job["row_stats"]:
                 stats[episode["new"]] = {
@@ -107,3 +99,7 @@ def _write_rows(task: TaskInput, file: Path) -> Json:
         if list(map(rows.digest, groups)) != digests or not written.schema_arrow.equals(schema, check_metadata=True):
             raise DaliStreamError(f"{task.where}: its rows differ from the source's. Check the disk")
     return {"stats": stats, "rows": True}
+
+
+# Functions that write and verify an output file, and return the content of its note, by the mode in `TaskInput.spec`.
+_WRITERS = {"rows": _write_rows, "copy": video.copy, "encode": video.encode, "images": video.encode}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +15,9 @@ import pyarrow as pa
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.tools.preparation import packets, quality, rows
-from dali_stream.tools.preparation.source import Clock, Window, open_cached, refuse_sound
+from dali_stream.tools.preparation.place import Json
+from dali_stream.tools.preparation.source import Window, locate, open_cached, refuse_sound
 
-Json = dict[str, Any]
 Times = npt.NDArray[np.float32]
 
 
@@ -32,11 +32,11 @@ class TaskInput:
         episodes: Episodes of the task. See `plan`.
         camera: Key of the camera. Empty for a file of rows.
         rows_per_group: Number of rows of a row group, for a file of rows.
-        spec: How the camera is written. See `plan.header`.
+        spec: How the camera is written. See `plan.header`. Its "mode" is "rows" for a file of rows.
         store: Storage of the source's files.
         window: The same storage, which keeps the last loaded range of a video in memory.
         fps, regular: Frames per second, and whether `timestamp` becomes frame_index / fps.
-        new_clock: How rows of the new dataset locate their frames.
+        new_tolerance_s: Tolerance with which rows of the new dataset locate their frames. See `source.locate`.
         footer: Function that returns the footer of a Parquet file of the source.
     """
 
@@ -44,13 +44,12 @@ class TaskInput:
         self.job, self.where = job, where
         self.episodes, self.camera = task["episodes"], task.get("camera", "")
         self.rows_per_group: int = task.get("rows_per_group", 0)
-        self.spec: Json = job["cameras"].get(self.camera, {})
+        self.spec: Json = job["cameras"].get(self.camera, {"mode": "rows"})
         revision = None if job["data_files_root"] else job["revision"]
-        self.store = open_cached(job["data_files_root"] or job["uri"], job["storage_options"], revision)
+        self.store = open_cached(job["data_files_root"] or job["uri"], json.dumps(job["storage_options"]), revision)
         self.window = Window(self.store)
         self.fps, self.regular = float(job["fps"]), bool(job["regular"])
-        self._clock = Clock(self.fps, job["clock"], job["tolerance_s"])
-        self.new_clock = Clock(self.fps, "timestamp", None) if self.regular else self._clock
+        self.new_tolerance_s: float | None = None if self.regular else job["tolerance_s"]
         self.footer = functools.lru_cache(4)(lambda path: rows.read_footer(self.store, path))
         self._index = functools.lru_cache(16)(self._read_index)
 
@@ -63,18 +62,14 @@ class TaskInput:
         read = self.rows()
         for episode in self.episodes:
             table = read(episode)
-            if self.camera and self.spec["mode"] != "images":
+            if self.spec["mode"] in ("copy", "encode"):
                 index, shown = self.shown(episode, table)
                 with self.naming(episode):
                     quality.check_packets(self.store, index, *packets.needed(index, shown))
 
     def rows(self, columns: list[str] | None = None) -> Callable[[Json], pa.Table]:
         """Return a function that reads some columns of the rows of an episode. Default: all columns."""
-        until: dict[str, int] = {}
-        for episode in self.episodes:
-            until[episode["data"]] = max(until.get(episode["data"], 0), episode["place"] + episode["length"])
-        reader = rows.EpisodeRows(self.store, self.footer, until, columns)
-        return lambda episode: reader.read(episode["data"], episode["old"], episode["place"], episode["length"])
+        return rows.EpisodeRows(self.store, self.footer, self.episodes, columns).read
 
     def shown(self, episode: Json, table: pa.Table) -> tuple[VideoIndex, Int64]:
         """Return the index of an episode's video file, and the packets of its rows.
@@ -86,14 +81,16 @@ class TaskInput:
         index = self._index(episode["video"])
         stop = math.inf if episode["stop"] is None else episode["stop"]
         where = f"{self.store.where(index.path)}: {self.camera}, episode {episode['old']}"
-        times = self._times(table, self._clock.name == "frame_index")
-        return index, self._clock.locate(where, index, (episode["start"], stop), times)
+        times = self.times(table, self.job["clock"] == "frame_index")
+        return index, locate(where, index, (episode["start"], stop), times, self.fps, self.job["tolerance_s"])
 
-    def new_times(self, table: pa.Table) -> Times:
-        """Return the times of rows in the new dataset, in seconds since the start of their episode."""
-        return self._times(table, self.regular)
+    def times(self, table: pa.Table, regular: bool) -> Times:
+        """Return the times of an episode's rows since its start, in seconds: frame_index / fps, or their `timestamp`.
 
-    def _times(self, table: pa.Table, regular: bool) -> Times:
+        Args:
+            table: Rows of the episode.
+            regular: Whether to return frame_index / fps. For the new dataset, this is `self.regular`.
+        """
         times = table["frame_index"].to_numpy() / self.fps if regular else table["timestamp"].to_numpy()
         return times.astype(np.float32)
 

@@ -26,7 +26,9 @@ from dali_stream.storage import LocalStore
 from dali_stream.tools.preparation import ffmpeg, packets, quality
 from dali_stream.tools.preparation.encoders import Encoder
 from dali_stream.tools.preparation.packets import Run
-from dali_stream.tools.preparation.task_input import Json, TaskInput, Times
+from dali_stream.tools.preparation.place import Json
+from dali_stream.tools.preparation.source import locate
+from dali_stream.tools.preparation.task_input import TaskInput, Times
 from dali_stream.tools.work import spread
 
 TIMESCALE = 90_000  # ticks per second of encoded files; a multiple of 24, 25, 30, 50 and 60 frames per second
@@ -51,7 +53,7 @@ def copy(task: TaskInput, file: Path) -> Json:
     for episode in task.episodes:
         table = read(episode)
         index, shown = task.shown(episode, table)
-        copied.append((episode, task.new_times(table), shown, packets.add(runs, index, shown)))
+        copied.append((episode, task.times(table, task.regular), shown, packets.add(runs, index, shown)))
     last, count = packets.join(runs, task.fps), len(packets.descriptions(runs))
     if count > _MOST_CONFIGS:
         raise DecodeError(f"{task.where}: its sources have {count} sample descriptions. Give a smaller --file-mb")
@@ -76,7 +78,8 @@ def _verify(task: TaskInput, store: LocalStore, file: Path, track: Track, digest
     stops = dict(zip(starts, [*starts[1:], math.inf], strict=True))
     for number, start, times, expected in episodes:
         where = f"{task.where}: {task.camera}, episode {number}"
-        if (task.new_clock.locate(where, index, (start, stops[start]), times) != expected).any():
+        packets_of_rows = locate(where, index, (start, stops[start]), times, task.fps, task.new_tolerance_s)
+        if (packets_of_rows != expected).any():
             raise DaliStreamError(f"{where}: a timestamp has another frame than in the source. Check the disk")
     return index
 
@@ -86,14 +89,14 @@ def encode(task: TaskInput, file: Path) -> Json:
 
     Each episode is encoded separately, so that it begins with a keyframe. The packets are then joined to one file.
     """
-    encoder, size, frame = _encoder(task), tuple(task.spec["size"]), round(TIMESCALE / task.fps)
+    encoder, size, frame = Encoder(**task.spec["encoder"]), tuple(task.spec["size"]), round(TIMESCALE / task.fps)
     read = task.rows(None if task.spec["mode"] == "images" else _CLOCKS)
     runs, pts, episodes, samples = list[Run](), list[Int64](), list[_Episode](), list[dict[int, quality.Frames]]()
     first = tick = 0
     with contextlib.closing(LocalStore(str(file.parent))) as scratch:
         for episode in task.episodes:
             table, length, number = read(episode), episode["length"], episode["new"]
-            times = task.new_times(table)
+            times = task.times(table, task.regular)
             pts.append(tick + np.round(_grid(task, number, times) * TIMESCALE / task.fps).astype(np.int64))
             samples.append({})
             with task.naming(episode):
@@ -120,7 +123,7 @@ def encode(task: TaskInput, file: Path) -> Json:
 def _compare(task: TaskInput, store: LocalStore, index: VideoIndex, episode: _Episode, kept: dict[int, quality.Frames]) -> Json:
     """Return the PSNR and SSIM of an episode's encoded frames, each as (minimum, mean), and the statistics of the frames."""
     where, length = f"{task.where}: {task.camera}, episode {episode.number}", len(episode.packets)
-    sampled, compared = spread(length, MAX_IMAGES), quality.compared(length)
+    sampled, compared = spread(length, MAX_IMAGES), spread(length, quality.COMPARED)
     wanted = sorted({*sampled, *compared})
     frames = torchcodec.decode(store, [index] * len(wanted), episode.packets[wanted].tolist(), describe(index.configs[0]))[0]
     figures = []
@@ -147,16 +150,12 @@ def trial(job: Json, first: Json) -> Json:
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(LocalStore(folder)) as scratch:
         try:
             parts = itertools.islice(_frames(task, episode, task.rows()(episode)), _TRIAL // _PART)
-            index = _encode_episode(scratch, "trial.mp4", _resized(parts, size, 1, {}), size, _encoder(task))
+            index = _encode_episode(scratch, "trial.mp4", _resized(parts, size, 1, {}), size, Encoder(**task.spec["encoder"]))
             return {"frame_bytes": float(index.size[:].mean())}
         except (DatasetError, DecodeError):  # the task that writes the file reports this error
             return {"frame_bytes": math.prod(size) / 10}
         except DaliStreamError as error:
             return {"error": str(error)}
-
-
-def _encoder(task: TaskInput) -> Encoder:
-    return Encoder(**task.spec["encoder"] | {"arguments": tuple(task.spec["encoder"]["arguments"])})
 
 
 def _encode_episode(
@@ -198,12 +197,10 @@ def _frames(task: TaskInput, episode: Json, table: pa.Table) -> Iterator[quality
     index, shown = task.shown(episode, table)
     start, stop = packets.needed(index, shown)
     task.window.load(index.path, int(index.offset[start]), int(index.offset[stop - 1] + index.size[stop - 1]))
-    with task.naming(episode):
-        quality.check_packets(task.window, index, start, stop)
-        for part in _parts(index, shown):
-            yield torchcodec.decode(
-                task.window, [index] * len(part), part.tolist(), describe(index.configs[index.config[part[0]]])
-            )[0]
+    quality.check_packets(task.window, index, start, stop)
+    for part in _parts(index, shown):
+        expected = describe(index.configs[index.config[part[0]]])
+        yield torchcodec.decode(task.window, [index] * len(part), part.tolist(), expected)[0]
 
 
 def _parts(index: VideoIndex, shown: Int64) -> Iterator[Int64]:
@@ -226,7 +223,7 @@ def _resized(
         length: Number of frames of the episode.
         kept: Receives copies of the frames that are compared later, and of their neighbours, by index.
     """
-    wanted = {frame + step for frame in quality.compared(length) for step in (-1, 0, 1)}
+    wanted = {frame + step for frame in spread(length, quality.COMPARED) for step in (-1, 0, 1)}
     number = itertools.count()
     for part in frames:
         part = resize(part, size)
