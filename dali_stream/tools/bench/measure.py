@@ -16,7 +16,6 @@ from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError
 from dali_stream.loader import Loader
 from dali_stream.mixture import Mixture
-from dali_stream.speed.bottleneck import STAGES
 from dali_stream.tools import environment
 
 Mode = Literal["single", "sarm", "action_chunk"]
