@@ -54,6 +54,12 @@ VIDEO = 1500 * 50 * 5 // 4
         (REMOTE, 2 << 20, Parts(1_049_152, 524_576, 524_576 * INDICES // (ROWS + INDICES), 748, 4096)),
         # Files that are read in place leave all of it to rows and indices.
         (LOCAL, 8 << 20, Parts(4_388_608, 4_388_608, 4_388_608 * INDICES // (ROWS + INDICES), 4000, 16_384)),
+        # The frames in progress leave no memory for others, so all of it is for rows and indices.
+        (
+            replace(LOCAL, in_progress=4 << 20),
+            4 << 20,
+            Parts(4 << 20, 4 << 20, (4 << 20) * INDICES // (ROWS + INDICES), 0, 8192),
+        ),
         (replace(REMOTE, frame_bytes=0), 8 << 20, Parts(8 << 20, 4 << 20, (4 << 20) * INDICES // (ROWS + INDICES), 0, 16_384)),
     ],
 )

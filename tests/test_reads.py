@@ -331,6 +331,20 @@ def test_an_episode_is_not_opened_without_the_index_of_its_file() -> None:
     assert [sorted(episodes) for episodes in opened] == [[0, 1], [2, 3, 4, 6, 7], [5]]
 
 
+def test_reads_that_take_all_of_the_memory_are_all_kept() -> None:
+    """The estimate was less than the size, but all rows of the look-ahead fit to the byte."""
+    opening = Opening(Storage({}, np.full(8, 10), 10, 0, {}, 4 * 120, look_ahead=16))
+    ahead = batches_of_two(2)
+    opening.request(ahead)
+    for episode in range(4):
+        assert opening.observe(("", episode), 120) == []
+    assert opening.items.free == 0
+    assert opening.items.take_evicted() == []
+    assert opening.ready() == [0, 1]
+    opening.advance()
+    assert opening.ready() == [2, 3]
+
+
 def test_rows_that_a_read_returns_as_well_are_kept_if_they_fit() -> None:
     opening = Opening(Storage({}, np.full(8, 10), 10, 0, {}, 350))
     opening.request(batches_of_two(1))
