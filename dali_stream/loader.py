@@ -466,7 +466,7 @@ class Loader:
         The last 200 batches are judged. Batches of the first epoch are never judged together with later ones, whose frames may
         be in memory already. A Loader logs the result once, after 200 batches. If memory_budget holds all decoded frames, the
         Loader logs the result after the first epoch, since only the first epoch decodes. This method may simulate a larger
-        memory_budget, which can take some seconds. The log leaves such a simulation out if it takes more than about 1 s.
+        memory_budget, which can take about 10 s. The log leaves such a simulation out if it takes more than about 1 s.
 
         Args:
             since: Earlier result of `stats()`. If given, all batches after it are judged instead.
@@ -474,9 +474,9 @@ class Loader:
         Returns:
             Stage and advice, or None before the second batch.
         """
-        return self._bottleneck(since or self._recent.since)
+        return self._bottleneck(since or self._recent.since, bottleneck.MOST_SIMULATED)
 
-    def _bottleneck(self, since: Mapping[str, Any] | None, most_simulated: int | None = None) -> Bottleneck | None:
+    def _bottleneck(self, since: Mapping[str, Any] | None, most_simulated: int) -> Bottleneck | None:
         """Return the result of `bottleneck`. See `setup_of` for `most_simulated`."""
         if since is None:
             return None
@@ -558,7 +558,7 @@ class Loader:
         """
         typical = self._recent.warm or not self._source.keeps_all
         enough = self._recent.batches >= bottleneck.JUDGED // 2
-        if typical and enough and (limit := self._bottleneck(self._recent.since, bottleneck.MOST_SIMULATED)):
+        if typical and enough and (limit := self._bottleneck(self._recent.since, bottleneck.MOST_LOGGED)):
             self._bottleneck_logged = True
             held_up = limit.stage != "training" and self._config.rank == 0
             level = logging.WARNING if held_up else logging.INFO

@@ -62,16 +62,19 @@ def test_a_rising_column_is_searched_as_an_array(steps: list[int], even: bool, d
             assert column.searchsorted(value, side) == np.searchsorted(values, value, side)
 
 
-def index_of(frames: int, *, b_frames: bool, steady: bool, gap: bool, pauses: bool = False, most: int = 60_000) -> VideoIndex:
+PAUSES = {"pauses": 137, "overlaps": -412}  # ticks, of 512 from frame to frame
+
+
+def index_of(frames: int, *, b_frames: bool, steady: bool, gap: bool, pause: int = 0, most: int = 60_000) -> VideoIndex:
     """An index of a file with packets of up to `most` bytes.
 
-    With or without B-frames, at a constant frame rate or not, with sound between its chunks or not, with a pause after every
-    300 frames or not.
+    With or without B-frames, at a constant frame rate or not, with sound between its chunks or not. After every 300 frames,
+    the next frame is `pause` ticks later, or earlier if it is negative.
     """
     random, every = np.random.default_rng(0), np.arange(frames)
     size = random.integers(500, most, frames)
     pts = every * 512 if steady else np.cumsum(random.integers(300, 700, frames))
-    pts = pts + every // 300 * 137 * pauses
+    pts = pts + every // 300 * pause
     if b_frames:
         order = every.reshape(-1, 4)[:, [0, 3, 1, 2]].ravel()
         pts = pts[np.argsort(order)]
@@ -119,7 +122,7 @@ def test_the_nearest_frame_is_that_of_a_search_through_all(b_frames: bool, stead
 
 @given(
     st.booleans(),
-    st.sampled_from(["steady", "pauses", "jitter"]),
+    st.sampled_from(["steady", "pauses", "overlaps", "jitter"]),
     st.integers(0, 2399),
     st.integers(1, 60),
     st.floats(0, 1),
@@ -130,7 +133,9 @@ def test_the_nearest_frame_is_that_of_a_search_through_all(b_frames: bool, stead
 def test_consecutive_frames_are_the_same_as_those_of_a_search(
     b_frames: bool, times: str, first: int, count: int, share: float, tolerance: float, seed: int
 ) -> None:
-    index = index_of(2400, b_frames=b_frames, steady=times != "jitter", gap=False, pauses=times == "pauses")
+    index = index_of(
+        2400, b_frames=b_frames, steady=times != "jitter", gap=False, pause={"pauses": 137, "overlaps": -412}.get(times, 0)
+    )
     shown = index.shown_at[first : first + count] / 15360
     step = 512 / 15360
     seconds = shown + np.random.default_rng(seed).uniform(-share, share, len(shown)) * 0.5 * step
@@ -142,6 +147,14 @@ def test_consecutive_frames_are_the_same_as_those_of_a_search(
         for fast, searched in zip(consecutive, (packets, shown), strict=True):
             np.testing.assert_array_equal(fast, searched)
             assert fast.dtype == searched.dtype
+
+
+def test_the_frame_after_the_last_one_may_be_the_nearest() -> None:
+    """A second recording begins 200 ticks after frame 299, and the rows are 120 ticks late, which is within the tolerance."""
+    index = index_of(600, b_frames=False, steady=True, gap=False, pause=200 - 512)
+    seconds = (np.arange(300) * 512 + 120) / 15360
+    assert index.consecutive(seconds, 0.008) is None
+    assert index.nearest(seconds)[0][-2:].tolist() == [298, 300]
 
 
 @pytest.mark.parametrize(

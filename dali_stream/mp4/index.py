@@ -161,6 +161,10 @@ class VideoIndex:
         shown = (self.shown_at[first] + step * np.arange(count)) / self.timescale
         if not np.abs(shown - seconds).max() <= tolerance:
             return None
+        # The next frame may follow after less than a step, such as the first one of another recording in the same file.
+        end = first + count
+        if end < len(self) and not self.shown_at[end] / self.timescale - seconds[-1] > abs(shown[-1] - seconds[-1]):
+            return None
         return self.display_order[first : first + count], shown
 
 

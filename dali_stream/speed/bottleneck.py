@@ -43,9 +43,9 @@ _WORTH = 0.05  # more memory is worth its cost if it saves more than this share 
 _LONG_GOP = 2.5  # minimum number of decoded frames per delivered frame for which re-encoding with a GOP of 2 is worthwhile
 _SHORT_GOP = 1.5  # decoded frames per delivered frame with a GOP of 2 and no cache
 _SIMULATED = 100  # number of batches that are simulated with each memory budget
-# Maximum number of cached frames of a camera with which the Loader simulates a larger memory budget for its log. Training waits
-# for the simulation: with this number, for about 1 s, or 2.5 s with a mixture of 50 datasets.
-MOST_SIMULATED = 1 << 15
+# Maximum number of cached frames of a camera with which a larger memory budget is simulated, for the log, and for a call of
+# `Loader.bottleneck`. Training waits for the log: with this number, for about 1 s, or 2.5 s with a mixture of 50 datasets.
+MOST_LOGGED, MOST_SIMULATED = 1 << 15, 1 << 18
 # Time to copy a frame as uint8, divided by that as float32. It was 0.21 to 0.32 in `benchmarks/results/why_2cores.json`, less
 # than the 0.4 of the bytes read and written, since the division by 255 also takes time.
 _AS_BYTES = 0.28
@@ -143,7 +143,7 @@ class Setup:
     block_bytes: int = 1 << 16
 
 
-def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool, most_simulated: int | None = None) -> Setup:
+def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool, most_simulated: int) -> Setup:
     """Return the settings of a loader.
 
     Args:
@@ -151,7 +151,7 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool, m
         source: Batches of the loader.
         normalize: Whether the loader normalizes the batches.
         warm: See `Setup`.
-        most_simulated: Maximum number of frames of a camera that a simulated larger budget may hold. Default: no limit.
+        most_simulated: Maximum number of frames of a camera that a simulated larger budget may hold.
     """
     # While batches are in progress, only the planner may read indices, so the planner's sizes are used.
     on_cpu = config.on_cpu(source.routes)
@@ -181,13 +181,11 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool, m
 
 
 def _advice(
-    config: Config, on_cpu: Sequence[str], sizes: Sizes, warm: bool, most_simulated: int | None
+    config: Config, on_cpu: Sequence[str], sizes: Sizes, warm: bool, most_simulated: int
 ) -> tuple[int, Decodes, Decodes] | None:
     """Return the effect of doubling the memory budget. See `Setup.advice`."""
     larger = replace(config, memory_budget=2 * config.memory_budget)
-    if not fits(larger.memory_budget):
-        return None
-    if most_simulated is not None and divide(larger.memory_budget, sizes).frames > most_simulated:
+    if not fits(larger.memory_budget) or divide(larger.memory_budget, sizes).frames > most_simulated:
         return None
     now, then = (decodes_of(each, on_cpu, batches=_SIMULATED, sizes=sizes)[warm] for each in (config, larger))
     return (larger.memory_budget, now, then) if then.decoded <= (1 - _WORTH) * now.decoded else None

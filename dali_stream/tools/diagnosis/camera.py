@@ -60,7 +60,7 @@ class Camera:
         reports: {place: description of the videos}.
         results: Results by name. Results of decoded frames are added later, since all cameras are decoded together.
         facts: Facts for the report.
-        decodes: {decoder: call that decodes a frame}. Empty if no frame can be located.
+        decodes: {decoder: call that decodes a frame}. Empty if the chosen frame cannot be located.
         speeds: {kind of GPU: call that measures the speed}.
     """
 
@@ -155,11 +155,14 @@ class Camera:
         A frame in the middle depends on earlier frames, so decoding it tests more than a first frame would.
         """
         dataset, table, store = self.dataset, self.tables[0], self.dataset.data_store
-        episode = next(iter(self._packets), None)
-        if episode is None:
-            return
-        frame = len(self._packets[episode]) // 2
-        packet = int(self._packets[episode][frame])
+        if not self._packets:  # the rows are broken, which must not hide a broken decoder
+            file = dataset.table.video[self.key].paths.index(table.path)
+            episode = int(np.argmax(dataset.files(self.key) == file))
+            seconds = np.arange(dataset.lengths[episode]) / dataset.fps
+            self._packets[episode] = find_frames(dataset, self.key, table, episode, seconds)[0]
+        episode, packets = next(iter(self._packets.items()))
+        frame = len(packets) // 2
+        packet = int(packets[frame])
         self.facts["frame"] = {"episode": int(dataset.episodes[episode]), "frame": frame}
         if packet == LACKING:  # the check of timestamps reports it
             return

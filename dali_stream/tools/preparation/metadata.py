@@ -153,7 +153,9 @@ def _values(head: Json, camera: str, episode: Json, note: Json) -> Json:
 
 def _write_episodes(dataset: Dataset, plan: Plan, columns: Columns, place: Place) -> list[pa.Table]:
     """Write the episode table. Return its parts, one per part of the source's table."""
-    parts = [(_renewed(source, plan.header, columns), nbytes) for source, nbytes in _episode_tables(dataset)]
+    # Types are inferred from all episodes, since a part of them may lack a value, or have integers only.
+    types = {name: pa.infer_type(list(values.values())) for name, values in columns.items()}
+    parts = [(_renewed(source, plan.header, columns, types), nbytes) for source, nbytes in _episode_tables(dataset)]
     most = (plan.header["options"].get("file_mb") or DATA_MB) * (1 << 20)
     files = grouped(parts, most, lambda pair: pair[1], lambda pair: pair[0].schema.serialize().to_pybytes())
     for number, file in enumerate(files):
@@ -164,7 +166,7 @@ def _write_episodes(dataset: Dataset, plan: Plan, columns: Columns, place: Place
     return [part for part, _ in parts]
 
 
-def _renewed(part: pa.Table, head: Json, columns: Columns) -> pa.Table:
+def _renewed(part: pa.Table, head: Json, columns: Columns, types: Mapping[str, pa.DataType]) -> pa.Table:
     """Return a part of the episode table, reduced to the kept episodes and cameras, with their new values."""
     index = part["episode_index"].to_numpy()
     is_kept = np.isin(index, list(columns["episode_index"]))
@@ -176,7 +178,7 @@ def _renewed(part: pa.Table, head: Json, columns: Columns) -> pa.Table:
 
     part = part.filter(pa.array(is_kept)).select(list(filter(stays, part.column_names)))
     new = {
-        name: pa.array([values[episode] for episode in index[is_kept].tolist()], pa.infer_type(list(values.values())))
+        name: pa.array([values[episode] for episode in index[is_kept].tolist()], types[name])
         for name, values in columns.items()
         if name in part.column_names or not name.startswith(_PLANNED)
     }

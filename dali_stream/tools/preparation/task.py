@@ -1,8 +1,8 @@
 """The unit of work: one output file, as an idempotent function of JSON arguments.
 
 A task writes the file to a scratch folder, verifies it against the source, moves it into place or uploads it, and writes a
-note: a JSON file with the size of the file, and with values for the metadata of the new dataset. A file with a
-note is not written again.
+note: a JSON file with the size of the file, and with values for the metadata of the new dataset. A file with a note is not
+written again.
 """
 
 from __future__ import annotations

@@ -208,7 +208,10 @@ class _Run:
         for video in list(self._longest.values())[:1]:
             folder, decode, av1 = self._folder(video), "dali", ("av1", SHORT, SIZE)
             if self._gpu is not None and self._write([av1]):
-                folder, decode = videos.mix(str(self._root / "mixed"), folder, self._folder(av1)), "auto"
+                try:
+                    folder, decode = videos.mix(str(self._root / "mixed"), folder, self._folder(av1)), "auto"
+                except OSError as error:  # such as a full disk
+                    self.problems.append(f"the dataset of two codecs cannot be written: {error}")
             seconds = max(0.0, min(self._soak_s, self.until - time.perf_counter() - _START_S))
             job = {"folder": folder, "device": device_name(self._gpu), "decode": decode, "seconds": seconds}
             yield from self._each(loaders.soak, {"the Loader": ({}, job)}, 2 * seconds)
