@@ -406,9 +406,10 @@ def test_an_edit_list_that_hides_frames(tmp_path: Path) -> None:
 def test_rows_that_cannot_be_read(demo_copy: Path) -> None:
     for path in demo_copy.glob("data/**/*.parquet"):
         path.write_bytes(POINTER)
-    findings, _ = looked_at(demo_copy)
+    findings, _ = looked_at(demo_copy, Decoders(torchcodec=True, dali=False, gpus={}))
     assert "a Git LFS pointer" in findings["rows"].text
     assert "git lfs pull" in findings["rows"].remedy
+    assert findings[f"{TOP} frame, torchcodec"].status == "ok", "broken rows do not hide a decoder"
     assert findings[TOP].status == "ok"
 
 
