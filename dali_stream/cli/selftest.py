@@ -86,7 +86,8 @@ def _print(report: dict[str, Any]) -> None:
             table.add_row(*(_cell(row, key, form) for _, key, form in columns))
         screen.print(table)
     if ratios := [(row["ratio"], row["codec"]) for row in report["verdict"] if "ratio" in row]:
-        typer.echo(f"{max(ratios)[1]}: the fastest decoder reaches {max(ratios)[0]:.2f} of the CPU's speed")
+        ratio, codec = max(ratios)
+        typer.echo(f"{codec}: the fastest decoder reaches {ratio:.2f} of the CPU's speed")
     for codec, reason in report["codecs"].items():
         if reason:
             typer.echo(f"{codec} was not tested: {reason}")

@@ -140,7 +140,8 @@ class EpisodeRows:
             table = self._checked(parquet.read_row_groups(range(missing, last), self._columns, use_threads=False))
             self._groups = {group: self._groups[group] for group in groups if group < missing}
             for group in range(missing, last):
-                self._groups[group] = table.slice(first_row[group] - first_row[missing], np.diff(first_row)[group])
+                first, end = first_row[group : group + 2] - first_row[missing]
+                self._groups[group] = table.slice(first, end - first)
         rows = pa.concat_tables([self._groups[group] for group in groups])
         return rows.slice(start - first_row[groups[0]], stop - start)
 
