@@ -16,7 +16,7 @@ from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.decode.choice import choose_routes
 from dali_stream.decode.route import DECODE, Route
-from dali_stream.errors import DaliStreamError, ResumeError, counted
+from dali_stream.errors import DaliStreamError, MemoryBudgetError, ResumeError, counted
 from dali_stream.loader_config import make_config, make_normalizer, open_dataset
 from dali_stream.memory_limit import memory_limit
 from dali_stream.metrics import metrics
@@ -35,6 +35,7 @@ from dali_stream.tracing import profiled, record
 if TYPE_CHECKING:
     import torch
 
+    from dali_stream.pipeline.config import Config
     from dali_stream.pipeline.graph import Graph
 
 _log = logging.getLogger("dali_stream")
@@ -84,12 +85,14 @@ class Loader:
             the two on this machine, "dali", "torchcodec", or "torchcodec-cuda" for NVDEC without DALI (not run on a GPU yet).
             Default: "auto".
         num_threads: Number of threads that decode on the CPU, and maximum number of DALI's threads for NVDEC. Default: the
-            number of cores of this process.
+            number of cores of this process, which is its share if local ranks share cores or a CPU quota. The first line that
+            a Loader logs has the number and the reason.
         prefetch: Number of batches that are prepared ahead. Default: enough to keep all threads busy, from 2 to 16.
         memory_budget: Memory for rows, indices of video files, encoded video of remote data, and decoded frames, in bytes or as
             a text such as "4GiB". The first three get what the episodes in use need, up to half of the budget. Decoded frames
             get the rest. The frames of the batches in progress are not counted if they exceed this rest, or if the rest holds
-            all frames of the dataset. Default: "4GiB".
+            all frames of the dataset. Each rank has its own budget. Default: 4 GiB, but at most a quarter of the memory of the
+            machine or cgroup, divided by the number of ranks on the machine.
         audit: Average number of samples per audit. If DALI decodes a camera, an audit decodes a sample with torchcodec as
             well. If the frames differ by more than a tolerance, torchcodec decodes the camera in this batch and all later
             ones, and a warning names file and frame. The first sample of each file is always audited. 0 turns audits off. With
@@ -110,8 +113,8 @@ class Loader:
     Raises:
         ValueError: If an argument is invalid.
         DatasetError: See `Dataset`.
-        MemoryBudgetError: If `memory_budget` does not hold one batch, or the frames of the batches in progress need more memory
-            than this machine or the cgroup of this process has.
+        MemoryBudgetError: If `memory_budget` does not hold one batch, or exceeds the memory of this machine or of the cgroup of
+            this process, or if the frames of the batches in progress need more memory than that.
         DaliStreamError: If the Loader is made in a worker of a DataLoader, since each worker would deliver the same batches, or
             if a GPU, `dali_graph` or `decode="dali"` needs DALI, and DALI cannot be imported.
     """
@@ -142,7 +145,7 @@ class Loader:
         decode: str = "auto",
         num_threads: int | None = None,
         prefetch: int | None = None,
-        memory_budget: int | str = "4GiB",
+        memory_budget: int | str | None = None,
         audit: int = 1000,
         last_batch: str = "drop",
         on_error: str = "raise",
@@ -153,6 +156,7 @@ class Loader:
         process.refuse_workers()
         one_of("decode", decode, DECODE)
         self._ranks = process.ranks(rank, world_size)
+        self._budget_given = memory_budget is not None
         self._given_pools = {"consumers": consumers, "episode_pool_size": episode_pool_size}
         self.dataset = open_dataset(dataset)
         self._config = make_config(
@@ -193,12 +197,24 @@ class Loader:
             routes = choose_routes(config.dataset, config.indices, decode, config.gpu, config.num_threads)
         finally:
             self.dataset.close()
-        divide(config.memory_budget, config.sizes(()))
+        self._check_budget(config)
         on_cpu = config.on_cpu(routes)
         check_memory(config, on_cpu, memory_limit())
         if config.uses_dali(on_cpu):
             importlib.import_module("dali_stream.pipeline.dali_batches")
         return BatchSource(routes, dali_graph, decode, self._counters)
+
+    def _check_budget(self, config: Config) -> None:
+        """Check that memory_budget holds one batch."""
+        try:
+            divide(config.memory_budget, config.sizes(()))
+        except MemoryBudgetError as error:
+            if self._budget_given:
+                raise
+            raise MemoryBudgetError(
+                f"{error}. No memory_budget was given, and its default is at most a quarter of the memory of this machine or "
+                "cgroup, divided by the ranks on this machine"
+            ) from None
 
     def __getattr__(self, name: str) -> Any:
         # Accelerate reads these attributes of a loader to split it by rank, or to skip batches.
@@ -304,7 +320,7 @@ class Loader:
         epoch, position = check_state(state, "loader", config.order_state(), config.batches.frames)
         if taken:
             config.arguments.check_resumable(config.batches.world_size)
-            divide(config.memory_budget, config.sizes(()))
+            self._check_budget(config)
         self._config, self._epoch, self._position = config, epoch, position
         if "consumers" in taken:
             self._warn_if_uneven()

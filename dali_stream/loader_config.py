@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from dali_stream import process
-from dali_stream.arguments import byte_count, from_zero, one_of, picture_size, positive, share
+from dali_stream import memory_limit, process
+from dali_stream.arguments import from_zero, one_of, picture_size, positive, share
 from dali_stream.cache.indices import IndexCache
 from dali_stream.dataset import Dataset
 from dali_stream.mixture import Mixture
@@ -59,7 +59,7 @@ def make_config(
     device: str,
     num_threads: int | None,
     prefetch: int | None,
-    memory_budget: int | str,
+    memory_budget: int | str | None,
     audit: int,
     last_batch: str,
     on_error: str,
@@ -76,6 +76,7 @@ def make_config(
 
     Raises:
         ValueError: If an argument is invalid.
+        MemoryBudgetError: If `memory_budget` exceeds the memory of this machine.
     """
     dtype = str(image_dtype).removeprefix("torch.")
     one_of("image_dtype", dtype, ("float32", "uint8"))
@@ -90,6 +91,10 @@ def make_config(
     shuffle, seed, *pools = order
     arguments = OrderArguments(shuffle, seed, *default_pools(batch_size, ranks.world_size, *pools))
     orders = dataset.orders()
+    cores = process.available_cores()
+    threads = cores.count if num_threads is None else positive("num_threads", num_threads)
+    budget = memory_limit.budget(memory_budget, memory_limit.memory_limit(), cores.ranks.count)
+    _log.info("Loader: num_threads=%d (%s), %s", threads, cores if num_threads is None else "given", budget)
     offsets = _window_offsets(dataset, delta_timestamps or {}, ranks.rank)
     streamed = _delivered(dataset, offsets, dali_graph is not None, on_error == "substitute")
     if image_size is None:
@@ -102,9 +107,9 @@ def make_config(
         windows=windows.Windows(offsets),
         arguments=arguments.checked(ranks.rank, ranks.world_size),
         rank=ranks.rank,
-        num_threads=process.cores() if num_threads is None else positive("num_threads", num_threads),
+        num_threads=threads,
         prefetch=None if prefetch is None else positive("prefetch", prefetch),
-        memory_budget=byte_count(memory_budget),
+        memory_budget=budget.size,
         image_size=picture_size(image_size),
         image_dtype=dtype,
         memory_format=memory_format,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from dali_stream.arguments import budget_text, byte_count
+from dali_stream.cgroups import cgroup_values
+from dali_stream.errors import MemoryBudgetError
 from dali_stream.process import local_ranks
 
+_DEFAULT_BUDGET = 4 << 30  # largest default of `memory_budget`, in bytes
 _UNLIMITED = 1 << 60  # larger limits mean no limit: without a limit, version 1 of cgroups reports a number near 2^63
 
 
@@ -44,7 +47,52 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
 def fits(size: int | None) -> bool:
     """Return whether each rank of this machine may use `size` bytes. False if `size` is None."""
     limit = memory_limit()
-    return size is not None and (limit is None or size * local_ranks() <= limit.size)
+    return size is not None and (limit is None or size * local_ranks().count <= limit.size)
+
+
+class Budget(NamedTuple):
+    """Argument `memory_budget` of a Loader.
+
+    Attributes:
+        size: Memory budget in bytes.
+        reason: Explanation of the number, for the log.
+    """
+
+    size: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f'memory_budget="{budget_text(self.size)}" ({self.reason})'
+
+
+def budget(given: int | str | None, limit: MemoryLimit | None, ranks: int) -> Budget:
+    """Return the memory budget of a Loader.
+
+    The default is 4 GiB, but at most a quarter of the limit divided by the number of ranks that share it. Training and
+    validation on each rank then leave half of the memory to everything else.
+
+    Args:
+        given: Argument of the Loader. None for the default.
+        limit: Memory limit of this process. None if it is unknown.
+        ranks: Number of ranks on this machine.
+
+    Raises:
+        ValueError: If the argument is invalid.
+        MemoryBudgetError: If the argument exceeds the limit.
+    """
+    if given is None:
+        size = _DEFAULT_BUDGET if limit is None else limit.size // 4 // ranks
+        if limit is None or size >= _DEFAULT_BUDGET:
+            return Budget(_DEFAULT_BUDGET, "the default")
+        shared = f", divided by {ranks} local ranks" if ranks > 1 else ""
+        return Budget(size, f"the default, a quarter of the {budget_text(limit.size)} of {limit.owner}{shared}")
+    size = byte_count(given)
+    if limit is not None and size > limit.size:
+        raise MemoryBudgetError(
+            f"memory_budget must be at most {limit.size} bytes, the memory of {limit.owner}, got {given!r}. Each rank has its "
+            "own budget, and torch and the model need memory too. Leave memory_budget out to get the default"
+        )
+    return Budget(size, "given")
 
 
 def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
@@ -55,38 +103,3 @@ def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
     """
     values = [value for name in ("memory.max", "memory.limit_in_bytes") for value in cgroup_values(root, "memory", name)]
     return min((int(value) for value in values if value.isdigit() and int(value) < _UNLIMITED), default=None)
-
-
-def cgroup_values(root: Path, controller: str, name: str) -> Iterator[str]:
-    """Yield the contents of a file in the cgroup of this process and in each of its parents.
-
-    Args:
-        root: Root of the file system with the cgroups.
-        controller: Controller of the file, such as "memory".
-        name: Name of the file in version 1 or 2 of cgroups. No name exists in both.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2; if version 1 is mounted too, version 2 is in the folder `unified`
-            folders = ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
-        else:
-            folders = [f"sys/fs/cgroup/{controller}"] if controller in controllers.split(",") else []
-        for folder in folders:
-            yield from _values_above(root / folder, path.strip("/"), name)
-
-
-def _values_above(hierarchy: Path, path: str, name: str) -> Iterator[str]:
-    """Yield the contents of a file in a cgroup and its parents.
-
-    In a container, the root of the hierarchy may be the container's own cgroup. Then `path` may not exist below it.
-    """
-    group = hierarchy / path
-    for folder in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):  # a missing file, or one that is not text
-            yield (folder / name).read_text().strip()
-        if folder == hierarchy:
-            return

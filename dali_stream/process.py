@@ -9,11 +9,15 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from dali_stream.cgroups import cpu_quota, cpuset_cores
 from dali_stream.errors import DaliStreamError
+
+_LOCAL_RANKS = "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"  # of torchrun, Open MPI and MPICH
 
 
 @dataclass(frozen=True)
@@ -135,16 +139,96 @@ def refuse_workers() -> None:
         )
 
 
+@dataclass(frozen=True)
+class LocalRanks:
+    """Number of ranks on this machine.
+
+    Attributes:
+        count: Number of ranks, at least 1.
+        source: Environment variable that contains the number. Empty if the number is unknown, so that `count` is 1.
+    """
+
+    count: int
+    source: str = ""
+
+
+def local_ranks(environment: Mapping[str, str] = os.environ) -> LocalRanks:
+    """Return the number of ranks on this machine, from the environment variables of torchrun, Open MPI, MPICH or SLURM.
+
+    Args:
+        environment: Environment variables. Default: those of this process.
+    """
+    counts = {name: environment.get(name, "") for name in _LOCAL_RANKS}
+    if {"SLURM_STEP_ID", "SLURM_PROCID"} <= environment.keys():  # set by srun; the shell of sbatch is a single process
+        tasks, node = environment.get("SLURM_STEP_TASKS_PER_NODE", ""), environment.get("SLURM_NODEID", "")
+        counts["SLURM_STEP_TASKS_PER_NODE"] = _tasks_of_node(tasks, node)
+        counts["SLURM_NTASKS_PER_NODE"] = environment.get("SLURM_NTASKS_PER_NODE", "")
+    return next((LocalRanks(int(text), name) for name, text in counts.items() if text.isdecimal() and int(text)), LocalRanks(1))
+
+
+def _tasks_of_node(tasks: str, node: str) -> str:
+    """Return the number of tasks on a node from SLURM's list for all nodes: "2(x3),1" means 2, 2, 2 and 1. Empty if unknown."""
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    nodes = [count for count, repeated in counts for _ in range(int(repeated or 1))]
+    return nodes[int(node)] if node.isdecimal() and int(node) < len(nodes) else ""
+
+
+@dataclass(frozen=True)
+class Cores:
+    """Facts that determine how many CPU cores this process may use.
+
+    Attributes:
+        affinity: Number of cores that this process may run on.
+        cpuset: Number of cores in the cpuset of the cgroup, or of the machine without one.
+        quota: CPU quota of the cgroup in cores. None without a quota.
+        ranks: Ranks on this machine.
+    """
+
+    affinity: int
+    cpuset: int
+    quota: float | None = None
+    ranks: LocalRanks = LocalRanks(1)
+
+    @property
+    def sharing(self) -> int:
+        """Number of local ranks that run on the same cores as this one.
+
+        If the launcher pins each rank to cores of its own, this is 1. If it pins half of the ranks to each half of the cores,
+        this is half of them. Without pinning, all local ranks share all cores.
+        """
+        return max(round(self.ranks.count * self.affinity / self.cpuset), 1)
+
+    @property
+    def count(self) -> int:
+        """Number of cores for this process, at least 1. All local ranks share the quota, whatever cores they run on."""
+        cores = self.affinity // self.sharing
+        return max(cores if self.quota is None else min(cores, int(self.quota / self.ranks.count)), 1)
+
+    def __str__(self) -> str:
+        """Explanation of `count`."""
+        ranks = f" for {self.ranks.count} local ranks ({self.ranks.source})" if self.ranks.count > 1 else ""
+        if self.quota is not None and self.quota / self.ranks.count < self.affinity // self.sharing:
+            return f"the cgroup has a CPU quota of {self.quota:.3g} cores{ranks}"
+        if self.sharing > 1:
+            return f"{self.sharing} of {self.ranks.count} local ranks ({self.ranks.source}) share {self.affinity} cores"
+        return f"this process may run on {self.affinity} of {self.cpuset} cores"
+
+
+def available_cores(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Cores:
+    """Return the facts that determine how many CPU cores this process may use.
+
+    Args:
+        root: Root of the file system with the cgroups. Default: "/".
+        environment: Environment variables. Default: those of this process.
+    """
+    machine = os.cpu_count() or 1
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+    return Cores(affinity, cpuset_cores(root) or machine, cpu_quota(root), local_ranks(environment))
+
+
 def cores() -> int:
-    """Return the number of cores for this process: all cores that it may run on, divided by the number of local ranks."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(available // local_ranks(), 1)
-
-
-def local_ranks() -> int:
-    """Return the number of ranks on this machine."""
-    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(int(local), 1) if local.isdigit() else 1
+    """Return the number of CPU cores for this process. See `Cores.count`."""
+    return available_cores().count
 
 
 def reading_threads(remote: bool) -> int:

@@ -10,6 +10,7 @@ from dali_stream import run_config
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError
 from dali_stream.loader import Loader
+from dali_stream.memory_limit import memory_limit
 from dali_stream.mixture import Mixture
 from dali_stream.pipeline.stream import Batch
 
@@ -75,6 +76,8 @@ def _loader(dataset: Dataset | Mixture, config: Mapping[str, Any], dali_graph: G
         arguments["device"] = "auto"
     if arguments["decode"] == "fastest":  # a new measurement may choose another decoder
         arguments["decode"] = "torchcodec" if set(config["routes"].values()) == {"torchcodec"} else "auto"
+    if limit := memory_limit():  # the run may have had a larger machine, and the budget changes no batch
+        arguments["memory_budget"] = min(arguments["memory_budget"], limit.size)
     size = arguments["image_size"]
     arguments["image_size"] = None if size is None else tuple(size)
     return Loader(dataset, **arguments, dali_graph=dali_graph, rank=rank, prefetch=1, audit=0)

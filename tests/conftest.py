@@ -63,7 +63,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher around the test run must not make its tests one rank of several, nor pytest-xdist their tables narrow."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "COLUMNS"):
+    local = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_ID")
+    for name in ("RANK", "WORLD_SIZE", *local, "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     if accelerate := sys.modules.get("accelerate.state"):  # an Accelerator of an earlier test says that it is the only process
         accelerate.AcceleratorState._reset_state()

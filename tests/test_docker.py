@@ -245,6 +245,7 @@ def test_slurm_starts_one_task_per_gpu_with_its_rank_and_the_capabilities(script
         assert env["MASTER_ADDR"] == "node0"
         assert 1024 < int(env["MASTER_PORT"]) < 65536
         assert env["SRUN_CPUS_PER_TASK"] == "12"
+        assert env["LOCAL_WORLD_SIZE"] == "4", "so that four Loaders share the cores and the memory of a node"
         assert "PYTHONPATH" not in env
 
 

@@ -16,9 +16,10 @@ from support.driver import FakeDriver
 from support.programs import failed
 from support.slow import slow
 
+from dali_stream.cgroups import cpu_quota
 from dali_stream.cli import main
 from dali_stream.memory_limit import cgroup_memory_limit
-from dali_stream.tools.diagnosis.machine import Machine, container, cpu_quota
+from dali_stream.tools.diagnosis.machine import Machine, container
 from dali_stream.tools.diagnosis.report import Finding, as_findings, run_checks
 from dali_stream.tools.diagnosis.run import CHECKS
 
@@ -267,7 +268,8 @@ def test_limits_of_control_groups(tmp_path: Path) -> None:
     assert (cpu_quota(tmp_path), cgroup_memory_limit(tmp_path)) == (None, None)
     findings, facts = examine_machine(None, 0, {}, written(one, **{"proc/meminfo": "MemTotal: 16777216 kB\n"}))
     cores, memory = (next(f for f in findings if f.name == name) for name in ("cores", "memory"))
-    assert (cores.status, cores.remedy) == ("warning", "give Loader(num_threads=1), or the container more cores")
+    remedy = "set OMP_NUM_THREADS=1 for torch's threads, or give the container more cores"
+    assert (cores.status, cores.remedy) == ("warning", remedy)
     assert (memory.status, facts["memory"], facts["cpu_quota"]) == ("ok", 16 << 30, 0.5)
     findings, _ = examine_machine(None, 0, {}, written(two, **{"proc/meminfo": "MemTotal: 16777216 kB\n"}))
     assert next(f for f in findings if f.name == "memory").status == "warning"

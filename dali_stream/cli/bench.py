@@ -44,7 +44,9 @@ def bench(
             help="Consumers of the order, a multiple of the ranks; default: fits the batch.",
         ),
     ] = None,
-    memory_budget: Annotated[str, typer.Option(metavar="SIZE", help="Memory for caches and prefetching, per rank.")] = "4GiB",
+    memory_budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory for caches and prefetching, per rank. Default: up to 4GiB.")
+    ] = None,
     revision: arguments.Revision = None,
     data_files_root: arguments.DataFilesRoot = None,
     cache_dir: arguments.CacheDir = None,

@@ -26,7 +26,9 @@ def why(
     num_threads: Annotated[
         int | None, typer.Option(metavar="N", parser=arguments.count, help="Decode threads. Default: the number of cores.")
     ] = None,
-    memory_budget: Annotated[str, typer.Option(metavar="SIZE", help="Memory for caches and prefetching.")] = "4GiB",
+    memory_budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory for caches and prefetching. Default: up to 4GiB.")
+    ] = None,
     consumers: Annotated[
         int | None, typer.Option(metavar="N", parser=arguments.count, help="Consumers of the order. Default: fits the batch.")
     ] = None,

@@ -65,9 +65,10 @@ class DatasetOrders:
         shuffle, _, consumers, episode_pool_size = arguments
         if shuffle is True:  # the segments of a pool, and one more that replaces a drained segment
             count = consumers // batches.world_size * (episode_pool_size + 1)
-        elif shuffle is False:  # the largest number of consecutive episodes in a global batch
+        elif shuffle is False:  # the largest number of consecutive episodes in a global batch, which may begin at a last frame
             ends = np.cumsum(lengths)
-            count = int((np.searchsorted(ends, ends - lengths + batches.stride) - np.arange(len(ends))).max()) + 1
+            stops = np.minimum(ends - 1 + batches.stride, ends[-1])
+            count = int((np.searchsorted(ends, stops) - np.arange(len(ends))).max()) + 1
         else:
             count = batches.batch_size
         return min(count, len(lengths))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.arguments import budget_text
 from dali_stream.errors import MemoryBudgetError
 from dali_stream.schedule.episodes import ROW_SPARE
 from dali_stream.schedule.video import BLOCK
@@ -101,8 +102,8 @@ def divide(budget: int, sizes: Sizes) -> Parts:
             enough = enough * 11 // 10
         raise MemoryBudgetError(
             f"memory_budget must be at least about {enough} bytes, got {budget}: a batch of {sizes.batch_size} samples can "
-            "need that for the rows, indices and encoded video of its episodes. Use a larger memory_budget or a smaller "
-            "batch_size"
+            "need that for the rows, indices and encoded video of its episodes. Use a larger memory_budget, such as "
+            f'"{budget_text(enough)}", or a smaller batch_size'
         )
     encoded = min(_in_use(sizes), max(budget // 2, least))
     frames = int(sizes.lengths.sum())

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.arguments import budget_text
 from dali_stream.errors import MemoryBudgetError
 from dali_stream.schedule.episodes import NONE
 from dali_stream.schedule.items import ABSENT, COMING, OPEN, READ, Items, Key
@@ -204,10 +205,12 @@ class Opening:
         """
         self._make_room_for_now(0)
         if self.items.free + self._storage.more < 0:
+            taken = sum(self.items.bytes_by_kind)
+            larger = 2 * (taken + self._storage.more)  # rows and indices get up to half of the budget, beside encoded video
             raise MemoryBudgetError(
                 f"memory_budget leaves {self._storage.room + self._storage.more} bytes for rows, indices and encoded video, "
-                f"but the rows and indices of one batch take {sum(self.items.bytes_by_kind)}. Use a larger memory_budget or a "
-                "smaller batch_size"
+                f"but the rows and indices of one batch take {taken}. Use a larger memory_budget, such as "
+                f'"{budget_text(larger)}", or a smaller batch_size'
             )
         ready: list[int] = []
         for batch in self._newly_due():

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from dali_stream import process
-from dali_stream.arguments import byte_count
+from dali_stream import memory_limit, process
 from dali_stream.errors import DaliStreamError, ResumeError
 from dali_stream.integrations.lerobot.arguments import ARGUMENTS, check_names
 from dali_stream.integrations.lerobot.loader import make_loader
@@ -192,7 +191,8 @@ class _Run:
         return self._loader
 
     def _eval_loader(self, batch_size: int, indices: Sequence[int] | None) -> Loader:
-        budget = byte_count(self._arguments.get("memory_budget", "4GiB")) // _EVAL_SHARE
+        given = self._arguments.get("memory_budget")
+        budget = memory_limit.budget(given, memory_limit.memory_limit(), process.local_ranks().count).size // _EVAL_SHARE
         frames = None if indices is None else _frames(self._eval, indices)
         return self._make(self._eval, batch_size, memory_budget=budget, shuffle=False, frames=frames)
 

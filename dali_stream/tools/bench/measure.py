@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from dali_stream.arguments import budget_text
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError
 from dali_stream.loader import Loader
@@ -105,6 +106,8 @@ def measure(
             "first_batch_latency_s": running.stats()["first_batch_s"],
             "routes": {key: asdict(route) for key, route in running.routes.items()},
             **{key: running.state_dict()["order"][key] for key in ("consumers", "episode_pool_size")},
+            "num_threads": running._config.num_threads,
+            "memory_budget": budget_text(running._config.memory_budget),
             "peak_rss_bytes": environment.peak_rss(),
         }
 

@@ -19,6 +19,7 @@ from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import Mode, Progress, measure
 
 PERCENTILES = (50, 95, 99)
+_CHOSEN = ("consumers", "episode_pool_size", "num_threads", "memory_budget")  # arguments whose default the Loader chooses
 
 
 def run(
@@ -66,7 +67,7 @@ def run(
             "mode": mode, "num_batches": num_batches, "warmup": warmup,
             "episodes": dataset.num_episodes, "dataset_frames": dataset.num_frames, "fps": dataset.fps,
             "cameras": {key: dataset.features[key].frame_size for key in dataset.cameras},
-            **loader, "num_threads": loader["num_threads"] or process.cores(),
+            **loader,
             **({"datasets": _delivered(dataset, ranks)} if isinstance(dataset, Mixture) else {}),
         },
     )  # fmt: skip
@@ -106,7 +107,7 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         - `bottleneck`: Result of `Loader.bottleneck` on the rank that waits most.
         - `decoded_per_delivered_frame`, `unique_episodes_per_batch`, `cpu_s_per_sample`: Means over all ranks.
         - `peak_rss_bytes`, `peak_gpu_bytes`: Maximum over all ranks.
-        - `consumers`, `episode_pool_size`, `routes`, `timeline`: Those of rank 0.
+        - `routes`, `timeline`, `consumers`, `episode_pool_size`, `num_threads`, `memory_budget`: Those of rank 0.
         - `versions`, `machine`, `date`: See `environment.ran_on`.
     """
     nodes, main, later = len({rank["host"] for rank in ranks}), ranks[0], [rank["later"] for rank in ranks]
@@ -116,7 +117,7 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         **_timed(ranks, nodes),
         "later_epochs": _timed(later, nodes) if all(later) else None,
         **{key: max(rank[key] for rank in ranks) for key in ("first_batch_latency_s", "peak_rss_bytes")},
-        **{key: main[key] for key in ("device", "routes", "consumers", "episode_pool_size", "timeline")},
+        **{key: main[key] for key in ("device", "routes", "timeline", *_CHOSEN)},
         **environment.ran_on(main["device"]),
     }
     return environment.without_folders(report)

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dali_stream import process
-from dali_stream.memory_limit import cgroup_memory_limit, cgroup_values
+from dali_stream.arguments import budget_text
+from dali_stream.cgroups import cpu_quota
+from dali_stream.memory_limit import MemoryLimit, budget, cgroup_memory_limit
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.isolated import Answer
 
@@ -102,14 +104,6 @@ def container(environment: Mapping[str, str], root: Path = Path("/")) -> str | N
     return match[0] if match else None
 
 
-def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return the CPU quota of the cgroup in cores, or None without a quota."""
-    pairs = [value.split() for value in cgroup_values(root, "cpu", "cpu.max")]  # version 2: "quota period" or "max period"
-    version_1 = (cgroup_values(root, "cpu", f"cpu.cfs_{name}_us") for name in ("quota", "period"))  # -1 means no quota
-    pairs += map(list, zip(*version_1, strict=False))
-    return min((int(quota) / int(period) for quota, period in pairs if quota.isdigit()), default=None)
-
-
 def check_container(machine: Machine) -> Result:
     """Check that a container makes its GPUs and NVDEC available to this process."""
     kind, environment = machine.limits.container, machine.environment
@@ -138,17 +132,20 @@ def check_cores(machine: Machine) -> Result:
     if quota is None or quota >= cores:
         return OK, text, ""
     text += f", and the container's quota is {quota:.3g}: the kernel pauses threads beyond that"
-    return WARNING, text, f"give Loader(num_threads={max(int(quota), 1)}), or the container more cores"
+    # A Loader's default `num_threads` follows the quota.
+    return WARNING, text, f"set OMP_NUM_THREADS={max(int(quota), 1)} for torch's threads, or give the container more cores"
 
 
 def check_memory(machine: Machine) -> Result:
-    """Check that the default memory budget leaves enough memory for a model."""
+    """Check that the default memory budget and a model have enough memory."""
     total, limit = machine.limits.memory, machine.limits.memory_limit
     usable = min(total, limit or total)
     text = f"{usable / _GIB:.1f} GiB" + (f", the container's limit, of {total / _GIB:.1f}" if limit and limit < total else "")
     if usable >= 8 * _GIB:
         return OK, text, ""
-    return WARNING, text, 'set Loader(memory_budget=...) to what the model leaves free. Its default is "4GiB"'
+    default = budget(None, MemoryLimit(usable, "this machine"), 1).size
+    remedy = f'give the container more memory. The default of Loader(memory_budget=...) is "{budget_text(default)}" here'
+    return WARNING, text, remedy
 
 
 def check_shared_memory(machine: Machine) -> Result | None:
