@@ -6,6 +6,7 @@ import contextlib
 import heapq
 import itertools
 import threading
+import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -17,13 +18,15 @@ Priority = tuple[int, ...]
 _Job = tuple[Priority, int, "Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 V = TypeVar("V")
+_START_S = 5.0  # seconds to wait for a thread that the system has not begun to run, which normally takes microseconds
 
 
 class Workers:
     """Pool of threads. Jobs with a lower priority value run first. Jobs with equal priority run in the order of `submit`.
 
-    The threads are daemons, so the interpreter can exit while a job waits for a server that hangs. With the standard library's
-    pool, it could not.
+    The threads start with the first job. Until then, an object that is not yet constructed completely, for example because of
+    Ctrl-C, leaves no threads. They are daemons, so the interpreter can exit while a job waits for a server that hangs. With the
+    standard library's pool, it could not.
 
     Args:
         name: Name of the threads.
@@ -34,17 +37,15 @@ class Workers:
     def __init__(
         self, name: str, threads: int, around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     ) -> None:
-        self._around = around
+        self._name, self._count, self._around = name, threads, around
         self._jobs: list[_Job] = []  # a heap
         self._changed = threading.Condition()
         self._number = itertools.count()
         self._stopping = False
-        self._threads = [threading.Thread(target=self._work, name=f"{name} {i}", daemon=True) for i in range(threads)]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
 
     def __len__(self) -> int:
-        return len(self._threads)
+        return self._count
 
     def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = ()) -> Future[Any]:
         """Schedule `call(*args)`, and return its future. After `stop`, the future is cancelled.
@@ -58,7 +59,8 @@ class Workers:
         with self._changed:
             if self._stopping:
                 future.cancel()
-            elif self._threads:
+            elif self._count:
+                self._start()
                 heapq.heappush(self._jobs, (priority, next(self._number), future, bound(call), args))
                 self._changed.notify()
                 return future
@@ -78,7 +80,14 @@ class Workers:
     def join(self) -> None:
         """Wait for the threads to end, after `stop`."""
         for thread in self._threads:
-            thread.join()
+            join_started(thread)
+
+    def _start(self) -> None:
+        """Start the threads that have not been started yet."""
+        for number in range(len(self._threads), self._count):
+            thread = threading.Thread(target=self._work, name=f"{self._name} {number}", daemon=True)
+            self._threads.append(thread)  # before it starts, so that `join` knows it even if the start is interrupted
+            thread.start()
 
     def _work(self) -> None:
         while (job := self._take()) is not None:
@@ -108,6 +117,18 @@ def _run(
             future.set_result(call(*args))
         except caught as error:
             future.set_exception(error)
+
+
+def join_started(thread: threading.Thread) -> None:
+    """Wait for a thread to end. Return at once if it was never started, or if an exception ended its start before it ran.
+
+    `Thread.join` refuses a thread until it runs. If Ctrl-C interrupts `Thread.start`, the thread may begin to run later.
+    """
+    until = time.monotonic() + _START_S
+    while thread.ident is None and thread in threading.enumerate() and time.monotonic() < until:
+        time.sleep(0.001)
+    with contextlib.suppress(RuntimeError):  # it was never started
+        thread.join()
 
 
 class Once:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support import faults
 from support.clouds import SIGNATURE, Hub
+from support.servers import Server
 from support.stores import CONTENT, Clock, failure, quick, said
 
 from dali_stream.errors import DatasetError, StorageError
@@ -54,6 +55,21 @@ def test_a_listing_is_whole_and_its_sizes_spare_requests(hub: Hub, address: str)
     assert store.size("meta/episodes/chunk-000/file-001.parquet") == 6000
     assert store.exists("meta/episodes/chunk-000/file-001.parquet")
     assert len(hub.requests) == before
+
+
+@pytest.mark.parametrize("address", [REPO, BUCKET])
+def test_a_listing_whose_link_names_another_host_continues_at_the_endpoint(hub: Hub, address: str) -> None:
+    with Server({}) as original:  # a mirror passes on the links of the host that it mirrors
+        for link in (f"{original.url}/api/{address.removeprefix('hf://')}/tree/main", "http://huggingface.invalid/api/x"):
+            hub.link = link
+            assert open_store(address).files("meta") == sorted(name for name in FILES if name.startswith("meta/"))
+        assert not original.requests, "neither requests nor credentials go to another host"
+
+
+def test_a_listing_that_names_its_own_page_as_the_next_one_ends(hub: Hub) -> None:
+    hub.page, hub.link = 1, "/api?cursor=1&"  # a server takes the first cursor, so each page is the second one
+    with pytest.raises(StorageError, match="names the same page as the next one"):
+        open_store(REPO).files("meta")
 
 
 @pytest.mark.parametrize("address", [REPO, BUCKET])

@@ -282,13 +282,14 @@ def test_several_loaders_share_a_dataset(server: Server) -> None:
     assert len({i for a, _ in found for i in a}) == sum(len(a) for a, _ in found)
 
 
-def test_slots_that_do_not_fit_in_memory_leave_no_threads(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", ["decode_pool.Slots", "planner.BatchPlanner"])
+def test_a_planner_that_cannot_be_made_leaves_no_threads(demo: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     def fail(*_: Any) -> None:
         raise MemoryError
 
     with Server(demo) as server, Loader(server.url, batch_size=4, device="cpu") as loader:
         with monkeypatch.context() as patched:
-            patched.setattr("dali_stream.pipeline.decode_pool.Slots", fail)
+            patched.setattr(f"dali_stream.pipeline.{failing}", fail)
             with pytest.raises(MemoryError):
                 next(iter(loader))
         assert not [thread.name for thread in threading.enumerate() if "dali_stream fetch" in thread.name]

@@ -23,6 +23,7 @@ from typing import Any, cast
 import pytest
 from support.batches import equal, samples
 from support.datasets import TOP
+from support.servers import Server
 from support.slow import slow
 
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader
@@ -124,6 +125,20 @@ def test_after_close_in_the_middle_of_an_epoch(demo: Path) -> None:
         assert not any("dali_stream" in name for name in traces()[0])
         with pytest.raises(DaliStreamError, match=r"This Loader is closed\. Make a new one"):
             next(iterator)
+
+
+def test_close_wakes_a_planner_that_waits_for_room(small: Path) -> None:
+    loader = Loader(small, batch_size=4, prefetch=2, device="cpu")
+    batches = iter(loader)
+    next(batches)
+    room = loader._source._stream.planner._room  # type: ignore[union-attr]
+    deadline = time.monotonic() + 30
+    while room._value and time.monotonic() < deadline:  # until the batches in progress fill it
+        os.sched_yield()
+    closing = threading.Thread(target=loader.close, name="closing", daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive(), "close() does not wake the planner's thread, which waits for room, and hangs"
 
 
 EXIT = """
@@ -311,6 +326,71 @@ def test_control_c_in_next(small: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert not any("dali_stream" in name for name in traces()[0])
         assert len(list(loader)) == len(loader)
         loader.close()
+
+
+INTERRUPTED_IMPORT = """
+import signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pandas":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+import dali_stream
+dali_stream.Dataset(sys.argv[1])
+print("Ctrl-C was lost")
+"""
+
+
+def test_control_c_while_pandas_is_imported_for_the_first_conversion(odd: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT, str(odd)], capture_output=True, text=True, check=False)
+    assert not done.stdout
+    assert "KeyboardInterrupt" in done.stderr
+
+
+@pytest.mark.parametrize("started", ["planner", "decode 1", "copy 0", "fetch 9", "request"])
+def test_control_c_while_a_thread_starts(small: Path, monkeypatch: pytest.MonkeyPatch, started: str) -> None:
+    """It comes when the system has the thread, but Python does not yet know that it runs."""
+    launch = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
+    original, wait, sent = getattr(threading, launch), threading.Event(), []
+    remote = started.split()[0] in ("fetch", "request")
+
+    def interrupted(run: Callable[[], None], *arguments: Any, **keywords: Any) -> Any:
+        thread = getattr(run, "__self__", None)
+        if sent or getattr(thread, "name", "") != f"dali_stream {started}":
+            return original(run, *arguments, **keywords)
+
+        def late() -> None:  # so the thread cannot end before `start` has been interrupted
+            wait.wait(10)
+            run()
+
+        late.__self__ = thread  # type: ignore[attr-defined]
+        handle = original(late, *arguments, **keywords)
+        sent.append(thread)
+        threading.Timer(0.05, wait.set).start()
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return handle
+
+    def epoch(uri: Any) -> None:
+        with Loader(uri, batch_size=32, num_threads=2, device="cpu") as loader:
+            assert len(list(loader)) == len(loader)
+
+    with nothing_left(), Server(small) as server:
+        gc.collect()
+        gc.disable()  # see above
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(threading, launch, interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    epoch(server.url if remote else small)
+        finally:
+            gc.enable()
+        assert sent, "no such thread was started"
+        assert not any("dali_stream" in name for name in traces()[0] if name != "dali_stream request")
+        epoch(server.url if remote else small)
 
 
 # ------------------------------------------------------------------------------------------------------------------ copies

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -57,6 +59,10 @@ class DatasetFiles:
         self, cameras: Sequence[str] | None, episodes: Sequence[int] | None, episode_filter: EpisodeFilter | None
     ) -> None:
         """Read the metadata, except tasks and statistics."""
+        # pyarrow imports pandas at its first conversion, and ignores all exceptions of this import, among them the
+        # KeyboardInterrupt of Ctrl-C. If pandas is imported before, Ctrl-C is not lost.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("pandas")
         self._info = info = metadata.read_info(self.store)
         self.version, self.fps = info.version, info.fps
         self.cameras = selection.cameras(info, cameras)

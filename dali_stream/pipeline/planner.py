@@ -20,6 +20,7 @@ from dali_stream.schedule.budget import divide, look_ahead, order_horizon
 from dali_stream.schedule.plan import BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
 from dali_stream.tracing import begin_batch
+from dali_stream.workers import join_started
 
 _log = logging.getLogger("dali_stream")
 MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes")  # keys of `Loader.stats`
@@ -27,6 +28,8 @@ MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_
 
 class Planner:
     """Planner of the batches from a position of an epoch. After `start`, it plans one epoch after the other until `close`.
+
+    The constructor starts no threads, so nothing is left if it raises an exception.
 
     `_run` and `_plan` run in the planner's thread, and nothing else changes the schedule or the table of open episodes, so they
     need no locks. The other methods run in the thread of the caller. Two objects connect these threads: the queue `_planned`
@@ -69,12 +72,7 @@ class Planner:
             {key: config.windows.of(key) for key in on_nvdec},
             dataset.dataset_of,
         )
-        try:
-            self.pool = DecodePool(config, routes, {key: self._planner.frames[key].slots for key in on_cpu}, counters)
-        except BaseException:  # such as MemoryError
-            self._reading.stop()
-            self._reading.join()
-            raise
+        self.pool = DecodePool(config, routes, {key: self._planner.frames[key].slots for key in on_cpu}, counters)
         self.keeps_all = not on_nvdec and parts.frames >= int(dataset.lengths.sum())
         self._planned: queue.Queue[PlannedBatch | BaseException] = queue.Queue()  # needs no size limit because of `_room`
         self._room = threading.Semaphore(config.depth)
@@ -136,14 +134,14 @@ class Planner:
 
     def _join(self) -> None:
         # The planner's thread ends first, since it submits jobs to the other threads.
-        if self._thread.ident is not None:  # only a started thread can be joined
-            self._thread.join()
+        join_started(self._thread)
         self.pool.join()
         self._reading.join()
         self._planned.put(closed())  # for a thread that waits in `take`
 
     def _run(self) -> None:
         try:
+            self._reading.start()
             for number in itertools.count():
                 begin_batch(number)
                 # Reads begin before the batch has room, so that they continue while the training loop is slow. No batch in

@@ -30,8 +30,8 @@ _SOON = 256  # number of batches ahead whose episodes are kept if a read for ano
 class Reading:
     """Reader of the rows, indices and encoded video that the plans need.
 
-    Only the planner's thread may call its methods, except for `stop` and `join`. For each batch, it calls `begin`, `open` and
-    `fetch` in this order.
+    Only the planner's thread may call its methods, except for `stop` and `join`. It calls `start`, and then for each batch
+    `begin`, `open` and `fetch` in this order.
 
     Args:
         config: Configuration of the loader.
@@ -42,7 +42,7 @@ class Reading:
     Attributes:
         parts: See above.
         episodes: Open episodes.
-        names: Future of `Source.names`.
+        names: Result of `Source.names`, which `start` requests.
         items: Rows and indices in memory.
     """
 
@@ -57,12 +57,17 @@ class Reading:
         self.episodes = OpenEpisodes(
             self._opening, dataset, config.indices, self._store, self._readers, memory, block, counters
         )
+        self._names = dataset.names
         self._video = BlockCache(self._store, self._readers, lambda key, e: dataset.path(key, config.indices.file(key, e)))
-        self.names = self._readers.submit(dataset.names)
+        self.names: Future[dict[str, list[dict[int, str]]]] = Future()
         self._first: list[Future[None]] = []  # fetches for the first batch
         self._remedies = _reread_remedies(
             reads_budget(parts, sizes), config.arguments.shuffle, remote, dataset.cache_dir is not None
         )
+
+    def start(self) -> None:
+        """Begin to read the names of the tasks."""
+        self.names = self._readers.submit(self._names)
 
     def begin(self, planner: BatchPlanner, number: int) -> None:
         """Begin to read rows and indices for batch `number` and batches after it, and close episodes to make room for them.

@@ -7,14 +7,14 @@ import os
 import re
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote, unquote, urljoin
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from huggingface_hub import constants
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # exported at run time
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.connection import Response, body
-from dali_stream.storage.http import HttpStore, origin, retry_after
+from dali_stream.storage.http import HttpStore, retry_after
 from dali_stream.storage.retry import Deadline, TransientError, silence_s
 
 _LOGIN = "Run `hf auth login`, or give storage_options={'token': …} or HF_TOKEN"
@@ -92,10 +92,17 @@ class HubStore(HttpStore):
         return self._client.get(url, headers, deadline, use, f"hf://{self._place}")
 
     def _following(self, url: str, headers: Mapping[str, str]) -> str | None:
+        """Return the URL of the next page of a listing, or None.
+
+        All pages of a listing have the same path, so only the query of the server's link is used. A mirror may pass on links
+        that name the original host, to which this store neither sends requests nor credentials.
+        """
         link = re.search(r'<([^>]+)>;\s*rel="?next"?', headers.get("Link", ""))
-        following = urljoin(url, link[1]) if link else None
-        if following is not None and origin(following) != origin(self._endpoint):
-            raise StorageError(f"hf://{self._place}: its listing must not continue at another host. Check HF_ENDPOINT")
+        if link is None:
+            return None
+        following = urlunsplit(urlsplit(url)._replace(query=urlsplit(link[1]).query))
+        if following == url:
+            raise StorageError(f"hf://{self._place}: the listing at {self._endpoint} names the same page as the next one")
         return following
 
     def _api_refusal(self, response: Response) -> Exception:

@@ -187,7 +187,6 @@ class _Helper:
         self.answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         # A daemon thread, so that the interpreter can exit while a server does not respond.
         self.thread = threading.Thread(target=self._work, name="dali_stream request", daemon=True)
-        self.thread.start()
 
     def _work(self) -> None:
         logs.ours.set(True)
@@ -229,6 +228,8 @@ def bounded(request: Callable[[Deadline], _T], deadline: Deadline) -> _T:
     busy = True
     try:
         helper.requests.put(partial(request, deadline))
+        if helper.thread.ident is None:
+            helper.thread.start()  # within `try`, so that the thread ends if Ctrl-C interrupts its start
         while (left := deadline.left(bool(deadline.connecting))) > 0:
             with suppress(Empty):
                 answer, error = helper.answers.get(timeout=min(left, _WAKE_S))

@@ -32,6 +32,7 @@ class Hub(Server):
         page: entries of a listing's page.
 
     Attributes:
+        link: URL up to the query that the link to the next page names. None: that of the request.
         blobs: contents that were uploaded by `Xet`, by their hash.
     """
 
@@ -46,6 +47,7 @@ class Hub(Server):
     ) -> None:
         super().__init__({}, **network)
         self.token, self.gated, self.page = token, gated, page
+        self.link: str | None = None
         self.names = tuple(repos)
         self.blobs: dict[str, bytes] = {}
         for name, files in repos.items():
@@ -147,7 +149,7 @@ class _HubHandler(Handler):
             first = int(query.get("cursor", ["0"])[0])
             if first + self.owner.page < len(answer):
                 place = urlsplit(self.path).path  # as it was quoted
-                url = f"{self.owner.url}{place}?recursive={recursive}&cursor={first + self.owner.page}"
+                url = f"{self.owner.link or self.owner.url + place}?recursive={recursive}&cursor={first + self.owner.page}"
                 fields["Link"] = f'<{url}>; rel="next"'
             answer = answer[first : first + self.owner.page]
         data = json.dumps(answer).encode()
