@@ -21,7 +21,6 @@ from argument_types import count
 
 import dali_stream
 from dali_stream.decode import torchcodec as decode
-from dali_stream.mp4.format import describe
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import LocalStore
 from dali_stream.tools import environment
@@ -92,7 +91,7 @@ def measure(file: Path, trials: int, seed: int) -> dict[str, Any]:
     """Count the outcomes of `trials` damages of each kind."""
     store = Damaged(str(file.parent))
     table = read_index(store, file.name)
-    video = describe(table.configs[0])
+    video = table.format()
     damage = {}
     for kind in KINDS:
         rng = random.Random(seed)

@@ -16,7 +16,6 @@ from dali_stream.cache.indices import IndexCache
 from dali_stream.decode import dali
 from dali_stream.decode.capability import capability
 from dali_stream.mp4.clip import pack
-from dali_stream.mp4.format import describe
 
 LONGEST = 128  # maximum number of frames of the sequential clip, which takes 354 MB if decoded at 720p
 TIMED_S = 2.0
@@ -34,7 +33,7 @@ def make(dataset: dali_stream.Dataset, gpu: int | None, threads: int, per_frame:
     engines, runs = [], []
     for camera in dataset.videos:
         table = IndexCache(dataset).of(camera, 0, dataset.data_store)
-        video = describe(table.configs[0])
+        video = table.format()
         engines.append(threads if gpu is None else capability(gpu, video.codec, video.chroma, video.depth).engines)
         shown = table.display_order[:LONGEST].tolist()
         clip = dali.encoded(pack(dataset.data_store, [table] * len(shown), shown))

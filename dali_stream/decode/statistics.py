@@ -20,7 +20,6 @@ from dali_stream.lerobot.metadata import Stats, stats_of
 from dali_stream.lerobot.row_memory import Columns
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.lerobot.stats import MAX_IMAGES, Histogram, TableStats, add_histograms, image_histogram, image_stats
-from dali_stream.mp4.format import describe
 from dali_stream.mp4.index import LACKING, VideoIndex, read_index
 from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.storage import Store
@@ -169,7 +168,7 @@ def _of_video(
                 raise DecodeError(f"{store.where(index.path)}: {why}")
             histograms = []
             for description, alike in itertools.groupby(packets.tolist(), key=lambda packet: index.config[packet]):
-                video, same = describe(index.configs[description]), list(alike)
+                video, same = index.format(description), list(alike)
                 for at in range(0, len(same), _FRAMES_AT_ONCE):
                     part = same[at : at + _FRAMES_AT_ONCE]
                     histograms.append(image_histogram(decode.decode(store, [index] * len(part), part, video)[0]))

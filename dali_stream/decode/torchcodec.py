@@ -32,6 +32,7 @@ from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 
 try:
+    import torchcodec
     from torchcodec.decoders import VideoDecoder
 except (ImportError, OSError, RuntimeError) as error:
     raise DaliStreamError(
@@ -296,6 +297,11 @@ def _decode_clip(
     order, decoded = sorted(range(len(clip.frames)), key=clip.frames.__getitem__), clip.coded_frames
     try:
         decoder = _open(clip, device)
+        if expected.rotation and not hasattr(decoder.metadata, "rotation"):
+            raise DecodeError(
+                f"torchcodec {torchcodec.__version__} does not turn frames by {expected.rotation}° for display, as the file "
+                "asks. Install torchcodec 0.11 or later"
+            )
         size = decoder.metadata.height, decoder.metadata.width
         if size != (expected.height, expected.width):  # before torchcodec allocates memory for the frames
             raise DecodeError(

@@ -13,7 +13,8 @@ from dali_stream.decode.decoder import named
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset import CLOCKS
 from dali_stream.lerobot.source import Source
-from dali_stream.mp4.format import VideoFormat, describe
+from dali_stream.mp4.clip import config
+from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.timing import explain
 
@@ -69,13 +70,13 @@ class VideoFiles:
         Raises:
             DecodeError: If the sample description is broken.
         """
-        config = index.configs[index.config[packet]]
-        if config not in self._formats:
+        kind = config(index, packet)
+        if kind not in self._formats:
             try:
-                self._formats[config] = describe(config)
+                self._formats[kind] = index.format(index.config[packet])
             except DecodeError as error:
                 raise DecodeError(f"{self._source.data_store.where(index.path)}: {error}") from error
-        return self._formats[config]
+        return self._formats[kind]
 
     def _check_size(self, index: VideoIndex, video: VideoFormat, episode: int) -> None:
         """Compare the size of the frames with the metadata.

@@ -6,6 +6,7 @@ these boxes also contain headers of the bitstream, which take precedence.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Mapping
@@ -35,11 +36,13 @@ class VideoFormat:
         profile: Number of the codec's profile, or None if the file does not specify it.
         chroma: "gray", "420", "422" or "444".
         depth: Number of bits per value.
-        height, width: Size of the frames in pixels, according to the sample description.
+        height, width: Size of the frames in pixels. `describe` returns the size in the sample description, and
+            `VideoIndex.format` the size at which the frames are displayed.
         matrix: Colour matrix (ISO/IEC 23091-2: 1 is BT.709, 6 BT.601), or None if it is not specified.
         coded: Size (height, width) of the coded frames before cropping, in pixels, or None if no header was read.
         interlaced: Whether frames may be coded as two fields.
         full_range: Whether values use the full range, according to the bitstream.
+        rotation: Angle by which decoded frames are turned counterclockwise for display: 0, 90, -90 or 180 degrees.
         header_error: Reason not to trust the headers in the sample description, such as a missing or broken header, or one that
             contradicts the sample description. Empty for valid headers, and for codecs whose headers are not read.
     """
@@ -54,6 +57,7 @@ class VideoFormat:
     coded: tuple[int, int] | None = None
     interlaced: bool = False
     full_range: bool = False
+    rotation: int = 0
     header_error: str = ""
 
     @property
@@ -97,6 +101,24 @@ def describe(config: bytes) -> VideoFormat:
         return _completed(video, _read_sequence(codec, parts))
     except DecodeError as error:  # FFmpeg may still decode the file, and NVDEC is not used for it
         return replace(video, header_error=str(error))
+
+
+def displayed(video: VideoFormat, track_header: bytes) -> VideoFormat:
+    """Return the format of a video whose frames are turned as its track asks. Frames turned by 90° have their sides swapped.
+
+    Args:
+        video: Format according to the sample description.
+        track_header: Matrix and display size of the track. See `VideoIndex`.
+    """
+    a, b, _, c, d = struct.unpack_from(">5i", track_header)
+    if not (a or c) or not (b or d):  # not invertible: FFmpeg then does not turn frames
+        return video
+    # The angle of `av_display_rotation_get`, rounded to a multiple of 90° as torchcodec does.
+    degrees = -math.degrees(math.atan2(b / math.hypot(b, d), a / math.hypot(a, c)))
+    rotation = int(math.copysign(math.floor(abs(degrees) / 90 + 0.5) * 90, degrees))
+    if abs(rotation) == 90:
+        video = replace(video, height=video.width, width=video.height)
+    return replace(video, rotation=abs(rotation) if abs(rotation) == 180 else rotation)
 
 
 def _read_sequence(codec: str, parts: Mapping[bytes, bytes]) -> Sequence | None:

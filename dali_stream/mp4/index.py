@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import DecodeError, counted
-from dali_stream.mp4.boxes import box, children, find, read_moov
+from dali_stream.mp4.boxes import UPRIGHT, box, children, find, read_moov
 from dali_stream.mp4.column import Chosen, Column, Floor, Gaps, Line, Without, packed
 from dali_stream.mp4.damage import is_intra_refresh
-from dali_stream.mp4.format import codec_of
+from dali_stream.mp4.format import VideoFormat, codec_of, describe, displayed
 from dali_stream.storage import Store
 
 Int64 = npt.NDArray[np.int64]
@@ -32,7 +32,7 @@ class VideoIndex:
     Attributes:
         path: Path of the file, relative to the dataset.
         configs: Sample descriptions (`stsd` entries without their bit rates). A clip contains packets of only one of them.
-        track_header: Matrix and display size, the end of `tkhd`.
+        track_header: Matrix and display size, as at the end of `tkhd`. The matrix of the movie is applied.
         timescale: Number of ticks per second.
         offset: Position of each packet in the file, in bytes, shape (n,).
         size: Size of each packet in bytes, shape (n,).
@@ -85,6 +85,14 @@ class VideoIndex:
     def gop_lengths(self) -> Int64:
         """Number of frames of each GOP, shape (k,)."""
         return np.diff(np.append(self.keyframes, len(self)))
+
+    def format(self, number: int = 0) -> VideoFormat:
+        """Return the format of frames as they are displayed, for one of `configs`.
+
+        Raises:
+            DecodeError: If the sample description is broken.
+        """
+        return displayed(describe(self.configs[number]), self.track_header)
 
     def is_contiguous(self, first: int, last: int) -> bool:
         """Return whether the packets from `first` to `last` are stored end to end in the file."""
@@ -270,7 +278,7 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
             sync = sync[:1]  # only the first keyframe of a file with intra refresh is decodable on its own
     tkhd = _required(find(moov, *track, b"tkhd"), "tkhd")
     index = video_index(
-        path, configs, moov[tkhd[1] - 44 : tkhd[1]], timescale,
+        path, configs, _oriented(moov, moov[tkhd[1] - 44 : tkhd[1]]), timescale,
         offset=offset, size=size, pts=pts, keyframes=sync, config=config, index_bytes=len(moov),
     )  # fmt: skip
     if (np.diff(index.shown_at) == 0).any():
@@ -428,6 +436,21 @@ def _edited(moov: bytes, track: tuple[int, int], pts: Int64, timescale: int) -> 
     if hidden:
         raise DecodeError(f"the edit list must not hide frames, got {hidden} of {len(pts)} hidden. {_REMUX}")
     return pts - start + delay * timescale // max(movie, 1)
+
+
+def _oriented(moov: bytes, track_header: bytes) -> bytes:
+    """Return the end of `tkhd`, with the matrix of the movie (`mvhd`) applied to that of the track, as in FFmpeg."""
+    mvhd = find(moov, 0, len(moov), b"mvhd") or (0, 0)
+    movie = moov[mvhd[0] : mvhd[1]]
+    movie = movie[48:84] if movie[:1] == b"\1" else movie[36:72]
+    if movie == UPRIGHT:
+        return track_header
+    if not any(movie):  # FFmpeg then turns no frames, whatever the matrix of the track
+        return UPRIGHT + track_header[36:]
+    track, whole = (np.frombuffer(part, ">i4", 9).astype(np.int64).reshape(3, 3) for part in (track_header, movie))
+    # The entries of the first two columns are fixed-point numbers with 16 bits after the point, and those of the third with 30.
+    product = ((track[:, :, None] * whole) >> np.array([16, 16, 30])[:, None]).sum(1)
+    return product.astype(">i4").tobytes() + track_header[36:]
 
 
 _REMUX = "Write it without one: `ffmpeg -ignore_editlist 1 -i IN -c copy OUT`, or record it again"

@@ -23,7 +23,6 @@ from dali_stream.lerobot import metadata
 from dali_stream.lerobot.dataset import CLOCKS
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.format import VideoFormat
-from dali_stream.mp4.format import describe as describe_format
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex, read_index
 from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.storage import Store
@@ -289,7 +288,7 @@ _CODECS = {
 
 def contradictions(dataset: Dataset, key: str, table: VideoIndex) -> tuple[str, ...]:
     """Return the entries of `meta/info.json` about a camera's codec, frame size and fps that contradict a file."""
-    video, feature = describe_format(table.configs[0]), dataset.features[key]
+    video, feature = table.format(), dataset.features[key]
     encoding = feature.encoding[1]
     codec = str(encoding.get("video.codec", video.codec)).lower()
     remarks = []
@@ -321,12 +320,12 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None) -> C
     Raises:
         DecodeError: If a sample description is broken.
     """
-    formats = [describe_format(config) for table in tables for config in table.configs]
+    formats = [table.format(number) for table in tables for number in range(len(table.configs))]
     first = formats[0]
     route = choose("auto", gpu, first, tables[0], store)
     # The end of a file cuts its last GOP short, so this GOP says nothing about the distance of keyframes.
     shortest = [int(table.gop_lengths[: max(len(table.keyframes) - 1, 1)].min()) for table in tables]
-    reasons = ((table.path, refusal(gpu, describe_format(config), table)) for table in tables for config in table.configs)
+    reasons = ((table.path, refusal(gpu, table.format(n), table)) for table in tables for n in range(len(table.configs)))
     return CameraReport(
         kind="video",
         height=first.height,

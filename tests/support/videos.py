@@ -329,3 +329,18 @@ def joined(first: Path, second: Path) -> bytes:
 
 def _words(body: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(body, ">u4").astype(np.int64)
+
+
+def turned(source: Path, target: Path, degrees: int, *, movie: bool = False) -> Path:
+    """Writes a file whose frames are displayed turned counterclockwise, as `ffmpeg -display_rotation` does.
+
+    The matrix stands in the header of the track or, where `movie` is True, in that of the movie.
+    """
+    a, b = {0: (1, 0), 90: (0, -1), 180: (-1, 0), -90: (0, 1)}[degrees]
+    matrix = struct.pack(">9i", a << 16, b << 16, 0, -b << 16, a << 16, 0, 0, 0, 1 << 30)
+    tree = boxes(source.read_bytes())
+    header = box(tree, b"moov", b"mvhd") if movie else box(tree, b"moov", b"trak", b"tkhd")
+    at = 36 if movie else len(header[1]) - 44
+    header[1] = header[1][:at] + matrix + header[1][at + 36 :]
+    target.write_bytes(unboxed(tree))
+    return target

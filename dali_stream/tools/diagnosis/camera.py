@@ -17,7 +17,6 @@ from dali_stream.decode.route import Route, refusal, smallest_coded_size
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError, MemoryBudgetError, counted
 from dali_stream.mp4.clip import is_avc, pack
-from dali_stream.mp4.format import describe
 from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex, read_index
 from dali_stream.mp4.timing import BY_FRAME_INDEX, TOLERANCE
@@ -83,7 +82,7 @@ class Camera:
             return
         store = self.dataset.data_store
         try:
-            self.video = describe(self.tables[0].configs[0])
+            self.video = self.tables[0].format()
             self.reports = {place: describe_video(self.tables, store, gpu) for place, gpu in self.places.items()}
             self.results.update(run_checks(checks, self))
             self._choose_frame()

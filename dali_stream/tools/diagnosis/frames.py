@@ -16,7 +16,6 @@ from dali_stream.dataset import Dataset
 from dali_stream.decode import images
 from dali_stream.errors import DaliStreamError, DecodeError, counted
 from dali_stream.lerobot.rows import RowReader
-from dali_stream.mp4.format import describe
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 from dali_stream.tools.diagnosis.looks import located
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, Result
@@ -125,7 +124,7 @@ class Deep:
 
         def error(chosen: list[int]) -> str:
             """Return the reason why packets cannot be decoded. Empty if they can."""
-            video = describe(table.configs[table.config[chosen[0]]])
+            video = table.format(table.config[chosen[0]])
             at_once = decoder.frames_at_once((video.height, video.width))
             try:
                 for _ in decoder.decode_in_parts(store, [table] * len(chosen), chosen, video, at_once):

@@ -14,7 +14,7 @@ from dali_stream.decode.route import smallest_coded_size
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.mp4.boxes import UPRIGHT
 from dali_stream.mp4.damage import checker
-from dali_stream.mp4.format import PROFILES, VideoFormat, describe
+from dali_stream.mp4.format import PROFILES, VideoFormat
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.keyframes import has_other_keyframes
 from dali_stream.storage import Store
@@ -38,7 +38,7 @@ def refusal(store: Store, table: VideoIndex, codec: str, gop: int) -> str:
         codec: Requested codec.
         gop: Requested GOP length in frames.
     """
-    video, configs = describe(table.configs[0]), len(table.configs)
+    video, configs = table.format(), len(table.configs)
     if video.codec != codec:
         return f"it is {video.codec}"
     faults = {

@@ -19,7 +19,6 @@ from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.stats import MAX_IMAGES, image_histogram, image_stats
 from dali_stream.mp4.boxes import UPRIGHT
-from dali_stream.mp4.format import describe
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.mp4.muxer import Track
 from dali_stream.storage import LocalStore
@@ -125,7 +124,7 @@ def _compare(task: TaskInput, store: LocalStore, index: VideoIndex, episode: _Ep
     where, length = f"{task.where}: {task.camera}, episode {episode.number}", len(episode.packets)
     sampled, compared = spread(length, MAX_IMAGES), spread(length, quality.COMPARED)
     wanted = sorted({*sampled, *compared})
-    frames = torchcodec.decode(store, [index] * len(wanted), episode.packets[wanted].tolist(), describe(index.configs[0]))[0]
+    frames = torchcodec.decode(store, [index] * len(wanted), episode.packets[wanted].tolist(), index.format())[0]
     figures = []
     for frame in compared:
         near = [(other, kept[other]) for other in (frame - 1, frame + 1) if other in kept]
@@ -199,7 +198,7 @@ def _frames(task: TaskInput, episode: Json, table: pa.Table) -> Iterator[quality
     task.window.load(index.path, int(index.offset[start]), int(index.offset[stop - 1] + index.size[stop - 1]))
     quality.check_packets(task.window, index, start, stop)
     for part in _parts(index, shown):
-        expected = describe(index.configs[index.config[part[0]]])
+        expected = index.format(index.config[part[0]])
         yield torchcodec.decode(task.window, [index] * len(part), part.tolist(), expected)[0]
 
 

@@ -13,7 +13,6 @@ from dali_stream.dataset import Dataset
 from dali_stream.decode import torchcodec
 from dali_stream.demo import read_identities, write_demo
 from dali_stream.mp4.clip import Clip, pack
-from dali_stream.mp4.format import describe
 from dali_stream.mp4.index import read_index
 from dali_stream.storage import LocalStore
 
@@ -33,7 +32,7 @@ class Video:
 
     def __init__(self, store: LocalStore, path: str, identity: npt.ArrayLike) -> None:
         self.store, self.table, self.identity = store, read_index(store, path), np.asarray(identity)
-        self.format = describe(self.table.configs[0])
+        self.format = self.table.format()
         self._packets: list[int] = self.table.display_order[:].tolist()
 
     def clip(self, shown: Sequence[int]) -> Clip:
