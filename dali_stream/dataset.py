@@ -15,10 +15,11 @@ from dali_stream.arguments import byte_count, from_zero, known_arguments, one_of
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.address import opened, resolved
-from dali_stream.lerobot.dataset import CLOCKS, DatasetFiles
+from dali_stream.lerobot.dataset import CLOCKS, NEEDED, DatasetFiles
 from dali_stream.lerobot.file_names import guessed_files
 from dali_stream.lerobot.frame_ranges import Frames
-from dali_stream.lerobot.metadata import INFO, Stats
+from dali_stream.lerobot.metadata import INFO, Stats, parquet_errors
+from dali_stream.lerobot.row_file import read_column_names
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.order import windows
@@ -129,12 +130,25 @@ class Dataset(DatasetFiles):
                 self.data_store = open_store(os.fspath(data_files_root), storage_options, **limits)
             self.revision = self.store.revision
             self._read(cameras, episodes, episode_filter)
+            self._leave_out_absent(cameras)
             self._sample(frames, from_zero("drop_first", drop_first), from_zero("drop_last", drop_last))
             self.drops = (int(drop_first), int(drop_last)) if frames is None else None
             self.tolerance_s = _tolerance(tolerance_s, self.fps)
         except BaseException:
             self.close()
             raise
+
+    def _leave_out_absent(self, cameras: Sequence[str] | None) -> None:
+        """Leave out features whose column the first data file lacks, as LeRobot reads them, with a warning."""
+        number = int(self.table.data.index[self.rows[0]])
+        path = self.table.data.paths[number]
+        try:
+            with parquet_errors(self.data_store, path):
+                columns = read_column_names(self, self.data_store, number)
+        except DatasetError:  # the file is missing or broken, which reading its rows reports
+            return
+        known = {*columns, *NEEDED, *(key for key, feature in self.stored_features.items() if feature.is_video)}
+        self.leave_out({key: f"has no column in {path}" for key in self.stored_features if key not in known}, cameras)
 
     def split(self, shares: Mapping[str, float] | None = None, *, seed: int = 0) -> dict[str, Dataset]:
         """Divide the selected episodes into parts, for example for training and for validation.

@@ -480,7 +480,7 @@ def test_a_broken_row_group_is_an_error_of_its_episode_only(own_groups: Path) ->
     assert_alone(reader, own_groups, [5])
 
 
-@pytest.mark.parametrize(("name", "values"), [("frame_index", [0, 2]), ("action", [[0.0, 1.0]] * 2), ("index", [None, 1])])
+@pytest.mark.parametrize(("name", "values"), [("frame_index", [None, 2]), ("action", [[0.0, 1.0]] * 2), ("index", [None, 1])])
 def test_broken_values_are_an_error_of_their_episode_only(own_groups: Path, name: str, values: list[Any]) -> None:
     [path] = own_groups.glob("data/*/*.parquet")
     table = pq.read_table(path)

@@ -19,7 +19,13 @@ from dali_stream.lerobot.features import Feature
 
 
 def to_numpy(
-    column: pa.ChunkedArray, feature: Feature, where: str, image: Callable[[str], bytes] | None = None
+    column: pa.ChunkedArray,
+    feature: Feature,
+    where: str,
+    image: Callable[[str], bytes] | None = None,
+    *,
+    dtype: type[np.generic] | None = None,
+    leave_out: bool = True,
 ) -> npt.NDArray[Any]:
     """Return a column as a NumPy array.
 
@@ -29,6 +35,8 @@ def to_numpy(
         where: Address of the file and the column, for messages.
         image: Function that reads an image file of the dataset, given its path. Default: None, and images outside the Parquet
             file are an error.
+        dtype: Dtype of numbers. Default: that of a batch, see `Feature.numpy`.
+        leave_out: Whether messages may suggest to leave the feature out of the dataset. Default: True.
 
     Returns:
         Array of shape (L, *shape), or (L,) if the shape of the feature is (1,) or (). Images are encoded, as objects of type
@@ -39,11 +47,12 @@ def to_numpy(
             dtype of a batch.
         StorageError: If an image cannot be read.
     """
+    advice = ". Record or convert the dataset again" + (", or leave the feature out with Dataset.without" if leave_out else "")
     array = _storage(column.combine_chunks() if column.num_chunks != 1 else column.chunk(0))
     if feature.is_image:
-        return _objects(_encoded(array, where, image), bytes, where)
+        return _objects(_encoded(array, where, image), bytes, where, advice)
     if array.null_count:
-        raise DatasetError(f"{where}: {array.null_count} of {len(array)} values are missing{_LEAVE_OUT}")
+        raise DatasetError(f"{where}: {array.null_count} of {len(array)} values are missing{advice}")
     shape, depth = feature.row_shape, 0
     # Each pass removes one level of lists. A number of shape (1,) may be stored in a list of length 1.
     while depth < len(shape) or _is_list(array.type):
@@ -57,11 +66,11 @@ def to_numpy(
         array, depth = array.flatten(), depth + 1
         if array.null_count:
             raise DatasetError(f"{where}: {array.null_count} numbers are missing")
-    values = _objects(array.to_pylist(), str, where) if feature.is_text else _numbers(array, feature, where)
+    if feature.is_text:
+        values = _objects(array.to_pylist(), str, where, advice)
+    else:
+        values = _numbers(array, feature, where, dtype or feature.numpy, advice)
     return values.reshape(len(column), *shape)
-
-
-_LEAVE_OUT = ". Record or convert the dataset again, or leave the feature out with Dataset.without"
 
 
 def _storage(array: pa.Array) -> pa.Array:
@@ -80,22 +89,22 @@ def _has_length(array: pa.Array, size: int) -> bool:
     return bool((np.diff(array.offsets.to_numpy()) == size).all())
 
 
-def _numbers(array: pa.Array, feature: Feature, where: str) -> npt.NDArray[Any]:
-    """Return numbers in the dtype of a batch. Floats are rounded to float32. Other values that would change are an error."""
+def _numbers(array: pa.Array, feature: Feature, where: str, dtype: type[np.generic], advice: str) -> npt.NDArray[Any]:
+    """Return numbers of a dtype. Floats are rounded to it. Other values that would change are an error."""
     kind = array.type
     if not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise DatasetError(
-            f"{where} must hold {feature.dtype} of shape {feature['shape']}, as meta/info.json says, got {kind}{_LEAVE_OUT}"
+            f"{where} must hold {feature.dtype} of shape {feature['shape']}, as meta/info.json says, got {kind}{advice}"
         )
     values = array.to_numpy(zero_copy_only=False)
-    if values.dtype == feature.numpy:
+    if values.dtype == dtype:
         return values
     with np.errstate(invalid="ignore", over="ignore"):
-        converted: npt.NDArray[Any] = values.astype(feature.numpy, copy=False)
+        converted: npt.NDArray[Any] = values.astype(dtype, copy=False)
     if not feature.is_float and values.dtype != converted.dtype and (wrong := converted != values).any():
         raise DatasetError(
             f"{where} must hold {feature.dtype}, as meta/info.json says, which is {converted.dtype} in batches, got "
-            f"{values[wrong][0]} ({kind}){_LEAVE_OUT}"
+            f"{values[wrong][0]} ({kind}){advice}"
         )
     return converted
 
@@ -130,10 +139,10 @@ def _encoded(array: pa.Array, where: str, read: Callable[[str], bytes] | None) -
     return encoded
 
 
-def _objects(values: list[Any], kind: type, where: str) -> npt.NDArray[np.object_]:
+def _objects(values: list[Any], kind: type, where: str, advice: str) -> npt.NDArray[np.object_]:
     wrong = {type(value).__name__ for value in values if not isinstance(value, kind)}
     if wrong:
-        raise DatasetError(f"{where} must hold {kind.__name__}, got {', '.join(sorted(wrong))}{_LEAVE_OUT}")
+        raise DatasetError(f"{where} must hold {kind.__name__}, got {', '.join(sorted(wrong))}{advice}")
     objects = np.empty(len(values), object)
     objects[:] = values
     return objects

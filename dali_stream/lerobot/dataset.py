@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import hashlib
 import importlib
 import json
+import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -26,10 +28,11 @@ from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.process import trim_memory
 from dali_stream.storage import Store
 
-NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # features that every dataset must have
+NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # features that every batch has
 CLOCKS = ("timestamp", "frame_index")  # values of the argument `clock`; the first is the default
 _MANY = 2000  # for more episodes than this, memory freed by parsing is returned to the operating system
 Self = TypeVar("Self", bound="DatasetFiles")
+_log = logging.getLogger("dali_stream")
 
 
 class DatasetFiles:
@@ -53,6 +56,7 @@ class DatasetFiles:
     store: Store
     data_store: Store
     drops: tuple[int, int] | None  # frames dropped at both ends of each episode, or None if the user passed `frames`
+    opened: dict[int, tuple[Any, bytes, bytes]]  # {number of a data file: its footer, for the first reader of the file}
     own_stats: metadata.Stats | None  # statistics that the user passed
 
     def _read(
@@ -64,7 +68,7 @@ class DatasetFiles:
         with contextlib.suppress(ImportError):
             importlib.import_module("pandas")
         self._info = info = metadata.read_info(self.store)
-        self.version, self.fps = info.version, info.fps
+        self.version, self.fps, self.opened = info.version, info.fps, {}
         self.cameras = selection.cameras(info, cameras)
         self.features = {key: feature for key, feature in info.features.items() if not feature.is_camera or key in self.cameras}
         for key in self.cameras:
@@ -75,6 +79,8 @@ class DatasetFiles:
                     f"with {' or '.join(map(str, CHANNELS))} channels, got {feature['shape']}"
                 )
         for key in NEEDED:
+            if key in info.left_out:
+                raise DatasetError(f"Feature {key!r} in {self.store.where(metadata.INFO)} {info.left_out[key]}")
             if key not in info.features:
                 raise DatasetError(f"Missing feature {key!r} in {self.store.where(metadata.INFO)}. Every dataset must have it")
         self.skips_images = any(f.is_image and key not in self.features for key, f in info.features.items())
@@ -84,6 +90,25 @@ class DatasetFiles:
             pa.default_memory_pool().release_unused()
             trim_memory()
         self._take(selection.rows(self.table.index, episodes, episode_filter, self.episode_columns), None)
+
+    def leave_out(self, reasons: Mapping[str, str], cameras: Sequence[str] | None) -> None:
+        """Leave out features that cannot be read, with a warning.
+
+        Args:
+            reasons: {key: reason}, as in `metadata.Info.left_out`.
+            cameras: Keys of the selected cameras, or None for all cameras.
+
+        Raises:
+            ValueError: If a selected camera cannot be read.
+        """
+        for key, why in reasons.items():
+            _log.warning("%s: feature %.80r %s. Batches will lack it", self.store.where(metadata.INFO), key, why)
+        stored = {key: feature for key, feature in self.stored_features.items() if key not in reasons}
+        self._info = dataclasses.replace(self._info, features=stored, left_out={**self._info.left_out, **reasons})
+        self.cameras = selection.cameras(self._info, cameras)
+        self.features = {key: feature for key, feature in self.features.items() if key not in reasons}
+        for name in ("row_bytes", "row_bytes_without_objects"):  # cached, for all features
+            vars(self).pop(name, None)
 
     def _take(self, rows: npt.NDArray[np.int64], ranges: FrameRanges | None) -> None:
         """Select the episodes in some rows of the table, and the frames in `ranges`, or all frames if `ranges` is None."""
@@ -323,7 +348,7 @@ class DatasetFiles:
 
     def __getstate__(self) -> dict[str, Any]:
         store, data_store = copy.deepcopy((self.store, self.data_store))  # copied together: they may be the same object
-        return {**vars(self), "store": store, "data_store": data_store}
+        return {**vars(self), "store": store, "data_store": data_store, "opened": {}}
 
     def __len__(self) -> int:
         return self.num_frames

@@ -12,6 +12,7 @@ import logging
 import re
 import string
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ TASKS = "meta/tasks.parquet"
 SUBTASKS = "meta/subtasks.parquet"
 TABULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 DTYPES = (*TABULAR, "video", "image", "string")
+FRAME_INDEX = "frame_index"  # the only feature that a dataset may lack: it then counts the rows of each episode
 _LARGEST_JSON = 64 << 20
 Stats = dict[str, dict[str, npt.NDArray[Any]]]
 """Statistics {key: {"mean": array, ...}}. Arrays have the shape of a row, or (C, 1, 1) with values in [0, 1] for a camera."""
@@ -44,7 +46,7 @@ class Info:
     Attributes:
         version: Version of the format, such as "v3.0".
         fps: Frames per second.
-        features: Features that can be read.
+        features: Features that can be read, and `frame_index`, even if the file lacks it.
         data_path: Template of the paths to Parquet files.
         video_path: Template of the paths to MP4 files. None if the dataset has none.
         episodes: Number of episodes. None if the file has no total.
@@ -149,28 +151,31 @@ def read_info(store: Store) -> Info:
     if "codebase_version" not in info:
         problem = "codebase_version is missing" if info else "the JSON object is empty"
         raise DatasetError(f"Invalid {store.where(INFO)}: {problem}. {_looks(store)}")
-    version = str(info["codebase_version"])
+    version = f"v{str(info['codebase_version']).removeprefix('v')}"  # some exporters leave the "v" out
     if not version.startswith(("v2.", "v3.")):
-        raise DatasetError(f"Invalid codebase_version in {store.where(INFO)}: must be v2.0, v2.1 or v3.0, got {version[:40]!r}")
+        raise DatasetError(
+            f"Invalid codebase_version in {store.where(INFO)}: must be v2.0, v2.1 or v3.0, got "
+            f"{str(info['codebase_version'])[:40]!r}"
+        )
     fields = _V2_FIELDS if version.startswith("v2.") else _V3_FIELDS
     if info.get("storage_format") == "lance":
         raise DatasetError(
             f'Invalid storage_format in {store.where(INFO)}: must be Parquet with MP4, got "lance". Export the dataset to that '
             "with LeRobot"
         )
-    fps = info.get("fps")
-    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps <= 100_000:
-        raise DatasetError(f"Invalid fps in {store.where(INFO)}: must be above 0 and at most 100000, got {str(fps)[:40]}")
+    fps = _fps(info.get("fps"), store)
     features = _object(info.get("features"), store, "features")
     data_path = _template(info.get("data_path"), "data_path", fields, store)
     video_path = _template(info["video_path"], "video_path", fields, store) if info.get("video_path") else None
     left_out = {key: why for key, feature in features.items() if (why := _left_out(key, feature, store))}
     for key, why in left_out.items():
         _log.warning("%s: feature %.80r %s. Batches will lack it", store.where(INFO), key, why)
+    readable = {key: Feature(feature) for key, feature in features.items() if key not in left_out}
+    readable.setdefault(FRAME_INDEX, Feature(dtype="int64", shape=[1], names=None))
     return Info(
         version=version,
         fps=fps,
-        features={key: Feature(feature) for key, feature in features.items() if key not in left_out},
+        features=readable,
         data_path=data_path,
         video_path=video_path,
         episodes=_count(info.get("total_episodes"), "total_episodes", store),
@@ -418,6 +423,18 @@ def _object(value: Any, store: Store, name: str, path: str = INFO) -> dict[str, 
     return value
 
 
+def _fps(value: Any, store: Store) -> float:
+    """Return the frame rate. It may be stored as text."""
+    number: Any = value
+    if isinstance(value, str):
+        with suppress(ValueError):
+            number = float(value)
+            number = int(number) if number.is_integer() else number
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number <= 100_000:
+        raise DatasetError(f"Invalid fps in {store.where(INFO)}: must be above 0 and at most 100000, got {str(value)[:40]}")
+    return number
+
+
 def _count(value: Any, name: str, store: Store) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise DatasetError(f"Invalid {name} in {store.where(INFO)}: must be a nonnegative integer, got {str(value)[:40]}")
@@ -442,12 +459,13 @@ def _left_out(key: str, feature: Any, store: Store) -> str:
     dtype, shape = feature.get("dtype"), feature.get("shape")
     if dtype not in DTYPES:
         return f"has dtype {str(dtype)[:40]!r}, which is not read"
-    whole = isinstance(shape, (list, tuple)) and all(type(n) is int and 0 < n < 1 << 31 for n in shape)
-    if not whole or len(shape) > 5:
+    if not isinstance(shape, list) or any(type(n) is int and n >= 1 << 31 for n in shape):
         raise DatasetError(
             f"Invalid shape of feature {key[:80]!r} in {store.where(INFO)}: must be a list of up to five positive integers, "
             f"got {str(shape)[:80]}"
         )
+    if len(shape) > 5 or not all(type(n) is int and n > 0 for n in shape):
+        return f"has shape {str(shape)[:80]}, and only up to five positive integers are read"
     if Feature(feature).is_camera and Feature(feature).is_depth:
         return "is a depth map of more than 8 bits, and cameras are decoded to 8 bits a channel, so it is not read"
     return ""

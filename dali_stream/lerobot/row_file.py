@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.metadata import FRAME_INDEX
 from dali_stream.lerobot.row_groups import MAGIC, RowGroups, as_file
 from dali_stream.storage import Store
 from dali_stream.storage.store import SMALL, Ranges
@@ -31,7 +32,7 @@ class RowFile:
         dataset: Dataset that contains the file.
         store: Store to read from.
         number: Number of the file among the data files.
-        keys: Columns to read.
+        keys: Columns to read. `frame_index` is not read if the file lacks it.
 
     Attributes:
         groups: Row groups of the file.
@@ -43,13 +44,15 @@ class RowFile:
     def __init__(self, dataset: DatasetFiles, store: Store, number: int, keys: Sequence[str]) -> None:
         table = dataset.table
         self._store, self._path = store, table.data.paths[number]
-        metadata, footer, self._whole = _open(dataset, store, number)
+        metadata, footer, self._whole = dataset.opened.pop(number, None) or _open(dataset, store, number)
         self.groups = RowGroups(footer, metadata)
         parquet = pq.ParquetFile(pa.BufferReader(b""), metadata=self.groups.sample)
         self._size = store.size(self._path)
         self._gap = 0 if dataset.skips_images else _GAP
         self._names = parquet.schema_arrow.names
-        self._columns = list(dict.fromkeys([*keys, "episode_index"]))
+        # Without the column `frame_index`, it is the number of the row within its episode.
+        absent = {FRAME_INDEX}.difference(self._names)
+        self._columns = [key for key in dict.fromkeys([*keys, "episode_index"]) if key not in absent]
         missing = [key for key in self._columns if key not in self._names]
         if missing:
             raise DatasetError(
@@ -163,6 +166,13 @@ def read_schema(dataset: DatasetFiles, store: Store, number: int) -> pa.Schema:
     """Return the schema of a data file, by its number among the data files. It sends the same requests as `RowFile` does."""
     metadata, footer, _ = _open(dataset, store, number)
     return (metadata or pq.read_metadata(as_file(footer))).schema.to_arrow_schema()
+
+
+def read_column_names(dataset: DatasetFiles, store: Store, number: int) -> list[str]:
+    """Return the names of the columns of a data file. The first `RowFile` of this file does not read its footer again."""
+    metadata, footer, _ = dataset.opened[number] = _open(dataset, store, number)
+    names: list[str] = RowGroups(footer, metadata).sample.schema.to_arrow_schema().names
+    return names
 
 
 def _open(dataset: DatasetFiles, store: Store, number: int) -> tuple[pq.FileMetaData | None, bytes, bytes]:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from dali_stream.errors import DatasetError, StorageError, counted
 from dali_stream.lerobot.columns import to_numpy
-from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.dataset import NEEDED, DatasetFiles
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.lerobot.row_file import RowFile
@@ -67,6 +67,7 @@ class RowReader:
         self._dataset, self._store = dataset, store or dataset.data_store
         self._memory, self._warned = memory or RowMemory(), False
         self.features = {k: f for k, f in dataset.features.items() if not f.is_video and (keys is None or k in keys)}
+        self._locates = dataset.clock if dataset.videos else ""  # column that locates frames
         self._files: OrderedDict[str, RowFile] = OrderedDict()
         self._lock = threading.Lock()
         self._once = Once()
@@ -155,13 +156,16 @@ class RowReader:
         """Read row groups from a file, and convert their numbers to NumPy."""
         with self._turn(path, int(file.groups.sizes[groups].sum())):
             table, bytes_read = file.read(groups)
+            if not self._locates:
+                table = _without_gaps(table)
             columns: dict[str, pa.ChunkedArray | npt.NDArray[Any]] = dict(zip(table.column_names, table.columns, strict=True))
             del table  # so that each column is freed when it has been converted
-            index = to_numpy(columns["episode_index"], _EPISODE_INDEX, f"{self._store.where(path)}: episode_index")
+            where = f"{self._store.where(path)}: episode_index"
+            index = to_numpy(columns["episode_index"], _EPISODE_INDEX, where, leave_out=False)
             for key, feature in self.features.items():
-                if not (feature.is_image or feature.is_text):
+                if key in columns and not (feature.is_image or feature.is_text):
                     with suppress(DatasetError), parquet_errors(self._store, path):  # raised again for the broken episodes
-                        columns[key] = to_numpy(columns[key], feature, "")
+                        columns[key] = to_numpy(columns[key], feature, "", dtype=_exact(key, feature))
             return DecodedGroups(columns, index, self._dataset, bytes_read)
 
     @contextmanager
@@ -204,17 +208,21 @@ class RowReader:
 
         columns: Columns = {}
         for key, feature in self.features.items():
-            values = group.columns[key]
-            if isinstance(values, np.ndarray):
+            values = group.columns.get(key)
+            if values is None:  # only `frame_index` may be absent, see `RowFile`
+                columns[key] = np.arange(length)
+            elif isinstance(values, np.ndarray):
                 columns[key] = values[start : start + length]
             else:
                 with parquet_errors(self._store, path):  # only the conversion detects text that is not UTF-8
-                    columns[key] = to_numpy(values.slice(start, length), feature, f"{where}: {key}", image)
-        numbers = columns.get("frame_index")
-        if numbers is not None and (numbers[1:] - numbers[:-1] != 1).any():
-            raise DatasetError(f"Invalid frame_index in {where}: must count the rows. Record or convert the dataset again")
-        if "timestamp" in columns and self._dataset.clock == "timestamp":
-            check_rising(where, columns["timestamp"])
+                    columns[key] = to_numpy(
+                        values.slice(start, length), feature, f"{where}: {key}", image,
+                        dtype=_exact(key, feature), leave_out=key not in NEEDED,
+                    )  # fmt: skip
+        if self._locates and self._locates in columns:
+            _CHECKS[self._locates](where, columns[self._locates])
+        if "timestamp" in columns:  # compared above before it is rounded
+            columns["timestamp"] = columns["timestamp"].astype(self.features["timestamp"].numpy)
         return columns
 
 
@@ -237,9 +245,45 @@ def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
         )
 
 
+def check_counting(where: str, frame_index: npt.NDArray[Any]) -> None:
+    """Check that `frame_index` counts the rows of an episode. Otherwise, a row could get the frame of another row.
+
+    Args:
+        where: Address of the file and the episode, for the message.
+        frame_index: Values of the rows, shape (L,).
+
+    Raises:
+        DatasetError: If a value is not the number of its row, counted from 0.
+    """
+    wrong = frame_index != np.arange(len(frame_index))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise DatasetError(
+            f'Invalid frame_index of row {row} in {where}: must be {row} for clock="frame_index", which needs numbers that '
+            f"count the rows of each episode from 0, got {frame_index[row]}. Use the default, which locates frames by timestamp"
+        )
+
+
+_CHECKS = {"timestamp": check_rising, "frame_index": check_counting}  # checks of the column that locates frames, by clock
 _TOGETHER = 1 << 20  # maximum size of row groups that are read together for several episodes, in bytes
 _MANY = 1000  # number of row groups above which memory is returned to the operating system after parsing
 _EPISODE_INDEX = Feature(dtype="int64", shape=[1])
+
+
+def _without_gaps(table: pa.Table) -> pa.Table:
+    """Return rows with NaN for timestamps that are missing, which is allowed if no frame depends on them."""
+    place = table.schema.get_field_index("timestamp")
+    if place < 0 or not table.column(place).null_count:
+        return table
+    kind = table.schema.field(place).type
+    if not (pa.types.is_floating(kind) or pa.types.is_null(kind)):
+        return table
+    return table.set_column(place, "timestamp", table.column(place).cast(pa.float64()).fill_null(np.nan))
+
+
+def _exact(key: str, feature: Feature) -> type[np.generic]:
+    """Return the dtype in which a column is read. Timestamps are rounded to that of a batch only after they are compared."""
+    return np.float64 if key == "timestamp" and feature.is_float else feature.numpy
 
 
 def _not_rising(timestamp: npt.NDArray[Any]) -> int | None:

@@ -32,6 +32,8 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
     Raises:
         DatasetError: If a line is broken, or if the numbers contradict each other or `info.json`.
     """
+    if info.episodes == 0 and not store.exists(EPISODES):
+        raise DatasetError(f"No episodes in {store.address}: total_episodes is 0 in {metadata.INFO}. Record an episode first")
     cameras = list(cameras)
     video_path = metadata.video_template(store, info) if cameras else ""
     entries = [

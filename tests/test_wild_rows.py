@@ -1,0 +1,273 @@
+"""Rows and metadata as other exporters write them: what LeRobot reads is read, and every frame is that of its row."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from support.broken import EPISODES as TABLE
+from support.broken import edit_info, edit_table, put
+from support.datasets import ODD_CAMERA, ROWS, Column, build, change_info, copied
+from support.videos import CAMERA, EPISODES, FPS, h264, identities, loader, recorded
+
+from dali_stream import Dataset, DatasetError, Loader, Mixture, batch_at
+
+FRAME = np.concatenate([np.arange(n) for n in EPISODES])  # number of each row within its episode
+Change = Callable[[pa.Table], pa.Table]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two episodes in one file, as LeRobot writes them. Read only."""
+    return recorded(tmp_path_factory.mktemp("plain"), h264(12))
+
+
+@pytest.fixture
+def root(plain: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(plain, tmp_path / "data"))
+
+
+def change_rows(root: Path, change: Change) -> Path:
+    edit_table(root, ROWS, change)
+    return root
+
+
+def with_index(values: Any) -> Change:
+    return lambda table: put(table, "frame_index", pa.array(np.asarray(values, np.int64)))
+
+
+def with_times(values: Any, kind: str = "float32") -> Change:
+    return lambda table: put(table, "timestamp", pa.array(values, getattr(pa, kind)()))
+
+
+def without_rows(root: Path, cut: dict[int, list[int]]) -> dict[int, list[int]]:
+    """Cut rows out of episodes, as a tool that removes idle frames does. Returns {episode: numbers of the rows that stay}."""
+    rows, table = pq.read_table(root / ROWS), pq.read_table(root / TABLE)
+    stays = {episode: [n for n in range(length) if n not in cut.get(episode, [])] for episode, length in enumerate(EPISODES)}
+    first = np.cumsum([0, *EPISODES])
+    rows = rows.take(np.concatenate([first[episode] + np.array(numbers) for episode, numbers in stays.items()]))
+    pq.write_table(put(rows, "index", pa.array(np.arange(len(rows)))), root / ROWS)
+    lengths = [len(numbers) for numbers in stays.values()]
+    stops = np.cumsum(lengths)
+    table = put(put(table, "length", lengths), "dataset_from_index", [int(n) for n in stops - lengths])
+    pq.write_table(put(table, "dataset_to_index", [int(n) for n in stops]), root / TABLE)
+    change_info(root, total_frames=len(rows))
+    return stays
+
+
+def delivered(dataset: Dataset | Path, **options: Any) -> dict[int, tuple[int, int]]:
+    """{index of each sample: episode and frame that its pixels show}."""
+    found = {}
+    with loader(dataset, **options) as batches:
+        for batch in batches:
+            found |= dict(zip(batch["index"].tolist(), identities(batch[CAMERA]), strict=True))
+    return found
+
+
+def expected(stays: dict[int, list[int]]) -> dict[int, tuple[int, int]]:
+    return dict(enumerate((episode, number) for episode, numbers in stays.items() for number in numbers))
+
+
+EVERY = expected({episode: list(range(length)) for episode, length in enumerate(EPISODES)})
+NUMBERINGS = {
+    "all 0": np.zeros_like(FRAME),
+    "from 1": FRAME + 1,
+    "through the dataset": np.arange(len(FRAME)),
+    "falling": FRAME[::-1],
+}
+
+
+# ------------------------------------------------------------------------------------------------------------ frame_index
+
+
+@pytest.mark.parametrize("name", NUMBERINGS)
+def test_frames_are_those_of_the_timestamps_whatever_frame_index_counts(root: Path, name: str) -> None:
+    """And it is delivered as it is, also in a window."""
+    change_rows(root, with_index(NUMBERINGS[name]))
+    assert delivered(root) == EVERY
+    window = {"frame_index": [-1 / FPS, 0.0]}
+    with loader(root, delta_timestamps=window) as batches:
+        for batch in batches:
+            at = batch["index"].numpy()
+            before = at - (FRAME[at] > 0)
+            np.testing.assert_array_equal(batch["frame_index"], NUMBERINGS[name][np.stack([before, at], 1)])
+
+
+@pytest.mark.parametrize("cut", [{0: [3, 4, 5], 1: [20, 21]}, {0: [0, 1, 2], 1: [0, 40]}], ids=["inside", "at the ends"])
+def test_rows_that_were_cut_out_leave_each_other_row_its_frame(root: Path, cut: dict[int, list[int]]) -> None:
+    stays = without_rows(root, cut)
+    assert delivered(root) == expected(stays)
+    with loader(root) as batches:
+        numbers = [dict(zip(batch["index"].tolist(), batch["frame_index"].tolist(), strict=True)) for batch in batches]
+    whole = {index: number for each in numbers for index, number in each.items()}
+    assert [whole[i] for i in sorted(whole)] == [number for kept in stays.values() for number in kept]
+
+
+@pytest.mark.parametrize("name", NUMBERINGS)
+def test_a_clock_by_numbers_that_count_otherwise_is_refused(root: Path, name: str) -> None:
+    """They would be the numbers of neighbouring frames. What the message names works."""
+    change_rows(root, with_index(NUMBERINGS[name]))
+    with pytest.raises(DatasetError, match=r'must be \d+ for clock="frame_index", .* Use the default, which locates frames by'):
+        delivered(Dataset(root, clock="frame_index"))
+    assert delivered(root) == EVERY
+
+
+@pytest.mark.parametrize("where", ["file", "both"])
+@pytest.mark.parametrize("clock", ["timestamp", "frame_index"])
+def test_without_the_column_it_is_the_number_of_the_row(root: Path, clock: str, where: str) -> None:
+    change_rows(root, lambda table: table.drop_columns(["frame_index"]))
+    if where == "both":
+        edit_info(root, features__frame_index=None)
+    if clock == "frame_index":
+        change_rows(root, with_times((FRAME + 0.31) / FPS))
+    dataset = Dataset(root, clock=clock)
+    assert delivered(dataset) == EVERY
+    with loader(dataset, delta_timestamps={"frame_index": [0.0, 2 / FPS]}) as batches:
+        for batch in batches:
+            at, episode = batch["index"].numpy(), batch["episode_index"].numpy()
+            last = np.array(EPISODES)[episode] - 1
+            np.testing.assert_array_equal(batch["frame_index"], np.stack([FRAME[at], np.minimum(FRAME[at] + 2, last)], 1))
+
+
+def test_a_mixture_numbers_rows_in_the_dataset_that_does_not(root: Path, plain: Path) -> None:
+    change_rows(root, lambda table: table.drop_columns(["frame_index"]))
+    edit_info(root, features__frame_index=None)
+    with loader(Mixture({"a": plain, "b": root})) as batches:  # type: ignore[arg-type]
+        seen = [tuple(batch[key].tolist()) for batch in batches for key in ("episode_index", "frame_index")]
+    pairs = [pair for e, f in zip(seen[::2], seen[1::2], strict=True) for pair in zip(e, f, strict=True)]
+    assert sorted(pairs) == sorted(2 * list(EVERY.values()))
+
+
+# -------------------------------------------------------------------------------------------------------------- timestamps
+
+
+ODD_TIMES: dict[str, tuple[list[float | None], str]] = {
+    "zeros": ([0.0] * 21, "float32"),
+    "Unix seconds": ([1.7e9 + i / 10 for i in range(21)], "float64"),
+    "NaN": ([float("nan")] * 21, "float32"),
+    "missing": ([None] * 21, "float32"),
+    "of no type": ([None] * 21, "null"),
+    "some missing": ([0.1, None, 0.3] * 7, "float64"),
+    "falling": ([-i / 10 for i in range(21)], "float32"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_TIMES)
+def test_timestamps_on_which_no_frame_depends_are_delivered_as_they_are(odd: Path, tmp_path: Path, name: str) -> None:
+    values, kind = ODD_TIMES[name]
+    root = change_rows(copied(odd, tmp_path), with_times(values, kind))
+    with Loader(odd, batch_size=7) as whole, Loader(root, batch_size=7) as changed:
+        for plain_batch, batch in zip(whole, changed, strict=True):
+            assert torch.equal(batch[ODD_CAMERA], plain_batch[ODD_CAMERA])
+            shown = np.array([np.nan if values[i] is None else values[i] for i in batch["index"]], np.float32)
+            np.testing.assert_array_equal(batch["timestamp"].numpy(), shown)
+            assert batch["timestamp"].dtype == torch.float32
+
+
+def test_a_deselected_camera_does_not_depend_on_timestamps(root: Path) -> None:
+    change_rows(root, with_times([0.0] * len(FRAME)))
+    with loader(Dataset(root, cameras=[])) as batches:
+        assert sum(len(batch["index"]) for batch in batches) == len(FRAME)
+
+
+def test_times_of_float64_are_compared_before_they_are_rounded(root: Path) -> None:
+    """By the clock of the frame numbers, rising Unix seconds do no harm; by their own they have no frame, but rise."""
+    change_rows(root, with_times(1.7e9 + FRAME / FPS, "float64"))
+    edit_info(root, features__timestamp={"dtype": "float64", "shape": [1], "names": None})
+    assert delivered(Dataset(root, clock="frame_index")) == EVERY
+    with pytest.raises(Exception, match=r"asks for 1700000000.* s of the file") as raised:
+        delivered(root)
+    assert "must be greater than" not in str(raised.value)
+
+
+def test_times_of_float64_that_fall_by_less_than_float32_shows_are_refused(root: Path) -> None:
+    times = FRAME / FPS
+    times[40] = times[39] - 1e-9
+    change_rows(root, with_times(times, "float64"))
+    with pytest.raises(DatasetError, match=r"Invalid timestamp of row 9 in .*episode 1"):
+        delivered(root)
+
+
+# -------------------------------------------------------------------------------------------------------- odd features
+
+
+@pytest.mark.parametrize("shape", [[-1, 3], [None, 3], [0], [1] * 6, [2.5]], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "string", "video"])
+def test_a_feature_of_an_unusual_shape_is_left_out(
+    root: Path, caplog: pytest.LogCaptureFixture, shape: list[Any], dtype: str
+) -> None:
+    edit_info(root, features__odd={"dtype": dtype, "shape": shape, "names": None})
+    dataset = Dataset(root)
+    assert "odd" not in dataset.features
+    [said] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"feature 'odd' has shape {shape}, and only up to five positive integers are read. Batches will lack it" in said
+    assert delivered(dataset) == EVERY
+
+
+@pytest.mark.parametrize("key", ["timestamp", "index", "task_index", "episode_index"])
+def test_a_required_feature_of_an_unusual_shape_is_an_error(root: Path, key: str) -> None:
+    edit_info(root, **{f"features__{key}": {"dtype": "int64", "shape": [0], "names": None}})
+    with pytest.raises(DatasetError, match=rf"Feature '{key}' in .*info.json has shape \[0\]"):
+        Dataset(root)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "string", "image"])
+def test_a_feature_without_a_column_is_left_out(root: Path, caplog: pytest.LogCaptureFixture, dtype: str) -> None:
+    shape = [128, 160, 3] if dtype == "image" else [1]
+    edit_info(root, features__force={"dtype": dtype, "shape": shape, "names": None})
+    dataset = Dataset(root)
+    assert "force" not in dataset.features
+    assert dataset.cameras == (CAMERA,)
+    [said] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"feature 'force' has no column in {ROWS}. Batches will lack it" in said
+    assert delivered(dataset) == EVERY
+    with loader(dataset) as batches:
+        again = batch_at(batches.describe(), 0, 0)
+    assert identities(again[CAMERA]) == [EVERY[i] for i in again["index"].tolist()]
+    if dtype == "image":
+        with pytest.raises(ValueError, match=f"Camera 'force' has no column in {ROWS}. Available: {CAMERA}"):
+            Dataset(root, cameras=["force"])
+
+
+def test_a_required_feature_without_a_column_is_an_error(root: Path) -> None:
+    change_rows(root, lambda table: table.drop_columns(["task_index"]))
+    with pytest.raises(DatasetError, match=f"Missing column task_index in .*{ROWS}"):
+        delivered(root)
+
+
+# ----------------------------------------------------------------------------------------------------------- info.json
+
+
+@pytest.mark.parametrize("version", ["3.0", 3.0, "v3.0"])
+def test_a_version_without_its_v(root: Path, version: object) -> None:
+    edit_info(root, codebase_version=version)
+    dataset = Dataset(root)
+    assert dataset.version == "v3.0"
+    assert delivered(dataset) == EVERY
+
+
+@pytest.mark.parametrize("fps", ["30", "30.0", " 30 "])
+def test_fps_as_text(root: Path, plain: Path, fps: str) -> None:
+    edit_info(root, fps=fps)
+    dataset = Dataset(root)
+    assert dataset.fps == 30
+    assert dataset.fingerprint == Dataset(plain).fingerprint
+    assert delivered(dataset) == EVERY
+
+
+def test_an_empty_dataset_of_v2_says_so(tmp_path: Path) -> None:
+    root = build(tmp_path / "data", [3], {"action": Column("float32", [1], np.zeros((3, 1)))}, version="v2.1")
+    (root / "meta/episodes.jsonl").unlink()
+    info = json.loads((root / "meta/info.json").read_text())
+    (root / "meta/info.json").write_text(json.dumps(info | {"total_episodes": 0, "total_frames": 0, "codebase_version": "2.1"}))
+    with pytest.raises(DatasetError, match=r"No episodes in .*data: total_episodes is 0 in meta/info.json. Record an episode"):
+        Dataset(root)
