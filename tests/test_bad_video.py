@@ -314,6 +314,34 @@ def check_substitutes(root: Path, gop: set[tuple[int, int]]) -> None:
     assert lost <= gop
 
 
+@pytest.mark.parametrize(
+    ("arguments", "packet", "change"),
+    [
+        # Found before decoding, so all later packets fail.
+        pytest.param(data.hevc(250), 60, lambda payload: bytes(len(payload)), id="hevc"),
+        slow(data.av1(250), 45, lambda payload: hole(payload, 0.3), id="av1"),
+        # A bit in the header says that the frame is hidden. Only the decoder finds it, when the next packet does not follow.
+        pytest.param(data.vp9(250), 45, lambda payload: bytes([payload[0] ^ 2]) + payload[1:], id="vp9"),
+    ],
+)
+def test_a_damaged_packet_costs_few_decodes(
+    arguments: tuple[str, ...], packet: int, change: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    """All frames are in one GOP. Those that do not depend on the packet are decoded a few times, and not one by one."""
+    video = data.encode(data.draw(), tmp_path / "video.mp4", arguments)
+    root = data.write_dataset(tmp_path / "set", [video])
+    damage(root, FILE, packet, change)
+    with data.loader(root, on_error="substitute", batch_size=data.FRAMES, shuffle=False) as loader:
+        shown = list(data.samples(loader))
+        stats = loader.stats()
+    assert data.identities(torch.stack([frame for *_, frame in shown])) == [(e, f) for e, f, _ in shown]
+    right = len({(e, f) for e, f, _ in shown})
+    assert data.FRAMES - right == stats["substituted"] > 0
+    assert right >= packet - 3  # the order of decoding differs from that of display
+    assert stats["clips"] <= stats["substituted"] + 12
+    assert stats["decoded_frames"] <= 8 * data.FRAMES
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_no_single_hole_of_zeros_passes(codec: str, videos: Callable[[str], Path], tmp_path: Path) -> None:
     """Holes of 144 bytes at every place of one GOP: an error for the frames that need them, or the right frame."""
