@@ -35,7 +35,7 @@ def make(dataset: dali_stream.Dataset, gpu: int | None, threads: int, per_frame:
         table = IndexCache(dataset).of(camera, 0, dataset.data_store)
         video = table.format()
         engines.append(threads if gpu is None else capability(gpu, video.codec, video.chroma, video.depth).engines)
-        shown = table.display_order[:LONGEST].tolist()
+        shown = table.displayed_packets[:LONGEST].tolist()
         clip = dali.encoded(pack(dataset.data_store, [table] * len(shown), shown))
         runs.append((len(shown), _decoder(clip, gpu)))
 

@@ -31,6 +31,7 @@ from support.videos import CAMERA, av1, draw, encode, ffmpeg, h264, hevc, loader
 import dali_stream
 from dali_stream import Dataset
 from dali_stream.lerobot.metadata import INFO
+from dali_stream.tools.description import describe
 from dali_stream.tools.diagnosis import Finding, frames
 from dali_stream.tools.diagnosis.frames import LEAST_PSNR_DB, Decoders, Deep, psnr
 from dali_stream.tools.diagnosis.run import examine as examine_dataset
@@ -397,10 +398,16 @@ def test_damage_behind_a_whole_index(encoded: Callable[..., Path]) -> None:
 
 
 def test_an_edit_list_that_hides_frames(tmp_path: Path) -> None:
+    """The first 15 frames. FFmpeg copies the file from the keyframe before them, which is frame 12."""
     whole = encode(draw(), tmp_path / "whole.mp4", h264(12))
     ffmpeg("-ss", "0.5", "-i", whole, "-c", "copy", tmp_path / "cut.mp4")
-    findings, _ = looked_at(write_dataset(tmp_path / "data", [tmp_path / "cut.mp4"]))
-    assert "the edit list must not hide frames" in findings[f"{CAMERA} file 1"].text
+    findings, facts = looked_at(write_dataset(tmp_path / "right", [tmp_path / "cut.mp4"], [(72 - 15,)]))
+    assert [finding.name for finding in findings.values() if finding.status == "problem"] == []
+    assert "3 of 60 frames hidden by edit lists" in findings[f"{CAMERA} structure"].text
+    assert facts["cameras"][CAMERA]["hidden_by_edit_lists"] == 3
+    assert describe(Dataset(tmp_path / "right")).whole
+    findings, _ = looked_at(write_dataset(tmp_path / "wrong", [tmp_path / "cut.mp4"], [(72 - 14,)]))
+    assert "nearest frame, number 56 of 57, is at 1.8667 s" in findings[f"{CAMERA} timestamps"].text
 
 
 def test_rows_that_cannot_be_read(demo_copy: Path) -> None:

@@ -70,6 +70,13 @@ class _Gop(NamedTuple):
     slots: list[int]
 
 
+class _Frame(NamedTuple):
+    """One of the frames of a `_Gop`, by its number in the lists."""
+
+    gop: _Gop
+    number: int
+
+
 class TorchcodecDecoder(VideoFiles):
     """`Decoder` of a camera's video that decodes on the CPU and puts the frames into slots.
 
@@ -157,11 +164,32 @@ class TorchcodecDecoder(VideoFiles):
     def _decode(self, store: Store, gops: list[_Gop]) -> None:
         """Decode GOPs in a decode thread, and put their frames into slots.
 
-        If decoding fails, each frame is decoded separately, so that only frames that cannot be decoded get the error.
+        If decoding fails, the first half of the frames is tried, until a single frame fails. Only this frame gets the error.
+        The frames after it often fail, too, so they are tried in groups that begin with one frame and double.
         """
-        indices = [gop.file for gop in gops for _ in gop.packets]
-        packets = [packet for gop in gops for packet in gop.packets]
-        slots = [slot for gop in gops for slot in gop.slots]
+        frames = [_Frame(gop, i) for gop in gops for i in range(len(gop.packets))]
+        start, count = 0, len(frames)
+        failed = 0  # end of the frames of which at least one must fail, because they failed together
+        while start < len(frames):
+            part = frames[start : start + count]
+            try:
+                self._decode_together(store, part)
+            except DecodeError as error:
+                if len(part) > 1:
+                    failed, count = start + len(part), len(part) // 2
+                    continue
+                [(gop, i)] = part
+                self._slots.fail(gop.slots[i], self.named(gop.episode, np.array([gop.frames[i]]), gop.file, error))
+                failed, count = 0, 1
+            else:
+                rest = failed - start - len(part)
+                count = (rest + 1) // 2 if rest > 0 else 2 * count
+            start += len(part)
+
+    def _decode_together(self, store: Store, frames: list[_Frame]) -> None:
+        """Decode frames with one clip if possible, and put them into slots. Raises DecodeError if one of them fails."""
+        indices = [gop.file for gop, _ in frames]
+        packets, slots = [gop.packets[i] for gop, i in frames], [gop.slots[i] for gop, i in frames]
         video, decoded, stored = self.format(indices[0], packets[0]), 0, 0
         part, timed = frames_at_once((video.height, video.width)), self._counters.timed
         try:
@@ -170,14 +198,8 @@ class TorchcodecDecoder(VideoFiles):
                     with timed("resize_s"):
                         self._slots.put([slots[i] for i in requests], resize(tensor.numpy(), self._size))
                     decoded, stored = decoded + more, stored + len(requests)
-        except DecodeError as error:
-            if len(packets) > 1:
-                for gop in gops:
-                    for one in zip(gop.frames, gop.packets, gop.slots, strict=True):
-                        self._decode(store, [_Gop(gop.file, gop.episode, *([value] for value in one))])
-            else:
-                self._slots.fail(slots[0], self.named(gops[0].episode, np.array(gops[0].frames), gops[0].file, error))
-        self._counters.add(clips=1, decoded_frames=decoded, stored_frames=stored)
+        finally:
+            self._counters.add(clips=1, decoded_frames=decoded, stored_frames=stored)
 
 
 def decode(

@@ -37,6 +37,8 @@ class VideoIndex:
         offset: Position of each packet in the file, in bytes, shape (n,).
         size: Size of each packet in bytes, shape (n,).
         shown_at: Presentation times in ticks, in increasing order, shape (n,). The edit list is applied.
+        displayed: Places in `display_order` of the displayed frames. The edit list hides the other frames, which are only
+            decoded if a displayed frame depends on them. A file that was cut without encoding it again has such frames.
         keyframes: Packets at which decoding can start, shape (k,).
         config: Index of each packet's sample description in `configs`, shape (n,).
         display_order: Packets in the order in which their frames are displayed, shape (n,).
@@ -54,6 +56,7 @@ class VideoIndex:
     offset: Column
     size: Column
     shown_at: Column
+    displayed: range
     keyframes: Column
     config: Column
     display_order: Column
@@ -75,6 +78,17 @@ class VideoIndex:
     def pts(self) -> Column:
         """Presentation time of each packet in ticks, shape (n,)."""
         return Chosen(self.shown_at, self.display_place) if self.reordered else self.shown_at
+
+    @property
+    def hidden(self) -> int:
+        """Number of frames that the edit list hides."""
+        return len(self) - len(self.displayed)
+
+    @property
+    def displayed_packets(self) -> Int64:
+        """Packets of the displayed frames, in display order."""
+        packets: Int64 = self.display_order[self.displayed.start : self.displayed.stop]
+        return packets
 
     @property
     def gop_start(self) -> Column:
@@ -123,7 +137,7 @@ class VideoIndex:
         return np.where(pts[samples] < pts[head], before, head)
 
     def nearest(self, seconds: Float64) -> tuple[Int64, Float64, Float64]:
-        """Find the packets whose display times are nearest to some times.
+        """Find the packets whose display times are nearest to some times. Only displayed frames are found.
 
         Args:
             seconds: Times in seconds, shape (m,). They need not be sorted.
@@ -135,8 +149,9 @@ class VideoIndex:
         # rounded to ticks. The times are compared in seconds and not in ticks, to avoid rounding.
         ends = float(np.fmin.reduce(seconds, initial=np.inf)), float(np.fmax.reduce(seconds, initial=-np.inf))
         ticks = [int(min(max(end * self.timescale, -_MOST_TICKS), _MOST_TICKS)) for end in ends]
-        begin, end = self.shown_at.searchsorted(np.array(ticks)).tolist()
-        begin, end = max(min(begin, end) - 2, 0), min(end + 2, len(self))
+        first, stop = self.displayed.start, self.displayed.stop
+        begin, end = np.clip(self.shown_at.searchsorted(np.array(ticks)), first, stop).tolist()
+        begin, end = max(min(begin, end) - 2, first), min(end + 2, stop)
         shown = self.shown_at[begin:end] / self.timescale
         # Each time is between the frames `left` and `right`, or beyond the first or the last frame.
         right = np.minimum(np.maximum(shown.searchsorted(seconds), min(1, len(shown) - 1)), len(shown) - 1)
@@ -161,8 +176,9 @@ class VideoIndex:
         start = (float(seconds[0]) - tolerance) * self.timescale if count else np.nan
         if not abs(start) < _MOST_TICKS:
             return None
-        first = int(self.shown_at.searchsorted(math.ceil(start)))
-        step = self.shown_at.step(first, first + count)
+        first = max(int(self.shown_at.searchsorted(math.ceil(start))), self.displayed.start)
+        end = first + count
+        step = self.shown_at.step(first, end) if end <= self.displayed.stop else None
         # A frame within less than half a step is the nearest one. The limit is 0.4, since times are rounded.
         if step is None or not tolerance < 0.4 * step / self.timescale:
             return None
@@ -170,8 +186,7 @@ class VideoIndex:
         if not np.abs(shown - seconds).max() <= tolerance:
             return None
         # The next frame may follow after less than a step, such as the first one of another recording in the same file.
-        end = first + count
-        if end < len(self) and not self.shown_at[end] / self.timescale - seconds[-1] > abs(shown[-1] - seconds[-1]):
+        if end < self.displayed.stop and not self.shown_at[end] / self.timescale - seconds[-1] > abs(shown[-1] - seconds[-1]):
             return None
         return self.display_order[first : first + count], shown
 
@@ -191,10 +206,11 @@ def video_index(
     keyframes: Int64,
     config: npt.NDArray[np.integer[Any]],
     index_bytes: int,
+    displayed: range | None = None,
 ) -> VideoIndex:
     """Return an index, with its columns compressed. See `VideoIndex` for the arguments.
 
-    The times `pts` are in decode order and in ticks, shape (n,).
+    The times `pts` are in decode order and in ticks, shape (n,). By default, all frames are displayed.
     """
     n = len(size)
     reordered = not (np.diff(pts) > 0).all()
@@ -214,6 +230,7 @@ def video_index(
         offset=Without(edges) if contiguous else edges,
         size=Gaps(edges) if contiguous else packed(size),
         shown_at=packed(times),
+        displayed=range(n) if displayed is None else displayed,
         keyframes=packed(keyframes),
         config=packed(config) if len(configs) > 1 else Line(0, 0, n),
         display_order=order,
@@ -232,7 +249,7 @@ def read_index(store: Store, path: str) -> VideoIndex:
 
     Raises:
         DecodeError: If the file is not an MP4, is truncated or fragmented, does not have exactly one video track, has an edit
-            list that hides frames, or if its index contradicts itself or the size of the file. The message names the file.
+            list of several parts, or if its index contradicts itself or the size of the file. The message names the file.
     """
     try:
         return _parse(store, path, read_moov(store, path), store.size(path))
@@ -270,7 +287,7 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
     if not timescale:
         raise DecodeError("the timescale must be positive, got 0")
     pts = _presentation_times(boxes, n)
-    pts = _edited(moov, track, pts, timescale)
+    pts, displayed = _edited(moov, track, pts, timescale, codec_of(configs[0]))
     sync = _sync(boxes, n)
     if len(sync) > 1 and codec_of(configs[0]) == "h264":
         begin = int(offset[sync[1]])
@@ -280,6 +297,7 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
     index = video_index(
         path, configs, _oriented(moov, moov[tkhd[1] - 44 : tkhd[1]]), timescale,
         offset=offset, size=size, pts=pts, keyframes=sync, config=config, index_bytes=len(moov),
+        displayed=displayed,
     )  # fmt: skip
     if (np.diff(index.shown_at) == 0).any():
         raise DecodeError("the index displays two frames at the same time (stts, ctts), which makes a timestamp ambiguous")
@@ -407,35 +425,51 @@ def _descriptions(boxes: dict[bytes, bytes]) -> tuple[bytes, ...]:
     return tuple(entries)
 
 
-def _edited(moov: bytes, track: tuple[int, int], pts: Int64, timescale: int) -> Int64:
-    """Apply the edit list to presentation times. It may have one part at rate 1 with all frames, after an optional delay.
+def _edited(moov: bytes, track: tuple[int, int], pts: Int64, timescale: int, codec: str) -> tuple[Int64, range]:
+    """Apply the edit list, which may have one part at rate 1 after an optional delay, as FFmpeg does.
+
+    A frame is displayed if its presentation time is in the part. The first displayed frame has the time of the delay, also if
+    the part begins inside the frame before it. All other frames keep their distance from it.
+
+    Args:
+        moov: Body of the `moov` box.
+        track: Range of the video track in `moov`.
+        pts: Presentation times without the edit list in ticks, in decode order, shape (n,).
+        timescale: Number of ticks per second.
+        codec: Codec of the file, for the message.
+
+    Returns:
+        Presentation times in ticks, shape (n,), and the places of the displayed frames in display order.
 
     Raises:
-        DecodeError: If the edit list hides frames, has more than one part, or changes the rate.
+        DecodeError: If the edit list has more than one part, changes the rate, or hides all frames.
     """
     elst = find(moov, *track, b"edts", b"elst")
     if elst is None:
-        return pts
+        return pts, range(len(pts))
     body = moov[elst[0] : elst[1]]
     form = "duration:u8 media:i8" if body[0] == 1 else "duration:u4 media:i4"
     edits = _runs({b"elst": body}, b"elst", f"{form} rate:i2 fraction:i2")
     mvhd = _required(find(moov, 0, len(moov), b"mvhd"), "mvhd")
     movie = struct.unpack_from(">I", moov, mvhd[0] + (20 if moov[mvhd[0]] == 1 else 12))[0]
     delays = edits["media"] == -1
-    shown = edits[~delays]
-    if len(shown) == 0:
-        return pts
-    delay = sum(int(d) for d in edits["duration"][delays])
-    if len(shown) > 1 or delays[1:].any() or shown["rate"][0] != 1 or not movie:
+    parts = edits[~delays]
+    if len(parts) == 0:
+        return pts, range(len(pts))
+    if len(parts) > 1 or delays[-1] or parts["rate"][0] != 1 or not movie:
         raise DecodeError(
-            f"the edit list must be one part at rate 1, perhaps delayed, got {counted(len(shown), 'part')}. {_REMUX}"
+            f"the edit list must be one part at rate 1, perhaps delayed, got {counted(len(parts), 'part')}. "
+            f"{_encode_again(codec)}"
         )
-    start, length = int(shown["media"][0]), int(shown["duration"][0])
-    end = start + (length + 1) * timescale // movie if length else None  # the length is rounded, so allow one more tick
-    hidden = int((pts < start).sum() + (0 if end is None else (pts >= end).sum()))
-    if hidden:
-        raise DecodeError(f"the edit list must not hide frames, got {hidden} of {len(pts)} hidden. {_REMUX}")
-    return pts - start + delay * timescale // max(movie, 1)
+    # Durations are in ticks of the movie. They are rounded to the nearest tick of the track, as FFmpeg rounds them.
+    *waits, length = [(int(ticks) * timescale + movie // 2) // movie for ticks in edits["duration"]]
+    start = int(parts["media"][0])
+    before = int((pts < start).sum())
+    after = int((pts >= start + length).sum()) if length else 0  # without a length, the part ends with the track
+    displayed = range(before, len(pts) - after)
+    if not displayed:
+        raise DecodeError(f"the edit list must display a frame, got {counted(len(pts), 'hidden frame')}. Record the file again")
+    return pts - int(pts[pts >= start].min()) + sum(waits), displayed
 
 
 def _oriented(moov: bytes, track_header: bytes) -> bytes:
@@ -453,7 +487,14 @@ def _oriented(moov: bytes, track_header: bytes) -> bytes:
     return product.astype(">i4").tobytes() + track_header[36:]
 
 
-_REMUX = "Write it without one: `ffmpeg -ignore_editlist 1 -i IN -c copy OUT`, or record it again"
+def _encode_again(codec: str) -> str:
+    """Return how to write a file without an edit list of several parts: the frames that FFmpeg displays, at the same times."""
+    # FFmpeg 5.1 displays hidden frames of AV1 if it decodes with libdav1d, its default.
+    decoder = "-c:v libaom-av1 " if codec == "av1" else ""
+    return (
+        f"Encode its displayed frames again: `ffmpeg {decoder}-copyts -i IN -map 0:v:0 -fps_mode passthrough "
+        "-enc_time_base -1 -c:v libx264 -crf 18 OUT`, or record it again"
+    )
 
 
 def _required(body: tuple[int, int] | None, kind: str) -> tuple[int, int]:

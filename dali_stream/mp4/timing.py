@@ -54,10 +54,10 @@ def explain(table: VideoIndex, interval: Interval, timestamp: float, fps: float,
     half = math.floor(0.5e4 / fps) / 1e4  # half the duration of a frame in seconds, rounded down to four digits
     seconds = _seconds(interval, np.array([timestamp]))
     [sample], [away], [shown] = table.nearest(seconds)
-    number = int(np.flatnonzero(table.display_order == sample)[0])
+    number = int(np.flatnonzero(table.displayed_packets == sample)[0])
     nearest = (
         f"timestamp {timestamp:.4f} s after from_timestamp {interval[0]:.4f} s asks for {seconds[0]:.4f} s of the file. The "
-        f"nearest frame, number {number} of {len(table)}, is at {shown:.4f} s, {away:.4f} s away"
+        f"nearest frame, number {number} of {len(table.displayed)}, is at {shown:.4f} s, {away:.4f} s away"
     )
     if not away <= tolerance:
         nearest += f", but at most {tolerance:.4f} s ({_in_frames(tolerance * fps)}) is allowed"

@@ -194,12 +194,18 @@ def check_format(camera: Camera) -> Result:
 
 
 def check_structure(camera: Camera) -> Result:
-    """Describe open GOPs, B-frames, hidden frames and the colour matrix."""
+    """Describe open GOPs, B-frames, hidden frames, frames that edit lists hide, and the colour matrix."""
     report, matrix = camera.reports["CPU"], camera.video.matrix
     hidden, frames = hidden_frames(camera.dataset.data_store, camera.tables[0], camera.video.codec)
-    has = {"open GOPs": report.open_gops, "B-frames": report.b_frames, f"{hidden} hidden frames in {frames} frames": hidden}
+    cut = sum(table.hidden for table in camera.tables)
+    has = {
+        "open GOPs": report.open_gops,
+        "B-frames": report.b_frames,
+        f"{hidden} hidden frames in {frames} frames": hidden,
+        f"{cut} of {sum(map(len, camera.tables))} frames hidden by edit lists": cut,
+    }
     traits = ", ".join(name for name, applies in has.items() if applies) or "no open GOPs, B-frames or hidden frames"
-    camera.facts |= {"colour_matrix": matrix, "hidden_frames": hidden, "hidden_of": frames}
+    camera.facts |= {"colour_matrix": matrix, "hidden_frames": hidden, "hidden_of": frames, "hidden_by_edit_lists": cut}
     return OK, f"{traits}; colours {camera.video.matrix_name}", ""
 
 

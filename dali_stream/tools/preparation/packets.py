@@ -3,6 +3,8 @@
 Source files are cut at keyframes, so each new file begins with a keyframe and has no gaps. A source file with open GOPs is
 copied as a whole, since decoders do not agree on which of its packets a frame requires. All parts of a new file have the
 same timescale, track matrix, display size and codec. Their sample descriptions may differ.
+
+A new file has no edit list. Frames that the source's edit list hides are displayed in it, between the episodes.
 """
 
 from __future__ import annotations
@@ -37,6 +39,17 @@ class Run:
     stop: int
     first: int = 0
     shift: int = 0
+
+    def times(self, fps: float) -> Int64:
+        """Return the times of the packets in the source, in ticks. Hidden frames are moved away from the displayed ones.
+
+        The first displayed frame may follow a hidden one within any time. A frame between them is enough that no row of the
+        new file, which has no edit list, is nearest to a hidden frame.
+        """
+        place, displayed = self.index.display_place[self.start : self.stop], self.index.displayed
+        side = (place >= displayed.stop).astype(np.int64) - (place < displayed.start)
+        pts: Int64 = self.index.pts[self.start : self.stop] + side * frame_ticks(self.index, fps)
+        return pts
 
 
 def kind(index: VideoIndex) -> str:
@@ -77,13 +90,18 @@ def add(runs: list[Run], index: VideoIndex, packets: Int64) -> Run:
     return runs[-1]
 
 
+def frame_ticks(index: VideoIndex, fps: float) -> int:
+    """Return the usual duration of a frame in ticks."""
+    intervals = np.diff(index.shown_at[:])
+    return int(np.median(intervals)) if len(intervals) else max(1, round(index.timescale / fps))
+
+
 def join(runs: Sequence[Run], fps: float) -> int:
     """Set `first` and `shift` so that runs follow each other. Return the duration of the last frame, in ticks."""
     packet = tick = frame = 0
     for run in runs:
-        pts, intervals = run.index.pts[run.start : run.stop], np.diff(run.index.shown_at[:])
+        pts, frame = run.times(fps), frame_ticks(run.index, fps)
         run.first, run.shift = packet, tick - int(pts.min())
-        frame = int(np.median(intervals)) if len(intervals) else max(1, round(run.index.timescale / fps))
         packet += run.stop - run.start
         tick += int(np.ptp(pts)) + frame
     return frame

@@ -56,7 +56,7 @@ def copy(task: TaskInput, file: Path) -> Json:
     last, count = packets.join(runs, task.fps), len(packets.descriptions(runs))
     if count > _MOST_CONFIGS:
         raise DecodeError(f"{task.where}: its sources have {count} sample descriptions. Give a smaller --file-mb")
-    pts = [run.index.pts[run.start : run.stop] + run.shift for run in runs]
+    pts = [run.times(task.fps) + run.shift for run in runs]
     index = runs[0].index
     track, digest = packets.write(file, task.store, runs, pts, index.timescale, index.track_header, last)
     episodes = [
