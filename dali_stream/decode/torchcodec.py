@@ -79,10 +79,13 @@ class TorchcodecDecoder(VideoFiles):
         counters: Counters of the Loader.
         slots: Slots into which the decoder puts frames.
         size: Size (height, width) of the frames in batches, in pixels.
+        any_size: See `VideoFiles`.
     """
 
-    def __init__(self, source: Source, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
-        super().__init__(source, key)
+    def __init__(
+        self, source: Source, key: str, counters: Counters, slots: Slots, size: tuple[int, int], any_size: bool = False
+    ) -> None:
+        super().__init__(source, key, any_size)
         self._counters, self._slots, self._size = counters, slots, size
         self._present = source.files(key) != ABSENT
 
