@@ -107,11 +107,12 @@ class TorchcodecDecoder(VideoFiles):
 
     def _missing(self, episodes: OpenEpisodes, episode: int, frame: int) -> DecodeError:
         """Return the error for a frame that has no packet."""
+        frames = np.array([frame])
         try:
             error = self.lacking(episodes, episodes.index(self.key, episode), episode, frame)
-        except DecodeError as broken:
-            error = broken
-        return named(self._source, self.key, episode, np.array([frame]), error)
+        except DecodeError as broken:  # not assigned to `error`, which would keep this call's variables in a cycle
+            return named(self._source, self.key, episode, frames, broken)
+        return named(self._source, self.key, episode, frames, error)
 
     def _gops(self, plan: FramePlan, episodes: OpenEpisodes) -> list[_Gop]:
         starts = np.flatnonzero(np.diff(plan.gop, prepend=LACKING)).tolist()
