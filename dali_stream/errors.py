@@ -22,6 +22,10 @@ class DecodeError(DaliStreamError):
     """A video or an image cannot be decoded, or a video lacks a requested frame."""
 
 
+class FrameSizeError(DecodeError):
+    """A frame has another size than `meta/info.json` says."""
+
+
 class ResumeError(DaliStreamError):
     """A saved state does not fit this loader or sampler, or was loaded after the first iteration began."""
 

@@ -181,13 +181,19 @@ def test_images_become_rgb_where_nothing_is_lost(tmp_path: Path, kind: str) -> N
     np.testing.assert_array_equal(found.numpy(), [with_pillow(file, "RGB") for file in files])
 
 
-def test_a_jpeg_is_turned_as_its_exif_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_an_image_is_turned_as_its_exif_says(tmp_path: Path, kind: str) -> None:
     """The library `datasets` does so, and LeRobot reads images with it."""
-    exif = Image.Exif()
-    exif[274] = 6  # turned by 90 degrees
-    files = [image_file(noise(*place).rotate(90, expand=True), "JPEG", quality=95, exif=exif) for place in FRAMES]
+    files = [oriented(noise(*place).rotate(90, expand=True), kind) for place in FRAMES]
     found = delivered(written(tmp_path, structs(files)))
     assert read_identities(found.movedim(1, -1).numpy())[:, :2].tolist() == [list(place) for place in FRAMES]
+
+
+def oriented(image: Image.Image, kind: str) -> bytes:
+    """An image that is displayed turned by 90°."""
+    exif = Image.Exif()
+    exif[274] = 6
+    return image_file(image, kind, exif=exif)
 
 
 def deep_png(channels: int) -> bytes:
@@ -212,17 +218,23 @@ REFUSED: dict[str, tuple[int, Change, str]] = {
         lambda _: deep_png(3),
         r"must be RGB of .*, got a PNG of 16 bits per channel \(Pillow's mode RGB\).*cameras=",
     ),
-    "float": (
-        1,
-        lambda image: image_file(image.convert("F"), "TIFF"),
-        r"with 8 bits per channel, got another format \(Pillow's mode F\)",
-    ),
     "CMYK": (3, lambda image: image_file(image.convert("CMYK"), "JPEG"), "mode CMYK"),
     "RGB for grey": (1, image_file, "the image must be L of 120×128, got RGB of 120×128"),
     "transparent RGBA for RGB": (3, lambda image: image_file(clear(image)), "the image must be RGB of .*, got RGBA of 120×128"),
     "another size": (3, lambda image: image_file(image.resize((130, 120))), "must be RGB of 120×128, got RGB of 120×130"),
     "a turned size": (3, lambda image: image_file(image.resize((120, 128))), "must be RGB of 120×128, got RGB of 128×120"),
     "half a file": (3, lambda image: image_file(image)[:9999], "the image is damaged"),
+    "TIFF": (
+        3,
+        lambda image: image_file(image, "TIFF"),
+        "must be a PNG, JPEG or WebP file, got 46.* that begin with 49 49 2a 00",
+    ),
+    "no image": (3, lambda _: b"\0" * 9, "must be a PNG, JPEG or WebP file, got 9 bytes that begin with 00 00"),
+    "turned by EXIF": (
+        3,
+        lambda image: oriented(image, "JPEG"),
+        r"must be RGB of 120×128, got RGB of 128×120 \(turned as its EXIF .*\)\. Set image_size=.* --size 128x120",
+    ),
 }
 
 
@@ -232,6 +244,54 @@ def test_an_image_that_cannot_be_delivered_as_it_is_is_an_error(tmp_path: Path, 
     files = [*(image_file(noise(*place).convert("L" if channels == 1 else "RGB")) for place in FRAMES[:4]), change(noise(1, 1))]
     with pytest.raises(DecodeError, match=rf"^{ODD_CAMERA}: episode 1, frame 1: .*{said}"):
         delivered(written(tmp_path, structs(files), (*ODD_SIZE, channels)))
+
+
+# ------------------------------------------------------------------------ hostile images
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 128 120\n%%LanguageLevel: 2\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def test_no_program_is_run_for_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow runs Ghostscript to read PostScript, which can read and write files."""
+    program = tmp_path / "bin/gs"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/was-run\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    root = written(tmp_path / "data", structs([POSTSCRIPT] * len(FRAMES)))
+    with pytest.raises(DecodeError, match=r"must be a PNG, JPEG or WebP file, got .* that begin with 25 21 50 53"):
+        delivered(root)
+    with pytest.raises(DecodeError, match="must be a PNG, JPEG or WebP file"):
+        Dataset(root).compute_stats([ODD_CAMERA])
+    assert not (tmp_path / "was-run").exists()
+
+
+def bomb(width: int, height: int) -> bytes:
+    """The head of a PNG that is all of it. Pillow finds out when it decodes the pixels."""
+    whole = image_file(Image.new("RGB", (width, 1)))
+    header = b"IHDR" + struct.pack(">II", width, height) + whole[24:29]
+    return whole[:12] + header + struct.pack(">I", zlib.crc32(header)) + whole[33:60]
+
+
+@pytest.mark.parametrize("image_size", [None, (60, 80)])
+@pytest.mark.parametrize("size", [(6000, 6000), (13000, 13000)])
+def test_the_size_is_compared_before_pixels_are_decoded(
+    tmp_path: Path, size: tuple[int, int], image_size: tuple[int, int] | None
+) -> None:
+    """The pixels are missing, and the message is not about them."""
+    root = written(tmp_path, structs([bomb(*size)] * len(FRAMES)))
+    said = f"the image must be RGB of 120×128, got RGB of {size[1]}×{size[0]}. Frames of this size are read only if meta/info"
+    with pytest.raises(DecodeError, match=said):
+        delivered(root, image_size=image_size)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_the_size_of_a_truncated_image_is_compared_first(tmp_path: Path, kind: str) -> None:
+    root = written(tmp_path, structs([image_file(noise(0, 0).resize((130, 120)), kind)[:5000]] * len(FRAMES)))
+    with pytest.raises(DecodeError, match="must be RGB of 120×128, got RGB of 120×130"):
+        delivered(root)
+    with pytest.raises(DecodeError, match="the image is damaged"):
+        delivered(root, image_size=(60, 80))
 
 
 @pytest.mark.parametrize("shape", [[120], [120, 128], [120, 128, 2], [120, 128, 3, 1]])

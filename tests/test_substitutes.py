@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from support.batches import Batch, equal
-from support.datasets import ODD_CAMERA, ODD_SIZE, SIDE, TOP, Column, build, copied, image_file, noise
+from support.datasets import ODD_CAMERA, ODD_SIZE, ROWS, SIDE, TOP, Column, build, copied, image_file, noise
+from support.slow import slow
 
 from dali_stream import Dataset, DecodeError, Loader, batch_at
 from dali_stream.demo import read_identities
@@ -161,6 +167,56 @@ def test_two_ranks_substitute_their_own_samples(root: Path) -> None:
         found = batches(root, rank=rank, world_size=2, batch_size=3)
         for planned, batch in zip(order(root, rank=rank, world_size=2, batch_size=3), found, strict=True):
             assert batch["is_substitute"].tolist() == [number in BROKEN for number in planned]
+
+
+def kept(kind: type) -> list[Any]:
+    """What is in memory of a kind: images, or tracebacks of this package, which refer to packets and pixels."""
+    gc.collect()
+    found = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    return [each for each in found if kind is Image.Image or "dali_stream" in each.tb_frame.f_code.co_filename]
+
+
+# A decode thread and the planner work ahead, and each may just be about to handle an error.
+IN_PROGRESS = 24
+
+
+def test_broken_images_are_not_kept(tmp_path: Path) -> None:
+    """Their errors are kept for as long as their frames would be."""
+    places = [(0, frame) for frame in range(96)]
+    files = [image_file(noise(*place)) for place in places]
+    values = [{"bytes": file if i % 8 == 0 else file[: len(file) // 2], "path": None} for i, file in enumerate(files)]
+    root = build(tmp_path, (96,), {ODD_CAMERA: Column("image", [*ODD_SIZE, 3], values)})
+    options, before = OPTIONS | {"batch_size": 16, "shuffle": False}, len(kept(Image.Image))
+    with Loader(root, on_error="substitute", max_substitutes=1, num_threads=1, **options) as loader:
+        list(loader)
+        assert loader.stats()["substituted"] == 84
+        assert len(kept(types.TracebackType)) < IN_PROGRESS
+        assert len(kept(Image.Image)) - before < 4
+
+
+def without_frames(file: Path, rows: Path) -> None:
+    """Half of the rows are between two frames."""
+    table = pq.read_table(rows)
+    late = np.where(table["frame_index"].to_numpy() % 2, 0.02, 0).astype(np.float32)
+    times = pa.array(table["timestamp"].to_numpy() + late)
+    pq.write_table(table.set_column(table.column_names.index("timestamp"), "timestamp", times), rows)
+
+
+def no_video(file: Path, rows: Path) -> None:
+    """The file of one of the episodes is something else."""
+    file.write_bytes(b"no video" * 100)
+
+
+@pytest.mark.parametrize("decode", ["dali", slow("torchcodec")])
+@pytest.mark.parametrize("breaks", [without_frames, no_video])
+def test_broken_videos_are_not_kept(vp9_demo: Path, tmp_path: Path, breaks: Callable[[Path, Path], None], decode: str) -> None:
+    root = copied(vp9_demo, tmp_path)
+    breaks(next(root.glob(f"videos/{SIDE}/*/file-001.mp4")), root / ROWS)
+    options: dict[str, Any] = {"batch_size": 16, "device": "cpu", "decode": decode, "num_threads": 1, "max_substitutes": 1}
+    with Loader(Dataset(root, cameras=[SIDE]), on_error="substitute", **options) as loader:
+        list(loader)
+        assert loader.stats()["substituted"] > 40
+        assert len(kept(types.TracebackType)) < IN_PROGRESS
 
 
 def test_a_larger_share_of_a_batch_is_an_error(root: Path) -> None:

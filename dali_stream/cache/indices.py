@@ -39,17 +39,15 @@ class IndexCache:
         if key not in self.cached:
             self.cached[key] = self.load(*key, store)
         if isinstance(index := self.cached[key], DecodeError):
-            raise index
+            raise DecodeError(str(index))  # a new one, since raising adds a traceback to the error, which refers to the caller
         return index
 
     def load(self, camera: str, file: int, store: Store) -> VideoIndex | DecodeError:
         """Read the index of a file, without caching it. Return the error if the file is missing or has no valid index."""
         try:
             index = read_index(store, self._source.path(camera, file))
-        except DatasetError as error:  # the file does not exist
+        except (DatasetError, DecodeError) as error:  # the file does not exist, or is broken
             return DecodeError(str(error))
-        except DecodeError as error:
-            return error
         self.bytes_read[camera, file] = index.index_bytes
         return index
 

@@ -115,12 +115,20 @@ class DaliDecoder(SampleDecoder):
         size: Size (height, width) of the frames in batches, for audits.
         audited: Function that returns which samples of a batch are audited, shape (B,), or None for no audits. With such a
             function, the first sample of each file is audited as well.
+        any_size: See `VideoFiles`.
     """
 
     def __init__(
-        self, source: Source, key: str, counters: Counters, gpu: int | None, size: tuple[int, int], audited: Audited | None
+        self,
+        source: Source,
+        key: str,
+        counters: Counters,
+        gpu: int | None,
+        size: tuple[int, int],
+        audited: Audited | None,
+        any_size: bool = False,
     ) -> None:
-        super().__init__(source, key, counters)
+        super().__init__(source, key, counters, any_size)
         self._gpu, self._size, self._audited = gpu, size, audited
         self._first: dict[str, object] = {}  # {path of a file: object of the task that audits its first sample}
 

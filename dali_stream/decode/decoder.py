@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -20,6 +21,7 @@ from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
 
+_log = logging.getLogger("dali_stream")
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 # A decode task has about 32 frames of 640×480, or up to 64 smaller frames. See `task_frames`. Opening a decoder takes about
@@ -145,6 +147,30 @@ class RouteChange(DaliStreamError):
         self.cameras, self.reason = cameras, reason
 
 
+class OtherSizes:
+    """Warning that frames have another size than `meta/info.json` says, and are resized. It is logged once.
+
+    Args:
+        source: Episodes of the Loader.
+        key: Name of the camera.
+    """
+
+    def __init__(self, source: Source, key: str) -> None:
+        self._source, self._key, self._logged = source, key, False
+
+    def add(self, episode: int, size: tuple[int, int], where: str) -> None:
+        """Log the first frame whose size (height, width) differs. `where` is the address of its file."""
+        feature = self._source.feature(self._key, episode)
+        if self._logged or feature is None or size == feature.frame_size:
+            return
+        self._logged = True
+        stated = "{}×{}".format(*feature.frame_size)
+        _log.warning(
+            "%s: %s: frames are %d×%d, and not %s as meta/info.json says. All frames are resized to image_size",
+            *(self._key, where, *size, stated),
+        )
+
+
 def succeeded(task: Future[None]) -> bool:
     """Return whether a task has ended without an error."""
     return task.done() and not task.cancelled() and not task.exception()
@@ -171,10 +197,13 @@ def even_tasks(ends: Int64, most: int) -> Int64:
 
 
 def named(source: Source, camera: str, episode: int, frames: Array, error: DecodeError) -> DecodeError:
-    """Return an error whose message starts with the camera, the episode and the frames, and for a mixture also the dataset."""
+    """Return an error whose message starts with the camera, the episode and the frames, and for a mixture also the dataset.
+
+    It has the text of `error`, and not the traceback, which would keep the encoded data and the pixels in memory. The traceback
+    is logged at level DEBUG.
+    """
+    _log.debug("a frame could not be decoded", exc_info=error)
     frame_list = ", ".join(str(frame) for frame in np.unique(frames).tolist()[:8])
     names = source.dataset_names
     whose = f"dataset {names[source.dataset_of[episode]]!r}, " if names else ""
-    located = DecodeError(f"{camera}: {whose}episode {source.episodes[episode]}, frame {frame_list}: {error}")
-    located.__cause__ = error
-    return located
+    return DecodeError(f"{camera}: {whose}episode {source.episodes[episode]}, frame {frame_list}: {error}")

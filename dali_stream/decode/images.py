@@ -1,4 +1,4 @@
-"""Decoding of frames that are stored as images (PNG, JPEG) in Parquet rows, with Pillow, as in LeRobot.
+"""Decoding of frames that are stored as images (PNG, JPEG, WebP) in Parquet rows, with Pillow, as in LeRobot.
 
 LeRobot returns each image with the channels of its file. This module returns all images with the channels in the metadata.
 """
@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.counters import Counters
-from dali_stream.decode.decoder import TASK_FRAMES, Decoded, Pool, even_tasks, named
+from dali_stream.decode.decoder import TASK_FRAMES, Decoded, OtherSizes, Pool, even_tasks, named
 from dali_stream.decode.resize import resize
-from dali_stream.errors import DecodeError
+from dali_stream.errors import DecodeError, FrameSizeError
 from dali_stream.lerobot.features import CHANNELS, Feature
 from dali_stream.lerobot.source import Source
 from dali_stream.schedule.plan import BatchPlan
@@ -37,10 +37,14 @@ class ImageDecoder:
         counters: Counters of the Loader.
         slots: Slots into which the decoder puts frames.
         size: Size (height, width) of the frames in batches, in pixels.
+        any_size: Whether images may have another size than `meta/info.json` says, since they are resized.
     """
 
-    def __init__(self, source: Source, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
+    def __init__(
+        self, source: Source, key: str, counters: Counters, slots: Slots, size: tuple[int, int], any_size: bool
+    ) -> None:
         self.key, self._source, self._counters, self._slots, self._size = key, source, counters, slots, size
+        self._any_size, self._other_sizes = any_size, OtherSizes(source, key)
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Decoded:
         """See `Decoder.start`."""
@@ -64,7 +68,9 @@ class ImageDecoder:
                 try:
                     feature = self._source.feature(self.key, int(episode[i]))
                     assert feature is not None
-                    pixels = decode(encoded[i], feature)
+                    pixels = decode(encoded[i], feature, self._any_size)
+                    height, width, _ = pixels.shape
+                    self._other_sizes.add(int(episode[i]), (height, width), f"episode {self._source.episodes[episode[i]]}")
                     with timed("resize_s"):
                         self._slots.put([slot], resize(pixels[None], self._size))
                 except DecodeError as error:
@@ -72,47 +78,61 @@ class ImageDecoder:
         self._counters.add(clips=1, decoded_frames=len(slots), stored_frames=len(slots))
 
 
-def decode(data: bytes, feature: Feature) -> npt.NDArray[np.uint8]:
-    """Decode one image, and rotate it according to its EXIF orientation.
+def decode(data: bytes, feature: Feature, any_size: bool = False) -> npt.NDArray[np.uint8]:
+    """Decode one image, and turn it according to its EXIF orientation.
 
     The image has as many channels as `feature`: 1 (grey), 3 (RGB) or 4 (RGBA). A file with other channels is converted if this
     loses no information, for example from grey, palette or opaque RGBA to RGB.
 
     Args:
-        data: Bytes of the PNG or JPEG file.
+        data: Bytes of the PNG, JPEG or WebP file.
         feature: Feature of the camera.
+        any_size: Whether the image may have another size than `feature`. Default: False.
 
     Returns:
         Image of shape (H, W, C), uint8.
 
     Raises:
-        DecodeError: If the image is damaged, has more than 8 bits per channel, or has another size or other channels than
+        FrameSizeError: If the image has another size than `feature`.
+        DecodeError: If the image is damaged, is of another format, has more than 8 bits per channel, or has other channels than
             `feature`.
     """
     (height, width), mode = feature.frame_size, CHANNELS[feature.channels]
+    expected = f"the image must be {mode} of {height}×{width}"
     try:
-        with Image.open(io.BytesIO(data)) as image:
-            expected = f"{mode} of {height}×{width}"
+        # Pillow has readers for some fifty other formats, and the one for PostScript runs a program.
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             deep = data[:8] == _PNG and data[24] == 16
             if deep or image.mode not in _MODES:
                 raise DecodeError(
-                    f"the image must be {expected} with 8 bits per channel, got "
+                    f"{expected} with 8 bits per channel, got "
                     f"{'a PNG of 16 bits per channel' if deep else 'another format'} (Pillow's mode {image.mode}). Leave the "
                     "camera out with cameras=..., or convert its images to 8 bits"
                 )
-            mismatch = f"the image must be {expected}, got {image.mode} of {image.height}×{image.width}"
-            if sorted(image.size) != sorted((height, width)):  # before Pillow allocates memory for the pixels
-                raise DecodeError(mismatch)
+            # The size in the header is compared before Pillow allocates memory for the pixels. The EXIF orientation may swap
+            # the sides, and is known later, since it may follow the pixels in a PNG.
+            size = image.height, image.width
+            if (remedy := feature.size_fault(size, any_size)) and feature.size_fault(size[::-1], any_size):
+                raise FrameSizeError(f"{expected}, got {image.mode} of {size[0]}×{size[1]}. {remedy}")
+            turned = ""
             if ExifTags.Base.Orientation in image.getexif():
-                image = ImageOps.exif_transpose(image)
+                image, turned = ImageOps.exif_transpose(image), " (turned as its EXIF orientation asks)"
+            size = image.height, image.width
+            if remedy := feature.size_fault(size, any_size):
+                raise FrameSizeError(f"{expected}, got {image.mode} of {size[0]}×{size[1]}{turned}. {remedy}")
             pixels = _converted(image, mode)
-            if pixels is None or image.size != (width, height):
-                raise DecodeError(mismatch)
-            return np.array(pixels).reshape(height, width, -1)
+            if pixels is None:
+                raise DecodeError(f"{expected}, got {image.mode} of {size[0]}×{size[1]}")
+            return np.array(pixels).reshape(*size, -1)
+    except UnidentifiedImageError as error:
+        raise DecodeError(
+            f"the image must be a PNG, JPEG or WebP file, got {len(data)} bytes that begin with {data[:8].hex(' ')}"
+        ) from error
     except (OSError, SyntaxError, ValueError, IndexError, struct.error, Image.DecompressionBombError) as error:
         raise DecodeError(f"the image is damaged: {error}") from error
 
 
+_FORMATS = ("PNG", "JPEG", "WEBP")
 _PNG = b"\x89PNG\r\n\x1a\n"  # byte 24 of a PNG is the bit depth: https://www.w3.org/TR/png-3/#11IHDR
 _MODES = ("1", "L", "P", "LA", "RGB", "RGBA")
 

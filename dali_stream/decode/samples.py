@@ -56,10 +56,11 @@ class SampleDecoder(VideoFiles):
         source: Episodes of the Loader.
         key: Name of the camera.
         counters: Counters of the Loader.
+        any_size: See `VideoFiles`.
     """
 
-    def __init__(self, source: Source, key: str, counters: Counters) -> None:
-        super().__init__(source, key)
+    def __init__(self, source: Source, key: str, counters: Counters, any_size: bool = False) -> None:
+        super().__init__(source, key, any_size)
         self._counters = counters
 
     def close(self) -> None:
@@ -78,7 +79,7 @@ class SampleDecoder(VideoFiles):
             try:
                 index = self._locate(episodes, episode, frames[row], packets)
             except DecodeError as error:
-                work.failed[row] = error
+                work.failed[row] = DecodeError(str(error))  # without the traceback, see `named`
             else:
                 work.tasks.append(pool.submit(self.make, store, Request(row, episode, frames[row], packets, index), work))
 

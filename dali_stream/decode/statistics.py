@@ -186,7 +186,7 @@ def _of_images(dataset: DatasetFiles, store: Store, camera: str) -> Callable[[in
     def of_episode(episode: int, frames: list[int]) -> list[Histogram]:
         encoded = reader.read(episode)[episode][camera]
         try:
-            return [image_histogram(image.decode(encoded[f], dataset.features[camera])[None]) for f in frames]
+            return [image_histogram(image.decode(encoded[f], dataset.features[camera], any_size=True)[None]) for f in frames]
         except DecodeError as error:
             raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from None
 

@@ -86,10 +86,13 @@ class TorchcodecDecoder(VideoFiles):
         counters: Counters of the Loader.
         slots: Slots into which the decoder puts frames.
         size: Size (height, width) of the frames in batches, in pixels.
+        any_size: See `VideoFiles`.
     """
 
-    def __init__(self, source: Source, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
-        super().__init__(source, key)
+    def __init__(
+        self, source: Source, key: str, counters: Counters, slots: Slots, size: tuple[int, int], any_size: bool = False
+    ) -> None:
+        super().__init__(source, key, any_size)
         self._counters, self._slots, self._size = counters, slots, size
         self._present = source.files(key) != ABSENT
 
@@ -111,11 +114,12 @@ class TorchcodecDecoder(VideoFiles):
 
     def _missing(self, episodes: OpenEpisodes, episode: int, frame: int) -> DecodeError:
         """Return the error for a frame that has no packet."""
+        frames = np.array([frame])
         try:
             error = self.lacking(episodes, episodes.index(self.key, episode), episode, frame)
-        except DecodeError as broken:
-            error = broken
-        return named(self._source, self.key, episode, np.array([frame]), error)
+        except DecodeError as broken:  # not assigned to `error`, which would keep this call's variables in a cycle
+            return named(self._source, self.key, episode, frames, broken)
+        return named(self._source, self.key, episode, frames, error)
 
     def _gops(self, plan: FramePlan, episodes: OpenEpisodes) -> list[_Gop]:
         starts = np.flatnonzero(np.diff(plan.gop, prepend=LACKING)).tolist()

@@ -80,10 +80,11 @@ class TorchcodecCudaDecoder(SampleDecoder):
         key: Name of the camera.
         counters: Counters of the Loader.
         gpu: CUDA device, or None to decode on the CPU in tests.
+        any_size: See `VideoFiles`.
     """
 
-    def __init__(self, source: Source, key: str, counters: Counters, gpu: int | None) -> None:
-        super().__init__(source, key, counters)
+    def __init__(self, source: Source, key: str, counters: Counters, gpu: int | None, any_size: bool = False) -> None:
+        super().__init__(source, key, counters, any_size)
         self._gpu, self._device = gpu, device_name(gpu)
         if gpu is not None:
             _sessions(gpu)  # created here, because several decode threads could otherwise create it at the same time

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.open_episodes import OpenEpisodes
-from dali_stream.decode.decoder import named
-from dali_stream.errors import DecodeError
+from dali_stream.decode.decoder import OtherSizes, named
+from dali_stream.errors import DecodeError, FrameSizeError
 from dali_stream.lerobot.dataset import CLOCKS
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import config
@@ -28,10 +28,12 @@ class VideoFiles:
     Args:
         source: Episodes of the Loader.
         key: Name of the camera.
+        any_size: Whether frames may have another size than `meta/info.json` says, since they are resized. Default: False.
     """
 
-    def __init__(self, source: Source, key: str) -> None:
-        self.key, self._source = key, source
+    def __init__(self, source: Source, key: str, any_size: bool = False) -> None:
+        self.key, self._source, self._any_size = key, source, any_size
+        self._other_sizes = OtherSizes(source, key)
         self._formats: dict[bytes, VideoFormat] = {}
 
     def describe(self, indices: IndexCache, episode: int) -> tuple[VideoIndex, VideoFormat]:
@@ -47,7 +49,8 @@ class VideoFiles:
         """Compare the sample descriptions of an episode's packets with the metadata.
 
         Raises:
-            DecodeError: If a sample description is broken, or has another frame size than the metadata.
+            FrameSizeError: If a sample description has another frame size than the metadata.
+            DecodeError: If a sample description is broken.
         """
         if len(index.configs) > 1:
             _, first = np.unique(index.config[packets], return_index=True)
@@ -84,21 +87,24 @@ class VideoFiles:
         All frames of a batch must have the same size, and a decoder could allocate any amount of memory for a corrupt size.
 
         Raises:
-            DecodeError: If the sizes differ, or if the video is gray with more than 8 bits per value.
+            FrameSizeError: If the sizes differ, and frames are not resized.
+            DecodeError: If the video is gray with more than 8 bits per value.
         """
-        feature = self._source.feature(self.key, episode)
+        feature, where = self._source.feature(self.key, episode), self._source.data_store.where(index.path)
         assert feature is not None
-        size = feature.frame_size
-        if (video.height, video.width) != size:
-            raise DecodeError(
-                f"{self._source.data_store.where(index.path)}: frames must be {size[0]}×{size[1]}, as meta/info.json says, got "
-                f"{video.height}×{video.width}"
+        if remedy := feature.size_fault((video.height, video.width), self._any_size):
+            turned = f" (turned by {video.rotation}°)" if video.rotation else ""
+            raise FrameSizeError(
+                "{}: frames must be {}×{}, as meta/info.json says, got {}×{}{}. {}".format(
+                    where, *feature.frame_size, video.height, video.width, turned, remedy
+                )
             )
         if video.chroma == "gray" and video.depth > 8:
             raise DecodeError(
-                f"{self._source.data_store.where(index.path)}: Gray video must have 8 bits per value, got a depth map of "
-                f"{video.depth} bits. Leave {self.key} out of cameras"
+                f"{where}: Gray video must have 8 bits per value, got a depth map of {video.depth} bits. Leave {self.key} out "
+                "of cameras"
             )
+        self._other_sizes.add(episode, (video.height, video.width), where)
 
     def named(self, episode: int, frames: Array, index: VideoIndex, error: DecodeError) -> DecodeError:
         """Return an error whose message starts with the camera, the episode, the frames and the file."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}  # supported numbers of image channels, with Pillow's mode for each
+MOST_PIXELS = 1 << 25  # of a frame whose size differs from `meta/info.json`; a frame of 8K video has 33 million
 ENCODING = ("info", "video_info")  # entries that describe the encoding of a video and not its frames
 
 
@@ -84,6 +85,25 @@ class Feature(dict[str, Any]):
     def frame_size(self) -> tuple[int, int]:
         """Size (height, width) of a camera's frames."""
         return self._layout[:2]
+
+    def size_fault(self, size: tuple[int, int], image_size: bool) -> str:
+        """Return what to do about a camera's frame of another size. The text is empty for the size of this feature.
+
+        It is also empty for another size if frames are resized, unless a single frame could take a lot of memory.
+
+        Args:
+            size: Size (height, width) of the frame as it is displayed, in pixels.
+            image_size: Whether frames are resized to the argument `image_size` of a Loader.
+        """
+        if size == self.frame_size or (image_size and math.prod(size) <= MOST_PIXELS):
+            return ""
+        if math.prod(size) > MOST_PIXELS:
+            return "Frames of this size are read only if meta/info.json has it, too"
+        also = " --images-to-video" if self.is_image else ""
+        return (
+            "Set image_size=(height, width), which reads frames of any size, or write a copy of this size with `dali-stream "
+            f"prepare URI OUT --size {size[0]}x{size[1]} --codec h264{also}`"
+        )
 
     @property
     def channels(self) -> int:

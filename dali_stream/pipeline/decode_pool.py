@@ -51,21 +51,22 @@ class DecodePool:
 
     def _decoder(self, key: str, route: Route, slot_count: int | None) -> Decoder:
         config, dataset, size = self._config, self._config.dataset, self._config.frame_size(key)
+        any_size = config.image_size is not None
         if route.decoder == TORCHCODEC_CUDA:
             from dali_stream.decode.torchcodec_cuda import TorchcodecCudaDecoder
 
-            return TorchcodecCudaDecoder(dataset, key, self._counters, config.gpu)
+            return TorchcodecCudaDecoder(dataset, key, self._counters, config.gpu, any_size)
         if slot_count is None:
             from dali_stream.decode.dali import DaliDecoder
 
             choose = (lambda samples: audited(samples.position, samples.epoch, config.audit)) if config.audit else None
-            return DaliDecoder(dataset, key, self._counters, config.gpu, size, choose)
+            return DaliDecoder(dataset, key, self._counters, config.gpu, size, choose, any_size)
         slots = Slots(slot_count, config.frame_shape(key))
         decoders: list[Decoder] = []
         if key in dataset.videos:
-            decoders.append(TorchcodecDecoder(dataset, key, self._counters, slots, size))
+            decoders.append(TorchcodecDecoder(dataset, key, self._counters, slots, size, any_size))
         if key in dataset.images:
-            decoders.append(ImageDecoder(dataset, key, self._counters, slots, size))
+            decoders.append(ImageDecoder(dataset, key, self._counters, slots, size, any_size))
         return VideoAndImages(dataset, key, slots, *decoders) if len(decoders) == 2 else decoders[0]
 
     def start(

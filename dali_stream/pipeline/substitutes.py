@@ -19,12 +19,12 @@ class Substitutes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._logged = False
-        self._samples: dict[tuple[int, str], tuple[int, DecodeError]] = {}  # {(epoch, file): (number, first error)}
+        self._samples: dict[tuple[int, str], tuple[int, str]] = {}  # {(epoch, file): (number, text of the first error)}
 
     def add(self, epoch: int, file: str, error: DecodeError) -> None:
         """Count a sample that cannot be decoded, for its epoch and its file."""
         with self._lock:
-            number, first = self._samples.get((epoch, file), (0, error))
+            number, first = self._samples.get((epoch, file), (0, str(error)))
             self._samples[epoch, file] = number + 1, first
             logged, self._logged = self._logged, True
         if not logged:

@@ -15,7 +15,7 @@ from dali_stream.decode import speed
 from dali_stream.decode.capability import capability
 from dali_stream.decode.route import Route, refusal, smallest_coded_size
 from dali_stream.decode.video_files import VideoFiles
-from dali_stream.errors import DaliStreamError, DecodeError, MemoryBudgetError, counted
+from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, MemoryBudgetError, counted
 from dali_stream.mp4.clip import is_avc, pack
 from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex, read_index
@@ -56,6 +56,7 @@ class Camera:
         checked: Number of episodes whose rows were compared with the frames.
         faults: {episode: reason why it has rows without frames}.
         by_frame_index: Episodes of `faults` whose rows all have a frame at frame_index / fps.
+        of_other_size: Episodes of `faults` whose frames have another size than `meta/info.json` says.
         reports: {place: description of the videos}.
         results: Results by name. Results of decoded frames are added later, since all cameras are decoded together.
         facts: Facts for the report.
@@ -68,6 +69,7 @@ class Camera:
         self.places = {"CPU": None, **decoders.gpus}
         self.tables: list[VideoIndex] = []
         self.checked, self.faults, self.by_frame_index = 0, self._short_episodes(), set[int]()
+        self.of_other_size = set[int]()
         self.results: dict[str, Result] = {}
         self.facts: dict[str, Any] = {"kind": "video"}
         self.decodes: dict[str, Call] = {}
@@ -134,8 +136,10 @@ class Camera:
                 self._video_files.checked(table, packets[packets != LACKING], episode)
             except DecodeError as error:
                 self.faults.setdefault(episode, f": {error}")
-            else:
-                yield episode, packets
+                if not isinstance(error, FrameSizeError):
+                    continue
+                self.of_other_size.add(episode)
+            yield episode, packets
 
     def _short_episodes(self) -> dict[int, str]:
         """Return {episode: fault} of episodes that, according to the metadata, are longer than their interval of the file."""
@@ -248,6 +252,8 @@ def check_timestamps(camera: Camera) -> Result:
     remedy = "exclude these episodes (episodes=...), or record or convert the dataset again"
     if faults.keys() == camera.by_frame_index:
         remedy = f"each row has its frame at frame_index / fps. {BY_FRAME_INDEX}"
+    elif faults.keys() == camera.of_other_size:
+        remedy = "correct the shape in meta/info.json, or do what the message says"
     return PROBLEM, f"episode {dataset.episodes[first]}{faults[first]}{more}", remedy
 
 

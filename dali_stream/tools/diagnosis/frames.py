@@ -14,7 +14,7 @@ import numpy.typing as npt
 from dali_stream import process
 from dali_stream.dataset import Dataset
 from dali_stream.decode import images
-from dali_stream.errors import DaliStreamError, DecodeError, counted
+from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, counted
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 from dali_stream.tools.diagnosis.looks import located
@@ -89,6 +89,8 @@ def check_images(dataset: Dataset, camera: str, deep: Deep | None) -> dict[str, 
         if deep:
             deep.decode_images(camera)
             results["all frames"] = deep.result(camera)
+    except FrameSizeError as error:
+        return {"": (PROBLEM, str(error), "correct the shape in meta/info.json, or do what the message says")}
     except DaliStreamError as error:
         return {"": (PROBLEM, str(error), "record, convert or copy the dataset again")}
     return results

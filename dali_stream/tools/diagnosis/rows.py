@@ -50,7 +50,7 @@ class Rows:
                 for number, rows in self._reader.read(episode).items():
                     self._keep(number, rows)
             except DatasetError as error:
-                self.errors[episode] = error
+                self.errors[episode] = DatasetError(str(error))  # without the traceback, which refers to the rows
         return self._seconds.get(episode)
 
     def spread(self, count: int) -> list[int]:

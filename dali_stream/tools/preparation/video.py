@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from dali_stream.decode import images, torchcodec
 from dali_stream.decode.resize import resize
-from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, FrameSizeError
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.stats import MAX_IMAGES, image_histogram, image_stats
 from dali_stream.mp4.boxes import UPRIGHT
@@ -187,10 +187,10 @@ def _frames(task: TaskInput, episode: Json, table: pa.Table) -> Iterator[quality
         episode: Episode of the task.
         table: Rows of the episode.
     """
+    feature, any_size = Feature(task.job["features"][task.camera]), "size" in task.job["options"]
     if task.spec["mode"] == "images":
-        feature = Feature(task.job["features"][task.camera])
         for value in table[task.camera].to_pylist():
-            image = images.decode(value["bytes"] if isinstance(value, dict) else value, feature)
+            image = images.decode(value["bytes"] if isinstance(value, dict) else value, feature, any_size)
             yield np.repeat(image, 3, 2)[None] if image.shape[2] == 1 else image[None]
         return
     index, shown = task.shown(episode, table)
@@ -199,6 +199,12 @@ def _frames(task: TaskInput, episode: Json, table: pa.Table) -> Iterator[quality
     quality.check_packets(task.window, index, start, stop)
     for part in _parts(index, shown):
         expected = index.format(index.config[part[0]])
+        if remedy := feature.size_fault((expected.height, expected.width), any_size):
+            raise FrameSizeError(
+                "frames must be {}×{}, as meta/info.json says, got {}×{}. {}".format(
+                    *feature.frame_size, expected.height, expected.width, remedy
+                )
+            )
         yield torchcodec.decode(task.window, [index] * len(part), part.tolist(), expected)[0]
 
 
