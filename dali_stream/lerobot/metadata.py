@@ -450,12 +450,15 @@ def read_parquet(
         parquet = pq.ParquetFile(file, pre_buffer=True)
         fields = [field for field in parquet.schema_arrow if keep(field.name)]
         groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
-        chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+        chunks = [group.column(i) for i in range(parquet.metadata.num_columns) for group in groups]
+        values = [
+            sum(chunk.num_values for chunk in chunks[i : i + len(groups)]) for i in range(0, len(chunks), len(groups) or 1)
+        ]
         limit = _LARGEST_JSON + row_bytes * count_rows(parquet.metadata)
         # A piece has so few rows that it fits even if each of them has the largest value that the file can contain.
         rows = max(min(limit // max([chunk.total_uncompressed_size for chunk in chunks] + [1]), _MOST_ROWS), 1)
         size, parts = 0, list[pa.RecordBatch]()
-        if all(chunk.num_values * _VALUE_BYTES <= limit for chunk in chunks):
+        if max(values, default=0) * _VALUE_BYTES <= limit:
             for batch in parquet.iter_batches(rows, columns=[field.name for field in fields], use_threads=False):
                 size += batch.nbytes
                 if size > limit:

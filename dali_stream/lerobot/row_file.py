@@ -25,6 +25,9 @@ _LARGE = 32 << 20  # above this size of the columns in bytes, pyarrow plans the 
 _FEW_ROWS = 1 << 20  # number of rows that is plausible for a row group of any dataset
 _FAR = 1 << 20  # maximum gap if only episode indices are read, so that a file with many row groups takes few requests
 _FEW_VALUES = 1 << 20  # number of values that a column may have in any row group
+_VALUE_BYTES = 16  # maximum size of a number in a file, in bytes, with its levels
+_PLAUSIBLE_RATIO = 8  # size of rows in memory, relative to the size of their file, that needs no explanation
+_PLAUSIBLE_BYTES = 64 << 20  # size of rows in memory that needs no explanation
 _NOWHERE = 1 << 61  # first row of a file that the metadata does not name
 _EPISODE, EPISODE_INDEX = "episode_index", Feature(dtype="int64", shape=[1])
 _AT_ONCE = 64  # number of row groups whose episode indices are read together
@@ -42,8 +45,9 @@ class RowFile:
 
     Attributes:
         groups: Row groups of the file.
-        sizes: Approximate memory of each row group in bytes, shape (G,). It is larger than the size in the file if the values
-            of a column are equal, since these are stored once.
+        size: Size of the file in bytes.
+        sizes: Approximate memory of each row group in bytes, shape (G,). It is larger than `groups.sizes` if many values are
+            equal, since the file then stores them once.
 
     Raises:
         DatasetError: If the file lacks a column, or if a row group has a negative or implausible number of rows.
@@ -55,7 +59,7 @@ class RowFile:
         metadata, footer, self._whole = _open(dataset, store, path, number)
         self.groups = RowGroups(footer, metadata)
         parquet = pq.ParquetFile(pa.BufferReader(b""), metadata=self.groups.sample)
-        self._size = store.size(self._path)
+        self.size = store.size(self._path)
         self._gap = 0 if dataset.skips_images else _GAP
         self._names = parquet.schema_arrow.names
         self._columns = list(dict.fromkeys([*features, _EPISODE]))
@@ -65,15 +69,17 @@ class RowFile:
                 f"Missing column {missing[0]} in {store.where(self._path)}. The dataset's meta/info.json has it as a feature"
             )
         self._leaves = {key: leaves for key, leaves in _leaves(parquet).items() if key in self._columns}
-        promised = int(table.length.sum())
-        most = max(promised, _FEW_ROWS)  # a file may contain rows of episodes that were removed from the metadata
+        promised, row_bytes = int(table.length.sum()), sum(feature.row_bytes for feature in features.values())
+        # A file may contain rows of episodes that were removed from the metadata, but not a thousand times its own size.
+        others = max(_PLAUSIBLE_RATIO * self.size, _PLAUSIBLE_BYTES) // max(row_bytes, 1)
+        most = max(promised, min(others, _FEW_ROWS))
         rows = self.groups.rows
         if (wrong := (rows < 0) | (rows > most)).any():
             raise DatasetError(
                 f"Invalid row group in {store.where(self._path)}: must have at most {most} rows, since the dataset has "
                 f"{promised} frames, got {rows[wrong][0]}"
             )
-        self.sizes = np.maximum(self.groups.sizes, rows * sum(feature.row_bytes for feature in features.values()))
+        self.sizes = np.maximum(self.groups.sizes, rows * row_bytes)
         first_rows = table.first_row[table.data.rows(number)]
         self._stop = int(first_rows.min(initial=_NOWHERE)) + np.cumsum(rows)
 
@@ -122,7 +128,7 @@ class RowFile:
         self._check(metadata, numbers)
         rows = max(size * int(self.groups.rows[groups].sum()) // max(int(self.sizes[groups].sum()), 1), 1)
         is_wanted = self._index(groups) == episode
-        file = self._store.open(self._path, self._size)
+        file = self._store.open(self._path, self.size)
         parquet = self._parquet(file, metadata)
         columns: dict[str, pa.ChunkedArray] = {}
         for run in [self._columns] if self._gap else self._runs():
@@ -143,7 +149,7 @@ class RowFile:
         if whole:
             parquet = self._parquet(pa.BufferReader(whole), metadata, pre_buffer=False)
             return parquet.read_row_groups(numbers, columns=self._columns, use_threads=False), len(whole)
-        file = self._store.open(self._path, self._size)
+        file = self._store.open(self._path, self.size)
         ranges = self._ranges(metadata, numbers, self._columns, self._gap)
         for start, stop in ranges:
             file.hold(start, stop)
@@ -175,7 +181,7 @@ class RowFile:
     def _index(self, groups: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return the episode index of each row of some row groups."""
         metadata, numbers = self.groups.metadata(groups)
-        file = self._store.open(self._path, self._size)
+        file = self._store.open(self._path, self.size)
         for start, stop in self._ranges(metadata, numbers, [_EPISODE], _FAR if self._gap and self._store.remote else self._gap):
             file.hold(start, stop)
         column = self._parquet(file, metadata).read_row_groups(numbers, columns=[_EPISODE], use_threads=False)[_EPISODE]
@@ -193,11 +199,14 @@ class RowFile:
             for key, leaves in self._leaves.items():
                 feature = self._features.get(key, EPISODE_INDEX)
                 promised = group.num_rows * (1 if feature.is_image else math.prod(feature.shape))
-                values = max((group.column(leaf).num_values for leaf in leaves), default=0)
-                if values > max(2 * promised, _FEW_VALUES):
+                chunks = [group.column(leaf) for leaf in leaves]
+                values, most = max((chunk.num_values for chunk in chunks), default=0), max(2 * promised, _FEW_VALUES)
+                size = 0 if feature.is_image or feature.is_text else sum(chunk.total_uncompressed_size for chunk in chunks)
+                if values > most or size > _VALUE_BYTES * most:
                     raise DatasetError(
                         f"Invalid column {key} in {self._store.where(self._path)}: must have {promised} values in "
-                        f"{group.num_rows} rows, as meta/info.json says, got {values}. Copy or record the dataset again"
+                        f"{group.num_rows} rows, as meta/info.json says, got {values} in {size} bytes. Copy or record the "
+                        "dataset again"
                     )
 
     def _parquet(self, file: Ranges | pa.BufferReader, metadata: pq.FileMetaData, pre_buffer: bool = True) -> pq.ParquetFile:
@@ -217,7 +226,7 @@ class RowFile:
                 dictionary = chunk.dictionary_page_offset or chunk.data_page_offset
                 start = min(dictionary, chunk.data_page_offset)
                 stop = start + chunk.total_compressed_size
-                if not 0 < start <= stop <= self._size:
+                if not 0 < start <= stop <= self.size:
                     return []
                 if ranges and 0 <= start - ranges[-1][1] <= gap:
                     start = ranges.pop()[0]

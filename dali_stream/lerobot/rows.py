@@ -208,10 +208,10 @@ class RowReader:
     def _group(self, file: RowFile, path: str, groups: list[int], episode: int) -> tuple[DecodedGroups, bool]:
         """Return decoded row groups, and whether this call, or one that overlaps with it, read them from the file.
 
-        If their rows take far more memory than their bytes in the file, only the rows of the episode are returned.
+        If they take more than the memory for row groups, and far more than the file, only the rows of the episode are returned.
         """
-        stored, size = int(file.groups.sizes[groups].sum()), int(file.sizes[groups].sum())
-        index = int(self._dataset.episodes[episode]) if size > max(8 * stored, min(self._memory.largest, _LARGEST)) else None
+        size, most = int(file.sizes[groups].sum()), max(_RATIO * file.size, min(self._memory.largest, _LARGEST))
+        index = int(self._dataset.episodes[episode]) if size > most else None
         key = (id(self), path, index, *groups)
 
         def read() -> tuple[DecodedGroups, bool]:
@@ -339,7 +339,8 @@ def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
 _TOGETHER = 1 << 20  # maximum size of row groups that are read together for several episodes, in bytes
 _MANY = 1000  # number of row groups above which memory is returned to the operating system after parsing
 _PIECE = 16 << 20  # maximum number of bytes that are decoded at a time if the rows of a single episode are read
-_LARGEST = 1 << 30  # maximum memory of row groups whose rows take far more memory than their bytes in the file
+_LARGEST = 1 << 30  # maximum memory of row groups that take far more memory than their file, in bytes
+_RATIO = 8  # ratio above which row groups take far more memory than their file
 
 
 def _not_rising(timestamp: npt.NDArray[Any]) -> int | None:
