@@ -140,7 +140,9 @@ class DatasetFiles:
         Args:
             stats: Whether to include columns of statistics, which only v3.0 has. Default: False.
         """
-        return v2.read_episode_columns(self.store) if self.is_v2 else metadata.read_episode_columns(self.store, stats=stats)
+        if self.is_v2:
+            return v2.read_episode_columns(self.store)
+        return metadata.read_episode_columns(self.store, self.table.tables, stats=stats)
 
     @property
     def sampled_lengths(self) -> npt.NDArray[np.int64]:

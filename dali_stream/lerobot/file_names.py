@@ -27,10 +27,10 @@ def guessed_files(folder: str, exists: Callable[[str], bool]) -> list[str]:
         return sorted(
             [name for name in (f"meta/{name}" for name in _META) if exists(name)] + guessed_files("meta/episodes", exists)
         )
-    return list(_numbered(folder, exists))
+    return list(numbered_files(folder, exists))
 
 
-def _numbered(folder: str, exists: Callable[[str], bool]) -> Iterator[str]:
+def numbered_files(folder: str, exists: Callable[[str], bool]) -> Iterator[str]:
     """Yield the Parquet files of all chunks. Files are numbered from 0 in each chunk, without gaps."""
     for chunk in itertools.count():
         chunk_files = list(

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.lerobot.features import Feature
+from dali_stream.lerobot.file_names import numbered_files
 from dali_stream.storage import Store, lfs
 from dali_stream.storage.store import SMALL, Ranges
 
@@ -34,6 +35,10 @@ TABULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32
 DTYPES = (*TABULAR, "video", "image", "string")
 FRAME_INDEX = "frame_index"  # the only feature that a dataset may lack: it then counts the rows of each episode
 _LARGEST_JSON = 64 << 20
+_ROW_BYTES = 64 << 10  # memory that an episode may take in the episode table, with its statistics
+_VALUE_BYTES = 64  # approximate memory of a value as a Python object
+_MOST_ROWS = 1024  # maximum number of rows that are read at a time
+_FEW_ROWS = 1 << 20  # maximum number of episodes of a dataset whose info.json has no total
 Stats = dict[str, dict[str, npt.NDArray[Any]]]
 """Statistics {key: {"mean": array, ...}}. Arrays have the shape of a row, or (C, 1, 1) with values in [0, 1] for a camera."""
 _log = logging.getLogger("dali_stream")
@@ -91,6 +96,14 @@ class Files:
         first, last = np.searchsorted(sorted_index, [file, file + 1])
         return order[first:last]
 
+    def number(self, path: str) -> int:
+        """Return the number of a file, or -1 if it is none of these files."""
+        return self._number_of.get(path, -1)
+
+    @functools.cached_property
+    def _number_of(self) -> dict[str, int]:
+        return {path: number for number, path in enumerate(self.paths)}
+
     @functools.cached_property
     def _by_file(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         order = np.argsort(self.index, kind="stable")
@@ -110,8 +123,10 @@ class Episodes:
         start: Seconds at which each episode begins in its MP4 file (`from_timestamp`), shape (E,), for each camera.
         stop: Seconds at which the next episode begins in the same MP4 file, shape (E,), for each camera. Infinite for the
             last episode of a file.
-        to_timestamp: Seconds at which each episode ends according to the metadata, shape (E,), for each camera. Infinite in
-            v2.x. It does not affect which frames are read, since some exporters write the time of the last frame.
+        to_timestamp: Seconds at which each episode ends according to the metadata, shape (E,), for each camera. Infinite if
+            the metadata lacks it, as in v2.x. It does not affect which frames are read, since some exporters write the time of
+            the last frame.
+        tables: Paths of the Parquet files that contain the episode table. Empty in v2.x.
     """
 
     index: npt.NDArray[np.int64]
@@ -122,6 +137,7 @@ class Episodes:
     start: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     stop: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     to_timestamp: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    tables: list[str] = field(default_factory=list)
 
     def interval(self, camera: str, row: int) -> tuple[float, float]:
         """Return the interval [start, stop) of an episode in its MP4 file, in seconds, by its row in the table."""
@@ -191,37 +207,84 @@ def read_info(store: Store) -> Info:
 def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
     """Read the episode table, without the columns of statistics and of other cameras.
 
+    The columns that locate rows may be missing, since rows can be found by their `episode_index`. See `RowReader`.
+
     Raises:
         DatasetError: If a column is missing, or if the numbers contradict each other or `info.json`.
     """
-    names = episode_files(store)
-    if not names:
-        raise DatasetError(f"No Parquet files in {store.where('meta/episodes')}, so the dataset has no episodes")
     cameras = list(cameras)
     video_path = video_template(store, info) if cameras else ""
-    fields = ["chunk_index", "file_index", "from_timestamp", "to_timestamp"]
-    wanted = ["episode_index", "length", "dataset_from_index", "dataset_to_index", "data/chunk_index", "data/file_index"]
-    wanted += [f"videos/{camera}/{name}" for camera in cameras for name in fields]
-    parts = [_numbers(store, name, wanted) for name in names]
-    table = {key: np.concatenate([part[key] for part in parts]) for key in wanted}
+    needed = ["episode_index", "length"]
+    needed += [f"videos/{camera}/{name}" for camera in cameras for name in ("chunk_index", "file_index", "from_timestamp")]
+    optional = ["dataset_from_index", "dataset_to_index", "data/chunk_index", "data/file_index"]
+    optional += [f"videos/{camera}/to_timestamp" for camera in cameras]
+    names, parts = list[str](), list[dict[str, npt.NDArray[Any]]]()
+    for name in _table_files(store):
+        names.append(name)
+        parts.append(_numbers(store, name, needed, optional, info))
+        # Without listings, each file is found by a request, and some web servers answer for any name.
+        if not has_listings(store) and sum(len(part["length"]) for part in parts) == info.episodes:
+            break
+    if not names:
+        raise DatasetError(f"No Parquet files in {store.where('meta/episodes')}, so the dataset has no episodes")
+    columns = [key for key in (*needed, *optional) if all(key in part for part in parts)]
+    table = {key: np.concatenate([part[key] for part in parts]) for key in columns}
     by_index = np.argsort(table["episode_index"], kind="stable")
     table = {key: values[by_index] for key, values in table.items()}
+    _check_apart(
+        table["episode_index"], np.repeat(np.arange(len(parts)), [len(p["length"]) for p in parts])[by_index], names, store
+    )
     check_episodes(table, store.where("meta/episodes"), store, info)
+    index, length = table["episode_index"], table["length"]
+    zeros, never = np.zeros(len(index), np.int64), np.full(len(index), np.inf)
     video, start = {}, {}
     for camera in cameras:
-        columns = table[f"videos/{camera}/chunk_index"], table[f"videos/{camera}/file_index"]
-        video[camera] = _files(video_path, *columns, video_key=camera)
+        places = table[f"videos/{camera}/chunk_index"], table[f"videos/{camera}/file_index"]
+        video[camera] = _files(video_path, *places, video_key=camera)
         start[camera] = table[f"videos/{camera}/from_timestamp"].astype(np.float64)
     return Episodes(
-        index=table["episode_index"],
-        length=table["length"],
-        first_row=table["dataset_from_index"],
-        data=_files(info.data_path, table["data/chunk_index"], table["data/file_index"]),
+        index=index,
+        length=length,
+        first_row=table.get("dataset_from_index", np.cumsum(length) - length),
+        data=_files(info.data_path, table.get("data/chunk_index", zeros), table.get("data/file_index", zeros)),
         video=video,
         start=start,
         stop={camera: _next_start(video[camera].index, start[camera]) for camera in cameras},
-        to_timestamp={camera: table[f"videos/{camera}/to_timestamp"].astype(np.float64) for camera in cameras},
+        to_timestamp={camera: table.get(f"videos/{camera}/to_timestamp", never).astype(np.float64) for camera in cameras},
+        tables=names,
     )
+
+
+def _table_files(store: Store) -> Iterable[str]:
+    """Return the files of the episode table. Without listings (HTTP), each is requested when the iterator comes to it."""
+    return parquet_files(store, "meta/episodes") if has_listings(store) else numbered_files("meta/episodes", store.exists)
+
+
+def has_listings(store: Store) -> bool:
+    """Return whether a store can list folders, which web servers cannot."""
+    return store.listings or not store.remote
+
+
+def _check_apart(index: npt.NDArray[np.int64], file: npt.NDArray[np.int64], names: list[str], store: Store) -> None:
+    """Check that no two files of the episode table contain the same episode.
+
+    Args:
+        index: Episode index of each row of the table, sorted, shape (E,).
+        file: Number of each row's file, shape (E,).
+        names: Path of each file.
+        store: Store of the files.
+
+    Raises:
+        DatasetError: If two files contain the same episode.
+    """
+    is_in_two = (np.diff(index) == 0) & (np.diff(file) != 0)
+    if is_in_two.any():
+        row = int(np.argmax(is_in_two))
+        first, second = (store.where(names[number]) for number in file[row : row + 2])
+        raise DatasetError(
+            f"Invalid episode {index[row]} in {first}: it must be in one file, but {second} has it, too. Move the file that is "
+            "a copy out of meta/episodes"
+        )
 
 
 def _next_start(file: npt.NDArray[np.int64], start: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -252,27 +315,30 @@ def video_template(store: Store, info: Info) -> str:
     return info.video_path
 
 
-def episode_files(store: Store) -> list[str]:
-    """Return the paths of the files of the episode table."""
-    return [name for name in store.files("meta/episodes") if name.endswith(".parquet")]
+def parquet_files(store: Store, folder: str) -> list[str]:
+    """Return the paths of the Parquet files in the folders of a folder, `<folder>/*/*.parquet`, which is LeRobot's rule.
+
+    Other files, such as backups, are no part of a dataset. Hidden files are left out with a note in the log.
+    """
+    depth = folder.count("/") + 2
+    paths = [path for path in store.files(folder) if path.endswith(".parquet") and path.count("/") == depth]
+    if hidden := [path for path in paths if "/." in path]:
+        _log.info("%s and %d other hidden files are ignored", store.where(hidden[0]), len(hidden) - 1)
+    return [path for path in paths if "/." not in path]
 
 
-def read_episode_columns(store: Store, *, stats: bool) -> pa.Table:
+def read_episode_columns(store: Store, paths: Sequence[str], *, stats: bool) -> pa.Table:
     """Return all columns of the episode table, in increasing order of the episode index.
 
     Args:
         store: Store of the dataset.
+        paths: Files of the table. See `Episodes.tables`.
         stats: Whether to include columns of statistics.
 
     Raises:
         DatasetError: If a file is broken.
     """
-    parts = []
-    for name in episode_files(store):
-        with parquet_errors(store, name), store.open(name) as file:
-            parquet = pq.ParquetFile(file, pre_buffer=True)
-            columns = [column for column in parquet.schema_arrow.names if stats or not column.startswith("stats/")]
-            parts.append(parquet.read(columns=columns, use_threads=False))
+    parts = [read_parquet(store, path, lambda name: stats or not name.startswith("stats/")) for path in paths]
     return pa.concat_tables(parts, promote_options="default").sort_by("episode_index")
 
 
@@ -294,7 +360,7 @@ def read_names(store: Store, path: str, index: str) -> dict[int, str]:
     """
     if not store.exists(path):
         return {}
-    table = read_parquet(store, path)
+    table = read_parquet(store, path, row_bytes=0)
     try:
         stored = json.loads((table.schema.metadata or {}).get(b"pandas", b"{}"))
         columns = [c for c in stored.get("index_columns", []) if isinstance(c, str)] if isinstance(stored, dict) else []
@@ -369,10 +435,51 @@ def read_json(store: Store, path: str) -> Any:
         raise DatasetError(f"Invalid JSON in {store.where(path)}: {error}. Fetch the file again") from None
 
 
-def read_parquet(store: Store, path: str, columns: list[str] | None = None) -> pa.Table:
-    """Read a Parquet file, or only some of its columns. Raises DatasetError if the file is broken."""
+def read_parquet(
+    store: Store, path: str, keep: Callable[[str], bool] = lambda name: True, row_bytes: int = _ROW_BYTES
+) -> pa.Table:
+    """Read a Parquet file of `meta/` in pieces.
+
+    A few bytes of a file may encode billions of values, so their memory is limited: 64 MiB, and `row_bytes` for each row.
+
+    Args:
+        store: Store of the dataset.
+        path: Path of the file.
+        keep: Function that returns whether to read a column, given its name. Default: all columns are read.
+        row_bytes: Memory that each row may take in addition, in bytes. Default: 64 KiB.
+
+    Raises:
+        DatasetError: If the file is broken, or exceeds the limit.
+    """
     with parquet_errors(store, path), _opened(store, path) as file:
-        return pq.ParquetFile(file, pre_buffer=True).read(columns=columns, use_threads=False)
+        parquet = pq.ParquetFile(file, pre_buffer=True)
+        fields = [field for field in parquet.schema_arrow if keep(field.name)]
+        groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
+        chunks = [group.column(i) for i in range(parquet.metadata.num_columns) for group in groups]
+        values = [
+            sum(chunk.num_values for chunk in chunks[i : i + len(groups)]) for i in range(0, len(chunks), len(groups) or 1)
+        ]
+        limit = _LARGEST_JSON + row_bytes * count_rows(parquet.metadata)
+        # A piece has so few rows that it fits even if each of them has the largest value that the file can contain.
+        rows = max(min(limit // max([chunk.total_uncompressed_size for chunk in chunks] + [1]), _MOST_ROWS), 1)
+        size, parts = 0, list[pa.RecordBatch]()
+        if max(values, default=0) * _VALUE_BYTES <= limit:
+            for batch in parquet.iter_batches(rows, columns=[field.name for field in fields], use_threads=False):
+                size += batch.nbytes
+                if size > limit:
+                    break
+                parts.append(batch)
+            else:
+                return pa.Table.from_batches(parts, pa.schema(fields, parquet.schema_arrow.metadata))
+        raise ValueError(f"its {parquet.metadata.num_rows} rows must take at most {limit} bytes in memory")
+
+
+def count_rows(metadata: pq.FileMetaData) -> int:
+    """Return the number of rows of all row groups. Raises ValueError if a row group has a negative number of rows."""
+    counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    if min(counts, default=0) < 0:
+        raise ValueError(f"num_rows must not be negative, got {min(counts)}")
+    return sum(counts)
 
 
 def _opened(store: Store, path: str) -> Ranges | pa.BufferReader:
@@ -508,22 +615,34 @@ def _template(value: Any, name: str, fields: dict[str, str], store: Store) -> st
     return value
 
 
-def _numbers(store: Store, path: str, wanted: list[str]) -> dict[str, npt.NDArray[Any]]:
+def _numbers(store: Store, path: str, needed: list[str], optional: list[str], info: Info) -> dict[str, npt.NDArray[Any]]:
+    """Read columns of numbers from a file of the episode table. Optional columns may be missing."""
     with parquet_errors(store, path), _opened(store, path) as file:
         parquet = pq.ParquetFile(file, pre_buffer=True)
-        missing = [name for name in wanted if name not in parquet.schema_arrow.names]
+        names = parquet.schema_arrow.names
+        missing = [name for name in needed if name not in names]
         if missing:
             raise DatasetError(f"Missing column {missing[0]} in {store.where(path)}. A v3.0 dataset has it for each episode")
-        table = parquet.read(columns=wanted, use_threads=False)
-        columns = {}
-        for name in wanted:
-            column = table[name]
-            if column.null_count or not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-                raise DatasetError(f"Invalid column {name} in {store.where(path)}: must hold a number for each episode")
-            columns[name] = column.to_numpy()
-            if not name.endswith("timestamp"):
-                columns[name] = columns[name].astype(np.int64)
-        return columns
+        rows = count_rows(parquet.metadata)
+        if rows > (_FEW_ROWS if info.episodes is None else info.episodes):  # a few bytes may encode millions of rows
+            raise _wrong_total("episodes", rows, store.where(path), info.episodes, store)
+        wanted = [name for name in (*needed, *optional) if name in names]
+        kinds = {name: parquet.schema_arrow.types[names.index(name)] for name in wanted}
+        wrong = [name for name, kind in kinds.items() if not (pa.types.is_integer(kind) or pa.types.is_floating(kind))]
+        if not wrong:  # only columns of numbers are sure to have one value per row
+            table = parquet.read(columns=wanted, use_threads=False)
+            wrong = [name for name in wanted if table[name].null_count]
+        if wrong:
+            raise DatasetError(f"Invalid column {wrong[0]} in {store.where(path)}: must hold a number for each episode")
+        columns = {name: table[name].to_numpy() for name in wanted}
+        return {name: v if name.endswith("timestamp") else v.astype(np.int64) for name, v in columns.items()}
+
+
+def _wrong_total(unit: str, count: int, where: str, total: int | None, store: Store) -> DatasetError:
+    return DatasetError(
+        f"Invalid total_{unit} in {store.where(INFO)}: must be {count}, the number of {unit} in {where}, got {total}. "
+        "A file is missing, or the dataset was edited by hand: copy or edit it again with LeRobot's tools"
+    )
 
 
 def check_episodes(table: Mapping[str, npt.NDArray[Any]], where: str, store: Store, info: Info) -> None:
@@ -548,7 +667,7 @@ def check_episodes(table: Mapping[str, npt.NDArray[Any]], where: str, store: Sto
         raise DatasetError(f"No episodes in {where}")
     refuse(np.append(False, np.diff(index) == 0) | (index < 0), "episode_index must be nonnegative and not duplicated")
     refuse((length < 1) | (length > 1 << 40), "length must be a positive number of frames")
-    if "dataset_to_index" in table:
+    if "dataset_to_index" in table and "dataset_from_index" in table:
         promised = table["dataset_to_index"] - table["dataset_from_index"]
         refuse(promised != length, "length must be dataset_to_index - dataset_from_index")
     for name, values in table.items():
@@ -561,10 +680,7 @@ def check_episodes(table: Mapping[str, npt.NDArray[Any]], where: str, store: Sto
             refuse(values < start, f"{name} must not be less than from_timestamp")
     for unit, total, count in (("episodes", info.episodes, len(index)), ("frames", info.frames, int(length.sum()))):
         if total is not None and total != count:
-            raise DatasetError(
-                f"Invalid total_{unit} in {store.where(INFO)}: must be {count}, the number of {unit} in {where}, got {total}. "
-                "A file is missing, or the dataset was edited by hand: copy or edit it again with LeRobot's tools"
-            )
+            raise _wrong_total(unit, count, where, total, store)
 
 
 def _files(template: str, chunk: npt.NDArray[np.int64], file: npt.NDArray[np.int64], video_key: str = "") -> Files:

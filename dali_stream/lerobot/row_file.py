@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError
+from dali_stream.lerobot.columns import to_numpy
 from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.metadata import FRAME_INDEX
 from dali_stream.lerobot.row_groups import MAGIC, RowGroups, as_file
 from dali_stream.storage import Store
@@ -20,55 +24,68 @@ _TAIL = 64 << 10  # number of bytes at the end of a file that are read first; th
 _GAP = 8 << 10  # maximum gap between two columns that are read in one request, in bytes
 _LARGE = 32 << 20  # above this size of the columns in bytes, pyarrow plans the reads and sends several requests at a time
 _FEW_ROWS = 1 << 20  # number of rows that is plausible for a row group of any dataset
+_FAR = 1 << 20  # maximum gap if only episode indices are read, so that a file with many row groups takes few requests
+_FEW_VALUES = 1 << 20  # number of values that a column may have in any row group
+_VALUE_BYTES = 16  # maximum size of a number in a file, in bytes, with its levels
+_PLAUSIBLE_RATIO = 8  # size of rows in memory, relative to the size of their file, that needs no explanation
+_PLAUSIBLE_BYTES = 64 << 20  # size of rows in memory that needs no explanation
+_NOWHERE = 1 << 61  # first row of a file that the metadata does not name
+_EPISODE, EPISODE_INDEX = "episode_index", Feature(dtype="int64", shape=[1])
+_AT_ONCE = 64  # number of row groups whose episode indices are read together
 
 
 class RowFile:
     """Data file of a dataset. The constructor reads its footer.
 
-    The statistics in the footer would tell which episodes a row group contains. They are not used, because pyarrow terminates
-    the process if their type differs from the type of the column, as in a broken footer.
-
     Args:
         dataset: Dataset that contains the file.
         store: Store to read from.
-        number: Number of the file among the data files.
-        keys: Columns to read. `frame_index` is not read if the file lacks it.
+        path: Path of the file.
+        number: Number of the file among the data files that the metadata names, or -1 if it is none of them.
+        features: Features to read, by key. `frame_index` is not read if the file lacks it.
 
     Attributes:
         groups: Row groups of the file.
+        size: Size of the file in bytes.
+        sizes: Approximate memory of each row group in bytes, shape (G,). It is larger than `groups.sizes` if many values are
+            equal, since the file then stores them once.
 
     Raises:
         DatasetError: If the file lacks a column, or if a row group has a negative or implausible number of rows.
     """
 
-    def __init__(self, dataset: DatasetFiles, store: Store, number: int, keys: Sequence[str]) -> None:
+    def __init__(self, dataset: DatasetFiles, store: Store, path: str, number: int, features: Mapping[str, Feature]) -> None:
         table = dataset.table
-        self._store, self._path = store, table.data.paths[number]
-        metadata, footer, self._whole = dataset.opened.pop(number, None) or _open(dataset, store, number)
+        self._store, self._path, self._features = store, path, features
+        opened = dataset.opened.pop(number, None)
+        metadata, footer, self._whole = opened or _open(dataset, store, path, number)
         self.groups = RowGroups(footer, metadata)
         parquet = pq.ParquetFile(pa.BufferReader(b""), metadata=self.groups.sample)
-        self._size = store.size(self._path)
+        self.size = store.size(self._path)
         self._gap = 0 if dataset.skips_images else _GAP
         self._names = parquet.schema_arrow.names
         # Without the column `frame_index`, it is the number of the row within its episode.
         absent = {FRAME_INDEX}.difference(self._names)
-        self._columns = [key for key in dict.fromkeys([*keys, "episode_index"]) if key not in absent]
+        self._columns = [key for key in dict.fromkeys([*features, _EPISODE]) if key not in absent]
         missing = [key for key in self._columns if key not in self._names]
         if missing:
             raise DatasetError(
                 f"Missing column {missing[0]} in {store.where(self._path)}. The dataset's meta/info.json has it as a feature"
             )
-        self._leaves = _leaves(parquet, self._columns)
-        promised = int(table.length.sum())
-        most = max(promised, _FEW_ROWS)  # a file may contain rows of episodes that were removed from the metadata
+        self._leaves = {key: leaves for key, leaves in _leaves(parquet).items() if key in self._columns}
+        promised, row_bytes = int(table.length.sum()), sum(feature.row_bytes for feature in features.values())
+        # A file may contain rows of episodes that were removed from the metadata, but not a thousand times its own size.
+        others = max(_PLAUSIBLE_RATIO * self.size, _PLAUSIBLE_BYTES) // max(row_bytes, 1)
+        most = max(promised, min(others, _FEW_ROWS))
         rows = self.groups.rows
         if (wrong := (rows < 0) | (rows > most)).any():
             raise DatasetError(
                 f"Invalid row group in {store.where(self._path)}: must have at most {most} rows, since the dataset has "
                 f"{promised} frames, got {rows[wrong][0]}"
             )
-        self._stop = int(table.first_row[table.data.rows(number)].min()) + np.cumsum(rows)
-        self._episodes: npt.NDArray[np.int64] | None = None
+        self.sizes = np.maximum(self.groups.sizes, rows * row_bytes)
+        first_rows = table.first_row[table.data.rows(number)]
+        self._stop = int(first_rows.min(initial=_NOWHERE)) + np.cumsum(rows)
 
     def groups_at(self, start: int, stop: int) -> list[int]:
         """Return the row groups of rows [start, stop) of the dataset, if the file's episodes are in the metadata's order."""
@@ -94,24 +111,50 @@ class RowFile:
         return np.where(is_alone, groups, -1)
 
     def groups_of(self, episode: int) -> list[int]:
-        """Return the row groups that may contain rows of an episode, by its index, for files with any order of episodes.
+        """Return the row groups that may contain rows of an episode, by its index, for files with any order of episodes."""
+        lowest, highest = self._episodes.T
+        return np.flatnonzero((lowest <= episode) & (episode <= highest)).tolist()
 
-        The first call reads the episode indices of all row groups.
+    def episodes(self) -> tuple[int, int]:
+        """Return the lowest and the highest episode index in the file. They are (0, -1) for a file without rows."""
+        lowest, highest = self._episodes[self.groups.rows > 0].T
+        return (int(lowest.min()), int(highest.max())) if len(lowest) else (0, -1)
+
+    def read_episode(self, episode: int, groups: Sequence[int], size: int) -> tuple[pa.Table, int]:
+        """Return the rows of an episode only, and the number of bytes that were read for them.
+
+        Args:
+            episode: Index of the episode.
+            groups: Row groups that may contain its rows.
+            size: Approximate number of bytes that are decoded at a time.
         """
-        if self._episodes is None:
-            self._episodes = np.array([self._range(i) for i in range(len(self._stop))], np.int64).reshape(-1, 2)
-        return np.flatnonzero((self._episodes[:, 0] <= episode) & (episode <= self._episodes[:, 1])).tolist()
+        metadata, numbers = self.groups.metadata(groups)
+        self._check(metadata, numbers)
+        rows = max(size * int(self.groups.rows[groups].sum()) // max(int(self.sizes[groups].sum()), 1), 1)
+        is_wanted = self._index(groups) == episode
+        file = self._store.open(self._path, self.size)
+        parquet = self._parquet(file, metadata)
+        columns: dict[str, pa.ChunkedArray] = {}
+        for run in [self._columns] if self._gap else self._runs():
+            parts, at = [], 0
+            for batch in parquet.iter_batches(rows, numbers, run, use_threads=False):
+                parts.append(batch.filter(pa.array(is_wanted[at : at + len(batch)])))
+                at += len(batch)
+            table = pa.Table.from_batches(parts)
+            columns |= dict(zip(run, table.select(run).columns, strict=True))
+        return pa.table(columns), file.bytes_read
 
     def read(self, groups: Sequence[int]) -> tuple[pa.Table, int]:
         """Return the columns of some row groups, and the number of bytes that were read for them."""
         metadata, numbers = self.groups.metadata(groups)
+        self._check(metadata, numbers)
         # The bytes that `_open` has read serve one call only, since footers are cached and whole files must not be.
         whole, self._whole = self._whole, b""
         if whole:
             parquet = self._parquet(pa.BufferReader(whole), metadata, pre_buffer=False)
             return parquet.read_row_groups(numbers, columns=self._columns, use_threads=False), len(whole)
-        file = self._store.open(self._path, self._size)
-        ranges = self._ranges(metadata, numbers)
+        file = self._store.open(self._path, self.size)
+        ranges = self._ranges(metadata, numbers, self._columns, self._gap)
         for start, stop in ranges:
             file.hold(start, stop)
         parquet = self._parquet(file, metadata, pre_buffer=not ranges)
@@ -121,31 +164,75 @@ class RowFile:
         table = pa.table({name: part[name] for part in parts for name in part.column_names}) if len(parts) > 1 else parts[0]
         return table, file.bytes_read
 
-    def _range(self, group: int) -> tuple[int, int]:
-        """Return the lowest and the highest episode index in a row group."""
-        metadata, numbers = self.groups.metadata([group])
-        parquet = self._parquet(self._store.open(self._path, self._size), metadata)
-        index = parquet.read_row_groups(numbers, columns=["episode_index"], use_threads=False)["episode_index"]
-        values = index.to_numpy()
-        return (int(values.min()), int(values.max())) if len(values) else (0, -1)
+    @functools.cached_property
+    def _episodes(self) -> npt.NDArray[np.int64]:
+        """Lowest and highest episode index of each row group, shape (G, 2). They are (0, -1) for an empty one.
+
+        They come from the footer. If it has no statistics, the episode indices are read.
+        """
+        bounds = self.groups.bounds(_EPISODE)
+        if bounds is not None:
+            return bounds
+        count = self.groups.rows
+        bounds = np.tile(np.array([0, -1]), (len(count), 1))
+        for first in range(0, len(count), _AT_ONCE):
+            groups = [group for group in range(first, min(first + _AT_ONCE, len(count))) if count[group]]
+            if groups:
+                index, starts = self._index(groups), np.cumsum(count[groups]) - count[groups]
+                bounds[groups] = np.stack([np.minimum.reduceat(index, starts), np.maximum.reduceat(index, starts)], 1)
+        return bounds
+
+    def _index(self, groups: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return the episode index of each row of some row groups."""
+        metadata, numbers = self.groups.metadata(groups)
+        file = self._store.open(self._path, self.size)
+        for start, stop in self._ranges(metadata, numbers, [_EPISODE], _FAR if self._gap and self._store.remote else self._gap):
+            file.hold(start, stop)
+        column = self._parquet(file, metadata).read_row_groups(numbers, columns=[_EPISODE], use_threads=False)[_EPISODE]
+        return to_numpy(column, EPISODE_INDEX, f"{self._store.where(self._path)}: {_EPISODE}")
+
+    def _check(self, metadata: pq.FileMetaData, groups: Sequence[int]) -> None:
+        """Check that some row groups have no more values than their rows have. A few bytes may encode millions of values.
+
+        A few more values are allowed, since a single value of another shape is an error of its own episode only.
+
+        Raises:
+            DatasetError: If a column has far too many values.
+        """
+        for group in map(metadata.row_group, groups):
+            for key, leaves in self._leaves.items():
+                feature = self._features.get(key, EPISODE_INDEX)
+                promised = group.num_rows * (1 if feature.is_image else math.prod(feature.shape))
+                chunks = [group.column(leaf) for leaf in leaves]
+                values, most = max((chunk.num_values for chunk in chunks), default=0), max(2 * promised, _FEW_VALUES)
+                size = 0 if feature.is_image or feature.is_text else sum(chunk.total_uncompressed_size for chunk in chunks)
+                if values > most or size > _VALUE_BYTES * most:
+                    raise DatasetError(
+                        f"Invalid column {key} in {self._store.where(self._path)}: must have {promised} values in "
+                        f"{group.num_rows} rows, as meta/info.json says, got {values} in {size} bytes. Copy or record the "
+                        "dataset again"
+                    )
 
     def _parquet(self, file: Ranges | pa.BufferReader, metadata: pq.FileMetaData, pre_buffer: bool = True) -> pq.ParquetFile:
         return pq.ParquetFile(file, metadata=metadata, pre_buffer=pre_buffer, page_checksum_verification=True)
 
-    def _ranges(self, metadata: pq.FileMetaData, groups: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the byte ranges (start, stop) of the columns.
+    def _ranges(
+        self, metadata: pq.FileMetaData, groups: Sequence[int], columns: Sequence[str], gap: int
+    ) -> list[tuple[int, int]]:
+        """Return the byte ranges (start, stop) of some columns. Ranges with at most `gap` bytes between them are merged.
 
         The list is empty if the ranges are large or invalid. Pyarrow then plans the reads.
         """
         ranges: list[tuple[int, int]] = []
+        leaves = [leaf for column in columns for leaf in self._leaves.get(column, ())]
         for group in map(metadata.row_group, groups):
-            for chunk in map(group.column, self._leaves):
+            for chunk in map(group.column, sorted(leaves)):
                 dictionary = chunk.dictionary_page_offset or chunk.data_page_offset
                 start = min(dictionary, chunk.data_page_offset)
                 stop = start + chunk.total_compressed_size
-                if not 0 < start <= stop <= self._size:
+                if not 0 < start <= stop <= self.size:
                     return []
-                if ranges and 0 <= start - ranges[-1][1] <= self._gap:
+                if ranges and 0 <= start - ranges[-1][1] <= gap:
                     start = ranges.pop()[0]
                 ranges.append((start, stop))
         return ranges if sum(stop - start for start, stop in ranges) <= _LARGE else []
@@ -164,18 +251,19 @@ class RowFile:
 
 def read_schema(dataset: DatasetFiles, store: Store, number: int) -> pa.Schema:
     """Return the schema of a data file, by its number among the data files. It sends the same requests as `RowFile` does."""
-    metadata, footer, _ = _open(dataset, store, number)
+    metadata, footer, _ = _open(dataset, store, dataset.table.data.paths[number], number)
     return (metadata or pq.read_metadata(as_file(footer))).schema.to_arrow_schema()
 
 
 def read_column_names(dataset: DatasetFiles, store: Store, number: int) -> list[str]:
     """Return the names of the columns of a data file. The first `RowFile` of this file does not read its footer again."""
-    metadata, footer, _ = dataset.opened[number] = _open(dataset, store, number)
+    path = dataset.table.data.paths[number]
+    metadata, footer, _ = dataset.opened[number] = _open(dataset, store, path, number)
     names: list[str] = RowGroups(footer, metadata).sample.schema.to_arrow_schema().names
     return names
 
 
-def _open(dataset: DatasetFiles, store: Store, number: int) -> tuple[pq.FileMetaData | None, bytes, bytes]:
+def _open(dataset: DatasetFiles, store: Store, path: str, number: int) -> tuple[pq.FileMetaData | None, bytes, bytes]:
     """Read the footer of a data file.
 
     A remote file of one short episode, as in datasets of version 2.x, is read whole, with one request instead of three.
@@ -184,7 +272,6 @@ def _open(dataset: DatasetFiles, store: Store, number: int) -> tuple[pq.FileMeta
         Parsed metadata, the footer, and the bytes of the whole file. Each may be missing (None or b""), but either the metadata
         or the footer is present.
     """
-    path = dataset.table.data.paths[number]
     rows = dataset.table.length[dataset.table.data.rows(number)]
     small = len(rows) == 1 and rows[0] * dataset.row_bytes <= SMALL and not dataset.skips_images
     whole = store.read(path, 0, SMALL) if small and store.remote else b""
@@ -217,15 +304,14 @@ def _footer(store: Store, path: str, size: int, tail: int) -> bytes | None:
     return data[-8 - length : -8]
 
 
-def _leaves(parquet: pq.ParquetFile, columns: Sequence[str]) -> list[int]:
-    """Return the numbers of the Parquet columns that store some Arrow columns. Empty if the two schemas do not match."""
-    leaves: list[int] = []
+def _leaves(parquet: pq.ParquetFile) -> dict[str, range]:
+    """Return the numbers of the Parquet columns that store each Arrow column. Empty if the two schemas do not match."""
+    leaves: dict[str, range] = {}
     first = 0  # not the number of the field, since a struct is stored as several Parquet columns
     for field in parquet.schema_arrow:
-        count = _count_leaves(field.type)
-        leaves += range(first, first + count) if field.name in columns else ()
-        first += count
-    return leaves if first == parquet.metadata.num_columns else []
+        leaves[field.name] = range(first, first + _count_leaves(field.type))
+        first = leaves[field.name].stop
+    return leaves if first == parquet.metadata.num_columns else {}
 
 
 def _count_leaves(kind: pa.DataType) -> int:

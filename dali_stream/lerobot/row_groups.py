@@ -25,7 +25,7 @@ MAGIC = b"PAR1"
 _SMALL = 8  # a file with at most this number of row groups keeps its metadata as a pyarrow object
 _BLOCK = 8  # entries compressed together, which makes them 2.6 times smaller and takes 4 microseconds to decompress
 _CODEC = "lz4_raw"
-_STRUCT = 12  # Thrift's number of the type "struct"
+_BINARY, _STRUCT = 8, 12  # Thrift's numbers of the types "binary" and "struct"
 _NUM_ROWS, _ROW_GROUPS, _LAST_FIELD = 3, 4, 7  # field numbers of FileMetaData; encrypted files have larger ones
 
 
@@ -53,8 +53,8 @@ class RowGroups:
             groups = [self.sample.row_group(i) for i in range(self.sample.num_row_groups)]
             self.rows = np.array([group.num_rows for group in groups], np.int64)
             self.sizes = np.array([group.total_byte_size for group in groups], np.int64)
-            self._is_whole = True
-            self.nbytes = 8 * self.sample.serialized_size  # approximate memory of the pyarrow object
+            self._is_whole, self._whole = True, footer
+            self.nbytes = 8 * self.sample.serialized_size + len(footer)  # approximate memory of the pyarrow object
             return
         starts = layout.starts
         self.rows, self.sizes, self._is_whole = layout.rows, layout.sizes, False
@@ -73,6 +73,27 @@ class RowGroups:
         # Unpickling the footer would be faster, but pyarrow terminates the process if it is broken.
         return pq.read_metadata(as_file(self._footer(groups))), range(len(groups))
 
+    def bounds(self, column: str) -> Int64 | None:
+        """Return the lowest and the highest value of an integer column in each group, shape (G, 2), according to statistics.
+
+        The footer may be wrong, so this only tells where to look. Statistics are parsed here, since pyarrow terminates the
+        process if they are broken.
+
+        Returns:
+            Bounds, which are (0, -1) for an empty group. None if statistics are missing or invalid.
+        """
+        footer = self._whole if self._is_whole else b"".join(map(self._block, range(len(self._blocks))))
+        name = column.encode()
+        path = re.escape(_PATH + _varint(len(name)) + name)
+        try:
+            found = [_statistics(footer, match.end()) for match in re.finditer(path, footer)]
+        except IndexError:
+            return None
+        bounds = [values if count else (0, -1) for values, count in zip(found, self.rows.tolist(), strict=False)]
+        if len(found) != len(self.rows) or None in bounds:
+            return None
+        return np.array(bounds, np.int64).reshape(-1, 2)
+
     def _footer(self, groups: Sequence[int]) -> bytes:
         """Return a footer with the entries of some row groups only."""
         # The number of rows of the file must be the sum over these row groups. Thrift's zigzag coding doubles it.
@@ -82,10 +103,14 @@ class RowGroups:
     def _entry(self, group: int) -> bytes:
         """Return the entry of a row group in the footer."""
         block = group // _BLOCK
-        first, last = block * _BLOCK, min((block + 1) * _BLOCK, len(self.rows))
-        origin, start, stop, end = self._starts[[first, group, group + 1, last]].tolist()
+        origin, start, stop = self._starts[[block * _BLOCK, group, group + 1]].tolist()
+        return self._block(block)[start - origin : stop - origin]
+
+    def _block(self, block: int) -> bytes:
+        """Return the entries of the row groups that are compressed together."""
+        origin, end = self._starts[[block * _BLOCK, min((block + 1) * _BLOCK, len(self.rows))]].tolist()
         entries: bytes = pa.decompress(self._blocks[block], end - origin, _CODEC, asbytes=True)
-        return entries[start - origin : stop - origin]
+        return entries
 
 
 def as_file(footer: bytes) -> pa.BufferReader:
@@ -196,6 +221,39 @@ def _beginning(metadata: pq.FileMetaData) -> re.Pattern[bytes]:
     return re.compile(columns + rb"\x26" + number + rb"\x1c\x15[\x00-\x0e]\x19" + encodings + path)
 
 
+# Header of path_in_schema (field 3, a list) for a list of one name, which follows with its length.
+_PATH = b"\x19\x18"
+_STATISTICS = 12  # field number of ColumnMetaData
+_LIMITS = ((6, 5), (2, 1))  # field numbers of the lowest and the highest value in Statistics; the second pair is deprecated
+
+
+def _statistics(data: bytes, at: int) -> tuple[int, int] | None:
+    """Return the lowest and the highest value of an integer column, or None if its statistics lack them.
+
+    Args:
+        data: Entries of row groups.
+        at: Offset in the column's ColumnMetaData at which path_in_schema (field 3) ends.
+
+    Raises:
+        IndexError: If the data is broken.
+    """
+    field, values = 3, dict[int, int]()
+    while data[at] and field != _STATISTICS:
+        kind, field, at = _field(data, at, field)
+        at = at if (field, kind) == (_STATISTICS, _STRUCT) else _skip(data, at, kind)
+    if field != _STATISTICS:
+        return None
+    field = 0
+    while data[at]:
+        kind, field, at = _field(data, at, field)
+        end = _skip(data, at, kind)
+        if kind == _BINARY:
+            length, at = _read_varint(data, at)
+            values[field] = int.from_bytes(data[at:end], "little", signed=True) if length in (4, 8) else 0
+        at = end
+    return next(((values[low], values[high]) for low, high in _LIMITS if low in values and high in values), None)
+
+
 def _field(data: bytes, at: int, before: int) -> tuple[int, int, int]:
     """Return (type, number, offset of the value) of the field at `at`, which follows the field of number `before`."""
     header = data[at]  # the upper four bits have the difference to `before`, or 0 if the number follows
@@ -224,7 +282,7 @@ def _skip(data: bytes, at: int, kind: int) -> int:
         return at
     if kind in (4, 5, 6):
         return _read_varint(data, at)[1]
-    if kind == 8:
+    if kind == _BINARY:
         length, at = _read_varint(data, at)
         return at + length
     if kind in (9, 10):

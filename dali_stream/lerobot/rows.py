@@ -18,8 +18,9 @@ from dali_stream.lerobot.columns import to_numpy
 from dali_stream.lerobot.dataset import NEEDED, DatasetFiles
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.metadata import parquet_errors
-from dali_stream.lerobot.row_file import RowFile
+from dali_stream.lerobot.row_file import EPISODE_INDEX, RowFile
 from dali_stream.lerobot.row_memory import Columns, DecodedGroups, Found, RowMemory
+from dali_stream.lerobot.row_search import RowSearch, data_files
 from dali_stream.process import trim_memory
 from dali_stream.storage import Store
 from dali_stream.workers import Once
@@ -53,6 +54,7 @@ class RowReader:
 
     Attributes:
         features: {key: feature that is read}.
+        misnamed: Data files that the metadata names for episodes whose rows are, at least in part, in other files.
     """
 
     FILES = 256  # maximum number of files whose footers are kept; the least recently used ones are dropped first
@@ -70,7 +72,10 @@ class RowReader:
         self._locates = dataset.clock if dataset.videos else ""  # column that locates frames
         self._files: OrderedDict[str, RowFile] = OrderedDict()
         self._lock = threading.Lock()
+        self._piece = min(_PIECE, self._memory.largest)  # bytes that are decoded at a time if one episode's rows are read
         self._once = Once()
+        self._row_search: RowSearch | None = None
+        self.misnamed: set[str] = set()
         self._expected: dict[int, list[int]] = {}  # {number of the file: episodes that will be read next}
         self._early: dict[int, DecodedGroups] = {}  # {expected episode: row groups that were read already}
 
@@ -98,33 +103,123 @@ class RowReader:
         dataset = self._dataset
         row = int(dataset.rows[episode])
         number = int(dataset.table.data.index[row])
-        path = dataset.table.data.paths[number]
-        first, index, length = int(dataset.table.first_row[row]), int(dataset.episodes[episode]), int(dataset.lengths[episode])
+        path, length = dataset.table.data.paths[number], int(dataset.lengths[episode])
+        first, problem = int(dataset.table.first_row[row]), None
+        group, is_new = self._early.pop(episode, None), False
+        try:
+            with parquet_errors(self._store, path):
+                file = self._file(path, number)
+                group = group or self._together(file, path, number, episode)
+                if group is None:
+                    group, is_new = self._group(file, path, file.groups_at(first, first + length), episode)
+                if episode not in group.lengths:  # the episodes of the file are not in the metadata's order
+                    group, is_new = self._group(file, path, file.groups_of(int(dataset.episodes[episode])), episode)
+        except DatasetError as error:
+            problem = error.with_traceback(None)  # the traceback would keep row groups in memory
+        if group is None or episode not in group.lengths:
+            path, group, is_new = self._search(episode, path, problem)
+        lengths = group.lengths if is_new else {episode: length}
+        episode_rows = Found(lengths, lambda group, e: self._columns(group, path, e), self._dataset.row_bytes, group)
         with parquet_errors(self._store, path):
-            file = self._file(path, number)
-            group, is_new = self._early.pop(episode, None) or self._together(file, path, number, episode), False
-            if group is None:
-                group, is_new = self._group(file, path, file.groups_at(first, first + length))
-            if episode not in group.lengths:  # the episodes of the file are not in the metadata's order
-                group, is_new = self._group(file, path, file.groups_of(index))
-            if episode not in group.lengths:
-                raise DatasetError(
-                    f"Invalid episode {index} in {self._store.where(path)}: must have {counted(length, 'row')}, as the "
-                    f"metadata says, got {group.rows_of(index)}. Copy the dataset again"
-                )
-            lengths = group.lengths if is_new else {episode: length}
-            episode_rows = Found(lengths, lambda group, e: self._columns(group, path, e), self._dataset.row_bytes, group)
             _ = episode_rows[episode]  # convert the episode now, so that `read` raises its errors
         return episode_rows
 
-    def _group(self, file: RowFile, path: str, groups: list[int]) -> tuple[DecodedGroups, bool]:
-        """Return decoded row groups, and whether this call, or one that overlaps with it, read them from the file."""
-        key = (id(self), path, *groups)
+    def _search(self, episode: int, named: str, problem: DatasetError | None) -> tuple[str, DecodedGroups, bool]:
+        """Find the rows of an episode that are not, or not all, contiguous in the file that the metadata names.
+
+        Args:
+            episode: Number of the episode.
+            named: Path of the file that the metadata names.
+            problem: Error of this file, or None.
+
+        Returns:
+            Path of the first file, and the result of `_group`.
+
+        Raises:
+            DatasetError: If the episode has fewer or more rows than the metadata says.
+        """
+        index, length = int(self._dataset.episodes[episode]), int(self._dataset.lengths[episode])
+        count = 0
+        for paths in self._candidates(index, named):
+            count = 0
+            for path in paths:
+                with parquet_errors(self._store, path):
+                    file = self._file(path)
+                    group, is_new = self._group(file, path, file.groups_of(index), episode)
+                if episode in group.lengths:
+                    self._note(index, named, [path])
+                    return path, group, is_new
+                count += group.rows_of(index)
+            if count == length:
+                self._note(index, named, paths)
+                return paths[0], self._joined(paths, index), True
+        if problem is not None and not count:
+            raise problem
+        more = ", where all files are searched" if self._store.remote and not self._dataset.is_v2 else ""
+        raise DatasetError(
+            f"Invalid episode {index} in {self._store.where(named)}: must have {counted(length, 'row')}, as the metadata says, "
+            f"got {count}. Copy the dataset again{more and ' to a local folder'}{more}"
+        )
+
+    def _candidates(self, index: int, named: str) -> Iterator[list[str]]:
+        """Yield lists of files that may contain the rows of an episode together, by its index and the file that is named."""
+        if self._dataset.is_v2:  # the name of a file contains the index of its episode
+            yield [named]
+            return
+        search = self._once("search", self._file_search)
+        yield search.in_order(index, named)
+        if not self._store.remote:  # thousands of footers take too long over a network
+            yield search.anywhere(index)
+
+    def _file_search(self) -> RowSearch:
+        if self._row_search is None:
+            self._row_search = RowSearch(data_files(self._store, self._dataset.table.data.paths), self._episodes_of)
+        return self._row_search
+
+    def _episodes_of(self, path: str) -> tuple[int, int]:
+        with parquet_errors(self._store, path):
+            return self._file(path).episodes()
+
+    def _note(self, index: int, named: str, paths: list[str]) -> None:
+        """Record if the metadata names the wrong file for an episode, and warn the first time."""
+        if paths == [named]:
+            return
+        with self._lock:
+            is_first = not self.misnamed
+            self.misnamed.add(named)
+        if is_first:
+            _log.warning(
+                "%s: the metadata names this file for episode %d, whose rows are in %s. Such rows are found by their "
+                "episode_index, which takes more reads. `dali-stream prepare URI OUT` writes a dataset without this defect",
+                self._store.where(named), index, " and ".join(paths),
+            )  # fmt: skip
+
+    def _joined(self, paths: Sequence[str], index: int) -> DecodedGroups:
+        """Return the rows of an episode that are in several files or not contiguous, in the order of the files."""
+        tables, bytes_read = [], 0
+        for path in paths:
+            with parquet_errors(self._store, path), self._memory.turn(self._piece):
+                file = self._file(path)
+                table, read = file.read_episode(index, file.groups_of(index), self._piece)
+            tables.append(table)
+            bytes_read += read
+        with parquet_errors(self._store, paths[0]):
+            table = pa.concat_tables(tables, promote_options="permissive")
+            return self._converted(dict(zip(table.column_names, table.columns, strict=True)), bytes_read, paths[0])
+
+    def _group(self, file: RowFile, path: str, groups: list[int], episode: int) -> tuple[DecodedGroups, bool]:
+        """Return decoded row groups, and whether this call, or one that overlaps with it, read them from the file.
+
+        If they take more than the memory for row groups, and far more than the file, only the rows of the episode are returned.
+        """
+        size, most = int(file.sizes[groups].sum()), max(_RATIO * file.size, min(self._memory.largest, _LARGEST))
+        index = int(self._dataset.episodes[episode]) if size > most else None
+        key = (id(self), path, index, *groups)
 
         def read() -> tuple[DecodedGroups, bool]:
             if (group := self._memory.get(key)) is not None:
                 return group, False
-            group = self._decoded(file, path, groups)
+            group = self._decoded(file, path, groups, index)
             self._memory.put(key, group)
             return group, True
 
@@ -140,7 +235,7 @@ class RowReader:
             return None
         episodes = np.array(expected[expected.index(episode) :])
         groups = file.groups_alone(self._dataset.table.first_row[self._dataset.rows[episodes]], self._dataset.lengths[episodes])
-        sizes = np.where(groups < 0, 0, file.groups.sizes[groups])
+        sizes = np.where(groups < 0, 0, file.sizes[groups])
         is_together = (groups >= 0) & (np.cumsum(sizes) <= min(_TOGETHER, self._memory.at_once))
         self._expected[number] = episodes[1:][~is_together[1:]].tolist()
         if not is_together[0] or is_together.sum() < 2:
@@ -152,21 +247,25 @@ class RowReader:
                 return self._early.pop(episode)
         return None
 
-    def _decoded(self, file: RowFile, path: str, groups: list[int]) -> DecodedGroups:
-        """Read row groups from a file, and convert their numbers to NumPy."""
-        with self._turn(path, int(file.groups.sizes[groups].sum())):
-            table, bytes_read = file.read(groups)
-            if not self._locates:
-                table = _without_gaps(table)
-            columns: dict[str, pa.ChunkedArray | npt.NDArray[Any]] = dict(zip(table.column_names, table.columns, strict=True))
+    def _decoded(self, file: RowFile, path: str, groups: list[int], index: int | None = None) -> DecodedGroups:
+        """Read row groups from a file, or only the rows of the episode `index` in them, and convert their numbers to NumPy."""
+        with self._turn(path, int(file.sizes[groups].sum())) if index is None else self._memory.turn(self._piece):
+            table, bytes_read = file.read(groups) if index is None else file.read_episode(index, groups, self._piece)
+            columns = dict(zip(table.column_names, table.columns, strict=True))
             del table  # so that each column is freed when it has been converted
-            where = f"{self._store.where(path)}: episode_index"
-            index = to_numpy(columns["episode_index"], _EPISODE_INDEX, where, leave_out=False)
-            for key, feature in self.features.items():
-                if key in columns and not (feature.is_image or feature.is_text):
-                    with suppress(DatasetError), parquet_errors(self._store, path):  # raised again for the broken episodes
-                        columns[key] = to_numpy(columns[key], feature, "", dtype=_exact(key, feature))
-            return DecodedGroups(columns, index, self._dataset, bytes_read)
+            return self._converted(columns, bytes_read, path)
+
+    def _converted(self, columns: dict[str, Any], bytes_read: int, path: str) -> DecodedGroups:
+        """Convert the numbers of rows from Arrow to NumPy, in place."""
+        if not self._locates and "timestamp" in columns:
+            columns["timestamp"] = _without_gaps(columns["timestamp"])
+        where = f"{self._store.where(path)}: episode_index"
+        index = to_numpy(columns["episode_index"], EPISODE_INDEX, where, leave_out=False)
+        for key, feature in self.features.items():
+            if key in columns and not (feature.is_image or feature.is_text):
+                with suppress(DatasetError), parquet_errors(self._store, path):  # raised again for the broken episodes
+                    columns[key] = to_numpy(columns[key], feature, "", dtype=_exact(key, feature))
+        return DecodedGroups(columns, index, self._dataset, bytes_read)
 
     @contextmanager
     def _turn(self, path: str, size: int) -> Iterator[None]:
@@ -181,12 +280,13 @@ class RowReader:
         with self._memory.turn(size):
             yield
 
-    def _file(self, path: str, number: int) -> RowFile:
-        """Return a data file by its number. Files are cached with their footers."""
+    def _file(self, path: str, number: int | None = None) -> RowFile:
+        """Return a data file by its path, and its number if it is known. Files are cached with their footers."""
         with self._lock:
             file = self._files.get(path)
         if file is None:
-            file = self._once(path, lambda: RowFile(self._dataset, self._store, number, list(self.features)))
+            number = self._dataset.table.data.number(path) if number is None else number
+            file = self._once(path, lambda: RowFile(self._dataset, self._store, path, number, self.features))
             if len(file.groups.rows) > _MANY:  # parsing such a footer takes several MB
                 trim_memory()
         with self._lock:
@@ -267,18 +367,16 @@ def check_counting(where: str, frame_index: npt.NDArray[Any]) -> None:
 _CHECKS = {"timestamp": check_rising, "frame_index": check_counting}  # checks of the column that locates frames, by clock
 _TOGETHER = 1 << 20  # maximum size of row groups that are read together for several episodes, in bytes
 _MANY = 1000  # number of row groups above which memory is returned to the operating system after parsing
-_EPISODE_INDEX = Feature(dtype="int64", shape=[1])
+_PIECE = 16 << 20  # maximum number of bytes that are decoded at a time if the rows of a single episode are read
+_LARGEST = 1 << 30  # maximum memory of row groups that take far more memory than their file, in bytes
+_RATIO = 8  # ratio above which row groups take far more memory than their file
 
 
-def _without_gaps(table: pa.Table) -> pa.Table:
-    """Return rows with NaN for timestamps that are missing, which is allowed if no frame depends on them."""
-    place = table.schema.get_field_index("timestamp")
-    if place < 0 or not table.column(place).null_count:
-        return table
-    kind = table.schema.field(place).type
-    if not (pa.types.is_floating(kind) or pa.types.is_null(kind)):
-        return table
-    return table.set_column(place, "timestamp", table.column(place).cast(pa.float64()).fill_null(np.nan))
+def _without_gaps(timestamp: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return timestamps with NaN for those that are missing, which is allowed if no frame depends on them."""
+    if not timestamp.null_count or not (pa.types.is_floating(timestamp.type) or pa.types.is_null(timestamp.type)):
+        return timestamp
+    return timestamp.cast(pa.float64()).fill_null(np.nan)
 
 
 def _exact(key: str, feature: Feature) -> type[np.generic]:

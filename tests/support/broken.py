@@ -138,7 +138,6 @@ TABLES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
         lambda t: put(t, f"videos/{data.CAMERA}/to_timestamp", [31 / 30, 1.0]),
         "Invalid episode 1 in .*to_timestamp must not be less than from_timestamp",
     ),
-    "another file": (lambda t: put(t, "data/file_index", [0, 7]), r"data/chunk-000/file-007\.parquet: no such file"),
 }
 
 

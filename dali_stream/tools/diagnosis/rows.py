@@ -11,11 +11,12 @@ from dali_stream.lerobot.row_memory import Columns
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.tools.description import missing_files
 from dali_stream.tools.diagnosis.looks import broken
-from dali_stream.tools.diagnosis.report import OK, PROBLEM, Result
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.work import spread
 
 _SHOWN = 5  # maximum number of missing files that a finding names
 LOCAL, REMOTE = 1000, 32  # maximum number of episodes or files to read; for remote data, each may need a request
+_REWRITE = "none is needed for training: a Loader finds these rows. `dali-stream prepare URI OUT` writes right metadata"
 _NAMES = ("task_index", "subtask_index")
 
 
@@ -52,6 +53,17 @@ class Rows:
             except DatasetError as error:
                 self.errors[episode] = DatasetError(str(error))  # without the traceback, which refers to the rows
         return self._seconds.get(episode)
+
+    @property
+    def misnamed(self) -> set[str]:
+        """Data files that the metadata names for episodes whose rows were found in other files."""
+        return self._reader.misnamed
+
+    def are_elsewhere(self, path: str) -> bool:
+        """Return whether a missing file is a data file, and the rows of its first episode are in another file."""
+        files = self.dataset.table.data
+        episodes = np.flatnonzero(files.index[self.dataset.rows] == files.number(path))
+        return len(episodes) > 0 and self.seconds(int(episodes[0])) is not None
 
     def spread(self, count: int) -> list[int]:
         """Return the numbers of the episodes or files to check, evenly spread over 0 to `count` - 1."""
@@ -94,6 +106,8 @@ def check_files(rows: Rows) -> Result:
         return OK, f"{counted(looked_for, 'file')} of rows and video, none missing", ""
     names = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
     text = f"{dataset.data_store.address}: {len(missing)} of {counted(looked_for, 'file')} missing: {names}"
+    if all(rows.are_elsewhere(path) for path in missing):
+        return WARNING, f"{text}. The rows of their episodes are in other files", _REWRITE
     remedy = "copy or fetch them again, or exclude their episodes (episodes=...). `dali-stream info URI --json` lists all"
     return PROBLEM, text, remedy
 
@@ -111,7 +125,10 @@ def check_rows(rows: Rows) -> Result:
             break  # the others would fail as well, perhaps after a timeout each
     errors |= rows.errors
     if not errors:
-        return OK, f"rows are whole and timestamps rise in {len(episodes)} checked episodes of {dataset.num_episodes}", ""
+        text = f"rows are whole and timestamps rise in {len(episodes)} checked episodes of {dataset.num_episodes}"
+        if rows.misnamed:
+            return WARNING, f"{text}, but not in the files that the metadata names, such as {min(rows.misnamed)}", _REWRITE
+        return OK, text, ""
     first, count = min(errors), len(errors)
     status, text, remedy = broken(dataset.data_store, files.paths[files.index[dataset.rows[first]]], errors[first])
     more = f". {count} of {len(episodes)} checked episodes have such rows" if count > 1 else ""

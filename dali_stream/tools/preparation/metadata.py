@@ -50,7 +50,7 @@ def write(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], place: Place,
     """
     head, columns = plan.header, _columns(plan, notes)
     files_of_v2 = (v2.EPISODES, v2.TASKS, v2.EPISODES_STATS) if dataset.is_v2 else ()
-    skipped = {metadata.INFO, DONE, *metadata.episode_files(dataset.store), *files_of_v2}
+    skipped = {metadata.INFO, DONE, *dataset.table.tables, *files_of_v2}
     kept = [name for name in dataset.store.files("meta") if name not in skipped and not name.startswith("meta/prepare/")]
     for name in (*kept, *filter(dataset.store.exists, AT_THE_ROOT)):
         place.write(name, dataset.store.read_all(name))
@@ -192,7 +192,7 @@ def has_episode_stats(dataset: Dataset) -> bool:
     """Return whether the source has statistics of the rows of each episode."""
     if dataset.is_v2:
         return dataset.stored_stats_place == v2.EPISODES_STATS
-    columns = rows.read_footer(dataset.store, metadata.episode_files(dataset.store)[0]).schema.names
+    columns = rows.read_footer(dataset.store, dataset.table.tables[0]).schema.names
     return any(name.startswith("stats/frame_index/") for name in columns)
 
 
@@ -247,7 +247,7 @@ def _episode_tables(dataset: Dataset) -> Iterator[tuple[pa.Table, int]]:
     For v2.x, the table is made from JSON lines, and lacks the columns that locate files.
     """
     if not dataset.is_v2:
-        for name in metadata.episode_files(dataset.store):
+        for name in dataset.table.tables:
             yield metadata.read_parquet(dataset.store, name), dataset.store.size(name)
         return
     lines = {entry["episode_index"]: entry for _, entry in v2.read_lines(dataset.store, v2.EPISODES)}

@@ -5,9 +5,10 @@ The metadata, columns and compression of the source are kept.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot.metadata import parquet_errors
+from dali_stream.lerobot.row_search import RowSearch, data_files
 from dali_stream.storage import Store
 from dali_stream.tools.preparation.place import Json, content_hash
 from dali_stream.tools.work import grouped
@@ -99,33 +101,112 @@ class EpisodeRows:
         footers: Function that returns the footer of a file.
         episodes: Episodes that will be read. See `plan`. No row group after the last one of a file is read ahead.
         columns: Columns to read. Default: all.
+        is_v2: Whether the version is v2.0 or v2.1, in which an episode is in its own file. Otherwise, rows that are not in the
+            file of the plan are searched in the others. Default: False.
     """
 
     def __init__(
-        self, store: Store, footers: Callable[[str], Footer], episodes: Iterable[Json], columns: list[str] | None = None
+        self,
+        store: Store,
+        footers: Callable[[str], Footer],
+        episodes: Sequence[Json],
+        columns: list[str] | None = None,
+        is_v2: bool = False,
     ) -> None:
-        self._store, self._footers, self._columns, self._path = store, footers, columns, ""
+        self._store, self._footers, self._columns, self._is_v2, self._path = store, footers, columns, is_v2, ""
         # The episodes of a file are in the order of their rows, so the end of the last one remains.
         self._until: dict[str, int] = {episode["data"]: episode["place"] + episode["length"] for episode in episodes}
+        self._named = list(self._until)
+        self._search: RowSearch | None = None
 
     def read(self, episode: Json) -> pa.Table:
-        """Return the rows of an episode. If they are not where the plan expects them, the whole file is searched.
+        """Return the rows of an episode. If they are not where the plan expects them, all files are searched.
 
         Raises:
-            DatasetError: If the file is broken, or does not have these rows.
+            DatasetError: If a file is broken, or if no file has these rows.
         """
         path, index, first, length = (episode[name] for name in ("data", "old", "place", "length"))
-        if path != self._path:
-            self._path, self._footer = path, self._footers(path)
-            self._groups: dict[int, pa.Table] = {}
-            self._index: Int64 | None = None
-        with parquet_errors(self._store, path), self._store.open(path) as file:
-            parquet = pq.ParquetFile(file, pre_buffer=True)  # fetches adjacent row groups with one request
-            table = self._rows(parquet, first, first + length) if first + length <= self._footer.first_row[-1] else None
-            if table is None or (table["episode_index"].to_numpy() != index).any():
-                first = self._search(parquet, index, length)
-                table = self._rows(parquet, first, first + length)
-        return table
+        problem, count = None, 0
+        for paths in self._candidates(path, index):
+            try:
+                table = self._expected(path, first, length) if paths == [path] else None
+                if table is not None and (table["episode_index"].to_numpy() == index).all():
+                    return table
+                parts = [rows for each in paths if len(rows := self._found(each, index))]
+            except DatasetError as error:
+                if paths != [path] or self._is_v2:
+                    raise
+                problem = error
+                continue
+            count = sum(map(len, parts))
+            if count == length:
+                return pa.concat_tables(parts)
+        if problem is not None and not count:
+            raise problem
+        raise DatasetError(
+            f"{self._store.where(path)}: episode {index} must have the {length} rows of the metadata, got {count}. Copy the "
+            "dataset again"
+        )
+
+    def footer(self, episode: Json) -> Footer:
+        """Return the footer of the first file that contains an episode. Raises DatasetError if it is missing or broken."""
+        try:
+            return self._footers(episode["data"])
+        except DatasetError:
+            others = [] if self._is_v2 else self._file_search().in_order(episode["old"], episode["data"])
+            if not others:
+                raise
+        return self._footers(others[0])
+
+    def _candidates(self, path: str, index: int) -> Iterator[list[str]]:
+        """Yield lists of files that may contain the rows of an episode: the file of the plan, and those of a search."""
+        if self._search is None:
+            yield [path]
+        if self._is_v2:
+            return
+        search = self._file_search()
+        yield search.in_order(index, path)
+        yield [path] if self._store.remote else search.anywhere(index)
+
+    def _file_search(self) -> RowSearch:
+        if self._search is None:
+            self._search = RowSearch(data_files(self._store, self._named), self._episodes)
+        return self._search
+
+    def _expected(self, path: str, first: int, length: int) -> pa.Table | None:
+        """Return `length` rows of a file, or None if it has fewer."""
+        with self._opened(path) as parquet:
+            return self._rows(parquet, first, first + length) if first + length <= self._footer.first_row[-1] else None
+
+    def _episodes(self, path: str) -> tuple[int, int]:
+        """Return the lowest and the highest episode index in a file. They are (0, -1) for a file without rows."""
+        with self._opened(path) as parquet:
+            index = self._index(parquet)
+            return (int(index.min()), int(index.max())) if len(index) else (0, -1)
+
+    @contextlib.contextmanager
+    def _opened(self, path: str) -> Iterator[pq.ParquetFile]:
+        """Open a file. What was read of the last one is dropped if it is another one."""
+        with parquet_errors(self._store, path):
+            if path != self._path:
+                self._path, self._groups, self._indices = "", dict[int, pa.Table](), None
+                self._footer = self._footers(path)
+                self._path = path
+            with self._store.open(path) as file:
+                yield pq.ParquetFile(file, pre_buffer=True)  # fetches adjacent row groups with one request
+
+    def _found(self, path: str, index: int) -> pa.Table:
+        """Return the rows of an episode in a file whose episodes may be in any order."""
+        with self._opened(path) as parquet:
+            rows = np.flatnonzero(self._index(parquet) == index)
+            return self._rows(parquet, int(rows[0]), int(rows[-1]) + 1).take(rows - rows[0]) if len(rows) else pa.table({})
+
+    def _index(self, parquet: pq.ParquetFile) -> Int64:
+        """Return the episode index of each row of the file that is open."""
+        index = self._indices
+        if index is None:
+            index = self._indices = parquet.read(columns=["episode_index"], use_threads=False)["episode_index"].to_numpy()
+        return index
 
     def _rows(self, parquet: pq.ParquetFile, start: int, stop: int) -> pa.Table:
         first_row = self._footer.first_row
@@ -134,7 +215,7 @@ class EpisodeRows:
         if missing is not None:
             # Read the missing row groups. Also read later row groups, up to AT_ONCE bytes in total, for the next episodes.
             last = groups[-1] + 1
-            size, until = self._footer.size, self._until[self._path]
+            size, until = self._footer.size, self._until.get(self._path, self._footer.first_row[-1])
             while last < len(size) and first_row[last] < until and size[missing : last + 1].sum() <= AT_ONCE:
                 last += 1
             table = self._checked(parquet.read_row_groups(range(missing, last), self._columns, use_threads=False))
@@ -153,18 +234,6 @@ class EpisodeRows:
             if {"bytes", "path"} <= names and pc.struct_field(rows[key], "bytes").null_count:
                 raise _elsewhere(self._store.where(self._path), key)
         return rows
-
-    def _search(self, parquet: pq.ParquetFile, index: int, length: int) -> int:
-        """Return the first row of an episode in a file whose episodes may be in any order."""
-        if self._index is None:
-            self._index = parquet.read(columns=["episode_index"], use_threads=False)["episode_index"].to_numpy()
-        rows = np.flatnonzero(self._index == index)
-        if len(rows) != length or rows[-1] - rows[0] != length - 1:
-            raise DatasetError(
-                f"{self._store.where(self._path)}: episode {index} must have the {length} contiguous rows of the metadata, "
-                f"got {len(rows)}. Copy the dataset again"
-            )
-        return int(rows[0])
 
 
 def write(path: Path, schema: pa.Schema, codec: str, tables: Iterable[pa.Table], rows_per_group: int) -> list[str]:

@@ -71,14 +71,14 @@ def check_episodes(job: Json, task: Json) -> Json:
 
 def _write_rows(task: TaskInput, file: Path) -> Json:
     """Write and verify a Parquet file. Return the content of its note."""
-    job, first = task.job, task.footer(task.episodes[0]["data"])
+    job, source, stats = task.job, task.rows(), dict[int, Json]()
+    first = source.footer(task.episodes[0])
     rows.check_columns(task.store, job["features"], first)
     schema = rows.without(first.schema, job["without"], job["is_v2"])
-    read, stats = task.rows(), dict[int, Json]()
 
     def changed() -> Iterator[pa.Table]:
         for episode in task.episodes:
-            table, new = read(episode).drop_columns(job["without"]), dict[str, pa.Array]()
+            table, new = source.read(episode).drop_columns(job["without"]), dict[str, pa.Array]()
             if task.regular:
                 new["timestamp"] = pa.array(table["frame_index"].to_numpy() / task.fps)
             if job["renumber"]:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +59,7 @@ class TaskInput:
 
     def check(self) -> None:
         """Read all episodes. Raises DaliStreamError if an episode cannot be read."""
-        read = self.rows()
+        read = self.rows().read
         for episode in self.episodes:
             table = read(episode)
             if self.spec["mode"] in ("copy", "encode"):
@@ -67,9 +67,9 @@ class TaskInput:
                 with self.naming(episode):
                     quality.check_packets(self.store, index, *packets.needed(index, shown))
 
-    def rows(self, columns: list[str] | None = None) -> Callable[[Json], pa.Table]:
-        """Return a function that reads some columns of the rows of an episode. Default: all columns."""
-        return rows.EpisodeRows(self.store, self.footer, self.episodes, columns).read
+    def rows(self, columns: list[str] | None = None) -> rows.EpisodeRows:
+        """Return a reader of some columns of the rows of the episodes. Default: all columns."""
+        return rows.EpisodeRows(self.store, self.footer, self.episodes, columns, self.job["is_v2"])
 
     def shown(self, episode: Json, table: pa.Table) -> tuple[VideoIndex, Int64]:
         """Return the index of an episode's video file, and the packets of its rows.

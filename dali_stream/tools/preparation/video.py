@@ -48,7 +48,7 @@ class _Episode(NamedTuple):
 
 def copy(task: TaskInput, file: Path) -> Json:
     """Write and verify a file of copied packets. Return the content of its note."""
-    read, runs, copied = task.rows(_CLOCKS), list[Run](), []
+    read, runs, copied = task.rows(_CLOCKS).read, list[Run](), []
     for episode in task.episodes:
         table = read(episode)
         index, shown = task.shown(episode, table)
@@ -89,7 +89,7 @@ def encode(task: TaskInput, file: Path) -> Json:
     Each episode is encoded separately, so that it begins with a keyframe. The packets are then joined to one file.
     """
     encoder, size, frame = Encoder(**task.spec["encoder"]), tuple(task.spec["size"]), round(TIMESCALE / task.fps)
-    read = task.rows(None if task.spec["mode"] == "images" else _CLOCKS)
+    read = task.rows(None if task.spec["mode"] == "images" else _CLOCKS).read
     runs, pts, episodes, samples = list[Run](), list[Int64](), list[_Episode](), list[dict[int, quality.Frames]]()
     first = tick = 0
     with contextlib.closing(LocalStore(str(file.parent))) as scratch:
@@ -148,7 +148,7 @@ def trial(job: Json, first: Json) -> Json:
     [episode], size = task.episodes, tuple(task.spec["size"])
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(LocalStore(folder)) as scratch:
         try:
-            parts = itertools.islice(_frames(task, episode, task.rows()(episode)), _TRIAL // _PART)
+            parts = itertools.islice(_frames(task, episode, task.rows().read(episode)), _TRIAL // _PART)
             index = _encode_episode(scratch, "trial.mp4", _resized(parts, size, 1, {}), size, Encoder(**task.spec["encoder"]))
             return {"frame_bytes": float(index.size[:].mean())}
         except (DatasetError, DecodeError):  # the task that writes the file reports this error
