@@ -44,7 +44,8 @@ class RowFile:
     def __init__(self, dataset: DatasetFiles, store: Store, number: int, keys: Sequence[str]) -> None:
         table = dataset.table
         self._store, self._path = store, table.data.paths[number]
-        metadata, footer, self._whole = dataset.opened.pop(number, None) or _open(dataset, store, number)
+        opened = dataset.opened.pop(number) if number in dataset.opened else _open(dataset, store, number)
+        metadata, footer, self._whole = opened
         self.groups = RowGroups(footer, metadata)
         parquet = pq.ParquetFile(pa.BufferReader(b""), metadata=self.groups.sample)
         self._size = store.size(self._path)

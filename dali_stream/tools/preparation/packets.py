@@ -8,6 +8,7 @@ same timescale, track matrix, display size and codec. Their sample descriptions 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ class Run:
     Attributes:
         first: Position of the first of these packets in the new file.
         shift: Number of ticks to add to their times.
+        begin: Time in ticks at which the earliest of its episodes begins. The rows of its first frames may have been removed.
     """
 
     index: VideoIndex
@@ -37,6 +39,7 @@ class Run:
     stop: int
     first: int = 0
     shift: int = 0
+    begin: float = math.inf
 
 
 def kind(index: VideoIndex) -> str:
@@ -78,12 +81,18 @@ def add(runs: list[Run], index: VideoIndex, packets: Int64) -> Run:
 
 
 def join(runs: Sequence[Run], fps: float) -> int:
-    """Set `first` and `shift` so that runs follow each other. Return the duration of the last frame, in ticks."""
+    """Set `first` and `shift` so that runs follow each other. Return the duration of the last frame, in ticks.
+
+    If an episode begins before its first frame, the file has a gap there, so that it does not begin before the end of the
+    previous episode.
+    """
     packet = tick = frame = 0
     for run in runs:
         pts, intervals = run.index.pts[run.start : run.stop], np.diff(run.index.shown_at[:])
-        run.first, run.shift = packet, tick - int(pts.min())
         frame = int(np.median(intervals)) if len(intervals) else max(1, round(run.index.timescale / fps))
+        gap = int(pts.min()) - min(run.begin, pts.min())
+        tick += round(gap) if packet and gap > frame / 2 else 0
+        run.first, run.shift = packet, tick - int(pts.min())
         packet += run.stop - run.start
         tick += int(np.ptp(pts)) + frame
     return frame
