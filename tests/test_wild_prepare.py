@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 from support.broken import EPISODES as TABLE
 from support.broken import edit_info, put
+from support.datasets import Column, build
 from support.slow import slow
 from support.tools import prepared
 from support.videos import CAMERA, EPISODES, FPS, SIZE, draw, h264, recorded

@@ -9,7 +9,7 @@ from dali_stream.errors import DaliStreamError, DatasetError, StorageError, coun
 from dali_stream.lerobot.dataset import CLOCKS
 from dali_stream.lerobot.row_memory import Columns
 from dali_stream.lerobot.rows import RowReader
-from dali_stream.tools.description import missing_files
+from dali_stream.tools.description import missing_files, used
 from dali_stream.tools.diagnosis.looks import broken
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, Result
 from dali_stream.tools.work import spread
@@ -96,6 +96,10 @@ def check_files(rows: Rows) -> Result:
     names = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
     text = f"{dataset.data_store.address}: {len(missing)} of {counted(looked_for, 'file')} missing: {names}"
     remedy = "copy or fetch them again, or exclude their episodes (episodes=...). `dali-stream info URI --json` lists all"
+    absent = [key for key in dataset.videos if set(missing).issuperset(used(dataset, dataset.table.video[key]))]
+    if absent:
+        kept = [key for key in dataset.cameras if key not in absent]
+        remedy = f"no episode has {', '.join(absent)}: copy or fetch the files, or select other cameras with cameras={kept}"
     return PROBLEM, text, remedy
 
 
