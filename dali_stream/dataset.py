@@ -148,7 +148,7 @@ class Dataset(DatasetFiles):
         except DatasetError:  # the file is missing or broken, which reading its rows reports
             return
         known = {*columns, *NEEDED, *(key for key, feature in self.stored_features.items() if feature.is_video)}
-        self.leave_out({key: f"has no column in {path}" for key in self.stored_features if key not in known}, cameras)
+        self._leave_out({key: f"has no column in {path}" for key in self.stored_features if key not in known}, cameras)
 
     def split(self, shares: Mapping[str, float] | None = None, *, seed: int = 0) -> dict[str, Dataset]:
         """Divide the selected episodes into parts, for example for training and for validation.

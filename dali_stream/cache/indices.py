@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dali_stream.errors import DatasetError, DecodeError
+from contextlib import suppress
+
+import numpy as np
+
+from dali_stream.errors import DatasetError, DecodeError, counted
 from dali_stream.lerobot.source import ABSENT, Source
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import Store
+
+_LOOK_FOR = 8  # maximum number of files of a camera to look for, if one is missing
 
 
 class IndexCache:
@@ -46,10 +52,24 @@ class IndexCache:
         """Read the index of a file, without caching it. Return the error if the file is missing or has no valid index."""
         try:
             index = read_index(store, self._source.path(camera, file))
-        except (DatasetError, DecodeError) as error:  # the file does not exist, or is broken
+        except DatasetError as error:  # the file does not exist
+            return DecodeError(self._no_file(camera, file, store) or str(error))
+        except DecodeError as error:  # the file is broken
             return DecodeError(str(error))
         self.bytes_read[camera, file] = index.index_bytes
         return index
+
+    def _no_file(self, camera: str, file: int, store: Store) -> str:
+        """Return the message for a camera of a dataset without any file, or "" if one of up to `_LOOK_FOR` files exists."""
+        source, files = self._source, self._files[camera]
+        own = np.unique(files[source.dataset_of == source.dataset_of[np.argmax(files == file)]])
+        tried = [source.path(camera, number) for number in own[:: -(-len(own) // _LOOK_FOR)].tolist()]
+        with suppress(DatasetError):  # a path out of the dataset
+            if not any(map(store.exists, tried)):
+                where = store.where(source.path(camera, file))
+                checked = f"none of {counted(len(tried), 'checked file')} of camera {camera!r} exists"
+                return f"{where}: no such file, and {checked}. Leave the camera out with cameras=, or copy its files"
+        return ""
 
 
 def size_of(index: VideoIndex | DecodeError) -> int:

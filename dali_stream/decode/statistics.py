@@ -15,7 +15,7 @@ import numpy.typing as npt
 from dali_stream import process
 from dali_stream.decode import images as image
 from dali_stream.errors import DecodeError
-from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.dataset import CLOCKS, DatasetFiles
 from dali_stream.lerobot.metadata import Stats, stats_of
 from dali_stream.lerobot.row_memory import Columns
 from dali_stream.lerobot.rows import RowReader
@@ -163,8 +163,10 @@ def _of_video(
             index = index_of(files.paths[files.index[dataset.rows[episode]]])
             interval, times = dataset.table.interval(camera, dataset.rows[episode]), seconds[episode]
             packets = find_packets(index, interval, times, dataset.fps, dataset.tolerance_s)
-            for lacking in times[packets == LACKING]:
-                why = explain(index, interval, lacking, dataset.fps, dataset.tolerance_s)
+            if (packets == LACKING).any():
+                rows = RowReader(dataset, store, keys=CLOCKS).read(episode)[episode]
+                every, frame = dataset.seconds(episode, rows), frames[int(np.argmax(packets == LACKING))]
+                why = explain(index, interval, every, rows["frame_index"], frame, dataset.fps, dataset.tolerance_s)
                 raise DecodeError(f"{store.where(index.path)}: {why}")
             histograms = []
             for description, alike in itertools.groupby(packets.tolist(), key=lambda packet: index.config[packet]):

@@ -62,9 +62,11 @@ class VideoFiles:
 
     def lacking(self, episodes: OpenEpisodes, index: VideoIndex, episode: int, frame: int) -> DecodeError:
         """Return the error for a frame that is missing in the video."""
-        row = np.array([episode]), np.array([frame])
-        [seconds] = self._source.seconds(episode, {key: episodes.table.gather(key, *row) for key in CLOCKS})
-        why = explain(index, self._source.interval(self.key, episode), seconds, *self._source.timing(episode))
+        every = np.array([episode]), np.arange(self._source.lengths[episode])[None]
+        rows = {key: episodes.table.gather(key, *every)[0] for key in CLOCKS}
+        seconds, timing = self._source.seconds(episode, rows), self._source.timing(episode)
+        interval = self._source.interval(self.key, episode)
+        why = explain(index, interval, seconds, rows["frame_index"], frame, *timing)
         return DecodeError(f"{self._source.data_store.where(index.path)}: {why}")
 
     def format(self, index: VideoIndex, packet: int) -> VideoFormat:

@@ -64,10 +64,14 @@ class CombinedSource(Generic[D]):
         have = [{key: part.features[own] for key, own in own_keys.items()} for part, own_keys in self._each()]
         union, names = common(have), list(self.datasets)
         if union.conflicts:
+            fixed = [key for key in union.conflicts if key in NEEDED]
+            advice = (
+                f"Convert the datasets to one dtype and shape of {', '.join(fixed)}, which every batch has"
+                if fixed
+                else "Give one of them another key with keys=, or leave it out with Dataset.without"
+            )
             raise ValueError(
-                "Features with the same key must be compatible, got:\n"
-                f"{table(union.conflicts, names, have)}\nGive one of them another key with keys=, or leave it out with "
-                "Dataset.without"
+                f"Features with the same key must be compatible, got:\n{table(union.conflicts, names, have)}\n{advice}"
             )
         if union.differences and missing == "error":
             raise ValueError(
@@ -367,9 +371,10 @@ def own_keys(name: str, dataset: DatasetFiles, keys: Mapping[str, str]) -> dict[
     for key in dataset.features:
         new = keys.get(key, key)
         if new in own_key_of:
+            free = " or ".join(each for each in (own_key_of[new], key) if each not in NEEDED)
             raise ValueError(
                 f"keys[{name!r}] must give each feature its own key, got {new!r} for both {own_key_of[new]!r} and {key!r}. "
-                "Give one of them another key, or leave it out with Dataset.without"
+                f"Give {free} another key, or leave it out with Dataset.without"
             )
         own_key_of[new] = key
     return own_key_of

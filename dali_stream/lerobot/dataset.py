@@ -56,6 +56,7 @@ class DatasetFiles:
     store: Store
     data_store: Store
     drops: tuple[int, int] | None  # frames dropped at both ends of each episode, or None if the user passed `frames`
+    absent: tuple[str, ...]  # features without a column, which are left out
     opened: dict[int, tuple[Any, bytes, bytes]]  # {number of a data file: its footer, for the first reader of the file}
     own_stats: metadata.Stats | None  # statistics that the user passed
 
@@ -68,7 +69,7 @@ class DatasetFiles:
         with contextlib.suppress(ImportError):
             importlib.import_module("pandas")
         self._info = info = metadata.read_info(self.store)
-        self.version, self.fps, self.opened = info.version, info.fps, {}
+        self.version, self.fps, self.absent, self.opened = info.version, info.fps, (), {}
         self.cameras = selection.cameras(info, cameras)
         self.features = {key: feature for key, feature in info.features.items() if not feature.is_camera or key in self.cameras}
         for key in self.cameras:
@@ -91,8 +92,8 @@ class DatasetFiles:
             trim_memory()
         self._take(selection.rows(self.table.index, episodes, episode_filter, self.episode_columns), None)
 
-    def leave_out(self, reasons: Mapping[str, str], cameras: Sequence[str] | None) -> None:
-        """Leave out features that cannot be read, with a warning.
+    def _leave_out(self, reasons: Mapping[str, str], cameras: Sequence[str] | None) -> None:
+        """Leave out features without a column, with a warning.
 
         Args:
             reasons: {key: reason}, as in `metadata.Info.left_out`.
@@ -105,6 +106,7 @@ class DatasetFiles:
             _log.warning("%s: feature %.80r %s. Batches will lack it", self.store.where(metadata.INFO), key, why)
         stored = {key: feature for key, feature in self.stored_features.items() if key not in reasons}
         self._info = dataclasses.replace(self._info, features=stored, left_out={**self._info.left_out, **reasons})
+        self.absent = tuple(reasons)
         self.cameras = selection.cameras(self._info, cameras)
         self.features = {key: feature for key, feature in self.features.items() if key not in reasons}
         for name in ("row_bytes", "row_bytes_without_objects"):  # cached, for all features

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.errors import counted
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 
 TOLERANCE = 0.25  # in frames: small enough for a unique frame, and large enough for times that are rounded to milliseconds
@@ -48,35 +49,99 @@ def find_packets(
     return samples if exists.all() else np.where(exists, samples, LACKING)
 
 
-def explain(table: VideoIndex, interval: Interval, timestamp: float, fps: float, tolerance_s: float | None = None) -> str:
-    """Return why `find_packets` finds no packet for a row, and what to do. See `find_packets` for the arguments."""
+def explain(
+    table: VideoIndex,
+    interval: Interval,
+    seconds: npt.NDArray[Any],
+    frame_index: npt.NDArray[Any],
+    frame: int,
+    fps: float,
+    tolerance_s: float | None = None,
+    *,
+    prepares: bool = False,
+) -> str:
+    """Return why `find_packets` finds no packet for a row, and what to do. See `find_packets` for the other arguments.
+
+    Args:
+        seconds: Time of each row of the episode since its start, in seconds, shape (L,).
+        frame_index: `frame_index` of each row, shape (L,).
+        frame: Row without a packet.
+        prepares: Whether the reader of the message runs `prepare`, which has no `drop_last`. Default: False.
+    """
     tolerance = TOLERANCE / fps if tolerance_s is None else tolerance_s
-    half = math.floor(0.5e4 / fps) / 1e4  # half the duration of a frame in seconds, rounded down to four digits
-    seconds = _seconds(interval, np.array([timestamp]))
-    [sample], [away], [shown] = table.nearest(seconds)
+    timestamp = float(seconds[frame])
+    [sample], [away], [shown] = table.nearest(_seconds(interval, seconds[[frame]]))
     number = int(np.flatnonzero(table.displayed_packets == sample)[0])
     nearest = (
-        f"timestamp {timestamp:.4f} s after from_timestamp {interval[0]:.4f} s asks for {seconds[0]:.4f} s of the file. The "
-        f"nearest frame, number {number} of {len(table.displayed)}, is at {shown:.4f} s, {away:.4f} s away"
+        f"timestamp {timestamp:.4f} s after from_timestamp {interval[0]:.4f} s asks for {interval[0] + timestamp:.4f} s of the "
+        f"file. The nearest frame, number {number} of {len(table.displayed)}, is at {shown:.4f} s, {away:.4f} s away"
     )
-    if not away <= tolerance:
-        nearest += f", but at most {tolerance:.4f} s ({_in_frames(tolerance * fps)}) is allowed"
-        if abs(timestamp - round(timestamp * fps) / fps) > tolerance:
-            near = tolerance < half and away <= half
-            accepts = f", and Dataset(tolerance_s={half}) accepts frames up to half a frame away" if near else ""
-            return (
-                f"{nearest}. The timestamp is not a multiple of 1/fps = {1 / fps:.4g} s, so it is probably a wall-clock time. "
-                f"{BY_FRAME_INDEX}{accepts}"
-            )
+    advice = what_helps(table, interval, seconds, frame_index, fps, tolerance_s, prepares=prepares)
+    if away <= tolerance:
+        following = f", and the next episode of the file begins at {interval[1]:.4f} s" if math.isfinite(interval[1]) else ""
         return (
-            f"{nearest}. The video is shorter than its episode, or its timestamps drift. Record or copy the dataset again. If "
-            f"each row has its frame all the same: {BY_FRAME_INDEX}"
+            f"{nearest}, outside its episode, which begins at {interval[0]:.4f} s{following}. The rows are offset against the "
+            f"video, or meta/episodes is wrong. {advice}"
         )
-    following = f", and the next episode of the file begins at {interval[1]:.4f} s" if math.isfinite(interval[1]) else ""
-    return (
-        f"{nearest}, outside its episode, which begins at {interval[0]:.4f} s{following}. The rows are offset against the "
-        "video, or meta/episodes is wrong. Record or convert the dataset again"
-    )
+    nearest += f", but at most {tolerance:.4f} s ({_in_frames(tolerance * fps)}) is allowed"
+    if abs(timestamp - round(timestamp * fps) / fps) > tolerance:
+        cause = f"The timestamp is not a multiple of 1/fps = {1 / fps:.4g} s, so it is probably a wall-clock time"
+    else:
+        cause = "The video is shorter than its episode, or its timestamps drift"
+        if advice.startswith(BY_FRAME_INDEX):
+            advice = f"If each row has its frame all the same: {advice}"
+    count = int(_frames_of(table, interval, tolerance).sum())
+    return f"{nearest}. {cause}: the episode has {len(seconds)} rows, and its video {count} frames. {advice}"
+
+
+def what_helps(
+    table: VideoIndex,
+    interval: Interval,
+    seconds: npt.NDArray[Any],
+    frame_index: npt.NDArray[Any],
+    fps: float,
+    tolerance_s: float | None = None,
+    *,
+    prepares: bool = False,
+) -> str:
+    """Return what to do about an episode with rows that have no frame. See `explain` for the arguments.
+
+    Each remedy is tried on the episode, and named only if each row then has a frame of its own.
+    """
+    tolerance = TOLERANCE / fps if tolerance_s is None else tolerance_s
+    half = math.floor(0.5e4 / fps) / 1e4  # half the duration of a frame in seconds, rounded down to four digits
+    rows = np.arange(len(seconds))
+
+    def helps(times: npt.NDArray[Any], tolerance: float) -> bool:
+        packets = find_packets(table, interval, times, fps, tolerance)
+        return bool((packets != LACKING).all() and len(np.unique(packets)) == len(packets))
+
+    lacking = find_packets(table, interval, seconds, fps, tolerance) == LACKING
+    if (table.nearest(_seconds(interval, seconds[lacking]))[1] <= tolerance).all():
+        return _AGAIN  # these rows have frames, but of another episode
+    count = int(_frames_of(table, interval, tolerance).sum())
+    remedies = []
+    # Numbers that count otherwise, or other frames between those of the rows, would give rows the frames of their neighbours.
+    if np.array_equal(frame_index, rows) and count == len(rows) and helps(rows / fps, tolerance):
+        remedies.append(BY_FRAME_INDEX)
+    if tolerance < half and helps(seconds, half):
+        remedies.append(f"Dataset(tolerance_s={half}) accepts frames up to half a frame away")
+    short = len(rows) - count
+    if not remedies and 0 < short < len(rows) and not prepares and helps(seconds[:-short], tolerance):
+        remedies.append(
+            f"Dataset(drop_last={short}) leaves the last {counted(short, 'row')} of each episode out. With windows that reach "
+            "ahead, leave as many more out"
+        )
+    return ". ".join(remedies) or _AGAIN + (", or let --drop-broken find all such episodes" if prepares else "")
+
+
+_AGAIN = "Record or convert the dataset again, or leave the episode out with episodes=, or the camera with cameras="
+
+
+def _frames_of(table: VideoIndex, interval: Interval, tolerance: float) -> npt.NDArray[np.bool_]:
+    """Return whether each displayed frame of a file, in display order, belongs to an episode. See `find_packets`."""
+    at = table.shown_at[table.displayed.start : table.displayed.stop] / table.timescale + tolerance
+    return (interval[0] <= at) & (at < interval[1])
 
 
 def _in_frames(tolerance: float) -> str:

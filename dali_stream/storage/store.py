@@ -197,6 +197,9 @@ def missing_file(where: str, path: str, words: str = "") -> DatasetError:
     """
     remedy = "Copy or fetch it again"
     if not path.startswith("meta/"):
-        remedy += ", or leave its episodes out with episodes= (`dali-stream doctor URI` shows the missing files)"
+        remedy += (
+            ", or leave its episodes out with episodes= (`dali-stream doctor URI` shows the missing files), or with cameras= a "
+            "camera that has no file"
+        )
     answer = f" ({words})" if words else ""
     return DatasetError(f"{where}: no such file, but the dataset's metadata refers to it{answer}. {remedy}")

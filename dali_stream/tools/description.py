@@ -7,6 +7,7 @@ DALI.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -238,7 +239,7 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
 
 
 def find_frames(
-    dataset: Dataset, camera: str, index: VideoIndex, episode: int, seconds: npt.NDArray[np.float64]
+    dataset: Dataset, camera: str, index: VideoIndex, episode: int, rows: Mapping[str, npt.NDArray[Any]]
 ) -> tuple[Int64, str]:
     """Find the frames of an episode's rows in a file.
 
@@ -247,18 +248,18 @@ def find_frames(
         camera: Key of the camera.
         index: Index of the file.
         episode: Position of the episode among the selected episodes.
-        seconds: Times of the rows in seconds, shape (L,).
+        rows: Columns `timestamp` and `frame_index` of the episode, each of shape (L,).
 
     Returns:
         Packets of shape (L,), which are `LACKING` for rows without a frame, and the reason why the first such row has none. The
         reason is empty if all rows have a frame.
     """
-    interval, timing = dataset.interval(camera, episode), dataset.timing(episode)
+    interval, timing, seconds = dataset.interval(camera, episode), dataset.timing(episode), dataset.seconds(episode, rows)
     packets = find_packets(index, interval, seconds, *timing)
     if (packets != LACKING).all():
         return packets, ""
     frame = int(np.argmax(packets == LACKING))
-    reason = explain(index, interval, float(seconds[frame]), *timing)
+    reason = explain(index, interval, seconds, rows["frame_index"], frame, *timing)
     return packets, f"frame {frame}: {dataset.data_store.where(index.path)}: {reason}"
 
 
@@ -269,7 +270,7 @@ def _rows_without_frames(dataset: Dataset, key: str, index: VideoIndex) -> tuple
         rows = RowReader(dataset, keys=set(CLOCKS)).read(episode)[episode]
     except DatasetError as error:
         return (str(error),)
-    fault = find_frames(dataset, key, index, episode, dataset.seconds(episode, rows))[1]
+    fault = find_frames(dataset, key, index, episode, rows)[1]
     return (f"episode {dataset.episodes[episode]}, {fault}",) if fault else ()
 
 

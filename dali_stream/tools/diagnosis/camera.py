@@ -19,7 +19,7 @@ from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, Mem
 from dali_stream.mp4.clip import is_avc, pack
 from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex, read_index
-from dali_stream.mp4.timing import BY_FRAME_INDEX, TOLERANCE
+from dali_stream.mp4.timing import BY_FRAME_INDEX, TOLERANCE, what_helps
 from dali_stream.order import Order, default_pools
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import Sizes, divide, horizon
@@ -55,8 +55,8 @@ class Camera:
         tables: Indices of at most 32 files that are not broken.
         checked: Number of episodes whose rows were compared with the frames.
         faults: {episode: reason why it has rows without frames}.
-        by_frame_index: Episodes of `faults` whose rows all have a frame at frame_index / fps.
         of_other_size: Episodes of `faults` whose frames have another size than `meta/info.json` says.
+        remedies: {episode of `faults`: what to do about its rows without frames}.
         reports: {place: description of the videos}.
         results: Results by name. Results of decoded frames are added later, since all cameras are decoded together.
         facts: Facts for the report.
@@ -68,7 +68,7 @@ class Camera:
         self.key, self.rows, self.dataset, self._decoders = key, rows, rows.dataset, decoders
         self.places = {"CPU": None, **decoders.gpus}
         self.tables: list[VideoIndex] = []
-        self.checked, self.faults, self.by_frame_index = 0, self._short_episodes(), set[int]()
+        self.checked, self.faults, self.remedies = 0, self._short_episodes(), dict[int, str]()
         self.of_other_size = set[int]()
         self.results: dict[str, Result] = {}
         self.facts: dict[str, Any] = {"kind": "video"}
@@ -124,14 +124,14 @@ class Camera:
         dataset = self.dataset
         for episode in episodes:
             self.checked += 1
-            seconds = self.rows.seconds(episode)
-            if seconds is None:
+            rows = self.rows.read(episode)
+            if rows is None:
                 continue
-            packets, fault = find_frames(dataset, self.key, table, episode, seconds)
+            packets, fault = find_frames(dataset, self.key, table, episode, rows)
             if fault:
                 self.faults[episode] = f", {fault}"
-                if not find_frames(dataset, self.key, table, episode, np.arange(len(seconds)) / dataset.fps)[1]:
-                    self.by_frame_index.add(episode)
+                place, timing = dataset.interval(self.key, episode), dataset.timing(episode)
+                self.remedies[episode] = what_helps(table, place, dataset.seconds(episode, rows), rows["frame_index"], *timing)
             try:
                 self._video_files.checked(table, packets[packets != LACKING], episode)
             except DecodeError as error:
@@ -161,8 +161,9 @@ class Camera:
         if not self._packets:  # the rows are broken, which must not hide a broken decoder
             file = dataset.table.video[self.key].paths.index(table.path)
             episode = int(np.argmax(dataset.files(self.key) == file))
-            seconds = np.arange(dataset.lengths[episode]) / dataset.fps
-            self._packets[episode] = find_frames(dataset, self.key, table, episode, seconds)[0]
+            frames = np.arange(dataset.lengths[episode])
+            rows = {"timestamp": frames / dataset.fps, "frame_index": frames}
+            self._packets[episode] = find_frames(dataset, self.key, table, episode, rows)[0]
         episode, packets = next(iter(self._packets.items()))
         frame = len(packets) // 2
         packet = int(packets[frame])
@@ -250,10 +251,15 @@ def check_timestamps(camera: Camera) -> Result:
     first = min(faults)
     more = f". {len(faults)} of {dataset.num_episodes} episodes have such faults" if len(faults) > 1 else ""
     remedy = "exclude these episodes (episodes=...), or record or convert the dataset again"
-    if faults.keys() == camera.by_frame_index:
-        remedy = f"each row has its frame at frame_index / fps. {BY_FRAME_INDEX}"
-    elif faults.keys() == camera.of_other_size:
+    if len(faults) == camera.checked:
+        remedy = "leave the camera out (cameras=...), or record or convert the dataset again"
+    shared = {camera.remedies.get(episode, "") for episode in faults}
+    if faults.keys() == camera.of_other_size:
         remedy = "correct the shape in meta/info.json, or do what the message says"
+    elif len(shared) == 1 and "" not in shared:  # the same helps in all of them
+        [remedy] = shared
+        if remedy.startswith(BY_FRAME_INDEX):
+            remedy = f"each row has its frame at frame_index / fps. {remedy}"
     return PROBLEM, f"episode {dataset.episodes[first]}{faults[first]}{more}", remedy
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError, StorageError, counted
+from dali_stream.lerobot.dataset import CLOCKS
 from dali_stream.lerobot.row_memory import Columns
 from dali_stream.lerobot.rows import RowReader
-from dali_stream.tools.description import missing_files
+from dali_stream.tools.description import missing_files, used
 from dali_stream.tools.diagnosis.looks import broken
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.work import spread
@@ -21,7 +21,8 @@ _NAMES = ("task_index", "subtask_index")
 
 
 class Rows:
-    """Subject of the checks of a dataset: its rows, without images. Each episode is read once, and its timestamps are kept.
+    """Subject of the checks of a dataset: its rows, without images. Each episode is read once, and the columns that
+    locate its frames are kept.
 
     Attributes:
         dataset: Dataset of the rows.
@@ -33,12 +34,12 @@ class Rows:
     def __init__(self, dataset: Dataset, deep: bool) -> None:
         self.dataset, self.deep = dataset, deep
         self._reader = RowReader(dataset, keys={key for key, feature in dataset.features.items() if not feature.is_image})
-        self._seconds: dict[int, npt.NDArray[np.float64]] = {}
+        self._kept: dict[int, Columns] = {}
         self.errors: dict[int, DatasetError] = {}
         self.first_episodes: dict[str, dict[int, int]] = {name: {} for name in _NAMES if name in dataset.features}
 
-    def seconds(self, episode: int) -> npt.NDArray[np.float64] | None:
-        """Return the times of the rows of an episode in seconds, shape (L,), or None if its rows are broken.
+    def read(self, episode: int) -> Columns | None:
+        """Return the columns `timestamp` and `frame_index` of an episode, or None if its rows are broken.
 
         Args:
             episode: Position of the episode among the selected episodes.
@@ -46,13 +47,13 @@ class Rows:
         Raises:
             StorageError: If rows cannot be read.
         """
-        if episode not in self._seconds and episode not in self.errors:
+        if episode not in self._kept and episode not in self.errors:
             try:
                 for number, rows in self._reader.read(episode).items():
                     self._keep(number, rows)
             except DatasetError as error:
                 self.errors[episode] = DatasetError(str(error))  # without the traceback, which refers to the rows
-        return self._seconds.get(episode)
+        return self._kept.get(episode)
 
     @property
     def misnamed(self) -> set[str]:
@@ -63,14 +64,14 @@ class Rows:
         """Return whether a missing file is a data file, and the rows of its first episode are in another file."""
         files = self.dataset.table.data
         episodes = np.flatnonzero(files.index[self.dataset.rows] == files.number(path))
-        return len(episodes) > 0 and self.seconds(int(episodes[0])) is not None
+        return len(episodes) > 0 and self.read(int(episodes[0])) is not None
 
     def spread(self, count: int) -> list[int]:
         """Return the numbers of the episodes or files to check, evenly spread over 0 to `count` - 1."""
         return spread(count, count if self.deep else REMOTE if self.dataset.data_store.remote else LOCAL)
 
     def _keep(self, episode: int, rows: Columns) -> None:
-        self._seconds[episode] = self.dataset.seconds(episode, rows)
+        self._kept[episode] = {key: rows[key] for key in CLOCKS}
         for name, episodes in self.first_episodes.items():
             for value in np.unique(rows[name]).tolist():
                 episodes.setdefault(value, episode)
@@ -109,23 +110,28 @@ def check_files(rows: Rows) -> Result:
     if all(rows.are_elsewhere(path) for path in missing):
         return WARNING, f"{text}. The rows of their episodes are in other files", _REWRITE
     remedy = "copy or fetch them again, or exclude their episodes (episodes=...). `dali-stream info URI --json` lists all"
+    absent = [key for key in dataset.videos if set(missing).issuperset(used(dataset, dataset.table.video[key]))]
+    if absent:
+        kept = [key for key in dataset.cameras if key not in absent]
+        remedy = f"no episode has {', '.join(absent)}: copy or fetch the files, or select other cameras with cameras={kept}"
     return PROBLEM, text, remedy
 
 
 def check_rows(rows: Rows) -> Result:
-    """Check that the rows of episodes agree with the metadata in number and type, and that their timestamps increase."""
+    """Check that the rows of episodes agree with the metadata in number and type, and locate frames in increasing order."""
     dataset, files = rows.dataset, rows.dataset.table.data
     episodes = rows.spread(dataset.num_episodes)
     errors: dict[int, DaliStreamError] = {}
     for episode in episodes:
         try:
-            rows.seconds(episode)
+            rows.read(episode)
         except StorageError as error:
             errors[episode] = error
             break  # the others would fail as well, perhaps after a timeout each
     errors |= rows.errors
     if not errors:
-        text = f"rows are whole and timestamps rise in {len(episodes)} checked episodes of {dataset.num_episodes}"
+        rise = " and timestamps rise" if dataset.videos and dataset.clock == "timestamp" else ""
+        text = f"rows are whole{rise} in {len(episodes)} checked episodes of {dataset.num_episodes}"
         if rows.misnamed:
             return WARNING, f"{text}, but not in the files that the metadata names, such as {min(rows.misnamed)}", _REWRITE
         return OK, text, ""

@@ -193,5 +193,15 @@ def examine(
     return as_findings("dataset", results.items()), facts
 
 
+def refusal(dataset: Dataset) -> str:
+    """Return why a Loader would refuse an episode of a dataset, or "" if it reads them all. No frame is decoded."""
+    subject, nothing = Rows(dataset, deep=True), Decoders(torchcodec=False, dali=False, gpus={})
+    results = [rows.check_rows(subject), rows.check_names(subject)]
+    for key in dataset.videos:
+        each = Camera(key, subject, nothing, None)
+        results += [*each.results.values(), camera.check_timestamps(each)]
+    return next((text for status, text, _ in results if status == PROBLEM), "")
+
+
 def _of_camera(key: str, results: Mapping[str, Result]) -> dict[str, Result]:
     return {f"{key} {name}".rstrip(): result for name, result in results.items()}

@@ -33,13 +33,13 @@ _GONE = ("total_chunks", "total_videos")  # entries of info.json in v2.x that v3
 # Entries of newer LeRobot versions that are no longer true after encoding again.
 _UNTRUE = ("video.fast_decode", "video.video_backend", "video.extra_options")
 # Statistics that are computed from the plan. An episode table that lacks them does not get them.
-_PLANNED = ("stats/index/", "stats/episode_index/", "stats/timestamp/")
+_PLANNED = ("stats/index/", "stats/episode_index/", "stats/timestamp/", "stats/frame_index/")
 Columns = dict[str, dict[int, Any]]
 """New values of the episode table, {column: {index of an episode in the source: value}}."""
 
 
 def write(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], place: Place, report: Json) -> None:
-    """Write all metadata. The last file is info.json, which makes OUT a dataset.
+    """Write all metadata except `DONE`. The last file is info.json, which makes OUT a dataset.
 
     Args:
         dataset: Source.
@@ -48,6 +48,8 @@ def write(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], place: Place,
         place: OUT.
         report: Report of the run.
     """
+    recounted = any(note.get("recounted") for note in notes.values())
+    plan = Plan(plan.header | {"recounted": recounted}, plan.tasks)
     head, columns = plan.header, _columns(plan, notes)
     files_of_v2 = (v2.EPISODES, v2.TASKS, v2.EPISODES_STATS) if dataset.is_v2 else ()
     skipped = {metadata.INFO, DONE, *dataset.table.tables, *files_of_v2}
@@ -59,7 +61,6 @@ def write(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], place: Place,
     parts = _write_episodes(dataset, plan, columns, place)
     if (stats := _stats(dataset, plan, columns, notes, parts)) is not None:
         place.write(metadata.STATS, json.dumps(stats, indent=4).encode())
-    place.write(DONE, json.dumps({"plan": head, "report": report}, indent=4).encode())
     place.write(metadata.INFO, json.dumps(_info(dataset, head, report), indent=4).encode())
 
 
@@ -80,6 +81,9 @@ def _info(dataset: Dataset, head: Json, report: Json) -> Json:
         features = {key: each if each.get("dtype") == "video" else each | {"fps": fps} for key, each in features.items()}
         info = {"total_tasks": len(dataset.tasks)} | {key: value for key, value in info.items() if key not in _GONE}
         info |= {"codebase_version": "v3.0", "fps": fps}  # without total_tasks, LeRobot reads no tasks
+    else:
+        info |= {"codebase_version": dataset.version, "fps": dataset.fps}  # LeRobot does not read other spellings
+    features.setdefault(metadata.FRAME_INDEX, head["features"][metadata.FRAME_INDEX])
     for key in encoded_cameras(head):
         features[key] = _encoded_feature(Feature(features[key]), head["cameras"][key], fps)
     size = head["options"].get("file_mb")
@@ -138,16 +142,18 @@ def _values(head: Json, camera: str, episode: Json, note: Json) -> Json:
     """Return {column: value} of an episode for the columns of a camera or, if `camera` is empty, of the rows."""
     new, length = episode["new"], episode["length"]
     if camera:
-        start = note["from"][str(new)]
-        values = {f"videos/{camera}/from_timestamp": start, f"videos/{camera}/to_timestamp": start + length / head["fps"]}
+        start, frames = note["from"][str(new)], max(length, note["frames"][str(new)])  # more if rows were removed
+        values = {f"videos/{camera}/from_timestamp": start, f"videos/{camera}/to_timestamp": start + frames / head["fps"]}
         stats = {camera: note.get("stats", {}).get(str(new), {})}
     else:
         first, stop = episode["first"], episode["first"] + length
         values = {"episode_index": new, "dataset_from_index": first, "dataset_to_index": stop}
         changed = {"index": np.arange(first, stop), "episode_index": np.full(length, new)} if head["renumber"] else {}
-        if head["regular"]:
-            changed["timestamp"] = (np.arange(length) / head["fps"]).astype(np.float32)
+        if head["recounted"]:
+            changed["frame_index"] = np.arange(length)
         stats = {key: table_stats(own) for key, own in changed.items()}
+        if head["regular"]:
+            stats["timestamp"] = note["times"][str(new)]
     return values | {f"stats/{key}/{name}": value for key, own in stats.items() for name, value in own.items()}
 
 
@@ -193,7 +199,7 @@ def has_episode_stats(dataset: Dataset) -> bool:
     if dataset.is_v2:
         return dataset.stored_stats_place == v2.EPISODES_STATS
     columns = rows.read_footer(dataset.store, dataset.table.tables[0]).schema.names
-    return any(name.startswith("stats/frame_index/") for name in columns)
+    return any(name.startswith("stats/index/") for name in columns)
 
 
 def _stats(dataset: Dataset, plan: Plan, columns: Columns, notes: Mapping[str, Json], parts: list[pa.Table]) -> Json | None:
@@ -204,8 +210,10 @@ def _stats(dataset: Dataset, plan: Plan, columns: Columns, notes: Mapping[str, J
     head, stored = plan.header, dataset.stored_stats
     encoded = encoded_cameras(head)
     keys = [key for key in dict.fromkeys((*stored, *encoded)) if key in head["features"]]
-    # All statistics change if episodes are left out. Otherwise only those of encoded cameras and of regular timestamps do.
-    changed = {*keys} if head["renumber"] else {*encoded, *(["timestamp"] if head["regular"] else [])}.intersection(keys)
+    # All statistics change if episodes are left out. Otherwise only those of encoded cameras, of regular timestamps and of
+    # frame indices that were counted again do.
+    own = [*encoded, *(["timestamp"] if head["regular"] else []), *(["frame_index"] if head["recounted"] else [])]
+    changed = {*keys} if head["renumber"] else {*own}.intersection(keys)
     if not changed and dataset.stored_stats_place == metadata.STATS and len(keys) == len(stored):
         return None
     new = {}

@@ -10,6 +10,7 @@ A new file has no edit list. Frames that the source's edit list hides are displa
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ class Run:
     Attributes:
         first: Position of the first of these packets in the new file.
         shift: Number of ticks to add to their times.
+        begin: Time in ticks at which the earliest of its episodes begins. The rows of its first frames may have been removed.
     """
 
     index: VideoIndex
@@ -39,6 +41,7 @@ class Run:
     stop: int
     first: int = 0
     shift: int = 0
+    begin: float = math.inf
 
     def times(self, fps: float) -> Int64:
         """Return the times of the packets in the source, in ticks. Hidden frames are moved away from the displayed ones.
@@ -97,10 +100,16 @@ def frame_ticks(index: VideoIndex, fps: float) -> int:
 
 
 def join(runs: Sequence[Run], fps: float) -> int:
-    """Set `first` and `shift` so that runs follow each other. Return the duration of the last frame, in ticks."""
+    """Set `first` and `shift` so that runs follow each other. Return the duration of the last frame, in ticks.
+
+    If an episode begins before its first frame, the file has a gap there, so that it does not begin before the end of the
+    previous episode.
+    """
     packet = tick = frame = 0
     for run in runs:
         pts, frame = run.times(fps), frame_ticks(run.index, fps)
+        gap = int(pts.min()) - min(run.begin, pts.min())
+        tick += round(gap) if packet and gap > frame / 2 else 0
         run.first, run.shift = packet, tick - int(pts.min())
         packet += run.stop - run.start
         tick += int(np.ptp(pts)) + frame

@@ -60,7 +60,6 @@ class Place(Protocol):
 
     def size(self, path: str) -> int | None:
         """Return the size of a file in bytes, or None if it does not exist."""
-        return self.sizes(path.rpartition("/")[0]).get(path)
 
     def write(self, path: str, data: bytes) -> None:
         """Write a small file."""
@@ -98,6 +97,11 @@ class LocalPlace(Place):
                 with contextlib.suppress(FileNotFoundError):  # a worker has removed its scratch file
                     sizes[path.relative_to(self.root).as_posix()] = path.stat().st_size
         return sizes
+
+    def size(self, path: str) -> int | None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return self._place(path).stat().st_size
+        return None
 
     def remove(self, folder: str) -> None:
         shutil.rmtree(self._place(folder), ignore_errors=True)
@@ -164,6 +168,9 @@ class RemotePlace(Place):
     def sizes(self, folder: str = "") -> dict[str, int]:
         return self._retried(folder, lambda: self._calls.sizes(folder))
 
+    def size(self, path: str) -> int | None:
+        return self._retried(path, lambda: self._calls.size(checked(path)))
+
     def remove(self, folder: str) -> None:
         if paths := list(self.sizes(folder)):
             self._retried(folder, lambda: self._calls.remove(folder, paths))
@@ -199,6 +206,11 @@ class _Objects:
             return bytes(obstore.get(self._store, path).bytes())
         return None
 
+    def size(self, path: str) -> int | None:
+        with contextlib.suppress(FileNotFoundError):
+            return int(obstore.head(self._store, path)["size"])
+        return None
+
     def sizes(self, folder: str) -> dict[str, int]:
         return {each["path"]: each["size"] for page in obstore.list(self._store, folder or None) for each in page}
 
@@ -220,6 +232,14 @@ class _Files:
     def read(self, path: str) -> bytes | None:
         with contextlib.suppress(FileNotFoundError):
             return bytes(self._files.cat_file(f"{self._root}/{path}"))
+        return None
+
+    def size(self, path: str) -> int | None:
+        self._files.invalidate_cache()
+        # Without `expand_info`, huggingface_hub lists the folder of the file.
+        options = {"expand_info": True} if hasattr(self._files, "expand_info") else {}
+        with contextlib.suppress(FileNotFoundError):
+            return int(self._files.info(f"{self._root}/{path}", **options)["size"])
         return None
 
     def sizes(self, folder: str) -> dict[str, int]:

@@ -99,8 +99,10 @@ def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
     features = {
         key: feature
         for key, feature in info["features"].items()
-        if every_camera or feature.get("dtype") not in ("video", "image") or key in dataset.cameras
+        if (every_camera or feature.get("dtype") not in ("video", "image") or key in dataset.cameras)
+        and key not in dataset.absent
     }
+    features.setdefault(metadata.FRAME_INDEX, dict(dataset.features[metadata.FRAME_INDEX]))
     cameras = {key: spec for key, feature in features.items() if (spec := _camera(key, Feature(feature), options)) is not None}
     _check_apart(cameras)
     images = [key for key, f in info["features"].items() if f.get("dtype") == "image" and key not in features]

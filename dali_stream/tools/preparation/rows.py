@@ -66,13 +66,13 @@ def read_footer(store: Store, path: str) -> Footer:
 
 
 def check_columns(store: Store, features: Mapping[str, Any], footer: Footer) -> None:
-    """Check that a data file has a column for every feature except videos, and that its images are not just paths.
+    """Check that a data file has a column for every feature except videos and `frame_index`, and the bytes of its images.
 
     Raises:
         DatasetError: If a column is missing, or has paths of images.
     """
     for key, feature in features.items():
-        if feature.get("dtype") == "video":
+        if feature.get("dtype") == "video" or key == "frame_index":
             continue
         if key not in footer.schema.names:
             raise DatasetError(
@@ -287,6 +287,18 @@ def without(schema: pa.Schema, columns: Collection[str], is_v2: bool) -> pa.Sche
             text.get("info", {}).get("features", {}).pop(name, None)
         described[b"huggingface"] = json.dumps(text).encode()
     return schema.with_metadata(described or None)
+
+
+def with_frame_index(schema: pa.Schema) -> pa.Schema:
+    """Return a schema that has the column `frame_index`."""
+    if "frame_index" in schema.names:
+        return schema
+    described = dict(schema.metadata or {})
+    if b"huggingface" in described:
+        text = json.loads(described[b"huggingface"])
+        text.get("info", {}).get("features", {})["frame_index"] = {"dtype": "int64", "_type": "Value"}
+        described[b"huggingface"] = json.dumps(text).encode()
+    return schema.append(pa.field("frame_index", pa.int64())).with_metadata(described or None)
 
 
 def replaced(table: pa.Table, columns: Mapping[str, pa.Array]) -> pa.Table:

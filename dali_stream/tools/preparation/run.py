@@ -23,6 +23,7 @@ from dali_stream.lerobot.metadata import INFO
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.process import cores, reading_threads
 from dali_stream.storage import LocalStore
+from dali_stream.tools.diagnosis.run import refusal
 from dali_stream.tools.preparation import executors, metadata, plan, task, video
 from dali_stream.tools.preparation.options import Options
 from dali_stream.tools.preparation.place import Json, LocalPlace, Place, open_place
@@ -177,6 +178,7 @@ def prepare(
             "data_files_root": None if data_files_root is None else _absolute(os.fspath(data_files_root)),
             "out": place.address,
             "out_options": out_storage_options,
+            "reads": [key for key, feature in dataset.features.items() if not feature.is_camera and key != "timestamp"],
         }
         with place.lock():
             out_plan = _planned(dataset, place, head, shared, run_of)
@@ -266,9 +268,11 @@ def _run(
     notes = _notes(place)
     report = _report(out_plan, notes, progress.failed, len(todo) - len(progress.failed))
     if not report.failed:
-        metadata.write(dataset, out_plan, notes, place, report.as_dict() | {"written": 0})
+        stored = report.as_dict() | {"written": 0}
+        metadata.write(dataset, out_plan, notes, place, stored)
         progress.update("finishing")  # `status` assumes that a run that writes no progress was killed
         _verify(place, report, job["out_options"])
+        place.write(metadata.DONE, json.dumps({"plan": out_plan.header, "report": stored}, indent=4).encode())
         place.remove("meta/prepare")
     return report
 
@@ -308,10 +312,16 @@ def _quality(notes: list[Json], name: str) -> dict[str, float | None]:
 
 
 def _verify(place: Place, report: PrepareReport, options: Json | None) -> None:
-    """Open the new dataset. Raises DaliStreamError if its numbers of episodes or frames differ from the report."""
+    """Open the new dataset, and read it in the same way as a Loader, without decoding frames.
+
+    Raises:
+        DaliStreamError: If its numbers of episodes or frames differ from the report, or if a Loader would refuse it.
+    """
     with contextlib.closing(Dataset(place.address, storage_options=options)) as new:
         if (new.num_episodes, new.num_frames) != (report.episodes, report.frames):
             raise DaliStreamError(f"{place.address}: holds {new!r}, not {report.episodes} episodes of {report.frames} frames")
+        if problem := refusal(new):
+            raise DaliStreamError(f"{place.address}: a Loader does not read the new dataset: {problem}. Correct the source")
 
 
 def status(out: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> PrepareStatus:

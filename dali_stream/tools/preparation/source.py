@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import DecodeError
-from dali_stream.lerobot.rows import check_rising
 from dali_stream.mp4.boxes import children, find, read_moov
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 from dali_stream.mp4.timing import Interval, explain, find_packets
@@ -22,7 +21,13 @@ HOLE = 256 << 10  # maximum bytes between two packets that are fetched in one re
 
 
 def locate(
-    where: str, table: VideoIndex, interval: Interval, seconds: npt.NDArray[np.float32], fps: float, tolerance_s: float | None
+    where: str,
+    table: VideoIndex,
+    interval: Interval,
+    seconds: npt.NDArray[np.float32],
+    frame_index: Int64,
+    fps: float,
+    tolerance_s: float | None,
 ) -> Int64:
     """Return the packets of an episode's rows, shape (n,).
 
@@ -31,18 +36,18 @@ def locate(
         table: Index of the file.
         interval: Interval of the episode in the file.
         seconds: Times of the rows since the start of the episode in seconds, shape (n,).
+        frame_index: `frame_index` of the rows, shape (n,).
         fps: Frames per second of the dataset.
         tolerance_s: Maximum distance of a frame from the time of its row, in seconds. None for a quarter of a frame.
 
     Raises:
         DecodeError: If a row has no frame.
-        DatasetError: If the times do not increase.
     """
-    check_rising(where, seconds)
     packets = find_packets(table, interval, seconds, fps, tolerance_s)
     if (packets == LACKING).any():
         frame = int(np.argmax(packets == LACKING))
-        raise DecodeError(f"{where}, frame {frame}: {explain(table, interval, float(seconds[frame]), fps, tolerance_s)}")
+        why = explain(table, interval, seconds, frame_index, frame, fps, tolerance_s, prepares=True)
+        raise DecodeError(f"{where}, frame {frame}: {why}")
     return packets
 
 

@@ -74,13 +74,20 @@ def _write_rows(task: TaskInput, file: Path) -> Json:
     job, source, stats = task.job, task.rows(), dict[int, Json]()
     first = source.footer(task.episodes[0])
     rows.check_columns(task.store, job["features"], first)
-    schema = rows.without(first.schema, job["without"], job["is_v2"])
+    schema = rows.with_frame_index(rows.without(first.schema, job["without"], job["is_v2"]))
+    times, recounted = dict[int, Json](), False
 
     def changed() -> Iterator[pa.Table]:
+        nonlocal recounted
         for episode in task.episodes:
             table, new = source.read(episode).drop_columns(job["without"]), dict[str, pa.Array]()
+            task.check_values(episode, table)
             if task.regular:
-                new["timestamp"] = pa.array(table["frame_index"].to_numpy() / task.fps)
+                new["timestamp"] = pa.array(task.regular_times(table))
+                times[episode["new"]] = table_stats(task.times(table))
+            numbers = np.arange(len(table))
+            if "frame_index" not in table.column_names or (table["frame_index"].to_numpy() != numbers).any():
+                new["frame_index"], recounted = pa.array(numbers), True
             if job["renumber"]:
                 new["index"] = pa.array(episode["first"] + np.arange(len(table)))
                 new["episode_index"] = pa.array(np.full(len(table), episode["new"]))
@@ -98,7 +105,7 @@ def _write_rows(task: TaskInput, file: Path) -> Json:
         groups = (written.read_row_group(group, use_threads=False) for group in range(written.num_row_groups))
         if list(map(rows.digest, groups)) != digests or not written.schema_arrow.equals(schema, check_metadata=True):
             raise DaliStreamError(f"{task.where}: its rows differ from the source's. Check the disk")
-    return {"stats": stats, "rows": True}
+    return {"stats": stats, "rows": True, "times": times, "recounted": recounted}
 
 
 # Functions that write and verify an output file, and return the content of its note, by the mode in `TaskInput.spec`.

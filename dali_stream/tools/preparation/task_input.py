@@ -13,12 +13,20 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dali_stream.errors import DecodeError
+from dali_stream.lerobot.columns import to_numpy
+from dali_stream.lerobot.features import Feature
+from dali_stream.lerobot.rows import check_counting, check_rising
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.tools.preparation import packets, quality, rows
 from dali_stream.tools.preparation.place import Json
 from dali_stream.tools.preparation.source import Window, locate, open_cached, refuse_sound
 
 Times = npt.NDArray[np.float32]
+
+
+def _frame_index(table: pa.Table) -> Int64:
+    """Return `frame_index` of an episode's rows. Without this column, it is the number of the row."""
+    return table["frame_index"].to_numpy() if "frame_index" in table.column_names else np.arange(len(table))
 
 
 class TaskInput:
@@ -35,7 +43,8 @@ class TaskInput:
         spec: How the camera is written. See `plan.header`. Its "mode" is "rows" for a file of rows.
         store: Storage of the source's files.
         window: The same storage, which keeps the last loaded range of a video in memory.
-        fps, regular: Frames per second, and whether `timestamp` becomes frame_index / fps.
+        fps, regular: Frames per second, and whether `timestamp` becomes frame_index / fps. If `frame_index` does not begin at
+            0 or does not increase, the number of the row within its episode replaces it.
         new_tolerance_s: Tolerance with which rows of the new dataset locate their frames. See `source.locate`.
         footer: Function that returns the footer of a Parquet file of the source.
     """
@@ -62,6 +71,7 @@ class TaskInput:
         read = self.rows().read
         for episode in self.episodes:
             table = read(episode)
+            self.check_values(episode, table)
             if self.spec["mode"] in ("copy", "encode"):
                 index, shown = self.shown(episode, table)
                 with self.naming(episode):
@@ -81,18 +91,34 @@ class TaskInput:
         index = self._index(episode["video"])
         stop = math.inf if episode["stop"] is None else episode["stop"]
         where = f"{self.store.where(index.path)}: {self.camera}, episode {episode['old']}"
-        times = self.times(table, self.job["clock"] == "frame_index")
-        return index, locate(where, index, (episode["start"], stop), times, self.fps, self.job["tolerance_s"])
+        frame_index = _frame_index(table)
+        if self.job["clock"] == "frame_index":
+            check_counting(where, frame_index)
+            times = (frame_index / self.fps).astype(np.float32)
+        else:
+            exact = table["timestamp"].to_numpy()
+            check_rising(where, exact)
+            times = exact.astype(np.float32)
+        return index, locate(where, index, (episode["start"], stop), times, frame_index, self.fps, self.job["tolerance_s"])
 
-    def times(self, table: pa.Table, regular: bool) -> Times:
-        """Return the times of an episode's rows since its start, in seconds: frame_index / fps, or their `timestamp`.
-
-        Args:
-            table: Rows of the episode.
-            regular: Whether to return frame_index / fps. For the new dataset, this is `self.regular`.
-        """
-        times = table["frame_index"].to_numpy() / self.fps if regular else table["timestamp"].to_numpy()
+    def times(self, table: pa.Table) -> Times:
+        """Return the times of an episode's rows in the new dataset, in seconds since its start: see `self.regular`."""
+        times = self.regular_times(table) if self.regular else table["timestamp"].to_numpy()
         return times.astype(np.float32)
+
+    def regular_times(self, table: pa.Table) -> npt.NDArray[np.float64]:
+        """Return frame_index / fps of an episode's rows. See `self.regular`."""
+        numbers = _frame_index(table)
+        if numbers[0] != 0 or (np.diff(numbers) <= 0).any():  # it counts something else
+            numbers = np.arange(len(table))
+        return numbers / self.fps
+
+    def check_values(self, episode: Json, table: pa.Table) -> None:
+        """Check that a Loader can read all numbers and texts of an episode. Raises DatasetError if it cannot."""
+        for key in self.job["reads"]:
+            if key in table.column_names:
+                where = f"{self.store.where(episode['data'])}: episode {episode['old']}: {key}"
+                to_numpy(table[key], Feature(self.job["features"][key]), where, leave_out=False)
 
     @contextlib.contextmanager
     def naming(self, episode: Json) -> Iterator[None]:

@@ -52,7 +52,9 @@ def copy(task: TaskInput, file: Path) -> Json:
     for episode in task.episodes:
         table = read(episode)
         index, shown = task.shown(episode, table)
-        copied.append((episode, task.times(table, task.regular), shown, packets.add(runs, index, shown)))
+        run = packets.add(runs, index, shown)
+        run.begin = min(run.begin, episode["start"] * index.timescale)
+        copied.append((episode, task.times(table), shown, run))
     last, count = packets.join(runs, task.fps), len(packets.descriptions(runs))
     if count > _MOST_CONFIGS:
         raise DecodeError(f"{task.where}: its sources have {count} sample descriptions. Give a smaller --file-mb")
@@ -65,7 +67,15 @@ def copy(task: TaskInput, file: Path) -> Json:
     ]
     with contextlib.closing(LocalStore(str(file.parent))) as scratch:
         _verify(task, scratch, file, track, digest, episodes)
-    return {"from": {episode.number: episode.start for episode in episodes}}
+    return _times_of(episodes, task.fps)
+
+
+def _times_of(episodes: list[_Episode], fps: float) -> Json:
+    """Return the notes of where episodes begin in a file, and of the number of frames from there to their last row."""
+    return {
+        "from": {episode.number: episode.start for episode in episodes},
+        "frames": {episode.number: round(float(episode.times[-1]) * fps) + 1 for episode in episodes},
+    }
 
 
 def _verify(task: TaskInput, store: LocalStore, file: Path, track: Track, digest: str, episodes: list[_Episode]) -> VideoIndex:
@@ -77,7 +87,8 @@ def _verify(task: TaskInput, store: LocalStore, file: Path, track: Track, digest
     stops = dict(zip(starts, [*starts[1:], math.inf], strict=True))
     for number, start, times, expected in episodes:
         where = f"{task.where}: {task.camera}, episode {number}"
-        packets_of_rows = locate(where, index, (start, stops[start]), times, task.fps, task.new_tolerance_s)
+        numbers = np.arange(len(times))
+        packets_of_rows = locate(where, index, (start, stops[start]), times, numbers, task.fps, task.new_tolerance_s)
         if (packets_of_rows != expected).any():
             raise DaliStreamError(f"{where}: a timestamp has another frame than in the source. Check the disk")
     return index
@@ -95,8 +106,10 @@ def encode(task: TaskInput, file: Path) -> Json:
     with contextlib.closing(LocalStore(str(file.parent))) as scratch:
         for episode in task.episodes:
             table, length, number = read(episode), episode["length"], episode["new"]
-            times = task.times(table, task.regular)
-            pts.append(tick + np.round(_grid(task, number, times) * TIMESCALE / task.fps).astype(np.int64))
+            times = task.times(table)
+            ticks = np.round(_grid(task, number, times) * TIMESCALE / task.fps).astype(np.int64)
+            tick -= 0 if runs else int(ticks[0])  # a file begins with a frame, and the first rows may have been removed
+            pts.append(tick + ticks)
             samples.append({})
             with task.naming(episode):
                 frames = _resized(_frames(task, episode, table), size, length, samples[-1])
@@ -111,9 +124,8 @@ def encode(task: TaskInput, file: Path) -> Json:
         index = _verify(task, scratch, file, track, digest, episodes)
         if why := quality.refusal(scratch, index, encoder.codec, task.spec["gop"]):
             raise DecodeError(f"{task.where}: {task.camera}: {encoder.name} did not meet the request: {why}")
-        note: Json = {name: {} for name in ("from", "psnr", "ssim", "stats")}
+        note: Json = _times_of(episodes, task.fps) | {name: {} for name in ("psnr", "ssim", "stats")}
         for episode, kept in zip(episodes, samples, strict=True):
-            note["from"][episode.number] = episode.start
             for name, value in _compare(task, scratch, index, episode, kept).items():
                 note[name][episode.number] = value
     return note
@@ -170,13 +182,15 @@ def _encode_episode(
 
 def _grid(task: TaskInput, episode: int, times: Times) -> Int64:
     """Return the time of each row's frame in units of 1/fps. Raises DatasetError if the times are irregular."""
-    grid = np.round(times.astype(np.float64) * task.fps).astype(np.int64)
-    if grid[0] != 0 or (np.diff(grid) <= 0).any():
-        raise DatasetError(
-            f"{task.where}: episode {episode}: its timestamps are not near multiples of 1/fps from 0 on, so its frames "
-            "cannot be encoded at the dataset's rate. Give --clock frame_index, which writes regular timestamps"
-        )
-    return grid
+    of_images = task.spec["mode"] == "images"
+    exact = times.astype(np.float64) * task.fps
+    if np.isfinite(exact).all() and (not of_images or np.round(exact[0]) == 0) and (np.diff(np.round(exact)) > 0).all():
+        return np.round(exact).astype(np.int64)
+    advice = "Give --clock frame_index, which writes regular timestamps"  # each image is that of its row
+    raise DatasetError(
+        f"{task.where}: episode {episode}: its timestamps are not near multiples of 1/fps{' from 0 on' if of_images else ''}, "
+        f"so its frames cannot be encoded at the dataset's rate. {advice if of_images else 'Copy them, without encoding them'}"
+    )
 
 
 def _frames(task: TaskInput, episode: Json, table: pa.Table) -> Iterator[quality.Frames]:
