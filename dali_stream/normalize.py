@@ -20,6 +20,7 @@ import numpy.typing as npt
 from dali_stream.arguments import known_arguments
 from dali_stream.errors import DatasetError
 from dali_stream.mixture import Mixture
+from dali_stream.text import listed
 
 if TYPE_CHECKING:
     import torch
@@ -147,7 +148,7 @@ def _modes(dataset: Dataset | Mixture, normalize: Modes) -> dict[str, str]:
             raise ValueError(f"normalize[{key!r}] must be one of {allowed} for a single dataset, got {mode!r}")
         if key not in dataset.features or not _is_floats(dataset, key):
             float_keys = [other for other in dataset.features if _is_floats(dataset, other)]
-            raise ValueError(f"normalize must name float features, got {key!r}. Available: {', '.join(float_keys)}")
+            raise ValueError(f"normalize must name float features, got {key!r}. Available: {listed(float_keys)}")
     return {key: mode for key, mode in normalize.items() if mode is not None}
 
 
@@ -197,7 +198,7 @@ def _of_statistics(stats: Mapping[str, npt.NDArray[np.float64]], dataset: Datase
         why = why if flat.any() else "min is max"
         flat, shift = flat | (least == most), np.where(least == most, least, shift)
     if flat.any():
-        names = ", ".join(_name(dataset, key, place) for place in np.flatnonzero(flat).tolist())
+        names = listed(_name(dataset, key, place) for place in np.flatnonzero(flat).tolist())
         _log.warning("%s: dimension %s never changes by the dataset's statistics (%s). It is shifted to 0, and not divided",
                      key, names, why)  # fmt: skip
     return shift.astype(np.float32), np.where(flat, 1, scale).astype(np.float32)
@@ -206,7 +207,7 @@ def _of_statistics(stats: Mapping[str, npt.NDArray[np.float64]], dataset: Datase
 def _statistic(dataset: Dataset, key: str, name: str) -> npt.NDArray[np.float64]:
     values = dataset.stats.get(key, {}).get(name)
     if values is None:
-        has = ", ".join(dataset.stats.get(key, {}))
+        has = listed(dataset.stats.get(key, {}), "")
         if not dataset.stats:
             problem = f"{dataset.stats_place} is missing or empty"
         else:

@@ -420,8 +420,8 @@ def test_a_state_of_something_else_is_refused(odd: Path, rows: Dataset, demo: Pa
     others = [
         (Dataset(demo, cameras=[]), {}, "of another dataset or of other episodes"),
         (Dataset(odd, cameras=[], episodes=[0, 2]), {}, "of another dataset or of other episodes"),
-        (rows, {"seed": 1}, "order of the state must be .* Resume with the same arguments"),
-        (rows, {"consumers": 24}, "order of the state must be .*'consumers': 24.*, got .*'consumers': 12"),
+        (rows, {"seed": 1}, r"this loader: seed was 0 in the run and is 1 here\. Resume with the same arguments"),
+        (rows, {"consumers": 24}, "order of the state must be .*: consumers was 12 in the run and is 24 here"),
         (rows, {"episode_pool_size": 3}, "order of the state must be"),
         (rows, {"shuffle": "global"}, "order of the state must be"),
         (rows, {"shuffle": False}, "order of the state must be"),

@@ -6,7 +6,6 @@ Unlike typer's parsers, these report the invalid value, except for JSON, which m
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
@@ -16,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from dali_stream import Dataset, Mixture
+from dali_stream.file_content import from_json
 from dali_stream.frame_size import frame_size
 from dali_stream.mixture_file import is_mixture_file
 
@@ -125,7 +125,7 @@ def json_object(option: str, text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        value = json.loads(text)
+        value = from_json(text)
     except ValueError:
         value = None
     if not isinstance(value, dict):

@@ -14,6 +14,7 @@ import dali_stream
 from dali_stream import Dataset, DatasetError, Mixture, run_config
 from dali_stream.cli import arguments, console, runs
 from dali_stream.errors import counted
+from dali_stream.text import listed
 
 _PLOTTED = 4  # maximum number of episodes of a dataset without cameras
 _SAMPLES = 8  # default number of samples of a dataset
@@ -124,7 +125,7 @@ def _of_dataset(dataset: Dataset | Mixture, plots: bool, options: dict[str, Any]
     shown = [*dataset.cameras, *(numbers if plots else ())]
     for key in options["delta_timestamps"]:
         if key not in shown:
-            raise ValueError(f"--window has unknown key {key!r}. Available: {', '.join(shown)}")
+            raise ValueError(f"--window has unknown key {key!r}. Available: {listed(shown)}")
     dtype = "float32" if options["dali_graph"] else "uint8"  # graph functions of training runs usually expect floats
     options |= {"image_dtype": dtype, "last_batch": "partial", "rank": 0, "world_size": 1}
     with dali_stream.Loader(dataset, **options) as loader:
@@ -177,7 +178,7 @@ def _save(drawn: _Sheet, out: Path, most: int | None, plots: bool) -> None:
         raise DatasetError(f"the batch has neither frames nor an action or observations to show, only {', '.join(drawn.batch)}")
     shown = sheet.samples(drawn.batch, drawn.images, drawn.windows, numbers)[:most]
     sheet.save(out, drawn.title, shown)
-    typer.echo(f"{out}: {counted(len(shown), 'sample')} of {', '.join((*drawn.images, *numbers))}")
+    console.say(f"{out}: {counted(len(shown), 'sample')} of {', '.join((*drawn.images, *numbers))}")
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:
@@ -199,4 +200,4 @@ def _plot(dataset: Dataset | Mixture, out: Path, most: int) -> None:
         raise DatasetError(f"{dataset.uri}: no camera is recorded or selected, and it has neither action nor observations")
     shown = sheet.episodes(dataset, keys, min(most, _PLOTTED))
     sheet.save(out, f"{_name(dataset)}: {len(shown)} of {counted(dataset.num_episodes, 'episode')}", shown)
-    typer.echo(f"{out}: {', '.join(keys)} of {counted(len(shown), 'episode')}")
+    console.say(f"{out}: {', '.join(keys)} of {counted(len(shown), 'episode')}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dali_stream import run_config
+from dali_stream import file_content, run_config
 
 ConfigFile = Annotated[
     Path | None,
@@ -30,7 +29,7 @@ GraphFunction = Annotated[
 def read(option: str, path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises ValueError if the file cannot be read or contains something else."""
     try:
-        content = json.loads(path.read_text())
+        content = file_content.from_json(file_content.read(path))
     except OSError as error:
         raise ValueError(f"{option} must be a file that can be read, got {str(path)!r}: {error.strerror}") from None
     except ValueError as error:

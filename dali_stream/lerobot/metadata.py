@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError, StorageError
+from dali_stream.file_content import from_json
 from dali_stream.lerobot.features import Feature
 from dali_stream.storage import Store, lfs
 from dali_stream.storage.store import SMALL, Ranges
@@ -291,7 +292,7 @@ def read_names(store: Store, path: str, index: str) -> dict[int, str]:
         return {}
     table = read_parquet(store, path)
     try:
-        stored = json.loads((table.schema.metadata or {}).get(b"pandas", b"{}"))
+        stored = from_json((table.schema.metadata or {}).get(b"pandas", b"{}"))
         columns = [c for c in stored.get("index_columns", []) if isinstance(c, str)] if isinstance(stored, dict) else []
     except ValueError:
         columns = []
@@ -504,8 +505,19 @@ def _numbers(store: Store, path: str, wanted: list[str]) -> dict[str, npt.NDArra
                 raise DatasetError(f"Invalid column {name} in {store.where(path)}: must hold a number for each episode")
             columns[name] = column.to_numpy()
             if not name.endswith("timestamp"):
-                columns[name] = columns[name].astype(np.int64)
+                columns[name] = _integers(columns[name], name, column.type, store.where(path))
         return columns
+
+
+def _integers(values: npt.NDArray[Any], name: str, kind: pa.DataType, where: str) -> npt.NDArray[np.int64]:
+    """Return numbers as int64. Raises DatasetError if a number is not whole, or if episodes are numbered by floats."""
+    if name == "episode_index" and values.dtype.kind == "f":
+        raise DatasetError(f"Invalid column {name} in {where}: must hold integers, got {kind}. Export the dataset again")
+    with np.errstate(invalid="ignore"):
+        cut = values.astype(np.int64)
+    if (wrong := cut != values).any():
+        raise DatasetError(f"Invalid column {name} in {where}: must hold integers, got {values[wrong][0]}")
+    return cut
 
 
 def check_episodes(table: Mapping[str, npt.NDArray[Any]], where: str, store: Store, info: Info) -> None:

@@ -18,6 +18,7 @@ from dali_stream.decode.capability import engines
 from dali_stream.decode.route import TORCHCODEC_CUDA
 from dali_stream.errors import DaliStreamError
 from dali_stream.pipeline.config import SAMPLE, SUBSTITUTE
+from dali_stream.text import listed
 
 # isort: split
 from nvidia.dali import fn, types
@@ -201,7 +202,7 @@ def _applied(user: Graph, nodes: dict[str, DataNode]) -> dict[str, DataNode]:
     except KeyError as error:
         if (key := error.args[0] if error.args else None) in nodes:
             raise
-        raise ValueError(f"dali_graph raised KeyError: {key!r}. Keys of its argument: {', '.join(nodes)}") from error
+        raise ValueError(f"dali_graph raised KeyError: {key!r}. Keys of its argument: {listed(nodes)}") from error
     if isinstance(returned, dict) and returned.get(SAMPLE) is nodes[SAMPLE]:
         returned = {key: node for key, node in returned.items() if key != SAMPLE}
     if not isinstance(returned, dict) or not returned:

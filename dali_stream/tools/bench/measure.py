@@ -16,6 +16,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError
 from dali_stream.loader import Loader
 from dali_stream.mixture import Mixture
+from dali_stream.text import listed
 from dali_stream.tools import environment
 
 Mode = Literal["single", "sarm", "action_chunk"]
@@ -46,9 +47,7 @@ def windows(mode: Mode, dataset: Dataset | Mixture) -> dict[str, list[float]]:
     if mode == "single":
         return {}
     if "action" not in dataset.features:
-        raise ValueError(
-            f"mode action_chunk needs a feature 'action'. Features of {dataset.uri}: {', '.join(dataset.features)}"
-        )
+        raise ValueError(f"mode action_chunk needs a feature 'action'. Features of {dataset.uri}: {listed(dataset.features)}")
     return {"action": [step / fps for step in range(CHUNK)]}
 
 
