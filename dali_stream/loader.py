@@ -613,8 +613,10 @@ class Loader:
         if not self._told_left_out:
             _log.warning(
                 "the last iteration ended before its epoch: %d of %d batches of epoch %d are left out, and epoch %d begins. To "
-                "continue within an epoch, keep the iterator, it = iter(loader), or load the state into a new Loader. This "
-                "message is logged once",
+                "continue within an epoch, keep the iterator, it = iter(loader), or load the state into a new Loader. "
+                "next(iter(loader)) begins and leaves an epoch in this way. To look at a batch and leave the Loader as it is, "
+                "use dali_stream.batch_at(loader.describe(), epoch, batch), with the dali_graph of the Loader if it has one. "
+                "This message is logged once",
                 *(batches, len(self), self._epoch, self._epoch + 1),
             )
         self._told_left_out = True

@@ -131,8 +131,9 @@ def _explain(error: BaseException) -> tuple[int, str]:
         return 130, "interrupted"
     if isinstance(error, _UsageError):
         path = error.ctx.command_path if error.ctx else PROGRAM  # type: ignore[attr-defined]  # Click's UsageError
-        message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
-        return 2, _one_line(f"{message}. See {path} --help")
+        message = error.format_message().removesuffix(".")  # type: ignore[attr-defined]
+        end = "" if message.endswith("?") else "."
+        return 2, _one_line(f"{message}{end} See {path} --help")
     if isinstance(error, ValueError):
         parts = itertools.groupby(str(error).splitlines(), lambda line: line.startswith("  "))
         return 2, "\n".join(

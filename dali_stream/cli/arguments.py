@@ -18,6 +18,7 @@ from dali_stream import Dataset, Mixture
 from dali_stream.file_content import from_json
 from dali_stream.frame_size import frame_size
 from dali_stream.mixture_file import is_mixture_file
+from dali_stream.text import listed
 
 Uri = Annotated[str, typer.Argument(metavar="URI", help="The dataset.")]
 Uris = Annotated[
@@ -25,6 +26,9 @@ Uris = Annotated[
 ]
 Episodes = Annotated[str | None, typer.Option(metavar="LIST", help="Only these episodes, such as 0,3,5-8.")]
 Cameras = Annotated[str | None, typer.Option(metavar="LIST", help="Only these cameras, separated by commas.")]
+Action = Annotated[
+    str | None, typer.Option(metavar="KEY", help="Feature with the actions. Default: 'action', or the only one like it.")
+]
 # Options of all commands that read a dataset.
 Revision = Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit of a Hub repository.")]
 DataFilesRoot = Annotated[
@@ -74,6 +78,13 @@ def opened_mixture(
     """Return a context manager that opens and closes the dataset or the mixture of a command line. See `opened`."""
     mixture = mixture_arguments(uris, storage_options=storage_options, **arguments)
     return closing(Mixture(**mixture)) if mixture else opened(uris[0], storage_options=storage_options, **arguments)
+
+
+def check_action(action: str | None, dataset: Dataset | Mixture) -> None:
+    """Raise ValueError unless --action is the key of a feature that contains numbers, or None."""
+    numbers = [key for key, feature in dataset.features.items() if not feature.is_camera and not feature.is_text]
+    if action is not None and action not in numbers:
+        raise ValueError(f"--action must be a feature with numbers, got {action!r}. Available: {listed(numbers)}")
 
 
 def mixture_arguments(uris: Sequence[str], *, storage_options: str | None, **arguments: Any) -> dict[str, Any] | None:

@@ -34,6 +34,7 @@ from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted
+from dali_stream.lerobot.features import vectors
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mixture import Mixture
 from dali_stream.text import visible
@@ -323,10 +324,15 @@ def font(size: int) -> Any:
     return ImageFont.load_default(size)
 
 
-def plotted(dataset: Dataset | Mixture) -> list[str]:
-    """Return the keys of the features to plot, at most 6: floating-point observations, and the action."""
-    keys = [key for key, f in dataset.features.items() if f.is_float and (key == "action" or key.startswith("observation."))]
-    return keys[:_MOST_FEATURES]
+def plotted(dataset: Dataset | Mixture, action: str | None = None) -> list[str]:
+    """Return the keys of the features to plot, at most 6: `action`, floating-point observations, and vectors of floats.
+
+    Args:
+        dataset: Dataset or mixture.
+        action: Key of the feature to plot first. Default: None, and features are plotted in the order of the dataset.
+    """
+    named = [key for key, f in dataset.features.items() if f.is_float and (key == "action" or key.startswith("observation."))]
+    return list(dict.fromkeys([*([action] if action else []), *named, *vectors(dataset.features)]))[:_MOST_FEATURES]
 
 
 def episodes(dataset: Dataset, keys: Sequence[str], most: int) -> list[Sample]:
