@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from dali_stream.dataset import Dataset
@@ -11,6 +12,7 @@ from dali_stream.mixture import Mixture
 from dali_stream.normalize import Normalizer
 from dali_stream.order import Order
 from dali_stream.order.mixture import MixtureOrder
+from dali_stream.text import make_visible
 from dali_stream.tracing import trace
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ __all__ = [
     "types",
 ]
 
+logging.getLogger("dali_stream").addFilter(make_visible)
 # These are imported on first use, since importing torch and DALI takes a second, and orders and metadata do not need them.
 _LAZY = {"FrameSampler": "dali_stream.sampler", "Loader": "dali_stream.loader", "batch_at": "dali_stream.replay"}
 

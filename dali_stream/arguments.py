@@ -13,6 +13,7 @@ from typing import ParamSpec
 import numpy as np
 
 _P = ParamSpec("_P")
+MOST_EPOCHS = 1 << 31  # the product of an epoch and its number of samples fits in 64 bits
 
 
 # {argument of PyTorch's DataLoader that a Loader lacks: what to do instead}.
@@ -91,6 +92,14 @@ def from_zero(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
         raise ValueError(f"{name} must be a nonnegative integer, got {value!r}")
     return int(value)
+
+
+def epoch_number(epoch: int) -> int:
+    """Return the number of an epoch as int. Raises ValueError unless it is a nonnegative integer below 2**31."""
+    number = from_zero("epoch", epoch)
+    if number >= MOST_EPOCHS:
+        raise ValueError(f"epoch must be below {MOST_EPOCHS}, got {number}")
+    return number
 
 
 def share(name: str, value: float) -> float:

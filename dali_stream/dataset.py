@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -231,8 +232,10 @@ class Dataset(DatasetFiles):
 
 def _shared(shares: Mapping[str, float], key: np.ndarray) -> dict[str, np.ndarray]:
     """Return {name: increasing positions in `key`}. Each name gets its share of the positions, in the order of their keys."""
-    wrong = [share for share in shares.values() if isinstance(share, bool) or not 0 < share <= 1]
-    if not shares or wrong or math.fsum(shares.values()) > 1 + 1e-9:
+    if not isinstance(shares, Mapping):
+        raise ValueError(f"shares must be a dict such as {{'train': 0.8, 'val': 0.2}}, got {str(shares)[:80]}")
+    numbers = [isinstance(share, Real) and not isinstance(share, bool) and 0 < share <= 1 for share in shares.values()]
+    if not shares or not all(numbers) or math.fsum(shares.values()) > 1 + 1e-9:
         raise ValueError(f"shares must be positive numbers with a sum of at most 1, got {dict(shares)}")
     order = np.argsort(key, kind="stable")
     ends = np.round(np.cumsum(list(shares.values())) * len(key)).astype(int).tolist()

@@ -5,9 +5,15 @@ An invalid value of an argument raises a plain `ValueError`. All exceptions in t
 
 from __future__ import annotations
 
+from dali_stream.text import visible
+
 
 class DaliStreamError(Exception):
     """Base class of all errors of this package except those for invalid arguments."""
+
+    def __str__(self) -> str:
+        """Message, in which control characters are escaped. It may contain names from a dataset."""
+        return visible(super().__str__())
 
 
 class DatasetError(DaliStreamError):

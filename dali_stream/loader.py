@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 from dali_stream import process, run_config
-from dali_stream.arguments import INSTEAD_OF_DATALOADER, from_zero, known_arguments_or, one_of
+from dali_stream.arguments import INSTEAD_OF_DATALOADER, epoch_number, from_zero, known_arguments_or, one_of
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.decode.choice import choose_routes
@@ -30,6 +30,7 @@ from dali_stream.schedule.budget import divide
 from dali_stream.speed import bottleneck
 from dali_stream.speed.bottleneck import Bottleneck
 from dali_stream.state_file import load_state, write_state
+from dali_stream.text import listed
 from dali_stream.tracing import profiled, record
 
 if TYPE_CHECKING:
@@ -391,7 +392,7 @@ class Loader:
             ValueError: If an epoch has fewer batches.
         """
         self._check_not_begun("resume")
-        self._epoch, self._position = from_zero("epoch", epoch), self._config.batches.begin(from_zero("batch", batch))
+        self._epoch, self._position = epoch_number(epoch), self._config.batches.begin(from_zero("batch", batch))
         _log.warning(
             "resumed at batch %d of epoch %d, position %d, without a state: the samples are those that follow in the "
             "interrupted run if its dataset, its global batch of %d samples and its %s were those of this Loader",
@@ -584,7 +585,7 @@ class Loader:
         missing = [key for key in self.normalizer.modes if key not in batch]
         if missing:
             raise ValueError(
-                f"normalize has the key {missing[0]!r}, but dali_graph returned only {', '.join(batch)}. Features are "
+                f"normalize has the key {missing[0]!r}, but dali_graph returned only {listed(batch)}. Features are "
                 "normalized by key after dali_graph. Return this key from dali_graph, or remove it from normalize"
             )
         return self.normalizer(batch)
@@ -628,8 +629,10 @@ class Loader:
         if not self._told_left_out:
             _log.warning(
                 "the last iteration ended before its epoch: %d of %d batches of epoch %d are left out, and epoch %d begins. To "
-                "continue within an epoch, keep the iterator, it = iter(loader), or load the state into a new Loader. This "
-                "message is logged once",
+                "continue within an epoch, keep the iterator, it = iter(loader), or load the state into a new Loader. "
+                "next(iter(loader)) begins and leaves an epoch in this way. To look at a batch and leave the Loader as it is, "
+                "use dali_stream.batch_at(loader.describe(), epoch, batch), with the dali_graph of the Loader if it has one. "
+                "This message is logged once",
                 *(batches, len(self), self._epoch, self._epoch + 1),
             )
         self._told_left_out = True

@@ -23,6 +23,7 @@ from dali_stream.lerobot.stats import merged
 from dali_stream.order import windows
 from dali_stream.order.orders import MixtureOrders
 from dali_stream.order.shares import shares
+from dali_stream.text import listed
 
 _OPENED_AT_ONCE = 16  # maximum number of datasets that are opened in parallel, since each needs several requests in sequence
 
@@ -120,7 +121,7 @@ class Mixture(CombinedSource[Dataset]):
         except BaseException:
             close_opened(opened, datasets)
             raise
-        self.uri = f"the mixture of {', '.join(opened)}"
+        self.uri = f"the mixture of {listed(opened)}"
         self.renamed_keys = {name: dict((keys or {}).get(name, {})) for name in opened}
         self.shares_given = _plain(weights=weights, repeats=repeats, temperature=temperature, epoch_samples=epoch_samples)
 
@@ -265,11 +266,9 @@ def check_names(argument: str, value: object, datasets: Mapping[str, Any], every
     if value is None:
         return
     if not isinstance(value, Mapping):
-        raise ValueError(
-            f"{argument} must be a dict by the names of the datasets, {', '.join(datasets)}, got {str(value)[:80]}"
-        )
+        raise ValueError(f"{argument} must be a dict by the names of the datasets, {listed(datasets)}, got {str(value)[:80]}")
     if unknown := [name for name in value if name not in datasets]:
-        raise ValueError(f"Unknown dataset {unknown[0]!r} in {argument}. Available: {', '.join(datasets)}")
+        raise ValueError(f"Unknown dataset {unknown[0]!r} in {argument}. Available: {listed(datasets)}")
     if every and (left := [name for name in datasets if name not in value]):
         raise ValueError(f"{argument} must name each dataset, got none for {left[0]!r}. Add one, or leave the dataset out")
 

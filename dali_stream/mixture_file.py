@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dali_stream import file_content
+from dali_stream.file_content import DICT, FLAG, INTEGER, LIST, NUMBER, TEXT, Fields, check_fields
 from dali_stream.lerobot.address import REPOSITORY
 
 SUFFIXES = (".yaml", ".yml", ".json")
-_NUMBER, _TEXT, _LIST, _DICT = (int, float), (str,), (list,), (dict,)
-_NAMES = {int: "an integer", float: "a number", str: "a text", list: "a list", dict: "a dict", bool: "true or false"}
-_MIXTURE: dict[str, tuple[type, ...]] = {
-    "datasets": _DICT, "weights": _DICT, "repeats": _DICT, "temperature": _NUMBER, "epoch_samples": (int,), "keys": _DICT,
-    "missing": _TEXT, "nearest": (bool,),
+_MIXTURE: Fields = {
+    "datasets": (DICT,), "weights": (DICT,), "repeats": (DICT,), "temperature": (NUMBER,), "epoch_samples": (INTEGER,),
+    "keys": (DICT,), "missing": (TEXT,), "nearest": (FLAG,),
 }  # fmt: skip
 # Arguments of a `Dataset` that YAML or JSON can contain.
-_DATASET: dict[str, tuple[type, ...]] = {
-    "uri": _TEXT, "revision": _TEXT, "cameras": _LIST, "episodes": _LIST, "data_files_root": _TEXT, "storage_options": _DICT,
-    "cache_dir": _TEXT, "cache_bytes": (int, str), "give_up_after_s": _NUMBER, "stats": _DICT, "frames": (dict, str),
-    "drop_first": (int,), "drop_last": (int,), "clock": _TEXT, "tolerance_s": _NUMBER,
+_DATASET: Fields = {
+    "uri": (TEXT,), "revision": (TEXT,), "cameras": (LIST,), "episodes": (LIST,), "data_files_root": (TEXT,),
+    "storage_options": (DICT,), "cache_dir": (TEXT,), "cache_bytes": (INTEGER, TEXT), "give_up_after_s": (NUMBER,),
+    "stats": (DICT,), "frames": (DICT, TEXT), "drop_first": (INTEGER,), "drop_last": (INTEGER,), "clock": (TEXT,),
+    "tolerance_s": (NUMBER,),
 }  # fmt: skip
 _PATHS = ("uri", "data_files_root", "cache_dir", "frames")  # arguments that may be relative to the file
 
@@ -44,7 +42,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(path).expanduser()
     try:
         content = _parsed(path)
-        _check("the file", content, _MIXTURE, ("datasets",))
+        check_fields("the file", content, _MIXTURE, ("datasets",))
         datasets = {
             name: {"uri": arguments} if isinstance(arguments, str) else arguments
             for name, arguments in content["datasets"].items()
@@ -52,7 +50,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         for name, arguments in datasets.items():
             if not isinstance(name, str):
                 raise ValueError(f"the name of a dataset must be text, got {name!r}. Put it in quotes")
-            _check(f"dataset {name!r}", arguments, _DATASET, ("uri",))
+            check_fields(f"dataset {name!r}", arguments, _DATASET, ("uri",))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ValueError(f"Cannot read mixture file {path}: {why}") from error
@@ -63,58 +61,8 @@ def _parsed(path: Path) -> Any:
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise ValueError(f"its name must end in {' or '.join(SUFFIXES)}, got {suffix or 'no suffix'!r}")
-    text = path.read_text(encoding="utf-8")
-    try:
-        return json.loads(text, object_pairs_hook=_unique) if suffix == ".json" else _from_yaml(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"invalid JSON: {error}") from error
-
-
-def _from_yaml(text: str) -> Any:
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """YAML loader that rejects duplicate keys and parses 1e6 as a number, as JSON does."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            _unique([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
-            return super().construct_mapping(node, deep)
-
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"invalid YAML: {' '.join(str(error).split())}") from error
-
-
-def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    keys = [key for key, _ in pairs]
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"the key {twice[0]!r} is duplicated in one dict")
-    return dict(pairs)
-
-
-def _check(name: str, content: Any, allowed: Mapping[str, tuple[type, ...]], needed: tuple[str, ...]) -> None:
-    """Raise ValueError unless a value is a dict with allowed keys and values of their types.
-
-    Args:
-        name: Subject of the message.
-        content: Value to check.
-        allowed: Allowed types of each key.
-        needed: Keys that must be present.
-    """
-    if not isinstance(content, dict):
-        raise ValueError(f"{name} must be a dict with the key {', '.join(needed)}, got {str(content)[:80]!r}")
-    for key in needed:
-        if key not in content:
-            raise ValueError(f"{name} must have the key {key!r}, got {', '.join(map(str, content)) or 'no keys'}")
-    for key, value in content.items():
-        if key not in allowed:
-            raise ValueError(f"Unknown key {key!r} in {name}. Allowed: {', '.join(allowed)}")
-        types = allowed[key]
-        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            form = " or ".join(dict.fromkeys(_NAMES[each] for each in types))
-            raise ValueError(f"{key} of {name} must be {form}, got {str(value)[:80]!r}")
+    data = file_content.read(path)
+    return file_content.from_json(data) if suffix == ".json" else file_content.from_yaml(data)
 
 
 def _placed(arguments: dict[str, Any], folder: Path) -> dict[str, Any]:

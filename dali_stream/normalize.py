@@ -20,6 +20,7 @@ import numpy.typing as npt
 from dali_stream.arguments import known_arguments
 from dali_stream.errors import DatasetError
 from dali_stream.mixture import Mixture
+from dali_stream.text import listed
 
 if TYPE_CHECKING:
     import torch
@@ -135,20 +136,36 @@ def _modes(dataset: Dataset | Mixture, normalize: Modes) -> dict[str, str]:
             f"normalize must be one of {allowed}, a dict with one of them or None per key, or None, got {normalize!r}"
         )
     if not isinstance(normalize, Mapping):
-        normalize = {key: normalize for key in dataset.features if _is_floats(dataset, key) and key not in dataset.cameras
-                     and (key == "action" or key.startswith("observation."))}  # fmt: skip
-    for key, mode in normalize.items():
-        if mode is not None and (not isinstance(mode, str) or mode.removesuffix(PER_DATASET) not in MODES):
-            raise ValueError(
-                f"normalize[{key!r}] must be one of {allowed} or None, or for a mixture also one of them with {PER_DATASET!r} "
-                f"added, got {mode!r}"
+        single = _checked(dataset, "normalize", normalize)
+        floats = [key for key in dataset.features if _is_floats(dataset, key) and key not in dataset.cameras]
+        normalize = {key: single for key in floats if key == "action" or key.startswith("observation.")}
+        if not normalize:
+            floats = [key for key in floats if key != "timestamp"]
+            _log.warning(
+                "normalize=%r changes nothing, because no float feature is 'action' or begins with 'observation.'. Give a mode "
+                "per key, such as normalize={%r: %r}. Float features: %s",
+                *(single, floats[0] if floats else "key", single, listed(floats)),
             )
-        if mode is not None and mode.endswith(PER_DATASET) and not dataset.dataset_names:
-            raise ValueError(f"normalize[{key!r}] must be one of {allowed} for a single dataset, got {mode!r}")
+    for key, mode in normalize.items():
+        if mode is not None:
+            _checked(dataset, f"normalize[{key!r}]", mode)
         if key not in dataset.features or not _is_floats(dataset, key):
             float_keys = [other for other in dataset.features if _is_floats(dataset, other)]
-            raise ValueError(f"normalize must name float features, got {key!r}. Available: {', '.join(float_keys)}")
+            raise ValueError(f"normalize must name float features, got {key!r}. Available: {listed(float_keys)}")
     return {key: mode for key, mode in normalize.items() if mode is not None}
+
+
+def _checked(dataset: Dataset | Mixture, name: str, mode: object) -> str:
+    """Return a mode. Raises ValueError if it is unknown, or not allowed for a single dataset."""
+    allowed = ", ".join(map(repr, MODES))
+    if not isinstance(mode, str) or mode.removesuffix(PER_DATASET) not in MODES:
+        raise ValueError(
+            f"{name} must be one of {allowed} or None, or for a mixture also one of them with {PER_DATASET!r} added, "
+            f"got {mode!r}"
+        )
+    if mode.endswith(PER_DATASET) and not dataset.dataset_names:
+        raise ValueError(f"{name} must be one of {allowed} for a single dataset, got {mode!r}")
+    return mode
 
 
 def _is_floats(dataset: Dataset | Mixture, key: str) -> bool:
@@ -197,7 +214,7 @@ def _of_statistics(stats: Mapping[str, npt.NDArray[np.float64]], dataset: Datase
         why = why if flat.any() else "min is max"
         flat, shift = flat | (least == most), np.where(least == most, least, shift)
     if flat.any():
-        names = ", ".join(_name(dataset, key, place) for place in np.flatnonzero(flat).tolist())
+        names = listed(_name(dataset, key, place) for place in np.flatnonzero(flat).tolist())
         _log.warning("%s: dimension %s never changes by the dataset's statistics (%s). It is shifted to 0, and not divided",
                      key, names, why)  # fmt: skip
     return shift.astype(np.float32), np.where(flat, 1, scale).astype(np.float32)
@@ -206,7 +223,7 @@ def _of_statistics(stats: Mapping[str, npt.NDArray[np.float64]], dataset: Datase
 def _statistic(dataset: Dataset, key: str, name: str) -> npt.NDArray[np.float64]:
     values = dataset.stats.get(key, {}).get(name)
     if values is None:
-        has = ", ".join(dataset.stats.get(key, {}))
+        has = listed(dataset.stats.get(key, {}), "")
         if not dataset.stats:
             problem = f"{dataset.stats_place} is missing or empty"
         else:

@@ -24,13 +24,31 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.arguments import from_zero
+from dali_stream.arguments import MOST_EPOCHS, epoch_number, from_zero
 from dali_stream.dataset import Dataset
 from dali_stream.decode.route import Route
-from dali_stream.errors import ResumeError
+from dali_stream.errors import ResumeError, counted
+from dali_stream.file_content import (
+    DICT,
+    FLAG,
+    INTEGER,
+    LIST,
+    NULL,
+    NUMBER,
+    RANGES,
+    TEXT,
+    TEXTS,
+    Fields,
+    Kind,
+    array_of,
+    check_fields,
+    dict_of,
+    one_of_texts,
+    whole,
+)
 from dali_stream.mixture import Mixture
-from dali_stream.order.batches import Batches
-from dali_stream.order.state import STATE_VERSION
+from dali_stream.order.batches import LAST_BATCH, Batches
+from dali_stream.order.state import MOST_CONSUMERS, MOST_SEGMENTS, STATE_VERSION, OrderArguments
 from dali_stream.pipeline.config import Config
 
 VERSION = 1
@@ -175,6 +193,38 @@ def _ranges(episodes: npt.NDArray[np.int64]) -> list[list[int]]:
 
 # ---- from JSON
 
+_COUNT, _POSITION = whole(1, 1 << 20), whole(0, 1 << 62)
+_SOURCE: Fields = {
+    "uri": (TEXT,), "data_files_root": (TEXT,), "revision": (TEXT,), "episodes": (RANGES,), "drop_first": (_POSITION,),
+    "drop_last": (_POSITION,), "frames": (dict_of(RANGES, "ranges of frames by episode"),), "cameras": (TEXTS,),
+    "without": (TEXTS,), "clock": (TEXT,), "tolerance_s": (NUMBER,),
+    "stats": (dict_of(dict_of(LIST, ""), "lists of numbers by feature and statistic"),),
+}  # fmt: skip
+_MIXTURE: Fields = {
+    "datasets": (DICT,), "weights": (DICT,), "repeats": (DICT,), "temperature": (NUMBER,), "epoch_samples": (_POSITION,),
+    "keys": (dict_of(dict_of(TEXT, ""), "keys by dataset"),), "missing": (TEXT,), "nearest": (FLAG,),
+}  # fmt: skip
+_LOADER: Fields = {
+    "batch_size": (_COUNT,), "world_size": (_COUNT,), "consumers": (whole(1, MOST_CONSUMERS),),
+    "episode_pool_size": (whole(1, MOST_SEGMENTS),), "seed": (Kind("an integer", lambda value: type(value) is int),),
+    "delta_timestamps": (dict_of(array_of(NUMBER, ""), "lists of seconds by key"),),
+    "image_size": (array_of(whole(1, 1 << 15), "[height, width]", 2), NULL), "image_dtype": (TEXT,), "memory_format": (TEXT,),
+    "normalize": (dict_of(TEXT, "modes by key"),), "shuffle": (FLAG, one_of_texts("global")), "device": (TEXT,),
+    "decode": (TEXT,), "memory_budget": (_POSITION, TEXT), "last_batch": (one_of_texts(*LAST_BATCH),), "on_error": (TEXT,),
+    "max_substitutes": (NUMBER,),
+}  # fmt: skip
+_NEEDED = (
+    *("batch_size", "world_size", *OrderArguments._fields, "delta_timestamps", "image_size", "normalize"),
+    *("device", "decode", "last_batch"),
+)
+_DESCRIPTION: Fields = {
+    "version": (INTEGER,), "software": (dict_of(TEXT, "versions by package"),), "dataset": (DICT,), "loader": (DICT,),
+    "dali_graph": (DICT, NULL), "routes": (dict_of(TEXT, "decoders by camera"),), "state": (DICT,), "begin": (DICT, NULL),
+}  # fmt: skip
+_STATE: Fields = {"version": (INTEGER,), "dataset": (TEXT, DICT), "order": (DICT,)}
+_GRAPH: Fields = {"function": (TEXT,), "arguments": (DICT, NULL)}
+PLACE: Fields = {"epoch": (whole(0, MOST_EPOCHS - 1),), "position": (_POSITION,)}
+
 
 def checked(config: object) -> dict[str, Any]:
     """Return the description in `config`, the result of `Loader.describe` or the content of a file that `Loader.save` wrote.
@@ -192,7 +242,24 @@ def checked(config: object) -> dict[str, Any]:
         raise ResumeError(
             f"version of the config must be {VERSION}, got {description['version']}. Use the dali_stream that wrote it"
         )
-    return dict(description)
+    described = check_fields("config", {part: description[part] for part in ("version", *PARTS)}, _DESCRIPTION, PARTS)
+    parts = described["dataset"].get("datasets")
+    if parts is not None:
+        check_fields("dataset of the config", described["dataset"], _MIXTURE, ("datasets",))
+    for name, part in {"": described["dataset"]}.items() if not isinstance(parts, dict) else parts.items():
+        check_fields(f"dataset {name!r} of the config" if name else "dataset of the config", part, _SOURCE, ("uri",))
+    check_fields("loader of the config", described["loader"], _LOADER, _NEEDED)
+    state = {key: value for key, value in described["state"].items() if key in _STATE}
+    for part, content, fields in (("dali_graph", None, _GRAPH), ("begin", None, PLACE), ("state", state, _STATE)):
+        if described[part] is not None:
+            check_fields(f"{part} of the config", content or described[part], fields, tuple(fields))
+    return described
+
+
+def checked_place(name: str, content: Mapping[str, Any]) -> tuple[int, int]:
+    """Return (epoch, position) of a state. Raises ValueError if they are missing or out of range."""
+    place = check_fields(name, {key: content[key] for key in PLACE if key in content}, PLACE, tuple(PLACE))
+    return place["epoch"], place["position"]
 
 
 def open_described(described: Mapping[str, Any], where: Mapping[str, Any] | None = None) -> Dataset | Mixture:
@@ -221,10 +288,29 @@ def open_described(described: Mapping[str, Any], where: Mapping[str, Any] | None
             stack.pop_all()
         return mixture
     without = arguments.pop("without", [])
-    if "episodes" in arguments:
-        arguments["episodes"] = [episode for start, stop in arguments["episodes"] for episode in range(start, stop)]
+    episodes = arguments.pop("episodes", None)
     dataset = Dataset(**(arguments | where))
-    return dataset.without(without) if without else dataset
+    try:
+        if episodes is not None:
+            dataset = dataset.part(_rows(dataset.table.index, episodes))
+        return dataset.without(without) if without else dataset
+    except BaseException:
+        dataset.close()
+        raise
+
+
+def _rows(index: npt.NDArray[np.int64], episodes: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+    """Return the rows of the episodes in some ranges [start, stop). Raises ValueError if an episode is unknown."""
+    rows = [np.empty(0, np.int64)]
+    for start, stop in episodes:  # a range is not expanded, since it may have any length
+        first, last = np.searchsorted(index, [start, stop])
+        if last - first != stop - start:
+            available = f"{counted(len(index), 'episode')} up to {index[-1]}"
+            raise ValueError(f"Unknown episode in [{start}, {stop}). Available: {available}")
+        rows.append(np.arange(first, last))
+    if len(rows) == 1:
+        raise ValueError("episodes must have one or more ranges, got none")
+    return np.concatenate(rows)
 
 
 def last_batch(config: Mapping[str, Any], state: Mapping[str, Any], frames: int) -> tuple[int, int]:
@@ -238,7 +324,7 @@ def last_batch(config: Mapping[str, Any], state: Mapping[str, Any], frames: int)
     Raises:
         ValueError: If no batch had been delivered.
     """
-    epoch, position = state["epoch"], state["position"]
+    epoch, position = checked_place("state", state)
     batches = batches_of(config, frames)
     if not position and epoch:
         return epoch - 1, batches.count(0) - 1
@@ -267,7 +353,7 @@ def position_of(config: Mapping[str, Any], epoch: int, batch: int, frames: int) 
     Raises:
         ValueError: If the epoch has no such batch, or a Loader with another global batch delivered it.
     """
-    epoch, batch = from_zero("epoch", epoch), from_zero("batch", batch)
+    epoch, batch = epoch_number(epoch), from_zero("batch", batch)
     batches, begin = batches_of(config, frames), config["begin"]
     first, start = 0, 0
     if begin is not None and epoch == begin["epoch"]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from dali_stream import process
-from dali_stream.arguments import from_zero, known_arguments, positive
+from dali_stream.arguments import epoch_number, from_zero, known_arguments, positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError, counted
 from dali_stream.lerobot.frame_ranges import FrameRanges, whole
@@ -180,7 +180,7 @@ class FrameSampler(Sampler[int]):
         Raises:
             ValueError: If `epoch` is not a nonnegative integer.
         """
-        epoch, now = from_zero("epoch", epoch), self._now
+        epoch, now = epoch_number(epoch), self._now
         if epoch == now.epoch and not now.begun:
             return
         if not now.begun and now.start and self._share(now.start):
@@ -289,7 +289,7 @@ class FrameSampler(Sampler[int]):
                 number of ranks.
         """
         self._check_not_begun("resume")
-        epoch, batch = from_zero("epoch", epoch), from_zero("batch", batch)
+        epoch, batch = epoch_number(epoch), from_zero("batch", batch)
         batch_size = positive("batch_size", batch_size)
         world_size = self._world if world_size is None else positive("world_size", world_size)
         arguments = self._arguments

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dali_stream import file_content
 from dali_stream.errors import ResumeError
 
 PathName = str | os.PathLike[str]
@@ -45,13 +46,15 @@ def load_state(path: PathName, load_state_dict: Callable[[Mapping[str, Any]], No
         ResumeError: If the file is damaged, or `load_state_dict` refuses its state. The message names the file.
     """
     try:
-        data = Path(path).read_bytes()
+        data = file_content.read(path)
     except FileNotFoundError:
         return False
-    try:
-        state = json.loads(data)
     except ValueError as error:
-        content = "is empty" if not data else f"is not JSON ({error})"
+        raise ResumeError(f"{os.fspath(path)}: {error}") from error
+    try:
+        state = file_content.from_json(data)
+    except ValueError as error:
+        content = "is empty" if not data else f"is not JSON that can be read ({error})"
         raise ResumeError(f"{os.fspath(path)} {content}. Remove it to start from the beginning, or restore a copy") from error
     try:
         load_state_dict(state)

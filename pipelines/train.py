@@ -102,7 +102,7 @@ class Run:
     def __init__(self, arguments: argparse.Namespace, accelerator: Accelerator) -> None:
         self.arguments, self.accelerator, self.step = arguments, accelerator, 0
         self.unvalidated = False  # whether the validation after this step is still to do
-        self.console = Console(stderr=True, quiet=not accelerator.is_main_process)
+        self.console = Console(stderr=True, quiet=not accelerator.is_main_process, markup=False)
         self.file = arguments.out / "checkpoint.pt"
         if self.file.exists() and (arguments.dummy or not arguments.resume):
             raise ValueError(f"{self.file} already exists. Continue from it with --resume, or name another --out")

@@ -130,7 +130,6 @@ def test_what_does_not_go_together_is_one_line(
         (["info", bad], 2, "bad.json: Unknown key 'weight' in the file"),
         (["info", tmp_path / "none.yaml"], 2, "none.yaml: No such file"),
         (["info", demo, tmp_path / "none"], 1, "dataset 'none': "),
-        (["preview", rows / "large/a", rows / "small/a"], 1, "plots of state and action are of one dataset"),
     ):
         assert said in failed(capsys, arguments, code)
 

@@ -141,7 +141,7 @@ def test_what_the_users_function_renames_is_not_left_as_it_is(demo: Path, normal
 @pytest.mark.parametrize(
     ("normalize", "message"),
     [
-        ("std", r"normalize\[.*\] must be one of 'mean_std', 'min_max', 'quantiles' or None, .* got 'std'"),
+        ("std", r"normalize must be one of 'mean_std', 'min_max', 'quantiles' or None, .* got 'std'"),
         ({ACTION: "zscore"}, r"normalize\['action'\] must be one of .*, got 'zscore'"),
         ({"acton": "min_max"}, r"normalize must name float features, got 'acton'\. Available: observation"),
         ({"index": "min_max"}, "normalize must name float features, got 'index'"),

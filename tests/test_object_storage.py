@@ -19,6 +19,7 @@ from support.clouds import S3, Objects
 from support.servers import Server
 from support.stores import CONTENT, Clock, failure, said
 
+from dali_stream import Dataset
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage import Store, open_store
 from dali_stream.storage.filesystem import FsspecStore
@@ -83,7 +84,10 @@ def test_a_missing_object_or_bucket(s3: S3) -> None:
     assert isinstance(failure(open_store(ROOT, s3.options), "nothing"), DatasetError)
     error = failure(open_store("s3://no-such-bucket/set", s3.options), BIG)
     assert isinstance(error, DatasetError)
-    assert "NoSuchBucket" in str(error)
+    assert "s3://no-such-bucket/set: no such bucket (HTTP 404, NoSuchBucket)" in str(error)
+    assert "no such file" not in str(error)
+    with pytest.raises(DatasetError, match="no such bucket"):
+        Dataset("s3://no-such-bucket/set", storage_options=s3.options)
 
 
 def test_missing_and_refused_credentials_say_how_to_give_them(s3: S3) -> None:

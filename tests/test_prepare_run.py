@@ -156,7 +156,7 @@ def test_an_unfinished_run_of_another_job_is_left_alone(
         (demo, [*OPTIONS, "--clock", "frame_index"], "clock"),
     ):
         line = failed(capsys, ["prepare", source, out, *options], 2)
-        assert "an unfinished run with another" in line
+        assert "an unfinished run of another command, which differs in" in line
         assert why in line
     assert tree(out) == before
 

@@ -279,6 +279,27 @@ def test_preview_normalizes_and_augments_a_dataset(small: Path, graph_file: Path
 
 
 @pytest.mark.parametrize(
+    ("code", "place"),
+    [
+        ("def graph(nodes):\n    return nodes['top']\n", "line 2, in graph"),
+        (
+            "def graph(nodes):\n    return inner(nodes)\n\ndef inner(nodes):\n    return nodes + 1\n",
+            "line 5, in inner: TypeError",
+        ),
+        ("import nothing_of_this_name\n", "line 1, in <module>: ModuleNotFoundError"),
+        ("x = 1\ndef graph(nodes)\n", "line 2: SyntaxError"),
+    ],
+)
+def test_an_error_of_a_graph_has_its_place(
+    code: str, place: str, small: Path, graph_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    graph_file.write_text(code)
+    line = ["preview", str(small), "--dali-graph", f"{graph_file}:graph", "--out", str(tmp_path / "a.png")]
+    assert main(line) == 2
+    assert f"{graph_file}, {place}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["preview"], "URI must be given, or --config or --state"),

@@ -15,7 +15,7 @@ from support.batches import check_identities, equal, samples
 from support.datasets import CAMERAS, read_lengths
 from support.slow import examples, slow
 
-from dali_stream import Dataset, Loader, Order, ResumeError
+from dali_stream import Dataset, Loader, Order, ResumeError, batch_at
 from dali_stream.order import default_pools
 
 SHUFFLES = (True, "global", False)
@@ -177,6 +177,25 @@ def test_what_a_break_leaves_out_is_told_once(rows: Dataset, caplog: pytest.LogC
             assert [text.partition(". ")[0] for text in told()] == [
                 "the last iteration ended before its epoch: 3 of 5 batches of epoch 2 are left out, and epoch 3 begins"
             ]
+
+
+def test_a_batch_is_shown_without_a_change_to_the_loader(demo: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the warning after `next(iter(loader))` says."""
+    options: dict[str, Any] = {"batch_size": 4, "num_threads": 1, "device": "cpu", "image_size": (32, 32)}
+    with Loader(demo, **options) as loader:
+        expected = list(itertools.islice(iter(loader), 2))
+    with Loader(demo, **options) as loader:
+        next(iter(loader))
+        next(iter(loader))
+        assert "use dali_stream.batch_at(loader.describe(), epoch, batch)" in caplog.messages[-1]
+    with Loader(demo, **options) as loader:
+        for number in (1, 0):
+            shown = batch_at(loader.describe(), 0, number)
+            assert shown.keys() == expected[number].keys()
+            for key, value in shown.items():
+                assert value == expected[number][key] if isinstance(value, list) else value.equal(expected[number][key])
+        assert (loader.epoch, loader.batch_index) == (0, 0)
+        assert next(iter(loader))["index"].equal(expected[0]["index"])
 
 
 def test_leaving_a_loop_early_begins_the_next_epoch(rows: Dataset) -> None:
@@ -420,8 +439,8 @@ def test_a_state_of_something_else_is_refused(odd: Path, rows: Dataset, demo: Pa
     others = [
         (Dataset(demo, cameras=[]), {}, "of another dataset or of other episodes"),
         (Dataset(odd, cameras=[], episodes=[0, 2]), {}, "of another dataset or of other episodes"),
-        (rows, {"seed": 1}, "order of the state must be .* Resume with the same arguments"),
-        (rows, {"consumers": 24}, "order of the state must be .*'consumers': 24.*, got .*'consumers': 12"),
+        (rows, {"seed": 1}, r"this loader: seed was 0 in the run and is 1 here\. Resume with the same arguments"),
+        (rows, {"consumers": 24}, "order of the state must be .*: consumers was 12 in the run and is 24 here"),
         (rows, {"episode_pool_size": 3}, "order of the state must be"),
         (rows, {"shuffle": "global"}, "order of the state must be"),
         (rows, {"shuffle": False}, "order of the state must be"),

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 import dali_stream
+from dali_stream.cli import console
 from dali_stream.cli.bench import bench
 from dali_stream.cli.demo import demo
 from dali_stream.cli.doctor import doctor
@@ -30,6 +31,7 @@ from dali_stream.cli.selftest import selftest
 from dali_stream.cli.stats import stats
 from dali_stream.cli.why import why
 from dali_stream.frame_size import join_sizes
+from dali_stream.text import visible
 
 __all__ = ["main"]
 
@@ -106,7 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except (Exception, KeyboardInterrupt) as error:
         if debug:
-            traceback.print_exc()
+            for line in traceback.format_exc().splitlines():
+                console.say(line, err=True)
         code, message = _explain(error)
         print(f"{PROGRAM}: {message}", file=sys.stderr)  # noqa: T201 - this is the program
         return code
@@ -128,11 +131,14 @@ def _explain(error: BaseException) -> tuple[int, str]:
         return 130, "interrupted"
     if isinstance(error, _UsageError):
         path = error.ctx.command_path if error.ctx else PROGRAM  # type: ignore[attr-defined]  # Click's UsageError
-        message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
-        return 2, _one_line(f"{message}. See {path} --help")
+        message = error.format_message().removesuffix(".")  # type: ignore[attr-defined]
+        end = "" if message.endswith("?") else "."
+        return 2, _one_line(f"{message}{end} See {path} --help")
     if isinstance(error, ValueError):
         parts = itertools.groupby(str(error).splitlines(), lambda line: line.startswith("  "))
-        return 2, "\n".join("\n".join(lines) if is_table else _one_line(" ".join(lines)) for is_table, lines in parts)
+        return 2, "\n".join(
+            "\n".join(map(visible, lines)) if is_table else _one_line(" ".join(lines)) for is_table, lines in parts
+        )
     if isinstance(error, OSError) and error.strerror:
         return 1, _one_line(f"{error.filename or 'the output'}: {error.strerror}. Use --debug to see where")
     if isinstance(error, (dali_stream.DaliStreamError, OSError, RuntimeError)) and str(error):
@@ -141,4 +147,4 @@ def _explain(error: BaseException) -> tuple[int, str]:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return visible(" ".join(text.split()))

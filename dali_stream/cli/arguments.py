@@ -6,7 +6,6 @@ Unlike typer's parsers, these report the invalid value, except for JSON, which m
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
@@ -16,8 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from dali_stream import Dataset, Mixture
+from dali_stream.file_content import from_json
 from dali_stream.frame_size import frame_size
 from dali_stream.mixture_file import is_mixture_file
+from dali_stream.text import listed
 
 Uri = Annotated[str, typer.Argument(metavar="URI", help="The dataset.")]
 Uris = Annotated[
@@ -25,6 +26,9 @@ Uris = Annotated[
 ]
 Episodes = Annotated[str | None, typer.Option(metavar="LIST", help="Only these episodes, such as 0,3,5-8.")]
 Cameras = Annotated[str | None, typer.Option(metavar="LIST", help="Only these cameras, separated by commas.")]
+Action = Annotated[
+    str | None, typer.Option(metavar="KEY", help="Feature with the actions. Default: 'action', or the only one like it.")
+]
 # Options of all commands that read a dataset.
 Revision = Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit of a Hub repository.")]
 DataFilesRoot = Annotated[
@@ -76,6 +80,13 @@ def opened_mixture(
     return closing(Mixture(**mixture)) if mixture else opened(uris[0], storage_options=storage_options, **arguments)
 
 
+def check_action(action: str | None, dataset: Dataset | Mixture) -> None:
+    """Raise ValueError unless --action is the key of a feature that contains numbers, or None."""
+    numbers = [key for key, feature in dataset.features.items() if not feature.is_camera and not feature.is_text]
+    if action is not None and action not in numbers:
+        raise ValueError(f"--action must be a feature with numbers, got {action!r}. Available: {listed(numbers)}")
+
+
 def mixture_arguments(uris: Sequence[str], *, storage_options: str | None, **arguments: Any) -> dict[str, Any] | None:
     """Return the arguments of the `Mixture` of a command line, or None for a single dataset.
 
@@ -125,7 +136,7 @@ def json_object(option: str, text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        value = json.loads(text)
+        value = from_json(text)
     except ValueError:
         value = None
     if not isinstance(value, dict):

@@ -21,6 +21,7 @@ def bench(
     mode: Annotated[
         str, typer.Option(metavar="single|sarm|action_chunk", help="Current frames; 8 steps 1 s apart; frames and 50 actions.")
     ] = "single",
+    action: arguments.Action = None,
     source: Annotated[
         str | None, typer.Option(metavar="LABEL", help="Name of the storage in reports; default: the URI's scheme.")
     ] = None,
@@ -64,6 +65,8 @@ def bench(
     A rate is the number of frames per second of a node, from the end of the warm-up to the last batch. If all frames fit in
     --memory-budget, only the first epoch decodes. The first epoch is then timed separately from later ones.
 
+    A dataset without cameras is measured with --mode action_chunk, in samples per second.
+
     To use several ranks, run `accelerate launch benchmarks/streaming.py URI ...`. The exit code is 1 if no frame was measured.
     """
     from dali_stream.tools.bench import run, write
@@ -79,8 +82,9 @@ def bench(
         "batch_size": batch_size, "num_threads": num_threads, "decode": decode, "image_size": size, "image_dtype": image_dtype,
         "consumers": consumers, "memory_budget": memory_budget,
     }  # fmt: skip
-    settings: dict[str, Any] = {"mode": mode, "num_batches": num_batches, "warmup": warmup, "loader": loader}
+    settings: dict[str, Any] = {"mode": mode, "num_batches": num_batches, "warmup": warmup, "loader": loader, "action": action}
     with arguments.opened_mixture(uris, storage_options=storage_options, **place) as dataset:
+        arguments.check_action(action, dataset)
         place["data_files_root"] = data_files_root and dataset.data_store.where("")  # without credentials
         recording = contextlib.nullcontext() if trace is None or os.environ.get("RANK", "0") != "0" else tracing.trace(trace)
         with console.progress("warm-up, batches", enabled=not as_json) as show, recording:

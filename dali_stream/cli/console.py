@@ -1,4 +1,8 @@
-"""Output of the commands: results on stdout, and progress on stderr."""
+"""Output of the commands: results on stdout, and progress on stderr.
+
+All text of the commands goes through this module, which escapes control characters, since names in a dataset are text of
+others. Text is never markup.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
+
+from dali_stream.text import visible
+
+
+class _Console(Console):
+    """Console that prints strings as they are, without markup, and with control characters escaped."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return the text of a string, which may be a cell of a table."""
+        return super().render_str(visible(text), **options | {"markup": False})
 
 
 def results() -> Console:
     """Return the console for tables. In a pipe or a file, they are plain text, 120 columns wide unless `COLUMNS` is set."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
-    return Console(width=wide, highlight=False, emoji=False)
+    return _Console(width=wide, highlight=False, emoji=False)
+
+
+def say(text: object, *, err: bool = False) -> None:
+    """Print a line to stdout, or to stderr if `err`."""
+    typer.echo(visible(text), err=err)
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
@@ -62,12 +83,13 @@ def progress(description: str = "", enabled: bool = True) -> Iterator[Show]:
         enabled: Whether to show the bar at all. Default: True.
     """
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not (enabled and console.is_terminal)) as bar:
         task = bar.add_task(description, total=None)
 
         def show(done: int, total: int, description: str = description) -> None:
             # A new description is drawn at once. Otherwise, the description of a short stage might never appear.
+            description = visible(description)
             is_new = bar.tasks[task].description != description
             bar.update(task, description=description, completed=done, total=total, refresh=is_new)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.styled import Styled
 from rich.table import Table
-from rich.text import Text
 
 import dali_stream
 from dali_stream.cli import arguments, console
@@ -54,7 +54,7 @@ def doctor(
         console.print_json(report.as_dict())
     else:
         console.results().print(_table(report))
-        typer.echo(_sum(report))
+        console.say(_sum(report))
     if report.status == "problem":
         raise typer.Exit(1)
 
@@ -66,10 +66,10 @@ def _table(report: DoctorReport) -> Table:
     for finding in report.findings:
         if finding.area != area:
             area = finding.area
-            table.add_row(Text(area, "bold"), "", "")
-        table.add_row(Text(finding.status, _STYLES[finding.status]), finding.name, Text(finding.text))
+            table.add_row(Styled(area, "bold"), "", "")
+        table.add_row(Styled(finding.status, _STYLES[finding.status]), finding.name, finding.text)
         if finding.remedy:
-            table.add_row("", "", Text(f"→ {finding.remedy}", "bold"))
+            table.add_row("", "", Styled(f"→ {finding.remedy}", "bold"))
     return table
 
 

@@ -46,11 +46,11 @@ def index(
 
 
 def _say(report: IndexReport) -> None:
-    typer.echo(
+    console.say(
         f"{counted(report.files, 'file')}: {console.megabytes(report.fetched_bytes)} fetched, "
         f"{console.megabytes(report.cached_bytes)} from the cache"
     )
     for error in list(report.broken.values())[:_SHOWN]:
-        typer.echo(f"broken: {error}")
+        console.say(f"broken: {error}")
     if len(report.broken) > _SHOWN:
-        typer.echo(f"and {len(report.broken) - _SHOWN} more broken files; --json lists all")
+        console.say(f"and {len(report.broken) - _SHOWN} more broken files; --json lists all")

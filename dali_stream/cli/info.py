@@ -81,7 +81,7 @@ def _mixture(arguments: dict[str, Any], as_json: bool) -> None:
             table.add_row(key, *(feature or "missing" for feature in have.values()), _remedy(report, key))
         out.print(table)
     if report.warning:
-        typer.echo(f"Warning: {report.warning}")
+        console.say(f"Warning: {report.warning}")
 
 
 def _remedy(report: MixtureReport, key: str) -> str:
@@ -182,11 +182,11 @@ def _tasks(report: DatasetReport) -> Table:
 
 def _say_missing(report: DatasetReport) -> None:
     if report.missing:
-        typer.echo(f"{counted(len(report.missing), 'file')} missing:")
+        console.say(f"{counted(len(report.missing), 'file')} missing:")
     for path in report.missing[:_MISSING]:
-        typer.echo(f"  {path}")
+        console.say(f"  {path}")
     if len(report.missing) > _MISSING:
-        typer.echo(f"  and {len(report.missing) - _MISSING} more; --json lists all")
+        console.say(f"  and {len(report.missing) - _MISSING} more; --json lists all")
 
 
 def _duration(seconds: float) -> str:

@@ -7,6 +7,7 @@ import traceback
 
 import typer
 
+from dali_stream.cli import console
 from dali_stream.errors import DaliStreamError
 
 
@@ -22,7 +23,9 @@ def lerobot_train(context: typer.Context) -> None:
     arguments, rest = split_arguments(context.args)
     script = lerobot.patch(**arguments)
     if {"-h", "--help"} & {*rest}:
-        typer.echo(f"arguments of the Loader: {', '.join(PREFIX + name for name in ARGUMENTS)}\n\narguments of LeRobot:")
+        console.say(f"arguments of the Loader: {', '.join(PREFIX + name for name in ARGUMENTS)}")
+        console.say("")
+        console.say("arguments of LeRobot:")
     sys.argv = ["lerobot-train", *rest]  # LeRobot reads its arguments from here, more than once
     try:
         script.main()

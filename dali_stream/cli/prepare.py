@@ -96,7 +96,7 @@ def prepare(
 
     if as_status:
         state = status(out or uri, arguments.json_object("--out-storage-options", out_storage_options))
-        console.print_json(state.as_dict()) if as_json else typer.echo(state)
+        console.print_json(state.as_dict()) if as_json else console.say(state)
         return
     if out is None:
         raise ValueError("OUT must be a new folder or an address, got none")
@@ -151,7 +151,7 @@ def _shown() -> Iterator[Callable[[PrepareStatus], None]]:
         nonlocal last
         if time.monotonic() - last > _LINE_EVERY_S:
             last = time.monotonic()
-            typer.echo(state, err=True)
+            console.say(state, err=True)
 
     with console.progress() as bar:
         yield (lambda state: bar(state.done, state.total, str(state))) if sys.stderr.isatty() else line
@@ -192,4 +192,4 @@ def _print(out: str, report: PrepareReport) -> None:
             if not report.written
             else f"{counted(report.written, 'file')} written and verified"
         )
-        typer.echo(f"{out}: {counted(report.episodes, 'episode')}, {counted(report.frames, 'frame')}; {outcome}")
+        console.say(f"{out}: {counted(report.episodes, 'episode')}, {counted(report.frames, 'frame')}; {outcome}")

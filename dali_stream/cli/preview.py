@@ -14,10 +14,12 @@ import dali_stream
 from dali_stream import Dataset, DatasetError, Mixture, run_config
 from dali_stream.cli import arguments, console, runs
 from dali_stream.errors import counted
+from dali_stream.text import listed
 
 _PLOTTED = 4  # maximum number of episodes of a dataset without cameras
 _SAMPLES = 8  # default number of samples of a dataset
 _NUMBER = {"metavar": "N", "parser": arguments.natural}
+_ACTION = "Give the key of a feature with --action"
 _OF_A_RUN = "--config or --state"
 
 
@@ -46,6 +48,7 @@ def preview(
         int | None, typer.Option(**_NUMBER, help="Seed of the order; another seed shows other frames. Default: 0.")
     ] = None,
     plots: Annotated[bool, typer.Option("--plots", help="Plot actions and states below the frames.")] = False,
+    action: arguments.Action = None,
     normalize: Annotated[
         str | None, typer.Option(metavar="MODE", help="Normalize actions and states: mean_std, min_max or quantiles.")
     ] = None,
@@ -68,7 +71,7 @@ def preview(
 
     With --config or --state, draw the batch that a run saw at --epoch and --batch, or its last batch before the state was
     saved. Frames, augmentation, actions and states are those of the run. For a dataset without cameras, plot state and action
-    of up to four episodes. For several datasets or a mixture file, draw a batch of their mixture.
+    of up to four episodes, which are vectors of floats. For several datasets or a mixture file, draw a batch of their mixture.
     """
     arguments.png("--out", out)
     place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
@@ -79,6 +82,7 @@ def preview(
             "--seed": seed,
             "--normalize": normalize,
             "--clock": clock,
+            "--action": action,
         }
         fixed |= {"--episodes": episodes, "--cameras": cameras, "--tolerance-s": tolerance_s}
         _refuse(fixed, f"must not be given with {_OF_A_RUN}, which has it")
@@ -96,12 +100,15 @@ def preview(
             console.progress("decoding a batch"),
             arguments.opened_mixture(uris, storage_options=storage_options, **selected) as dataset,
         ):
-            if not dataset.cameras:
-                _plot(dataset, out, batch_size)
+            arguments.check_action(action, dataset)
+            if not dataset.cameras and isinstance(dataset, Dataset):
+                _plot(dataset, out, batch_size, action)
                 return
             options = {"batch_size": batch_size, "delta_timestamps": windows, "image_size": size, "seed": seed or 0}
             graph = runs.graph("--dali-graph", dali_graph)
-            sheet = _of_dataset(dataset, plots, options | {"normalize": normalize, "dali_graph": graph})
+            sheet = _of_dataset(
+                dataset, plots or not dataset.cameras, action, options | {"normalize": normalize, "dali_graph": graph}
+            )
     _save(sheet, out, batch_size, plots)
 
 
@@ -116,15 +123,15 @@ class _Sheet:
     numbers: list[str]
 
 
-def _of_dataset(dataset: Dataset | Mixture, plots: bool, options: dict[str, Any]) -> _Sheet:
+def _of_dataset(dataset: Dataset | Mixture, plots: bool, action: str | None, options: dict[str, Any]) -> _Sheet:
     """Return the sheet with the first batch of a dataset or mixture."""
     from dali_stream.tools import sheet
 
-    numbers = sheet.plotted(dataset)
+    numbers = sheet.plotted(dataset, action)
     shown = [*dataset.cameras, *(numbers if plots else ())]
     for key in options["delta_timestamps"]:
         if key not in shown:
-            raise ValueError(f"--window has unknown key {key!r}. Available: {', '.join(shown)}")
+            raise ValueError(f"--window has unknown key {key!r}. Available: {listed(shown)}")
     dtype = "float32" if options["dali_graph"] else "uint8"  # graph functions of training runs usually expect floats
     options |= {"image_dtype": dtype, "last_batch": "partial", "rank": 0, "world_size": 1}
     with dali_stream.Loader(dataset, **options) as loader:
@@ -174,10 +181,12 @@ def _save(drawn: _Sheet, out: Path, most: int | None, plots: bool) -> None:
 
     numbers = drawn.numbers if plots or not drawn.images else []
     if not drawn.images and not numbers:
-        raise DatasetError(f"the batch has neither frames nor an action or observations to show, only {', '.join(drawn.batch)}")
+        raise DatasetError(
+            f"the batch has neither frames nor an action or observations to show, only {listed(drawn.batch)}. {_ACTION}"
+        )
     shown = sheet.samples(drawn.batch, drawn.images, drawn.windows, numbers)[:most]
     sheet.save(out, drawn.title, shown)
-    typer.echo(f"{out}: {counted(len(shown), 'sample')} of {', '.join((*drawn.images, *numbers))}")
+    console.say(f"{out}: {counted(len(shown), 'sample')} of {', '.join((*drawn.images, *numbers))}")
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:
@@ -189,14 +198,14 @@ def _name(dataset: Dataset | Mixture) -> str:
     return ", ".join(dataset.dataset_names) or Path(dataset.uri).name
 
 
-def _plot(dataset: Dataset | Mixture, out: Path, most: int) -> None:
+def _plot(dataset: Dataset, out: Path, most: int, action: str | None) -> None:
     from dali_stream.tools import sheet
 
-    if not isinstance(dataset, Dataset):
-        raise DatasetError(f"{dataset.uri} has no cameras, and plots of state and action are of one dataset. Give one URI")
-    keys = sheet.plotted(dataset)
+    keys = sheet.plotted(dataset, action)
     if not keys:
-        raise DatasetError(f"{dataset.uri}: no camera is recorded or selected, and it has neither action nor observations")
+        raise DatasetError(
+            f"{dataset.uri}: no camera is recorded or selected, and it has neither action nor observations. {_ACTION}"
+        )
     shown = sheet.episodes(dataset, keys, min(most, _PLOTTED))
     sheet.save(out, f"{_name(dataset)}: {len(shown)} of {counted(dataset.num_episodes, 'episode')}", shown)
-    typer.echo(f"{out}: {', '.join(keys)} of {counted(len(shown), 'episode')}")
+    console.say(f"{out}: {', '.join(keys)} of {counted(len(shown), 'episode')}")

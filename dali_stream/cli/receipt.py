@@ -47,9 +47,9 @@ def receipt(
     of_dataset = f" of {report.dataset}" if report.dataset else ""
     until = f"up to epoch {report.until[0]}, position {report.until[1]}"
     if not report.selected:
-        typer.echo(f"episode {episode}{of_dataset} is not among the run's episodes, so no epoch has shown it, {until}")
+        console.say(f"episode {episode}{of_dataset} is not among the run's episodes, so no epoch has shown it, {until}")
         return
-    typer.echo(
+    console.say(
         f"episode {episode}{of_dataset}: {counted(report.samples, 'sample')} in {counted(len(report.epochs), 'epoch')}, {until}"
     )
     table = console.table("epoch", "samples", "positions", "steps", right=("epoch", "samples"))
@@ -59,7 +59,7 @@ def receipt(
         table.add_row(str(seen.epoch), str(count), _span(seen.positions), _span(steps) if steps else "unknown")
     if report.epochs:
         console.results().print(table)
-        typer.echo("positions and steps are the first and the last; --json prints all")
+        console.say("positions and steps are the first and the last; --json prints all")
 
 
 def _span(numbers: list[int]) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dali_stream import run_config
+from dali_stream import file_content, run_config
 
 ConfigFile = Annotated[
     Path | None,
@@ -30,7 +30,7 @@ GraphFunction = Annotated[
 def read(option: str, path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises ValueError if the file cannot be read or contains something else."""
     try:
-        content = json.loads(path.read_text())
+        content = file_content.from_json(file_content.read(path))
     except OSError as error:
         raise ValueError(f"{option} must be a file that can be read, got {str(path)!r}: {error.strerror}") from None
     except ValueError as error:
@@ -80,9 +80,37 @@ def graph(option: str, named: str | None, recorded: Mapping[str, Any] | None = N
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{option}: {path} cannot be imported: {place_of(error, path)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{option} must name a function in {file}, got {name!r}")
     arguments = (recorded or {}).get("arguments")
+    function = _placed(function, option, path)
     return functools.partial(function, **arguments) if arguments else function
+
+
+def _placed(function: Callable[..., Any], option: str, path: Path) -> Callable[..., Any]:
+    """Return a function whose errors say where in its file they were raised."""
+
+    @functools.wraps(function)
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except KeyError:  # which lists the keys of the argument
+            raise
+        except Exception as error:
+            raise ValueError(f"{option}: {place_of(error, path)}") from error
+
+    return placed
+
+
+def place_of(error: Exception, path: Path) -> str:
+    """Return the place and the text of an error, such as "own.py, line 3, in graph: KeyError: 'top'"."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: SyntaxError: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).resolve() == path.resolve()] or frames
+    return f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: {type(error).__name__}: {error}"

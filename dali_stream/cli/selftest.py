@@ -76,7 +76,7 @@ _TABLES: dict[str, tuple[tuple[str, str, str], ...]] = {
 
 def _print(report: dict[str, Any]) -> None:
     if "reason" in report:  # no usable GPU
-        typer.echo(f"{report['status']}: {report['reason']}")
+        console.say(f"{report['status']}: {report['reason']}")
         return
     screen = console.results()
     for part, columns in _TABLES.items():
@@ -87,16 +87,16 @@ def _print(report: dict[str, Any]) -> None:
         screen.print(table)
     if ratios := [(row["ratio"], row["codec"]) for row in report["verdict"] if "ratio" in row]:
         ratio, codec = max(ratios)
-        typer.echo(f"{codec}: the fastest decoder reaches {ratio:.2f} of the CPU's speed")
+        console.say(f"{codec}: the fastest decoder reaches {ratio:.2f} of the CPU's speed")
     for codec, reason in report["codecs"].items():
         if reason:
-            typer.echo(f"{codec} was not tested: {reason}")
+            console.say(f"{codec} was not tested: {reason}")
     if report["left_out"]:
-        typer.echo(f"no time was left for: {'; '.join(report['left_out'])}. Give a higher --limit")
+        console.say(f"no time was left for: {'; '.join(report['left_out'])}. Give a higher --limit")
     for problem in report["problems"]:
-        typer.echo(f"failed: {problem}")
+        console.say(f"failed: {problem}")
     place = report["machine"]["gpu"] or "the CPU"
-    typer.echo(f"{report['status']} on {place}, in {report['seconds']:.0f} s")
+    console.say(f"{report['status']} on {place}, in {report['seconds']:.0f} s")
 
 
 def _cell(row: dict[str, Any], key: str, form: str) -> str:

@@ -53,7 +53,7 @@ def stats(
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
     unfinished.write_text(_json(computed))
     unfinished.rename(out)
-    typer.echo(f"{out}: {size}")
+    console.say(f"{out}: {size}")
 
 
 def _json(stats: Stats) -> str:

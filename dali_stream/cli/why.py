@@ -99,7 +99,9 @@ def _print(report: WhyReport) -> None:
     for remedy in report.remedies:
         table.add_row(remedy.name, _rate(remedy.first), _rate(remedy.later), f"{remedy.gain:.2f}", remedy.price)
     out.print(table)
-    typer.echo(f"Predicted batches/s. Gain: batches/s of a run of {report.epochs} epochs, divided by those without the remedy.")
+    console.say(
+        f"Predicted batches/s. Gain: batches/s of a run of {report.epochs} epochs, divided by those without the remedy."
+    )
 
 
 def _rate(speed: Speed) -> str:

@@ -23,6 +23,7 @@ from dali_stream.lerobot.stats import MAX_IMAGES, Histogram, TableStats, add_his
 from dali_stream.mp4.index import LACKING, VideoIndex, read_index
 from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.storage import Store
+from dali_stream.text import listed
 
 _MAX_FRAMES = 10_000  # maximum number of frames of a camera, in all episodes together
 _FRAMES_AT_ONCE = 16  # number of frames that a thread decodes at a time
@@ -93,7 +94,7 @@ def _keys(dataset: DatasetFiles, keys: Iterable[str] | None) -> list[str]:
     asked = list(keys)
     for key in asked:
         if key not in numeric:
-            raise ValueError(f"Unknown key {key!r}, or one without numbers. Available: {', '.join(numeric)}")
+            raise ValueError(f"Unknown key {key!r}, or one without numbers. Available: {listed(numeric)}")
     return [key for key in numeric if key in asked]
 
 

@@ -18,6 +18,7 @@ from dali_stream.lerobot.row_memory import Columns, Found, RowMemory
 from dali_stream.lerobot.rows import RowReader, Rows
 from dali_stream.lerobot.source import ABSENT, Source, Timing
 from dali_stream.storage import Store
+from dali_stream.text import listed
 
 Int64 = npt.NDArray[np.int64]
 D = TypeVar("D", bound=DatasetFiles)
@@ -361,7 +362,7 @@ def own_keys(name: str, dataset: DatasetFiles, keys: Mapping[str, str]) -> dict[
     """
     for key, other in keys.items():
         if key not in dataset.features or (key in NEEDED and key != other):
-            can = ", ".join(key for key in dataset.features if key not in NEEDED)
+            can = listed(key for key in dataset.features if key not in NEEDED)
             raise ValueError(f"keys[{name!r}] must rename features of dataset {name!r}, got {key!r}. Available: {can}")
         if other in RESERVED and other != key:
             raise ValueError(

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.lerobot.features import Feature
+from dali_stream.text import visible
 
 Bools = npt.NDArray[np.bool_]
 _COLUMNS, _LEAST = 80, len("video 480×640")  # width of a terminal, and minimum width of a dataset's column
@@ -62,7 +63,8 @@ def common(datasets: Sequence[Mapping[str, Feature]]) -> Common:
 
 def table(keys: Sequence[str], names: Sequence[str], datasets: Sequence[Mapping[str, Feature]]) -> str:
     """Return a table with a row per key and a column per dataset, or a list if the table would be wider than a terminal."""
-    rows = [(key, *(described(features.get(key)) for features in datasets)) for key in keys]
+    names = [visible(name) for name in names]
+    rows = [(visible(key), *(visible(described(features.get(key))) for features in datasets)) for key in keys]
     widths = _widths([("key", *names), *rows])
     if widths is None:
         lines = [line for key, *cells in rows for line in (key, *map("  {}: {}".format, names, cells))]

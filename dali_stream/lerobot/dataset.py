@@ -27,6 +27,7 @@ from dali_stream.lerobot.source import Timing
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.process import trim_memory
 from dali_stream.storage import Store
+from dali_stream.text import listed
 
 NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # features that every batch has
 CLOCKS = ("timestamp", "frame_index")  # values of the argument `clock`; the first is the default
@@ -367,7 +368,7 @@ class DatasetFiles:
 
     def __repr__(self) -> str:
         contents = f"{counted(self.num_episodes, 'episode')}, {counted(self.num_frames, 'frame')} at {self.fps:g} fps"
-        return f"Dataset({self.uri!r}: {contents}, cameras: {', '.join(self.cameras) or 'none'})"
+        return f"Dataset({self.uri!r}: {contents}, cameras: {listed(self.cameras)})"
 
     def close(self) -> None:
         """Close file handles and connections. Reading opens them again."""
@@ -379,7 +380,7 @@ def check_left_out(keys: Collection[str], features: Collection[str]) -> None:
     """Check that features can be left out. Raises ValueError if a key is unknown, or if every dataset must have it."""
     for key in keys:
         if key not in features or key in NEEDED:
-            can = ", ".join(other for other in features if other not in NEEDED)
+            can = listed(other for other in features if other not in NEEDED)
             raise ValueError(f"keys must be features that can be left out, got {key!r}. Available: {can}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -127,3 +128,8 @@ class Feature(dict[str, Any]):
         said = self.encoding[1]
         deep = str(said.get("video.pix_fmt", "")).startswith("gray1")  # gray10le to gray16le; 8 bits may be an ordinary camera
         return bool(deep or said.get("video.is_depth_map") or said.get("is_depth_map"))
+
+
+def vectors(features: Mapping[str, Feature]) -> list[str]:
+    """Return the keys of the features that are vectors of floats, such as actions and states."""
+    return [key for key, feature in features.items() if feature.is_float and len(feature.row_shape) == 1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from dali_stream.file_content import from_json, read
 
 Int64 = npt.NDArray[np.int64]
 Frames = Mapping[int, Sequence[Sequence[int]]] | Mapping[str, Sequence[Sequence[int]]]
@@ -143,8 +144,7 @@ def parse_ranges(frames: Frames | str | os.PathLike[str], index: Int64, length: 
 
 def _read(path: str) -> Any:
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
+        return from_json(read(path))
     except (OSError, ValueError) as error:
         raise ValueError(f"frames must be a readable JSON file, got {path!r}: {error}") from error
 

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError, StorageError
+from dali_stream.file_content import from_json
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.file_names import numbered_files
 from dali_stream.storage import Store, lfs
@@ -362,7 +363,7 @@ def read_names(store: Store, path: str, index: str) -> dict[int, str]:
         return {}
     table = read_parquet(store, path, row_bytes=0)
     try:
-        stored = json.loads((table.schema.metadata or {}).get(b"pandas", b"{}"))
+        stored = from_json((table.schema.metadata or {}).get(b"pandas", b"{}"))
         columns = [c for c in stored.get("index_columns", []) if isinstance(c, str)] if isinstance(stored, dict) else []
     except ValueError:
         columns = []
@@ -635,7 +636,8 @@ def _numbers(store: Store, path: str, needed: list[str], optional: list[str], in
         if wrong:
             raise DatasetError(f"Invalid column {wrong[0]} in {store.where(path)}: must hold a number for each episode")
         columns = {name: table[name].to_numpy() for name in wanted}
-        return {name: v if name.endswith("timestamp") else v.astype(np.int64) for name, v in columns.items()}
+        where = store.where(path)
+        return {n: v if n.endswith("timestamp") else _integers(v, n, kinds[n], where) for n, v in columns.items()}
 
 
 def _wrong_total(unit: str, count: int, where: str, total: int | None, store: Store) -> DatasetError:
@@ -643,6 +645,17 @@ def _wrong_total(unit: str, count: int, where: str, total: int | None, store: St
         f"Invalid total_{unit} in {store.where(INFO)}: must be {count}, the number of {unit} in {where}, got {total}. "
         "A file is missing, or the dataset was edited by hand: copy or edit it again with LeRobot's tools"
     )
+
+
+def _integers(values: npt.NDArray[Any], name: str, kind: pa.DataType, where: str) -> npt.NDArray[np.int64]:
+    """Return numbers as int64. Raises DatasetError if a number is not whole, or if episodes are numbered by floats."""
+    if name == "episode_index" and values.dtype.kind == "f":
+        raise DatasetError(f"Invalid column {name} in {where}: must hold integers, got {kind}. Export the dataset again")
+    with np.errstate(invalid="ignore"):
+        cut = values.astype(np.int64)
+    if (wrong := cut != values).any():
+        raise DatasetError(f"Invalid column {name} in {where}: must hold integers, got {values[wrong][0]}")
+    return cut
 
 
 def check_episodes(table: Mapping[str, npt.NDArray[Any]], where: str, store: Store, info: Info) -> None:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dali_stream.lerobot import metadata
+from dali_stream.text import listed
 
 Int64 = npt.NDArray[np.int64]
 EpisodeFilter: TypeAlias = Callable[[dict[str, Any]], bool] | pc.Expression
@@ -40,9 +41,9 @@ def cameras(info: metadata.Info, keys: Sequence[str] | None) -> tuple[str, ...]:
         raise ValueError(f"cameras must be a list of keys, got the string {keys!r}")
     for camera in keys:
         if camera in info.left_out:
-            raise ValueError(f"Camera {camera!r} {info.left_out[camera]}. Available: {', '.join(available) or 'none'}")
+            raise ValueError(f"Camera {camera!r} {info.left_out[camera]}. Available: {listed(available)}")
         if camera not in available:
-            raise ValueError(f"Unknown camera {camera!r}. Available: {', '.join(available) or 'none'}")
+            raise ValueError(f"Unknown camera {camera!r}. Available: {listed(available)}")
     return tuple(key for key in available if key in keys)
 
 
@@ -96,7 +97,7 @@ def _matching(episode_filter: EpisodeFilter, read: ReadColumns) -> Int64:
             except (pa.ArrowException, TypeError) as error:
                 raise ValueError(
                     f"episode_filter must fit the episode table, got {episode_filter}: {error}. Available columns: "
-                    f"{', '.join(name for name in table.column_names if not name.startswith('stats/'))}"
+                    f"{listed(name for name in table.column_names if not name.startswith('stats/'))}"
                 ) from error
         return kept["episode_index"].to_numpy()
     if not callable(episode_filter):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -362,11 +363,12 @@ class _Pools:
     def find(self, start: int, stop: int) -> tuple[Int64, Int64]:
         """Return the positions of the places in [start, stop), and these places."""
         parts = [np.empty((2, 0), np.int64)]
-        for consumer in range(self._count):
-            begin, end = self._bounds(consumer)
-            if begin < stop and start < end:
-                draw, places = self._run(consumer).find(start, stop)
-                parts.append(np.stack([draw * self._count + consumer, places]))
+        first = bisect_right(range(self._count), start, key=lambda consumer: self._bounds(consumer)[1])
+        for consumer in range(first, self._count):
+            if self._bounds(consumer)[0] >= stop:
+                break
+            draw, places = self._run(consumer).find(start, stop)
+            parts.append(np.stack([draw * self._count + consumer, places]))
         position, places = np.concatenate(parts, 1)
         return position, places
 

@@ -112,6 +112,7 @@ class EpisodePool:
 
     def __init__(self, ends: Int64, run: tuple[int, int], random: np.random.Philox, pool: int) -> None:
         self.drawn = 0
+        pool = min(pool, len(ends))  # more slots would stay empty
         self._ends, self._random, self._pool = ends, random, pool
         self._next, self._stop = run
         self._episode = int(np.searchsorted(ends, self._next, side="right"))

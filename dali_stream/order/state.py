@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from dali_stream.arguments import MOST_EPOCHS
 from dali_stream.errors import ResumeError
 from dali_stream.order.order import Shuffle, allowed_worlds, check_order_arguments, check_world, uneven
 
+MOST_CONSUMERS, MOST_SEGMENTS = 1 << 20, 1 << 31  # limits of what a state may set
 STATE_VERSION = 2
 """Version of the orders. Each state contains it, because a position may have another sample in another version."""
 
@@ -68,8 +70,9 @@ def noted(state: Mapping[str, Any], shuffle: Shuffle | None, pools: Mapping[str,
     if shuffle is None and (saved == "global" or isinstance(saved, bool)):
         values = {"shuffle": saved}
     if isinstance(order, Mapping) and saved is True and shuffle in (None, True):
+        most = {"consumers": MOST_CONSUMERS, "episode_pool_size": MOST_SEGMENTS}
         left = {name: order.get(name) for name, user_value in pools.items() if user_value is None}
-        values |= {name: value for name, value in left.items() if type(value) is int and value >= 1}
+        values |= {name: value for name, value in left.items() if type(value) is int and 1 <= value <= most[name]}
     return values
 
 
@@ -108,11 +111,27 @@ def check_state(state: Mapping[str, Any], whose: str, order: Mapping[str, Any], 
     """
     saved, epoch, position = (state.get(key) for key in ("order", "epoch", "position"))
     if saved != order:
+        differences = _differences(saved, order) if isinstance(saved, Mapping) else f"it was {str(saved)[:80]} in the run"
+        raise ResumeError(f"order of the state must be that of this {whose}: {differences}. Resume with the same arguments")
+    at_place = type(epoch) is int and type(position) is int and 0 <= epoch < MOST_EPOCHS and 0 <= position <= frames
+    if not at_place:
         raise ResumeError(
-            f"order of the state must be that of this {whose}, {order}, got {saved}. Resume with the same arguments"
+            f"the state must be at an epoch from 0 to {MOST_EPOCHS - 1} and a position from 0 to {frames}, got epoch "
+            f"{str(epoch)[:40]}, position {str(position)[:40]}"
         )
-    if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= frames:
-        raise ResumeError(
-            f"the state must be at an epoch from 0 and a position from 0 to {frames}, got epoch {epoch}, position {position}"
-        )
+    assert isinstance(epoch, int)
+    assert isinstance(position, int)
     return epoch, position
+
+
+def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Return the entries in which two orders differ, such as "seed was 1 in the run and is 2 here"."""
+    found = []
+    for key in dict.fromkeys([*here, *saved]):
+        before, now = saved.get(key), here.get(key)
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            found += [f"{key}: {_differences(before, now)}"] if before != now else []
+        elif before != now or (key in saved) != (key in here):
+            old, new = (str(values[key])[:80] if key in values else "absent" for values in (saved, here))
+            found.append(f"{key} was {old} in the run and is {new} here")
+    return ", ".join(found)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.text import listed
+
 Int64 = npt.NDArray[np.int64]
 TOLERANCE_S = 1e-4  # maximum difference of a delta from a multiple of 1/fps, in seconds: LeRobot's default of `tolerance_s`
 
@@ -65,7 +67,7 @@ def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[st
     frame_offsets = {}
     for key, values in deltas.items():
         if key not in keys:
-            raise ValueError(f"Unknown key {key!r} in delta_timestamps. Available: {', '.join(keys)}")
+            raise ValueError(f"Unknown key {key!r} in delta_timestamps. Available: {listed(keys)}")
         try:
             texts = any(isinstance(value, (str, bytes)) for value in values)  # NumPy would convert them
             seconds = np.empty(0) if texts else np.asarray(values, np.float64)

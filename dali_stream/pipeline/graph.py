@@ -7,6 +7,7 @@ the operator, `cpu` instead of `mixed`.
 from __future__ import annotations
 
 import logging
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from dali_stream.decode.capability import engines
 from dali_stream.decode.route import TORCHCODEC_CUDA
 from dali_stream.errors import DaliStreamError
 from dali_stream.pipeline.config import SAMPLE, SUBSTITUTE
+from dali_stream.text import listed
 
 # isort: split
 from nvidia.dali import fn, types
@@ -201,7 +203,9 @@ def _applied(user: Graph, nodes: dict[str, DataNode]) -> dict[str, DataNode]:
     except KeyError as error:
         if (key := error.args[0] if error.args else None) in nodes:
             raise
-        raise ValueError(f"dali_graph raised KeyError: {key!r}. Keys of its argument: {', '.join(nodes)}") from error
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+        raise ValueError(f"dali_graph raised KeyError: {key!r} ({place}). Keys of its argument: {listed(nodes)}") from error
     if isinstance(returned, dict) and returned.get(SAMPLE) is nodes[SAMPLE]:
         returned = {key: node for key, node in returned.items() if key != SAMPLE}
     if not isinstance(returned, dict) or not returned:

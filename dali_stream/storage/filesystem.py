@@ -21,6 +21,16 @@ _TAGS = ("generation", "etag", "ETag", "md5Hash", "mtime", "LastModified", "last
 _FINAL = (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
 
 
+def check_scheme(address: str) -> None:
+    """Raise DatasetError if fsspec has no driver for the scheme of an address."""
+    scheme = address.partition("://")[0]
+    if scheme not in fsspec.available_protocols():
+        raise DatasetError(
+            f"{cleaned(address).rstrip('/')}: unknown scheme {scheme}://. Allowed: a local folder, file://, http(s)://, hf://, "
+            "s3://, gs://, az:// and the schemes for which fsspec has a driver"
+        )
+
+
 class FsspecStore(RemoteStore):
     """Folder of any fsspec filesystem. The version of a file is checked after each read, and before the first one.
 
@@ -42,11 +52,7 @@ class FsspecStore(RemoteStore):
         self._options = {"use_listings_cache": False, "skip_instance_cache": True, **(storage_options or {})}
         self._given = address
         self._filesystems: dict[int, tuple[Any, str]] = {}
-        if scheme not in fsspec.available_protocols():
-            raise DatasetError(
-                f"{shown}: unknown scheme {scheme}://. Allowed: a local folder, file://, http(s)://, hf://, s3://, gs://, "
-                "az:// and the schemes for which fsspec has a driver"
-            )
+        check_scheme(address)
         try:
             self._filesystem()
             return

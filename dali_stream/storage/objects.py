@@ -10,7 +10,7 @@ from typing import Any
 import obstore
 from obstore.exceptions import PermissionDeniedError, PreconditionError, UnauthenticatedError
 
-from dali_stream.errors import StorageError
+from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.object_options import parsed
 from dali_stream.storage.remote import Answer, RemoteStore, Version
 from dali_stream.storage.retry import Deadline, Patience, TransientError
@@ -27,6 +27,9 @@ _NAMES = re.compile(rf"\b({'|'.join(_FAILURES)})\b")
 _INSTANCE = re.compile(r"169\.254\.|metadata\.google\.internal")  # hosts that provide the credentials of a machine in the cloud
 
 _user: int | None = None  # id of the process that used obstore first
+
+
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")  # codes of S3 and Google Cloud Storage, and of Azure
 
 
 class ObjectStore(RemoteStore):
@@ -133,6 +136,8 @@ class ObjectStore(RemoteStore):
             return StorageError(f"{self.where(path)}: the server does not support byte ranges. Check the address")
         if status == 0 and (name := _NAMES.search(text)) and not _INSTANCE.search(text):
             return TransientError(_FAILURES[name[1]], unreachable=name[1] == "Connect")
+        if code and code[1] in _NO_BUCKET:
+            return DatasetError(f"{self.address}: no such bucket ({words}). Check the address, the endpoint and the region")
         if isinstance(error, FileNotFoundError):
             status = 404
         elif isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or _INSTANCE.search(text):

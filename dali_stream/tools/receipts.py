@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
@@ -16,11 +15,14 @@ import numpy.typing as npt
 from dali_stream import run_config
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError
+from dali_stream.file_content import Fields, check_fields, from_json, whole
 from dali_stream.mixture import Mixture
 from dali_stream.order.batches import Batches
 from dali_stream.order.state import STATE_VERSION, OrderArguments
+from dali_stream.text import listed
 
 Int64 = npt.NDArray[np.int64]
+_ENTRY: Fields = {**run_config.PLACE, "step": (whole(0, 1 << 62),)}
 
 
 class Place(NamedTuple):
@@ -149,7 +151,7 @@ def receipt(
 def _end(state: Mapping[str, Any] | None, entries: list[tuple[Place, int]]) -> Place:
     """Return the place at which the run ended."""
     if state is not None:
-        return Place(state["epoch"], state["position"])
+        return Place(*run_config.checked_place("until", state))
     if not entries:
         raise ValueError("until must be a saved state of the run, got None. Give it, a log, or a file of Loader.save as config")
     return entries[-1][0]
@@ -163,7 +165,7 @@ def _place(dataset: Dataset | Mixture, name: str, episode: int) -> int | None:
     before, part = 0, dataset
     if isinstance(dataset, Mixture):
         if name not in dataset.datasets:
-            raise ValueError(f"dataset must be one of {', '.join(dataset.datasets)}, got {name!r}")
+            raise ValueError(f"dataset must be one of {listed(dataset.datasets)}, got {name!r}")
         before, part = int(dataset.first[dataset.dataset_names.index(name)]), dataset.datasets[name]
     elif name:
         raise ValueError(f"dataset must be left out, since the run has only one, got {name!r}")
@@ -193,17 +195,22 @@ def _padded(batches: Batches, positions: Int64) -> list[int]:
 def _entries(log: Path) -> list[tuple[Place, int]]:
     """Return the place and the step of each entry of a log. Raises ValueError if the log cannot be read."""
     try:
-        lines = log.read_text().split("\n")[:-1]  # a last line without an end was cut off when the run was killed
+        lines = log.read_text(errors="replace").split("\n")[
+            :-1
+        ]  # a last line without an end was cut off when the run was killed
     except OSError as error:
         raise ValueError(f"log must be a file that can be read, got {str(log)!r}: {error.strerror}") from None
     entries = []
     for number, line in enumerate(lines, 1):
         try:
-            entry = json.loads(line)
+            entry = from_json(line)
+            if not isinstance(entry, dict):
+                raise ValueError(f"must be an object, got {type(entry).__name__}")
+            if _ENTRY.keys() <= entry.keys():
+                check_fields("the entry", place := {key: entry[key] for key in _ENTRY}, _ENTRY, tuple(_ENTRY))
+                entries.append((Place(place["epoch"], place["position"]), place["step"]))
         except ValueError as error:
             raise ValueError(f"log must contain JSON lines, got line {number} of {log}: {error}") from None
-        if {"step", "epoch", "position"} <= entry.keys():
-            entries.append((Place(entry["epoch"], entry["position"]), entry["step"]))
     return entries
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +34,10 @@ from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted
+from dali_stream.lerobot.features import vectors
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mixture import Mixture
+from dali_stream.text import visible
 from dali_stream.tools.work import spread
 
 MARGIN, CELL_GAP, CAMERA_GAP, STEP_GAP = 20, 24, 12, 3
@@ -191,14 +194,14 @@ class _Page:
         self._pen = ImageDraw.Draw(self.image)
 
     def text(self, left: int, top: int, text: str, colour: str, size: int, width: int) -> None:
-        """Draw a line of text. If it is wider than `width` pixels, it is cut and gets an ellipsis."""
+        """Draw a line of text, with control characters escaped. If it is wider than `width` pixels, it gets an ellipsis."""
         self._pen.text((left, top), _cut(text, width, size), colour, font(size))
 
     def draw_header(self, strips: Sequence[Window], left: int, top: int, windowed: bool) -> None:
         """Draw the names of the cameras, and below them the times of the steps if `windowed`."""
         for strip in strips:
             width, step_width = _width(strip), strip.data.shape[2]
-            short = strip.key if font(SMALL).getlength(strip.key) <= width else strip.key.rpartition(".")[2]
+            short = strip.key if font(SMALL).getlength(visible(strip.key)) <= width else strip.key.rpartition(".")[2]
             self.text(left, top, short, PLAIN, SMALL, width)
             for step, seconds in enumerate(strip.seconds if windowed else ()):
                 self.text(left + step * (step_width + STEP_GAP), top + line(SMALL), _time(seconds), DIM, SMALL, step_width)
@@ -292,7 +295,7 @@ def _range(values: npt.NDArray[np.float64]) -> tuple[float, float]:
 def _wrapped(text: str, width: int) -> list[str]:
     """Break a text into at most `_MOST_LINES` lines of `width` pixels. The last line may be wider, and so may long words."""
     lines: list[str] = []
-    for word in text.split():
+    for word in visible(" ".join(text.split())).split():
         longer = f"{lines[-1]} {word}" if lines else word
         if lines and (font(TEXT).getlength(longer) <= width or len(lines) == _MOST_LINES):
             lines[-1] = longer
@@ -303,11 +306,11 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 def _cut(text: str, width: int, size: int) -> str:
     """Return a text. If it is wider than `width` pixels, it is cut and gets an ellipsis."""
+    text = visible(text)
     if font(size).getlength(text) <= width:
         return text
-    while text and font(size).getlength(text + "…") > width:
-        text = text[:-1]
-    return text.rstrip() + "…"
+    fits = bisect_right(range(len(text)), width, key=lambda count: font(size).getlength(text[: count + 1] + "…"))
+    return text[:fits].rstrip() + "…"
 
 
 def line(size: int) -> int:
@@ -321,10 +324,15 @@ def font(size: int) -> Any:
     return ImageFont.load_default(size)
 
 
-def plotted(dataset: Dataset | Mixture) -> list[str]:
-    """Return the keys of the features to plot, at most 6: floating-point observations, and the action."""
-    keys = [key for key, f in dataset.features.items() if f.is_float and (key == "action" or key.startswith("observation."))]
-    return keys[:_MOST_FEATURES]
+def plotted(dataset: Dataset | Mixture, action: str | None = None) -> list[str]:
+    """Return the keys of the features to plot, at most 6: `action`, floating-point observations, and vectors of floats.
+
+    Args:
+        dataset: Dataset or mixture.
+        action: Key of the feature to plot first. Default: None, and features are plotted in the order of the dataset.
+    """
+    named = [key for key, f in dataset.features.items() if f.is_float and (key == "action" or key.startswith("observation."))]
+    return list(dict.fromkeys([*([action] if action else []), *named, *vectors(dataset.features)]))[:_MOST_FEATURES]
 
 
 def episodes(dataset: Dataset, keys: Sequence[str], most: int) -> list[Sample]:

@@ -15,8 +15,10 @@ import torch
 from dali_stream.arguments import budget_text
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError
+from dali_stream.lerobot.features import vectors
 from dali_stream.loader import Loader
 from dali_stream.mixture import Mixture
+from dali_stream.text import listed
 from dali_stream.tools import environment
 
 Mode = Literal["single", "sarm", "action_chunk"]
@@ -28,12 +30,13 @@ SARM_STEPS, SARM_SPACING_S = 8, 1.0
 POINTS = 200  # maximum number of points of the timeline
 
 
-def windows(mode: Mode, dataset: Dataset | Mixture) -> dict[str, list[float]]:
+def windows(mode: Mode, dataset: Dataset | Mixture, action: str | None = None) -> dict[str, list[float]]:
     """Return the `delta_timestamps` of a mode, in seconds. The steps of a mixture are whole frames at its lowest fps.
 
     Args:
         mode: See `measure`.
         dataset: Dataset or mixture.
+        action: Key of the actions. Default: None, and the key is found by its name.
 
     Raises:
         ValueError: If the mode is unknown, or if the dataset lacks a feature that the mode needs.
@@ -46,11 +49,21 @@ def windows(mode: Mode, dataset: Dataset | Mixture) -> dict[str, list[float]]:
         return {key: [-frames * step / fps for step in reversed(range(SARM_STEPS))] for key in dataset.cameras}
     if mode == "single":
         return {}
-    if "action" not in dataset.features:
+    return {action or _action(dataset): [step / fps for step in range(CHUNK)]}
+
+
+def _action(dataset: Dataset | Mixture) -> str:
+    """Return the key of the actions: "action", or else the only vector of floats whose key contains this word."""
+    if "action" in dataset.features:
+        return "action"
+    floats = vectors(dataset.features)
+    found = [key for key in floats if "action" in key.lower()]
+    if len(found) != 1:
         raise ValueError(
-            f"mode action_chunk needs a feature 'action'. Features of {dataset.uri}: {', '.join(dataset.features)}"
+            f"mode action_chunk needs the key of the actions, since {dataset.uri} has no feature 'action'. Give it with "
+            f"--action. Vectors of floats: {listed(floats)}"
         )
-    return {"action": [step / fps for step in range(CHUNK)]}
+    return found[0]
 
 
 def measure(
@@ -61,6 +74,7 @@ def measure(
     loader: dict[str, Any],
     together: Callable[[], None],
     progress: Progress,
+    action: str | None = None,
 ) -> dict[str, Any]:
     """Time the batches of this rank.
 
@@ -76,18 +90,22 @@ def measure(
         loader: Further arguments of the Loader.
         together: Barrier of all ranks, so that all ranks are timed over the same period. It is called four times.
         progress: Function that is called after each batch.
+        action: Key of the actions of mode "action_chunk". Default: None, and the key is found by its name.
 
     Returns:
         The measurements of this rank. `later` contains those of later epochs, or None. See `_Clock.time` and
         `run.node_report` for the fields.
 
     Raises:
-        DaliStreamError: If the dataset has no cameras, or a frame cannot be read.
+        DaliStreamError: If the dataset has no cameras and the mode needs them, or a frame cannot be read.
     """
-    if not dataset.cameras:
-        raise DaliStreamError(f"no frame was measured: {dataset.uri} has no cameras. Give a dataset with cameras")
+    deltas = windows(mode, dataset, action)
+    if not dataset.cameras and mode != "action_chunk":
+        raise DaliStreamError(
+            f"no frame was measured: {dataset.uri} has no cameras. Give a dataset with cameras, or measure rows with "
+            "--mode action_chunk"
+        )
     environment.forget_peak()
-    deltas = windows(mode, dataset)
     steps = {key: len(deltas.get(key, [0])) for key in dataset.cameras}
     with Loader(dataset, delta_timestamps=deltas, **loader) as running:
         clock, epoch = _Clock(running, steps, together, progress), len(running)

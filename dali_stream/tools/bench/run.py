@@ -31,6 +31,7 @@ def run(
     device: str,
     head: dict[str, Any],
     progress: Progress,
+    action: str | None = None,
 ) -> dict[str, Any] | None:
     """Measure on every rank of this run.
 
@@ -41,19 +42,20 @@ def run(
         head: Further entries of the report. If the entry `source` is None, it is replaced by the scheme of the dataset's URI,
             "local" or "mixture".
         progress: Function that is called after each batch of the main rank.
+        action: See `measure.measure`.
 
     Returns:
         The report on the main rank, and None on the others. See `node_report`.
 
     Raises:
-        DaliStreamError: If the dataset has no cameras, or a frame cannot be read.
+        DaliStreamError: If the dataset has no cameras and the mode needs them, or a frame cannot be read.
     """
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
     state = PartialState(cpu=process.gpu(device) is None)
     show = progress if state.is_main_process else lambda done, total, description: None
-    own = measure(dataset, mode, num_batches, warmup, loader | {"device": device}, state.wait_for_everyone, show)
+    own = measure(dataset, mode, num_batches, warmup, loader | {"device": device}, state.wait_for_everyone, show, action)
     ranks = gather_object([own])
     # A process may abort if it ends while Gloo's threads run: https://github.com/pytorch/pytorch/pull/179291.
     state.destroy_process_group()

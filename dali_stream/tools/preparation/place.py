@@ -19,6 +19,7 @@ import obstore
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage import OBJECTS
+from dali_stream.storage.filesystem import check_scheme
 from dali_stream.storage.object_options import parsed
 from dali_stream.storage.retry import Patience
 from dali_stream.storage.store import checked
@@ -146,6 +147,8 @@ class RemotePlace(Place):
 
     def __init__(self, address: str, options: dict[str, Any] | None) -> None:
         self.address = address.rstrip("/")
+        if address.partition("://")[0] not in OBJECTS:
+            check_scheme(address)
         calls = _Objects if address.partition("://")[0] in OBJECTS else _Files
         self._calls: _Objects | _Files = calls(self.address, options or {})
 

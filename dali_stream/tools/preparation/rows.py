@@ -282,10 +282,13 @@ def without(schema: pa.Schema, columns: Collection[str], is_v2: bool) -> pa.Sche
     for name in columns:
         schema = schema.remove(schema.get_field_index(name))
     if columns and b"huggingface" in described:
-        text = json.loads(described[b"huggingface"])
-        for name in columns:
-            text.get("info", {}).get("features", {}).pop(name, None)
-        described[b"huggingface"] = json.dumps(text).encode()
+        try:
+            text = json.loads(described[b"huggingface"])
+            for name in columns:
+                text.get("info", {}).get("features", {}).pop(name, None)
+            described[b"huggingface"] = json.dumps(text).encode()
+        except (ValueError, TypeError, AttributeError, RecursionError):  # it only helps the library `datasets`
+            del described[b"huggingface"]
     return schema.with_metadata(described or None)
 
 

@@ -199,8 +199,8 @@ def _check_same(place: Place, stored: Json, head: Json, content: str) -> None:
     differs = [name for name in head if stored.get(name) != json.loads(json.dumps(head[name]))]
     if differs:
         raise ValueError(
-            f"{place.address} holds {content} with another {' and another '.join(differs)}. Repeat the earlier command to "
-            "continue it, remove it, or give another folder"
+            f"{place.address} holds {content} of another command, which differs in {', '.join(differs)}. Repeat the earlier "
+            "command to continue it, remove it, or give another folder"
         )
 
 

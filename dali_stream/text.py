@@ -1,0 +1,54 @@
+"""Text of others, such as the names in a dataset, in messages, logs and tables."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+
+# Control characters of ASCII and Latin-1, among them those that move the cursor or set the title of a terminal, separators of
+# lines, characters that reverse the direction of the text after them, and halves of surrogate pairs, which cannot be encoded.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_LONG_WORD, _LONG_TEXT, _LONG_LIST = 500, 4000, 100  # maximum numbers of characters, characters and names
+_WORD = re.compile(rf"\S{{{_LONG_WORD + 1},}}")
+
+
+def visible(text: object, keep: str = "") -> str:
+    r"""Return a text that cannot control a terminal or forge a line of a log, and has at most about 4000 characters.
+
+    Control characters and line breaks are escaped as in Python, such as "\x1b" and "\n". The middle of a long word, such as a
+    path of 100 kB, and of a long text is left out. A text that is visible already is returned unchanged.
+
+    Args:
+        text: Text, or an object with one.
+        keep: Control characters that are not escaped. Default: none.
+    """
+    text = _CONTROL.sub(lambda found: found[0] if found[0] in keep else _escaped(found[0]), str(text))
+    return shortened(_WORD.sub(lambda found: shortened(found[0], _LONG_WORD), text), _LONG_TEXT)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text with an ellipsis in place of its middle if it has more than `most` characters."""
+    return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[len(text) - most // 2 :]}"
+
+
+def listed(names: Iterable[object], nothing: str = "none") -> str:
+    """Return names as a visible text, such as "a, b". Of more than 100 names, the number of the others is given.
+
+    Args:
+        names: Names, for example the keys of a dict.
+        nothing: Text if there are no names. Default: "none".
+    """
+    all_names = list(names)
+    more = [f"and {len(all_names) - _LONG_LIST} more"] if len(all_names) > _LONG_LIST else []
+    return ", ".join([*map(visible, all_names[:_LONG_LIST]), *more]) or nothing
+
+
+def make_visible(record: logging.LogRecord) -> bool:
+    """Make the text of a log record visible. This is a filter of the package's logger."""
+    record.msg, record.args = visible(record.getMessage()), ()
+    return True
