@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dali_stream import log_records
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, MemoryBudgetError, ResumeError, StorageError
 from dali_stream.mixture import Mixture
@@ -40,6 +41,8 @@ __all__ = [
     "trace",
     "types",
 ]
+
+log_records.install()
 
 # These are imported on first use, since importing torch and DALI takes a second, and orders and metadata do not need them.
 _LAZY = {"FrameSampler": "dali_stream.sampler", "Loader": "dali_stream.loader", "batch_at": "dali_stream.replay"}

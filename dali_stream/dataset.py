@@ -76,8 +76,8 @@ class Dataset(DatasetFiles):
         episodes: Indices of the selected episodes in increasing order, int64 of shape (E,).
         lengths: Number of frames of each selected episode, sampled or not, int64 of shape (E,).
         fingerprint: Hash of the metadata and of the selected episodes and frames, 32 hexadecimal digits. It does not depend on
-            the selected cameras, or on the location, format version, files and encoding of the dataset. It does depend on the
-            commit of a Hub repository, and on `clock` and `tolerance_s` if they are not the defaults.
+            the selected cameras, or on the location, commit, format version, files and encoding of the dataset. It does depend
+            on `clock` and `tolerance_s` if they are not the defaults.
         skips_images: Whether the rows contain images that are not selected.
         revision: Commit of the Hub repository. None for other datasets.
         cache_dir, clock: Values of these arguments.

@@ -17,6 +17,7 @@ from dali_stream import mixture_file
 from dali_stream.arguments import known_arguments, one_of
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted
+from dali_stream.lerobot import fingerprint
 from dali_stream.lerobot.combined import MISSING, CombinedSource
 from dali_stream.lerobot.metadata import Stats
 from dali_stream.lerobot.stats import merged
@@ -163,6 +164,18 @@ class Mixture(CombinedSource[Dataset]):
             [name, dataset.fingerprint, sorted(self.renamed_keys[name].items())] for name, dataset in self.datasets.items()
         ]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+    @functools.cached_property
+    def contents(self) -> dict[str, str]:
+        """Hash of each part of the fingerprint, for messages, {"<dataset>: <part>": hash}."""
+        renamed = {name: json.dumps(sorted(keys.items())).encode() for name, keys in self.renamed_keys.items() if keys}
+        parts = {f"{name}: {part}": digest for name, own in self.datasets.items() for part, digest in own.contents.items()}
+        return parts | {f"{name}: {fingerprint.KEYS}": fingerprint.hashed(keys) for name, keys in renamed.items()}
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """Origin of each dataset by name. See `DatasetFiles.source`."""
+        return {name: dataset.source for name, dataset in self.datasets.items()}
 
     def has_fingerprint(self, fingerprint: object) -> bool:
         """Return whether a fingerprint from a saved state matches this mixture."""

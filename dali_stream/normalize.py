@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from dali_stream.arguments import known_arguments
 from dali_stream.errors import DatasetError
+from dali_stream.log_records import DATASET_LOG
 from dali_stream.mixture import Mixture
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ Modes = str | Mapping[str, str | None] | None
 """Mode of each key, such as {"action": "min_max"}. A single mode applies to the action and to all float features
 `observation.*` except cameras. None disables normalization."""
 Affine = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
-_log = logging.getLogger("dali_stream")
+_log = logging.getLogger(DATASET_LOG)
 
 
 class Normalizer:

@@ -28,6 +28,7 @@ from dali_stream.arguments import from_zero
 from dali_stream.dataset import Dataset
 from dali_stream.decode.route import Route
 from dali_stream.errors import ResumeError
+from dali_stream.lerobot import fingerprint
 from dali_stream.mixture import Mixture
 from dali_stream.order.batches import Batches
 from dali_stream.order.state import STATE_VERSION
@@ -93,7 +94,7 @@ def describe(
         "loader": loader,
         "dali_graph": described_graph(dali_graph),
         "routes": {camera: route.decoder for camera, route in routes.items()},
-        "state": {"version": STATE_VERSION, "dataset": dataset.fingerprint, "order": config.order_state()},
+        "state": {"version": STATE_VERSION, "order": config.order_state(), **fingerprint.saved(dataset)},
         "begin": begin,
     }
     parsed: dict[str, Any] = json.loads(json.dumps(described))  # equal to the content of a file

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.batches import Batch, equal, samples
 from support.clouds import S3, Hub
-from support.datasets import SIDE
+from support.datasets import SIDE, tree
 from support.servers import Handler, Server
 from support.stores import Clock
 
@@ -56,14 +56,66 @@ def test_hub(hub: Hub, local: list[Batch], uri: str) -> None:
     assert same(batches_of(dataset), local)
 
 
-def test_the_revision_is_pinned_and_part_of_the_fingerprint(hub: Hub, small: Path, local: list[Batch]) -> None:
+def test_the_revision_is_pinned_and_no_part_of_the_fingerprint(hub: Hub, small: Path) -> None:
     dataset = Dataset(REPOSITORY, revision="main")
-    before = dataset.revision
+    before, fingerprint = dataset.revision, dataset.fingerprint
     hub.put(f"datasets/{REPOSITORY}", {"README.md": b"changed"})  # main moves on during the run
     later = Dataset(REPOSITORY)
     assert later.revision != before == dataset.revision
-    assert len({dataset.fingerprint, later.fingerprint, Dataset(small).fingerprint}) == 3
+    assert fingerprint == later.fingerprint == Dataset(small).fingerprint
     assert all(f"/resolve/{later.revision}/" not in r.path for r in hub.requests if r.path.endswith(".mp4"))
+
+
+def test_a_run_goes_on_at_another_commit_and_on_a_local_copy(
+    hub: Hub, small: Path, tmp_path: Path, local: list[Batch], caplog: pytest.LogCaptureFixture
+) -> None:
+    def resumed(dataset: Dataset | Path, state: dict[str, Any]) -> bool:
+        caplog.clear()
+        with Loader(dataset, batch_size=32, image_dtype="uint8", seed=2) as loader:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+            return same(list(loader), local[1:])
+
+    dataset = Dataset(f"hf://datasets/{REPOSITORY}")
+    with Loader(dataset, batch_size=32, image_dtype="uint8", seed=2) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    assert resumed(small, state)
+    assert "commit" not in caplog.text, "nothing says of which commit the copy is"
+    hub.put(f"datasets/{REPOSITORY}", {"README.md": b"changed"})
+    later = Dataset(f"hf://datasets/{REPOSITORY}")
+    assert resumed(later, state)
+    assert f"saved at commit {dataset.revision} of hf://" in caplog.text
+    assert f"is at commit {later.revision}" in caplog.text
+    own = shutil.copytree(small, tmp_path / "own")
+    note = own / ".cache/huggingface/download/meta/info.json.metadata"
+    note.parent.mkdir(parents=True)
+    note.write_text(f"{later.revision}\netag\n0.0\n")  # as huggingface_hub writes it
+    assert resumed(own, state)
+    assert f"is at commit {later.revision}" in caplog.text
+
+
+def test_a_state_says_which_versions_of_metadata_files_it_had(
+    small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = tree(small)
+    with Server(files) as server:
+        with Loader(server.url, batch_size=8, device="cpu") as loader:
+            state = loader.state_dict()
+            before = state["source"]["versions"]["meta/info.json"]
+        files["meta/info.json"] += b"\n"
+        with Loader(server.url, batch_size=8, device="cpu") as loader:
+            loader.load_state_dict(state)
+            after = loader.state_dict()["source"]["versions"]["meta/info.json"]
+    assert f"/meta/info.json had version {before} when the state was saved, and has {after} now" in caplog.text
+    caplog.clear()
+    own = shutil.copytree(small, tmp_path / "own")
+    with Loader(own, batch_size=8, device="cpu") as loader:
+        state = loader.state_dict()
+    for path in (own / "meta").glob("*.json"):
+        path.touch()
+    with Loader(own, batch_size=8, device="cpu") as loader:
+        loader.load_state_dict(state)
+    assert "version" not in caplog.text, "the content is the same"
 
 
 def test_metadata_from_the_repository_and_bulk_from_a_bucket(hub: Hub, local: list[Batch]) -> None:

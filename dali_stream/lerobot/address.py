@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.lerobot.metadata import INFO
+from dali_stream.log_records import DATASET_LOG
 from dali_stream.storage import Store, open_store
 
-_log = logging.getLogger("dali_stream")
+_log = logging.getLogger(DATASET_LOG)
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # the id of a Hub dataset
 
 
@@ -36,6 +38,18 @@ def resolved(uri: str, revision: str | None) -> tuple[str, str]:
         return str(cached), ""
     address = f"hf://datasets/{uri}"
     return address, f"{uri} does not exist in {Path.cwd()}, so it is read as the id of a Hub dataset, {address}"
+
+
+def commit_of(store: Store) -> str | None:
+    """Return the commit of the Hub from which the metadata in a local folder were downloaded. None if it is unknown."""
+    if store.remote:
+        return None
+    # huggingface_hub writes this file for each file that it downloads into a folder. Its first line is the commit.
+    record = Path(store.address, ".cache/huggingface/download", f"{INFO}.metadata")
+    with suppress(OSError, UnicodeDecodeError):
+        commit = record.read_text().partition("\n")[0].strip()
+        return commit if re.fullmatch(r"[0-9a-f]{40}", commit) else None
+    return None
 
 
 def opened(address: str, note: str, storage_options: dict[str, Any] | None, **options: Any) -> Store:

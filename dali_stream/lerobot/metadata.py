@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.lerobot.features import Feature
+from dali_stream.log_records import DATASET_LOG
 from dali_stream.storage import Store, lfs
 from dali_stream.storage.store import SMALL, Ranges
 
@@ -34,7 +35,7 @@ DTYPES = (*TABULAR, "video", "image", "string")
 _LARGEST_JSON = 64 << 20
 Stats = dict[str, dict[str, npt.NDArray[Any]]]
 """Statistics {key: {"mean": array, ...}}. Arrays have the shape of a row, or (C, 1, 1) with values in [0, 1] for a camera."""
-_log = logging.getLogger("dali_stream")
+_log = logging.getLogger(DATASET_LOG)
 
 
 @dataclass(frozen=True)

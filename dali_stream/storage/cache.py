@@ -80,10 +80,12 @@ class DiskCache:
         self._folder, self._limit = state
         self._writing, self._lock = True, threading.Lock()
 
-    def read(self, file: str, version: str, first: int, last: int) -> list[bytes | None]:
+    def read(
+        self, file: str, version: str, first: int, last: int, damaged: Callable[[], object] = lambda: None
+    ) -> list[bytes | None]:
         """Return blocks [first, last) of a file, with None for each miss.
 
-        If `version` is empty, the version is unknown, and all blocks are misses.
+        If `version` is empty, the version is unknown, and all blocks are misses. `damaged` is called for each damaged segment.
         """
         if not version:
             return [None] * (last - first)
@@ -95,6 +97,7 @@ class DiskCache:
             except OSError as error:  # usually because the segment does not exist
                 blocks += [None] * (b - a)
                 if isinstance(error, _DamagedError):
+                    damaged()
                     _logger.warning(
                         "%s: damaged cache segment: %s. It is removed, and its bytes are fetched again", path, error
                     )
