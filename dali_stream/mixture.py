@@ -16,7 +16,7 @@ import numpy as np
 from dali_stream import mixture_file
 from dali_stream.arguments import known_arguments, one_of
 from dali_stream.dataset import Dataset
-from dali_stream.errors import DaliStreamError, counted
+from dali_stream.errors import DaliStreamError, counted, prefixed
 from dali_stream.lerobot import fingerprint
 from dali_stream.lerobot.combined import MISSING, CombinedSource
 from dali_stream.lerobot.metadata import Stats
@@ -146,7 +146,7 @@ class Mixture(CombinedSource[Dataset]):
         try:
             return cls(**arguments)
         except (DaliStreamError, ValueError) as error:
-            raise type(error)(f"mixture file {os.fspath(path)}: {error}") from error
+            raise prefixed(f"mixture file {os.fspath(path)}", error) from error
 
     @staticmethod
     def file_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def open_all(datasets: Mapping[str, Dataset | str | os.PathLike[str] | Mapping[s
             if isinstance(dataset, (str, os.PathLike)):
                 return Dataset(dataset)
         except (DaliStreamError, ValueError, TypeError) as error:
-            raise type(error)(f"dataset {name!r}: {error}") from error
+            raise prefixed(f"dataset {name!r}", error) from error
         if not isinstance(dataset, Dataset):
             allowed = "a Dataset, an address, or a dict of arguments of a Dataset"
             raise ValueError(f"dataset {name!r} must be {allowed}, got {str(dataset)[:80]}")

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.arguments import known_arguments
-from dali_stream.errors import DatasetError
+from dali_stream.errors import DatasetError, prefixed
 from dali_stream.log_records import DATASET_LOG
 from dali_stream.mixture import Mixture
 
@@ -167,7 +167,7 @@ def _affine(dataset: Dataset | Mixture, key: str, mode: str) -> Affine:
         try:
             statistics = {name: _statistic(part, own, name) for name in _names(part, own, mode)}
         except (ValueError, DatasetError) as error:
-            raise type(error)(f"dataset {dataset.dataset_names[number]!r}: {error}") from error
+            raise prefixed(f"dataset {dataset.dataset_names[number]!r}", error) from error
         if per_dataset:
             own_dims = dataset.dimensions(key, number)
             affine = _of_statistics(statistics, part, own, mode)

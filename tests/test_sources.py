@@ -135,7 +135,54 @@ def test_what_lerobot_has_downloaded_is_read_from_there(hub: Hub, small: Path, t
     assert same(batches_of(dataset), local)
     assert hub.requests == []
     assert dataset.revision is None
-    assert Dataset(REPOSITORY, revision="main").revision is not None  # the cache does not say of which revision it is
+    assert Dataset(REPOSITORY, revision="main").revision is not None  # the copy may be of another revision
+
+
+def test_the_local_copy_of_lerobot_is_named_with_its_commit(
+    hub: Hub, small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shutil.copytree(small, tmp_path / "lerobot" / REPOSITORY)
+    Dataset(REPOSITORY).close()
+    words = f"{REPOSITORY} is read from LeRobot's local copy in {folder}, "
+    assert f"{words}of unknown revision. Write this folder or hf://datasets/{REPOSITORY}" in caplog.text
+    note = folder / ".cache/huggingface/download/meta/info.json.metadata"
+    note.parent.mkdir(parents=True)
+    note.write_text(f"{'0123456789' * 4}\netag\n0.0\n")  # as huggingface_hub writes it
+    Dataset(REPOSITORY).close()
+    assert f"{words}commit {'0123456789' * 4}. " in caplog.text
+    caplog.clear()
+    for remedy in (folder, f"hf://datasets/{REPOSITORY}"):
+        Dataset(remedy).close()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("lost", ["video", "rows", "episodes", "tasks"])
+def test_a_local_copy_without_files_of_the_selected_episodes_is_not_read(
+    hub: Hub, small: Path, tmp_path: Path, local: list[Batch], caplog: pytest.LogCaptureFixture, lost: str
+) -> None:
+    folder = shutil.copytree(small, tmp_path / "lerobot" / REPOSITORY)
+    whole = Dataset(small)
+    [split] = [key for key in whole.videos if len(set(whole.files(key).tolist())) == 2]  # a file for each of the two episodes
+    path = {
+        "video": whole.path(split, int(whole.files(split)[1])),
+        "rows": "data/chunk-000/file-000.parquet",
+        "episodes": "meta/episodes/chunk-000/file-000.parquet",
+        "tasks": whole.tasks_place,
+    }[lost]
+    (folder / path).unlink()
+    dataset = Dataset(REPOSITORY)
+    assert dataset.store.address.startswith(f"hf://datasets/{REPOSITORY}@")
+    assert same(batches_of(dataset), local)
+    assert f"LeRobot's local copy in {folder} is incomplete (" in caplog.text
+    assert (path if lost in ("video", "rows", "tasks") else "meta/episodes") in caplog.text
+    if lost == "video":
+        hub.requests.clear()
+        for selection in ({"episodes": [0]}, {"cameras": [key for key in whole.cameras if key != split]}):
+            assert Dataset(REPOSITORY, **selection).store.address == str(folder), "which has all files of this selection"
+        assert not hub.requests
+        hub.token = "another"
+        with pytest.raises(DatasetError, match=f"^LeRobot's local copy in {folder} is incomplete .it lacks {path}.*not found"):
+            Dataset(REPOSITORY)
 
 
 def test_a_repository_that_is_not_there(hub: Hub) -> None:

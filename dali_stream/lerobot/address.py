@@ -18,26 +18,41 @@ _log = logging.getLogger(DATASET_LOG)
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # the id of a Hub dataset
 
 
-def resolved(uri: str, revision: str | None) -> tuple[str, str]:
-    """Return the address of a dataset, and a note if a repository id is read from the Hub.
+def local_copy(uri: str, revision: str | None) -> str | None:
+    """Return the folder into which LeRobot downloads or records a repository, or None if it has no metadata.
 
-    A repository id is read from LeRobot's local copy if one exists and `revision` is None, and from the Hub otherwise.
+    LeRobot may have downloaded only some files, and of any revision, so None is returned if `revision` is given.
 
     Args:
         uri: Folder, address, or id of a Hub dataset.
         revision: Revision of the dataset, or None.
+    """
+    if revision is not None or not _is_repository(uri):
+        return None
+    hub = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    folder = Path(os.environ.get("HF_LEROBOT_HOME", f"{hub}/lerobot")).expanduser() / uri
+    return str(folder) if (folder / INFO).is_file() else None
+
+
+def resolved(uri: str, lacks: str = "") -> tuple[str, str]:
+    """Return the address of a dataset, and a note if a repository id is read from the Hub.
+
+    Args:
+        uri: Folder, address, or id of a Hub dataset.
+        lacks: Reason why a local copy of the repository is not used. Default: there is none.
 
     Returns:
         Address, and the note, which is empty unless an id was resolved to an address of the Hub.
     """
-    if "://" in uri or Path(uri).expanduser().exists() or not REPOSITORY.fullmatch(uri):
+    if not _is_repository(uri):
         return uri, ""
-    hub = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    cached = Path(os.environ.get("HF_LEROBOT_HOME", f"{hub}/lerobot")).expanduser() / uri
-    if revision is None and (cached / INFO).is_file():
-        return str(cached), ""
     address = f"hf://datasets/{uri}"
-    return address, f"{uri} does not exist in {Path.cwd()}, so it is read as the id of a Hub dataset, {address}"
+    why = lacks or f"{uri} does not exist in {Path.cwd()}"
+    return address, f"{why}, so it is read as the id of a Hub dataset, {address}"
+
+
+def _is_repository(uri: str) -> bool:
+    return not ("://" in uri or Path(uri).expanduser().exists() or not REPOSITORY.fullmatch(uri))
 
 
 def commit_of(store: Store) -> str | None:
@@ -60,4 +75,5 @@ def opened(address: str, note: str, storage_options: dict[str, Any] | None, **op
     try:
         return open_store(address, storage_options, **options)
     except (DatasetError, StorageError) as error:
-        raise type(error)(f"{note}. {error}") from error
+        kind = DatasetError if isinstance(error, DatasetError) else StorageError
+        raise kind(f"{note}. {error}") from error

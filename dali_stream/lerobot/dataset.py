@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -17,7 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dali_stream.errors import DatasetError, counted
-from dali_stream.lerobot import address, fingerprint, frame_ranges, metadata, selection, v2
+from dali_stream.lerobot import fingerprint, frame_ranges, metadata, selection, v2
+from dali_stream.lerobot.address import commit_of
 from dali_stream.lerobot.features import CHANNELS, ENCODING, Feature
 from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
 from dali_stream.lerobot.selection import EpisodeFilter
@@ -48,6 +49,7 @@ class DatasetFiles:
     """Base class of `dali_stream.Dataset` that reads no frames. See `Dataset` for the attributes. Its constructor sets them."""
 
     uri: str
+    address: str  # address that was opened, with credentials if the user gave any in it
     version: str
     fps: float
     cameras: tuple[str, ...]
@@ -205,7 +207,7 @@ class DatasetFiles:
         It has the `address`, and the `commit` of a repository of the Hub. Without a commit, it has `versions`, the versions of
         some metadata files by path.
         """
-        commit = self.revision or address.commit_of(self.store)
+        commit = self.revision or commit_of(self.store)
         if commit:
             return {"address": self.store.address, "commit": commit}
         paths = (metadata.INFO, self.tasks_place, self.stored_stats_place)
@@ -320,6 +322,11 @@ class DatasetFiles:
             index = self.table.video[camera].index
             self._files[camera] = index if self.num_episodes == len(index) else index[self.rows]
         return self._files[camera]
+
+    def needed_files(self) -> Iterator[str]:
+        """Yield the paths in `data_store` of the rows and videos of the selected episodes and cameras."""
+        for files in (self.table.data, *(self.table.video[camera] for camera in self.videos)):
+            yield from (files.paths[number] for number in np.unique(files.index[self.rows]).tolist() if number >= 0)
 
     def path(self, camera: str, file: int) -> str:
         return self.table.video[camera].paths[file]
