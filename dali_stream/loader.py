@@ -440,7 +440,7 @@ class Loader:
         `bottleneck` interprets the times.
         """
         counters = self._counts()
-        counters["needed_bytes"] += sum(self._config.indices.bytes_read.values()) if self.dataset.data_store.remote else 0
+        counters["needed_bytes"] += self._config.indices.bytes_read if self.dataset.data_store.remote else 0
         return counters | self._source.memory()
 
     def _counts(self) -> dict[str, Any]:
