@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import TYPE_CHECKING, Any
 
+from dali_stream import log_records
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, MemoryBudgetError, ResumeError, StorageError
 from dali_stream.mixture import Mixture
 from dali_stream.normalize import Normalizer
 from dali_stream.order import Order
 from dali_stream.order.mixture import MixtureOrder
-from dali_stream.text import make_visible
 from dali_stream.tracing import trace
 
 if TYPE_CHECKING:
@@ -43,7 +42,8 @@ __all__ = [
     "types",
 ]
 
-logging.getLogger("dali_stream").addFilter(make_visible)
+log_records.install()
+
 # These are imported on first use, since importing torch and DALI takes a second, and orders and metadata do not need them.
 _LAZY = {"FrameSampler": "dali_stream.sampler", "Loader": "dali_stream.loader", "batch_at": "dali_stream.replay"}
 

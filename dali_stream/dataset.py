@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -13,20 +14,23 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.arguments import byte_count, from_zero, known_arguments, one_of
-from dali_stream.errors import DatasetError
+from dali_stream.errors import DatasetError, StorageError
 from dali_stream.lerobot import metadata
-from dali_stream.lerobot.address import opened, resolved
+from dali_stream.lerobot.address import commit_of, local_copy, opened, resolved
 from dali_stream.lerobot.dataset import CLOCKS, NEEDED, DatasetFiles
 from dali_stream.lerobot.file_names import guessed_files
 from dali_stream.lerobot.frame_ranges import Frames
 from dali_stream.lerobot.metadata import INFO, Stats, parquet_errors
 from dali_stream.lerobot.row_file import read_column_names
 from dali_stream.lerobot.selection import EpisodeFilter
+from dali_stream.log_records import DATASET_LOG
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.order import windows
 from dali_stream.order.orders import DatasetOrders
 from dali_stream.order.rng import philox
 from dali_stream.storage import open_store
+
+_log = logging.getLogger(DATASET_LOG)
 
 
 class Dataset(DatasetFiles):
@@ -38,7 +42,8 @@ class Dataset(DatasetFiles):
     Args:
         uri: Local folder, id of a Hub repository ("lerobot/droid_1.0.1"), or address: `hf://datasets/...`,
             `hf://buckets/...`, `s3://`, `gs://`, `az://`, `http(s)://`, `file://`, `memory://` or another that fsspec knows. A
-            repository that LeRobot has downloaded (`HF_LEROBOT_HOME`) is read from its folder if `revision` is None.
+            repository that LeRobot has downloaded (`HF_LEROBOT_HOME`) is read from its folder if `revision` is None and the
+            folder has all files of the selected episodes. The log then names the folder and its commit.
         revision: Branch, tag or commit of a Hub repository. It is resolved to a commit once, and that commit is read. Default:
             the main branch.
         cameras: Keys of the videos and images to use. Others are not read. Default: all.
@@ -78,8 +83,8 @@ class Dataset(DatasetFiles):
         episodes: Indices of the selected episodes in increasing order, int64 of shape (E,).
         lengths: Number of frames of each selected episode, sampled or not, int64 of shape (E,).
         fingerprint: Hash of the metadata and of the selected episodes and frames, 32 hexadecimal digits. It does not depend on
-            the selected cameras, or on the location, format version, files and encoding of the dataset. It does depend on the
-            commit of a Hub repository, and on `clock` and `tolerance_s` if they are not the defaults.
+            the selected cameras, or on the location, commit, format version, files and encoding of the dataset. It does depend
+            on `clock` and `tolerance_s` if they are not the defaults.
         skips_images: Whether the rows contain images that are not selected.
         revision: Commit of the Hub repository. None for other datasets.
         cache_dir, clock: Values of these arguments.
@@ -122,22 +127,45 @@ class Dataset(DatasetFiles):
             "give_up_after_s": give_up_after_s,
             "guess": guessed_files,
         }
-        address, note = resolved(self.uri, revision)
-        self.store = opened(address, note, storage_options, revision=revision, **limits)
-        self.data_store = self.store
+        drops = from_zero("drop_first", drop_first), from_zero("drop_last", drop_last)
+
+        def read_at(address: str, note: str = "", revision: str | None = None) -> None:
+            self.store = opened(address, note, storage_options, revision=revision, **limits)
+            self.address, self.data_store, self.revision = address, self.store, self.store.revision
+            try:
+                if data_files_root is not None:
+                    self.data_store = open_store(os.fspath(data_files_root), storage_options, **limits)
+                self._read(cameras, episodes, episode_filter)
+                self._leave_out_absent(cameras)
+                self._sample(frames, *drops)
+                self.drops = drops if frames is None else None
+                self.tolerance_s = _tolerance(tolerance_s, self.fps)
+            except BaseException:
+                self.close()
+                raise
+
+        copy = local_copy(self.uri, revision)
+        lacks = "" if copy is None else self._lack_of_copy(copy, read_at)
+        if copy is None or lacks:
+            read_at(*resolved(self.uri, lacks), revision)
         self.uri = self.store.address if "://" in self.uri else self.uri
+
+    def _lack_of_copy(self, folder: str, read_at: Callable[[str], None]) -> str:
+        """Open LeRobot's local copy. Return the reason why it cannot be used, or "" if it has the selected episodes."""
         try:
-            if data_files_root is not None:
-                self.data_store = open_store(os.fspath(data_files_root), storage_options, **limits)
-            self.revision = self.store.revision
-            self._read(cameras, episodes, episode_filter)
-            self._leave_out_absent(cameras)
-            self._sample(frames, from_zero("drop_first", drop_first), from_zero("drop_last", drop_last))
-            self.drops = (int(drop_first), int(drop_last)) if frames is None else None
-            self.tolerance_s = _tolerance(tolerance_s, self.fps)
-        except BaseException:
+            read_at(folder)
+        except (DatasetError, StorageError, ValueError) as error:  # ValueError: it lacks an episode or a camera
+            return f"LeRobot's local copy in {folder} is incomplete ({error})"
+        # Files of `data_files_root` do not belong to the copy.
+        needed = self.needed_files() if self.data_store is self.store else ()
+        if missing := next((path for path in (self.tasks_place, *needed) if not self.store.exists(path)), None):
             self.close()
-            raise
+            return f"LeRobot's local copy in {folder} is incomplete (it lacks {missing})"
+        _log.warning(
+            "%s is read from LeRobot's local copy in %s, %s. Write this folder or hf://datasets/%s to say which one is meant",
+            *(self.uri, folder, f"commit {commit}" if (commit := commit_of(self.store)) else "of unknown revision", self.uri),
+        )
+        return ""
 
     def _leave_out_absent(self, cameras: Sequence[str] | None) -> None:
         """Leave out features whose column the first data file lacks, as LeRobot reads them, with a warning."""

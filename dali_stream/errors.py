@@ -40,6 +40,22 @@ class MemoryBudgetError(DaliStreamError, ValueError):
     """A batch does not fit in `memory_budget`, or in the memory of the machine."""
 
 
+_KINDS = (MemoryBudgetError, ResumeError, DecodeError, StorageError, DatasetError, DaliStreamError, ValueError, TypeError)
+
+
+def prefixed(prefix: str, error: Exception) -> Exception:
+    """Return an error of the same kind whose message is "<prefix>: <message>".
+
+    The class is the nearest one that takes a message alone. Subclasses such as UnicodeDecodeError take other arguments.
+
+    Args:
+        prefix: Name of what the error is about.
+        error: Error of this package, ValueError or TypeError.
+    """
+    kind = next((each for each in type(error).__mro__ if each in _KINDS), DaliStreamError)
+    return kind(f"{prefix}: {error}")  # type: ignore[no-any-return]
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: "1 episode", "2 episodes"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 from dali_stream import process, run_config
@@ -17,7 +18,9 @@ from dali_stream.dataset import Dataset
 from dali_stream.decode.choice import choose_routes
 from dali_stream.decode.route import DECODE, Route
 from dali_stream.errors import DaliStreamError, MemoryBudgetError, ResumeError, counted
+from dali_stream.lerobot import fingerprint
 from dali_stream.loader_config import make_config, make_normalizer, open_dataset
+from dali_stream.log_records import note_given
 from dali_stream.memory_limit import memory_limit
 from dali_stream.metrics import metrics
 from dali_stream.mixture import Mixture
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from dali_stream.pipeline.graph import Graph
 
 _log = logging.getLogger("dali_stream")
-TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes", "fetch_s")
+TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes", "failed_checksums", "fetch_s")
 
 
 class Loader:
@@ -157,6 +160,7 @@ class Loader:
         process.refuse_workers()
         one_of("decode", decode, DECODE)
         self._ranks = process.ranks(rank, world_size)
+        note_given(self._ranks)
         self._budget_given = memory_budget is not None
         self._given_pools = {"consumers": consumers, "episode_pool_size": episode_pool_size}
         self.dataset = open_dataset(dataset)
@@ -292,30 +296,29 @@ class Loader:
             "version": STATE_VERSION,
             "epoch": self._epoch,
             "position": self._position,
-            "dataset": self.dataset.fingerprint,
             "order": self._config.order_state(),
+            **fingerprint.saved(self.dataset),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, allow_other_frames: bool = False) -> None:
         """Continue a run from its state. Call this method before the first iteration.
 
         If `consumers` or `episode_pool_size` was not given to this Loader, it uses the value of the state.
 
         Args:
             state: Result of `state_dict`.
+            allow_other_frames: Whether the frames of the cameras may differ from those of the run, for example in size, as
+                after `dali-stream prepare --size`. Episodes, rows, tasks and their statistics must be the same. Default:
+                False.
 
         Raises:
             ResumeError: If iteration has begun, if the state belongs to another dataset or order, or if this world size does
-                not divide the `consumers` of the state.
+                not divide the `consumers` of the state. The message names the parts of the dataset that differ.
             MemoryBudgetError: If memory_budget does not hold one batch of the state's order.
         """
         self._check_not_begun("load_state_dict")
         check_version(state, "Loader", "dataset")
-        if not self.dataset.has_fingerprint(state.get("dataset")):
-            raise ResumeError(
-                f"The state is of another dataset or of other episodes. Its fingerprint is {state.get('dataset')}, but that "
-                f"of {self.dataset.uri} is {self.dataset.fingerprint}. Resume with the dataset and the episodes of that run"
-            )
+        fingerprint.check(self.dataset, state, allow_other_frames)
         taken = noted(state, self._config.arguments.shuffle, self._given_pools)
         config = replace(self._config, arguments=self._config.arguments._replace(**taken))
         epoch, position = check_state(state, "loader", config.order_state(), config.batches.frames)
@@ -361,11 +364,12 @@ class Loader:
         if self._ranks.rank == 0:
             write_state(path, state | {"config": self.describe()})
 
-    def restore(self, path: str | os.PathLike[str]) -> bool:
+    def restore(self, path: str | os.PathLike[str], *, allow_other_frames: bool = False) -> bool:
         """Continue from a file that `save` has written. Call this method before the first iteration, on each rank.
 
         Args:
             path: Path to the file.
+            allow_other_frames: See `load_state_dict`. Default: False.
 
         Returns:
             Whether the file exists. If not, the loader begins with the first epoch.
@@ -374,7 +378,7 @@ class Loader:
             ResumeError: If the file is empty or damaged, or `load_state_dict` refuses its state.
         """
         self._check_not_begun("restore")
-        return load_state(path, self.load_state_dict)
+        return load_state(path, partial(self.load_state_dict, allow_other_frames=allow_other_frames))
 
     def resume(self, *, epoch: int, batch: int) -> None:
         """Continue from a checkpoint that contains only the number of steps, and no state of the Loader.
@@ -444,6 +448,7 @@ class Loader:
 
         - `requests`, `retries`: Number of requests and of retries since the dataset was opened.
         - `fetched_bytes`, `cached_bytes`: Bytes read over the network and from `cache_dir` since the dataset was opened.
+        - `failed_checksums`: Number of damaged files of `cache_dir` that were found since the dataset was opened.
         - `fetch_s`: Time that all reads waited for the network since the dataset was opened, in seconds.
         - `needed_bytes`: Bytes of the indices, rows and encoded video that the batches so far needed. Indices are counted once.
           Rows are counted at most once per epoch, and so is encoded video unless its episode was closed and opened again.
@@ -452,7 +457,7 @@ class Loader:
         `bottleneck` interprets the times.
         """
         counters = self._counts()
-        counters["needed_bytes"] += sum(self._config.indices.bytes_read.values()) if self.dataset.data_store.remote else 0
+        counters["needed_bytes"] += self._config.indices.bytes_read if self.dataset.data_store.remote else 0
         return counters | self._source.memory()
 
     def _counts(self) -> dict[str, Any]:
@@ -468,6 +473,11 @@ class Loader:
         - `decodes_per_frame`: Number of frames decoded per frame delivered.
         - `frame_cache_hit_share`: Share of the delivered frames that an earlier batch had decoded, 0 to 1.
         - `network_bytes`, `disk_cache_bytes`: Bytes read over the network and from `cache_dir`.
+        - `requests`, `retries`, `failed_checksums`: Requests over the network, repeated requests, and damaged files of
+          `cache_dir`. If `retries` is not small compared with `requests`, the network or the server fails.
+        - `substituted`, `route_changes`: Samples that were substituted, and replaced decoders.
+        - `evicted_early`, `indices_read_again`, `frames_evicted_before_use`: Blocks of encoded video, indices and decoded
+          frames that memory_budget did not hold until their next use.
         - `row_bytes`, `index_bytes`, `encoded_bytes`, `frame_cache_bytes`, `resident_bytes`: Memory in use now, see `stats`.
 
         Rates and shares are 0 if no batch was delivered since the last call. The first call covers the time since construction.

@@ -13,6 +13,7 @@ from dali_stream import memory_limit, process
 from dali_stream.arguments import from_zero, one_of, picture_size, positive, share
 from dali_stream.cache.indices import IndexCache
 from dali_stream.dataset import Dataset
+from dali_stream.log_records import DATASET_LOG
 from dali_stream.mixture import Mixture
 from dali_stream.mixture_file import is_mixture_file
 from dali_stream.normalize import Modes, Normalizer
@@ -173,7 +174,7 @@ def _delivered(dataset: Dataset | Mixture, offsets: Mapping[str, Any], augments:
             )
     if not replaced:
         return dataset
-    _log.warning(
+    logging.getLogger(DATASET_LOG).warning(
         "left out of the batches: %s",
         "; ".join(f"the dataset's {key!r}, whose key is that of {added[key]}" for key in replaced),
     )

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 _TRAFFIC = {"network_bytes": "fetched_bytes", "disk_cache_bytes": "cached_bytes"}
+_EVENTS = (
+    *("requests", "retries", "failed_checksums", "substituted", "route_changes"),
+    *("evicted_early", "indices_read_again", "frames_evicted_before_use"),
+)
 _MEMORY = ("row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes", "resident_bytes")
 
 
@@ -27,8 +31,8 @@ def metrics(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, floa
         "decodes_per_frame": _ratio(grown("decoded_frames"), frames),
         "frame_cache_hit_share": min(_ratio(grown("frame_cache_hits"), frames), 1.0),
     }
-    traffic = {name: grown(counter) for name, counter in _TRAFFIC.items()}
-    return rates | traffic | {name: float(now[name]) for name in _MEMORY}
+    counts = {name: grown(counter) for name, counter in _TRAFFIC.items()} | {name: grown(name) for name in _EVENTS}
+    return rates | counts | {name: float(now[name]) for name in _MEMORY}
 
 
 def _ratio(part: float, whole: float) -> float:

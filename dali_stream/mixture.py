@@ -16,7 +16,8 @@ import numpy as np
 from dali_stream import mixture_file
 from dali_stream.arguments import known_arguments, one_of
 from dali_stream.dataset import Dataset
-from dali_stream.errors import DaliStreamError, counted
+from dali_stream.errors import DaliStreamError, counted, prefixed
+from dali_stream.lerobot import fingerprint
 from dali_stream.lerobot.combined import MISSING, CombinedSource
 from dali_stream.lerobot.metadata import Stats
 from dali_stream.lerobot.stats import merged
@@ -146,7 +147,7 @@ class Mixture(CombinedSource[Dataset]):
         try:
             return cls(**arguments)
         except (DaliStreamError, ValueError) as error:
-            raise type(error)(f"mixture file {os.fspath(path)}: {error}") from error
+            raise prefixed(f"mixture file {os.fspath(path)}", error) from error
 
     @staticmethod
     def file_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -164,6 +165,18 @@ class Mixture(CombinedSource[Dataset]):
             [name, dataset.fingerprint, sorted(self.renamed_keys[name].items())] for name, dataset in self.datasets.items()
         ]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+    @functools.cached_property
+    def contents(self) -> dict[str, str]:
+        """Hash of each part of the fingerprint, for messages, {"<dataset>: <part>": hash}."""
+        renamed = {name: json.dumps(sorted(keys.items())).encode() for name, keys in self.renamed_keys.items() if keys}
+        parts = {f"{name}: {part}": digest for name, own in self.datasets.items() for part, digest in own.contents.items()}
+        return parts | {f"{name}: {fingerprint.KEYS}": fingerprint.hashed(keys) for name, keys in renamed.items()}
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """Origin of each dataset by name. See `DatasetFiles.source`."""
+        return {name: dataset.source for name, dataset in self.datasets.items()}
 
     def has_fingerprint(self, fingerprint: object) -> bool:
         """Return whether a fingerprint from a saved state matches this mixture."""
@@ -284,7 +297,7 @@ def open_all(datasets: Mapping[str, Dataset | str | os.PathLike[str] | Mapping[s
             if isinstance(dataset, (str, os.PathLike)):
                 return Dataset(dataset)
         except (DaliStreamError, ValueError, TypeError) as error:
-            raise type(error)(f"dataset {name!r}: {error}") from error
+            raise prefixed(f"dataset {name!r}", error) from error
         if not isinstance(dataset, Dataset):
             allowed = "a Dataset, an address, or a dict of arguments of a Dataset"
             raise ValueError(f"dataset {name!r} must be {allowed}, got {str(dataset)[:80]}")

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.arguments import known_arguments
-from dali_stream.errors import DatasetError
+from dali_stream.errors import DatasetError, prefixed
+from dali_stream.log_records import DATASET_LOG
 from dali_stream.mixture import Mixture
 from dali_stream.text import listed
 
@@ -38,7 +39,7 @@ Modes = str | Mapping[str, str | None] | None
 """Mode of each key, such as {"action": "min_max"}. A single mode applies to the action and to all float features
 `observation.*` except cameras. None disables normalization."""
 Affine = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
-_log = logging.getLogger("dali_stream")
+_log = logging.getLogger(DATASET_LOG)
 
 
 class Normalizer:
@@ -183,7 +184,7 @@ def _affine(dataset: Dataset | Mixture, key: str, mode: str) -> Affine:
         try:
             statistics = {name: _statistic(part, own, name) for name in _names(part, own, mode)}
         except (ValueError, DatasetError) as error:
-            raise type(error)(f"dataset {dataset.dataset_names[number]!r}: {error}") from error
+            raise prefixed(f"dataset {dataset.dataset_names[number]!r}", error) from error
         if per_dataset:
             own_dims = dataset.dimensions(key, number)
             affine = _of_statistics(statistics, part, own, mode)

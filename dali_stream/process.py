@@ -94,11 +94,11 @@ def ranks(rank: int | None, world_size: int | None) -> Ranks:
 
 
 def _process_group() -> _ProcessGroup | None:
-    import torch.distributed
-
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return _ProcessGroup("torch.distributed", torch.distributed.get_rank(), torch.distributed.get_world_size())
-    accelerate = sys.modules.get("accelerate.state")  # not imported here: a program that uses Accelerate has imported it
+    # Neither module is imported here: a program that has a process group has imported its module.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return _ProcessGroup("torch.distributed", distributed.get_rank(), distributed.get_world_size())
+    accelerate = sys.modules.get("accelerate.state")
     if accelerate is not None and accelerate.PartialState._shared_state:
         state = accelerate.PartialState()
         return _ProcessGroup("Accelerate", state.process_index, state.num_processes)
@@ -234,6 +234,15 @@ def cores() -> int:
 def reading_threads(remote: bool) -> int:
     """Return the number of threads for reading and decoding: one per core, and at least 16 if they wait for a network."""
     return max(cores(), 16) if remote else cores()
+
+
+def local_rank() -> int:
+    """Return the number of this process among those of its machine, or 0 if the launcher does not say it."""
+    names = ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"]
+    if "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:  # a process of srun, and not the script of sbatch
+        names.append("SLURM_LOCALID")
+    values = (os.environ.get(name, "") for name in names)
+    return next((int(value) for value in values if value.isdigit()), 0)
 
 
 def same_python(script: str | os.PathLike[str]) -> list[str]:

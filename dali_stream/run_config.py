@@ -46,6 +46,7 @@ from dali_stream.file_content import (
     one_of_texts,
     whole,
 )
+from dali_stream.lerobot import fingerprint
 from dali_stream.mixture import Mixture
 from dali_stream.order.batches import LAST_BATCH, Batches
 from dali_stream.order.state import MOST_CONSUMERS, MOST_SEGMENTS, STATE_VERSION, OrderArguments
@@ -111,7 +112,7 @@ def describe(
         "loader": loader,
         "dali_graph": described_graph(dali_graph),
         "routes": {camera: route.decoder for camera, route in routes.items()},
-        "state": {"version": STATE_VERSION, "dataset": dataset.fingerprint, "order": config.order_state()},
+        "state": {"version": STATE_VERSION, "order": config.order_state(), **fingerprint.saved(dataset)},
         "begin": begin,
     }
     parsed: dict[str, Any] = json.loads(json.dumps(described))  # equal to the content of a file

@@ -19,6 +19,7 @@ from dali_stream.arguments import epoch_number, from_zero, known_arguments, posi
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError, counted
 from dali_stream.lerobot.frame_ranges import FrameRanges, whole
+from dali_stream.log_records import note_given
 from dali_stream.mixture import Mixture
 from dali_stream.order import Shuffle, check_world, checked_lengths, default_pools
 from dali_stream.order.orders import DatasetOrders, Orders
@@ -98,6 +99,7 @@ class FrameSampler(Sampler[int]):
         world_size: int | None = None,
     ) -> None:
         self._ranks = process.ranks(rank, world_size)
+        note_given(self._ranks)
         self._rank, self._world = self._ranks.rank, self._ranks.world_size
         check_world(self._rank, self._world, None)
         self._batch_size = None if batch_size is None else positive("batch_size", batch_size)
@@ -231,6 +233,8 @@ class FrameSampler(Sampler[int]):
             "epoch": self._now.epoch,
             "position": self._now.start + delivered * self._world,
             "episode_lengths": self._fingerprint,
+            "episodes": len(self._first),
+            "frames": self._frames,
             "order": self._order_state(self._arguments),
         }
 
@@ -251,10 +255,15 @@ class FrameSampler(Sampler[int]):
         self._check_not_begun("load_state_dict")
         check_version(state, "FrameSampler", "episode_lengths")
         if state["episode_lengths"] != self._fingerprint:
-            raise ResumeError(
-                f"episode_lengths of the state must be the fingerprint of these episodes, {self._fingerprint}, got "
-                f"{state['episode_lengths']}. Resume with the dataset and the episodes of that run"
-            )
+            now = f"{counted(len(self._first), 'episode')} with {counted(self._frames, 'frame')} to sample"
+            saved_counts = [state.get(name) for name in ("episodes", "frames")]
+            if saved_counts == [len(self._first), self._frames]:
+                difference = f"of as many episodes and frames ({now}), but of other lengths or ranges of frames"
+            elif all(type(count) is int for count in saved_counts):
+                difference = f"of {saved_counts[0]} episodes with {saved_counts[1]} frames to sample, and the sampler has {now}"
+            else:
+                difference = f"of other episodes than those of the sampler, which has {now}"
+            raise ResumeError(f"The state is {difference}. Resume with the dataset and the episodes of that run")
         saved = noted(state, self._shuffle_given, self._pools_given)
         arguments = self._arguments._replace(**saved)
         place = check_state(state, "sampler", self._order_state(arguments), self._frames)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -237,6 +238,65 @@ def test_a_damaged_segment_is_absent_and_removed_and_said_once(
     assert "damaged" in warnings()[0]
     keep(cache, "f", 0, 6)
     assert whole(cache, "f", 0, 6)
+
+
+def test_a_link_in_place_of_the_blocks_is_refused_up_front(folder: Path, tmp_path: Path) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    folder.mkdir()
+    (folder / "blocks").symlink_to(elsewhere)
+    with pytest.raises(ValueError, match=f"blocks is a symbolic link. Give the folder to which it leads, {elsewhere}"):
+        DiskCache(folder, None)
+    cache = DiskCache(elsewhere, None)  # the remedy
+    keep(cache, "f", 0, 6)
+    assert whole(cache, "f", 0, 6)
+
+
+@pytest.mark.parametrize("limit", [None, 20 * BLOCK])
+@pytest.mark.parametrize("level", ["blocks", "group"])
+def test_a_link_that_takes_the_place_of_a_folder_is_not_followed(
+    folder: Path, tmp_path: Path, warnings: Callable[[], list[str]], level: str, limit: int | None
+) -> None:
+    cache = DiskCache(folder, limit)
+    keep(cache, "f", 0, 6)
+    moved = segments(folder)[0].parent if level == "group" else folder / "blocks"
+    moved.rename(elsewhere := tmp_path / "elsewhere")
+    moved.symlink_to(elsewhere)
+    before = {path: path.read_bytes() for path in elsewhere.rglob("*") if path.is_file()}
+    assert hits(cache, "f", 0, 6) == set()
+    assert cache.size("f") is None
+    keep(cache, "f", 6, 12)
+    if level == "group":
+        keep(DiskCache(folder, limit), "f", 12, 18)
+    assert {path: path.read_bytes() for path in elsewhere.rglob("*") if path.is_file()} == before
+    assert "is a symbolic link, which is not followed" in warnings()[0]
+
+
+class Killed(BaseException):
+    """Stands for the death of the process."""
+
+
+def test_a_writer_that_is_killed_anywhere_leaves_no_entry_without_its_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    """The data of a block is on the disk before its entry, in a new segment and in one that exists, at every write."""
+    write, left = os.pwrite, [0]
+
+    def killed(handle: int, data: Any, at: int) -> int:
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+        return write(handle, data, at)
+
+    monkeypatch.setattr(os, "pwrite", killed)
+    for number in range(5):  # two writes for each call of `keep`
+        cache, left[0] = DiskCache(tmp_path / str(number), None), number
+        with contextlib.suppress(Killed):
+            keep(cache, "f", 0, 6)
+            keep(cache, "f", 6, 12)
+        later = DiskCache(tmp_path / str(number), None)
+        assert hits(later, "f", 0, 6) == (set(range(6)) if number >= 2 else set())
+        assert hits(later, "f", 6, 12) == (set(range(6, 12)) if number >= 4 else set())
+    assert not warnings(), "no block is damaged"
 
 
 def test_a_segment_that_another_process_is_writing_is_absent_without_a_warning(

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.slow import examples
 
-from dali_stream import DecodeError
+from dali_stream import Dataset, DecodeError
+from dali_stream.cache.indices import IndexCache
 from dali_stream.mp4.boxes import box
 from dali_stream.mp4.column import Lines, packed
 from dali_stream.mp4.index import VideoIndex, read_index, video_index
@@ -193,3 +194,13 @@ def test_times_that_the_tables_of_an_mp4_cannot_hold_are_refused(pts: list[int])
     )
     with pytest.raises(DecodeError, match="consecutive frames must be at most 2\\^32 ticks apart"):
         head(track)
+
+
+def test_the_bytes_of_an_index_are_counted_once(small: Path) -> None:
+    dataset = Dataset(small)
+    cache = IndexCache(dataset)
+    files = [(camera, file) for camera in dataset.videos for file in set(dataset.files(camera).tolist())]
+    expected = sum(read_index(dataset.store, dataset.path(*each)).index_bytes for each in files)
+    for camera, file in files * 3:  # a cache that evicts reads them again
+        cache.load(camera, file, dataset.store)
+    assert cache.bytes_read == expected

@@ -552,3 +552,14 @@ def test_killed_ranks_continue_as_others_over_http_with_faults(demo: Path, h264_
             expected += [pair for batch in loader for pair in zip(batch["dataset"], batch["index"].tolist(), strict=True)]
     assert len(found) == 4 * 9 * 8
     assert found == expected[: len(found)]
+
+
+def test_an_error_of_any_class_names_its_dataset(odd: Path, tmp_path: Path) -> None:
+    """Also one of a subclass that takes other arguments than a message."""
+
+    def undecodable(episode: dict[str, Any]) -> bool:
+        return bool(b"\xff".decode())
+
+    with pytest.raises(ValueError, match=r"^dataset 'one': .*can't decode byte 0xff") as caught:
+        Mixture({"one": {"uri": odd, "episode_filter": undecodable}})
+    assert isinstance(caught.value.__cause__, ValueError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import sys
@@ -23,6 +24,7 @@ from dali_stream import Dataset
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage import Store, open_store
 from dali_stream.storage.filesystem import FsspecStore
+from dali_stream.storage.logs import private
 from dali_stream.storage.object_options import Bucket
 
 FILES = {"set/meta/info.json": b"{}", "set/data/a b.parquet": CONTENT, "set/empty": b""}
@@ -431,3 +433,34 @@ def test_other_filesystems_look_at_the_version_with_each_read() -> None:
     memory.pipe("/robots/set/a", CONTENT[:1000][::-1])
     assert "changed during the run" in str(failure(store, "a"))
     memory.rm("/robots", recursive=True)
+
+
+def test_a_logger_of_a_driver_that_is_made_later_keeps_credentials_too(everything_logged: pytest.LogCaptureFixture) -> None:
+    """Also one whose name a child logger reserved before; other loggers and other threads' records are untouched."""
+    name = f"botocore.made_{os.getpid()}"
+    child = logging.getLogger(f"{name}.child")  # reserves `name`, for which no logger exists yet
+    with private():
+        made = logging.getLogger(name)
+        later = logging.getLogger(f"{name}.later")
+        made.debug("s3cret")
+        child.debug("s3cret")
+        with private():  # for the next request
+            later.debug("s3cret")
+        logging.getLogger(f"mine.{name}").debug("not of a driver")
+    made.debug("not of a request")
+    assert [record.getMessage() for record in everything_logged.records if name in record.name] == [
+        "not of a driver",
+        "not of a request",
+    ]
+
+
+def test_loggers_are_looked_at_when_there_are_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with private():
+        pass
+
+    def fail(self: logging.Logger, filter: Any) -> None:
+        raise AssertionError("the loggers are looked at again, although none was added")
+
+    monkeypatch.setattr(logging.Logger, "addFilter", fail)
+    with private():
+        pass

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from support.batches import check_identities, equal, samples
-from support.datasets import CAMERAS, read_lengths
+from support.datasets import CAMERAS, TOP, change_info, copied, read_lengths
 from support.slow import examples, slow
 
-from dali_stream import Dataset, Loader, Order, ResumeError, batch_at
+from dali_stream import Dataset, Loader, Mixture, Order, ResumeError, batch_at, tools
+from dali_stream.lerobot import metadata
 from dali_stream.order import default_pools
 
 SHUFFLES = (True, "global", False)
@@ -450,6 +454,121 @@ def test_a_state_of_something_else_is_refused(odd: Path, rows: Dataset, demo: Pa
             with pytest.raises(ResumeError, match=message):
                 loader.load_state_dict(state)
             assert len(samples(loader)) > 0, "the loader is as before"
+
+
+def change_tasks(root: Path) -> dict[str, Any]:
+    path = root / "meta/tasks.parquet"
+    tasks = metadata.read_names(Dataset(root).store, metadata.TASKS, "task_index")
+    first = min(tasks)
+    table = metadata.tasks_table({**tasks, first: "another task"})
+    pq.write_table(table, path)
+    return {}
+
+
+def change_statistics(root: Path, key: str) -> dict[str, Any]:
+    path = root / "meta/stats.json"
+    stats = json.loads(path.read_text())
+    stats.setdefault(key, {})["count"] = [1000]
+    path.write_text(json.dumps(stats))
+    return {}
+
+
+def change_features(root: Path) -> dict[str, Any]:
+    change_info(root, fps=2 * Dataset(root).fps)
+    return {}
+
+
+CHANGES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
+    "tasks": (change_tasks, "tasks"),
+    "statistics": (lambda root: change_statistics(root, "action"), "statistics"),
+    "features": (change_features, "features or fps"),
+    "selection": (lambda root: {"episodes": [0]}, r"selection of episodes \(episodes=, episode_filter=\)"),
+    "ranges": (lambda root: {"drop_last": 1}, r"sampled frames \(frames=, drop_first=, drop_last=\)"),
+    "two": (lambda root: change_tasks(root) | {"drop_last": 1}, r"sampled frames .*, tasks"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_part_of_a_dataset_that_differs_is_named(small: Path, tmp_path: Path, change: str) -> None:
+    root = copied(small, tmp_path)
+    with make(Dataset(root)) as loader:
+        state = loader.state_dict()
+    with make(Mixture({"one": small, "other": root})) as loader:
+        mixed = loader.state_dict()
+    changing, words = CHANGES[change]
+    arguments = changing(root)
+    with (
+        make(Dataset(root, **arguments)) as loader,
+        pytest.raises(ResumeError, match=f"These parts differ: {words}\\. Resume with"),
+    ):
+        loader.load_state_dict(state, allow_other_frames=True)  # these are not about frames
+    words = f"other: {words.replace(', tasks', ', other: tasks')}"
+    mixture = Mixture({"one": small, "other": Dataset(root, **arguments)})
+    with make(mixture) as loader, pytest.raises(ResumeError, match=f"These parts differ: {words}"):
+        loader.load_state_dict(mixed)
+
+
+def test_other_statistics_of_a_camera_are_allowed_by_name(
+    small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = copied(small, tmp_path)
+    with make(Dataset(small), device="cpu") as loader:
+        expected = samples(loader)
+    with make(Dataset(small), device="cpu") as loader:
+        next(it := iter(loader))
+        del it
+        loader.save(path := tmp_path / "state.json")
+    change_statistics(root, TOP)
+    with make(Dataset(root), device="cpu") as loader:
+        with pytest.raises(ResumeError, match=r"These parts differ: statistics of cameras\. .*, allow_other_frames=True\)"):
+            loader.restore(path)
+        loader.restore(path, allow_other_frames=True)
+        assert "has other frames than the run had for the same rows" in caplog.text
+        assert samples(loader) == expected[4:]
+
+
+def test_a_state_without_the_parts_of_its_dataset_is_refused_all_the_same(odd: Path, rows: Dataset) -> None:
+    with make(rows) as loader:
+        state = loader.state_dict()
+    for contents in ({}, {"contents": None}, {"contents": "no"}):
+        old = {key: value for key, value in state.items() if key not in ("contents", "source")} | contents
+        with make(rows) as loader:
+            loader.load_state_dict(old)
+        with (
+            make(Dataset(odd, cameras=[], episodes=[0])) as loader,
+            pytest.raises(ResumeError, match="of another dataset or of"),
+        ):
+            loader.load_state_dict(old)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_a_smaller_copy_by_name(small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On a smaller copy: the rows are the very next ones, and the frames are those of these rows."""
+    out = tmp_path / "out"
+    tools.prepare(small, out, size=(64, 72))
+
+    def run(root: Path, **arguments: Any) -> Loader:
+        return make(Dataset(root), image_size=(64, 72), image_dtype="uint8", seed=3, device="cpu", **arguments)
+
+    with run(small) as loader:
+        expected = list(loader)
+    with run(small) as loader:
+        next(it := iter(loader))
+        del it
+        state = loader.state_dict()
+        loader.save(path := tmp_path / "state.json")
+    with run(out) as loader:
+        with pytest.raises(ResumeError, match="These parts differ: cameras, statistics of cameras") as caught:
+            loader.load_state_dict(state)
+        assert "load_state_dict(state, allow_other_frames=True)" in str(caught.value)
+        loader.restore(path, allow_other_frames=True)
+        assert "These parts differ: cameras" in caplog.text
+        rest = list(loader)
+    assert samples(rest) == samples(expected[1:])
+    for key in CAMERAS:
+        found, right = (torch.cat([batch[key] for batch in part]).float() for part in (rest, expected[1:]))
+        assert (found - right).abs().mean() < 6
+        assert (found.roll(1, 0) - right).abs().mean() > 6, "of another row"
 
 
 def test_cameras_and_windows_are_not_part_of_the_order(odd: Path, rows: Dataset) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.batches import Batch, equal, samples
 from support.clouds import S3, Hub
-from support.datasets import SIDE
+from support.datasets import SIDE, tree
 from support.servers import Handler, Server
 from support.stores import Clock
 
@@ -56,14 +56,66 @@ def test_hub(hub: Hub, local: list[Batch], uri: str) -> None:
     assert same(batches_of(dataset), local)
 
 
-def test_the_revision_is_pinned_and_part_of_the_fingerprint(hub: Hub, small: Path, local: list[Batch]) -> None:
+def test_the_revision_is_pinned_and_no_part_of_the_fingerprint(hub: Hub, small: Path) -> None:
     dataset = Dataset(REPOSITORY, revision="main")
-    before = dataset.revision
+    before, fingerprint = dataset.revision, dataset.fingerprint
     hub.put(f"datasets/{REPOSITORY}", {"README.md": b"changed"})  # main moves on during the run
     later = Dataset(REPOSITORY)
     assert later.revision != before == dataset.revision
-    assert len({dataset.fingerprint, later.fingerprint, Dataset(small).fingerprint}) == 3
+    assert fingerprint == later.fingerprint == Dataset(small).fingerprint
     assert all(f"/resolve/{later.revision}/" not in r.path for r in hub.requests if r.path.endswith(".mp4"))
+
+
+def test_a_run_goes_on_at_another_commit_and_on_a_local_copy(
+    hub: Hub, small: Path, tmp_path: Path, local: list[Batch], caplog: pytest.LogCaptureFixture
+) -> None:
+    def resumed(dataset: Dataset | Path, state: dict[str, Any]) -> bool:
+        caplog.clear()
+        with Loader(dataset, batch_size=32, image_dtype="uint8", seed=2) as loader:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+            return same(list(loader), local[1:])
+
+    dataset = Dataset(f"hf://datasets/{REPOSITORY}")
+    with Loader(dataset, batch_size=32, image_dtype="uint8", seed=2) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    assert resumed(small, state)
+    assert "commit" not in caplog.text, "nothing says of which commit the copy is"
+    hub.put(f"datasets/{REPOSITORY}", {"README.md": b"changed"})
+    later = Dataset(f"hf://datasets/{REPOSITORY}")
+    assert resumed(later, state)
+    assert f"saved at commit {dataset.revision} of hf://" in caplog.text
+    assert f"is at commit {later.revision}" in caplog.text
+    own = shutil.copytree(small, tmp_path / "own")
+    note = own / ".cache/huggingface/download/meta/info.json.metadata"
+    note.parent.mkdir(parents=True)
+    note.write_text(f"{later.revision}\netag\n0.0\n")  # as huggingface_hub writes it
+    assert resumed(own, state)
+    assert f"is at commit {later.revision}" in caplog.text
+
+
+def test_a_state_says_which_versions_of_metadata_files_it_had(
+    small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = tree(small)
+    with Server(files) as server:
+        with Loader(server.url, batch_size=8, device="cpu") as loader:
+            state = loader.state_dict()
+            before = state["source"]["versions"]["meta/info.json"]
+        files["meta/info.json"] += b"\n"
+        with Loader(server.url, batch_size=8, device="cpu") as loader:
+            loader.load_state_dict(state)
+            after = loader.state_dict()["source"]["versions"]["meta/info.json"]
+    assert f"/meta/info.json had version {before} when the state was saved, and has {after} now" in caplog.text
+    caplog.clear()
+    own = shutil.copytree(small, tmp_path / "own")
+    with Loader(own, batch_size=8, device="cpu") as loader:
+        state = loader.state_dict()
+    for path in (own / "meta").glob("*.json"):
+        path.touch()
+    with Loader(own, batch_size=8, device="cpu") as loader:
+        loader.load_state_dict(state)
+    assert "version" not in caplog.text, "the content is the same"
 
 
 def test_metadata_from_the_repository_and_bulk_from_a_bucket(hub: Hub, local: list[Batch]) -> None:
@@ -83,7 +135,54 @@ def test_what_lerobot_has_downloaded_is_read_from_there(hub: Hub, small: Path, t
     assert same(batches_of(dataset), local)
     assert hub.requests == []
     assert dataset.revision is None
-    assert Dataset(REPOSITORY, revision="main").revision is not None  # the cache does not say of which revision it is
+    assert Dataset(REPOSITORY, revision="main").revision is not None  # the copy may be of another revision
+
+
+def test_the_local_copy_of_lerobot_is_named_with_its_commit(
+    hub: Hub, small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shutil.copytree(small, tmp_path / "lerobot" / REPOSITORY)
+    Dataset(REPOSITORY).close()
+    words = f"{REPOSITORY} is read from LeRobot's local copy in {folder}, "
+    assert f"{words}of unknown revision. Write this folder or hf://datasets/{REPOSITORY}" in caplog.text
+    note = folder / ".cache/huggingface/download/meta/info.json.metadata"
+    note.parent.mkdir(parents=True)
+    note.write_text(f"{'0123456789' * 4}\netag\n0.0\n")  # as huggingface_hub writes it
+    Dataset(REPOSITORY).close()
+    assert f"{words}commit {'0123456789' * 4}. " in caplog.text
+    caplog.clear()
+    for remedy in (folder, f"hf://datasets/{REPOSITORY}"):
+        Dataset(remedy).close()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("lost", ["video", "rows", "episodes", "tasks"])
+def test_a_local_copy_without_files_of_the_selected_episodes_is_not_read(
+    hub: Hub, small: Path, tmp_path: Path, local: list[Batch], caplog: pytest.LogCaptureFixture, lost: str
+) -> None:
+    folder = shutil.copytree(small, tmp_path / "lerobot" / REPOSITORY)
+    whole = Dataset(small)
+    [split] = [key for key in whole.videos if len(set(whole.files(key).tolist())) == 2]  # a file for each of the two episodes
+    path = {
+        "video": whole.path(split, int(whole.files(split)[1])),
+        "rows": "data/chunk-000/file-000.parquet",
+        "episodes": "meta/episodes/chunk-000/file-000.parquet",
+        "tasks": whole.tasks_place,
+    }[lost]
+    (folder / path).unlink()
+    dataset = Dataset(REPOSITORY)
+    assert dataset.store.address.startswith(f"hf://datasets/{REPOSITORY}@")
+    assert same(batches_of(dataset), local)
+    assert f"LeRobot's local copy in {folder} is incomplete (" in caplog.text
+    assert (path if lost in ("video", "rows", "tasks") else "meta/episodes") in caplog.text
+    if lost == "video":
+        hub.requests.clear()
+        for selection in ({"episodes": [0]}, {"cameras": [key for key in whole.cameras if key != split]}):
+            assert Dataset(REPOSITORY, **selection).store.address == str(folder), "which has all files of this selection"
+        assert not hub.requests
+        hub.token = "another"
+        with pytest.raises(DatasetError, match=f"^LeRobot's local copy in {folder} is incomplete .it lacks {path}.*not found"):
+            Dataset(REPOSITORY)
 
 
 def test_a_repository_that_is_not_there(hub: Hub) -> None:

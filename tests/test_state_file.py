@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -149,6 +150,21 @@ def test_several_writers_of_one_path_do_not_disturb_each_other(tmp_path: Path) -
         thread.join()
     assert errors == []
     assert names(tmp_path) == ["sampler.json"]
+
+
+def test_a_save_removes_what_killed_saves_have_left(tmp_path: Path) -> None:
+    """Old temporary files of its own path, and neither young ones, which another process may be writing, nor others."""
+    for folder in (target := tmp_path / "run", tmp_path / "other"):
+        folder.mkdir()
+    names_left = {".state.json." + "0" * 32: 3600, ".state.json." + "1" * 32: 10, ".other.json." + "2" * 32: 3600}
+    names_left |= {".state.json.backup": 3600, "state.json." + "3" * 32: 3600}
+    for name, age in names_left.items():
+        (target / name).write_text("{")
+        os.utime(target / name, (then := time.time() - age, then))
+    (tmp_path / "other/state.json").symlink_to(target / "state.json")
+    FrameSampler(LENGTHS).save(tmp_path / "other/state.json")
+    assert names(target) == sorted([*list(names_left)[1:], "state.json"])
+    assert names(tmp_path / "other") == ["state.json"]
 
 
 def save_until_killed(root: Path, file: Path, pipe: Connection) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 
 import numpy as np
@@ -22,14 +23,17 @@ class IndexCache:
 
     Attributes:
         cached: {(camera, file): index, or the error if the file has no valid index}.
-        bytes_read: {(camera, file): bytes of its `moov` box}, for all indices that were read so far.
+        bytes_read: Number of bytes of the `moov` boxes that were read so far. Each file is counted once.
     """
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._files = {camera: source.files(camera) for camera in source.videos}
         self.cached: dict[tuple[str, int], VideoIndex | DecodeError] = {}
-        self.bytes_read: dict[tuple[str, int], int] = {}
+        self.bytes_read = 0
+        # {camera: whether each file is counted in `bytes_read`}, which takes one byte per file, however often files are read
+        self._counted = {camera: np.zeros(max(int(files.max()), 0) + 1, np.bool_) for camera, files in self._files.items()}
+        self._lock = threading.Lock()
 
     def file(self, camera: str, episode: int) -> int:
         """Return the number of the file that contains an episode. `ABSENT` if its frames are not in a video file."""
@@ -56,7 +60,9 @@ class IndexCache:
             return DecodeError(self._no_file(camera, file, store) or str(error))
         except DecodeError as error:  # the file is broken
             return DecodeError(str(error))
-        self.bytes_read[camera, file] = index.index_bytes
+        with self._lock:
+            self.bytes_read += 0 if self._counted[camera][file] else index.index_bytes
+            self._counted[camera][file] = True
         return index
 
     def _no_file(self, camera: str, file: int, store: Store) -> str:

@@ -5,37 +5,66 @@ from __future__ import annotations
 import logging
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.lerobot.metadata import INFO
+from dali_stream.log_records import DATASET_LOG
 from dali_stream.storage import Store, open_store
 
-_log = logging.getLogger("dali_stream")
+_log = logging.getLogger(DATASET_LOG)
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # the id of a Hub dataset
 
 
-def resolved(uri: str, revision: str | None) -> tuple[str, str]:
-    """Return the address of a dataset, and a note if a repository id is read from the Hub.
+def local_copy(uri: str, revision: str | None) -> str | None:
+    """Return the folder into which LeRobot downloads or records a repository, or None if it has no metadata.
 
-    A repository id is read from LeRobot's local copy if one exists and `revision` is None, and from the Hub otherwise.
+    LeRobot may have downloaded only some files, and of any revision, so None is returned if `revision` is given.
 
     Args:
         uri: Folder, address, or id of a Hub dataset.
         revision: Revision of the dataset, or None.
+    """
+    if revision is not None or not _is_repository(uri):
+        return None
+    hub = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    folder = Path(os.environ.get("HF_LEROBOT_HOME", f"{hub}/lerobot")).expanduser() / uri
+    return str(folder) if (folder / INFO).is_file() else None
+
+
+def resolved(uri: str, lacks: str = "") -> tuple[str, str]:
+    """Return the address of a dataset, and a note if a repository id is read from the Hub.
+
+    Args:
+        uri: Folder, address, or id of a Hub dataset.
+        lacks: Reason why a local copy of the repository is not used. Default: there is none.
 
     Returns:
         Address, and the note, which is empty unless an id was resolved to an address of the Hub.
     """
-    if "://" in uri or Path(uri).expanduser().exists() or not REPOSITORY.fullmatch(uri):
+    if not _is_repository(uri):
         return uri, ""
-    hub = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    cached = Path(os.environ.get("HF_LEROBOT_HOME", f"{hub}/lerobot")).expanduser() / uri
-    if revision is None and (cached / INFO).is_file():
-        return str(cached), ""
     address = f"hf://datasets/{uri}"
-    return address, f"{uri} does not exist in {Path.cwd()}, so it is read as the id of a Hub dataset, {address}"
+    why = lacks or f"{uri} does not exist in {Path.cwd()}"
+    return address, f"{why}, so it is read as the id of a Hub dataset, {address}"
+
+
+def _is_repository(uri: str) -> bool:
+    return not ("://" in uri or Path(uri).expanduser().exists() or not REPOSITORY.fullmatch(uri))
+
+
+def commit_of(store: Store) -> str | None:
+    """Return the commit of the Hub from which the metadata in a local folder were downloaded. None if it is unknown."""
+    if store.remote:
+        return None
+    # huggingface_hub writes this file for each file that it downloads into a folder. Its first line is the commit.
+    record = Path(store.address, ".cache/huggingface/download", f"{INFO}.metadata")
+    with suppress(OSError, UnicodeDecodeError):
+        commit = record.read_text().partition("\n")[0].strip()
+        return commit if re.fullmatch(r"[0-9a-f]{40}", commit) else None
+    return None
 
 
 def opened(address: str, note: str, storage_options: dict[str, Any] | None, **options: Any) -> Store:
@@ -46,4 +75,5 @@ def opened(address: str, note: str, storage_options: dict[str, Any] | None, **op
     try:
         return open_store(address, storage_options, **options)
     except (DatasetError, StorageError) as error:
-        raise type(error)(f"{note}. {error}") from error
+        kind = DatasetError if isinstance(error, DatasetError) else StorageError
+        raise kind(f"{note}. {error}") from error

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dali_stream.errors import DatasetError, StorageError
+from dali_stream.errors import DatasetError, StorageError, prefixed
 from dali_stream.lerobot.features import Feature
 
 
@@ -135,7 +135,7 @@ def _encoded(array: pa.Array, where: str, read: Callable[[str], bytes] | None) -
         try:
             encoded[frame] = read(path)
         except (DatasetError, StorageError) as error:
-            raise type(error)(f"{where}: frame {frame}: {error}") from error
+            raise prefixed(f"{where}: frame {frame}", error) from error
     return encoded
 
 

@@ -11,15 +11,16 @@ import importlib
 import json
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from dali_stream.errors import DatasetError, counted
-from dali_stream.lerobot import frame_ranges, metadata, selection, v2
+from dali_stream.lerobot import fingerprint, frame_ranges, metadata, selection, v2
+from dali_stream.lerobot.address import commit_of
 from dali_stream.lerobot.features import CHANNELS, ENCODING, Feature
 from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
 from dali_stream.lerobot.selection import EpisodeFilter
@@ -36,10 +37,23 @@ Self = TypeVar("Self", bound="DatasetFiles")
 _log = logging.getLogger("dali_stream")
 
 
+class _Identity(NamedTuple):
+    """What a fingerprint covers, in the order in which it is hashed."""
+
+    head: bytes
+    clock: bytes
+    episodes: bytes
+    rows: bytes
+    tasks: bytes
+    ranges: bytes
+    stats: bytes
+
+
 class DatasetFiles:
     """Base class of `dali_stream.Dataset` that reads no frames. See `Dataset` for the attributes. Its constructor sets them."""
 
     uri: str
+    address: str  # address that was opened, with credentials if the user gave any in it
     version: str
     fps: float
     cameras: tuple[str, ...]
@@ -191,40 +205,85 @@ class DatasetFiles:
     def fingerprint(self) -> str:
         """Hash of the metadata and of the selected episodes and frames, 32 hexadecimal digits.
 
-        It does not depend on the selected cameras, the location of the dataset, its files, their codecs, or the version of the
-        format. It includes the commit of a Hub repository, and `clock` and `tolerance_s` unless both have their defaults.
+        It does not depend on the selected cameras, the location of the dataset, its commit, its files, their codecs, or the
+        version of the format. It includes `clock` and `tolerance_s` unless both have their defaults.
         """
+        return self._digest(self._identity())
+
+    @functools.cached_property
+    def contents(self) -> dict[str, str]:
+        """Hash of each part of the fingerprint, for messages. Parts with their default values are left out."""
+        cameras, parts = {key for key, feature in self._info.features.items() if feature.is_camera}, self._identity()
+        fps, features = json.loads(parts.head)
+        stats = json.loads(parts.stats)
+        every = len(self.rows) == len(self.table.index)
+        contents = {
+            fingerprint.FEATURES: json.dumps([fps, _without(features, *cameras)]).encode(),
+            fingerprint.CAMERAS: json.dumps({key: features[key] for key in cameras}, sort_keys=True).encode(),
+            fingerprint.CLOCK: parts.clock,
+            fingerprint.EPISODES: parts.episodes,
+            fingerprint.SELECTION: b"" if every else parts.rows,
+            fingerprint.RANGES: parts.ranges,
+            fingerprint.TASKS: parts.tasks,
+            fingerprint.STATISTICS: json.dumps(_without(stats, *cameras)).encode(),
+            fingerprint.CAMERA_STATISTICS: json.dumps({key: own for key, own in stats.items() if key in cameras}).encode(),
+        }
+        return {part: fingerprint.hashed(data) for part, data in contents.items() if data}
+
+    @functools.cached_property
+    def source(self) -> dict[str, Any]:
+        """Origin of the metadata, as information in the state of a run.
+
+        It has the `address`, and the `commit` of a repository of the Hub. Without a commit, it has `versions`, the versions of
+        some metadata files by path.
+        """
+        commit = self.revision or commit_of(self.store)
+        if commit:
+            return {"address": self.store.address, "commit": commit}
+        paths = (metadata.INFO, self.tasks_place, self.stored_stats_place)
+        versions = {path: version for path in paths if (version := self.store.version(path))}
+        return {"address": self.store.address, "versions": versions}
+
+    def has_fingerprint(self, fingerprint: object) -> bool:
+        """Return whether a fingerprint from a saved state matches this dataset.
+
+        Fingerprints of earlier releases also match. They include the commit of a Hub repository. Even earlier ones, of v3.0,
+        are hashes that include the bytes of `meta/stats.json`.
+        """
+        if fingerprint == self.fingerprint:
+            return True
+        identity, commit = self._identity(), (self.revision or "").encode()
+        earlier = [identity._replace(head=identity.head + commit)]
+        if not self.is_v2:
+            features = {key: _without(feature, *ENCODING) for key, feature in self._info.features.items()}
+            head = json.dumps([self.fps, features], sort_keys=True).encode() + commit
+            stats = self.store.read_all(metadata.STATS) if self.store.exists(metadata.STATS) else b""
+            earlier.append(identity._replace(head=head, stats=stats))
+        return fingerprint in [self._digest(each) for each in earlier]
+
+    def _identity(self) -> _Identity:
+        """Return what the fingerprint covers."""
+        table = self.table
         features = {key: _without(feature, *ENCODING, "fps") for key, feature in self._info.features.items()}
         # Only min, max and count are exact after the statistics of episodes are aggregated, so only they are hashed.
         stats = {
             key: {name: _numbers(statistics[name]) for name in ("min", "max", "count") if name in statistics}
             for key, statistics in self.stored_stats.items()
         }
-        return self._digest([float(self.fps), features], json.dumps(stats, sort_keys=True).encode())
+        default = (self.clock, self.tolerance_s) == (CLOCKS[0], TOLERANCE / self.fps)
+        return _Identity(
+            head=json.dumps([float(self.fps), features], sort_keys=True).encode(),
+            clock=b"" if default else json.dumps([self.clock, self.tolerance_s]).encode(),  # may select different frames
+            episodes=b"".join(values.astype("<i8").tobytes() for values in (table.index, table.length)),
+            rows=self.rows.astype("<i8").tobytes(),
+            tasks=json.dumps(sorted(self.tasks.items())).encode(),
+            ranges=b"" if self.frame_ranges is None else b"frames" + self.frame_ranges.to_bytes(),
+            stats=json.dumps(stats, sort_keys=True).encode(),  # tells datasets of equal lengths apart, which are common
+        )
 
-    def has_fingerprint(self, fingerprint: object) -> bool:
-        """Return whether a fingerprint from a saved state matches this dataset.
-
-        For v3.0, the fingerprint of earlier releases also matches. It is a hash that includes the bytes of `meta/stats.json`.
-        """
-        if fingerprint == self.fingerprint or self.is_v2:
-            return fingerprint == self.fingerprint
-        features = {key: _without(feature, *ENCODING) for key, feature in self._info.features.items()}
-        stats = self.store.read_all(metadata.STATS) if self.store.exists(metadata.STATS) else b""
-        return fingerprint == self._digest([self.fps, features], stats)
-
-    def _digest(self, head: list[Any], stats: bytes) -> str:
-        table = self.table
-        digest = hashlib.blake2b((json.dumps(head, sort_keys=True) + (self.revision or "")).encode(), digest_size=16)
-        if (self.clock, self.tolerance_s) != (CLOCKS[0], TOLERANCE / self.fps):  # other values may select different frames
-            digest.update(json.dumps([self.clock, self.tolerance_s]).encode())
-        for values in (table.index, table.length, self.rows):
-            digest.update(values.astype("<i8").tobytes())
-        digest.update(json.dumps(sorted(self.tasks.items())).encode())
-        if self.frame_ranges is not None:
-            digest.update(b"frames" + self.frame_ranges.to_bytes())
-        digest.update(stats)  # tells datasets of equal lengths apart, which are common
-        return digest.hexdigest()
+    @staticmethod
+    def _digest(identity: _Identity) -> str:
+        return hashlib.blake2b(b"".join(identity), digest_size=16).hexdigest()
 
     @property
     def stored_features(self) -> dict[str, Feature]:
@@ -294,6 +353,11 @@ class DatasetFiles:
             self._files[camera] = index if self.num_episodes == len(index) else index[self.rows]
         return self._files[camera]
 
+    def needed_files(self) -> Iterator[str]:
+        """Yield the paths in `data_store` of the rows and videos of the selected episodes and cameras."""
+        for files in (self.table.data, *(self.table.video[camera] for camera in self.videos)):
+            yield from (files.paths[number] for number in np.unique(files.index[self.rows]).tolist() if number >= 0)
+
     def path(self, camera: str, file: int) -> str:
         return self.table.video[camera].paths[file]
 
@@ -346,7 +410,7 @@ class DatasetFiles:
             rows: Rows of these episodes in the table, in increasing order, shape (E',).
         """
         part = object.__new__(type(self))
-        vars(part).update({name: value for name, value in vars(self).items() if name != "fingerprint"})
+        vars(part).update({name: value for name, value in vars(self).items() if name not in ("fingerprint", "contents")})
         ranges = self.frame_ranges
         part._take(rows, None if ranges is None else ranges.of(np.searchsorted(self.rows, rows)))
         return part

@@ -25,6 +25,7 @@ from dali_stream.errors import DatasetError, StorageError
 from dali_stream.file_content import from_json
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.file_names import numbered_files
+from dali_stream.log_records import DATASET_LOG
 from dali_stream.storage import Store, lfs
 from dali_stream.storage.store import SMALL, Ranges
 
@@ -42,7 +43,7 @@ _MOST_ROWS = 1024  # maximum number of rows that are read at a time
 _FEW_ROWS = 1 << 20  # maximum number of episodes of a dataset whose info.json has no total
 Stats = dict[str, dict[str, npt.NDArray[Any]]]
 """Statistics {key: {"mean": array, ...}}. Arrays have the shape of a row, or (C, 1, 1) with values in [0, 1] for a camera."""
-_log = logging.getLogger("dali_stream")
+_log = logging.getLogger(DATASET_LOG)
 
 
 @dataclass(frozen=True)

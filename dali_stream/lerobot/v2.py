@@ -18,12 +18,13 @@ import pyarrow as pa
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.metadata import STATS, Episodes, Files, Info, Stats
+from dali_stream.log_records import DATASET_LOG
 from dali_stream.storage import Store, lfs
 
 EPISODES, TASKS, EPISODES_STATS = "meta/episodes.jsonl", "meta/tasks.jsonl", "meta/episodes_stats.jsonl"
 _PART = 8 << 20  # number of bytes per read
 _LONGEST_LINE = 64 << 20  # maximum bytes of a line
-_log = logging.getLogger("dali_stream")
+_log = logging.getLogger(DATASET_LOG)
 
 
 def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:

@@ -26,7 +26,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache, partial
 
 BLOCK = 1 << 14  # bytes per block
@@ -63,7 +63,8 @@ class DiskCache:
             at the same time must use the same limit.
 
     Raises:
-        ValueError: If the folder is a file or cannot be created, or if the limit is less than 1.
+        ValueError: If the folder is a file or cannot be created, if its folder `blocks` is a symbolic link, or if the limit is
+            less than 1.
     """
 
     def __init__(self, folder: str | os.PathLike[str], limit_bytes: int | None) -> None:
@@ -80,10 +81,12 @@ class DiskCache:
         self._folder, self._limit = state
         self._writing, self._lock = True, threading.Lock()
 
-    def read(self, file: str, version: str, first: int, last: int) -> list[bytes | None]:
+    def read(
+        self, file: str, version: str, first: int, last: int, damaged: Callable[[], object] = lambda: None
+    ) -> list[bytes | None]:
         """Return blocks [first, last) of a file, with None for each miss.
 
-        If `version` is empty, the version is unknown, and all blocks are misses.
+        If `version` is empty, the version is unknown, and all blocks are misses. `damaged` is called for each damaged segment.
         """
         if not version:
             return [None] * (last - first)
@@ -95,6 +98,7 @@ class DiskCache:
             except OSError as error:  # usually because the segment does not exist
                 blocks += [None] * (b - a)
                 if isinstance(error, _DamagedError):
+                    damaged()
                     _logger.warning(
                         "%s: damaged cache segment: %s. It is removed, and its bytes are fetched again", path, error
                     )
@@ -104,7 +108,7 @@ class DiskCache:
 
     def size(self, file: str) -> int | None:
         """Return the size of the cached version of a file in bytes, or None if no version is cached."""
-        with suppress(OSError), _opened(self._path(file, 0), os.O_RDONLY) as handle:
+        with suppress(OSError), _opened_segment(self._path(file, 0), os.O_RDONLY) as handle:
             return _header(handle, _hash(file), 0)[1]
         return None
 
@@ -215,6 +219,8 @@ class DiskCache:
     def _segments(self) -> Iterator[tuple[int, int, str]]:
         """Yield (time of the last use, bytes on disk, path) of each segment."""
         root = os.path.join(self._folder, "blocks")
+        if os.path.islink(root):
+            return
         for group, _, names in os.walk(root):
             for name in filter(_SEGMENT.fullmatch, names):
                 with suppress(FileNotFoundError):
@@ -240,7 +246,7 @@ def _read(path: str, digest: bytes, number: int, version: bytes, first: int, las
         _DamagedError: If a block or the header is damaged.
         OSError: If the segment does not exist or cannot be read.
     """
-    with _opened(path, os.O_RDONLY) as handle:
+    with _opened_segment(path, os.O_RDONLY) as handle:
         status, (written, _, header) = os.fstat(handle), _header(handle, digest, number)
         if written != version:
             return [None] * (last - first)
@@ -262,7 +268,7 @@ def _write(path: str, header: bytes, first: int, data: memoryview) -> None:
     """Write blocks of a segment, and then their entries, so that readers never see an entry without its block."""
     blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
     entries = b"".join(_ENTRY.pack(len(block), zlib.crc32(block)) for block in blocks)
-    with suppress(FileNotFoundError), _opened(path, os.O_RDWR) as handle:
+    with suppress(FileNotFoundError), _opened_segment(path, os.O_RDWR) as handle:
         if os.pread(handle, len(header), 0) == header:
             return _put(handle, (data, _BLOCKS + first * BLOCK), (entries, _ENTRIES + first * _ENTRY.size))
         # The segment has another version. It is replaced and not overwritten, because other processes may still write to it.
@@ -273,7 +279,7 @@ def _write(path: str, header: bytes, first: int, data: memoryview) -> None:
         with suppress(FileExistsError):
             os.mkdir(missing)
     # FileExistsError: another process has just created the segment. These blocks are then not cached.
-    with suppress(FileExistsError), _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:
+    with suppress(FileExistsError), _opened_segment(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:
         _put(handle, (data, _BLOCKS + first * BLOCK), (header.ljust(_ENTRIES + first * _ENTRY.size, b"\0") + entries, 0))
     return None
 
@@ -325,6 +331,15 @@ def _opened(path: str, how: int) -> Iterator[int]:
         os.close(handle)
 
 
+def _opened_segment(path: str, how: int) -> AbstractContextManager[int]:
+    """Open a segment. Raises OSError if one of the two folders above it is a symbolic link, which may lead anywhere."""
+    group = os.path.dirname(path)
+    for folder in (os.path.dirname(group), group):
+        if os.path.islink(folder):
+            raise OSError(errno.ELOOP, f"the folder {folder} is a symbolic link, which is not followed")
+    return _opened(path, how)
+
+
 def _locked(lock: Callable[[], object], seconds: float) -> bool:
     """Return whether `lock` succeeds within `seconds`. It is called until it no longer raises BlockingIOError."""
     until = time.monotonic() + seconds
@@ -343,7 +358,9 @@ def _made(folder: str | os.PathLike[str]) -> str:
     path = os.path.abspath(os.path.expanduser(os.fspath(folder)))
     try:
         os.makedirs(path, exist_ok=True)
-        return path
+        if not os.path.islink(blocks := os.path.join(path, "blocks")):
+            return path
+        problem = f"whose folder blocks is a symbolic link. Give the folder to which it leads, {os.path.realpath(blocks)}"
     except (FileExistsError, NotADirectoryError):
         problem = "which is a file or below one"
     except OSError as error:

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 
 ours: ContextVar[bool] = ContextVar("dali_stream_request", default=False)
 # At level DEBUG, these libraries log URLs with their queries, signed headers and session tokens.
+_names = 0  # number of names of loggers in this process when `filter_drivers` looked at them last
 _DRIVERS = ("aiohttp", "boto3", "botocore", "fsspec", "requests", "urllib3")
 
 
@@ -20,10 +21,16 @@ def _keep(record: logging.LogRecord) -> bool:
 def filter_drivers() -> None:
     """Add a filter to each existing logger of the drivers. The filter has an effect only in contexts where `ours` is True."""
     # Every logger needs the filter, since child loggers do not inherit it. Modules that are imported later add further loggers,
-    # so this function is called repeatedly.
-    for name, logger in list(logging.root.manager.loggerDict.items()):
-        if name.startswith(_DRIVERS) and isinstance(logger, logging.Logger):
-            logger.addFilter(_keep)  # has no effect if the logger already has the filter
+    # so this function is called for each request. It does nothing if no name was added. A name may belong to a placeholder,
+    # which a logger replaces later. `getLogger` makes the logger now, since the number of names would not change then.
+    global _names
+    loggers = logging.root.manager.loggerDict
+    if (number := len(loggers)) == _names:
+        return
+    for name in list(loggers):
+        if name.startswith(_DRIVERS):
+            logging.getLogger(name).addFilter(_keep)  # has no effect if the logger already has the filter
+    _names = number
 
 
 @contextmanager

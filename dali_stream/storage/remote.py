@@ -7,11 +7,23 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.cache import BLOCK, DiskCache
-from dali_stream.storage.retry import AGAIN, Deadline, Patience, TransientError, bounded, end_idle, given_up, pause_s, slot
+from dali_stream.storage.retry import (
+    AGAIN,
+    Deadline,
+    Patience,
+    TransientError,
+    bounded,
+    end_idle,
+    given_up,
+    pause_s,
+    slot,
+    tell_retry,
+)
 from dali_stream.storage.store import Store, Traffic, checked, missing_file
 
 _T = TypeVar("_T")
@@ -154,6 +166,10 @@ class RemoteStore(Store):
             self._pin_size(path, size)
         return sorted(sizes)
 
+    def version(self, path: str) -> str:
+        """Return the tag of a file that was read, or an empty string if it is unknown."""
+        return self._tags.get(path, "")
+
     def session(self) -> RemoteStore:
         """Return a view of this store for one of several users. It shares versions, connections and counts with the store.
 
@@ -260,6 +276,7 @@ class RemoteStore(Store):
                 if deadline.left(failure.unreachable) <= pause:
                     raise given_up(description, failures, deadline, deadline.allowed_s(failure.unreachable))
                 self._traffic.add(retries=1)
+                tell_retry(self._host, description, str(failure))
                 deadline.sleep(pause)
 
     def _refusal(self, path: str, status: int, words: str = "", after_s: float | None = None) -> Exception:
@@ -309,11 +326,16 @@ class RemoteStore(Store):
         """Read a range in whole blocks from the cache. Missing blocks are fetched and cached."""
         first, last, fetched = start // BLOCK, -(-stop // BLOCK), 0
         name = self._name(path)
-        blocks = cache.read(name, self._tag(cache, path), first, last)
+
+        def read() -> list[bytes | None]:
+            damaged = partial(self._traffic.add, failed_checksums=1)
+            return cache.read(name, self._tag(cache, path), first, last, damaged)
+
+        blocks = read()
         if None in blocks:
             with cache.fetching(name, first, last):
                 # Another process may have fetched the blocks while this one waited for the lock.
-                blocks = cache.read(name, self._tag(cache, path), first, last)
+                blocks = read()
                 for is_cached, run in itertools.groupby(range(first, last), lambda number: blocks[number - first] is not None):
                     numbers = list(run)
                     begin, end = numbers[0] * BLOCK, (numbers[-1] + 1) * BLOCK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import random
@@ -27,8 +28,21 @@ _IDLE_S = 0.5  # time after which an idle thread ends
 _WAKE_S = 0.2  # interval at which a waiting thread checks whether to stop
 _T = TypeVar("_T")
 
+_log = logging.getLogger("dali_stream")
+_TELL_S = 60.0  # minimum time between two warnings about retries to the same host, in seconds
+_told: dict[str, tuple[float, int]] = {}  # {host: time of its last warning, number of retries since}
+_telling = threading.Lock()
 _slots: dict[str, threading.BoundedSemaphore] = {}
-os.register_at_fork(after_in_child=_slots.clear)  # in a child, no thread would release the slots that are in use at the fork
+
+
+def _after_fork() -> None:
+    """Renew what threads of the parent hold, since no thread of a forked process would release it."""
+    global _telling
+    _slots.clear()
+    _telling = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class TransientError(Exception):
@@ -177,6 +191,27 @@ def given_up(request: str, failures: list[str], deadline: Deadline, allowed_s: f
         f"{request}: not read after {tries}, where {allowed_s:g} s are allowed (give_up_after_s). Reasons: {reasons}. Check "
         "the address, the network and the server, then resume from the last saved state if one exists"
     )
+
+
+def tell_retry(host: str, request: str, reason: str) -> None:
+    """Log the first retry of each minute and host as a warning, with the number of retries since the last one.
+
+    Args:
+        host: Host of the request.
+        request: Description of the request, without credentials.
+        reason: Reason why the attempt failed, without credentials.
+    """
+    with _telling:
+        last, untold = _told.get(host, (-math.inf, 0))
+        now = time.monotonic()
+        due = now - last >= _TELL_S
+        _told[host] = (now, 0) if due else (last, untold + 1)
+    if due:
+        more = f" {untold} more requests to it were repeated since the last such message." if untold else ""
+        _log.warning(
+            "%s: a request to %s failed (%s), and is repeated.%s stats() and metrics() count all retries",
+            *(request, host, reason, more),
+        )
 
 
 class _Helper:

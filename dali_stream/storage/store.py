@@ -24,6 +24,7 @@ class Traffic:
         fetched_bytes: Number of bytes in these responses, including those of attempts that ended early.
         retries: Number of attempts that were made after a failed one.
         cached_bytes: Number of bytes that were read from `cache_dir`.
+        failed_checksums: Number of damaged segments that were found in `cache_dir`.
         fetch_s: Time that reads waited for the network, in seconds, summed over the threads.
         lock: Lock that `add` holds while it changes the other attributes.
     """
@@ -32,6 +33,7 @@ class Traffic:
     fetched_bytes: int = 0
     retries: int = 0
     cached_bytes: int = 0
+    failed_checksums: int = 0
     fetch_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -84,6 +86,10 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def files(self, folder: str) -> list[str]:
         """Return the sorted paths of the files below a folder at any depth. Empty if the folder does not exist."""
+
+    def version(self, path: str) -> str:
+        """Return a text that identifies the content of a file that was read, or an empty string if it is unknown."""
+        return ""
 
     @abc.abstractmethod
     def close(self) -> None:

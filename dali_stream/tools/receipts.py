@@ -16,6 +16,7 @@ from dali_stream import run_config
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError
 from dali_stream.file_content import Fields, check_fields, from_json, whole
+from dali_stream.lerobot import fingerprint
 from dali_stream.mixture import Mixture
 from dali_stream.order.batches import Batches
 from dali_stream.order.state import STATE_VERSION, OrderArguments
@@ -122,11 +123,7 @@ def receipt(
             raise ResumeError(
                 f"version of the state must be {STATE_VERSION}, got {state['version']}. Use the dali_stream of the run"
             )
-        if not opened.has_fingerprint(state["dataset"]):
-            raise ResumeError(
-                f"dataset must be that of the run with the fingerprint {state['dataset']}, got {opened.fingerprint} of "
-                f"{opened.uri}. Make the receipt from a copy that was not changed"
-            )
+        fingerprint.check(opened, state, allow_other_frames=True)  # an episode is seen in the order, whatever its frames
         place = _place(opened, mixed, episode)
         orders = opened.orders()
     batches = run_config.batches_of(described, orders.positions)

@@ -118,7 +118,8 @@ def open_sets(arguments: Namespace) -> tuple[Set, Set | None]:
         try:
             train[name], val[name] = divided(dataset_arguments, count, mixed.get("keys", {}).get(name, {}))
         except (ValueError, dali_stream.DaliStreamError) as error:
-            raise type(error)(f"dataset {name!r}: {error}") from error
+            kind = ValueError if isinstance(error, ValueError) else dali_stream.DaliStreamError
+            raise kind(f"dataset {name!r}: {error}") from error
     # The weights of a mixture are not used for validation, in which each frame is used once.
     alike = {key: mixed[key] for key in ("keys", "missing", "nearest") if key in mixed}
     return dali_stream.Mixture(train, **mixed), dali_stream.Mixture(val, **alike) if count else None

@@ -18,7 +18,6 @@ from typing import Any
 from dali_stream.arguments import positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted
-from dali_stream.lerobot.address import resolved
 from dali_stream.lerobot.metadata import INFO
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.process import cores, reading_threads
@@ -173,7 +172,7 @@ def prepare(
             cameras_of = {key: PreparedCamera(**camera) for key, camera in done["report"]["cameras"].items()}
             return PrepareReport(**done["report"] | {"cameras": cameras_of})
         shared = source | {
-            "uri": _absolute(resolved(os.fspath(uri), revision)[0]),
+            "uri": _absolute(dataset.address),
             "revision": dataset.store.revision,
             "data_files_root": None if data_files_root is None else _absolute(os.fspath(data_files_root)),
             "out": place.address,
