@@ -239,8 +239,8 @@ class Dataset(DatasetFiles):
 
         Args:
             keys: Features to compute. Default: the selected cameras and all features except text.
-            progress: Function that is called with (number of episodes done, number of episodes) in the caller's thread. Rows
-                and each camera are counted separately. Default: none.
+            progress: Function that is called with (number of episodes done, number of episodes) in the caller's thread.
+                Default: none.
 
         Returns:
             {key: {"min", "max", "mean", "std", "q01", "q10", "q50", "q90", "q99": array, "count": (1,) int}}. Statistics of

@@ -89,6 +89,8 @@ EVICTED = {**LONG_GOP, "frames_evicted_before_use": 70}
             'memory_budget="9.0GiB", with which 1.20 frames instead of 1.50 are decoded',
         ),
         (DECODE, {"keeps_all": True}, "Later epochs decode nothing, since memory_budget holds all decoded frames."),
+        (DECODE, {"keeps_all": True, "repeats": False}, "Later epochs decode only frames that no earlier batch has shown,"),
+        (DECODE, {"frames_budget": 9 << 30, "warm": True, "repeats": False}, "more CPU cores than the 4"),
         (DECODE | LONG_GOP, {"videos": {}}, "more CPU cores than the 4 of this process."),  # its frames are images
         (DECODE, {"gpu": True}, f"--codec hevc`), since the CPU decodes {TOP} now"),
         (DECODE, {"gpu": True, "decode": "torchcodec"}, 'decode="auto"'),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from support.servers import Server
 
 from dali_stream import Dataset, DatasetError, Loader
 from dali_stream.cli import main
+from dali_stream.decode import torchcodec
 from dali_stream.lerobot.stats import TableStats, table_stats
 from dali_stream.normalize import MODES, Normalizer
 
@@ -248,16 +250,35 @@ def test_the_command_writes_statistics_that_a_dataset_takes(
 
 
 def test_the_command_adds_statistics_to_a_dataset_without_any(demo_copy: Path) -> None:
-    """At the place where LeRobot has them; the progress ends at the number of episodes, for rows and for each camera."""
+    """At the place where LeRobot has them; the progress ends at the number of episodes."""
     path, done = demo_copy / "meta/stats.json", []
     path.unlink()
     assert main(["stats", str(demo_copy), "--out", str(path)]) == 0
     dataset = Dataset(demo_copy)
     own = dataset.compute_stats(progress=lambda *counts: done.append(counts))
-    assert done[-1] == (3 * dataset.num_episodes, 3 * dataset.num_episodes)
+    assert done == [(number + 1, dataset.num_episodes) for number in range(dataset.num_episodes)]
     assert all(np.array_equal(value, own[key][name]) for key, each in dataset.stats.items() for name, value in each.items())
     with Loader(dataset, batch_size=4, normalize="mean_std") as loader:
         next(iter(loader))
+
+
+def test_statistics_decode_each_gop_of_an_episode_once(h264_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With GOPs of 12 frames, all of which are sampled."""
+    decode, decoded = torchcodec.decode_in_parts, []
+
+    def counted(*arguments: Any) -> Iterator[Any]:
+        for part in decode(*arguments):
+            decoded.append(part[-1])
+            yield part
+
+    monkeypatch.setattr(torchcodec, "decode_in_parts", counted)
+    dataset = Dataset(h264_demo)
+    found = dataset.compute_stats()
+    assert found[TOP]["count"].tolist() == [dataset.num_frames]
+    # Some more are decoded where an episode begins within a GOP.
+    assert len(dataset.cameras) * dataset.num_frames <= sum(decoded) < 1.1 * len(dataset.cameras) * dataset.num_frames
+    frames = torch.cat([batch[TOP] for batch in batches(dataset)]).double()
+    np.testing.assert_allclose(found[TOP]["mean"].ravel(), frames.mean((0, 2, 3)), atol=1e-4)
 
 
 def test_statistics_of_images_in_rows_and_of_remote_data(odd: Path) -> None:

@@ -15,8 +15,9 @@ from support.datasets import Column, build
 DATASETS, EPISODES = 6, 70
 # Streams an epoch with few file descriptors; prints the indices and the most data files that were open at a time.
 PROGRAM = """
-import contextlib, json, os, sys
+import contextlib, json, logging, os, sys
 import dali_stream
+logging.basicConfig(level=logging.INFO)
 roots = sys.argv[1:]
 held = [os.open(os.devnull, os.O_RDONLY) for _ in range({taken})]
 mixture = dali_stream.Mixture({{f"d{{n}}": root for n, root in enumerate(roots)}})
@@ -58,6 +59,9 @@ def streamed(roots: list[Path], allowed: int, taken: int = 0, hard: int | None =
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard or allowed)),
     )
     assert program.returncode == 0, program.stderr
+    # The limit is one of the whole process, so changing it is said.
+    raised = f"raised the soft limit of open files of this process from {allowed} to {hard}"
+    assert program.stderr.count(raised) == (hard is not None)
     samples, most = json.loads(program.stdout)
     assert samples == [[dataset, row] for dataset in range(DATASETS) for row in range(EPISODES)]
     return int(most)

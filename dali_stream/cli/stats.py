@@ -43,7 +43,7 @@ def stats(
     place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
     with (
         arguments.opened(uri, storage_options=storage_options, **place) as dataset,
-        console.progress("episodes of rows and cameras") as show,
+        console.progress("episodes") as show,
     ):
         computed = dataset.compute_stats(progress=show)
         size = f"{counted(len(computed), 'feature')} in {counted(dataset.num_episodes, 'episode')}"

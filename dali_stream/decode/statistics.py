@@ -7,29 +7,28 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from dali_stream import process
 from dali_stream.decode import images as image
 from dali_stream.errors import DecodeError
-from dali_stream.lerobot.dataset import CLOCKS, DatasetFiles
+from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.metadata import Stats, stats_of
 from dali_stream.lerobot.row_memory import Columns
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.lerobot.stats import MAX_IMAGES, Histogram, TableStats, add_histograms, image_histogram, image_stats
-from dali_stream.mp4.index import LACKING, VideoIndex, read_index
+from dali_stream.mp4.index import LACKING, read_index
 from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.storage import Store
 from dali_stream.text import listed
 
 _MAX_FRAMES = 10_000  # maximum number of frames of a camera, in all episodes together
 _FRAMES_AT_ONCE = 16  # number of frames that a thread decodes at a time
-_INDICES = 32  # number of indices of video files that are kept in memory
+_INDICES = 32  # number of indices of video files per camera that are kept in memory
 _T = TypeVar("_T")
-# Arguments: numbers of finished steps and of all steps. A step reads an episode's rows, or decodes its frames of one camera.
+# Arguments: numbers of finished episodes and of all episodes.
 Progress = Callable[[int, int], None]
 
 
@@ -41,7 +40,7 @@ def compute_stats(
     Args:
         dataset: Selected episodes of a dataset.
         keys: Features with numbers, or None for all of them.
-        progress: Function that is called after each step, with the numbers of finished steps and of all steps. Default: none.
+        progress: Function that is called after each episode, with the numbers of finished episodes and of all. Default: none.
 
     Returns:
         Statistics of each feature, in the order of the features.
@@ -51,30 +50,24 @@ def compute_stats(
         DecodeError: If a frame is missing or cannot be decoded.
     """
     wanted = _keys(dataset, keys)
-    tabular = [key for key in wanted if key not in dataset.cameras]
     cameras = [key for key in wanted if key in dataset.cameras]
-    chosen = _sample(dataset)
-    from_rows = range(dataset.num_episodes) if tabular else list(chosen) if set(cameras) & set(dataset.videos) else []
-    done, total = itertools.count(1), len(from_rows) + len(cameras) * len(chosen)
+    tabular = {key: TableStats(int(dataset.lengths.sum())) for key in wanted if key not in cameras}
+    chosen = _sample(dataset) if cameras else {}
+    episodes = range(dataset.num_episodes) if tabular else list(chosen)
+    histograms: dict[str, list[Histogram]] = {camera: [] for camera in cameras}
     store = dataset.data_store.session()
     try:
-        sums = {key: TableStats(int(dataset.lengths.sum())) for key in tabular}
-        seconds: dict[int, npt.NDArray[np.float64]] = {}
-        for episode, rows in _rows(dataset, store, from_rows, tabular):
-            for key, each in sums.items():
-                each.add(rows[key])
-            seconds[episode] = dataset.seconds(episode, rows)[chosen.get(episode, [])]
-            progress(next(done), total)
-        statistics: dict[str, dict[str, Any]] = {key: each.result() for key, each in sums.items()}
-        for camera in cameras:
-            of_episode = (
-                _of_video(dataset, store, camera, seconds) if camera in dataset.videos else _of_images(dataset, store, camera)
-            )
-            histograms: list[Histogram] = []
-            for parts in _in_order(dataset, (functools.partial(of_episode, *each) for each in chosen.items())):
-                histograms.append(add_histograms(parts))
-                progress(next(done), total)
-            statistics[camera] = image_stats([add_histograms(histograms)])
+        read = _Episodes(dataset, store, list(tabular), cameras)
+        jobs = (functools.partial(read, episode, chosen.get(episode, [])) for episode in episodes)
+        for done, part in enumerate(_in_order(dataset, jobs), 1):
+            for key, each in tabular.items():
+                each.add(part.rows[key])
+            for camera, own in part.histograms.items():
+                # The sum so far and the next part, so that memory does not grow with the number of episodes.
+                histograms[camera] = [add_histograms([*histograms[camera], own])]
+            progress(done, len(episodes))
+        statistics: dict[str, dict[str, Any]] = {key: each.result() for key, each in tabular.items()}
+        statistics |= {camera: image_stats(each) for camera, each in histograms.items()}
     finally:
         store.close()
     return stats_of({key: statistics[key] for key in wanted})
@@ -132,65 +125,81 @@ def _in_order(dataset: DatasetFiles, jobs: Iterable[Callable[[], _T]]) -> Iterat
             raise
 
 
-def _rows(dataset: DatasetFiles, store: Store, episodes: Iterable[int], keys: Sequence[str]) -> Iterator[tuple[int, Columns]]:
-    """Yield each episode with its rows, which have the features `keys`, the timestamps and the frame indices."""
-    reader = RowReader(dataset, store, keys={*keys, "timestamp", "frame_index"})
-    # `RowReader` does not read a row group again while an earlier result refers to it, as the last `episode_rows` does here.
-    for episode, episode_rows in _in_order(dataset, (functools.partial(lambda e: (e, reader.read(e)), e) for e in episodes)):
-        yield episode, episode_rows[episode]
+class _Part(NamedTuple):
+    """Values of one episode.
+
+    Attributes:
+        rows: Columns of the rows.
+        histograms: {camera: histograms of the sampled frames}.
+        read: Result of the read. `RowReader` does not read a row group again while such a result refers to it.
+    """
+
+    rows: Columns
+    histograms: dict[str, Histogram]
+    read: Mapping[int, Columns]
 
 
-def _of_video(
-    dataset: DatasetFiles, store: Store, camera: str, seconds: Mapping[int, npt.NDArray[np.float64]]
-) -> Callable[[int, list[int]], list[Histogram]]:
-    """Return a function that decodes frames of an episode from a camera's videos, and returns their histograms.
+class _Episodes:
+    """Reader of episodes: a call reads the rows of an episode, and decodes sampled frames of all cameras. Thread-safe.
 
     Args:
         dataset: Selected episodes of a dataset.
         store: Store of the files.
-        camera: Name of the camera.
-        seconds: Times of the frames in each episode, in seconds.
+        tabular: Features of the rows.
+        cameras: Cameras to decode.
     """
-    from dali_stream.decode import torchcodec as decode  # imported on use: rows and images do not need it
 
-    files = dataset.table.video[camera]
+    def __init__(self, dataset: DatasetFiles, store: Store, tabular: Sequence[str], cameras: Sequence[str]) -> None:
+        self._dataset, self._store, self._cameras = dataset, store, cameras
+        images = [camera for camera in cameras if camera not in dataset.videos]
+        self._rows = RowReader(dataset, store, keys={*tabular, *images, "timestamp", "frame_index"})
+        self._index = functools.lru_cache(_INDICES * max(len(cameras), 1))(functools.partial(read_index, store))
 
-    @functools.lru_cache(_INDICES)
-    def index_of(path: str) -> VideoIndex:
-        return read_index(store, path)
+    def __call__(self, episode: int, frames: list[int]) -> _Part:
+        """Return the values of an episode.
 
-    def of_episode(episode: int, frames: list[int]) -> list[Histogram]:
-        try:
-            index = index_of(files.paths[files.index[dataset.rows[episode]]])
-            interval, times = dataset.table.interval(camera, dataset.rows[episode]), seconds[episode]
-            packets = find_packets(index, interval, times, dataset.fps, dataset.tolerance_s)
-            if (packets == LACKING).any():
-                rows = RowReader(dataset, store, keys=CLOCKS).read(episode)[episode]
-                every, frame = dataset.seconds(episode, rows), frames[int(np.argmax(packets == LACKING))]
-                why = explain(index, interval, every, rows["frame_index"], frame, dataset.fps, dataset.tolerance_s)
-                raise DecodeError(f"{store.where(index.path)}: {why}")
-            histograms = []
-            for description, alike in itertools.groupby(packets.tolist(), key=lambda packet: index.config[packet]):
-                video, same = index.format(description), list(alike)
-                for at in range(0, len(same), _FRAMES_AT_ONCE):
-                    part = same[at : at + _FRAMES_AT_ONCE]
-                    histograms.append(image_histogram(decode.decode(store, [index] * len(part), part, video)[0]))
-            return histograms
-        except DecodeError as error:
-            raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from None
+        Args:
+            episode: Number of the episode among the selected ones.
+            frames: Sampled frames of the episode. Cameras without sampled frames have no histogram.
 
-    return of_episode
+        Raises:
+            DatasetError, StorageError: If the rows cannot be read.
+            DecodeError: If a frame is missing or cannot be decoded.
+        """
+        read = self._rows.read(episode)
+        rows = read[episode]
+        histograms = {}
+        for camera in self._cameras if frames else ():
+            try:
+                is_video = camera in self._dataset.videos
+                parts = self._of_video(camera, episode, rows, frames) if is_video else self._of_images(camera, rows, frames)
+                histograms[camera] = add_histograms(parts)
+            except DecodeError as error:
+                raise DecodeError(f"{camera}: episode {self._dataset.episodes[episode]}: {error}") from None
+        return _Part({key: rows[key] for key in rows if key not in self._cameras}, histograms, read)
 
+    def _of_video(self, camera: str, episode: int, rows: Columns, frames: list[int]) -> list[Histogram]:
+        """Return the histogram of each frame of a video. Each GOP is decoded once for all of its frames."""
+        from dali_stream.decode import torchcodec as decode  # imported on use: rows and images do not need it
 
-def _of_images(dataset: DatasetFiles, store: Store, camera: str) -> Callable[[int, list[int]], list[Histogram]]:
-    """Return a function that decodes images of an episode's rows, and returns their histograms."""
-    reader = RowReader(dataset, store, keys={camera})
+        dataset, row = self._dataset, self._dataset.rows[episode]
+        files = dataset.table.video[camera]
+        index = self._index(files.paths[files.index[row]])
+        interval, times = dataset.table.interval(camera, row), dataset.seconds(episode, rows)
+        packets = find_packets(index, interval, times[frames], dataset.fps, dataset.tolerance_s)
+        if (packets == LACKING).any():
+            frame = frames[int(np.argmax(packets == LACKING))]
+            why = explain(index, interval, times, rows["frame_index"], frame, dataset.fps, dataset.tolerance_s)
+            raise DecodeError(f"{self._store.where(index.path)}: {why}")
+        histograms: list[Histogram] = []
+        for description, alike in itertools.groupby(packets.tolist(), key=lambda packet: index.config[packet]):
+            same, video = list(alike), index.format(description)
+            counted: dict[int, Histogram] = {}  # by request, since a request may be yielded twice
+            for requests, decoded, _ in decode.decode_in_parts(self._store, [index] * len(same), same, video, _FRAMES_AT_ONCE):
+                counted |= {each: image_histogram(frame[None]) for each, frame in zip(requests, decoded.numpy(), strict=True)}
+            histograms += counted.values()
+        return histograms
 
-    def of_episode(episode: int, frames: list[int]) -> list[Histogram]:
-        encoded = reader.read(episode)[episode][camera]
-        try:
-            return [image_histogram(image.decode(encoded[f], dataset.features[camera], any_size=True)[None]) for f in frames]
-        except DecodeError as error:
-            raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from None
-
-    return of_episode
+    def _of_images(self, camera: str, rows: Columns, frames: list[int]) -> list[Histogram]:
+        feature = self._dataset.features[camera]
+        return [image_histogram(image.decode(rows[camera][frame], feature, any_size=True)[None]) for frame in frames]

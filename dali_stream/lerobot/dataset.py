@@ -133,6 +133,8 @@ class DatasetFiles:
         self._files: dict[str, npt.NDArray[np.int64]] = {}
         self.episodes, self.lengths = self.table.index[rows], self.table.length[rows]
         self.num_episodes = len(rows)
+        # See `Source`. It is read several times per batch, and takes no memory, since all episodes share one zero.
+        self.dataset_of = np.broadcast_to(np.zeros((), np.int64), self.num_episodes)
         self.num_frames = int(self.sampled_lengths.sum())
 
     def _sample(self, frames: Frames | str | os.PathLike[str] | None, drop_first: int, drop_last: int) -> None:
@@ -335,12 +337,7 @@ class DatasetFiles:
         return tuple(key for key in self.cameras if key not in self.videos)
 
     @property
-    def dataset_of(self) -> npt.NDArray[np.int64]:
-        """Zeros of shape (E,), since all episodes belong to one dataset. See `Source` for this member and the next ones."""
-        return np.zeros(self.num_episodes, np.int64)
-
-    @property
-    def dataset_names(self) -> tuple[str, ...]:
+    def dataset_names(self) -> tuple[str, ...]:  # see `Source` for this member and the next ones
         return ()
 
     @property

@@ -112,7 +112,8 @@ class Setup:
         normalize, dali_graph: Whether these arguments were passed to the Loader.
         uses_dali: Whether a DALI graph makes the batches.
         warm: Whether the batches follow a whole epoch of the same loader.
-        keeps_all: Whether `memory_budget` holds all decoded frames, so that later epochs decode nothing.
+        keeps_all: Whether `memory_budget` holds all decoded frames, so that each is decoded once.
+        repeats: Whether each epoch shows the frames of the epochs before it. See `Config.repeats`.
         frames_budget: Memory budget that would hold all decoded frames, in bytes. None if the current budget holds them, if the
             CPU decodes no frames, or if this machine has less memory.
         reads_budget: Memory budget that would hold the rows, indices and encoded video in use, in bytes. None if the current
@@ -137,6 +138,7 @@ class Setup:
     uses_dali: bool = False
     warm: bool = False
     keeps_all: bool = False
+    repeats: bool = True
     frames_budget: int | None = None
     reads_budget: int | None = None
     advice: Callable[[], tuple[int, Decodes, Decodes] | None] = lambda: None
@@ -173,6 +175,7 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool, m
         uses_dali=config.uses_dali(on_cpu),
         warm=warm,
         keeps_all=source.keeps_all,
+        repeats=config.repeats,
         frames_budget=frames if fits(frames) else None,
         reads_budget=reads if fits(reads := reads_budget(parts, sizes)) else None,
         advice=lambda: _advice(config, on_cpu, sizes, warm, most_simulated) if frames else None,
@@ -247,7 +250,8 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
     more = f" (about {gain:.1f} times as many batches per second)" if gain >= _SAID else ""
     text += f", and training waits for batches {_percent(wait)} of the time. What would help most: {change.text}{more}."
     if stage in ("read", "pack", "decode", "resize") and setup.keeps_all:
-        text += " Later epochs decode nothing, since memory_budget holds all decoded frames."
+        later = "nothing" if setup.repeats else "only frames that no earlier batch has shown"
+        text += f" Later epochs decode {later}, since memory_budget holds all decoded frames."
     return Bottleneck(stage, share, text, gain)
 
 
@@ -336,7 +340,7 @@ def _frames_memory(times: Mapping[str, float], setup: Setup) -> _Change | None:
     if setup.frames_budget is not None:
         budget = f'memory_budget="{budget_text(setup.frames_budget)}", which holds all decoded frames'
         evicted, misses = times["frames_evicted_before_use"], times["frames"] - times["frame_cache_hits"]
-        if setup.warm:
+        if setup.warm and setup.repeats:
             return _Change(f"{budget}, so that later epochs decode nothing", lambda work: work.scaled(decode=0.0, store=0.0))
         if evicted > _WORTH * misses:
             again = min(evicted / misses, 1) if misses else 1.0

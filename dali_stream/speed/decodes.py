@@ -79,7 +79,10 @@ def decodes(
     rank: int = 0,
     most: int = _BATCHES,
 ) -> tuple[Decodes, Decodes]:
-    """Return the work of one camera in the first epoch, and in each epoch after it. The latter is 0 if all frames are cached.
+    """Return the work of one camera in the first epoch, and in each epoch after it.
+
+    If the cache holds all frames, later epochs decode only frames that no earlier batch has shown. Then the second epoch is
+    returned. Several ranks and most mixtures have such frames, and so have samples that `last_batch="drop"` omits.
 
     Args:
         lengths: Number of frames of each episode, shape (E,).
@@ -98,11 +101,13 @@ def decodes(
     steady = fill + max(most, 2 * kept // batches.batch_size)
     # In a long epoch, batches after the cache is full are like those of later epochs, so only a part is simulated. A short
     # epoch and the one after it are simulated as a whole, since only the latter finds frames of the first epoch in the cache.
-    count, later_from = (epoch if kept >= frames else 2 * epoch, epoch) if steady > epoch else (steady, fill)
+    count, later_from = (2 * epoch, epoch) if kept >= frames or steady > epoch else (steady, fill)
     read = samples(order, batches, rank, 0, 0)
     planner = BatchPlanner(EpisodeTable(lengths, [camera]), read, batches.largest, {camera: offsets}, limits)
     total, shown = np.zeros((2, 2)), np.zeros((2, 1))  # one row for the first epoch, and one for later epochs
     for number in range(count):
+        if number >= epoch and planner.frames[camera].cached == frames:
+            break  # nothing is left to decode
         plan = plan_next(planner, lengths, gop).frames[camera]
         counts = np.array([[number < epoch], [number >= later_from]])
         total, shown = total + counts * [plan.decodes, len(plan.slot)], shown + counts * plan.show.size

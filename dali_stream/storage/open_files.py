@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import threading
 import weakref
@@ -18,6 +19,7 @@ try:
 except ImportError:  # on Windows
     resource = None  # type: ignore[assignment]
 
+_log = logging.getLogger("dali_stream")
 _MOST = 8192  # maximum number of descriptors; a training run needs fewer
 
 
@@ -37,6 +39,7 @@ def _allowed(needed: int) -> int:
     if soft != resource.RLIM_INFINITY and soft < min(needed, most):
         with suppress(OSError, ValueError):  # macOS has additional limits
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            _log.info("raised the soft limit of open files of this process from %d to %d for a dataset's files", soft, most)
             soft = most
     return _MOST if soft == resource.RLIM_INFINITY else min(soft, _MOST)
 

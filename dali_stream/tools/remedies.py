@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _BATCHES = 32  # minimum size of the measured part of the dataset, in batches
 _PREPARED = 1024  # minimum size of the part that is rewritten to measure a remedy, in frames
 _LATER = 3  # number of measured epochs after the first
+_FEW = 0.05  # an epoch that decodes at most this share of the first one is predicted from a later one
 _SHORT = 2  # GOP of `prepare --for cpu`
 
 
@@ -134,7 +135,7 @@ class _Measured:
     def _speed(self, decodes: Decodes, change: Callable[[Work], Work]) -> Speed:
         # The measured part may fit in memory although the whole dataset does not. Its later epochs then decode nothing, and
         # an epoch that decodes can only be predicted from the first one, by scaling the decode work.
-        epoch = self.later if decodes.decoded == 0 or self.first.decodes.decoded == 0 else self.first
+        epoch = self.later if decodes.decoded <= _FEW * self.first.decodes.decoded else self.first
         then = change(epoch.work.decoding(epoch.decodes, decodes))
         return Speed(1 / predicted(epoch.seconds, epoch.work, then), then.limit, decodes.decoded)
 

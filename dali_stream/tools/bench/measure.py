@@ -78,7 +78,7 @@ def measure(
 ) -> dict[str, Any]:
     """Time the batches of this rank.
 
-    If all decoded frames fit in memory, only the first epoch decodes. The first epoch is then timed separately from later
+    If all decoded frames fit in memory, each is decoded once. The first epoch is then timed separately from later
     epochs. Otherwise all epochs have the same cost, and the timed batches may belong to several epochs.
 
     Args:
