@@ -15,9 +15,10 @@ streaming    with streaming=true, the losses equal those of the dataset on disk,
 
 It checks for the first dataset that two ranks deliver 800 frames without a repetition; that a run that is killed on two ranks,
 then killed on one, and continued on two, delivers each frame of the epoch once; that a checkpoint without a state resumes by
-its number of steps or is refused; and, with LeRobot 0.6 or later, that an evaluation has the same loss as with LeRobot's
-DataLoader. It also measures the steps per second of the script on a Loader with --loader.image_size, and on its own DataLoader
-with torchvision's Resize.
+its number of steps or is refused; that LeRobot alone computes the same actions of an ACT policy from recorded frames as from
+those of a Loader with --loader.image_size, also after --policy.path has continued it, at the same and at another size; and,
+with LeRobot 0.6 or later, that an evaluation has the same loss as with LeRobot's DataLoader. It also measures the steps per
+second of the script on a Loader with --loader.image_size, and on its own DataLoader with torchvision's Resize.
 
 The exit code is 1 if a check fails.
 """
@@ -46,14 +47,16 @@ from dali_stream.tools import environment
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # inherited by all runs
 
+from lerobot_programs import deploy
 from lerobot_programs import run as program
 from lerobot_programs.trainable import trainable
 
 CONTEXT = multiprocessing.get_context("forkserver")  # LeRobot is imported once, and each run is a fork
 CONTEXT.set_forkserver_preload(["lerobot_programs.run"])
-PARTS = ("policies", "ranks", "steps", "evaluation", "speed")
+PARTS = ("policies", "ranks", "steps", "deployment", "evaluation", "speed")
 STEPS, SEED = 15, 7
 SIZE = (32, 32)  # size of frames in runs that are not compared with LeRobot's own DataLoader
+OTHER_SIZE = (48, 64)
 SPEED_SIZE = (224, 224)
 COMMON = ["--policy.device=cpu", "--policy.push_to_hub=false", "--wandb.enable=false", f"--seed={SEED}", "--log_freq=1000"]
 POLICIES = {
@@ -358,6 +361,31 @@ def check_without_state(comparison: Comparison, name: str, root: Path) -> None:
     comparison.attempt("a checkpoint without a state is refused with another batch size", refused)
 
 
+def check_deployment(comparison: Comparison, name: str, root: Path) -> None:
+    """Check what the preprocessor in a checkpoint makes of recorded frames, and runs that begin with such a checkpoint."""
+    data = of_dataset(name, root, "act")
+    short = ["--steps=2", "--batch_size=4", "--save_freq=2", "--num_workers=0", "--loader.num_threads=1"]
+    sizes = {"trained": SIZE, "--policy.path": SIZE, "--policy.path with another size": OTHER_SIZE}
+    options = {
+        "trained": [*data, f"--loader.image_size={SIZE[0]}x{SIZE[1]}"],
+        "--policy.path": [],
+        "--policy.path with another size": [f"--loader.image_size={OTHER_SIZE[0]}x{OTHER_SIZE[1]}"],
+    }
+    checkpoint: Path | None = None
+    for label, size in sizes.items():
+
+        def deployed(label: str = label, size: tuple[int, int] = size) -> tuple[bool, Any]:
+            nonlocal checkpoint
+            path = [] if checkpoint is None else [*data[:2], f"--policy.path={checkpoint / 'pretrained_model'}"]
+            _, output = comparison.run("loader", [*path, *options[label], *short])
+            checkpoint = output / "checkpoints/000002"
+            found = deploy.differences(checkpoint, root, size)
+            # The Loader's frames are rounded to uint8.
+            return found["frames"] <= 1 / 255 and found["actions"] < found["actions without resizing"] / 10, found
+
+        comparison.attempt(f"deployed with LeRobot alone, {label}: the Loader's frames and actions", deployed)
+
+
 def check_evaluation(comparison: Comparison, name: str, root: Path) -> None:
     for most in (0, 20):
         arguments = [*of_dataset(name, root, "act"), "--dataset.episodes=[0,1]", "--dataset.eval_split=0.5", "--eval_steps=2"]
@@ -428,6 +456,8 @@ def main() -> int:
             check_ranks(comparison, *first)
         if "steps" in arguments.only:
             check_without_state(comparison, *first)
+        if "deployment" in arguments.only:
+            check_deployment(comparison, *first)
         if "evaluation" in arguments.only and NEW:
             check_evaluation(comparison, *first)
         if "speed" in arguments.only:

@@ -57,10 +57,10 @@ def explain(table: VideoIndex, interval: Interval, timestamp: float, fps: float,
     number = int(np.flatnonzero(table.display_order == sample)[0])
     nearest = (
         f"timestamp {timestamp:.4f} s after from_timestamp {interval[0]:.4f} s asks for {seconds[0]:.4f} s of the file. The "
-        f"nearest frame, number {number} of {len(table)}, is at {shown:.4f} s, {away:.4f} s away"
+        f"nearest frame, number {number} of {len(table)}, is at {shown:.4f} s"
     )
     if not away <= tolerance:
-        nearest += f", but at most {tolerance:.4f} s ({_in_frames(tolerance * fps)}) is allowed"
+        nearest += f", {_distances(away, tolerance)} ({_in_frames(tolerance * fps)}) is allowed"
         if abs(timestamp - round(timestamp * fps) / fps) > tolerance:
             near = tolerance < half and away <= half
             accepts = f", and Dataset(tolerance_s={half}) accepts frames up to half a frame away" if near else ""
@@ -74,13 +74,22 @@ def explain(table: VideoIndex, interval: Interval, timestamp: float, fps: float,
         )
     following = f", and the next episode of the file begins at {interval[1]:.4f} s" if math.isfinite(interval[1]) else ""
     return (
-        f"{nearest}, outside its episode, which begins at {interval[0]:.4f} s{following}. The rows are offset against the "
-        "video, or meta/episodes is wrong. Record or convert the dataset again"
+        f"{nearest}, {away:.4f} s away, outside its episode, which begins at {interval[0]:.4f} s{following}. The rows are "
+        "offset against the video, or meta/episodes is wrong. Record or convert the dataset again"
     )
 
 
 def _in_frames(tolerance: float) -> str:
     return {TOLERANCE: "a quarter of a frame", 0.5: "half a frame"}.get(tolerance, f"{tolerance:.2g} frames")
+
+
+def _distances(away: float, tolerance: float) -> str:
+    """Describe a distance above the tolerance, with as many digits as it takes to show that it is larger."""
+    for digits in range(2, 17):
+        texts = [f"{value:.{digits}g}" if 0 < value < 1e-3 else f"{value:.{digits + 2}f}" for value in (away, tolerance)]
+        if texts[0] != texts[1]:
+            break
+    return f"{texts[0]} s away, but at most {texts[1]} s"
 
 
 def _seconds(interval: Interval, timestamp: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
