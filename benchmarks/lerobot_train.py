@@ -32,6 +32,7 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -172,7 +173,8 @@ class Comparison:
             with log.open("w") as file:
                 command = [*launcher(ranks), program.__file__, str(folder / "spec.json"), "--", *words]
                 code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-        if (code == 0) == (kill_at is not None):
+        wanted = 0 if kill_at is None else -signal.SIGKILL if ranks == 1 else 1  # the launcher of several ranks exits with 1
+        if code != wanted:
             raise Failed(f"exit code {code}: {log.read_text()[-3000:]}")
         return Run(folder), target
 
@@ -228,9 +230,13 @@ def of_dataset(name: str, root: Path, policy: str) -> list[str]:
 
 
 def continued(output: Path, step: int, steps: int) -> list[str]:
-    """Return the arguments of a run that resumes a checkpoint."""
+    """Return the arguments of a run that resumes a checkpoint.
+
+    A newer script saves the number of its processes as dp_replicate, and replaces 1 with the number at hand.
+    """
     config = output / f"checkpoints/{step:06d}/pretrained_model/train_config.json"
-    return ["--resume=true", f"--config_path={config}", f"--steps={steps}"]
+    processes = ["--parallelism.dp_replicate=1"] if hasattr(program.script, "resume_before_prepare") else []
+    return ["--resume=true", f"--config_path={config}", f"--steps={steps}", *processes]
 
 
 def compare_losses(comparison: Comparison, name: str, root: Path, policy: str) -> None:
