@@ -75,6 +75,7 @@ POLICIES = {
 DROP_LAST = {"act": 0, "diffusion": 7}
 JITTER = ["--dataset.image_transforms.enable=true", "--dataset.image_transforms.max_num_transforms=2"]
 LOADER = [f"--loader.image_size={SIZE[0]}x{SIZE[1]}", "--loader.num_threads=1"]
+NEWER = hasattr(program.script, "resume_before_prepare")  # LeRobot after 0.6.1
 NEW = importlib.metadata.version("lerobot") >= "0.6"
 
 
@@ -214,7 +215,12 @@ def alone(spec: dict[str, Any], words: list[str], log: Path) -> None:
 
 
 def launcher(ranks: int) -> list[str]:
-    """Return the command that starts a program on several ranks. `--multi_gpu` also starts several ranks on CPUs."""
+    """Return the command that starts a program on several ranks, as LeRobot's version documents it.
+
+    `--multi_gpu` also starts several ranks on CPUs.
+    """
+    if NEWER:
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     launch = ["--multi_gpu", "--num_processes", str(ranks), "--num_machines", "1", "--mixed_precision", "no"]
     return [sys.executable, "-m", "accelerate.commands.launch", *launch, "--dynamo_backend", "no", "--main_process_port", "0"]
 
@@ -235,7 +241,7 @@ def continued(output: Path, step: int, steps: int) -> list[str]:
     A newer script saves the number of its processes as dp_replicate, and replaces 1 with the number at hand.
     """
     config = output / f"checkpoints/{step:06d}/pretrained_model/train_config.json"
-    processes = ["--parallelism.dp_replicate=1"] if hasattr(program.script, "resume_before_prepare") else []
+    processes = ["--parallelism.dp_replicate=1"] if NEWER else []
     return ["--resume=true", f"--config_path={config}", f"--steps={steps}", *processes]
 
 

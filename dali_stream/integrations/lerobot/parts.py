@@ -1,7 +1,7 @@
 """The parts of LeRobot that `patch` uses, with the parameters that it passes or reads.
 
 LeRobot's versions differ in these parts. Whether one is supported follows from its parts, not from its version number.
-`find` names the part that is missing or has changed, and `tests/test_lerobot_installed.py` calls it for the LeRobot at hand.
+`find` names the part that is missing or has changed, and `tests/test_lerobot_installed.py` calls it for the installed LeRobot.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Part(NamedTuple):
         module: Module in which `patch` looks it up.
         names: Its names, from the newest LeRobot to the oldest one.
         parameters: Names of its parameters that `patch` relies on.
-        purpose: What `patch` needs it for.
+        purpose: Reason why `patch` needs it, as the end of a sentence.
     """
 
     module: str
