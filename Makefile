@@ -77,7 +77,7 @@ test-gpu: ## try NVDEC through DALI on this machine; without a GPU it says so
 	done; \
 	bash docker/install.sh $(VENV) && exec $(VENV)/bin/python -m dali_stream selftest $(ARGS)
 
-test-lerobot: install ## compare LeRobot's training script on a Loader with its own, for each supported version (20 GB)
+test-lerobot: install ## compare LeRobot's training script on a Loader with its own, for 0.6.1 and for LEROBOT_SOURCE=CHECKOUT (6 GB each)
 	bash benchmarks/lerobot.sh $(ARGS)
 
 check: install lint docs ## lint, format check, types, documentation site

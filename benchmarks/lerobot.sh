@@ -4,8 +4,9 @@
 #
 #   benchmarks/lerobot.sh [--data NAME=ROOT ...]   default: the demo dataset
 #
-#   LEROBOT    versions (default: 0.4.4 0.6.1)
-#   PYTHON311, PYTHON312   interpreters for 0.4.4 and 0.6.1 (default: python3.11, python3.12)
+#   LEROBOT    versions (default: 0.6.1; 0.4.4 needs Python 3.11)
+#   LEROBOT_SOURCE   checkout of LeRobot, such as its main, which is compared in addition (default: none)
+#   PYTHON311, PYTHON312   interpreters for 0.4.4 and for later versions (default: python3.11, python3.12)
 #   RESULTS    folder for the reports (default: .demo/lerobot)
 set -euo pipefail
 exec </dev/null
@@ -16,7 +17,7 @@ say() { printf 'lerobot.sh: %s\n' "$*" >&2; }
 install() { # VENV PYTHON REQUIREMENT
     [[ -x $1/bin/pip ]] || "$2" -m venv "$1"
     # Both are installed in one request, so that pip finds versions that suit LeRobot and this package.
-    "$1/bin/pip" install --quiet --no-input --disable-pip-version-check "$3" -e .
+    "$1/bin/pip" install --quiet --no-input --disable-pip-version-check "$3" -e . pytest
     "$1/bin/pip" check
 }
 
@@ -27,16 +28,28 @@ if ((!$#)); then
     data=(--data demo=.demo/dataset)
 fi
 failed=()
-for version in ${LEROBOT:-0.4.4 0.6.1}; do
+
+compare() { # NAME PYTHON REQUIREMENT
+    local venv=.venv-lerobot-$1
+    say "LeRobot $1 in $venv"
+    install "$venv" "$2" "$3"
+    # The parts that are wrapped come first: if one has moved, this names it at once.
+    "$venv/bin/python" -m pytest -q --noconftest -p no:cacheprovider tests/test_lerobot_installed.py &&
+        "$venv/bin/python" benchmarks/lerobot_train.py "${data[@]}" --out "$results/lerobot_train_$1.json" || failed+=("$1")
+}
+
+python312=${PYTHON312:-python3.12}
+for version in ${LEROBOT:-0.6.1}; do
     case $version in
-        0.4.*) python=${PYTHON311:-python3.11} requirement="lerobot==$version" ;;
-        *) python=${PYTHON312:-python3.12} requirement="lerobot[training,diffusion]==$version" ;;
+        0.4.*) compare "$version" "${PYTHON311:-python3.11}" "lerobot==$version" ;;
+        *) compare "$version" "$python312" "lerobot[training,diffusion]==$version" ;;
     esac
-    say "LeRobot $version in .venv-lerobot-$version"
-    install ".venv-lerobot-$version" "$python" "$requirement"
-    ".venv-lerobot-$version/bin/python" benchmarks/lerobot_train.py "${data[@]}" --out "$results/lerobot_train_$version.json" ||
-        failed+=("$version")
 done
+if [[ -n ${LEROBOT_SOURCE:-} ]]; then
+    compare source "$python312" "lerobot[training,diffusion] @ file://$(realpath "$LEROBOT_SOURCE")"
+else
+    say "skipped LeRobot from source, because LEROBOT_SOURCE does not name a checkout"
+fi
 if ((${#failed[@]})); then
     say "checks failed with LeRobot ${failed[*]}"
     exit 1

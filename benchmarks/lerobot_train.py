@@ -15,9 +15,10 @@ streaming    with streaming=true, the losses equal those of the dataset on disk,
 
 It checks for the first dataset that two ranks deliver 800 frames without a repetition; that a run that is killed on two ranks,
 then killed on one, and continued on two, delivers each frame of the epoch once; that a checkpoint without a state resumes by
-its number of steps or is refused; and, with LeRobot 0.6 or later, that an evaluation has the same loss as with LeRobot's
-DataLoader. It also measures the steps per second of the script on a Loader with --loader.image_size, and on its own DataLoader
-with torchvision's Resize.
+its number of steps or is refused; that LeRobot alone computes the same actions of an ACT policy from recorded frames as from
+those of a Loader with --loader.image_size, also after --policy.path has continued it, at the same and at another size; and,
+with LeRobot 0.6 or later, that an evaluation has the same loss as with LeRobot's DataLoader. It also measures the steps per
+second of the script on a Loader with --loader.image_size, and on its own DataLoader with torchvision's Resize.
 
 The exit code is 1 if a check fails.
 """
@@ -31,6 +32,7 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -46,14 +48,16 @@ from dali_stream.tools import environment
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # inherited by all runs
 
+from lerobot_programs import deploy
 from lerobot_programs import run as program
 from lerobot_programs.trainable import trainable
 
 CONTEXT = multiprocessing.get_context("forkserver")  # LeRobot is imported once, and each run is a fork
 CONTEXT.set_forkserver_preload(["lerobot_programs.run"])
-PARTS = ("policies", "ranks", "steps", "evaluation", "speed")
+PARTS = ("policies", "ranks", "steps", "deployment", "evaluation", "speed")
 STEPS, SEED = 15, 7
 SIZE = (32, 32)  # size of frames in runs that are not compared with LeRobot's own DataLoader
+OTHER_SIZE = (48, 64)
 SPEED_SIZE = (224, 224)
 COMMON = ["--policy.device=cpu", "--policy.push_to_hub=false", "--wandb.enable=false", f"--seed={SEED}", "--log_freq=1000"]
 POLICIES = {
@@ -71,6 +75,7 @@ POLICIES = {
 DROP_LAST = {"act": 0, "diffusion": 7}
 JITTER = ["--dataset.image_transforms.enable=true", "--dataset.image_transforms.max_num_transforms=2"]
 LOADER = [f"--loader.image_size={SIZE[0]}x{SIZE[1]}", "--loader.num_threads=1"]
+NEWER = hasattr(program.script, "resume_before_prepare")  # LeRobot after 0.6.1
 NEW = importlib.metadata.version("lerobot") >= "0.6"
 
 
@@ -169,7 +174,8 @@ class Comparison:
             with log.open("w") as file:
                 command = [*launcher(ranks), program.__file__, str(folder / "spec.json"), "--", *words]
                 code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-        if (code == 0) == (kill_at is not None):
+        wanted = 0 if kill_at is None else -signal.SIGKILL if ranks == 1 else 1  # the launcher of several ranks exits with 1
+        if code != wanted:
             raise Failed(f"exit code {code}: {log.read_text()[-3000:]}")
         return Run(folder), target
 
@@ -209,7 +215,12 @@ def alone(spec: dict[str, Any], words: list[str], log: Path) -> None:
 
 
 def launcher(ranks: int) -> list[str]:
-    """Return the command that starts a program on several ranks. `--multi_gpu` also starts several ranks on CPUs."""
+    """Return the command that starts a program on several ranks, as LeRobot's version documents it.
+
+    `--multi_gpu` also starts several ranks on CPUs.
+    """
+    if NEWER:
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     launch = ["--multi_gpu", "--num_processes", str(ranks), "--num_machines", "1", "--mixed_precision", "no"]
     return [sys.executable, "-m", "accelerate.commands.launch", *launch, "--dynamo_backend", "no", "--main_process_port", "0"]
 
@@ -225,9 +236,13 @@ def of_dataset(name: str, root: Path, policy: str) -> list[str]:
 
 
 def continued(output: Path, step: int, steps: int) -> list[str]:
-    """Return the arguments of a run that resumes a checkpoint."""
+    """Return the arguments of a run that resumes a checkpoint.
+
+    A newer script saves the number of its processes as dp_replicate, and replaces 1 with the number at hand.
+    """
     config = output / f"checkpoints/{step:06d}/pretrained_model/train_config.json"
-    return ["--resume=true", f"--config_path={config}", f"--steps={steps}"]
+    processes = ["--parallelism.dp_replicate=1"] if NEWER else []
+    return ["--resume=true", f"--config_path={config}", f"--steps={steps}", *processes]
 
 
 def compare_losses(comparison: Comparison, name: str, root: Path, policy: str) -> None:
@@ -358,6 +373,31 @@ def check_without_state(comparison: Comparison, name: str, root: Path) -> None:
     comparison.attempt("a checkpoint without a state is refused with another batch size", refused)
 
 
+def check_deployment(comparison: Comparison, name: str, root: Path) -> None:
+    """Check what the preprocessor in a checkpoint makes of recorded frames, and runs that begin with such a checkpoint."""
+    data = of_dataset(name, root, "act")
+    short = ["--steps=2", "--batch_size=4", "--save_freq=2", "--num_workers=0", "--loader.num_threads=1"]
+    sizes = {"trained": SIZE, "--policy.path": SIZE, "--policy.path with another size": OTHER_SIZE}
+    options = {
+        "trained": [*data, f"--loader.image_size={SIZE[0]}x{SIZE[1]}"],
+        "--policy.path": [],
+        "--policy.path with another size": [f"--loader.image_size={OTHER_SIZE[0]}x{OTHER_SIZE[1]}"],
+    }
+    checkpoint: Path | None = None
+    for label, size in sizes.items():
+
+        def deployed(label: str = label, size: tuple[int, int] = size) -> tuple[bool, Any]:
+            nonlocal checkpoint
+            path = [] if checkpoint is None else [*data[:2], f"--policy.path={checkpoint / 'pretrained_model'}"]
+            _, output = comparison.run("loader", [*path, *options[label], *short])
+            checkpoint = output / "checkpoints/000002"
+            found = deploy.differences(checkpoint, root, size)
+            # The Loader's frames are rounded to uint8.
+            return found["frames"] <= 1 / 255 and found["actions"] < found["actions without resizing"] / 10, found
+
+        comparison.attempt(f"deployed with LeRobot alone, {label}: the Loader's frames and actions", deployed)
+
+
 def check_evaluation(comparison: Comparison, name: str, root: Path) -> None:
     for most in (0, 20):
         arguments = [*of_dataset(name, root, "act"), "--dataset.episodes=[0,1]", "--dataset.eval_split=0.5", "--eval_steps=2"]
@@ -428,6 +468,8 @@ def main() -> int:
             check_ranks(comparison, *first)
         if "steps" in arguments.only:
             check_without_state(comparison, *first)
+        if "deployment" in arguments.only:
+            check_deployment(comparison, *first)
         if "evaluation" in arguments.only and NEW:
             check_evaluation(comparison, *first)
         if "speed" in arguments.only:

@@ -101,9 +101,20 @@ def test_no_or_an_empty_info_json(text: str | None, root: Path) -> None:
     assert "It has meta/episodes.jsonl, so it looks like v2.x. Copy" in message()
 
 
+@pytest.mark.parametrize("version", ["v3.1", "v3.12", "v4.0", "v10.2"])
+def test_a_version_that_is_not_known_yet_is_refused_by_its_name(version: str, root: Path) -> None:
+    edit_info(root, codebase_version=version)
+    with pytest.raises(
+        dali_stream.DatasetError, match=rf"must be v2\.0, v2\.1 or v3\.0, got '{version}'\. A newer format needs"
+    ):
+        Dataset(root)
+
+
 def test_a_lance_dataset(root: Path) -> None:
     edit_info(root, storage_format="lance")
-    with pytest.raises(dali_stream.DatasetError, match=r'storage_format .*: must be Parquet with MP4, got "lance"\. Export'):
+    with pytest.raises(
+        dali_stream.DatasetError, match=r'storage_format .*: must be Parquet with MP4, got "lance"\. LeRobot with'
+    ):
         Dataset(root)
 
 

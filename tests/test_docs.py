@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 import yaml
 from PIL import Image
@@ -374,6 +375,14 @@ class Stopped(Exception):
     """Stands for a program that is stopped."""
 
 
+class Model(torch.nn.Module):
+    """Counts the steps that it is trained for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+
 def quickstart(root: Path) -> str:
     """The code of the README, on a dataset."""
     [(_, text)] = code("python", [README])
@@ -386,7 +395,8 @@ def stop_after(batches: int) -> tuple[Any, list[dict[str, Any]]]:
     """`train` of a program that is stopped when it has trained so often, and what it is called with."""
     seen: list[dict[str, Any]] = []
 
-    def train(batch: dict[str, Any]) -> None:
+    def train(model: Any, batch: dict[str, Any]) -> None:
+        model.steps += 1
         if len(seen) == batches:
             raise Stopped
         seen.append(batch)
@@ -398,31 +408,35 @@ def test_the_quickstart_runs(demo: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     train, seen = stop_after(1)
     with pytest.raises(Stopped):
-        exec(quickstart(demo), {"train": train})
+        exec(quickstart(demo), {"train": train, "model": Model()})
     shapes = {key: tuple(seen[0][key].shape) for key in ("observation.images.top", "action", "action_is_pad")}
     assert shapes == {"observation.images.top": (64, 3, 224, 224), "action": (64, 16, 4), "action_is_pad": (64, 16)}
 
 
 def test_the_quickstart_continues_when_it_is_started_again(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of an epoch, and at its end. The samples alone, without video."""
+    """In the middle of an epoch, and at its end, with the model of the same step. The samples alone, without video."""
     dataset = dali_stream.Dataset
     monkeypatch.setattr(dali_stream, "Dataset", lambda uri: dataset(uri, cameras=[]))
     monkeypatch.chdir(tmp_path)
 
+    trained: list[int] = []
+
     def samples(batches: int) -> list[list[int]]:
-        train, seen = stop_after(batches)
+        (train, seen), model = stop_after(batches), Model()
         try:
-            exec(quickstart(demo), {"train": train})
+            exec(quickstart(demo), {"train": train, "model": model})
         except Stopped:
             assert len(seen) == batches
+        trained.append(int(model.steps))
         return [batch["index"].tolist() for batch in seen]
 
     whole = samples(1000)
-    (tmp_path / "loader.json").unlink()
+    (tmp_path / "checkpoint.pt").unlink()
     epoch = dataset(demo).num_frames // 64
     assert len(whole) == 10 * epoch
     assert samples(3) + samples(epoch - 3) + samples(epoch + 1) + samples(1000) == whole
     assert samples(1000) == []  # ten epochs are over
+    assert trained[-1] == trained[0]
 
 
 def test_the_commands_of_the_readme_run(
@@ -432,6 +446,8 @@ def test_the_commands_of_the_readme_run(
         r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition("optional-dependencies]")[2], re.MULTILINE
     )
     monkeypatch.chdir(tmp_path)
+    first, *_ = (text for _, text in code("sh", [README]))
+    assert [line.split()[:2] for line in first.splitlines()] == [["make", "demo"], ["make", "test"]]  # in test_install.py
     ran = 0
     for line in "".join(text for _, text in code("sh", [README])).splitlines():
         words = shlex.split(line.replace("path/to/dataset", shlex.quote(str(demo))), comments=True)
@@ -442,6 +458,8 @@ def test_the_commands_of_the_readme_run(
         elif words[0] == "dali-stream":
             assert main(words[1:]) == 0, capsys.readouterr().err
             ran += 1
+        elif words[0] == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         elif words[0] != "python":  # for programs see test_programs_have_the_options_that_are_named
             assert words[:2] == ["apt-get", "install"]
     assert ran >= 2

@@ -8,10 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
-from accelerate import Accelerator
+from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.data_loader import skip_first_batches
 from accelerate.state import AcceleratorState
 
@@ -111,3 +112,33 @@ def test_accelerate_leaves_the_loader_as_it_is_or_is_told_why_not(demo: Path, ac
             with pytest.raises(AttributeError, match=r"splits batches by rank.*load_state_dict"):
                 wrong(loader)
         assert not hasattr(loader, "batch_sampler")
+
+
+def test_deepspeed_needs_the_batch_size_as_a_number(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate replaces "auto" by the batch size of a torch DataLoader only. DeepSpeed is not installed here."""
+
+    class NumberIsUsed(Exception):
+        pass
+
+    class Prepared:
+        """What Accelerate reads until it knows the batch size."""
+
+        fp8_backend = parallelism_config = None
+
+        def __init__(self, micro_batch: object) -> None:
+            settings = {"train_micro_batch_size_per_gpu": micro_batch, "zero_optimization": {"stage": 2}}
+            self.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=settings)
+
+        @property
+        def gradient_accumulation_steps(self) -> int:
+            raise NumberIsUsed
+
+    deepspeed: Any = ModuleType("deepspeed")
+    deepspeed.initialize = None
+    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+    prepare: Any = Accelerator._prepare_deepspeed
+    with Loader(small, batch_size=8, device="cpu") as loader:
+        with pytest.raises(ValueError, match="set an integer value in `train_micro_batch_size_per_gpu`"):
+            prepare(Prepared("auto"), loader)
+        with pytest.raises(NumberIsUsed):
+            prepare(Prepared(8), loader)

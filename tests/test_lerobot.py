@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +22,12 @@ from support.lerobot_script import MapDataset
 import dali_stream
 from dali_stream.cli import main
 from dali_stream.integrations import lerobot
+from dali_stream.integrations.lerobot import parts
 from dali_stream.integrations.lerobot.arguments import split_arguments
 
 TOP, SIDE = "observation.images.top", "observation.images.side"
 Train = Callable[..., Any]
+PREPARE = Accelerator.prepare
 
 
 def flat(batches: list[list[int]]) -> list[int]:
@@ -198,16 +202,23 @@ def test_an_unknown_transform_is_an_error(transform: Any, demo: Path) -> None:
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The replacement for LeRobot's script, imported under its name."""
-    module = lerobot_script.script()
-    for name in ("lerobot", "lerobot.scripts"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "lerobot.scripts.lerobot_train", module)
-    monkeypatch.setattr(Accelerator, "prepare", Accelerator.prepare)  # undone after the test
+def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The replacement for LeRobot's script, imported under its name. Tests of resuming use that of an older version, too."""
+    return imported(monkeypatch, getattr(request, "param", True))
+
+
+both_scripts = pytest.mark.parametrize("script", [False, True], ids=["0.6.1", "newer"], indirect=True)
+
+
+def imported(monkeypatch: pytest.MonkeyPatch, newer: bool = True) -> Any:
+    """A new replacement, as in another process."""
+    modules = lerobot_script.modules(newer)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(Accelerator, "prepare", PREPARE)
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9" if name == "lerobot" else version(name))
-    return module
+    return modules["lerobot.scripts.lerobot_train"]
 
 
 @pytest.fixture
@@ -215,13 +226,14 @@ def train(script: Any, demo: Path, tmp_path: Path) -> Train:
     """Trains, and closes the Loader."""
 
     def trained(**values: Any) -> Any:
-        result = script.train(lerobot_script.config(demo, tmp_path, **values))
+        result = sys.modules["lerobot.scripts.lerobot_train"].train(lerobot_script.config(demo, tmp_path, **values))
         result.loader.close()
         return result
 
     return trained
 
 
+@both_scripts
 def test_a_run_continues_at_the_next_sample(train: Train, tmp_path: Path) -> None:
     """In mid-epoch, also with another batch size, and at an epoch's end; the policy has the image size, too."""
     lerobot.patch(image_size=(24, 32))
@@ -232,22 +244,107 @@ def test_a_run_continues_at_the_next_sample(train: Train, tmp_path: Path) -> Non
     for step in (2, length):
         rest = train(episodes=[0], batch_size=16, steps=9, resume=True, checkpoint_path=tmp_path / str(step))
         assert rest.steps == whole.steps[step:]
-        assert rest.shapes == {TOP: (24, 32, 3), SIDE: (24, 32, 3)}
+        assert rest.shapes == {TOP: (3, 24, 32), SIDE: (3, 24, 32)}
         assert rest.batch[TOP].shape[-2:] == (24, 32)
     other = train(episodes=[0], batch_size=8, steps=5, resume=True, checkpoint_path=tmp_path / "2")  # which steps cannot tell
     assert flat(other.steps) == flat(whole.steps[2:])[:24]
 
 
-def test_a_resumed_run_keeps_the_image_size(train: Train, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_the_image_size(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lerobot.patch(image_size=(24, 32))
     train(steps=2, save_at=(2,))
-    monkeypatch.setitem(sys.modules, "lerobot.scripts.lerobot_train", lerobot_script.script())
-    another = lerobot.patch()  # as another process that is not told the size
-    result = another.train(lerobot_script.config(demo, tmp_path, steps=3, resume=True, checkpoint_path=tmp_path / "2"))
-    result.loader.close()
+    imported(monkeypatch)
+    lerobot.patch()  # as another process that is not told the size
+    result = train(steps=3, resume=True, checkpoint_path=tmp_path / "2")
     assert result.batch[TOP].shape[-2:] == (24, 32)
 
 
+# ----------------------------------------------------------------------- frames at deployment
+
+
+def test_the_saved_preprocessor_resizes_as_the_loader(train: Train, demo: Path, tmp_path: Path) -> None:
+    """With LeRobot's own class, without this package; up to the rounding of the Loader's frames to uint8."""
+    lerobot.patch(image_size=(24, 32))
+    result = train(steps=2, save_at=(2,), seed=5)
+    assert all(result.processed[key] is result.batch[key] for key in (TOP, SIDE))  # these have the size already
+    deployed = lerobot_script.Pipeline.from_pretrained(tmp_path / "2/pretrained_model")
+    assert [type(step) for step in deployed.steps] == [
+        lerobot_script.RenameProcessorStep,
+        lerobot_script.ImageCropResizeProcessorStep,
+    ]
+    with lerobot.make_loader(MapDataset(demo), batch_size=8, seed=5, device="cpu") as loader:
+        recorded = list(itertools.islice(loader, 2))[1]
+    assert recorded["index"].tolist() == result.steps[1]
+    for key in (TOP, SIDE):
+        resized = deployed({key: recorded[key]})[key]
+        assert resized.shape == result.batch[key].shape
+        assert (resized - result.batch[key]).abs().max() < 1 / 255
+
+
+def test_windows_and_their_masks_pass_the_preprocessor(train: Train, demo: Path) -> None:
+    lerobot.patch(image_size=(24, 32))
+    fps = dali_stream.Dataset(demo).fps
+    result = train(attributes={"delta_timestamps": {TOP: [-1 / fps, 0.0]}})
+    assert result.batch[TOP].shape[1:] == (2, 3, 24, 32)
+    assert result.processed[TOP] is result.batch[TOP]
+    assert result.processed[f"{TOP}_is_pad"] is result.batch[f"{TOP}_is_pad"]
+
+
+def test_a_new_run_from_a_checkpoint_keeps_its_image_size(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lerobot.patch(image_size=(24, 32))
+    train(steps=2, save_at=(2,))
+    imported(monkeypatch)
+    lerobot.patch()
+    result = train(policy=lerobot_script.policy(tmp_path / "2/pretrained_model"), save_at=(4,))
+    assert result.batch[TOP].shape[-2:] == (24, 32)
+    assert saved_size(tmp_path / "4") == [24, 32]
+
+
+def test_a_new_run_from_a_checkpoint_changes_its_image_size_with_a_warning(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lerobot.patch(image_size=(24, 32))
+    train(steps=2, save_at=(2,))
+    imported(monkeypatch)
+    lerobot.patch(image_size=(48, 64))
+    result = train(policy=lerobot_script.policy(tmp_path / "2/pretrained_model"), save_at=(4,))
+    assert f"input {TOP} from 24x32 to 48x64. Pass --loader.image_size=24x32 to keep" in caplog.text
+    assert result.shapes == {TOP: (3, 48, 64), SIDE: (3, 48, 64)}
+    assert result.batch[TOP].shape[-2:] == (48, 64)
+    assert saved_size(tmp_path / "4") == [48, 64]
+
+
+def saved_size(checkpoint: Path) -> list[int]:
+    """The size of the only resizing step in a checkpoint's preprocessor."""
+    steps = json.loads((checkpoint / "pretrained_model/policy_preprocessor.json").read_text())["steps"]
+    [size] = [step["config"]["resize_size"] for step in steps if step["registry_name"] == "image_crop_resize_processor"]
+    return list(size)
+
+
+@pytest.mark.parametrize(("key", "dtype"), [("observation.top", "video"), ("observation.image_quality", "float32")])
+def test_image_size_needs_names_that_the_resizing_step_recognizes(key: str, dtype: str, train: Train, demo: Path) -> None:
+    meta = MapDataset(demo).meta
+    meta.features[key] = {"dtype": dtype, "shape": (128, 160, 3)}
+    meta.camera_keys += [key] * (dtype == "video")
+    lerobot.patch(image_size=(24, 32))
+    with pytest.raises(ValueError, match=rf"must contain 'image', got '{key}'.*--rename_map"):
+        train(attributes={"meta": meta})
+
+
+def test_a_preprocessor_that_crops_is_refused() -> None:
+    cropping = lerobot_script.Pipeline([lerobot_script.ImageCropResizeProcessorStep({TOP: [0, 0, 9, 9]}, [24, 32])])
+    with pytest.MonkeyPatch.context() as patch:
+        imported(patch)
+        with pytest.raises(ValueError, match="crops the recorded frames"):
+            lerobot.add_resizing(cropping, (24, 32))
+
+
+# ----------------------------------------------------------------------- resume
+
+
+@both_scripts
 def test_a_checkpoint_without_a_state_is_resumed_by_its_steps(train: Train, tmp_path: Path) -> None:
     lerobot.patch()
     whole = train(steps=5, save_at=(3,))
@@ -258,11 +355,65 @@ def test_a_checkpoint_without_a_state_is_resumed_by_its_steps(train: Train, tmp_
         train(steps=5, batch_size=4, resume=True, checkpoint_path=tmp_path / "3")
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"seed": 4}, r"--seed=3 \(now 4\)"),
+        ({"episodes": [0, 1, 2]}, r"--dataset\.episodes=\[0, 1\] \(now \[0, 1, 2\]\)"),
+        ({"policy": {"drop_n_last_frames": 7}}, r"--policy\.drop_n_last_frames=0 \(now 7\)"),
+    ],
+)
+def test_a_resume_with_other_samples_says_what_to_do(
+    changed: dict[str, Any], said: str, train: Train, demo: Path, tmp_path: Path
+) -> None:
+    """And both ways on that it names work."""
+    lerobot.patch(image_size=(24, 32))
+    train(episodes=[0, 1], steps=3, save_at=(3,))
+    values = {"episodes": [0, 1], "steps": 4} | changed
+    policy = values.pop("policy", {})
+    resume = {**values, "resume": True, "checkpoint_path": tmp_path / "3"}
+    with pytest.raises(dali_stream.ResumeError, match=f"was made with {said}, so its position") as caught:
+        train(**resume, policy=lerobot_script.policy(**policy))
+    [weights] = re.findall(r"--policy\.path=(\S+)", str(caught.value))
+    [state] = re.findall(r"remove (\S+)", str(caught.value))
+    whole = train(**values, policy=lerobot_script.policy(**policy))
+    assert train(**values, policy=lerobot_script.policy(Path(weights.rstrip(".")), **policy)).steps == whole.steps
+    Path(state).unlink()
+    assert train(**resume, policy=lerobot_script.policy(**policy)).steps == whole.steps[3:]
+
+
+def test_a_resume_with_another_order_of_the_loader_names_the_argument(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lerobot.patch()
+    train(steps=3, save_at=(3,))
+    imported(monkeypatch)
+    lerobot.patch(shuffle="global")
+    with pytest.raises(dali_stream.ResumeError, match=r'--loader\.shuffle=null \(now "global"\)'):
+        train(steps=5, resume=True, checkpoint_path=tmp_path / "3")
+
+
+def test_a_video_backend_without_effect_is_told(train: Train, caplog: pytest.LogCaptureFixture) -> None:
+    lerobot.patch()
+    train()
+    assert "video_backend" not in caplog.text
+    train(video_backend="pyav")
+    assert "--dataset.video_backend=pyav has no effect" in caplog.text
+
+
+def test_transforms_on_the_gpu_are_refused(train: Train, demo: Path, tmp_path: Path, script: Any) -> None:
+    lerobot.patch()
+    config = lerobot_script.config(demo, tmp_path)
+    config.dataset.image_transforms = SimpleNamespace(enable=True, backend="gpu")
+    with pytest.raises(ValueError, match=r"--dataset\.image_transforms\.backend must be dataloader with a Loader, got 'gpu'"):
+        script.train(config)
+
+
 @pytest.mark.parametrize("most", [0, 20])
 def test_an_evaluation_has_a_loader_of_its_own(most: int, train: Train, demo: Path) -> None:
     """In the recorded order, without the frames that the policy drops in training."""
     lerobot.patch()
-    policy = SimpleNamespace(device="cpu", drop_n_last_frames=7)
+    policy = lerobot_script.policy(drop_n_last_frames=7)
     result = train(episodes=[0], eval_episodes=[2], max_eval_samples=most, policy=policy)
     own = dali_stream.Dataset(demo)
     first = int(own.lengths[:2].sum())
@@ -275,16 +426,32 @@ def test_each_frame_of_an_epoch_is_seen_once(train: Train, demo: Path) -> None:
     assert len(set(flat(result.steps))) == len(flat(result.steps)) == dali_stream.Dataset(demo).lengths[1]
 
 
-def test_a_script_without_the_parts_that_are_wrapped_is_refused(script: Any) -> None:
-    del script.save_checkpoint
-    with pytest.raises(dali_stream.DaliStreamError, match=r"must be one of 0.4.4 and 0.6.1, got 0.9, .* no save_checkpoint"):
+@both_scripts
+@pytest.mark.parametrize("part", parts.REQUIRED, ids=lambda part: part.names[0])
+def test_a_missing_part_is_named(part: parts.Part, script: Any) -> None:
+    module = sys.modules[part.module]
+    for name in part.names:
+        vars(module).pop(name, None)
+    with pytest.raises(
+        dali_stream.DaliStreamError, match=rf"must have {part.module}.{' or '.join(part.names)}, .* got LeRobot 0.9"
+    ):
         lerobot.patch()
 
 
-def test_a_script_that_prepares_no_dataloader_is_refused(script: Any, demo: Path) -> None:
+@pytest.mark.parametrize("part", [part for part in parts.REQUIRED if part.parameters], ids=lambda part: part.names[0])
+def test_a_missing_parameter_is_named(part: parts.Part, script: Any) -> None:
+    name = parts.find(part)
+    setattr(sys.modules[part.module], name, lambda other: None)
+    with pytest.raises(
+        dali_stream.DaliStreamError, match=rf"the parameter {part.parameters[0]} of {part.module}.{name}, which"
+    ):
+        lerobot.patch()
+
+
+def test_a_script_that_prepares_no_dataloader_is_refused(script: Any, demo: Path, tmp_path: Path) -> None:
     lerobot.patch()
-    script.make_train_eval_datasets(SimpleNamespace(resume=False, root=demo, episodes=None, eval_episodes=None))
-    with pytest.raises(dali_stream.DaliStreamError, match="prepares no DataLoader of its dataset"):
+    script.make_train_eval_datasets(lerobot_script.config(demo, tmp_path))
+    with pytest.raises(dali_stream.DaliStreamError, match=r"must pass a DataLoader of its dataset to Accelerator\.prepare"):
         Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,6 +105,24 @@ def test_a_smaller_tolerance_is_kept(root: Path) -> None:
     assert len(list(loader(root))) > 0
     with pytest.raises(DecodeError, match=r"0.0033 s away, but at most 0.0001 s \(0.003 frames\) is allowed"):
         list(loader(Dataset(root, tolerance_s=1e-4)))
+
+
+@pytest.mark.parametrize(
+    ("late", "tolerance_s", "said"),
+    [
+        (0.1, 1e-7, r"0\.0033 s away, but at most 1e-07 s \(3e-06 frames\)"),
+        (3e-5, 1e-7, r"\de-06 s away, but at most 1e-07 s"),
+        (0.25002, None, r"0\.00833\d+ s away, but at most 0\.00833\d+ s \(a quarter of a frame\)"),
+    ],
+)
+def test_the_error_shows_that_a_frame_is_farther_away_than_the_tolerance(
+    late: float, tolerance_s: float | None, said: str, root: Path
+) -> None:
+    """With the digits that this takes."""
+    with pytest.raises(DecodeError, match=said) as caught:
+        list(loader(Dataset(shifted(root, late), tolerance_s=tolerance_s), shuffle=False))
+    away, allowed = re.findall(r"([-\d.e]+) s away, but at most ([-\d.e]+) s", str(caught.value))[0]
+    assert float(away) > float(allowed)
 
 
 def test_lerobots_tolerance_opens_what_lerobot_writes(exact: Path) -> None:

@@ -170,16 +170,19 @@ def read_info(store: Store) -> Info:
         problem = "codebase_version is missing" if info else "the JSON object is empty"
         raise DatasetError(f"Invalid {store.where(INFO)}: {problem}. {_looks(store)}")
     version = f"v{str(info['codebase_version']).removeprefix('v')}"  # some exporters leave the "v" out
-    if not version.startswith(("v2.", "v3.")):
+    if version not in ("v2.0", "v2.1", "v3.0"):
+        newer = re.fullmatch(r"v(3\.[1-9]\d*|[4-9]\.\d+|\d{2,}\.\d+)", version)
         raise DatasetError(
             f"Invalid codebase_version in {store.where(INFO)}: must be v2.0, v2.1 or v3.0, got "
             f"{str(info['codebase_version'])[:40]!r}"
+            f"{'. A newer format needs a newer dali_stream, since its files may have another meaning' if newer else ''}"
         )
     fields = _V2_FIELDS if version.startswith("v2.") else _V3_FIELDS
     if info.get("storage_format") == "lance":
         raise DatasetError(
-            f'Invalid storage_format in {store.where(INFO)}: must be Parquet with MP4, got "lance". Export the dataset to that '
-            "with LeRobot"
+            f'Invalid storage_format in {store.where(INFO)}: must be Parquet with MP4, got "lance". LeRobot with its Lance '
+            "reader loads this dataset. Neither LeRobot nor dali_stream converts it, so use the Parquet dataset that it was "
+            "made from, if there is one"
         )
     fps = _fps(info.get("fps"), store)
     features = _object(info.get("features"), store, "features")

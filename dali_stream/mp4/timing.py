@@ -74,16 +74,16 @@ def explain(
     number = int(np.flatnonzero(table.displayed_packets == sample)[0])
     nearest = (
         f"timestamp {timestamp:.4f} s after from_timestamp {interval[0]:.4f} s asks for {interval[0] + timestamp:.4f} s of the "
-        f"file. The nearest frame, number {number} of {len(table.displayed)}, is at {shown:.4f} s, {away:.4f} s away"
+        f"file. The nearest frame, number {number} of {len(table.displayed)}, is at {shown:.4f} s"
     )
     advice = what_helps(table, interval, seconds, frame_index, fps, tolerance_s, prepares=prepares)
     if away <= tolerance:
         following = f", and the next episode of the file begins at {interval[1]:.4f} s" if math.isfinite(interval[1]) else ""
         return (
-            f"{nearest}, outside its episode, which begins at {interval[0]:.4f} s{following}. The rows are offset against the "
-            f"video, or meta/episodes is wrong. {advice}"
+            f"{nearest}, {away:.4f} s away, outside its episode, which begins at {interval[0]:.4f} s{following}. The rows are "
+            f"offset against the video, or meta/episodes is wrong. {advice}"
         )
-    nearest += f", but at most {tolerance:.4f} s ({_in_frames(tolerance * fps)}) is allowed"
+    nearest += f", {_distances(away, tolerance)} ({_in_frames(tolerance * fps)}) is allowed"
     if abs(timestamp - round(timestamp * fps) / fps) > tolerance:
         cause = f"The timestamp is not a multiple of 1/fps = {1 / fps:.4g} s, so it is probably a wall-clock time"
     else:
@@ -146,6 +146,15 @@ def _frames_of(table: VideoIndex, interval: Interval, tolerance: float) -> npt.N
 
 def _in_frames(tolerance: float) -> str:
     return {TOLERANCE: "a quarter of a frame", 0.5: "half a frame"}.get(tolerance, f"{tolerance:.2g} frames")
+
+
+def _distances(away: float, tolerance: float) -> str:
+    """Describe a distance above the tolerance, with as many digits as it takes to show that it is larger."""
+    for digits in range(2, 17):
+        texts = [f"{value:.{digits}g}" if 0 < value < 1e-3 else f"{value:.{digits + 2}f}" for value in (away, tolerance)]
+        if texts[0] != texts[1]:
+            break
+    return f"{texts[0]} s away, but at most {texts[1]} s"
 
 
 def _seconds(interval: Interval, timestamp: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

@@ -1,6 +1,7 @@
-"""A replacement for LeRobot's training script, with the functions that `dali_stream.integrations.lerobot` wraps.
+"""A replacement for LeRobot's training script, with the parts that `dali_stream.integrations.lerobot` uses.
 
-It has the calls of LeRobot 0.6.1 in their order. `make test-lerobot` runs the real ones.
+It has the calls of LeRobot 0.6.1 in their order or, with `newer`, those of LeRobot's main of 2026-08-23. `make test-lerobot`
+runs the real ones.
 """
 
 from __future__ import annotations
@@ -44,27 +45,128 @@ class MapDataset(torch.utils.data.Dataset[Any]):
 
 def config(root: Path, output: Path, **values: Any) -> SimpleNamespace:
     """A TrainPipelineConfig with what the script reads."""
-    policy = SimpleNamespace(device="cpu", drop_n_last_frames=0)
+    dataset = SimpleNamespace(episodes=values.pop("episodes", None), video_backend=values.pop("video_backend", "torchcodec"))
     defaults: dict[str, Any] = {"resume": False, "checkpoint_path": None, "seed": 3, "batch_size": 8, "steps": 4, "save_at": ()}
-    given = {"episodes": None, "eval_episodes": None, "max_eval_samples": 0, "policy": policy} | defaults | values
-    return SimpleNamespace(root=root, output=output, trainable_config=given["policy"], **given)
+    given = {"eval_episodes": None, "max_eval_samples": 0, "policy": policy(), "attributes": {}} | defaults | values
+    return SimpleNamespace(root=root, output=output, dataset=dataset, trainable_config=given["policy"], **given)
 
 
-def script() -> ModuleType:
+def policy(pretrained_path: Path | None = None, **values: Any) -> SimpleNamespace:
+    """A PreTrainedConfig, if `pretrained_path` is given that of the checkpoint there."""
+    saved = json.loads((pretrained_path / "config.json").read_text()) if pretrained_path else {}
+    inputs = {key: SimpleNamespace(shape=tuple(shape)) for key, shape in saved.items()}
+    defaults = {"device": "cpu", "drop_n_last_frames": 0, "pretrained_path": pretrained_path, "input_features": inputs}
+    return SimpleNamespace(**(defaults | values))
+
+
+class RenameProcessorStep:
+    """LeRobot's step that is the first one of a preprocessor."""
+
+    _registry_name = "rename_observations_processor"
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return batch
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+
+class ImageCropResizeProcessorStep:
+    """LeRobot's step of this name, with torch's operators in place of torchvision's."""
+
+    _registry_name = "image_crop_resize_processor"
+
+    def __init__(self, crop_params_dict: dict[str, Any] | None = None, resize_size: list[int] | None = None) -> None:
+        self.crop_params_dict, self.resize_size = crop_params_dict, resize_size
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        observation = {key: value for key, value in batch.items() if key.startswith("observation.")}
+        return batch | self.observation(observation)
+
+    def observation(self, observation: dict[str, Any]) -> dict[str, Any]:
+        return observation | {key: self._resized(value) for key, value in observation.items() if "image" in key}
+
+    def _resized(self, frames: torch.Tensor) -> torch.Tensor:
+        if list(frames.shape[-2:]) == self.resize_size:
+            return frames
+        if frames.ndim != 4 or not frames.is_floating_point():
+            raise AssertionError(f"LeRobot's step cannot resize {frames.dtype} of shape {tuple(frames.shape)}")
+        return torch.nn.functional.interpolate(frames, size=self.resize_size, mode="bilinear", antialias=True).clamp(0, 1)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"crop_params_dict": self.crop_params_dict, "resize_size": self.resize_size}
+
+
+class Pipeline:
+    """A PolicyProcessorPipeline."""
+
+    def __init__(self, steps: list[Any]) -> None:
+        self.steps = steps
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        for step in self.steps:
+            batch = step(batch)
+        return batch
+
+    def save_pretrained(self, folder: Path) -> None:
+        steps = [{"registry_name": step._registry_name, "config": step.get_config()} for step in self.steps]
+        (folder / "policy_preprocessor.json").write_text(json.dumps({"steps": steps}))
+
+    @classmethod
+    def from_pretrained(cls, folder: Path) -> Pipeline:
+        classes = {each._registry_name: each for each in (RenameProcessorStep, ImageCropResizeProcessorStep)}
+        entries = json.loads((folder / "policy_preprocessor.json").read_text())["steps"]
+        return cls([classes[entry["registry_name"]](**entry["config"]) for entry in entries])
+
+
+def modules(newer: bool = False) -> dict[str, ModuleType]:
+    """The modules of LeRobot that are imported, by name."""
+    processor: Any = ModuleType("lerobot.processor")
+    processor.ImageCropResizeProcessorStep = ImageCropResizeProcessorStep
+    factory: Any = ModuleType("lerobot.datasets.factory")
+    factory.resolve_delta_timestamps = lambda cfg, ds_meta, rename_map=None: None
+    packages = {name: ModuleType(name) for name in ("lerobot", "lerobot.scripts", "lerobot.datasets")}
+    return packages | {each.__name__: each for each in (script(newer), processor, factory)}
+
+
+def script(newer: bool = False) -> ModuleType:
     """The module `lerobot.scripts.lerobot_train`. Its `train` returns the frames of each step, and of the evaluation."""
     module: Any = ModuleType("lerobot.scripts.lerobot_train")
 
     def make_train_eval_datasets(cfg: Any) -> tuple[MapDataset, MapDataset | None]:
-        return MapDataset(cfg.root, cfg.episodes), MapDataset(cfg.root, cfg.eval_episodes) if cfg.eval_episodes else None
+        eval_dataset = MapDataset(cfg.root, cfg.eval_episodes) if cfg.eval_episodes else None
+        return MapDataset(cfg.root, cfg.dataset.episodes, **cfg.attributes), eval_dataset
 
-    def save_checkpoint(checkpoint_dir: Path, step: int, cfg: Any) -> None:
+    def make_policy(cfg: Any, ds_meta: Any) -> None:
+        for key in [] if cfg.input_features else ds_meta.camera_keys:
+            height, width, channels = ds_meta.features[key]["shape"]
+            cfg.input_features[key] = SimpleNamespace(shape=(channels, height, width))
+
+    def make_pre_post_processors(policy_cfg: Any, pretrained_path: Path | None) -> tuple[Pipeline, Pipeline]:
+        new = Pipeline([RenameProcessorStep()])
+        return Pipeline.from_pretrained(pretrained_path) if pretrained_path else new, Pipeline([])
+
+    def save_checkpoint(checkpoint_dir: Path, step: int, cfg: Any, preprocessor: Pipeline) -> None:
         for folder in ("training_state", "pretrained_model"):
-            (checkpoint_dir / folder).mkdir(parents=True)
-        (checkpoint_dir / "training_state/training_step.json").write_text(json.dumps({"step": step}))
-        (checkpoint_dir / "pretrained_model/train_config.json").write_text(json.dumps({"batch_size": cfg.batch_size}))
+            (checkpoint_dir / folder).mkdir(parents=True, exist_ok=newer)
+        saved = {"step": step} | ({"dp_world_size": 1, "batch_size": cfg.batch_size} if newer else {})
+        (checkpoint_dir / "training_state/training_step.json").write_text(json.dumps(saved))
+        train_config = {"batch_size": cfg.batch_size, "seed": cfg.seed, "dataset": vars(cfg.dataset)}
+        train_config["policy"] = {"drop_n_last_frames": cfg.policy.drop_n_last_frames}
+        (checkpoint_dir / "pretrained_model/train_config.json").write_text(json.dumps(train_config))
+        inputs = {key: list(feature.shape) for key, feature in cfg.policy.input_features.items()}
+        (checkpoint_dir / "pretrained_model/config.json").write_text(json.dumps(inputs))
+        preprocessor.save_pretrained(checkpoint_dir / "pretrained_model")
 
     def load_training_state(checkpoint_dir: Path, optimizer: Any, scheduler: Any) -> tuple[int, Any, Any]:
         return json.loads((checkpoint_dir / "training_state/training_step.json").read_text())["step"], optimizer, scheduler
+
+    def resume_before_prepare(cfg: Any) -> int:
+        step: int = json.loads((cfg.checkpoint_path / "training_state/training_step.json").read_text())["step"]
+        return step
 
     def sampler(count: int) -> list[int]:
         return list(range(count))
@@ -76,8 +178,14 @@ def script() -> ModuleType:
     def train(cfg: Any) -> SimpleNamespace:
         accelerator = Accelerator(cpu=True)
         dataset, eval_dataset = module.make_train_eval_datasets(cfg)
-        shapes = {key: tuple(dataset.meta.features[key]["shape"]) for key in dataset.meta.camera_keys}
-        step = module.load_training_state(cfg.checkpoint_path, None, None)[0] if cfg.resume else 0
+        make_policy(cfg.policy, dataset.meta)
+        pretrained = cfg.checkpoint_path / "pretrained_model" if cfg.resume else cfg.policy.pretrained_path
+        preprocessor, _ = module.make_pre_post_processors(policy_cfg=cfg.policy, pretrained_path=pretrained)
+        step = 0
+        if cfg.resume and newer:
+            step = module.resume_before_prepare(cfg)
+        elif cfg.resume:
+            step = module.load_training_state(cfg.checkpoint_path, None, None)[0]
         order = module.EpisodeAwareSampler(len(dataset))
         loader: Any = torch.utils.data.DataLoader(dataset, batch_size=cfg.batch_size, sampler=order)
         eval_loader: Any = None
@@ -91,13 +199,18 @@ def script() -> ModuleType:
         for done in range(step + 1, cfg.steps + 1):
             batch = next(batches)
             steps.append(batch["index"].tolist())
+            processed = preprocessor(batch)
             if done in cfg.save_at:
-                module.save_checkpoint(checkpoint_dir=cfg.output / str(done), step=done, cfg=cfg)
+                module.save_checkpoint(checkpoint_dir=cfg.output / str(done), step=done, cfg=cfg, preprocessor=preprocessor)
         evaluated = [each["index"].tolist() for each in eval_loader] if eval_loader is not None else []
-        return SimpleNamespace(steps=steps, evaluated=evaluated, shapes=shapes, batch=batch, loader=loader)
+        shapes = {key: feature.shape for key, feature in cfg.policy.input_features.items()}
+        return SimpleNamespace(
+            steps=steps, evaluated=evaluated, shapes=shapes, batch=batch, processed=processed, loader=loader
+        )  # fmt: skip
 
     vars(module).update(
         make_train_eval_datasets=make_train_eval_datasets, save_checkpoint=save_checkpoint, train=train,
-        load_training_state=load_training_state, EpisodeAwareSampler=sampler,
+        make_pre_post_processors=make_pre_post_processors, EpisodeAwareSampler=sampler,
+        **({"resume_before_prepare": resume_before_prepare} if newer else {"load_training_state": load_training_state}),
     )  # fmt: skip
     return module

@@ -14,6 +14,7 @@ LeRobot is imported only when a function needs it, so this package can be import
 """
 
 from dali_stream.integrations.lerobot.loader import make_loader
+from dali_stream.integrations.lerobot.resizing import add_resizing
 from dali_stream.integrations.lerobot.script import patch
 
-__all__ = ["make_loader", "patch"]
+__all__ = ["add_resizing", "make_loader", "patch"]

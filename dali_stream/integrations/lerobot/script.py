@@ -1,15 +1,14 @@
 """LeRobot's training script with a Loader in place of its DataLoader.
 
 The source of the script is not changed. `patch` replaces the script's functions that make datasets, load checkpoints, save
-checkpoints and submit remote jobs, its sampler, and `Accelerator.prepare`. The script passes all of its DataLoaders to
-`prepare`, no matter how it makes them.
+checkpoints, make preprocessors and submit remote jobs, its sampler, and `Accelerator.prepare`. `parts` lists them. The script
+passes all of its DataLoaders to `prepare`, no matter how it makes them.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +20,10 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from dali_stream import memory_limit, process
 from dali_stream.errors import DaliStreamError, ResumeError
-from dali_stream.integrations.lerobot.arguments import ARGUMENTS, check_names
+from dali_stream.integrations.lerobot import parts
+from dali_stream.integrations.lerobot.arguments import ARGUMENTS, PREFIX, check_names
 from dali_stream.integrations.lerobot.loader import make_loader
+from dali_stream.integrations.lerobot.resizing import Size, add_resizing, size_of
 from dali_stream.loader import Loader
 from dali_stream.state_file import load_state, write_state
 
@@ -35,57 +36,64 @@ _STEP_FILE = Path("training_state", "training_step.json")
 _CONFIG_FILE = Path("pretrained_model", "train_config.json")
 _EVAL_SHARE = 4  # the Loader of an evaluation gets memory_budget divided by this number
 _CHANNELS = (1, 3, 4)  # numbers of channels by which shapes (C, H, W) are recognized
-_SUPPORTED = "0.4.4 and 0.6.1"
+_SETTINGS = (
+    "seed",
+    "dataset.revision",
+    "dataset.episodes",
+    "dataset.exclude_episodes",
+    "dataset.eval_split",
+    "policy.drop_n_last_frames",
+    "reward_model.drop_n_last_frames",
+)
+"""LeRobot's settings that determine the order."""
+_ORDER = ("shuffle", "consumers", "episode_pool_size")
+"""Arguments of the Loader that determine the order."""
 
 
 def patch(**loader_arguments: Any) -> Any:
     """Make LeRobot's training script load its data through a Loader, in this process.
 
-    The script's own arguments keep their meaning, except those for the workers of a DataLoader. Each checkpoint contains the
-    state and the arguments of the Loader, and a resumed run continues at the next sample. If a checkpoint has no such state,
-    the position is computed from the number of steps. See `Loader.resume`.
+    The script's own arguments keep their meaning, except those for the workers of a DataLoader and for the video backend. Each
+    checkpoint contains the state and the arguments of the Loader, and a resumed run continues at the next sample. If a
+    checkpoint has no such state, the position is computed from the number of steps. See `Loader.resume`.
+
+    With `image_size`, the script makes the policy for frames of this size, and the preprocessor in each checkpoint resizes the
+    frames of a robot in the same way. See `add_resizing`. A run that begins with `--policy.path` from such a checkpoint takes
+    the size from it.
 
     Args:
-        loader_arguments: Arguments of `Loader`. The script makes the policy for frames of `image_size`. Evaluation uses another
-            Loader, with a quarter of `memory_budget`. In a resumed run, these arguments override those of the checkpoint.
+        loader_arguments: Arguments of `Loader`. Evaluation uses another Loader, with a quarter of `memory_budget`. In a resumed
+            run, these arguments override those of the checkpoint.
 
     Returns:
         The module of the script, `lerobot.scripts.lerobot_train`.
 
     Raises:
         ValueError: If an argument is unknown, or set by LeRobot, such as batch_size.
-        DaliStreamError: If LeRobot is not installed, if its version is not supported, or if its script is already patched.
+        DaliStreamError: If LeRobot is not installed, if it lacks a part that is replaced, or if its script is already patched.
     """
     check_names(name for name in loader_arguments if name != "dali_graph")
-    try:
-        script: Any = importlib.import_module("lerobot.scripts.lerobot_train")
-    except ImportError as error:
-        raise DaliStreamError(
-            f"LeRobot's training script cannot be imported ({error}). Install LeRobot with: pip install 'lerobot[training]'"
-        ) from error
-    makers = [name for name in ("make_train_eval_datasets", "make_dataset") if hasattr(script, name)]  # in 0.6.1 and 0.4.4
-    missing = [name for name in ("load_training_state", "save_checkpoint", "EpisodeAwareSampler") if not hasattr(script, name)]
-    if missing or not makers:
-        raise DaliStreamError(
-            f"LeRobot must be one of {_SUPPORTED}, got {_version()}, whose training script has no "
-            f"{', '.join(missing) or 'make_dataset'}"
-        )
+    names = {part: parts.find(part) for part in parts.REQUIRED}
+    script: Any = importlib.import_module(parts.SCRIPT)
     if hasattr(script.save_checkpoint, "patched"):
         raise DaliStreamError("patch must be called once per process, got a script that is patched already")
     run = _Run(loader_arguments)
-    setattr(script, makers[0], run.making(getattr(script, makers[0])))
-    script.load_training_state = run.loading(script.load_training_state)
-    script.save_checkpoint = run.saving(script.save_checkpoint)
-    script.EpisodeAwareSampler = run.sampling(script.EpisodeAwareSampler)
-    if hasattr(script, "submit_to_hf"):
-        script.submit_to_hf = _refuse_remote
+    wrappers = {
+        parts.DATASETS: run.making,
+        parts.RESUMED: run.resuming,
+        parts.SAVE: run.saving,
+        parts.SAMPLER: run.sampling,
+        parts.PROCESSORS: run.processing,
+        parts.REWARD_PROCESSORS: run.processing,
+        parts.REMOTE: lambda _: _refuse_remote,
+    }
+    for part, wrap in wrappers.items():
+        name = names.get(part, part.names[0])
+        if part in names or hasattr(script, name):
+            setattr(script, name, wrap(getattr(script, name)))
     accelerator = importlib.import_module("accelerate").Accelerator
     accelerator.prepare = run.preparing(accelerator.prepare)
     return script
-
-
-def _version() -> str:
-    return importlib.metadata.version("lerobot")
 
 
 def _refuse_remote(_: Any) -> None:
@@ -105,43 +113,86 @@ class _Run:
         self._checkpoint: tuple[Path, int] | None = None  # folder and number of steps of the checkpoint that is resumed
 
     def making(self, make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap the function that makes the datasets, and set the size of the Loader's frames in their metadata."""
+        """Wrap the function that makes the datasets, and set the size of the Loader's frames for the policy."""
 
         @functools.wraps(make)
-        def made(config: Any) -> Any:
+        def made(cfg: Any) -> Any:
+            _check_settings(cfg)
             self._loader = self._checkpoint = None
-            saved = _saved_arguments(Path(config.checkpoint_path)) if config.resume else {}
+            saved = _saved_arguments(Path(cfg.checkpoint_path)) if cfg.resume else {}
             self._arguments = saved | self._given
-            self._config, datasets = config, make(config)
+            self._config, datasets = cfg, make(cfg)
             self._train, self._eval = datasets if isinstance(datasets, tuple) else (datasets, None)
             if size := self._arguments.get("image_size"):
-                for dataset in (self._train, self._eval):
-                    if dataset is not None:
-                        _resize(dataset.meta, size)
+                self._set_size(size)
             return datasets
 
         return made
 
-    def loading(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the function that loads a checkpoint, and remember the checkpoint."""
+    def _set_size(self, size: Size) -> None:
+        """Set the size of the Loader's frames in the metadata, from which a policy is made, and in a policy that exists."""
+        names = dict(getattr(self._config, "rename_map", None) or {})
+        for key in self._train.meta.features:
+            name = names.get(key, key)
+            if name.startswith("observation.") and ("image" in name) != (key in self._train.meta.camera_keys):
+                raise ValueError(
+                    f"With image_size, the names of cameras, and of no other observations, must contain 'image', got {name!r}. "
+                    f"LeRobot's resizing step recognizes frames by it. Leave {PREFIX}image_size out or, with --policy.path, "
+                    "rename the observation with --rename_map"
+                )
+        for dataset in (self._train, self._eval):
+            if dataset is not None:
+                _resize(dataset.meta, size)
+        inputs = getattr(self._policy, "input_features", None) or {}
+        for key in self._train.meta.camera_keys:
+            feature = inputs.get(names.get(key, key))
+            if feature is not None and tuple(feature.shape[-2:]) != size:
+                old = "x".join(map(str, feature.shape[-2:]))
+                _warn(
+                    "%simage_size changes the policy's input %s from %s to %dx%d. Pass %simage_size=%s to keep the size for "
+                    "which its weights were trained",
+                    *(PREFIX, names.get(key, key), old, *size, PREFIX, old),
+                )
+                feature.shape = (*feature.shape[:-2], *size)
 
-        @functools.wraps(load)
-        def loaded(checkpoint_dir: Any, *arguments: Any, **named: Any) -> Any:
-            state = load(checkpoint_dir, *arguments, **named)
-            self._checkpoint = Path(checkpoint_dir), int(state[0])
-            return state
+    def processing(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that makes the pre- and postprocessor, and let the preprocessor resize frames as the Loader does."""
 
-        return loaded
+        @functools.wraps(make)
+        def processors(*arguments: Any, **named: Any) -> Any:
+            preprocessor, postprocessor = make(*arguments, **named)
+            size = self._arguments.get("image_size")
+            if size is None and (size := size_of(preprocessor)):
+                _log.info("image_size is %s, that of the preprocessor of the policy", size)
+                self._arguments = {**self._arguments, "image_size": size}
+            if size is not None:
+                add_resizing(preprocessor, size)
+            return preprocessor, postprocessor
+
+        return processors
+
+    def resuming(self, resume: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the function that reads the number of steps of a checkpoint, and remember both."""
+
+        @functools.wraps(resume)
+        def resumed(*arguments: Any, **named: Any) -> Any:
+            result = resume(*arguments, **named)
+            step = result[0] if isinstance(result, tuple) else result  # the optimizer and the scheduler may follow it
+            self._checkpoint = Path(self._config.checkpoint_path), int(step)
+            return result
+
+        return resumed
 
     def saving(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the function that saves a checkpoint, and add the state and the arguments of the Loader."""
+        """Wrap the function that saves a checkpoint, and add the state and the arguments of the Loader on rank 0."""
 
         @functools.wraps(save)
         def saved(checkpoint_dir: Any, *arguments: Any, **named: Any) -> Any:
             result = save(checkpoint_dir, *arguments, **named)
             assert self._loader is not None  # `prepared` raises an error if it has made no Loader
-            own_arguments = {name: value for name, value in self._arguments.items() if name in ARGUMENTS}
-            write_state(Path(checkpoint_dir, ARGUMENTS_FILE), own_arguments)
+            if _is_first():
+                own_arguments = {name: value for name, value in self._arguments.items() if name in ARGUMENTS}
+                write_state(Path(checkpoint_dir, ARGUMENTS_FILE), own_arguments)
             self._loader.save(Path(checkpoint_dir, STATE_FILE))
             return result
 
@@ -165,8 +216,7 @@ class _Run:
             replaced = [self._replaced(each) for each in objects]
             if self._train is not None and self._loader is None:
                 raise DaliStreamError(
-                    f"LeRobot must be one of {_SUPPORTED}, got {_version()}, whose training script prepares no DataLoader of "
-                    "its dataset"
+                    f"{parts.SCRIPT}.train must pass a DataLoader of its dataset to Accelerator.prepare, got other objects only"
                 )
             return prepare(accelerator, *replaced, **named)
 
@@ -186,9 +236,47 @@ class _Run:
     def _train_loader(self, batch_size: int) -> Loader:
         self._loader = self._make(self._train, batch_size, policy_config=self._policy)
         if self._checkpoint is not None:
-            _resume(self._loader, batch_size, *self._checkpoint)
+            self._resume(self._loader, batch_size, *self._checkpoint)
         _log.info("LeRobot's training script loads data through %r", self._loader)
         return self._loader
+
+    def _resume(self, loader: Loader, batch_size: int, checkpoint: Path, step: int) -> None:
+        """Continue from the Loader's state in a checkpoint or, if the checkpoint contains none, from its number of steps."""
+        try:
+            restored = loader.restore(checkpoint / STATE_FILE)
+        except ResumeError as error:
+            if not (changed := self._changed(checkpoint)):
+                raise
+            raise ResumeError(
+                f"the order of {checkpoint} was made with {', '.join(changed)}, so its position means other samples now. "
+                "Resume with the saved values. Or begin a new run with its weights, without --resume and with "
+                f"--policy.path={checkpoint / 'pretrained_model'}. Or remove {checkpoint / STATE_FILE} to continue where the "
+                "number of steps leads in the new order"
+            ) from error
+        if restored:
+            _log.info("resumed from %s at batch %d of epoch %d", checkpoint / STATE_FILE, loader.batch_index, loader.epoch)
+            return
+        saved, config = (json.loads((checkpoint / name).read_text()) for name in (_STEP_FILE, _CONFIG_FILE))
+        samples = saved.get("batch_size", config["batch_size"])
+        processes = saved.get("dp_world_size", saved.get("num_processes"))  # 0.4.4 saves neither
+        world_size = process.ranks(None, None).world_size
+        if samples != batch_size or processes not in (None, world_size):
+            raise ResumeError(
+                f"{checkpoint} must have {STATE_FILE} to be resumed with another global batch, got none. Its steps had "
+                f"{samples} samples on each of {processes or 'an unknown number of'} processes, and now have {batch_size} on "
+                f"each of {world_size}, so their number does not determine a position. Resume with the same numbers"
+            )
+        if processes is None:
+            _warn("%s does not contain the number of its processes. Its position assumes %d, as now", checkpoint, world_size)
+        epoch, batch = divmod(step, len(loader))
+        loader.resume(epoch=epoch, batch=batch)
+
+    def _changed(self, checkpoint: Path) -> list[str]:
+        """Return the settings of the order that differ from those of a checkpoint, as text."""
+        config, arguments = json.loads((checkpoint / _CONFIG_FILE).read_text()), _saved_arguments(checkpoint)
+        values = [(f"--{name}", _setting(config, name), _setting(self._config, name)) for name in _SETTINGS]
+        values += [(PREFIX + name, arguments.get(name), self._given[name]) for name in _ORDER if name in self._given]
+        return [f"{name}={json.dumps(old)} (now {json.dumps(new)})" for name, old, new in values if old != new]
 
     def _eval_loader(self, batch_size: int, indices: Sequence[int] | None) -> Loader:
         given = self._arguments.get("memory_budget")
@@ -214,22 +302,33 @@ def _saved_arguments(checkpoint: Path) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
 
 
-def _resume(loader: Loader, batch_size: int, checkpoint: Path, step: int) -> None:
-    """Continue from the Loader's state in a checkpoint or, if the checkpoint contains none, from its number of steps."""
-    if loader.restore(checkpoint / STATE_FILE):
-        _log.info("resumed from %s at batch %d of epoch %d", checkpoint / STATE_FILE, loader.batch_index, loader.epoch)
-        return
-    saved, config = (json.loads((checkpoint / name).read_text()) for name in (_STEP_FILE, _CONFIG_FILE))
-    samples, processes = saved.get("batch_size", config["batch_size"]), saved.get("num_processes")  # 0.4.4 does not save them
-    world_size = process.ranks(None, None).world_size
-    if samples != batch_size or processes not in (None, world_size):
-        raise ResumeError(
-            f"{checkpoint} must have {STATE_FILE} to be resumed with another global batch, got none. Its steps had {samples} "
-            f"samples on each of {processes or 'an unknown number of'} processes, and now have {batch_size} on each of "
-            f"{world_size}, so their number does not determine a position. Resume with the same numbers"
+def _setting(config: Any, name: str) -> Any:
+    """Return a setting such as "dataset.episodes" of LeRobot's configuration or of its JSON file, or None if it has none."""
+    for part in name.split("."):
+        config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
+    return config
+
+
+def _check_settings(config: Any) -> None:
+    """Refuse settings that a Loader cannot follow, and warn about those that have no effect."""
+    if (backend := _setting(config, "dataset.image_transforms.backend")) not in (None, "dataloader"):
+        raise ValueError(f"--dataset.image_transforms.backend must be dataloader with a Loader, got {backend!r}")
+    if (backend := _setting(config, "dataset.video_backend")) not in (None, "torchcodec"):
+        _warn(
+            "--dataset.video_backend=%s has no effect, since the Loader decodes with torchcodec or DALI. %sdecode chooses one "
+            "of them",
+            *(backend, PREFIX),
         )
-    epoch, batch = divmod(step, len(loader))
-    loader.resume(epoch=epoch, batch=batch)
+
+
+def _is_first() -> bool:
+    return process.ranks(None, None).rank == 0
+
+
+def _warn(text: str, *values: object) -> None:
+    """Log a warning on rank 0."""
+    if _is_first():
+        _log.warning(text, *values)
 
 
 def _resize(meta: Any, size: tuple[int, int]) -> None:
