@@ -12,6 +12,7 @@ MOST_CHILDREN = 10_000
 LARGEST_MOOV = 256 << 20
 UPRIGHT = struct.pack(">9I", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)  # the matrix of unrotated frames
 HEAD = 1 << 13  # bytes of the first read, which contain `moov` for up to about 300 frames; a second read fetches the rest
+BEGINNING = 200  # bytes of a file that tell what it is; two packets of an MPEG transport stream begin in them
 TAIL = 1 << 22  # bytes of a read after the media data, where files rarely have more than `moov`
 
 
@@ -61,14 +62,14 @@ def read_moov(store: Store, path: str) -> bytes:
     size = store.size(path)  # after the read, which also returns the size of a remote file
     for _ in range(MOST_CHILDREN):
         if at == size:
-            state = _looks_like(store.read(path, 0, lfs.ENOUGH)) or _UNFINISHED
+            state = _looks_like(store.read(path, 0, BEGINNING)) or _UNFINISHED
             raise DecodeError(f"no moov box (the index of an MP4){state}")
         if not base <= at <= base + len(window) - 16:
             base, window = at, store.read(path, at, min(at + TAIL, size))
         try:
             kind, head, length = _header(window[at - base : at - base + 16], at, size)
         except DecodeError as error:
-            raise DecodeError(f"{error}{_looks_like(store.read(path, 0, lfs.ENOUGH)) or _TRUNCATED}") from None
+            raise DecodeError(f"{error}{_looks_like(store.read(path, 0, BEGINNING)) or _TRUNCATED}") from None
         if kind == b"moov":
             if length > LARGEST_MOOV:
                 raise DecodeError(f"box 'moov' must have at most {LARGEST_MOOV} bytes, got {length}")
@@ -77,6 +78,24 @@ def read_moov(store: Store, path: str) -> bytes:
             return window[first:last] + rest
         at += length
     raise DecodeError(f"not an MP4, because it has more than {MOST_CHILDREN} boxes")
+
+
+def other_container(first: bytes) -> tuple[str, str]:
+    """Return the name of the container of a video that is not an MP4, and the command that writes an MP4.
+
+    Both are empty for an MP4, and for an unknown container.
+
+    Args:
+        first: First bytes of the file, at least `BEGINNING` unless it is shorter.
+    """
+    if first.startswith(b"RIFF") and first[8:12] == b"AVI ":
+        # AVI has no display times. Copied B-frames would be displayed in the order in which they are decoded.
+        return "AVI", "Encode it again: `ffmpeg -i IN -map 0:v:0 -vf setpts=N/FRAME_RATE/TB -c:v libx264 -crf 18 OUT.mp4`"
+    # Each packet of a transport stream begins with this byte. Packets have 188 bytes, or 192 with a time before each.
+    is_stream = any(first[at : at + 1] == first[at + size : at + size + 1] == b"\x47" for at, size in ((0, 188), (4, 192)))
+    beginnings = {"Matroska or WebM": b"\x1a\x45\xdf\xa3", "Flash Video": b"FLV\x01"}
+    name = "MPEG-TS" if is_stream else next((n for n, begin in beginnings.items() if first.startswith(begin)), "")
+    return name, "Copy its video into an MP4: `ffmpeg -i IN -map 0:v:0 -c copy OUT.mp4`" if name else ""
 
 
 def box(kind: bytes, *parts: bytes) -> bytes:
@@ -132,6 +151,9 @@ def _looks_like(first: bytes) -> str:
         return ": the file is an HTML page, because its download failed. Fetch it again"
     if not first:
         return ": the file is empty. Copy or fetch it again"
+    container, remedy = other_container(first)
+    if container:
+        return f": the file is {container}, and not MP4. {remedy}"
     return (
         "" if first[4:8] == b"ftyp" else f": the file begins with {first[:16]!r}, so it is not an MP4. Copy or fetch it again"
     )

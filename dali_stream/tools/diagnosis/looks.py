@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from dali_stream.errors import DaliStreamError
+from dali_stream.mp4.boxes import BEGINNING, other_container
 from dali_stream.storage import LocalStore, Store, lfs
 from dali_stream.tools.diagnosis.report import PROBLEM, Result
 
@@ -22,8 +23,6 @@ _BEGINNINGS = (  # (first bytes in lower case, format, remedy)
     (b"pk\x03\x04", "a ZIP archive", _PACKED),
     (b"\x28\xb5\x2f\xfd", "zstd", _PACKED),
     (b"\xfd7zxz", "xz", _PACKED),
-    (b"\x1a\x45\xdf\xa3", "Matroska or WebM", "remux it: `ffmpeg -i IN -c copy OUT.mp4`"),
-    (b"riff", "AVI or another RIFF", "remux it: `ffmpeg -i IN -c copy OUT.mp4`"),
     (b"par1", "Parquet", "the metadata names the wrong file, or files were mixed up. Copy the dataset again"),
     (b"version https://git-lfs", "a Git LFS pointer", lfs.REMEDY),
     (bytes(SHOWN), "zeros: its space was allocated and never written", _FETCH),
@@ -46,7 +45,7 @@ def _look(store: Store, path: str) -> tuple[str, str]:
     """Return the description of a file and the remedy. Both are empty if the file cannot be read and is not a link."""
     place = _target(store, path)
     try:
-        size, first = store.size(path), store.read(path, 0, lfs.ENOUGH)
+        size, first = store.size(path), store.read(path, 0, BEGINNING)
     except DaliStreamError:
         return (f"It cannot be read{place}", "") if place else ("", "")
     if not size:
@@ -74,6 +73,9 @@ def _target(store: Store, path: str) -> str:
 def _kind(first: bytes) -> tuple[str, str]:
     if first[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip"):
         return "an MP4", f"{_FETCH}, record it again, or exclude its episodes"
+    container, remedy = other_container(first)
+    if container:
+        return container, f"{remedy[0].lower()}{remedy[1:]}"
     begin = first.lstrip().lower()
     kinds = ((kind, remedy) for start, kind, remedy in _BEGINNINGS if begin.startswith(start))
     return next(kinds, ("an unknown format", _FETCH))
