@@ -19,13 +19,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from support import broken
-from support.datasets import SIDE, TOP, VIDEO, copied
+from support.datasets import ODD_CAMERA, ODD_SIZE, SIDE, TOP, VIDEO, Column, build, copied, image_file
 from support.doctor import bad, cpu_torch, doctor, found, run, shadows
 from support.driver import FakeDriver
 from support.programs import driver
 from support.servers import Server
 from support.slow import slow
+from support.tools import table_of
 from support.videos import CAMERA, av1, draw, encode, ffmpeg, h264, hevc, loader, shifted, vp9, write_dataset
 
 import dali_stream
@@ -471,7 +473,9 @@ def test_frames_of_another_size_than_promised(demo_copy: Path) -> None:
     info["features"][TOP]["shape"][:2] = [64, 64]
     (demo_copy / INFO).write_text(json.dumps(info))
     findings, _ = looked_at(demo_copy)
-    assert "frames must be 64×64, as meta/info.json says, got 128×160" in findings[f"{TOP} timestamps"].text
+    finding = findings[f"{TOP} timestamps"]
+    assert "frames must be 64×64, as meta/info.json says, got 128×160. Set image_size=" in finding.text
+    assert finding.remedy == "correct the shape in meta/info.json, or do what the message says"
     assert findings[SIDE].status == "ok"
 
 
@@ -501,3 +505,64 @@ def test_a_storage_that_does_not_answer_is_a_finding_without_secrets(tmp_path: P
     assert found(report, "storage")["status"] == "problem"
     assert "127.0.0.1" in found(report, "storage")["text"]
     assert "hunter2" not in json.dumps(report)
+
+
+# ----------------------------------------------------------------------- what is readable, and teaches nothing
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
+
+
+def test_git_lfs_pointers_are_counted_and_nothing_else_is_said_of_unread_rows(demo_copy: Path) -> None:
+    for path in demo_copy.rglob("data/**/*.parquet"):
+        path.write_bytes(POINTER)
+    findings, _ = looked_at(demo_copy)
+    rows = len(list(demo_copy.rglob("data/**/*.parquet")))
+    assert findings["files"].status == "problem"
+    assert f"{rows} of " in findings["files"].text
+    assert "are Git LFS pointers, which only name the content: data/" in findings["files"].text
+    assert "git lfs pull" in findings["files"].remedy
+    for name in ("tasks", f"{TOP} timestamps"):
+        assert findings[name].status == "warning"
+        assert "no row could be read" in findings[name].text
+
+
+def test_an_image_that_is_a_git_lfs_pointer(tmp_path: Path) -> None:
+    images = Column("image", (*ODD_SIZE, 3), [{"bytes": POINTER, "path": None}] * 5)
+    findings, _ = looked_at(build(tmp_path, (5,), {ODD_CAMERA: images}))
+    assert findings[ODD_CAMERA].status == "problem"
+    assert "Git LFS pointer" in findings[ODD_CAMERA].text
+
+
+@pytest.mark.parametrize("key", ["action", "actions", "action.arm"])
+def test_an_action_that_never_changes_is_a_warning(tmp_path: Path, key: str) -> None:
+    still = Column("float32", [7], np.full((9, 7), 0.25))
+    moving = Column("float32", [2], np.arange(18).reshape(9, 2))
+    findings, _ = looked_at(build(tmp_path / "still", (5, 4), {key: still, "observation.state": still}))
+    assert findings["actions"].status == "warning"
+    said = f"{key} never changes in the 9 rows of the checked episodes: 0.25, 0.25, 0.25, 0.25, 0.25, ..."
+    assert findings["actions"].text == said
+    assert "actions" not in looked_at(build(tmp_path / "moving", (5, 4), {key: moving, "observation.state": still}))[0]
+
+
+@pytest.mark.parametrize("level", [0, 128])
+def test_a_camera_that_is_one_flat_colour_is_a_warning(tmp_path: Path, level: int) -> None:
+    """With the noise of a sensor, as behind a lens cap."""
+    noise = np.random.default_rng(0).normal(level, 1, (9, *ODD_SIZE, 3)).round().clip(0, 255).astype(np.uint8)
+    values = [{"bytes": image_file(Image.fromarray(frame)), "path": None} for frame in noise]
+    findings, _ = looked_at(build(tmp_path, (9,), {ODD_CAMERA: Column("image", (*ODD_SIZE, 3), values)}))
+    assert findings[f"{ODD_CAMERA} picture"].status == "warning"
+    assert re.search(r"episode 0, frame 4 is one flat colour, \[\d+, \d+, \d+\] of 255", findings[f"{ODD_CAMERA} picture"].text)
+
+
+@pytest.mark.slow
+def test_a_video_that_is_one_flat_colour_is_a_warning(demo: Path, tmp_path: Path) -> None:
+    """The other camera of the dataset shows something."""
+    root = copied(demo, tmp_path)
+    for path in root.glob(f"videos/{SIDE}/**/*.mp4"):
+        count = len(table_of(path)[0])
+        encode(np.full((count, 128, 160, 3), 90, np.uint8), path, av1(2), fps=20)
+    findings, _ = looked_at(root, TORCHCODEC)
+    assert findings[f"{SIDE} picture"].status == "warning"
+    assert re.search(r"is one flat colour, \[(89|90), (89|90), (89|90)\] of 255", findings[f"{SIDE} picture"].text)
+    assert f"{TOP} picture" not in findings

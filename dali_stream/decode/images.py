@@ -22,7 +22,7 @@ from dali_stream.errors import DecodeError, FrameSizeError
 from dali_stream.lerobot.features import CHANNELS, Feature
 from dali_stream.lerobot.source import Source
 from dali_stream.schedule.plan import BatchPlan
-from dali_stream.storage import Store
+from dali_stream.storage import Store, lfs
 
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
@@ -125,9 +125,8 @@ def decode(data: bytes, feature: Feature, any_size: bool = False) -> npt.NDArray
                 raise DecodeError(f"{expected}, got {image.mode} of {size[0]}×{size[1]}")
             return np.array(pixels).reshape(*size, -1)
     except UnidentifiedImageError as error:
-        raise DecodeError(
-            f"the image must be a PNG, JPEG or WebP file, got {len(data)} bytes that begin with {data[:8].hex(' ')}"
-        ) from error
+        got = lfs.pointer(data) or f"got {len(data)} bytes that begin with {data[:8].hex(' ')}"
+        raise DecodeError(f"the image must be a PNG, JPEG or WebP file, {got}") from error
     except (OSError, SyntaxError, ValueError, IndexError, struct.error, Image.DecompressionBombError) as error:
         raise DecodeError(f"the image is damaged: {error}") from error
 

@@ -27,11 +27,11 @@ from dali_stream.schedule.plan import Limits
 from dali_stream.speed.decodes import decodes, median_gop
 from dali_stream.tools.description import LOOK_AT, CameraReport, contradictions, describe_video, find_frames
 from dali_stream.tools.diagnosis import answers
-from dali_stream.tools.diagnosis.frames import LEAST_PSNR_DB, Decoders, Deep, psnr
+from dali_stream.tools.diagnosis.frames import FLAT, LEAST_PSNR_DB, Decoders, Deep, flat_colour, psnr
 from dali_stream.tools.diagnosis.gpu import NOTHING_TO_DO
 from dali_stream.tools.diagnosis.looks import broken
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Check, Result, run_checks
-from dali_stream.tools.diagnosis.rows import Rows
+from dali_stream.tools.diagnosis.rows import ROWS_FIRST, Rows
 from dali_stream.tools.isolated import Answer, Call
 
 _SHOWN = 3  # maximum number of broken files reported per camera
@@ -123,10 +123,10 @@ class Camera:
         """
         dataset = self.dataset
         for episode in episodes:
-            self.checked += 1
             rows = self.rows.read(episode)
             if rows is None:
                 continue
+            self.checked += 1
             packets, fault = find_frames(dataset, self.key, table, episode, rows)
             if fault:
                 self.faults[episode] = f", {fault}"
@@ -246,6 +246,8 @@ def check_remarks(camera: Camera) -> dict[str, Result]:
 def check_timestamps(camera: Camera) -> Result:
     """Check that the timestamp of each row locates a frame of its episode."""
     dataset, faults = camera.dataset, camera.faults
+    if not faults and not camera.checked:
+        return WARNING, "whether each row has a frame is unknown, since no row could be read", ROWS_FIRST
     if not faults:
         return OK, f"each row has a frame of its episode, in {camera.checked} checked episodes of {dataset.num_episodes}", ""
     first = min(faults)
@@ -349,6 +351,8 @@ def check_frame(camera: Camera, decoded: Mapping[str, Answer]) -> dict[str, Resu
         facts[name] = {"error": answer.reason, "psnr_db": psnr_db.get(name)}
         results[f"frame, {name}"] = _check_decoded(camera, name, right, **facts[name])
     camera.facts["decoded"] = facts
+    if right and (colour := flat_colour(decoded[right[0]].value)):
+        results["picture"] = WARNING, "episode {episode}, frame {frame} is ".format(**camera.facts["frame"]) + colour, FLAT
     return results
 
 

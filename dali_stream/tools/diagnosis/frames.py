@@ -18,7 +18,7 @@ from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, cou
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 from dali_stream.tools.diagnosis.looks import located
-from dali_stream.tools.diagnosis.report import OK, PROBLEM, Result
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.isolated import Answer, Call, call_each
 from dali_stream.tools.work import grouped
 
@@ -27,6 +27,10 @@ from dali_stream.tools.work import grouped
 # frame (the next one of a moving drawn scene) had at most 22 dB, and a wrong matrix (BT.601 interpreted as BT.709) had 32 dB in
 # saturated colours. A wrong matrix in muted colours, and a neighbouring frame of a still scene, are not detected.
 LEAST_PSNR_DB = 35.0
+# Standard deviation of the pixels of a channel below which a frame is flat. Recorded and drawn scenes have 20 and more, and
+# the noise of a covered camera has about 1.
+_FLAT_STD = 2.0
+FLAT = "look at the camera with `dali-stream preview URI --out sheet.png`, and leave it out (cameras=...) if it shows nothing"
 _LUMA = (0.299, 0.587, 0.114)  # weights of R, G and B in BT.601
 _AT_ONCE = 64  # approximate number of frames that `Deep` decodes in a task, which has at least one whole GOP
 _Part = tuple[int, Int64]  # an episode, and numbers of its frames
@@ -79,13 +83,26 @@ def psnr(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
     return round(10 * math.log10(255**2 / error), 1) if error else 99.0
 
 
+def flat_colour(frame: npt.NDArray[np.uint8]) -> str:
+    """Return what a frame looks like if it shows a single colour, as that of a covered or unplugged camera. Else empty.
+
+    Args:
+        frame: Frame of shape (H, W, C).
+    """
+    if frame.std((0, 1)).max() >= _FLAT_STD:
+        return ""
+    return f"one flat colour, {frame.mean((0, 1)).round().astype(int).tolist()} of 255"
+
+
 def check_images(dataset: Dataset, camera: str, deep: Deep | None) -> dict[str, Result]:
     """Decode an image of the first episode and, if `deep`, all images."""
     height, width = dataset.picture_size(camera)
     results: dict[str, Result] = {"": (OK, f"images of {height}×{width} in Parquet rows; one was decoded", "")}
     try:
         encoded = RowReader(dataset, keys={camera}).read(0)[0][camera]
-        images.decode(encoded[len(encoded) // 2], dataset.features[camera])
+        middle = len(encoded) // 2
+        if colour := flat_colour(images.decode(encoded[middle], dataset.features[camera])):
+            results["picture"] = WARNING, f"episode {dataset.episodes[0]}, frame {middle} is {colour}", FLAT
         if deep:
             deep.decode_images(camera)
             results["all frames"] = deep.result(camera)

@@ -1,22 +1,29 @@
-"""Checks of a dataset: metadata, files, rows and tasks. They read data in the same way as a Loader."""
+"""Checks of a dataset: metadata, files, rows, actions and tasks. They read data in the same way as a Loader."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError, StorageError, counted
 from dali_stream.lerobot.dataset import CLOCKS
 from dali_stream.lerobot.row_memory import Columns
 from dali_stream.lerobot.rows import RowReader
+from dali_stream.storage import lfs
 from dali_stream.tools.description import missing_files, used
 from dali_stream.tools.diagnosis.looks import broken
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.work import spread
 
-_SHOWN = 5  # maximum number of missing files that a finding names
+_SHOWN = 5  # maximum number of files, or of values of an action, that a finding names
+_POINTER = 1024  # a Git LFS pointer is smaller, in bytes
 LOCAL, REMOTE = 1000, 32  # maximum number of episodes or files to read; for remote data, each may need a request
 _REWRITE = "none is needed for training: a Loader finds these rows. `dali-stream prepare URI OUT` writes right metadata"
+ROWS_FIRST = "repair the rows first, see the finding about them"
 _NAMES = ("task_index", "subtask_index")
 
 
@@ -28,7 +35,9 @@ class Rows:
         dataset: Dataset of the rows.
         deep: Whether to check all episodes and files. Otherwise at most 1000 are checked, or 32 of remote data.
         errors: {episode: error} of episodes with broken rows.
+        episodes_read: Episodes whose rows were read.
         first_episodes: {column of `_NAMES`: {value: first episode in which it was read}}.
+        actions: {key of an action: its value in all rows that were read, or None if it changes}.
     """
 
     def __init__(self, dataset: Dataset, deep: bool) -> None:
@@ -37,6 +46,7 @@ class Rows:
         self._kept: dict[int, Columns] = {}
         self.errors: dict[int, DatasetError] = {}
         self.first_episodes: dict[str, dict[int, int]] = {name: {} for name in _NAMES if name in dataset.features}
+        self.actions: dict[str, npt.NDArray[Any] | None] = {}
 
     def read(self, episode: int) -> Columns | None:
         """Return the columns `timestamp` and `frame_index` of an episode, or None if its rows are broken.
@@ -66,6 +76,10 @@ class Rows:
         episodes = np.flatnonzero(files.index[self.dataset.rows] == files.number(path))
         return len(episodes) > 0 and self.read(int(episodes[0])) is not None
 
+    @property
+    def episodes_read(self) -> Collection[int]:
+        return self._kept.keys()
+
     def spread(self, count: int) -> list[int]:
         """Return the numbers of the episodes or files to check, evenly spread over 0 to `count` - 1."""
         return spread(count, count if self.deep else REMOTE if self.dataset.data_store.remote else LOCAL)
@@ -75,6 +89,10 @@ class Rows:
         for name, episodes in self.first_episodes.items():
             for value in np.unique(rows[name]).tolist():
                 episodes.setdefault(value, episode)
+        for key in (key for key in rows if key.startswith("action") and not self.dataset.features[key].is_text):
+            value = self.actions.setdefault(key, rows[key][0].copy())
+            if value is not None and (rows[key] != value).any():
+                self.actions[key] = None
 
 
 def check_metadata(rows: Rows) -> Result:
@@ -103,10 +121,12 @@ def check_files(rows: Rows) -> Result:
         missing, looked_for = missing_files(dataset, rows.deep)
     except DatasetError as error:
         return PROBLEM, str(error), "correct data_path and video_path in meta/info.json"
+    if not missing and (pointers := _pointers(dataset)):
+        text = f"{len(pointers)} of {counted(looked_for, 'file')} are Git LFS pointers, which only name the content"
+        return PROBLEM, f"{dataset.data_store.address}: {text}: {_listed(pointers)}", lfs.REMEDY
     if not missing:
         return OK, f"{counted(looked_for, 'file')} of rows and video, none missing", ""
-    names = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
-    text = f"{dataset.data_store.address}: {len(missing)} of {counted(looked_for, 'file')} missing: {names}"
+    text = f"{dataset.data_store.address}: {len(missing)} of {counted(looked_for, 'file')} missing: {_listed(missing)}"
     if all(rows.are_elsewhere(path) for path in missing):
         return WARNING, f"{text}. The rows of their episodes are in other files", _REWRITE
     remedy = "copy or fetch them again, or exclude their episodes (episodes=...). `dali-stream info URI --json` lists all"
@@ -115,6 +135,18 @@ def check_files(rows: Rows) -> Result:
         kept = [key for key in dataset.cameras if key not in absent]
         remedy = f"no episode has {', '.join(absent)}: copy or fetch the files, or select other cameras with cameras={kept}"
     return PROBLEM, text, remedy
+
+
+def _pointers(dataset: Dataset) -> list[str]:
+    """Return the files of rows and video on this machine that are Git LFS pointers."""
+    store = dataset.data_store
+    paths = [path for files in (dataset.table.data, *dataset.table.video.values()) for path in used(dataset, files)]
+    small = [] if store.remote else [path for path in paths if store.size(path) < _POINTER]
+    return [path for path in small if lfs.pointer(store.read(path, 0, lfs.ENOUGH))]
+
+
+def _listed(paths: list[str]) -> str:
+    return ", ".join(paths[:_SHOWN]) + (", ..." if len(paths) > _SHOWN else "")
 
 
 def check_rows(rows: Rows) -> Result:
@@ -141,6 +173,18 @@ def check_rows(rows: Rows) -> Result:
     return status, text + more, remedy
 
 
+def check_actions(rows: Rows) -> Result | None:
+    """Check that actions change. A policy learns nothing from an action that is the same in all rows."""
+    constant = {key: value for key, value in rows.actions.items() if value is not None}
+    count = int(rows.dataset.lengths[list(rows.episodes_read)].sum())
+    if not constant or count < 2:
+        return None
+    values = next(iter(constant.values())).reshape(-1)
+    shown = ", ".join(f"{value:g}" for value in values[:_SHOWN].tolist()) + (", ..." if values.size > _SHOWN else "")
+    text = f"{', '.join(constant)} never changes in the {counted(count, 'row')} of the checked episodes: {shown}"
+    return WARNING, text, "record the dataset again if the robot moved, or leave the feature out (Dataset.without)"
+
+
 def check_names(rows: Rows) -> Result:
     """Check that each task of the rows that were read has a name. Without the names, a Loader cannot deliver a batch."""
     dataset = rows.dataset
@@ -157,4 +201,7 @@ def check_names(rows: Rows) -> Result:
             lacks = f"has no {name} {value}" if dataset.store.exists(path) else f"no such file, which names {name} {value}"
             text = f"{dataset.store.where(path)}: {lacks} of the rows of episode {dataset.episodes[episode]}"
             return PROBLEM, text, f"copy or fetch {path} again"
-    return OK, f"{len(dataset.tasks)} named in {dataset.tasks_place}, each that the checked rows have", ""
+    text = f"{len(dataset.tasks)} named in {dataset.tasks_place}"
+    if not rows.episodes_read:
+        return WARNING, f"{text}. Whether rows have others is unknown, since no row could be read", ROWS_FIRST
+    return OK, f"{text}, each that the checked rows have", ""

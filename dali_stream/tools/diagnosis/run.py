@@ -47,6 +47,7 @@ CHECKS: Mapping[str, Mapping[str, Check[Any]]] = {
         "statistics": rows.check_statistics,
         "files": rows.check_files,
         "rows": rows.check_rows,
+        "actions": rows.check_actions,
         "tasks": rows.check_names,
     },
     "camera": {
