@@ -9,6 +9,7 @@ import socket
 import socketserver
 import ssl
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
@@ -22,11 +23,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 from support import faults
-from support.servers import Server
+from support.datasets import EPISODE_TABLE, change_info, copied
+from support.servers import Handler, Server
 from support.stores import CONTENT, SMALL, Clock, failure, quick, said
 
+from dali_stream import Dataset
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.lerobot.file_names import guessed_files
+from dali_stream.lerobot.rows import RowReader
 from dali_stream.storage import open_store
 from dali_stream.storage.cache import BLOCK
 
@@ -377,3 +381,62 @@ def test_a_read_past_the_end_counts_the_bytes_that_are_there(tmp_path: Path) -> 
 def test_an_argument_that_does_not_fit(address: str, options: dict, arguments: dict, words: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(ValueError, match=words):
         open_store(address, options, **arguments)
+
+
+class Agreeable(Server):
+    """Answers 200 for every file that does not exist, with this body."""
+
+    def __init__(self, files: Path, body: bytes, kind: str) -> None:
+        super().__init__(files)
+        self.body, self.kind = body, kind
+
+    def handler(self) -> type[Handler]:
+        return _AgreeableHandler
+
+
+class _AgreeableHandler(Handler):
+    owner: Agreeable
+
+    def reply(self, status: int, data: bytes, fields: Mapping[str, str] | None = None) -> None:
+        if status == 404:
+            return super().reply(200, self.owner.body, {"Content-Type": self.owner.kind})
+        return super().reply(status, data, fields)
+
+
+PAGE = b"<!doctype html><title>Robots</title>"
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [(PAGE, "text/html; charset=utf-8"), (b"not found", "text/plain"), (b"", "text/plain"), (b"{}", "text/json")],
+)
+def test_a_server_that_answers_for_every_name_is_not_asked_without_end(
+    body: bytes, kind: str, small: Path, tmp_path: Path
+) -> None:
+    with Agreeable(small, body, kind) as server:
+        dataset = Dataset(server.url)
+        assert dataset.num_episodes == 2
+        assert RowReader(dataset).read(1)[1]["episode_index"].tolist() == [1] * int(dataset.lengths[1])
+        assert len(server.requests) < 10
+        root = copied(small, tmp_path)
+        change_info(root, total_episodes=3)
+        server.files = root
+        with pytest.raises(DatasetError, match=r"total_episodes|Invalid Parquet file .*file-001\.parquet"):
+            Dataset(server.url)
+        store = open_store(server.url, guess=guessed_files)
+        if body == PAGE:
+            assert store.files("meta/episodes") == [EPISODE_TABLE]
+        else:
+            with pytest.raises(StorageError, match=r"answers with success for any name.* Configure it to answer 404"):
+                store.files("meta/episodes")
+        assert len(server.requests) < 60
+
+
+def test_a_web_page_in_place_of_a_file_is_a_missing_file(small: Path) -> None:
+    with Agreeable(small, PAGE, "text/html") as server:
+        dataset = Dataset(server.url)
+        assert dataset.subtasks == {}  # the demo has none
+        error = failure(dataset.store, "data/chunk-000/file-009.parquet")
+        assert isinstance(error, DatasetError)
+        assert "no such file" in str(error)
+        assert "the server answers with a web page" in str(error)

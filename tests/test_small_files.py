@@ -17,13 +17,18 @@ from support.datasets import EPISODE_TABLE, ROWS, Column, build, change_info
 
 MB = 1 << 20
 MEMORY = 16 * MB  # for rows
-MORE = 24 * MB  # what a read may take beyond it, with what Python and pyarrow keep for themselves
+METADATA = 64 * MB  # what a file of meta/ with few rows may take
+MORE = 32 * MB  # what a read may take beyond it, with what Python and pyarrow keep for themselves
 TASKS = "meta/tasks.parquet"
 _CHILD = f"""
-import json, resource, sys
+import gc, json, sys
+from pathlib import Path
 import dali_stream
 from dali_stream.lerobot.row_memory import RowMemory
 from dali_stream.lerobot.rows import RowReader
+
+def status(name):
+    return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0]) << 10
 
 def read(root):
     dataset = dali_stream.Dataset(root)
@@ -34,12 +39,14 @@ def read(root):
 
 healthy, root = sys.argv[1:]
 read(healthy)  # imports
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+gc.collect()
+Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+before = status("VmRSS")
 try:
     outcome = read(root)
 except dali_stream.DatasetError as error:
     outcome = str(error)
-print(json.dumps([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, outcome]))
+print(json.dumps([status("VmHWM") - before, outcome]))
 """
 
 
@@ -50,12 +57,12 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("healthy") / "set", [3, 5], {"wide": Column("float32", [256], values)})
 
 
-def read(healthy: Path, root: Path) -> str | list[int]:
-    """Reads everything but videos in a process of its own, whose memory is bounded. Returns the rows' index or the error."""
+def read(healthy: Path, root: Path, most: int = MEMORY) -> str | list[int]:
+    """Reads everything but videos in a process that takes few bytes more than `most`. Returns the rows' index or the error."""
     done = subprocess.run([sys.executable, "-c", _CHILD, healthy, root], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     grown, outcome = json.loads(done.stdout)
-    assert grown << 10 < MEMORY + MORE
+    assert grown < most + MORE
     return outcome  # type: ignore[no-any-return]
 
 
@@ -160,7 +167,7 @@ def test_a_small_file_that_stands_for_a_large_one_is_refused(
     root = Path(shutil.copytree(healthy, tmp_path / "set"))
     change(root)
     assert all(path.stat().st_size < MB for path in root.rglob("*.parquet"))
-    said = read(healthy, root)
+    said = read(healthy, root, METADATA if change is long_tasks else MEMORY)
     assert isinstance(said, str)
     assert CASES[change] in said
 

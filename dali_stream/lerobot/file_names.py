@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
+from dali_stream.errors import StorageError
+
 _META = (
     "info.json",
     "stats.json",
@@ -12,6 +14,9 @@ _META = (
     "subtasks.parquet",
     *("episodes.jsonl", "episodes_stats.jsonl", "tasks.jsonl"),  # in v2.x
 )
+
+_MANY = 32  # number of files after which a name without a file is tried
+_NO_FILE = "no-such-file.parquet"
 
 
 def guessed_files(folder: str, exists: Callable[[str], bool]) -> list[str]:
@@ -31,11 +36,23 @@ def guessed_files(folder: str, exists: Callable[[str], bool]) -> list[str]:
 
 
 def numbered_files(folder: str, exists: Callable[[str], bool]) -> Iterator[str]:
-    """Yield the Parquet files of all chunks. Files are numbered from 0 in each chunk, without gaps."""
+    """Yield the Parquet files of all chunks. Files are numbered from 0 in each chunk, without gaps.
+
+    Raises:
+        StorageError: If the storage says of any name that the file exists, as some web servers do.
+    """
+    count = 0
     for chunk in itertools.count():
-        chunk_files = list(
-            itertools.takewhile(exists, (f"{folder}/chunk-{chunk:03d}/file-{file:03d}.parquet" for file in itertools.count()))
-        )
-        if not chunk_files:
+        for file in itertools.count():
+            path = f"{folder}/chunk-{chunk:03d}/file-{file:03d}.parquet"
+            if not exists(path):
+                break
+            count += 1
+            if count == _MANY and exists(f"{folder}/{_NO_FILE}"):
+                raise StorageError(
+                    f"{path}: the server answers with success for any name, so it does not tell which files exist. Configure "
+                    "it to answer 404 for files that do not exist"
+                )
+            yield path
+        if file == 0:
             return
-        yield from chunk_files

@@ -465,8 +465,9 @@ def read_parquet(
             sum(chunk.num_values for chunk in chunks[i : i + len(groups)]) for i in range(0, len(chunks), len(groups) or 1)
         ]
         limit = _LARGEST_JSON + row_bytes * count_rows(parquet.metadata)
-        # A piece has so few rows that it fits even if each of them has the largest value that the file can contain.
-        rows = max(min(limit // max([chunk.total_uncompressed_size for chunk in chunks] + [1]), _MOST_ROWS), 1)
+        # A piece has so few rows that it is small even if each of them has the largest value that the file can contain.
+        largest = max([chunk.total_uncompressed_size for chunk in chunks], default=0)
+        rows = max(min(limit // 16 // max(largest, 1), _MOST_ROWS), 1)
         size, parts = 0, list[pa.RecordBatch]()
         if max(values, default=0) * _VALUE_BYTES <= limit:
             for batch in parquet.iter_batches(rows, columns=[field.name for field in fields], use_threads=False):

@@ -368,7 +368,7 @@ def check_counting(where: str, frame_index: npt.NDArray[Any]) -> None:
 _CHECKS = {"timestamp": check_rising, "frame_index": check_counting}  # checks of the column that locates frames, by clock
 _TOGETHER = 1 << 20  # maximum size of row groups that are read together for several episodes, in bytes
 _MANY = 1000  # number of row groups above which memory is returned to the operating system after parsing
-_PIECE = 16 << 20  # maximum number of bytes that are decoded at a time if the rows of a single episode are read
+_PIECE = 4 << 20  # maximum number of bytes that are decoded at a time if the rows of a single episode are read
 _LARGEST = 1 << 30  # maximum memory of row groups that take far more memory than their file, in bytes
 _RATIO = 8  # ratio above which row groups take far more memory than their file
 

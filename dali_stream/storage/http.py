@@ -143,6 +143,9 @@ class HttpStore(RemoteStore):
             if length not in (None, wanted):
                 raise TransientError(f"Content-Length must be {wanted} for the requested range, got {length}")
         data, cut = connection.body(response, wanted, deadline)
+        if start == 0 and data[:1] == b"<" and headers.get("Content-Type", "").lower().startswith("text/html"):
+            # Applications on one page answer so for each unknown path. No file of a dataset is HTML.
+            raise self._refusal(path, 404, "the server answers with a web page")
         self._traffic.add(requests=1, fetched_bytes=len(data))
         return Answer(Version(size, tag), data[start:stop] if response.status == 200 else data, cut)
 
