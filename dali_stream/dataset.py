@@ -67,8 +67,8 @@ class Dataset(DatasetFiles):
             Default: all.
         drop_first, drop_last: Number of frames at the beginning and the end of each episode that are not sampled. Default: 0.
         clock: Time at which the frame of a row is located in a video: "timestamp" for the row's timestamp, as in LeRobot, or
-            "frame_index" for frame_index / fps, which also works if the timestamps are those of a wall clock. Rows are
-            delivered unchanged. Default: "timestamp".
+            "frame_index" for frame_index / fps, which also works if the timestamps are those of a wall clock. It must then
+            count the rows of each episode from 0. Rows are delivered unchanged. Default: "timestamp".
         tolerance_s: Maximum distance between this time and the frame, in seconds, up to half a frame. LeRobot's default is
             1e-4. Default: a quarter of a frame.
 
@@ -78,7 +78,7 @@ class Dataset(DatasetFiles):
         num_frames: Number of frames sampled per epoch.
         num_episodes: Number of selected episodes.
         fps: Frames per second.
-        features: Features of `meta/info.json`, without the cameras that are not selected.
+        features: Features of `meta/info.json`, without the cameras that are not selected and features that cannot be read.
         cameras: Keys of the selected cameras.
         episodes: Indices of the selected episodes in increasing order, int64 of shape (E,).
         lengths: Number of frames of each selected episode, sampled or not, int64 of shape (E,).

@@ -341,9 +341,10 @@ def _resize(meta: Any, size: tuple[int, int]) -> None:
 
 def _frames(dataset: Any, indices: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
     """Convert row numbers of a LeRobotDataset to ranges of frames, {episode: [(start, stop), ...]}."""
-    table = dataset.hf_dataset.data
+    of_row = dataset.hf_dataset.data.column("episode_index").to_numpy()
+    begin = np.flatnonzero(np.diff(of_row, prepend=-1))  # first row of each episode
     rows = np.sort(np.asarray(indices))
-    episodes, frames = (table.column(name).to_numpy()[rows] for name in ("episode_index", "frame_index"))
+    episodes, frames = of_row[rows], rows - begin[np.searchsorted(begin, rows, side="right") - 1]
     # A range ends where the episode changes or a frame is left out.
     starts = np.flatnonzero((np.diff(episodes, prepend=-1) != 0) | (np.diff(frames, prepend=-2) != 1))
     ranges: dict[int, list[tuple[int, int]]] = {}

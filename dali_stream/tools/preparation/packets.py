@@ -102,8 +102,8 @@ def frame_ticks(index: VideoIndex, fps: float) -> int:
 def join(runs: Sequence[Run], fps: float) -> int:
     """Set `first` and `shift` so that runs follow each other. Return the duration of the last frame, in ticks.
 
-    If an episode begins before its first frame, the file has a gap there, so that it does not begin before the end of the
-    previous episode.
+    If an episode begins before its first frame, a gap precedes the run in the file. Otherwise, the episode would begin before
+    the end of the previous one.
     """
     packet = tick = frame = 0
     for run in runs:

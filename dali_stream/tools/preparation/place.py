@@ -239,10 +239,8 @@ class _Files:
 
     def size(self, path: str) -> int | None:
         self._files.invalidate_cache()
-        # Without `expand_info`, huggingface_hub lists the folder of the file.
-        options = {"expand_info": True} if hasattr(self._files, "expand_info") else {}
-        with contextlib.suppress(FileNotFoundError):
-            return int(self._files.info(f"{self._root}/{path}", **options)["size"])
+        with contextlib.suppress(FileNotFoundError):  # huggingface_hub lists the file's folder, of at most 1000 files
+            return int(self._files.info(f"{self._root}/{path}")["size"])
         return None
 
     def sizes(self, folder: str) -> dict[str, int]:

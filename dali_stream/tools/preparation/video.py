@@ -71,7 +71,7 @@ def copy(task: TaskInput, file: Path) -> Json:
 
 
 def _times_of(episodes: list[_Episode], fps: float) -> Json:
-    """Return the notes of where episodes begin in a file, and of the number of frames from there to their last row."""
+    """Return the notes with the time at which each episode begins in a file, and its length in frames, up to its last row."""
     return {
         "from": {episode.number: episode.start for episode in episodes},
         "frames": {episode.number: round(float(episode.times[-1]) * fps) + 1 for episode in episodes},
