@@ -34,7 +34,7 @@ Self = TypeVar("Self", bound="DatasetFiles")
 
 
 class _Identity(NamedTuple):
-    """What a fingerprint covers, in the order in which it is hashed."""
+    """Parts of a dataset that its fingerprint covers, in the order in which they are hashed."""
 
     head: bytes
     clock: bytes
