@@ -21,7 +21,7 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # the id of a
 def local_copy(uri: str, revision: str | None) -> str | None:
     """Return the folder into which LeRobot downloads or records a repository, or None if it has no metadata.
 
-    The folder may lack files, and may be of any revision. If `revision` is given, the result is None.
+    The folder may lack files, and may be of any revision. With a `revision`, the result is None.
 
     Args:
         uri: Folder, address, or id of a Hub dataset.
