@@ -162,7 +162,7 @@ class Dataset(DatasetFiles):
             self.close()
             return f"LeRobot's local copy in {folder} is incomplete (it lacks {missing})"
         _log.warning(
-            "%s is read from LeRobot's local copy in %s, %s. Write this folder or hf://datasets/%s to say which one is meant",
+            "%s is read from LeRobot's local copy in %s, %s. Write this folder or hf://datasets/%s to choose one of them",
             *(self.uri, folder, f"commit {commit}" if (commit := commit_of(self.store)) else "of unknown revision", self.uri),
         )
         return ""

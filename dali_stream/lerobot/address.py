@@ -21,7 +21,7 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # the id of a
 def local_copy(uri: str, revision: str | None) -> str | None:
     """Return the folder into which LeRobot downloads or records a repository, or None if it has no metadata.
 
-    LeRobot may have downloaded only some files, and of any revision, so None is returned if `revision` is given.
+    The folder may lack files, and may be of any revision. With a `revision`, the result is None.
 
     Args:
         uri: Folder, address, or id of a Hub dataset.
@@ -39,7 +39,7 @@ def resolved(uri: str, lacks: str = "") -> tuple[str, str]:
 
     Args:
         uri: Folder, address, or id of a Hub dataset.
-        lacks: Reason why a local copy of the repository is not used. Default: there is none.
+        lacks: Reason why a local copy of the repository is not used. Default: no local copy exists.
 
     Returns:
         Address, and the note, which is empty unless an id was resolved to an address of the Hub.

@@ -38,7 +38,7 @@ _log = logging.getLogger("dali_stream")
 
 
 class _Identity(NamedTuple):
-    """What a fingerprint covers, in the order in which it is hashed."""
+    """Parts of a dataset that its fingerprint covers, in the order in which they are hashed."""
 
     head: bytes
     clock: bytes

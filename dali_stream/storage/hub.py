@@ -102,7 +102,10 @@ class HubStore(HttpStore):
             return None
         following = urlunsplit(urlsplit(url)._replace(query=urlsplit(link[1]).query))
         if following == url:
-            raise StorageError(f"hf://{self._place}: the listing at {self._endpoint} names the same page as the next one")
+            raise StorageError(
+                f"hf://{self._place}: the listing at {self._endpoint} names the same page as the next one. Use another "
+                "HF_ENDPOINT"
+            )
         return following
 
     def _api_refusal(self, response: Response) -> Exception:
