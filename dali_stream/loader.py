@@ -68,7 +68,8 @@ class Loader:
             channels first. The node "sample" contains random numbers for augmentation, see `dali_stream.augment`, and is not
             delivered. Default: none.
         image_size: Size (height, width) in pixels to which frames are resized, without keeping their aspect ratio. To keep it,
-            crop in `dali_graph`. Default: the recorded size, which must be the same for all datasets of a mixture.
+            crop in `dali_graph`. Frames of another size than `meta/info.json` says are then read as well, with a warning.
+            Default: the recorded size, which must be the same for all datasets of a mixture.
         image_dtype: "float32" or `torch.float32` for values in [0, 1], "uint8" or `torch.uint8` for values in [0, 255].
             Default: "float32".
         memory_format: "channels_last" for frames whose channels are adjacent in memory, or "contiguous" for the strides of

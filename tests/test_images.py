@@ -273,6 +273,7 @@ def bomb(width: int, height: int) -> bytes:
     return whole[:12] + header + struct.pack(">I", zlib.crc32(header)) + whole[33:60]
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("image_size", [None, (60, 80)])
 @pytest.mark.parametrize("size", [(6000, 6000), (13000, 13000)])
 def test_the_size_is_compared_before_pixels_are_decoded(

@@ -127,11 +127,12 @@ def decode(data: bytes, feature: Feature, any_size: bool = False) -> npt.NDArray
     except UnidentifiedImageError as error:
         got = lfs.pointer(data) or f"got {len(data)} bytes that begin with {data[:8].hex(' ')}"
         raise DecodeError(f"the image must be a PNG, JPEG or WebP file, {got}") from error
-    except (OSError, SyntaxError, ValueError, IndexError, struct.error, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, IndexError, struct.error, *_BOMBS) as error:
         raise DecodeError(f"the image is damaged: {error}") from error
 
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
+_BOMBS = Image.DecompressionBombError, Image.DecompressionBombWarning  # Python may be set to raise warnings
 _PNG = b"\x89PNG\r\n\x1a\n"  # byte 24 of a PNG is the bit depth: https://www.w3.org/TR/png-3/#11IHDR
 _MODES = ("1", "L", "P", "LA", "RGB", "RGBA")
 
