@@ -38,6 +38,20 @@ def delivered(root: Path) -> list[tuple[int, int]]:
     return [identity for *_, identity in found]
 
 
+def command_in(error: DecodeError) -> str:
+    """The command that a message names."""
+    (command,) = re.findall(r"`(ffmpeg .*?)`", str(error))
+    return str(command)
+
+
+def follow(command: str, source: Path) -> Path:
+    """Runs the command of a message for a file. Returns the file that it writes."""
+    target = source.with_name("new.mp4")
+    names = {"IN": source, "OUT": target, "OUT.mp4": target}
+    subprocess.run([names.get(word, word) for word in shlex.split(command)], check=True, capture_output=True)
+    return target
+
+
 @pytest.mark.parametrize("name", [slow(n) if n in ("WebM", "Flash Video") else n for n in FORMATS])
 def test_another_container_is_named_with_a_command_that_helps(name: str, tmp_path: Path) -> None:
     kind, arguments = FORMATS[name]
@@ -47,14 +61,22 @@ def test_another_container_is_named_with_a_command_that_helps(name: str, tmp_pat
     name, file = name.partition(" with")[0], data.VIDEO.format(data.CAMERA, 0)
     with pytest.raises(DecodeError, match=f"{file}: .*the file is .*{name}.*, and not MP4") as caught:
         delivered(root)
-    (command,) = re.findall(r"`(ffmpeg .*?)`", str(caught.value))
+    command = command_in(caught.value)
     assert command in "".join(describe(Dataset(root)).cameras[data.CAMERA].broken)
     (finding,) = [f for f in examine(Dataset(root), NO_DECODER, 120)[0] if f.name == f"{data.CAMERA} file 1"]
     assert name in finding.text
     assert command in finding.remedy
-    names = {"IN": str(tmp_path / "video.mp4"), "OUT.mp4": str(tmp_path / "new.mp4")}
-    subprocess.run([names.get(word, word) for word in shlex.split(command)], check=True, capture_output=True)
-    right = data.write_dataset(tmp_path / "right", [tmp_path / "new.mp4"])
+    right = data.write_dataset(tmp_path / "right", [follow(command, tmp_path / "video.mp4")])
+    assert delivered(right) == [data.identity(number) for number in range(data.FRAMES)]
+
+
+@pytest.mark.parametrize("options", [("-movflags", "frag_keyframe+empty_moov"), ("-map", "0:v", "-map", "0:v")], ids=str)
+def test_the_commands_for_fragments_and_for_several_tracks(options: tuple[str, ...], tmp_path: Path) -> None:
+    whole = data.encode(data.draw(), tmp_path / "whole.mp4", data.h264(12))
+    data.ffmpeg("-i", whole, "-c", "copy", *options, tmp_path / "video.mp4")
+    with pytest.raises(DecodeError) as caught:
+        delivered(data.write_dataset(tmp_path / "set", [tmp_path / "video.mp4"]))
+    right = data.write_dataset(tmp_path / "right", [follow(command_in(caught.value), tmp_path / "video.mp4")])
     assert delivered(right) == [data.identity(number) for number in range(data.FRAMES)]
 
 
