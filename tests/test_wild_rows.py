@@ -6,9 +6,11 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from support.broken import edit_info
@@ -17,6 +19,7 @@ from support.videos import CAMERA, EPISODES, FPS, h264, identities, loader, reco
 from support.wild import EVERY, FRAME, NUMBERINGS, change_rows, delivered, expected, with_index, with_times, without_rows
 
 from dali_stream import Dataset, DatasetError, Loader, Mixture, batch_at
+from dali_stream.integrations.lerobot.script import _frames
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +218,13 @@ def test_an_empty_dataset_of_v2_says_so(tmp_path: Path) -> None:
     (root / "meta/info.json").write_text(json.dumps(info | {"total_episodes": 0, "total_frames": 0, "codebase_version": "2.1"}))
     with pytest.raises(DatasetError, match=r"No episodes in .*data: total_episodes is 0 in meta/info.json. Record an episode"):
         Dataset(root)
+
+
+# ------------------------------------------------------------------------------------------------------------- LeRobot
+
+
+def test_rows_of_lerobots_dataset_become_ranges_by_their_place() -> None:
+    """Whatever their `frame_index` counts."""
+    table = pa.table({"episode_index": [3] * 5 + [7] * 4, "frame_index": [0, 1, 2, 6, 7, 1, 2, 3, 4]})
+    dataset = SimpleNamespace(hf_dataset=SimpleNamespace(data=table))
+    assert _frames(dataset, [8, 7, 1, 2, 3, 5]) == {3: [(1, 4)], 7: [(0, 1), (2, 4)]}
