@@ -153,7 +153,7 @@ def from_yaml(data: bytes) -> Any:
         def get_single_node(self) -> Any:
             node = super().get_single_node()
             if node is not None and _nodes(node, {}, 1) > _MOST_NODES:
-                raise ValueError(f"its aliases must not stand for more than {_MOST_NODES} values")
+                raise ValueError(f"its aliases must not expand to more than {_MOST_NODES} values")
             return node
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))

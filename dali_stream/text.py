@@ -37,11 +37,11 @@ def shortened(text: str, most: int) -> str:
 
 
 def listed(names: Iterable[object], nothing: str = "none") -> str:
-    """Return names as a visible text, such as "a, b". Of more than 100 names, the number of the others is given.
+    """Return names as a visible text, such as "a, b". After 100 names, the text has the number of the other names.
 
     Args:
         names: Names, for example the keys of a dict.
-        nothing: Text if there are no names. Default: "none".
+        nothing: Text for no names. Default: "none".
     """
     all_names = list(names)
     more = [f"and {len(all_names) - _LONG_LIST} more"] if len(all_names) > _LONG_LIST else []

@@ -141,7 +141,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]\n" for before, after in zip("abcdefghi", "bcdefghij", strict=True)
 )
 FILES: dict[str, tuple[str, str, str]] = {
-    "alias bomb": ("x.yaml", f"{BOMB}datasets: *j", "its aliases must not stand for more than 1000000 values"),
+    "alias bomb": ("x.yaml", f"{BOMB}datasets: *j", "its aliases must not expand to more than 1000000 values"),
     "alias of itself": ("x.yaml", "datasets: &a {a: *a}", "at most 50 lists and dicts may be inside each other"),
     "deep YAML": ("x.yaml", f"datasets: {DEEP[:400]}{DEEP[-400:]}", "at most 50 lists"),
     "deep JSON": ("x.json", DEEP, "at most 50 lists and dicts may be inside each other"),
