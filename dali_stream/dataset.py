@@ -154,8 +154,8 @@ class Dataset(DatasetFiles):
         """Open LeRobot's local copy. Return the reason why it cannot be used, or "" if it has the selected episodes."""
         try:
             read_at(folder)
-        except (DatasetError, StorageError, ValueError) as error:  # ValueError: it lacks an episode or a camera
-            return f"LeRobot's local copy in {folder} is incomplete ({error})"
+        except (DatasetError, StorageError, ValueError) as error:  # ValueError: it may lack an episode or a camera
+            return f"LeRobot's local copy in {folder} cannot be used ({error})"
         # Files of `data_files_root` do not belong to the copy.
         needed = self.needed_files() if self.data_store is self.store else ()
         if missing := next((path for path in (self.tasks_place, *needed) if not self.store.exists(path)), None):

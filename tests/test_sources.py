@@ -173,7 +173,8 @@ def test_a_local_copy_without_files_of_the_selected_episodes_is_not_read(
     dataset = Dataset(REPOSITORY)
     assert dataset.store.address.startswith(f"hf://datasets/{REPOSITORY}@")
     assert same(batches_of(dataset), local)
-    assert f"LeRobot's local copy in {folder} is incomplete (" in caplog.text
+    state = "cannot be used" if lost == "episodes" else "is incomplete"
+    assert f"LeRobot's local copy in {folder} {state} (" in caplog.text
     assert (path if lost in ("video", "rows", "tasks") else "meta/episodes") in caplog.text
     if lost == "video":
         hub.requests.clear()

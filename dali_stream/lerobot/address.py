@@ -47,8 +47,9 @@ def resolved(uri: str, lacks: str = "") -> tuple[str, str]:
     if not _is_repository(uri):
         return uri, ""
     address = f"hf://datasets/{uri}"
-    why = lacks or f"{uri} does not exist in {Path.cwd()}"
-    return address, f"{why}, so it is read as the id of a Hub dataset, {address}"
+    if lacks:
+        return address, f"{lacks}, so {uri} is read as the id of a Hub dataset, {address}"
+    return address, f"{uri} does not exist in {Path.cwd()}, so it is read as the id of a Hub dataset, {address}"
 
 
 def _is_repository(uri: str) -> bool:
