@@ -304,8 +304,8 @@ def trim_memory() -> None:
     is not reused for a block of the same size while a small block next to it is in use (glibc bug 14581).
 
     During an epoch of the recording g1 at 224×224 with memory_budget="200MiB", on 2 shared cores of an AMD EPYC, 2026-11-25,
-    13 calls took 0.06 s of 16 s of CPU time, and the process had 748 MB at most, and 793 MB without them. A threshold of 1 MiB for
-    mmap, set once with mallopt, gave 705 MB but took 20 s, and would also apply to all other code in the process.
+    13 calls took 0.06 s of 16 s of CPU time, and the process had 748 MB at most, and 793 MB without them. A threshold of 1 MiB
+    for mmap, set once with mallopt, gave 705 MB but took 20 s, and would also apply to all other code in the process.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
