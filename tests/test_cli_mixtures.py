@@ -155,6 +155,42 @@ def test_a_table_of_differences_has_its_lines_and_fits_on_a_terminal(
     ]
 
 
+# ---- stats
+
+
+def test_stats_of_a_mixture_file_are_those_of_each_dataset(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Written into the file as the command says, they normalize the mixture."""
+    key, missing = "observation.state", tmp_path / "none.json"
+    entries = {"many": {"uri": str(rows / "large/a"), "episodes": [1]}, "few": {"uri": str(rows / "small/a")}}
+    (path := tmp_path / "mixture.json").write_text(json.dumps({"datasets": entries, "missing": "pad"}))
+    assert main(["stats", str(path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for name, arguments in entries.items():
+        own = dali_stream.Dataset(**arguments).compute_stats()
+        assert {feature: list(each) for feature, each in found[name].items()} == {k: list(v) for k, v in own.items()}
+        for feature, each in own.items():
+            for statistic, value in each.items():
+                np.testing.assert_array_equal(found[name][feature][statistic], value)
+    assert found["many"][key]["count"] == [400]
+    assert main(["stats", str(path), "--out", str(missing)]) == 0
+    assert "2 datasets with 3 episodes" in capsys.readouterr().out
+    assert json.loads(missing.read_text()) == found
+    # Statistics under which the state 0 becomes the number of its dataset.
+    for number, name in enumerate(entries):
+        of_state = {"mean": -number, "std": 1.0, "min": -number - 1, "max": -number + 1}
+        found[name][key] |= {statistic: [value] * len(found[name][key]["mean"]) for statistic, value in of_state.items()}
+        entries[name]["stats"] = found[name]
+    path.write_text(json.dumps({"datasets": entries, "missing": "pad"}))
+    with dali_stream.Loader(
+        dali_stream.Mixture.from_file(path), batch_size=50, normalize={key: "mean_std_per_dataset"}
+    ) as loader:
+        for batch in loader:
+            number = (np.array(batch["dataset"]) == "few").astype(np.float32)
+            np.testing.assert_allclose(batch[key][:, 0], number)
+
+
 # ---- preview and bench
 
 

@@ -6,7 +6,10 @@ Stages are slowed down by waiting, which does not depend on what else the machin
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +23,7 @@ from dali_stream.cli import main
 from dali_stream.decode import torchcodec
 from dali_stream.speed.bottleneck import Bottleneck
 from dali_stream.speed.model import Work, predicted
+from dali_stream.tools import why
 
 SETTINGS: dict[str, Any] = {"batch_size": 8, "image_size": (32, 40), "image_dtype": "uint8", "device": "cpu"}
 STEP_S = 0.02
@@ -127,17 +131,20 @@ def test_the_busiest_resource_determines_the_model() -> None:
 def test_the_command_predicts_what_each_remedy_brings(written: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     dataset = written(episodes=4, size=(128, 160), codec="h264", gop=12)
     settings = "--image-size 64x80 --batch-size 8 --memory-budget 4MiB --device cpu"
-    arguments = ["why", str(dataset), *settings.split()]
+    arguments = ["why", str(dataset), *settings.split(), "--anyway"]  # whatever else this machine does
     assert main([*arguments, "--num-threads", "1", "--step-ms", "0.01", "--epochs", "3", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["needed"] == pytest.approx(100_000)
-    now = (1 / report["first"]["batches_per_s"] + 2 / report["later"]["batches_per_s"]) / 3
     remedies = {remedy["name"]: remedy for remedy in report["remedies"]}
     gains = [remedy["gain"] for remedy in report["remedies"]]
     assert gains == sorted(gains, reverse=True)
     for remedy in remedies.values():
-        then = (1 / remedy["first"]["batches_per_s"] + 2 / remedy["later"]["batches_per_s"]) / 3
-        assert remedy["gain"] == pytest.approx(now / then)
+        low, high = remedy["gain_range"]
+        assert low <= remedy["gain"] <= high
+        assert remedy["gain"] > 1, "what does not help is no remedy"
+    for speed in (report["first"], report["later"], *(each["first"] for each in remedies.values())):
+        low, high = speed["range"]
+        assert low <= speed["batches_per_s"] <= high
     assert {'memory_budget="8MiB"', 'memory_budget="16MiB"', 'image_dtype="uint8"', "prepare --for cpu"} <= set(remedies)
     assert "prepare --for cpu --size 64x80" in remedies
     assert remedies['memory_budget="16MiB"']["later"]["decodes"] < remedies['memory_budget="8MiB"']["later"]["decodes"]
@@ -147,6 +154,52 @@ def test_the_command_predicts_what_each_remedy_brings(written: Callable[..., Pat
     text = capsys.readouterr().out
     assert "training waits in the first epoch and in later epochs" in text
     assert "prepare --for cpu --size 64x80" in text
+
+
+@pytest.mark.slow
+def test_later_epochs_of_a_recording_and_its_prepared_copy_are_equally_fast(demo: Path) -> None:
+    """Both copy the same frames from memory. Measured apart from each other, they differed by up to a factor of 2."""
+    found = why(demo, loader=SETTINGS, anyway=True)
+    prepared = [remedy for remedy in found.remedies if remedy.prepare]
+    assert found.later.decodes <= 0.05 * found.first.decodes
+    for remedy in prepared:
+        assert remedy.later.batches_per_s == found.later.batches_per_s
+        assert remedy.gain_range[0] <= remedy.gain <= remedy.gain_range[1]
+
+
+@pytest.fixture
+def busy_machine() -> Iterator[None]:
+    """Other processes use all cores."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    yield
+    for other in others:
+        other.kill()
+        other.wait()
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="the use of the cores is read from /proc")
+def test_nothing_is_predicted_beside_other_processes(
+    small: Path, busy_machine: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["why", str(small), "--image-size", "32x40", "--batch-size", "8", "--device", "cpu"]) == 1
+    error = capsys.readouterr().err
+    assert re.search(r"other processes used \d+% of the cores of this process .* [\d.e+]+ to [\d.e+]+ batches/s", error)
+    assert "Run this while nothing else uses the machine" in error
+
+
+@pytest.mark.slow
+def test_the_command_takes_a_mixture_file(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = {"few": {"uri": str(demo), "episodes": [0]}, "many": {"uri": str(demo), "episodes": [1, 2, 3, 4, 5]}}
+    (path := tmp_path / "mixture.json").write_text(json.dumps({"datasets": entries, "weights": {"few": 3, "many": 1}}))
+    settings = ["--image-size", "32x40", "--batch-size", "8", "--device", "cpu", "--anyway"]
+    assert main(["why", str(path), *settings, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert 0 < report["later"]["decodes"] < report["first"]["decodes"], "an epoch shows only some frames"
+    assert report["notes"] == ["prepare is not measured for a mixture. Run `dali-stream why` on each of its datasets"]
+    low, high = report["first"]["range"]
+    assert low <= report["first"]["batches_per_s"] <= high
+    assert main(["why", str(path), *settings, "--data-files-root", str(demo)]) == 2
+    assert "data_files_root belongs to one dataset" in capsys.readouterr().err
 
 
 def test_bad_arguments_of_the_command(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

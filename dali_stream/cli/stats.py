@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from dali_stream.cli import arguments, console
+from dali_stream.dataset import Dataset
 from dali_stream.errors import counted
-from dali_stream.lerobot.metadata import Stats
+from dali_stream.mixture import Mixture
 
 
 def stats(
@@ -34,6 +35,9 @@ def stats(
     The statistics of rows are exact, except for quantiles of more than four million numbers. The statistics of cameras are
     computed from a sample of the frames, as in LeRobot. The dataset is not changed. To add statistics to a dataset that has
     none, use --out DATASET/meta/stats.json. Otherwise, pass them to Dataset(uri, stats=json.load(open(FILE))).
+
+    For a mixture file, the JSON has the statistics of each dataset by its name. Write them into the file, as the `stats` of the
+    dataset.
     """
     if out is not None and (out.exists() or not out.absolute().parent.is_dir()):
         reason = "exists" if out.exists() else "is in a folder that does not exist"
@@ -41,12 +45,13 @@ def stats(
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     place |= arguments.located_by(clock, tolerance_s)
     place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
-    with (
-        arguments.opened(uri, storage_options=storage_options, **place) as dataset,
-        console.progress("episodes") as show,
-    ):
-        computed = dataset.compute_stats(progress=show)
-        size = f"{counted(len(computed), 'feature')} in {counted(dataset.num_episodes, 'episode')}"
+    with arguments.opened_mixture([uri], storage_options=storage_options, **place) as dataset:
+        if isinstance(dataset, Mixture):
+            computed = {name: _computed(part, f"{name}: episodes") for name, part in dataset.datasets.items()}
+            size = f"{counted(len(computed), 'dataset')} with {counted(dataset.num_episodes, 'episode')}"
+        else:
+            computed = _computed(dataset, "episodes")
+            size = f"{counted(len(computed), 'feature')} in {counted(dataset.num_episodes, 'episode')}"
     if out is None:
         sys.stdout.write(_json(computed))
         return
@@ -56,6 +61,12 @@ def stats(
     console.say(f"{out}: {size}")
 
 
-def _json(stats: Stats) -> str:
-    content = {key: {name: value.tolist() for name, value in each.items()} for key, each in stats.items()}
-    return json.dumps(content, indent=4) + "\n"
+def _computed(dataset: Dataset, description: str) -> dict[str, Any]:
+    """Return the statistics of a dataset for JSON, and show the progress."""
+    with console.progress(description) as show:
+        stats = dataset.compute_stats(progress=show)
+    return {key: {name: value.tolist() for name, value in each.items()} for key, each in stats.items()}
+
+
+def _json(computed: dict[str, Any]) -> str:
+    return json.dumps(computed, indent=4) + "\n"

@@ -46,12 +46,14 @@ def why(
     storage_options: arguments.StorageOptions = None,
     clock: arguments.Clock = None,
     tolerance_s: arguments.ToleranceS = None,
+    anyway: Annotated[bool, typer.Option("--anyway", help="Predict even if other processes use the cores.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Say which stage limits a Loader on this machine, and predict the batches per second after each remedy.
 
-    The command streams a part of the dataset. To measure `prepare`, it rewrites a few episodes into a temporary folder. This
-    takes about a minute, during which nothing else should use the machine.
+    The command streams a part of the dataset, or of a mixture file. To measure `prepare`, it rewrites a few episodes into a
+    temporary folder. Each rate is measured three times, in turns with the others. This takes about a minute. If other processes
+    use more than a fifth of the cores meanwhile, the command predicts nothing, unless --anyway is given.
     """
     from dali_stream.tools import why as study
 
@@ -72,6 +74,7 @@ def why(
             epochs=epochs,
             dataset=place,
             loader=loader,
+            anyway=anyway,
             progress=lambda text: show(0, 1, text),
         )
     if as_json:
@@ -97,12 +100,22 @@ def _print(report: WhyReport) -> None:
     columns = ("first epoch", "later epochs", "gain")
     table = console.table("remedy", *columns, "price", right=columns)
     for remedy in report.remedies:
-        table.add_row(remedy.name, _rate(remedy.first), _rate(remedy.later), f"{remedy.gain:.2f}", remedy.price)
-    out.print(table)
+        gain = f"{remedy.gain:.2f} ({remedy.gain_range[0]:.2f} to {remedy.gain_range[1]:.2f})"
+        table.add_row(remedy.name, _rate(remedy.first), _rate(remedy.later), gain, remedy.price)
+    if report.remedies:
+        out.print(table)
+    else:
+        console.say("No remedy raises the rate.")
+    for note in report.notes:
+        console.say(f"{note}.")
     console.say(
-        f"Predicted batches/s. Gain: batches/s of a run of {report.epochs} epochs, divided by those without the remedy."
+        f"Predicted batches/s. Gain: batches/s of a run of {report.epochs} epochs, divided by those without the remedy. "
+        "Rates and gains are medians of three rounds, with the smallest and the largest in brackets."
     )
+    if report.busy is not None:
+        console.say(f"Other processes used {report.busy:.0%} of the cores meanwhile.")
 
 
 def _rate(speed: Speed) -> str:
-    return f"{speed.batches_per_s:.3g}"
+    low, high = speed.range
+    return f"{speed.batches_per_s:.3g} ({low:.3g} to {high:.3g})"
