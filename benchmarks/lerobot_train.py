@@ -325,15 +325,14 @@ def check_ranks(comparison: Comparison, name: str, root: Path) -> None:
     def killed() -> tuple[bool, Any]:
         """Kill two ranks in step 7, after step 4 was saved, then one rank in step 11, after step 8. Two ranks read the rest."""
         frames = int(dali_stream.Dataset(root).lengths[0])
-        short = [*arguments, "--dataset.episodes=[0]", "--batch_size=8", "--save_freq=4", "--steps=1000"]
+        batch_size = min(8, frames // 40)  # the demo's episodes are short
+        short = [*arguments, "--dataset.episodes=[0]", f"--batch_size={batch_size}", "--save_freq=4", "--steps=1000"]
         first, output = comparison.run("loader", short, ranks=2, kill_at=7, trains=False)
         second, _ = comparison.run(
             "loader", continued(output, 4, 1000), kill_at=7, trains=False, output=str(output)
         )  # the seventh step of this process is step 11
-        left = frames - 4 * 16 - 4 * 8
-        third, _ = comparison.run(
-            "loader", [*continued(output, 8, 8 + math.ceil(left / 16)), "--save_checkpoint=false"], ranks=2, trains=False
-        )
+        steps = 8 + math.ceil((frames - 4 * 3 * batch_size) / (2 * batch_size))
+        third, _ = comparison.run("loader", [*continued(output, 8, steps), "--save_checkpoint=false"], ranks=2, trains=False)
         seen = [index for rank in first.ranks for batch in rank[:4] for index in batch]
         seen += [index for batch in second.index[:4] for index in batch]
         seen += [index for rank in third.ranks for batch in rank for index in batch]
