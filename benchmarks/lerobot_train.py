@@ -15,7 +15,8 @@ streaming    with streaming=true, the losses equal those of the dataset on disk,
 
 It checks for the first dataset that two ranks deliver 800 frames without a repetition; that a run that is killed on two ranks,
 then killed on one, and continued on two, delivers each frame of the epoch once; that a checkpoint without a state resumes by
-its number of steps or is refused; that LeRobot alone computes the same actions of an ACT policy from recorded frames as from
+its number of steps or is refused; that a resume with another seed or other episodes is refused by name, and both ways on that
+the message names work; that LeRobot alone computes the same actions of an ACT policy from recorded frames as from
 those of a Loader with --loader.image_size, also after --policy.path has continued it, at the same and at another size; and,
 with LeRobot 0.6 or later, that an evaluation has the same loss as with LeRobot's DataLoader. It also measures the steps per
 second of the script on a Loader with --loader.image_size, and on its own DataLoader with torchvision's Resize.
@@ -54,7 +55,7 @@ from lerobot_programs.trainable import trainable
 
 CONTEXT = multiprocessing.get_context("forkserver")  # LeRobot is imported once, and each run is a fork
 CONTEXT.set_forkserver_preload(["lerobot_programs.run"])
-PARTS = ("policies", "ranks", "steps", "deployment", "evaluation", "speed")
+PARTS = ("policies", "ranks", "steps", "changed", "deployment", "evaluation", "speed")
 STEPS, SEED = 15, 7
 SIZE = (32, 32)  # size of frames in runs that are not compared with LeRobot's own DataLoader
 OTHER_SIZE = (48, 64)
@@ -372,6 +373,31 @@ def check_without_state(comparison: Comparison, name: str, root: Path) -> None:
     comparison.attempt("a checkpoint without a state is refused with another batch size", refused)
 
 
+def check_changed(comparison: Comparison, name: str, root: Path) -> None:
+    """Check that a resume with another seed or other episodes names it, and that both ways on that it names work."""
+    arguments = [*of_dataset(name, root, "act"), "--dataset.episodes=[0]", "--num_workers=0", "--batch_size=8", *LOADER]
+
+    def named(setting: str, text: str) -> tuple[bool, Any]:
+        _, output = comparison.run("loader", [*arguments, "--steps=4", "--save_freq=4"], trains=False)
+        resumed = [*continued(output, 4, 6), *LOADER, setting, "--save_checkpoint=false"]
+        try:
+            comparison.run("loader", resumed, trains=False)
+        except Failed as error:
+            message = str(error).strip().splitlines()[-1]
+        else:
+            return False, "not refused"
+        checkpoint = output / "checkpoints/000004"
+        weights = [*arguments[:2], f"--policy.path={checkpoint / 'pretrained_model'}", setting, "--steps=2", "--batch_size=8"]
+        new, _ = comparison.run("loader", [*weights, "--num_workers=0", "--save_checkpoint=false"], trains=False)
+        (checkpoint / "training_state/dali_stream.json").unlink()
+        rest, _ = comparison.run("loader", resumed, trains=False)
+        return text in message and len(new.index) == len(rest.index) == 2, message
+
+    for setting, text in (("--seed=8", "--seed=7 (now 8)"), ("--dataset.episodes=[1]", "--dataset.episodes=[0] (now [1])")):
+        label = f"a resume with {setting} is refused by name, and both ways on work"
+        comparison.attempt(label, functools.partial(named, setting, text))
+
+
 def check_deployment(comparison: Comparison, name: str, root: Path) -> None:
     """Check what the preprocessor in a checkpoint makes of recorded frames, and runs that begin with such a checkpoint."""
     data = of_dataset(name, root, "act")
@@ -467,6 +493,8 @@ def main() -> int:
             check_ranks(comparison, *first)
         if "steps" in arguments.only:
             check_without_state(comparison, *first)
+        if "changed" in arguments.only:
+            check_changed(comparison, *first)
         if "deployment" in arguments.only:
             check_deployment(comparison, *first)
         if "evaluation" in arguments.only and NEW:
