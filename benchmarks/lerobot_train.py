@@ -15,7 +15,8 @@ streaming    with streaming=true, the losses equal those of the dataset on disk,
 
 It checks for the first dataset that two ranks deliver 800 frames without a repetition; that a run that is killed on two ranks,
 then killed on one, and continued on two, delivers each frame of the epoch once; that a checkpoint without a state resumes by
-its number of steps or is refused; that LeRobot alone computes the same actions of an ACT policy from recorded frames as from
+its number of steps or is refused; that a resume with another seed or other episodes is refused by name, and both ways on that
+the message names work; that LeRobot alone computes the same actions of an ACT policy from recorded frames as from
 those of a Loader with --loader.image_size, also after --policy.path has continued it, at the same and at another size; and,
 with LeRobot 0.6 or later, that an evaluation has the same loss as with LeRobot's DataLoader. It also measures the steps per
 second of the script on a Loader with --loader.image_size, and on its own DataLoader with torchvision's Resize.
@@ -54,7 +55,7 @@ from lerobot_programs.trainable import trainable
 
 CONTEXT = multiprocessing.get_context("forkserver")  # LeRobot is imported once, and each run is a fork
 CONTEXT.set_forkserver_preload(["lerobot_programs.run"])
-PARTS = ("policies", "ranks", "steps", "deployment", "evaluation", "speed")
+PARTS = ("policies", "ranks", "steps", "changed", "deployment", "evaluation", "speed")
 STEPS, SEED = 15, 7
 SIZE = (32, 32)  # size of frames in runs that are not compared with LeRobot's own DataLoader
 OTHER_SIZE = (48, 64)
@@ -325,15 +326,14 @@ def check_ranks(comparison: Comparison, name: str, root: Path) -> None:
     def killed() -> tuple[bool, Any]:
         """Kill two ranks in step 7, after step 4 was saved, then one rank in step 11, after step 8. Two ranks read the rest."""
         frames = int(dali_stream.Dataset(root).lengths[0])
-        short = [*arguments, "--dataset.episodes=[0]", "--batch_size=8", "--save_freq=4", "--steps=1000"]
+        batch_size = min(8, frames // 40)  # the demo's episodes are short
+        short = [*arguments, "--dataset.episodes=[0]", f"--batch_size={batch_size}", "--save_freq=4", "--steps=1000"]
         first, output = comparison.run("loader", short, ranks=2, kill_at=7, trains=False)
         second, _ = comparison.run(
             "loader", continued(output, 4, 1000), kill_at=7, trains=False, output=str(output)
         )  # the seventh step of this process is step 11
-        left = frames - 4 * 16 - 4 * 8
-        third, _ = comparison.run(
-            "loader", [*continued(output, 8, 8 + math.ceil(left / 16)), "--save_checkpoint=false"], ranks=2, trains=False
-        )
+        steps = 8 + math.ceil((frames - 4 * 3 * batch_size) / (2 * batch_size))
+        third, _ = comparison.run("loader", [*continued(output, 8, steps), "--save_checkpoint=false"], ranks=2, trains=False)
         seen = [index for rank in first.ranks for batch in rank[:4] for index in batch]
         seen += [index for batch in second.index[:4] for index in batch]
         seen += [index for rank in third.ranks for batch in rank for index in batch]
@@ -371,6 +371,31 @@ def check_without_state(comparison: Comparison, name: str, root: Path) -> None:
 
     comparison.attempt("a checkpoint without a state resumes by its number of steps", resumed)
     comparison.attempt("a checkpoint without a state is refused with another batch size", refused)
+
+
+def check_changed(comparison: Comparison, name: str, root: Path) -> None:
+    """Check that a resume with another seed or other episodes names it, and that both ways on that it names work."""
+    arguments = [*of_dataset(name, root, "act"), "--dataset.episodes=[0]", "--num_workers=0", "--batch_size=8", *LOADER]
+
+    def named(setting: str, text: str) -> tuple[bool, Any]:
+        _, output = comparison.run("loader", [*arguments, "--steps=4", "--save_freq=4"], trains=False)
+        resumed = [*continued(output, 4, 6), *LOADER, setting, "--save_checkpoint=false"]
+        try:
+            comparison.run("loader", resumed, trains=False)
+        except Failed as error:
+            message = str(error).strip().splitlines()[-1]
+        else:
+            return False, "not refused"
+        checkpoint = output / "checkpoints/000004"
+        weights = [*arguments[:2], f"--policy.path={checkpoint / 'pretrained_model'}", setting, "--steps=2", "--batch_size=8"]
+        new, _ = comparison.run("loader", [*weights, "--num_workers=0", "--save_checkpoint=false"], trains=False)
+        (checkpoint / "training_state/dali_stream.json").unlink()
+        rest, _ = comparison.run("loader", resumed, trains=False)
+        return text in message and len(new.index) == len(rest.index) == 2, message
+
+    for setting, text in (("--seed=8", "--seed=7 (now 8)"), ("--dataset.episodes=[1]", "--dataset.episodes=[0] (now [1])")):
+        label = f"a resume with {setting} is refused by name, and both ways on work"
+        comparison.attempt(label, functools.partial(named, setting, text))
 
 
 def check_deployment(comparison: Comparison, name: str, root: Path) -> None:
@@ -468,6 +493,8 @@ def main() -> int:
             check_ranks(comparison, *first)
         if "steps" in arguments.only:
             check_without_state(comparison, *first)
+        if "changed" in arguments.only:
+            check_changed(comparison, *first)
         if "deployment" in arguments.only:
             check_deployment(comparison, *first)
         if "evaluation" in arguments.only and NEW:

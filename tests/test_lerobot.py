@@ -345,14 +345,23 @@ def test_a_preprocessor_that_crops_is_refused() -> None:
 
 
 @both_scripts
-def test_a_checkpoint_without_a_state_is_resumed_by_its_steps(train: Train, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_state_is_resumed_by_its_steps(
+    script: Any, train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     lerobot.patch()
     whole = train(steps=5, save_at=(3,))
     for path in (tmp_path / "3/training_state").glob("dali_stream*"):
         path.unlink()
     assert train(steps=5, resume=True, checkpoint_path=tmp_path / "3").steps == whole.steps[3:]
+    step_file = tmp_path / "3/training_state/training_step.json"
+    saved = json.loads(step_file.read_text())
+    assert ("does not contain the number of its processes" in caplog.text) == ("dp_world_size" not in saved)
     with pytest.raises(dali_stream.ResumeError, match=r"8 samples .* now have 4 .* Resume with the same numbers"):
         train(steps=5, batch_size=4, resume=True, checkpoint_path=tmp_path / "3")
+    for name in ("num_processes", "dp_world_size"):
+        step_file.write_text(json.dumps({"step": 3, name: 2}))
+        with pytest.raises(dali_stream.ResumeError, match=r"8 samples on each of 2 processes, and now have 8 on each of 1,"):
+            train(steps=5, resume=True, checkpoint_path=tmp_path / "3")
 
 
 @pytest.mark.parametrize(
