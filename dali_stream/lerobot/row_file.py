@@ -73,6 +73,8 @@ class RowFile:
                 f"Missing column {missing[0]} in {store.where(self._path)}. The dataset's meta/info.json has it as a feature"
             )
         self._leaves = {key: leaves for key, leaves in _leaves(parquet).items() if key in self._columns}
+        self._values = {key: 1 if f.is_image else math.prod(f.shape) for key, f in features.items()} | {_EPISODE: 1}
+        self._objects = {key for key, feature in features.items() if feature.is_image or feature.is_text}
         promised, row_bytes = int(table.length.sum()), sum(feature.row_bytes for feature in features.values())
         # A file may contain rows of episodes that were removed from the metadata, but not a thousand times its own size.
         others = max(_PLAUSIBLE_RATIO * self.size, _PLAUSIBLE_BYTES) // max(row_bytes, 1)
@@ -129,7 +131,7 @@ class RowFile:
             size: Approximate number of bytes that are decoded at a time.
         """
         metadata, numbers = self.groups.metadata(groups)
-        self._check(metadata, numbers)
+        self._ranges(metadata, numbers, self._columns, self._gap)
         rows = max(size * int(self.groups.rows[groups].sum()) // max(int(self.sizes[groups].sum()), 1), 1)
         is_wanted = self._index(groups) == episode
         file = self._store.open(self._path, self.size)
@@ -147,14 +149,13 @@ class RowFile:
     def read(self, groups: Sequence[int]) -> tuple[pa.Table, int]:
         """Return the columns of some row groups, and the number of bytes that were read for them."""
         metadata, numbers = self.groups.metadata(groups)
-        self._check(metadata, numbers)
+        ranges = self._ranges(metadata, numbers, self._columns, self._gap)
         # The bytes that `_open` has read serve one call only, since footers are cached and whole files must not be.
         whole, self._whole = self._whole, b""
         if whole:
             parquet = self._parquet(pa.BufferReader(whole), metadata, pre_buffer=False)
             return parquet.read_row_groups(numbers, columns=self._columns, use_threads=False), len(whole)
         file = self._store.open(self._path, self.size)
-        ranges = self._ranges(metadata, numbers, self._columns, self._gap)
         for start, stop in ranges:
             file.hold(start, stop)
         parquet = self._parquet(file, metadata, pre_buffer=not ranges)
@@ -168,7 +169,7 @@ class RowFile:
     def _episodes(self) -> npt.NDArray[np.int64]:
         """Lowest and highest episode index of each row group, shape (G, 2). They are (0, -1) for an empty one.
 
-        They come from the footer. If it has no statistics, the episode indices are read.
+        The footer contains them. If it has no statistics, the episode indices are read.
         """
         bounds = self.groups.bounds(_EPISODE)
         if bounds is not None:
@@ -191,51 +192,43 @@ class RowFile:
         column = self._parquet(file, metadata).read_row_groups(numbers, columns=[_EPISODE], use_threads=False)[_EPISODE]
         return to_numpy(column, EPISODE_INDEX, f"{self._store.where(self._path)}: {_EPISODE}")
 
-    def _check(self, metadata: pq.FileMetaData, groups: Sequence[int]) -> None:
-        """Check that some row groups have no more values than their rows have. A few bytes may encode millions of values.
-
-        A few more values are allowed, since a single value of another shape is an error of its own episode only.
-
-        Raises:
-            DatasetError: If a column has far too many values.
-        """
-        for group in map(metadata.row_group, groups):
-            for key, leaves in self._leaves.items():
-                feature = self._features.get(key, EPISODE_INDEX)
-                promised = group.num_rows * (1 if feature.is_image else math.prod(feature.shape))
-                chunks = [group.column(leaf) for leaf in leaves]
-                values, most = max((chunk.num_values for chunk in chunks), default=0), max(2 * promised, _FEW_VALUES)
-                size = 0 if feature.is_image or feature.is_text else sum(chunk.total_uncompressed_size for chunk in chunks)
-                if values > most or size > _VALUE_BYTES * most:
-                    raise DatasetError(
-                        f"Invalid column {key} in {self._store.where(self._path)}: must have {promised} values in "
-                        f"{group.num_rows} rows, as meta/info.json says, got {values} in {size} bytes. Copy or record the "
-                        "dataset again"
-                    )
-
     def _parquet(self, file: Ranges | pa.BufferReader, metadata: pq.FileMetaData, pre_buffer: bool = True) -> pq.ParquetFile:
         return pq.ParquetFile(file, metadata=metadata, pre_buffer=pre_buffer, page_checksum_verification=True)
 
     def _ranges(
         self, metadata: pq.FileMetaData, groups: Sequence[int], columns: Sequence[str], gap: int
     ) -> list[tuple[int, int]]:
-        """Return the byte ranges (start, stop) of some columns. Ranges with at most `gap` bytes between them are merged.
+        """Check the number of values of some columns, and return their byte ranges (start, stop).
 
-        The list is empty if the ranges are large or invalid. Pyarrow then plans the reads.
+        Ranges with at most `gap` bytes between them are merged. The list is empty if the ranges are large or invalid. Pyarrow
+        then plans the reads.
+
+        Raises:
+            DatasetError: If a column has far more values than its rows, since a few bytes may encode millions of values. A few
+                more are allowed, since a single value of another shape is an error of its own episode only.
         """
         ranges: list[tuple[int, int]] = []
-        leaves = [leaf for column in columns for leaf in self._leaves.get(column, ())]
+        is_valid = True
+        leaves = sorted((leaf, column) for column in columns for leaf in self._leaves.get(column, ()))
         for group in map(metadata.row_group, groups):
-            for chunk in map(group.column, sorted(leaves)):
+            rows = group.num_rows
+            for leaf, column in leaves:
+                chunk, promised = group.column(leaf), rows * self._values[column]
+                most, size = max(2 * promised, _FEW_VALUES), chunk.total_uncompressed_size
+                if chunk.num_values > most or (size > _VALUE_BYTES * most and column not in self._objects):
+                    raise DatasetError(
+                        f"Invalid column {column} in {self._store.where(self._path)}: must have {promised} values in {rows} "
+                        f"rows, as meta/info.json says, got {chunk.num_values} in {size} bytes. Copy or record the dataset "
+                        "again"
+                    )
                 dictionary = chunk.dictionary_page_offset or chunk.data_page_offset
                 start = min(dictionary, chunk.data_page_offset)
                 stop = start + chunk.total_compressed_size
-                if not 0 < start <= stop <= self.size:
-                    return []
+                is_valid &= 0 < start <= stop <= self.size
                 if ranges and 0 <= start - ranges[-1][1] <= gap:
                     start = ranges.pop()[0]
                 ranges.append((start, stop))
-        return ranges if sum(stop - start for start, stop in ranges) <= _LARGE else []
+        return ranges if is_valid and sum(stop - start for start, stop in ranges) <= _LARGE else []
 
     def _runs(self) -> list[list[str]]:
         """Return the columns, grouped into runs that are adjacent in the file."""

@@ -77,6 +77,7 @@ class RowReader:
         self._once = Once()
         self._row_search: RowSearch | None = None
         self.misnamed: set[str] = set()
+        self._wrong: set[str] = set()  # named files in which an episode has no row; the episodes that name them are searched
         self._expected: dict[int, list[int]] = {}  # {number of the file: episodes that will be read next}
         self._early: dict[int, DecodedGroups] = {}  # {expected episode: row groups that were read already}
 
@@ -109,12 +110,13 @@ class RowReader:
         group, is_new = self._early.pop(episode, None), False
         try:
             with parquet_errors(self._store, path):
-                file = self._file(path, number)
-                group = group or self._together(file, path, number, episode)
-                if group is None:
-                    group, is_new = self._group(file, path, file.groups_at(first, first + length), episode)
-                if episode not in group.lengths:  # the episodes of the file are not in the metadata's order
-                    group, is_new = self._group(file, path, file.groups_of(int(dataset.episodes[episode])), episode)
+                if path not in self._wrong:
+                    file = self._file(path, number)
+                    group = group or self._together(file, path, number, episode)
+                    if group is None:
+                        group, is_new = self._group(file, path, file.groups_at(first, first + length), episode)
+                    if episode not in group.lengths:  # the episodes of the file are not in the metadata's order
+                        group, is_new = self._group(file, path, file.groups_of(int(dataset.episodes[episode])), episode)
         except DatasetError as error:
             problem = error.with_traceback(None)  # the traceback would keep row groups in memory
         if group is None or episode not in group.lengths:
@@ -188,6 +190,7 @@ class RowReader:
         with self._lock:
             is_first = not self.misnamed
             self.misnamed.add(named)
+            self._wrong |= {named} - {*paths}
         if is_first:
             _log.warning(
                 "%s: the metadata names this file for episode %d, whose rows are in %s. Such rows are found by their "

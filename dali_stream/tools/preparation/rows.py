@@ -186,7 +186,7 @@ class EpisodeRows:
 
     @contextlib.contextmanager
     def _opened(self, path: str) -> Iterator[pq.ParquetFile]:
-        """Open a file. What was read of the last one is dropped if it is another one."""
+        """Open a file. If it is not the last one again, the row groups of the last one are dropped."""
         with parquet_errors(self._store, path):
             if path != self._path:
                 self._path, self._groups, self._indices = "", dict[int, pa.Table](), None
