@@ -74,7 +74,8 @@ class IndexCache:
             if not any(map(store.exists, tried)):
                 where = store.where(source.path(camera, file))
                 checked = f"none of {counted(len(tried), 'checked file')} of camera {camera!r} exists"
-                return f"{where}: no such file, and {checked}. Leave the camera out with cameras=, or copy its files"
+                missing = "no such file, but the dataset's metadata refers to it"
+                return f"{where}: {missing}, and {checked}. Copy or fetch its files, or leave the camera out with cameras="
         return ""
 
 
