@@ -42,6 +42,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 from argument_types import count, new_file
 
 import dali_stream
@@ -424,8 +425,11 @@ def check_deployment(comparison: Comparison, name: str, root: Path) -> None:
 
 
 def check_evaluation(comparison: Comparison, name: str, root: Path) -> None:
+    # LeRobot divides the episodes of each task, so two episodes of one task are needed.
+    tasks = pq.read_table(root / "meta/episodes", columns=["tasks"])["tasks"].to_pylist()
+    pair = [episode for episode, task in enumerate(tasks) if task == tasks[0]][:2]
     for most in (0, 20):
-        arguments = [*of_dataset(name, root, "act"), "--dataset.episodes=[0,1]", "--dataset.eval_split=0.5", "--eval_steps=2"]
+        arguments = [*of_dataset(name, root, "act"), f"--dataset.episodes={pair}", "--dataset.eval_split=0.5", "--eval_steps=2"]
         arguments += ["--steps=2", "--batch_size=8", "--num_workers=0", f"--max_eval_samples={most}", "--save_checkpoint=false"]
 
         def evaluated(arguments: list[str] = arguments) -> tuple[bool, Any]:
