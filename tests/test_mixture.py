@@ -321,7 +321,8 @@ def test_resumes_at_the_very_next_sample_on_other_ranks(datasets: Mapping[str, D
     found = list(batches(before, 5))
     states = [loader.state_dict() for loader in before]
     assert all(state == states[0] for state in states)
-    assert len(str(states[0])) < 500
+    own = {key: value for key, value in states[0].items() if key not in ("contents", "source")}  # these are for messages
+    assert len(str(own)) < 500
     for loader in after:
         loader.load_state_dict(states[0])
     found += [batch for _ in range(2) for batch in batches(after, 99)]
@@ -463,7 +464,7 @@ def test_a_frame_that_cannot_be_decoded_is_named_with_its_dataset(tmp_path: Path
         roots[name] = build(tmp_path / name, [4], {TOP: Column("image", [*ODD_SIZE, 3], values)})
     with (
         Loader(Mixture(roots), batch_size=8, consumers=2, num_threads=1) as loader,
-        pytest.raises(DecodeError, match=f"{TOP}: dataset 'b', episode 0, frame 2: the image is damaged"),
+        pytest.raises(DecodeError, match=f"{TOP}: dataset 'b', episode 0, frame 2: the image must be a PNG, JPEG or WebP"),
     ):
         next(iter(loader))
 

@@ -223,7 +223,8 @@ def test_a_key_that_the_function_does_not_get_is_an_error_that_names_the_others(
         return {"wrist": nodes["observation.images.wrist"]}
 
     with pytest.raises(
-        ValueError, match=r"dali_graph raised KeyError: 'observation\.images\.wrist'\. Keys of its argument: "
+        ValueError,
+        match=r"dali_graph raised KeyError: 'observation\.images\.wrist' \(.*, line \d+, in wrong\)\. Keys of its argument: ",
     ) as raised:
         first(dataset, wrong)
     named = str(raised.value).partition("argument: ")[2].split(", ")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support import videos as video_data
 from support.batches import assert_same_but_for_frames
-from support.datasets import DEPTH, SIDE, TOP, change_episodes, copied, enrich, episode_table, tree, video, videos
+from support.datasets import DEPTH, SIDE, TOP, change_episodes, change_info, copied, enrich, episode_table, tree, video, videos
 from support.programs import failed
 from support.servers import Server
 from support.slow import slow
@@ -165,15 +165,26 @@ def test_frames_that_only_noise_tells_apart_are_no_mistake(tmp_path: Path) -> No
     assert prepared(root, tmp_path / "out", codec="hevc", gop=12, crf=32).cameras[video_data.CAMERA].encoder == "libx265"
 
 
-def test_times_that_no_constant_rate_has_cannot_be_encoded(tmp_path: Path) -> None:
+def test_an_episode_that_begins_before_its_first_frame_is_encoded(tmp_path: Path) -> None:
     path = video_data.encode(video_data.draw(), tmp_path / "a.mp4", (*video_data.h264(12), "-output_ts_offset", "0.5"))
     late = video_data.write_dataset(tmp_path / "data", [path], [[video_data.FRAMES]], delay=0.5)
     prepared(late, tmp_path / "out", codec="h264")  # a late start is no matter
     video_data.shifted(late, 2)
     start = f"videos/{video_data.CAMERA}/from_timestamp"
     change_episodes(late, lambda t: t.set_column(t.column_names.index(start), start, pa.array([0.5 - 2 / video_data.FPS])))
-    with pytest.raises(DaliStreamError, match="its timestamps are not near multiples of 1/fps from 0 on"):
-        prepared(late, tmp_path / "shifted", codec="h264")
+    prepared(late, tmp_path / "shifted", codec="h264")
+    for root in (late, tmp_path / "shifted"):
+        with Loader(root, batch_size=video_data.FRAMES, shuffle=False, image_dtype="uint8") as loader:
+            [batch] = loader
+        assert batch["timestamp"][:2].tolist() == pytest.approx([2 / video_data.FPS, 3 / video_data.FPS])
+        assert video_data.identities(batch[video_data.CAMERA]) == list(map(video_data.identity, range(video_data.FRAMES)))
+
+
+def test_times_that_no_constant_rate_has_cannot_be_encoded(tmp_path: Path) -> None:
+    root = video_data.recorded(tmp_path, video_data.h264(12))
+    change_info(root, fps=video_data.FPS // 3)  # several rows are nearest to the same multiple of 1/fps
+    with pytest.raises(DaliStreamError, match="its timestamps are not near multiples of 1/fps"):
+        prepared(root, tmp_path / "out", codec="h264")
 
 
 # ---- the program ffmpeg

@@ -122,7 +122,7 @@ def test_an_interrupted_run_continues(hub: Hub, small: Path, whole: dict[str, by
         prepared(small, address, progress=interrupt, **options)
     with pytest.raises(DatasetError):
         Dataset(address, storage_options=options["out_storage_options"])
-    with pytest.raises(ValueError, match="another options"):
+    with pytest.raises(ValueError, match="another command, which differs in options"):
         prepared(small, address, **options, rows_per_group=7)
     assert 0 < prepared(small, address, **options).written < len(whole)
     assert stored(hub, address) == whole

@@ -93,7 +93,7 @@ def test_a_finished_run_does_nothing(demo: Path, tmp_path: Path, capsys: pytest.
     assert main(["prepare", str(demo), str(out)]) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
-    assert "another options" in failed(capsys, ["prepare", demo, out, "--file-mb", "3"], 2)
+    assert "another command, which differs in options" in failed(capsys, ["prepare", demo, out, "--file-mb", "3"], 2)
 
 
 def test_a_file_that_was_cut_off_between_two_runs_is_written_again(demo: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:

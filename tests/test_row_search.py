@@ -170,7 +170,7 @@ def test_rows_where_the_metadata_says_take_no_request_more(tmp_path: Path) -> No
         reader = RowReader(Dataset(server.url))
         for episode in range(5):
             paths = requests_of(server, lambda number=episode: reader.read(number))
-            assert {*paths} == {file(episode)}
+            assert {*paths} == ({file(episode)} if episode else set())  # the dataset has read the first file
             assert len(paths) <= 3  # its size, its footer and its rows
 
 
@@ -199,7 +199,8 @@ def many_remote(many_files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[t
 def test_a_search_among_many_remote_files_reads_few_footers(many_remote: tuple[Hub, str]) -> None:
     hub, address = many_remote
     reader = RowReader(Dataset(address))
-    assert not [request for request in hub.cdn.requests if "/data/" in request.path]
+    opened = {request.path for request in hub.cdn.requests if "/data/" in request.path}
+    assert len(opened) <= 1  # the first file, whose columns tell which features can be read
     assert reader.read(250)[250]["index"].tolist() == [500, 501]
     footers = {request.path for request in hub.cdn.requests if "/data/" in request.path}
     assert len(footers) <= 12

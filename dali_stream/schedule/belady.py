@@ -28,6 +28,9 @@ def nearest(next_use: Int64, room: int, sizes: Int64 | None = None) -> npt.NDArr
     elif room >= len(next_use):
         keep[:] = True
     elif room > 0:
-        # Items of equal size need no sorting, only a partition, which takes linear time.
-        keep[np.argpartition(next_use, room - 1)[:room]] = True
+        # Items of equal size need no sorting, only a partition, which takes linear time. Which of several equal values
+        # `argpartition` returns depends on the processor, so the first of them are kept: a plan is the same on all machines.
+        last = np.partition(next_use, room - 1)[room - 1]
+        keep = next_use < last
+        keep[np.flatnonzero(next_use == last)[: room - np.count_nonzero(keep)]] = True
     return keep

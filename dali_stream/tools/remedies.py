@@ -422,7 +422,7 @@ class _Study:
             (measurement, options of `prepare`, bytes of video per sample) of each way.
         """
         if isinstance(self._whole, Mixture):
-            self.notes.append("prepare is not measured for a mixture. Run `dali-stream why` on each of its datasets")
+            self.notes.append("prepare is not measured for a mixture. Run `dali-stream why URI` on each of its datasets")
             return []
         size, rewritten = self._config.image_size, []
         part = self._part(_PREPARED)
