@@ -85,8 +85,8 @@ def check(dataset: Identified, state: Mapping[str, Any], allow_other_frames: boo
         if not allow_other_frames:
             raise ResumeError(
                 f"The run of the state had other frames than {dataset.uri} has for the same rows. These parts differ: {text}. "
-                "Resume with the dataset of that run. To continue with these frames, for example on a copy of another size, call "
-                "load_state_dict(state, allow_other_frames=True)"
+                "Resume with the dataset of that run. To continue with these frames, for example on a copy of another size, "
+                "call load_state_dict(state, allow_other_frames=True)"
             )
         _log.warning("%s has other frames than the run had for the same rows. These parts differ: %s", dataset.uri, text)
     for difference in _other_sources(state.get("source"), dataset.source):
