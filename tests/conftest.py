@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from support.datasets import copied, write_odd
+from support.videos import h264, recorded
 
 from dali_stream.demo import write_demo
 
@@ -125,6 +126,18 @@ def h264_demo(written: Callable[..., Path]) -> Path:
 def small(written: Callable[..., Path]) -> Path:
     """Two episodes of AV1, two cameras: of one in one file, of the other in two. Read only."""
     return written(episodes=2, size=(120, 128))
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two episodes of H.264 with GOP 12 in one file, as LeRobot writes them. Read only: take `root` to change it."""
+    return recorded(tmp_path_factory.mktemp("plain"), h264(12))
+
+
+@pytest.fixture
+def root(plain: Path, tmp_path: Path) -> Path:
+    """`plain` in a folder of the test's own."""
+    return copied(plain, tmp_path)
 
 
 @pytest.fixture(scope="session")

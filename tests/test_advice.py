@@ -15,7 +15,7 @@ from support.broken import edit_info, edit_table, put
 from support.datasets import SIDE, TOP, VIDEO, change_info
 from support.slow import slow
 from support.tools import prepared
-from support.videos import CAMERA, EPISODES, FPS, draw, encode, h264, identities, loader, recorded, write_dataset
+from support.videos import CAMERA, EPISODES, FPS, draw, encode, h264, identities, loader, write_dataset
 from support.wild import EVERY, FRAME, change_rows, delivered, expected, with_index, with_times
 
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Mixture
@@ -25,17 +25,6 @@ from dali_stream.tools.diagnosis.run import examine
 CLOCK, TOLERANCE = 'Dataset(clock="frame_index")', "Dataset(tolerance_s=0.0166) accepts"
 OUT = "leave the episode out with episodes=, or the camera with cameras="
 PRECISE = ("-fps_mode", "passthrough", "-enc_time_base", "1/90000", "-video_track_timescale", "90000")
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two episodes in one file, as LeRobot writes them. Read only."""
-    return recorded(tmp_path_factory.mktemp("plain"), h264(12))
-
-
-@pytest.fixture
-def root(plain: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(plain, tmp_path / "data"))
 
 
 def one_file_each(folder: Path, edit: Callable[[np.ndarray], np.ndarray], *filters: str, fps: int = FPS) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,6 @@ from support.wild import EVERY, FRAME, NUMBERINGS, change_rows, delivered, expec
 
 from dali_stream import DaliStreamError, Dataset
 from dali_stream.tools.preparation.place import Place, open_place
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two episodes in one file of GOP 12, as LeRobot writes them. Read only."""
-    return recorded(tmp_path_factory.mktemp("plain"), h264(12))
-
-
-@pytest.fixture
-def root(plain: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(plain, tmp_path / "data"))
 
 
 def assert_counts(out: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,23 +14,11 @@ import pytest
 import torch
 from support.broken import edit_info
 from support.datasets import ODD_CAMERA, ROWS, Column, build, copied
-from support.videos import CAMERA, EPISODES, FPS, h264, identities, loader, recorded
+from support.videos import CAMERA, EPISODES, FPS, identities, loader
 from support.wild import EVERY, FRAME, NUMBERINGS, change_rows, delivered, expected, with_index, with_times, without_rows
 
 from dali_stream import Dataset, DatasetError, Loader, Mixture, batch_at
 from dali_stream.integrations.lerobot.script import _frames
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two episodes in one file, as LeRobot writes them. Read only."""
-    return recorded(tmp_path_factory.mktemp("plain"), h264(12))
-
-
-@pytest.fixture
-def root(plain: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(plain, tmp_path / "data"))
-
 
 # ------------------------------------------------------------------------------------------------------------ frame_index
 
