@@ -145,7 +145,7 @@ def test_the_command_predicts_what_each_remedy_brings(written: Callable[..., Pat
     for speed in (report["first"], report["later"], *(each["first"] for each in remedies.values())):
         low, high = speed["range"]
         assert low <= speed["batches_per_s"] <= high
-    assert {'memory_budget="8MiB"', 'memory_budget="16MiB"', 'image_dtype="uint8"', "prepare --for cpu"} <= set(remedies)
+    assert {'memory_budget="8MiB"', 'memory_budget="16MiB"', "prepare --for cpu"} <= set(remedies)
     assert "prepare --for cpu --size 64x80" in remedies
     assert remedies['memory_budget="16MiB"']["later"]["decodes"] < remedies['memory_budget="8MiB"']["later"]["decodes"]
     assert remedies["prepare --for cpu"]["first"]["decodes"] < report["first"]["decodes"]
@@ -195,7 +195,7 @@ def test_the_command_takes_a_mixture_file(demo: Path, tmp_path: Path, capsys: py
     assert main(["why", str(path), *settings, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert 0 < report["later"]["decodes"] < report["first"]["decodes"], "an epoch shows only some frames"
-    assert report["notes"] == ["prepare is not measured for a mixture. Run `dali-stream why` on each of its datasets"]
+    assert report["notes"] == ["prepare is not measured for a mixture. Run `dali-stream why URI` on each of its datasets"]
     low, high = report["first"]["range"]
     assert low <= report["first"]["batches_per_s"] <= high
     assert main(["why", str(path), *settings, "--data-files-root", str(demo)]) == 2
