@@ -132,6 +132,9 @@ def places(small: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             "s3://bucket/prepared": "out",
             "DIR": "cache",
             "FILE": "stats.json",
+            "KEY": "action",
+            "{}x{}": "48x64",
+            "h264{}": "h264",
         }
 
 

@@ -164,8 +164,13 @@ class Written:
         return len(self.size)
 
     def index(self, folder: Path) -> VideoIndex:
-        """The index of the file. The example is left out if the edit list hides all frames, which is an error."""
+        """The index of the file. The example is left out if the edit list hides all frames, or frames in between: errors."""
         assume(self.displayed)
+        order = sorted(range(len(self)), key=lambda packet: self.pts[packet])
+        places = [order.index(packet) for packet in self.displayed]
+        before, after = order[: min(places)], order[max(places) + 1 :]
+        assume(all(self.gop(packet) <= self.gop(order[min(places)]) for packet in before))
+        assume(all(self.gop(packet) >= self.gop(order[max(places)]) for packet in after))
         return index_of(folder, self.video)
 
     def gop(self, packet: int) -> int:

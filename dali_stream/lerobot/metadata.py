@@ -7,6 +7,7 @@ module `v2` reads the other files of v2.x.
 from __future__ import annotations
 
 import functools
+import io
 import json
 import logging
 import re
@@ -25,6 +26,7 @@ from dali_stream.errors import DatasetError, StorageError
 from dali_stream.file_content import from_json
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.file_names import numbered_files
+from dali_stream.lerobot.row_groups import chunk_sizes
 from dali_stream.log_records import DATASET_LOG
 from dali_stream.storage import Store, lfs
 from dali_stream.storage.store import SMALL, Ranges
@@ -459,14 +461,11 @@ def read_parquet(
     with parquet_errors(store, path), _opened(store, path) as file:
         parquet = pq.ParquetFile(file, pre_buffer=True)
         fields = [field for field in parquet.schema_arrow if keep(field.name)]
-        groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
-        chunks = [group.column(i) for i in range(parquet.metadata.num_columns) for group in groups]
-        values = [
-            sum(chunk.num_values for chunk in chunks[i : i + len(groups)]) for i in range(0, len(chunks), len(groups) or 1)
-        ]
+        columns = list(zip(*_chunk_sizes(file), strict=True))
+        values = [sum(count for count, _ in groups) for groups in columns]
         limit = _LARGEST_JSON + row_bytes * count_rows(parquet.metadata)
         # A piece has so few rows that it is small even if each of them has the largest value that the file can contain.
-        largest = max([chunk.total_uncompressed_size for chunk in chunks], default=0)
+        largest = max((size for groups in columns for _, size in groups), default=0)
         rows = max(min(limit // 16 // max(largest, 1), _MOST_ROWS), 1)
         size, parts = 0, list[pa.RecordBatch]()
         if max(values, default=0) * _VALUE_BYTES <= limit:
@@ -478,6 +477,17 @@ def read_parquet(
             else:
                 return pa.Table.from_batches(parts, pa.schema(fields, parquet.schema_arrow.metadata))
         raise ValueError(f"its {parquet.metadata.num_rows} rows must take at most {limit} bytes in memory")
+
+
+def _chunk_sizes(file: Ranges | pa.BufferReader) -> list[list[tuple[int, int]]]:
+    """Return the sizes of the columns of a Parquet file. See `chunk_sizes`. Raises ValueError if the footer is broken."""
+    file.seek(-8, io.SEEK_END)
+    length = int.from_bytes(file.read(4), "little")
+    file.seek(-8 - length, io.SEEK_END)
+    try:
+        return chunk_sizes(bytes(file.read(length)))
+    except (IndexError, KeyError) as error:
+        raise ValueError("its footer is broken") from error
 
 
 def count_rows(metadata: pq.FileMetaData) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -225,6 +225,50 @@ def _beginning(metadata: pq.FileMetaData) -> re.Pattern[bytes]:
 _PATH = b"\x19\x18"
 _STATISTICS = 12  # field number of ColumnMetaData
 _LIMITS = ((6, 5), (2, 1))  # field numbers of the lowest and the highest value in Statistics; the second pair is deprecated
+
+
+def chunk_sizes(footer: bytes) -> list[list[tuple[int, int]]]:
+    """Return (number of values, uncompressed size in bytes) of each column of each row group.
+
+    pyarrow has these numbers too, but terminates the process if other parts of the column's metadata are broken.
+
+    Raises:
+        IndexError, KeyError: If the footer is broken.
+    """
+    groups: list[list[tuple[int, int]]] = []
+    for at in _elements(footer, 0, _ROW_GROUPS):
+        sizes = []
+        for chunk in _elements(footer, at, _COLUMNS):
+            inner = {number: at for number, _, at in _fields(footer, chunk)}[_META_DATA]
+            numbers = {number: _read_varint(footer, at)[0] for number, kind, at in _fields(footer, inner) if kind == _I64}
+            values, size = (numbers[field] >> 1 ^ -(numbers[field] & 1) for field in (_NUM_VALUES, _UNCOMPRESSED))
+            sizes.append((values, size))
+        groups.append(sizes)
+    return groups
+
+
+# Field numbers of RowGroup, ColumnChunk and ColumnMetaData.
+_COLUMNS, _META_DATA, _NUM_VALUES, _UNCOMPRESSED = 1, 3, 5, 6
+_I64 = 6  # Thrift's number of the type
+
+
+def _fields(data: bytes, at: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (number, type, offset of the value) of each field of the struct at `at`."""
+    number = 0
+    while data[at]:
+        kind, number, at = _field(data, at, number)
+        yield number, kind, at
+        at = _skip(data, at, kind)
+
+
+def _elements(data: bytes, at: int, field: int) -> Iterator[int]:
+    """Yield the offset of each struct in a list, which is a field of the struct at `at`."""
+    for number, _, value in _fields(data, at):
+        if number == field:
+            count, _, value = _list(data, value)
+            for _ in range(count):
+                yield value
+                value = _skip(data, value, _STRUCT)
 
 
 def _statistics(data: bytes, at: int) -> tuple[int, int] | None:

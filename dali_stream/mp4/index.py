@@ -301,6 +301,7 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
     )  # fmt: skip
     if (np.diff(index.shown_at) == 0).any():
         raise DecodeError("the index displays two frames at the same time (stts, ctts), which makes a timestamp ambiguous")
+    _check_hidden(index)
     if len(configs) > 1 and (config != config[index.gop_start]).any():
         raise DecodeError("the sample description (stsd) changes between frames that are decoded together (stsc, stss)")
     return index
@@ -485,6 +486,20 @@ def _oriented(moov: bytes, track_header: bytes) -> bytes:
     # The entries of the first two columns are fixed-point numbers with 16 bits after the point, and those of the third with 30.
     product = ((track[:, :, None] * whole) >> np.array([16, 16, 30])[:, None]).sum(1)
     return product.astype(">i4").tobytes() + track_header[36:]
+
+
+def _check_hidden(index: VideoIndex) -> None:
+    """Check that hidden frames are at the ends of the file. A broken time may hide a frame between displayed ones.
+
+    Raises:
+        DecodeError: If a hidden frame is in a GOP after that of the first displayed frame, or before that of the last one.
+    """
+    if not index.hidden:
+        return
+    gops = index.gop_start[index.display_order[:]]
+    start, stop = index.displayed.start, index.displayed.stop
+    if (gops[:start] > gops[start]).any() or (gops[stop:] < gops[stop - 1]).any():
+        raise DecodeError("the index must hide frames at the ends of the file only (elst, ctts). Record the file again")
 
 
 def _encode_again(codec: str) -> str:
