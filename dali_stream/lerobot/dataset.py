@@ -25,6 +25,7 @@ from dali_stream.lerobot.features import CHANNELS, ENCODING, Feature
 from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.lerobot.source import Timing
+from dali_stream.log_records import DATASET_LOG
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.process import trim_memory
 from dali_stream.storage import Store
@@ -34,7 +35,7 @@ NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  #
 CLOCKS = ("timestamp", "frame_index")  # values of the argument `clock`; the first is the default
 _MANY = 2000  # for more episodes than this, memory freed by parsing is returned to the operating system
 Self = TypeVar("Self", bound="DatasetFiles")
-_log = logging.getLogger("dali_stream")
+_log = logging.getLogger(DATASET_LOG)
 
 
 class _Identity(NamedTuple):
