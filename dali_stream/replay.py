@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dali_stream import run_config
+from dali_stream.arguments import byte_count
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError
 from dali_stream.loader import Loader
@@ -76,8 +77,9 @@ def _loader(dataset: Dataset | Mixture, config: Mapping[str, Any], dali_graph: G
         arguments["device"] = "auto"
     if arguments["decode"] == "fastest":  # a new measurement may choose another decoder
         arguments["decode"] = "torchcodec" if set(config["routes"].values()) == {"torchcodec"} else "auto"
-    if limit := memory_limit():  # the run may have had a larger machine, and the budget changes no batch
-        arguments["memory_budget"] = min(arguments["memory_budget"], limit.size)
+    limit = memory_limit()
+    if limit and "memory_budget" in arguments:  # the run may have had a larger machine, and the budget changes no batch
+        arguments["memory_budget"] = min(byte_count(arguments["memory_budget"]), limit.size)
     size = arguments["image_size"]
     arguments["image_size"] = None if size is None else tuple(size)
     return Loader(dataset, **arguments, dali_graph=dali_graph, rank=rank, prefetch=1, audit=0)

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.datasets import EPISODE_TABLE, Column, build, change_episodes, copied
 from support.slow import examples
@@ -108,6 +108,7 @@ def test_any_changed_state_of_a_sampler_is_read_or_refused(made: list[tuple[int,
 
 
 @given(made=changes())
+@example(made=[(58, None, True)])  # without memory_budget
 @examples(400)
 def test_any_changed_run_is_replayed_or_refused(made: list[tuple[int, Any, bool]], saved: dict[str, Any]) -> None:
     content = changed(saved, made)
