@@ -3,11 +3,16 @@
     python benchmarks/peers.py ROOT [--lerobot-python VENV/bin/python] [--mode single|sarm|action_chunk]
                                     [--image-size HxW] [--json] [--out FILE]
 
+    LEROBOT_STREAMING_SOURCE   checkout of LeRobot after pull request 3917, with its new streaming class (default: none)
+
 dali_stream          this package's Loader
 torchcodec           a plain loop around torchcodec with a thread per core, each with a decoder per file
 lerobot, N workers   LeRobotDataset in PyTorch's DataLoader
 lerobot-uint8, N ... the same with return_uint8=True, as in LeRobot's training script; batches are converted to float32
 lerobot-streaming    StreamingLeRobotDataset; since it shuffles by itself, its frames are checked, but not their order
+lerobot-new-streaming, N workers, T threads, and lerobot-new-streaming-uint8, ...
+                     the StreamingLeRobotDataset of LEROBOT_STREAMING_SOURCE, with 0 and 1 workers (it allows no more) and with
+                     decode_threads=2 (its default) and 4, in the environment with LeRobot
 torchcodec-cuda      the plain loop on NVDEC; not run on a GPU yet
 pynvvideocodec       a plain loop around PyNvVideoCodec's SimpleDecoder; not run on a GPU yet
 
@@ -31,8 +36,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -62,6 +69,7 @@ class Side:
         spec: Entries of the spec of its program, in addition to those that all programs share. See `spec`.
         follows: Whether it follows a given order.
         keeps: Whether it keeps decoded frames, so that whole epochs are timed.
+        source: Checkout whose LeRobot it imports instead of the installed one.
         rounds: Frames/s of each turn. If the side keeps frames, this is the rate of the first epoch.
         second_epoch_rounds: Frames/s of each turn in the epochs after the first. Empty unless the side keeps frames.
         first_batch_rounds: Time to the first batch of each turn, in seconds.
@@ -74,6 +82,7 @@ class Side:
     spec: dict[str, Any] = field(default_factory=dict)
     follows: bool = True
     keeps: bool = False
+    source: Path | None = None
     gpu: bool = False
     error: str | None = None
     rounds: list[float] = field(default_factory=list)
@@ -117,14 +126,28 @@ def ratio(ours: list[float], theirs: list[float]) -> float | None:
     return median([our_rate / their_rate for our_rate, their_rate in zip(ours, theirs, strict=False)])
 
 
-def sides(lerobot: str | None, workers: list[int]) -> list[Side]:
+def sides(lerobot: str | None, workers: list[int], streaming_source: Path | None) -> list[Side]:
     """Return all sides."""
+    new_streaming = [
+        Side(
+            f"lerobot-new-streaming{'-uint8' * uint8}, {n} workers, {threads} threads",
+            "lerobot_stream.py",
+            lerobot,
+            {"workers": n, "uint8": uint8, "decode_threads": threads},
+            follows=False,
+            source=streaming_source,
+        )
+        for uint8 in (False, True)
+        for n in (0, 1)
+        for threads in (2, 4)
+    ]
     return [
         Side(OWN, "ours.py", keeps=True),
         Side("torchcodec", "torchcodec_loop.py"),
         *(Side(f"lerobot, {n} workers", "lerobot_map.py", lerobot, {"workers": n, "uint8": False}) for n in workers),
         *(Side(f"lerobot-uint8, {n} workers", "lerobot_map.py", lerobot, {"workers": n, "uint8": True}) for n in workers),
         Side("lerobot-streaming", "lerobot_stream.py", lerobot, follows=False),
+        *(new_streaming if streaming_source else ()),
         Side("torchcodec-cuda", "torchcodec_loop.py", spec={"gpu_decode": True}, gpu=True),
         Side("pynvvideocodec", "pynvvideocodec_loop.py", gpu=True),
     ]
@@ -187,7 +210,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"dataset must have a camera with video, got {dataset.uri} without one")
     gpu = process.gpu(arguments.device)
     device = "cpu" if gpu is None else f"cuda:{gpu}"
-    known = sides(arguments.lerobot_python, arguments.workers)
+    source = os.environ.get("LEROBOT_STREAMING_SOURCE")
+    known = sides(arguments.lerobot_python, arguments.workers, Path(source).resolve() if source else None)
     for name in arguments.only or ():
         if not any(side.name.startswith(name) for side in known):
             raise ValueError(f"--only must name a peer, got {name!r}. Available: {', '.join(side.name for side in known)}")
@@ -226,7 +250,7 @@ def spec(arguments: argparse.Namespace, recorded: Recorded, deltas: Any, device:
         "cameras": recorded.cameras,
         "delta_timestamps": deltas,
         "device": device,
-        "gpu_decode": False,
+        **{"gpu_decode": False, "workers": 0, "uint8": False, "decode_threads": None},  # sides have others
         **{key: getattr(arguments, key) for key in ("batch_size", "image_size", "threads", "seed", "check")},
     }
 
@@ -259,12 +283,14 @@ def turn(side: Side, recorded: Recorded, common: dict[str, Any], folder: Path, a
         raise PeerError("no LeRobot. --lerobot-python must be the Python of an environment with LeRobot")
     folder.mkdir()
     (folder / "spec.json").write_text(json.dumps(common | side.spec | {"results": str(folder / "results.npz")}))
-    # The programs make no requests to the Hub, and write no files to the user's cache.
-    variables = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
+    # The programs make no requests to the Hub, and write no files to the user's caches.
+    variables = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache"), "HF_LEROBOT_HOME": str(folder / "lerobot")}
+    if side.source:
+        variables["PYTHONPATH"] = str(side.source / "src")
     command = [side.python, str(PROGRAMS / side.program), str(folder / "spec.json")]
     peer = Peer(command, arguments.answer_s, variables)
     try:
-        side.versions = peer.versions
+        side.versions = peer.versions | (described(side.source) if side.source else {})
         side.first_batch_rounds.append(peer.ask("seconds", go=1))
         if side.keeps:
             per_epoch = recorded.epoch // arguments.batch_size
@@ -279,6 +305,13 @@ def turn(side: Side, recorded: Recorded, common: dict[str, Any], folder: Path, a
     finally:
         side.peak_bytes = max(peer.peak_bytes, side.peak_bytes or 0)
         peer.close()
+
+
+def described(source: Path) -> dict[str, str]:
+    """Return the version of a checkout of LeRobot, as an entry of `versions`."""
+    git = ["git", "-C", str(source), "describe", "--always", "--all", "--long", "--abbrev=12"]
+    result = subprocess.run(git, capture_output=True, text=True, check=False)
+    return {"lerobot": result.stdout.strip() or "a folder without git"}
 
 
 def rate(peer: Peer, batches: int, recorded: Recorded, arguments: argparse.Namespace) -> float:
@@ -296,10 +329,11 @@ def frames_per_batch(recorded: Recorded, arguments: argparse.Namespace) -> int:
 
 
 def print_table(result: dict[str, Any]) -> None:
-    print(f"{'':24} frames/s, 2nd epoch  {OWN}: 1st, 2nd epoch  first batch    memory  correct frames")
+    width = max(len(side["name"]) for side in result["peers"])
+    print(f"{'':{width}} frames/s, 2nd epoch  {OWN}: 1st, 2nd epoch  first batch    memory  correct frames")
     for side in result["peers"]:
         memory = side["peak_bytes"] and side["peak_bytes"] / 1e6
-        line = f"{side['name']:24} {cell(side['frames_per_s'])}  {cell(side['second_epoch_frames_per_s'], 9)}"
+        line = f"{side['name']:{width}} {cell(side['frames_per_s'])}  {cell(side['second_epoch_frames_per_s'], 9)}"
         line += f"  {cell(side['speedup'], 19, '.2f', 'x')} {cell(side['second_epoch_speedup'], 10, '.1f', 'x')}"
         print(f"{line}  {cell(side['first_batch_s'], 11, '.2f', ' s')}  {cell(memory, unit=' MB')}  {verdict(side)}")
 

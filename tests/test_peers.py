@@ -327,6 +327,24 @@ def test_the_chart_shows_every_loader_of_a_report(chart: Any, tmp_path: Path) ->
     assert report["date"] in said
 
 
+def test_the_chart_shows_the_fastest_setting_of_the_new_streaming(chart: Any, tmp_path: Path) -> None:
+    report = json.loads((ROOT / "benchmarks/results/peers_g1_2cores.json").read_text())
+    common = {"second_epoch_rounds": [], "frames": {"equal": True}, "error": None, "versions": {}}
+    report["peers"] = [
+        {"name": name, "frames_per_s": rate, "rounds": [rate], **common}
+        for name, rate in {
+            "dali_stream": 400.0,
+            "lerobot-new-streaming, 0 workers, 2 threads": 100.0,
+            "lerobot-new-streaming-uint8, 1 workers, 4 threads": 200.0,
+        }.items()
+    ]
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    assert chart.main([str(tmp_path / "report.json"), "--out", str(tmp_path / "chart.svg")]) == 0
+    bars, said = drawn(tmp_path / "chart.svg")
+    assert list(bars) == ["dali_stream", "New streaming, uint8, 1 workers, 4 threads"]
+    assert "StreamingLeRobotDataset after LeRobot 0.6.1" in said
+
+
 def test_the_chart_shows_both_epochs(chart: Any, tmp_path: Path) -> None:
     report = json.loads((ROOT / "benchmarks/results/peers_g1_2cores.json").read_text())
     report["arguments"] |= {"image_size": "[224, 200]"}
