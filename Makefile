@@ -62,12 +62,16 @@ docs: install ## build the documentation site in site/
 
 # The tests of one file stay in one process, since they share what they have written. tests/conftest.py says how many processes
 # there are, and which files come first.
+SEVERAL := -n auto --maxprocesses 8 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+
 test: install ## run the tests, without the slow ones
-	$(RUN) pytest -q -m 'not slow' -n auto --maxprocesses 8 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(RUN) pytest -q -m 'not slow' $(SEVERAL) $(ARGS)
 
 # And the property tests with all of their examples. pytest exits 5 where no test is marked slow: nothing failed.
 test-slow: install ## run the slow tests
-	ALL_EXAMPLES=1 $(RUN) pytest -q -m 'slow or hypothesis' $(ARGS) || test $$? -eq 5
+	@ALL_EXAMPLES=1 $(RUN) pytest -q -m '(slow or hypothesis) and not alone' $(SEVERAL) $(ARGS); several=$$?; \
+	$(RUN) pytest -q -m 'slow and alone' $(ARGS); alone=$$?; \
+	for code in $$several $$alone; do test $$code -eq 0 -o $$code -eq 5 || exit 1; done
 
 # In an environment that is there: a GPU machine may reach no package index.
 test-gpu: ## try NVDEC through DALI on this machine; without a GPU it says so

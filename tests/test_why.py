@@ -66,6 +66,7 @@ def assert_helps_as_predicted(before: tuple[float, Bottleneck], after: float) ->
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_one_thread(demo: Path, slow_decoding: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dali_stream.process.cores", lambda: 2)
     before = run(demo, 1, num_threads=1)
@@ -76,6 +77,7 @@ def test_one_thread(demo: Path, slow_decoding: float, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_tiny_budget(demo: Path, slow_decoding: float) -> None:
     before = run(demo, 3, STEP_S, skip=1, memory_budget="500kB")
     assert before[1].stage == "decode"
@@ -87,6 +89,7 @@ def test_a_tiny_budget(demo: Path, slow_decoding: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_long_gops(written: Callable[..., Path], slow_decoding: float) -> None:
     """With little memory, so that most frames of a GOP are decoded again for each frame."""
     options = {"memory_budget": "500kB", "num_threads": 2}
@@ -99,6 +102,7 @@ def test_long_gops(written: Callable[..., Path], slow_decoding: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_slow_server(demo: Path, tmp_path: Path) -> None:
     """Of which a run needs nothing any more, if an earlier one has left the bytes in cache_dir."""
     with Server(demo, bytes_per_s=200_000.0) as server:
@@ -111,7 +115,7 @@ def test_a_slow_server(demo: Path, tmp_path: Path) -> None:
 
 
 def test_a_slow_consumer(demo: Path) -> None:
-    _, limit = run(demo, 1, 0.05)
+    _, limit = run(demo, 1, 0.1)
     assert limit.stage == "training"
     assert limit.gain == 1
 
@@ -128,6 +132,7 @@ def test_the_busiest_resource_determines_the_model() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_command_predicts_what_each_remedy_brings(written: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     dataset = written(episodes=4, size=(128, 160), codec="h264", gop=12)
     settings = "--image-size 64x80 --batch-size 8 --memory-budget 4MiB --device cpu"
@@ -157,6 +162,7 @@ def test_the_command_predicts_what_each_remedy_brings(written: Callable[..., Pat
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_later_epochs_of_a_recording_and_its_prepared_copy_are_equally_fast(demo: Path) -> None:
     """Both copy the same frames from memory. Measured apart from each other, they differed by up to a factor of 2."""
     found = why(demo, loader=SETTINGS, anyway=True)
@@ -188,6 +194,7 @@ def test_nothing_is_predicted_beside_other_processes(
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_command_takes_a_mixture_file(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entries = {"few": {"uri": str(demo), "episodes": [0]}, "many": {"uri": str(demo), "episodes": [1, 2, 3, 4, 5]}}
     (path := tmp_path / "mixture.json").write_text(json.dumps({"datasets": entries, "weights": {"few": 3, "many": 1}}))
