@@ -418,6 +418,16 @@ def test_transforms_on_the_gpu_are_refused(train: Train, demo: Path, tmp_path: P
         script.train(config)
 
 
+def test_another_folder_of_the_new_streaming_class_is_refused(train: Train, demo: Path, tmp_path: Path, script: Any) -> None:
+    lerobot.patch()
+    config = lerobot_script.config(demo, tmp_path)
+    config.dataset.streaming_data_root = "s3://bucket/data"
+    with pytest.raises(
+        ValueError, match=r"--dataset\.streaming_data_root must not be given with a Loader, .* got 's3://bucket/data'"
+    ):
+        script.train(config)
+
+
 @pytest.mark.parametrize("most", [0, 20])
 def test_an_evaluation_has_a_loader_of_its_own(most: int, train: Train, demo: Path) -> None:
     """In the recorded order, without the frames that the policy drops in training."""

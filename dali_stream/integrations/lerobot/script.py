@@ -313,6 +313,11 @@ def _check_settings(config: Any) -> None:
     """Refuse settings that a Loader cannot follow, and warn about those that have no effect."""
     if (backend := _setting(config, "dataset.image_transforms.backend")) not in (None, "dataloader"):
         raise ValueError(f"--dataset.image_transforms.backend must be dataloader with a Loader, got {backend!r}")
+    if (root := _setting(config, "dataset.streaming_data_root")) is not None:
+        raise ValueError(
+            f"--dataset.streaming_data_root must not be given with a Loader, which reads the files of the dataset, got {root!r}. "
+            "Use --dataset.repo_id or --dataset.root"
+        )
     if (backend := _setting(config, "dataset.video_backend")) not in (None, "torchcodec"):
         _warn(
             "--dataset.video_backend=%s has no effect, since the Loader decodes with torchcodec or DALI. %sdecode chooses one "
