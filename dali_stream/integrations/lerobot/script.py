@@ -315,7 +315,7 @@ def _check_settings(config: Any) -> None:
         raise ValueError(f"--dataset.image_transforms.backend must be dataloader with a Loader, got {backend!r}")
     if (root := _setting(config, "dataset.streaming_data_root")) is not None:
         raise ValueError(
-            f"--dataset.streaming_data_root must not be given with a Loader, which reads the files of the dataset, got {root!r}. "
+            f"--dataset.streaming_data_root must not be given with a Loader, which reads the dataset itself, got {root!r}. "
             "Use --dataset.repo_id or --dataset.root"
         )
     if (backend := _setting(config, "dataset.video_backend")) not in (None, "torchcodec"):
