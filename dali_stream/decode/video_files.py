@@ -60,14 +60,18 @@ class VideoFiles:
         for packet in packets.tolist():
             self._check_size(index, self.format(index, packet), episode)
 
-    def lacking(self, episodes: OpenEpisodes, index: VideoIndex, episode: int, frame: int) -> DecodeError:
-        """Return the error for a frame that is missing in the video."""
+    def missing(self, episodes: OpenEpisodes, episode: int, frames: Int64) -> DecodeError:
+        """Return the error for frames of an episode that have no packet. It explains the first one."""
+        try:
+            index = episodes.index(self.key, episode)
+        except DecodeError as error:
+            return named(self._source, self.key, episode, frames, error)
         every = np.array([episode]), np.arange(self._source.lengths[episode])[None]
         rows = {key: episodes.table.gather(key, *every)[0] for key in CLOCKS}
         seconds, timing = self._source.seconds(episode, rows), self._source.timing(episode)
         interval = self._source.interval(self.key, episode)
-        why = explain(index, interval, seconds, rows["frame_index"], frame, *timing)
-        return DecodeError(f"{self._source.data_store.where(index.path)}: {why}")
+        why = explain(index, interval, seconds, rows["frame_index"], int(frames[0]), *timing)
+        return self.named(episode, frames, index, DecodeError(why))
 
     def format(self, index: VideoIndex, packet: int) -> VideoFormat:
         """Return the format according to the sample description of a packet.
