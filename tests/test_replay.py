@@ -172,9 +172,7 @@ def test_what_does_not_fit_is_refused(augmented: tuple[dict[str, Any], list[list
     with pytest.raises(ValueError, match=r"config must be the result of Loader.describe\(\)"):
         batch_at({"seed": 1}, 0, 0)
     other = config | {"loader": config["loader"] | {"decode": "fastest"}}
-    with pytest.raises(
-        ValueError, match="decode.* must be 'auto' or 'dali' or 'torchcodec' or 'torchcodec-cuda', got 'fastest'"
-    ):
+    with pytest.raises(ValueError, match=r"decode .*must be 'auto' or 'dali' or .*, got 'fastest'"):
         batch_at(other, 0, 0, graph)
     with pytest.raises(ResumeError, match="version of the config must be 1, got 9"):
         batch_at(config | {"version": 9}, 0, 0, graph)

@@ -7,6 +7,8 @@ import pytest
 from dali_stream.decode import route
 from dali_stream.decode.capability import Capability
 
+DECODES = Capability(True, "", 1, (48, 48), (4096, 4096), 65536)
+
 
 def let_auto_take_dali(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let decode="auto" take DALI on a CPU, and fall back to torchcodec, as it does on a GPU."""
@@ -14,8 +16,6 @@ def let_auto_take_dali(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(route, "choose", lambda _, *rest: choose("dali", *rest))
 
 
-def let_nvdec_answer(
-    monkeypatch: pytest.MonkeyPatch, answer: Capability = Capability(True, "", 1, (48, 48), (4096, 4096), 65536)
-) -> None:
+def let_nvdec_answer(monkeypatch: pytest.MonkeyPatch, answer: Capability = DECODES) -> None:
     """Let the driver give an answer for every format. By default, NVDEC decodes it."""
     monkeypatch.setattr(route, "capability", lambda *_: answer)

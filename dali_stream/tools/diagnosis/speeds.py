@@ -20,7 +20,7 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.speed.decodes import median_gop
 from dali_stream.storage import Store
 
-_SECONDS = 1.0  # time limit for measuring a camera, in seconds. It does not interrupt a batch
+_SECONDS = 2.0  # time limit for measuring a camera, in seconds. It does not interrupt a batch
 _REQUESTS, _DECODED = 8, 64  # limits of a clip for the CPU: requested frames, and approximate number of frames to decode
 _CLIPS = 16  # minimum number of clips of a batch for DALI
 
