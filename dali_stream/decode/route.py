@@ -100,10 +100,11 @@ def _choose_for_camera(key: str, source: Source, indices: IndexCache, decode: st
 
 
 def _choose_for_episode(key: str, source: Source, indices: IndexCache, episode: int, decode: str, gpu: int | None) -> Route:
-    """Return the route according to the file that contains an episode, with a trial. See `choose_routes` for the errors."""
+    """Return the route of a camera according to the file that contains an episode, after a trial. See `choose_routes`."""
     store = source.data_store
     try:
-        index, video = VideoFiles(source, key).describe(indices, episode)
+        index = indices.of(key, episode, store)
+        video = VideoFiles(source, key).format(index, 0)
         route = choose(decode, gpu, video, index, store)
         if route.decoder != "torchcodec":
             from dali_stream.decode.trial import trial  # imported on use, because it imports DALI

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.decode.decoder import OtherSizes, named
 from dali_stream.errors import DecodeError, FrameSizeError
@@ -35,15 +34,6 @@ class VideoFiles:
         self.key, self._source, self._any_size = key, source, any_size
         self._other_sizes = OtherSizes(source, key)
         self._formats: dict[bytes, VideoFormat] = {}
-
-    def describe(self, indices: IndexCache, episode: int) -> tuple[VideoIndex, VideoFormat]:
-        """Return the index and the format of the file that contains an episode.
-
-        Raises:
-            DecodeError: If the index or the first sample description is broken.
-        """
-        index = indices.of(self.key, episode, self._source.data_store)
-        return index, self.format(index, 0)
 
     def checked(self, index: VideoIndex, packets: Int64, episode: int) -> None:
         """Compare the sample descriptions of an episode's packets with the metadata.

@@ -12,7 +12,6 @@ import numpy as np
 
 from dali_stream import process
 from dali_stream.decode.capability import engines
-from dali_stream.decode.turns import turns
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.clip import Clip, pack
 from dali_stream.mp4.format import VideoFormat
@@ -104,15 +103,14 @@ def _with_dali(clips: list[Clip], gpu: int | None, num_threads: int, cameras: in
     pipeline = dali.pipeline(lambda: batch, count, gpu, threads, prefetch=1)
 
     def run() -> int:
-        with turns(gpu).alone():
-            try:
-                pipeline.run()
-            except RuntimeError as error:
-                raise DecodeError(f"DALI's video decoder failed: {dali.explanation(error)}") from error
-            if gpu is not None:
-                import torch
+        try:
+            pipeline.run()
+        except RuntimeError as error:
+            raise DecodeError(f"DALI's video decoder failed: {dali.explanation(error)}") from error
+        if gpu is not None:
+            import torch
 
-                torch.cuda.synchronize(gpu)
+            torch.cuda.synchronize(gpu)
         return count
 
     pipeline.build()
