@@ -46,7 +46,7 @@ def vp9_copy(written: Callable[..., Path], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mixed(h264_demo: Path, vp9_copy: Path) -> Path:
-    """A dataset of VP9, but for the top camera's last file, which is H.264: DALI decodes only the first on a CPU."""
+    """A dataset of VP9 whose last file of the top camera is H.264. On a CPU, DALI decodes only VP9."""
     root = vp9_copy
     *_, last = sorted((root / "videos" / TOP).glob("*/*.mp4"))
     assert not last.name.endswith("-000.mp4")  # the first is still VP9
@@ -136,7 +136,7 @@ def test_sizes_that_are_coded_as_they_are_shown_go_to_nvdec(
     let_nvdec_answer(monkeypatch)
     video = VideoFormat(codec, PROFILES[codec][-1], "420", 8, height, width)
     assert not route.refusal(0, video, closed)
-    assert not route.refusal(None, dataclasses.replace(video, codec="vp9", height=362), closed)  # it is NVDEC's decoders alone
+    assert not route.refusal(None, dataclasses.replace(video, codec="vp9", height=362), closed)  # only NVDEC needs it
 
 
 @pytest.mark.parametrize(("codec", "gop", "hides"), [("av1", 30, True), ("av1", 2, False), ("vp9", 12, False)])
