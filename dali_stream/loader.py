@@ -15,8 +15,7 @@ from dali_stream import process, run_config
 from dali_stream.arguments import INSTEAD_OF_DATALOADER, epoch_number, from_zero, known_arguments_or, one_of
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
-from dali_stream.decode.choice import choose_routes
-from dali_stream.decode.route import DECODE, Route
+from dali_stream.decode.route import DECODE, Route, choose_routes
 from dali_stream.errors import DaliStreamError, MemoryBudgetError, ResumeError, counted
 from dali_stream.lerobot import fingerprint
 from dali_stream.loader_config import make_config, make_normalizer, open_dataset
@@ -86,9 +85,9 @@ class Loader:
             as 32 and 8 for 64 samples. A resumed run keeps the values of its state.
         device: "auto", "cpu", "cuda" or an index such as "cuda:1". "auto" is the GPU of this process if it has one, and the CPU
             otherwise. Default: "auto".
-        decode: "auto" for NVDEC if the driver supports the camera's video and torchcodec otherwise, "fastest" for the faster of
-            the two on this machine, "dali", "torchcodec", or "torchcodec-cuda" for NVDEC without DALI (not run on a GPU yet).
-            Default: "auto".
+        decode: "auto" for NVDEC if the driver supports the camera's video and torchcodec otherwise, "dali", "torchcodec", or
+            "torchcodec-cuda" for NVDEC without DALI (not run on a GPU yet). `dali-stream doctor URI` measures whether NVDEC or
+            the CPU is faster. Default: "auto".
         num_threads: Number of threads that decode on the CPU, and maximum number of DALI's threads for NVDEC. Default: the
             number of cores of this process, which is its share if local ranks share cores or a CPU quota. The first line that
             a Loader logs has the number and the reason.
@@ -200,7 +199,7 @@ class Loader:
         """
         config = self._config
         try:
-            routes = choose_routes(config.dataset, config.indices, decode, config.gpu, config.num_threads)
+            routes = choose_routes(config.dataset, config.indices, decode, config.gpu)
         finally:
             self.dataset.close()
         self._check_budget(config)

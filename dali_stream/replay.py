@@ -75,8 +75,6 @@ def _loader(dataset: Dataset | Mixture, config: Mapping[str, Any], dali_graph: G
     arguments = dict(config["loader"])
     if arguments["device"] == "cuda":
         arguments["device"] = "auto"
-    if arguments["decode"] == "fastest":  # a new measurement may choose another decoder
-        arguments["decode"] = "torchcodec" if set(config["routes"].values()) == {"torchcodec"} else "auto"
     limit = memory_limit()
     if limit and "memory_budget" in arguments:  # the run may have had a larger machine, and the budget changes no batch
         arguments["memory_budget"] = min(byte_count(arguments["memory_budget"]), limit.size)

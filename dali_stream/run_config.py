@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from dali_stream.arguments import MOST_EPOCHS, epoch_number, from_zero
 from dali_stream.dataset import Dataset
-from dali_stream.decode.route import Route
+from dali_stream.decode.route import DECODE, Route
 from dali_stream.errors import ResumeError, counted
 from dali_stream.file_content import (
     DICT,
@@ -211,8 +211,8 @@ _LOADER: Fields = {
     "delta_timestamps": (dict_of(array_of(NUMBER, ""), "lists of seconds by key"),),
     "image_size": (array_of(whole(1, 1 << 15), "[height, width]", 2), NULL), "image_dtype": (TEXT,), "memory_format": (TEXT,),
     "normalize": (dict_of(TEXT, "modes by key"),), "shuffle": (FLAG, one_of_texts("global")), "device": (TEXT,),
-    "decode": (TEXT,), "memory_budget": (_POSITION, TEXT), "last_batch": (one_of_texts(*LAST_BATCH),), "on_error": (TEXT,),
-    "max_substitutes": (NUMBER,),
+    "decode": (one_of_texts(*DECODE),), "memory_budget": (_POSITION, TEXT), "last_batch": (one_of_texts(*LAST_BATCH),),
+    "on_error": (TEXT,), "max_substitutes": (NUMBER,),
 }  # fmt: skip
 _NEEDED = (
     *("batch_size", "world_size", *OrderArguments._fields, "delta_timestamps", "image_size", "normalize"),

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dali_stream.decode.route import Rates, Route
+    from dali_stream.decode.route import Route
     from dali_stream.lerobot.features import Feature
     from dali_stream.lerobot.frame_ranges import Frames
     from dali_stream.lerobot.metadata import Stats
@@ -28,7 +28,6 @@ __all__ = [
     "Graph",
     "Modes",
     "Ranges",
-    "Rates",
     "Route",
     "Shares",
     "Shuffle",
@@ -44,7 +43,6 @@ _MODULE_OF = {
     "Graph": "pipeline.graph",
     "Modes": "normalize",
     "Ranges": "order.selected",
-    "Rates": "decode.route",
     "Route": "decode.route",
     "Shares": "order.shares",
     "Shuffle": "order",

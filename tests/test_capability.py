@@ -170,23 +170,6 @@ def test_a_container_without_the_video_capability(fake_driver: FakeDriver) -> No
     assert "NVIDIA_DRIVER_CAPABILITIES=video,compute,utility" in found["h264"]["reason"]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025",
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs-builder@U22)",
-    ],
-)
-def test_the_drivers_version_is_that_of_the_kernel_module(line: str, tmp_path: Path) -> None:
-    (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.3.0\n")
-    assert capability.driver_version(tmp_path / "version") == "580.95.05"
-
-
-def test_without_a_kernel_module_the_drivers_cuda_version_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(capability, "cuda_version", lambda: (13, 0))
-    assert capability.driver_version(tmp_path / "none") == "with CUDA 13.0"
-
-
 def test_frames_that_nvdec_is_too_small_for_are_refused() -> None:
     caps = capability.Capability(True, "", 1, (80, 144), (2048, 4096), 8160)
     assert [caps.refusal(*size) for size in ((80, 144), (1080, 1920), (1920, 1088), (2048, 1000))] == [""] * 4

@@ -20,7 +20,7 @@ from torchcodec.decoders import VideoDecoder
 from dali_stream import Dataset, DecodeError, Loader
 from dali_stream.counters import Counters
 from dali_stream.decode import dali
-from dali_stream.decode.dali import COLOUR_TOLERANCE
+from dali_stream.decode.audit import COLOUR_TOLERANCE
 from dali_stream.demo import read_identities
 
 FPS = 20
@@ -76,7 +76,7 @@ def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypat
         with ThreadPoolExecutor(2) as pool:
             step = SimpleNamespace(packets={key: packets}, samples=SimpleNamespace(episode=episode))
             clips = decoder.start(pool, step, frames, episodes, dataset.data_store)
-        for row, (clip, places, order, _) in enumerate(clips.packed):
+        for row, (clip, places, order, _) in enumerate(clips.results):
             assert (np.diff(places) > 0).all()
             ffmpeg = VideoDecoder(clip.tobytes(), dimension_order="NHWC")
             shown = ffmpeg.get_frames_at(places.tolist()).data.numpy()[order]

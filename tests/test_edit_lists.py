@@ -148,7 +148,7 @@ def test_a_decoder_is_tried_on_displayed_frames(codec: str, tmp_path: Path) -> N
     whole = data.encode(data.draw(), tmp_path / "whole.mp4", CODECS[codec])
     index = index_of(cut(whole, tmp_path / "cut.mp4", "head"))
     assert trial._frames(index)[0][0] == index.displayed_packets[0]
-    assert trial.trial_of_torchcodec(LocalStore(str(tmp_path)), index, describe(index.configs[0]), "cpu") == ""
+    assert trial.trial("torchcodec-cuda", LocalStore(str(tmp_path)), index, describe(index.configs[0]), None) == ""
 
 
 def test_windows_of_a_cut_file(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_what_a_loader_is_of(demo: Path) -> None:
         ({"episode_pool_size": 0}, "episode_pool_size must be a positive integer, got 0"),
         ({"device": "gpu"}, "device must be .*, got 'gpu'"),
         ({"device": "cpu:1"}, "device must be .*, got 'cpu:1'"),
-        ({"decode": "nvdec"}, "decode must be one of 'auto', 'fastest', 'dali', 'torchcodec', 'torchcodec-cuda', got 'nvdec'"),
+        ({"decode": "nvdec"}, "decode must be one of 'auto', 'dali', 'torchcodec', 'torchcodec-cuda', got 'nvdec'"),
         ({"num_threads": 0}, "num_threads must be a positive integer, got 0"),
         ({"prefetch": 0}, "prefetch must be a positive integer, got 0"),
         ({"memory_budget": "lots"}, "memory_budget must be .*, got 'lots'"),

@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from support import videos as data
 from support.datasets import ODD_CAMERA, Column, build, image_file, video
+from support.routes import let_auto_take_dali
 
 from dali_stream import Dataset, DecodeError
 from dali_stream.cli import main
-from dali_stream.decode import choice, route
 from dali_stream.tools import prepare
 
 STATED = (64, 96)  # the size in info.json, of frames of 128×160
@@ -90,7 +90,7 @@ def test_dali_reads_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     root = written(tmp_path, "vp9")
     with data.loader(root, decode="dali") as loader, pytest.raises(DecodeError, match="must be 64×96"):
         next(iter(loader))
-    monkeypatch.setattr(choice, "choose", lambda _, *rest: route.choose("dali", *rest))
+    let_auto_take_dali(monkeypatch)
     check(root, (150, 180), image_size=(150, 180), decode="auto", audit=1)
 
 

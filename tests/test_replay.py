@@ -77,7 +77,7 @@ AUGMENTED: dict[str, Any] = {
         {"image_size": None},
         {"image_dtype": "uint8", "memory_format": "contiguous", "shuffle": "global", "last_batch": "pad"},
         {"delta_timestamps": {"action": CHUNK, TOP: [-0.1, 0.0]}, "normalize": "mean_std", "consumers": 5},
-        {"shuffle": False, "last_batch": "partial", "decode": "fastest"},
+        {"shuffle": False, "last_batch": "partial", "decode": "torchcodec"},
     ],
     ids=["plain", "resized", "windows", "recorded"],
 )
@@ -171,6 +171,9 @@ def test_what_does_not_fit_is_refused(augmented: tuple[dict[str, Any], list[list
         batch_at(config, -1, 0, graph)
     with pytest.raises(ValueError, match=r"config must be the result of Loader.describe\(\)"):
         batch_at({"seed": 1}, 0, 0)
+    other = config | {"loader": config["loader"] | {"decode": "fastest"}}
+    with pytest.raises(ValueError, match=r"decode .*must be 'auto' or 'dali' or .*, got 'fastest'"):
+        batch_at(other, 0, 0, graph)
     with pytest.raises(ResumeError, match="version of the config must be 1, got 9"):
         batch_at(config | {"version": 9}, 0, 0, graph)
     state = config["state"] | {"version": STATE_VERSION + 1}

@@ -18,13 +18,14 @@ from support import videos as video_data
 from support.batches import check_identities
 from support.datasets import TOP, copied, read_lengths
 from support.opened import open_all
+from support.routes import let_auto_take_dali, let_nvdec_answer
 from support.tools import table_of
 
 import dali_stream
 from dali_stream.cache.indices import IndexCache
 from dali_stream.counters import Counters
 from dali_stream.decode import capability as capability_module
-from dali_stream.decode import choice, dali, route
+from dali_stream.decode import dali, route
 from dali_stream.decode.capability import Capability, DriverError
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.trial import trial
@@ -45,7 +46,7 @@ def vp9_copy(written: Callable[..., Path], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mixed(h264_demo: Path, vp9_copy: Path) -> Path:
-    """A dataset of VP9, but for the top camera's last file, which is H.264: DALI decodes only the first on a CPU."""
+    """A dataset of VP9 whose last file of the top camera is H.264. On a CPU, DALI decodes only VP9."""
     root = vp9_copy
     *_, last = sorted((root / "videos" / TOP).glob("*/*.mp4"))
     assert not last.name.endswith("-000.mp4")  # the first is still VP9
@@ -66,12 +67,8 @@ def closed(store: Store) -> VideoIndex:
     return read_index(store, FIRST)
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, answer: Capability) -> None:
-    monkeypatch.setattr(route, "capability", lambda *_: answer)
-
-
 def test_a_gpu_that_decodes_the_video_gets_it(monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store) -> None:
-    asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
+    let_nvdec_answer(monkeypatch)
     found = route.choose("auto", 0, H264, closed, store)
     assert found.decoder == "dali"
     assert "NVDEC decodes h264 420 8 bit of 480×640" in found.reason
@@ -80,7 +77,7 @@ def test_a_gpu_that_decodes_the_video_gets_it(monkeypatch: pytest.MonkeyPatch, c
 def test_a_gpu_without_the_decoder_leaves_it_to_torchcodec(
     monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store
 ) -> None:
-    asked(monkeypatch, Capability(False, "this GPU has no NVDEC decoder for av1 420 8 bit"))
+    let_nvdec_answer(monkeypatch, Capability(False, "this GPU has no NVDEC decoder for av1 420 8 bit"))
     assert route.choose("auto", 0, AV1, closed, store) == dali_stream.types.Route(
         "torchcodec", "this GPU has no NVDEC decoder for av1 420 8 bit"
     )
@@ -98,7 +95,7 @@ def test_a_gpu_without_the_decoder_leaves_it_to_torchcodec(
 def test_sizes_that_nvdec_does_not_take(
     limits: tuple, reason: str, monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store
 ) -> None:
-    asked(monkeypatch, Capability(True, "", 1, *limits))
+    let_nvdec_answer(monkeypatch, Capability(True, "", 1, *limits))
     assert route.choose("auto", 0, H264, closed, store).reason == reason
 
 
@@ -124,7 +121,7 @@ def test_sizes_that_nvdec_does_not_take(
 def test_what_dali_would_get_wrong_on_a_gpu_goes_to_torchcodec(
     video: dict, table: dict, reason: str, monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store
 ) -> None:
-    asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
+    let_nvdec_answer(monkeypatch)
     found = route.choose("auto", 0, dataclasses.replace(H264, **video), dataclasses.replace(closed, **table), store)
     assert found.decoder == "torchcodec"
     assert reason in found.reason
@@ -136,10 +133,10 @@ def test_what_dali_would_get_wrong_on_a_gpu_goes_to_torchcodec(
 def test_sizes_that_are_coded_as_they_are_shown_go_to_nvdec(
     codec: str, height: int, width: int, monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store
 ) -> None:
-    asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
+    let_nvdec_answer(monkeypatch)
     video = VideoFormat(codec, PROFILES[codec][-1], "420", 8, height, width)
     assert not route.refusal(0, video, closed)
-    assert not route.refusal(None, dataclasses.replace(video, codec="vp9", height=362), closed)  # it is NVDEC's decoders alone
+    assert not route.refusal(None, dataclasses.replace(video, codec="vp9", height=362), closed)  # only NVDEC needs it
 
 
 @pytest.mark.parametrize(("codec", "gop", "hides"), [("av1", 30, True), ("av1", 2, False), ("vp9", 12, False)])
@@ -147,7 +144,7 @@ def test_hidden_frames_are_kept_from_nvdec(
     codec: str, gop: int, hides: bool, written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the file's first frames at the start, and of each clip: where only later ones have some, the route changes."""
-    asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
+    let_nvdec_answer(monkeypatch)
     kind = {} if (codec, gop) == ("av1", 2) else {"codec": codec, "gop": gop}
     dataset = dali_stream.Dataset(written(episodes=2, size=(128, 160) if codec == "vp9" else (120, 128), **kind))
     table = read_index(dataset.data_store, FIRST)
@@ -157,7 +154,7 @@ def test_hidden_frames_are_kept_from_nvdec(
 
     clips = packed(dataset, TOP, 0, np.array([0, 1, 0, 1]), np.array([[3], [20], [40], [29]]))
     if not hides:
-        assert all(clip.frames.size == 1 for clip in clips.packed)
+        assert all(clip.frames.size == 1 for clip in clips.results)
         return
     with pytest.raises(
         RouteChange, match=rf"{TOP}: .*{FIRST}: av1 with hidden frames: .* packet at byte \d+ has hidden frames"
@@ -201,7 +198,7 @@ FILES: dict[str, tuple[tuple[int, int], tuple[str, ...], str]] = {  # size, enco
 @pytest.mark.parametrize("name", FILES)
 def test_the_route_goes_by_the_headers_of_a_file(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     size, arguments, reason = FILES[name]
-    asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
+    let_nvdec_answer(monkeypatch)
     path = video_data.encode(video_data.draw((16,), size=size), tmp_path / "video.mp4", arguments)
     table, video = table_of(path)
     assert not table.open_gops
@@ -214,7 +211,7 @@ def test_av1_that_declares_other_lines_than_it_codes_is_kept_from_nvdec(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As av1_nvenc does for 1080 lines: the sample description has 1088."""
-    asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
+    let_nvdec_answer(monkeypatch)
     path = video_data.encode(video_data.draw((2,), size=(1080, 1920)), tmp_path / "video.mp4", video_data.av1(2))
     store = open_store(str(tmp_path))
     for declared, decoder in ((1080, "dali"), (1088, "torchcodec")):
@@ -229,7 +226,7 @@ def test_av1_that_declares_other_lines_than_it_codes_is_kept_from_nvdec(
 
 def test_a_later_file_without_idr_frames_moves_its_camera(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Found in the clip itself, since nothing of a later file is looked at before it is needed."""
-    asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
+    let_nvdec_answer(monkeypatch)
     files = [
         video_data.encode(video_data.draw((40,), first=episode), tmp_path / f"{episode}.mp4", arguments)
         for episode, arguments in enumerate((video_data.h264(12), video_data.h264_without_idr()))
@@ -257,7 +254,7 @@ def test_a_file_that_dali_cannot_decode_moves_its_camera_and_not_the_position(
     mixed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # On a CPU "auto" never takes DALI. Told that it may, the loader meets the H.264 file in the middle of the epoch.
-    monkeypatch.setattr(choice, "choose", lambda _, *rest: route.choose("dali", *rest))
+    let_auto_take_dali(monkeypatch)
     lengths, seen = read_lengths(mixed), []
     with dali_stream.Loader(mixed, batch_size=8, shuffle=False, last_batch="partial", image_dtype="uint8") as loader:
         before = loader.routes
@@ -287,10 +284,35 @@ def test_what_dali_delivers_is_held_against_ffmpeg_before_a_camera_gets_it(
         with pytest.raises(ValueError, match=f'decode="dali": .*{said}.*Use decode="auto"'):
             dali_stream.Loader(vp9_demo, batch_size=8, decode="dali")
         with monkeypatch.context() as patch:
-            patch.setattr(choice, "choose", lambda _, *rest: route.choose("dali", *rest))
+            let_auto_take_dali(patch)
             with dali_stream.Loader(vp9_demo, batch_size=8) as loader:
                 assert {found.decoder for found in loader.routes.values()} == {"torchcodec"}
                 assert all(said in found.reason for found in loader.routes.values())
+
+
+def test_a_gpu_decodes_what_passes_the_trial(h264_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial comes after all other conditions, and before DALI is used."""
+    let_nvdec_answer(monkeypatch)
+    monkeypatch.setattr(route, "capabilities", lambda _: {})
+    dataset, refused, tried = dali_stream.Dataset(h264_demo), "", []
+    monkeypatch.setattr("dali_stream.decode.trial.trial", lambda decoder, *_: tried.append(decoder) or refused)
+
+    def routes(decode: str) -> dict[str, str]:
+        chosen = route.choose_routes(dataset, IndexCache(dataset), decode, 0)
+        return {found.decoder: found.reason for found in chosen.values()}
+
+    reason = "NVDEC decodes h264 420 8 bit of 128×160"
+    assert routes("auto") == routes("dali") == {"dali": reason}
+    assert tried == ["dali"] * 4
+    refused = "DALI's first frames must differ"
+    assert routes("auto") == {"torchcodec": refused}
+    with pytest.raises(ValueError, match=f'^{TOP}: decode="dali": {refused}. Use decode="auto"'):
+        routes("dali")
+    tried.clear()
+    assert list(routes("torchcodec")) == ["torchcodec"]
+    let_nvdec_answer(monkeypatch, Capability(False, "no decoder"))
+    assert routes("auto") == {"torchcodec": "no decoder"}
+    assert tried == []
 
 
 def test_the_trial_decodes_a_clip_that_begins_at_a_later_keyframe(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,23 +320,23 @@ def test_the_trial_decodes_a_clip_that_begins_at_a_later_keyframe(vp9_demo: Path
     dataset = dali_stream.Dataset(vp9_demo)
     table = read_index(dataset.data_store, FIRST)
     video, decode = describe(table.configs[0]), dali.decode
-    assert trial(dataset.data_store, table, video, None) == ""
+    assert trial("dali", dataset.data_store, table, video, None) == ""
 
     def wrong(clips: list, *options: object) -> list[np.ndarray]:
         first, later = decode(clips, *options)
         return [first, np.flip(later, -1)]
 
     monkeypatch.setattr(dali, "decode", wrong)
-    assert "first frames must differ from FFmpeg's by at most" in trial(dataset.data_store, table, video, None)
+    assert "first frames must differ from FFmpeg's by at most" in trial("dali", dataset.data_store, table, video, None)
     monkeypatch.setattr(dali, "decode", lambda *arguments: [frames[:, 2:] for frames in decode(*arguments)])
-    found = trial(dataset.data_store, table, video, None)
+    found = trial("dali", dataset.data_store, table, video, None)
     assert "first frames must have shape (128, 160, 3), got (126, 160, 3)" in found
 
 
 def test_the_trial_names_keyframes_that_are_not_idr_frames(tmp_path: Path) -> None:
     path = video_data.encode(video_data.draw(), tmp_path / "video.mp4", video_data.h264_without_idr())
     table, video = table_of(path)
-    assert trial(open_store(str(tmp_path)), table, video, 0).startswith(
+    assert trial("dali", open_store(str(tmp_path)), table, video, 0).startswith(
         "h264 with keyframes that are not IDR frames: DALI adds"
     )
 
@@ -326,7 +348,7 @@ def test_colours_that_only_the_frames_name_are_kept_from_nvdec(tmp_path: Path) -
     table = read_index(store, "video.mp4")
     found = describe(table.configs[0])
     assert found.matrix is None
-    assert trial(store, table, found, 0) == (
+    assert trial("dali", store, table, found, 0) == (
         "its frames say that their colours are bt709, and DALI converts all as BT.601 on a GPU"
     )
 
@@ -335,7 +357,7 @@ def test_a_decoder_that_breaks_costs_its_camera_dali_and_no_sample(
     vp9_copy: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One keyframe that looks whole and that DALI's decoder fails at. Its error names no camera, and breaks the pipeline."""
-    monkeypatch.setattr(choice, "choose", lambda _, *rest: route.choose("dali", *rest))
+    let_auto_take_dali(monkeypatch)
     root = vp9_copy
     *_, last = sorted((root / "videos" / TOP).glob("*/*.mp4"))
     table = read_index(dali_stream.storage.open_store(str(root)), str(last.relative_to(root)))
@@ -382,12 +404,12 @@ def test_a_driver_that_does_not_tell_what_nvdec_decodes_is_a_warning_once(
     def capabilities(gpu: int) -> NoReturn:
         raise DriverError("the driver answers 100 when asked what NVDEC decodes", "start the container with --gpus all", 100)
 
-    for module in (capability_module, choice):
+    for module in (capability_module, route):
         monkeypatch.setattr(module, "capabilities", capabilities)
-    choice._warn_without_nvdec.cache_clear()
+    route._warn_without_nvdec.cache_clear()
     dataset = dali_stream.Dataset(h264_demo)
     for _ in range(2):
-        routes = choice.choose_routes(dataset, IndexCache(dataset), "auto", 0, 2)
+        routes = route.choose_routes(dataset, IndexCache(dataset), "auto", 0)
         assert {found.decoder for found in routes.values()} == {"torchcodec"}
         assert all("--gpus all" in found.reason for found in routes.values())
     [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

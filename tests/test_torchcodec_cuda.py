@@ -17,12 +17,13 @@ import torch
 from support.batches import check_identities, equal, samples
 from support.datasets import CAMERAS, SIDE, TOP, copied, read_lengths
 from support.opened import open_all
+from support.routes import let_nvdec_answer
 
 import dali_stream
 from dali_stream import Dataset, DecodeError, Loader
 from dali_stream.cache.indices import IndexCache
 from dali_stream.counters import Counters
-from dali_stream.decode import choice, route, torchcodec, torchcodec_cuda
+from dali_stream.decode import route, torchcodec, torchcodec_cuda
 from dali_stream.decode.capability import Capability
 from dali_stream.mp4.index import read_index
 
@@ -124,7 +125,7 @@ def test_it_is_refused_where_it_cannot_run(demo: Path, monkeypatch: pytest.Monke
         assert "pip install --upgrade torch 'torchcodec>=0.14'" in said
         dataset = Dataset(demo)
         with pytest.raises(ValueError, match=r'decode="torchcodec-cuda": torchcodec .* do not decode on a GPU'):
-            choice.choose_routes(dataset, IndexCache(dataset), "torchcodec-cuda", 0, 2)
+            route.choose_routes(dataset, IndexCache(dataset), "torchcodec-cuda", 0)
     for version, cuda in [("0.14.0", "13.0"), ("0.17.1+cu130", "13.2"), ("1.0.0", "14.0")]:
         monkeypatch.setattr(torchcodec_cuda.torchcodec, "__version__", version)
         monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -133,10 +134,10 @@ def test_it_is_refused_where_it_cannot_run(demo: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("anywhere")
 def test_what_nvdec_does_not_decode_is_refused(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "capability", lambda *_: Capability(False, "this GPU has no NVDEC decoder for av1 420 8 bit"))
+    let_nvdec_answer(monkeypatch, Capability(False, "this GPU has no NVDEC decoder for av1 420 8 bit"))
     dataset = Dataset(demo)
     with pytest.raises(ValueError, match=r'decode="torchcodec-cuda": this GPU has no NVDEC decoder .* Use decode="auto"'):
-        choice.choose_routes(dataset, IndexCache(dataset), "torchcodec-cuda", 0, 2)
+        route.choose_routes(dataset, IndexCache(dataset), "torchcodec-cuda", 0)
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -226,7 +227,7 @@ def test_each_thread_decodes_on_its_own_stream_and_waits_for_it(
         for task in work.tasks:
             task.result()
     assert work.ready()
-    assert [tensor.shape for tensor in work.frames if tensor is not None] == [(1, 128, 160, 3)] * 40
+    assert [tensor.shape for tensor in work.results if tensor is not None] == [(1, 128, 160, 3)] * 40
     by_thread: dict[int, set[int]] = {}
     for _, number, thread in streams.events:
         by_thread.setdefault(thread, set()).add(number)

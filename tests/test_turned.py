@@ -15,13 +15,14 @@ import torch
 from support import videos as data
 from support.datasets import video
 from support.programs import pictures
+from support.routes import let_auto_take_dali
 from support.slow import slow
 from support.tools import prepared, table_of
 from torchcodec.decoders import VideoDecoder  # type: ignore[attr-defined]  # exported, but not by __all__
 
 from dali_stream import Dataset, DecodeError
 from dali_stream.cli import main
-from dali_stream.decode import choice, route, torchcodec
+from dali_stream.decode import torchcodec
 from dali_stream.mp4.boxes import UPRIGHT
 from dali_stream.tools.description import describe
 from dali_stream.tools.diagnosis.frames import Decoders, Deep
@@ -93,12 +94,11 @@ def test_files_that_are_turned_and_files_that_are_not(tmp_path: Path) -> None:
     assert data.identities(torch.stack([frame for *_, frame in shown])) == [(e, f) for e, f, _ in shown]
 
 
-def test_dali_leaves_them_to_torchcodec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dali_leaves_them_to_torchcodec(tmp_path: Path) -> None:
     root = dataset_of(tmp_path, 90, data.vp9(12))
     expected = data.whole_file(tmp_path / "turned90.mp4")
     with pytest.raises(ValueError, match=r'decode="dali": the file asks for rotated frames.*Use decode="auto"'):
         data.loader(root, decode="dali")
-    monkeypatch.setattr(choice, "choose", lambda _, *rest: route.choose("auto", *rest))
     check(root, expected, decode="auto")
 
 
@@ -108,7 +108,7 @@ def test_dali_leaves_a_later_file_to_torchcodec(tmp_path: Path, monkeypatch: pyt
     root = data.write_dataset(tmp_path / "set", files, [data.EPISODES] * 2, size=SHOWN)
     with data.loader(root, decode="dali") as loader, pytest.raises(DecodeError, match="rotated frames"):
         list(loader)
-    monkeypatch.setattr(choice, "choose", lambda _, *rest: route.choose("dali", *rest))
+    let_auto_take_dali(monkeypatch)
     with data.loader(root, decode="auto") as loader:
         assert loader.routes[data.CAMERA].decoder == "dali"
         shown = [(e % 2, f, frame) for e, f, frame in data.samples(loader)]

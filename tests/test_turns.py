@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.batches import equal
+from support.routes import let_auto_take_dali
 
 from dali_stream import DecodeError, Loader
-from dali_stream.decode import choice, dali, route, turns
+from dali_stream.decode import dali, turns
 from dali_stream.decode.dali import DaliDecoder
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.errors import DaliStreamError
@@ -122,7 +123,7 @@ def check_a_route_change(root: Path, monkeypatch: pytest.MonkeyPatch, number: in
             raise RouteChange([decoder.key], "refused by the test")
         make_clip(decoder, *arguments)
 
-    monkeypatch.setattr(choice, "choose", lambda _, *rest: route.choose("dali", *rest))
+    let_auto_take_dali(monkeypatch)
     monkeypatch.setattr(DaliDecoder, "make", refuse)
     with make(root, 0) as loader:
         batches = list(loader)

@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from dali_stream.errors import DaliStreamError
 
@@ -113,21 +111,6 @@ def cuda_version() -> tuple[int, int]:
     version = ctypes.c_int()
     _check(_cuda().cuDriverGetVersion(ctypes.byref(version)), "its version was requested")
     return version.value // 1000, version.value % 1000 // 10
-
-
-def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """Return the version of the driver, such as "580.95.05", or "with CUDA 13.0" if the file does not contain it.
-
-    Args:
-        file: File with the version of the kernel module. Default: /proc/driver/nvidia/version.
-
-    Raises:
-        DriverError: If the driver is missing or fails.
-    """
-    with contextlib.suppress(OSError):
-        if match := re.search(r"Kernel Module .*?\s(\d+\.[\d.]+)\s", file.read_text()):
-            return match[1]
-    return "with CUDA {}.{}".format(*cuda_version())
 
 
 def gpus() -> tuple[Gpu, ...]:

@@ -7,20 +7,18 @@ pipeline. In this module, `gpu` is the number of a CUDA device, or None for the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.counters import Counters
 from dali_stream.decode.audit import Audit
-from dali_stream.decode.decoder import Pool, RouteChange, succeeded
+from dali_stream.decode.decoder import Pool, RouteChange
 from dali_stream.decode.resize import resize
 from dali_stream.decode.route import refusal
-from dali_stream.decode.samples import Request, SampleDecoder
+from dali_stream.decode.sample_decoder import Request, SampleDecoder, SampleWork
 from dali_stream.decode.turns import turns
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.install import install_command
@@ -30,7 +28,6 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
-from dali_stream.workers import Workers
 
 try:
     from nvidia.dali import fn, types
@@ -49,13 +46,6 @@ Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 Audited = Callable[[Samples], npt.NDArray[np.bool_]]
 Encoded = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]  # bytes of a clip, and indices of its frames, increasing
-
-COLOUR_TOLERANCE = 4.0
-"""Maximum mean absolute difference between 8-bit RGB values of DALI and of FFmpeg, per frame.
-
-DALI and FFmpeg upsample chroma and convert to RGB differently, so their frames are never equal. They differed by 1.6 for VP9 on
-a CPU. BT.709 and BT.601 differ by only 2.6 on a demo frame, so this tolerance does not distinguish them. `route.refusal` and
-`trial` therefore compare the colour matrix that a file specifies."""
 
 SESSIONS_PER_ENGINE = 3
 """Maximum number of decoding sessions per NVDEC engine. This number is an assumption and was not measured on a GPU."""
@@ -84,24 +74,16 @@ class Packed(NamedTuple):
     audit: Audit | None
 
 
-class Clips:
-    """`Work` of `DaliDecoder`: the clips of one batch of a camera.
+class Clips(SampleWork):
+    """`Work` of `DaliDecoder`. Each result is a `Packed`.
 
     Args:
         audited: Mask of the samples that are audited, shape (B,).
     """
 
     def __init__(self, audited: npt.NDArray[np.bool_]) -> None:
+        super().__init__(len(audited))
         self.audited = audited
-        self.packed: list[Packed | None] = [None] * len(audited)
-        self.tasks: list[Future[None]] = []
-        self.failed: dict[int, DecodeError] = {}
-
-    def ready(self) -> bool:
-        return not self.failed and all(map(succeeded, self.tasks))
-
-    def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> list[Packed | None]:
-        return self.packed
 
 
 class DaliDecoder(SampleDecoder):
@@ -173,7 +155,7 @@ class DaliDecoder(SampleDecoder):
         mark = object()  # `setdefault` is atomic, so only one task finds its own object in the dict
         is_first = self._audited is not None and self._first.setdefault(request.file.path, mark) is mark
         audit = self._audit(store, request) if is_first or work.audited[request.row] else None
-        work.packed[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order, audit)
+        work.results[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order, audit)
 
     def _audit(self, store: Store, request: Request) -> Audit:
         """Decode the frames of a sample on the CPU for an audit."""

@@ -1,10 +1,24 @@
-"""Routes: the decoder of each camera, and the reason for it."""
+"""Routes: the decoder of each camera, and the reason for it. All decisions between decoders are in this module.
+
+A decoder other than torchcodec on the CPU may refuse a file in three steps, from cheap to expensive. `refusal` judges by the
+index, `refusal_of_file` also by the first packets, and a trial decodes some frames. A Loader takes all three steps for the
+first file of each camera (`choose_routes`). Programs that describe a dataset omit the trial (`choose`). For later files, the
+decoder calls `refusal`, and packing a clip checks its packets.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 
-from dali_stream.decode.capability import capability
+import numpy as np
+
+from dali_stream.cache.indices import IndexCache
+from dali_stream.decode.capability import DriverError, capabilities, capability
+from dali_stream.decode.video_files import VideoFiles
+from dali_stream.errors import DaliStreamError, StorageError
+from dali_stream.lerobot.source import ABSENT, Source
 from dali_stream.mp4.boxes import UPRIGHT
 from dali_stream.mp4.format import PROFILES, VideoFormat
 from dali_stream.mp4.hidden import hidden_frames, hidden_frames_refusal
@@ -13,28 +27,11 @@ from dali_stream.mp4.keyframes import has_other_keyframes, other_keyframes_refus
 from dali_stream.storage import Store
 
 TORCHCODEC_CUDA = "torchcodec-cuda"
-DECODE = ("auto", "fastest", "dali", "torchcodec", TORCHCODEC_CUDA)
-SLOW = 0.7
-"""NVDEC is reported as slow if its speed is below this fraction of the CPU's."""
+DECODE = ("auto", "dali", "torchcodec", TORCHCODEC_CUDA)
 DALI_ON_CPU = ("vp8", "vp9", "mjpeg")
 _BLOCKS = {"h264": 16, "mpeg4": 16, "hevc": 8}
 """Smallest block size of each codec in pixels, which divides coded sizes. HEVC encoders may use 16, 32 or 64 instead."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Measured speed of two decoders on requests for single frames, in frames per second.
-
-    Attributes:
-        nvdec: Speed of NVDEC, with DALI.
-        cpu: Speed of the CPU, with torchcodec in all decode threads of the Loader.
-    """
-
-    nvdec: float
-    cpu: float
-
-    def __str__(self) -> str:
-        return f"NVDEC {self.nvdec:.0f} frames/s, the CPU {self.cpu:.0f}"
+_log = logging.getLogger("dali_stream")
 
 
 @dataclass(frozen=True)
@@ -44,26 +41,111 @@ class Route:
     Attributes:
         decoder: "dali" (NVDEC on a GPU), "torchcodec" (FFmpeg on the CPU), or "torchcodec-cuda" (NVDEC without DALI).
         reason: Reason for this decoder, in one sentence.
-        rates: Measured speed of both decoders, or None if it was not measured.
     """
 
     decoder: str
     reason: str
-    rates: Rates | None = None
 
-    @property
-    def advice(self) -> str:
-        """Advice for the user if the decoder is DALI and is much slower than the CPU. Otherwise, the text is empty."""
-        if self.rates is None or self.decoder != "dali" or self.rates.nvdec >= SLOW * self.rates.cpu:
-            return ""
-        return f'NVDEC reaches {self.rates.nvdec / self.rates.cpu:.2f} of the CPU\'s speed. Use decode="fastest"'
+
+IMAGES = Route("torchcodec", "its frames are images in Parquet rows")
+
+
+def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | None) -> dict[str, Route]:
+    """Return the route of each camera, according to the first video file of each dataset. The routes are logged.
+
+    Args:
+        source: Episodes of the Loader.
+        indices: Indices of the video files.
+        decode: One of `DECODE`.
+        gpu: CUDA device, or None if batches are made on the CPU.
+
+    Raises:
+        ValueError: If `decode` is "dali" or "torchcodec-cuda", and this decoder cannot decode a camera.
+        DecodeError: If `decode` is "dali" or "torchcodec-cuda", and a file is damaged.
+        StorageError: If a file cannot be fetched.
+    """
+    if decode == TORCHCODEC_CUDA:
+        from dali_stream.decode.torchcodec_cuda import unavailable  # imported on use, because it imports DALI
+
+        if why := unavailable(gpu):
+            raise ValueError(f'decode="{TORCHCODEC_CUDA}": {why}')
+    routes = dict.fromkeys(source.cameras, IMAGES)
+    routes |= {key: _choose_for_camera(key, source, indices, decode, gpu) for key in source.videos}
+    for key, route in routes.items():
+        _log.info("%s: %s, since %s", key, route.decoder, route.reason)
+    if gpu is not None and source.videos and decode != "torchcodec":
+        _warn_without_nvdec(gpu)
+    return routes
+
+
+def _choose_for_camera(key: str, source: Source, indices: IndexCache, decode: str, gpu: int | None) -> Route:
+    """Return the route of a camera that is stored as video. See `choose_routes` for the other arguments and the errors.
+
+    The first file of each dataset is tested. If torchcodec must decode one of them, it decodes the camera in all datasets.
+    """
+    present = source.files(key) != ABSENT
+    try:
+        if not present.all() and decode != "torchcodec":
+            why = "a dataset of the mixture has no video of the camera, and NVDEC would need a clip of each sample"
+            return _torchcodec_instead(decode, why)
+        _, first = np.unique(source.dataset_of[present], return_index=True)
+        routes = []
+        for episode in np.flatnonzero(present)[first].tolist():
+            routes.append(_choose_for_episode(key, source, indices, episode, decode, gpu))
+            if routes[-1].decoder == "torchcodec":
+                return routes[-1]
+        return routes[0]
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def _choose_for_episode(key: str, source: Source, indices: IndexCache, episode: int, decode: str, gpu: int | None) -> Route:
+    """Return the route of a camera according to the file that contains an episode, after a trial. See `choose_routes`."""
+    store = source.data_store
+    try:
+        index = indices.of(key, episode, store)
+        video = VideoFiles(source, key).format(index, 0)
+        route = choose(decode, gpu, video, index, store)
+        if route.decoder != "torchcodec":
+            from dali_stream.decode.trial import trial  # imported on use, because it imports DALI
+
+            if refused := trial(route.decoder, store, index, video, gpu):
+                return _torchcodec_instead(decode, refused)
+        return route
+    except StorageError:
+        raise
+    except DaliStreamError as error:
+        if decode in ("dali", TORCHCODEC_CUDA):
+            raise
+        # Other files may be intact, so no error is raised here. The first batch that requires the damaged file raises it.
+        return Route("torchcodec", f"the file of its first episode cannot be read: {error}")
+
+
+def _torchcodec_instead(decode: str, why: str) -> Route:
+    """Return torchcodec as the route of a camera that DALI or NVDEC cannot decode.
+
+    Raises:
+        ValueError: If `decode` requests the decoder that cannot decode it.
+    """
+    if decode != "auto":
+        raise ValueError(f'decode="{decode}": {why}. Use decode="auto", which takes torchcodec for such cameras')
+    return Route("torchcodec", why)
+
+
+@functools.cache
+def _warn_without_nvdec(gpu: int) -> None:
+    """Warn once per process and GPU if the driver does not report what NVDEC decodes."""
+    try:
+        capabilities(gpu)
+    except DriverError as error:
+        _log.warning("The CPU decodes all videos, although GPU %d is used: %s. %s", gpu, error, error.remedy)
 
 
 def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> Route:
-    """Return the route of a camera, according to what the decoders support.
+    """Return the route of a camera according to its first file, without decoding frames.
 
     Args:
-        decode: One of `DECODE`. "fastest" and "auto" give the same route here. See `by_speed`.
+        decode: One of `DECODE`.
         gpu: Number of the CUDA device, or None if batches are made on the CPU.
         video: Format of the camera's first file.
         index: Index of this file.
@@ -74,32 +156,16 @@ def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, 
     """
     if decode == "torchcodec":
         return Route("torchcodec", 'decode="torchcodec" asks for it')
+    if decode == "auto" and gpu is None:
+        return Route("torchcodec", "batches are made on the CPU, where FFmpeg decodes every codec")
     if decode == TORCHCODEC_CUDA:
-        if refused := "" if gpu is None else _capability_refusal(gpu, video):
-            raise ValueError(f'decode="{TORCHCODEC_CUDA}": {refused}. Use decode="auto"')
-        return Route(TORCHCODEC_CUDA, f'decode="{TORCHCODEC_CUDA}" asks for it')
-    refused = refusal_of_file(gpu, video, index, store)
-    if not refused:
+        refused = "" if gpu is None else _capability_refusal(gpu, video)
+        route = Route(TORCHCODEC_CUDA, f'decode="{TORCHCODEC_CUDA}" asks for it')
+    else:
+        refused = refusal_of_file(gpu, video, index, store)
         where = "DALI's CPU decoder" if gpu is None else "NVDEC"
-        if decode == "dali" or gpu is not None:
-            return Route("dali", f"{where} decodes {_name(video)} of {video.height}×{video.width}")
-        refused = "batches are made on the CPU, where FFmpeg decodes every codec"
-    if decode == "dali":
-        raise ValueError(f'decode="dali": {refused}. Use decode="auto", which takes torchcodec for such cameras')
-    return Route("torchcodec", refused)
-
-
-def by_speed(decode: str, route: Route, rates: Rates) -> Route:
-    """Return the route of a camera that NVDEC can decode, according to the measured speeds.
-
-    Args:
-        decode: One of `DECODE`. "fastest" selects the faster decoder, and all other values keep NVDEC.
-        route: Route with NVDEC.
-        rates: Measured speed of both decoders.
-    """
-    if decode == "fastest" and rates.cpu > rates.nvdec:
-        return Route("torchcodec", f"the CPU decodes it faster ({rates})", rates)
-    return Route("dali", f"{route.reason} ({rates})", rates)
+        route = Route("dali", f"{where} decodes {_name(video)} of {video.height}×{video.width}")
+    return _torchcodec_instead(decode, refused) if refused else route
 
 
 def refusal_of_file(gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> str:

@@ -103,7 +103,7 @@ class TorchcodecDecoder(VideoFiles):
         present = self._present[episode]
         for row, t in np.argwhere((planned.show == LACKING) & present[:, None]).tolist():
             if row not in failed:
-                failed[row] = self._missing(episodes, int(episode[row]), int(frames[row, t]))
+                failed[row] = self.missing(episodes, int(episode[row]), frames[row, t : t + 1])
         gops = self._gops(planned, episodes) if len(planned.packet) else []
         tasks = [pool.submit(self._decode, store, task) for task in self._deal(gops)]
         return Decoded(self._slots, planned, tasks, failed)
@@ -111,15 +111,6 @@ class TorchcodecDecoder(VideoFiles):
     def close(self) -> None:
         """Free the slots."""
         self._slots.free()
-
-    def _missing(self, episodes: OpenEpisodes, episode: int, frame: int) -> DecodeError:
-        """Return the error for a frame that has no packet."""
-        frames = np.array([frame])
-        try:
-            error = self.lacking(episodes, episodes.index(self.key, episode), episode, frame)
-        except DecodeError as broken:  # not assigned to `error`, which would keep this call's variables in a cycle
-            return named(self._source, self.key, episode, frames, broken)
-        return named(self._source, self.key, episode, frames, error)
 
     def _gops(self, plan: FramePlan, episodes: OpenEpisodes) -> list[_Gop]:
         starts = np.flatnonzero(np.diff(plan.gop, prepend=LACKING)).tolist()
@@ -211,7 +202,6 @@ def decode(
     indices: Sequence[VideoIndex],
     packets: Sequence[int],
     expected: VideoFormat,
-    timed: Timed = untimed,
     device: str = "cpu",
 ) -> tuple[Frames, int]:
     """Decode packets, and return their frames in the order of the requests.
@@ -221,7 +211,6 @@ def decode(
         indices: Index of the file of each request.
         packets: Packet of each request in its file. All packets must have frames of the same size.
         expected: Format of the frames according to the sample description, in particular their size.
-        timed: Timer that measures reading and packing. Default: no measurement.
         device: Device that decodes, "cpu" or a GPU such as "cuda:0". Default: "cpu".
 
     Returns:
@@ -231,7 +220,7 @@ def decode(
         DecodeError: If the decoder fails, or returns another frame than the requested one.
     """
     frames, decoded = np.empty((len(packets), expected.height, expected.width, 3), np.uint8), 0
-    for requests, part, more in decode_in_parts(store, indices, packets, expected, len(packets), timed, device):
+    for requests, part, more in decode_in_parts(store, indices, packets, expected, len(packets), device=device):
         frames[requests] = part.cpu().numpy()
         decoded += more
     return frames, decoded
@@ -250,6 +239,7 @@ def decode_in_parts(
 
     Args:
         part: Maximum number of requests in a part.
+        timed: Timer that measures reading and packing. Default: no measurement.
 
     Yields:
         Numbers of the requests in this part, their RGB frames as a uint8 tensor of shape (n, H, W, 3) on `device`, and the

@@ -12,25 +12,22 @@ import functools
 import re
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 
 import numpy as np
 import torch
 import torchcodec
 
-from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.counters import Counters
 from dali_stream.decode.capability import engines
 from dali_stream.decode.dali import SESSIONS_PER_ENGINE
-from dali_stream.decode.decoder import Pool, succeeded
-from dali_stream.decode.samples import Int64, Request, SampleDecoder
+from dali_stream.decode.decoder import Pool
+from dali_stream.decode.sample_decoder import Int64, Request, SampleDecoder, SampleWork
 from dali_stream.decode.torchcodec import decode_in_parts
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.source import Source
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
-from dali_stream.workers import Workers
 
 _LEAST = (0, 14)  # minimum version of torchcodec
 _LEAST_CUDA = 13  # minimum major version of CUDA
@@ -52,28 +49,10 @@ def unavailable(gpu: int | None) -> str:
     )
 
 
-class SampleFrames:
-    """`Work` of `TorchcodecCudaDecoder`: the frames of one batch of a camera.
-
-    Args:
-        samples: Number of samples in the batch.
-    """
-
-    def __init__(self, samples: int) -> None:
-        self.frames: list[torch.Tensor | None] = [None] * samples
-        self.tasks: list[Future[None]] = []
-        self.failed: dict[int, DecodeError] = {}
-
-    def ready(self) -> bool:
-        return not self.failed and all(map(succeeded, self.tasks))
-
-    def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> list[torch.Tensor | None]:
-        """Return the frames of each sample on the device, uint8, shape (T, H, W, 3), or None for a sample in `failed`."""
-        return self.frames
-
-
 class TorchcodecCudaDecoder(SampleDecoder):
     """`Decoder` of a camera's video that decodes on a GPU.
+
+    Each result of its `SampleWork` has the frames of a sample on the device, uint8, shape (T, H, W, 3).
 
     Args:
         source: Episodes of the Loader.
@@ -89,13 +68,13 @@ class TorchcodecCudaDecoder(SampleDecoder):
         if gpu is not None:
             _sessions(gpu)  # created here, because several decode threads could otherwise create it at the same time
 
-    def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> SampleFrames:
+    def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> SampleWork:
         """See `Decoder.start`."""
-        work = SampleFrames(len(frames))
+        work = SampleWork(len(frames))
         self.start_samples(work, pool, plan, frames, episodes, store)
         return work
 
-    def make(self, store: Store, request: Request, work: SampleFrames) -> None:
+    def make(self, store: Store, request: Request, work: SampleWork) -> None:
         """Decode each frame of a window once, and copy it to all steps that show it."""
         unique, steps = np.unique(request.packets, return_inverse=True)
         video, timed, decoded = self.format(request.file, int(unique[0])), self._counters.timed, 0
@@ -108,7 +87,7 @@ class TorchcodecCudaDecoder(SampleDecoder):
                 ):
                     frames[requests] = part
                     decoded += more
-                work.frames[request.row] = frames[steps.reshape(-1).tolist()]
+                work.results[request.row] = frames[steps.reshape(-1).tolist()]
         except DecodeError as error:
             work.failed[request.row] = self.named(request.episode, request.frames, request.file, error)
         self._counters.add(clips=1, decoded_frames=decoded)

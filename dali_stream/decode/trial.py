@@ -6,14 +6,12 @@ index does not contain, such as a colour matrix that only the frames specify.
 
 from __future__ import annotations
 
-import functools
-
-import numpy as np
-
 from dali_stream.decode import dali
+from dali_stream.decode.audit import difference
 from dali_stream.decode.torchcodec import colour_space, decode_clip
+from dali_stream.decode.torchcodec_cuda import device_name
 from dali_stream.errors import DecodeError
-from dali_stream.mp4.clip import Clip, UnsafeForNvdec, pack
+from dali_stream.mp4.clip import UnsafeForNvdec, pack
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
@@ -22,10 +20,11 @@ _SHOWN = (0, 1, 5, 13)  # places of the requested frames in display order, with 
 _LIKE_BT601 = (None, "unknown", "unspecified", "reserved", "smpte170m", "bt470bg")  # FFmpeg's names
 
 
-def trial(store: Store, index: VideoIndex, video: VideoFormat, gpu: int | None) -> str:
-    """Return why DALI must not decode a file. The text is empty if its frames agree with FFmpeg's within the tolerance.
+def trial(decoder: str, store: Store, index: VideoIndex, video: VideoFormat, gpu: int | None) -> str:
+    """Return why a decoder must not decode a file. The text is empty if its frames agree with FFmpeg's.
 
     Args:
+        decoder: "dali" or "torchcodec-cuda".
         store: Store of the file.
         index: Index of the file.
         video: Format of the file.
@@ -34,29 +33,26 @@ def trial(store: Store, index: VideoIndex, video: VideoFormat, gpu: int | None) 
     Raises:
         DecodeError: If FFmpeg cannot decode the frames.
     """
+    by_dali = decoder == "dali"
     try:
-        clips = [_pack(store, index, frames, gpu) for frames in _frames(index)]
+        clips = [
+            pack(store, [index] * len(packets), packets, for_nvdec=by_dali and gpu is not None) for packets in _frames(index)
+        ]
     except UnsafeForNvdec as error:
         return str(error)
     expected = [decode_clip(clip, video) for clip in clips]
-    if gpu is not None and (named := colour_space(clips[0])) not in _LIKE_BT601:
+    if by_dali and gpu is not None and (named := colour_space(clips[0])) not in _LIKE_BT601:
         return f"its frames say that their colours are {named}, and DALI converts all as BT.601 on a GPU"
     try:
-        decoded = dali.decode([dali.encoded(clip) for clip in clips], gpu, 1)
+        if by_dali:
+            decoded = dali.decode([dali.encoded(clip) for clip in clips], gpu, 1)
+        else:
+            decoded = [decode_clip(clip, video, device_name(gpu)) for clip in clips]
     except DecodeError as error:
         return f"{error}, tried on its first frames"
-    return _differences("DALI", decoded, expected)
-
-
-def trial_of_torchcodec(store: Store, index: VideoIndex, video: VideoFormat, device: str) -> str:
-    """Return why torchcodec must not decode a file on a device. See `trial` for the arguments and errors."""
-    clips = [_pack(store, index, frames, None) for frames in _frames(index)]
-    expected = [decode_clip(clip, video) for clip in clips]
-    try:
-        decoded = [decode_clip(clip, video, device) for clip in clips]
-    except DecodeError as error:
-        return f"{error}, tried on its first frames"
-    return _differences("torchcodec", decoded, expected)
+    name = "DALI" if by_dali else "torchcodec"
+    texts = [difference(*pair)[1] for pair in zip(decoded, expected, strict=True)]
+    return next((f"{name}'s first frames {text}" for text in texts if text), "")
 
 
 def _frames(index: VideoIndex) -> list[list[int]]:
@@ -64,24 +60,3 @@ def _frames(index: VideoIndex) -> list[list[int]]:
     order = index.displayed_packets
     orders = [order, *(order[index.gop_start[order] == keyframe] for keyframe in index.keyframes[1:2])]
     return [frames[[place for place in _SHOWN if place < len(frames)]].tolist() for frames in orders if len(frames)]
-
-
-def _pack(store: Store, index: VideoIndex, packets: list[int], gpu: int | None) -> Clip:
-    return pack(store, [index] * len(packets), packets, for_nvdec=gpu is not None)
-
-
-def _differences(decoder: str, decoded: list[dali.Frames], expected: list[dali.Frames]) -> str:
-    """Return how a decoder's frames differ from FFmpeg's. The text is empty if they agree within the tolerance."""
-    return next(filter(None, map(functools.partial(_difference, decoder), decoded, expected)), "")
-
-
-def _difference(decoder: str, decoded: dali.Frames, expected: dali.Frames) -> str:
-    if decoded.shape != expected.shape:
-        return f"{decoder}'s first frames must have shape {expected.shape[1:]}, got {decoded.shape[1:]}"
-    errors = np.abs(decoded.astype(np.int16) - expected).mean((1, 2, 3))
-    if errors.max() > dali.COLOUR_TOLERANCE:
-        return (
-            f"{decoder}'s first frames must differ from FFmpeg's by at most {dali.COLOUR_TOLERANCE:g} of 255 on average, got "
-            f"{errors.max():.1f}"
-        )
-    return ""

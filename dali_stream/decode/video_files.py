@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.decode.decoder import OtherSizes, named
 from dali_stream.errors import DecodeError, FrameSizeError
@@ -36,15 +35,6 @@ class VideoFiles:
         self._other_sizes = OtherSizes(source, key)
         self._formats: dict[bytes, VideoFormat] = {}
 
-    def describe(self, indices: IndexCache, episode: int) -> tuple[VideoIndex, VideoFormat]:
-        """Return the index and the format of the file that contains an episode.
-
-        Raises:
-            DecodeError: If the index or the first sample description is broken.
-        """
-        index = indices.of(self.key, episode, self._source.data_store)
-        return index, self.format(index, 0)
-
     def checked(self, index: VideoIndex, packets: Int64, episode: int) -> None:
         """Compare the sample descriptions of an episode's packets with the metadata.
 
@@ -60,14 +50,18 @@ class VideoFiles:
         for packet in packets.tolist():
             self._check_size(index, self.format(index, packet), episode)
 
-    def lacking(self, episodes: OpenEpisodes, index: VideoIndex, episode: int, frame: int) -> DecodeError:
-        """Return the error for a frame that is missing in the video."""
+    def missing(self, episodes: OpenEpisodes, episode: int, frames: Int64) -> DecodeError:
+        """Return the error for frames of an episode that have no packet. It explains the first one."""
+        try:
+            index = episodes.index(self.key, episode)
+        except DecodeError as error:
+            return named(self._source, self.key, episode, frames, error)
         every = np.array([episode]), np.arange(self._source.lengths[episode])[None]
         rows = {key: episodes.table.gather(key, *every)[0] for key in CLOCKS}
         seconds, timing = self._source.seconds(episode, rows), self._source.timing(episode)
         interval = self._source.interval(self.key, episode)
-        why = explain(index, interval, seconds, rows["frame_index"], frame, *timing)
-        return DecodeError(f"{self._source.data_store.where(index.path)}: {why}")
+        why = explain(index, interval, seconds, rows["frame_index"], int(frames[0]), *timing)
+        return self.named(episode, frames, index, DecodeError(why))
 
     def format(self, index: VideoIndex, packet: int) -> VideoFormat:
         """Return the format according to the sample description of a packet.

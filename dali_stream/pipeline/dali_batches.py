@@ -80,7 +80,7 @@ class DaliBatches:
                 window = frames[row].unsqueeze(0) if self._config.squeezed(camera) else frames[row]
                 levels = window.cpu().float().numpy() * (255 if self._config.image_dtype == "float32" else 1)
                 with self._counters.timed("starved_s"):
-                    different = audit.mismatch(levels, dali.COLOUR_TOLERANCE)
+                    different = audit.mismatch(levels)
                 if different:
                     raise RouteChange([camera], different)
 

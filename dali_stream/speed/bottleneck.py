@@ -324,7 +324,7 @@ def _decode_change(times: Mapping[str, float], setup: Setup, work: Work) -> _Cha
     on_cpu = [camera for camera, decoder in setup.videos.items() if decoder == "torchcodec"]
     if setup.gpu and on_cpu and setup.decode == "torchcodec":
         return _Change('decode="auto", which decodes on the GPU what the GPU can decode')
-    if setup.gpu and on_cpu and setup.decode != "fastest":
+    if setup.gpu and on_cpu:
         return _Change(
             "videos that the GPU decodes (`dali-stream prepare URI OUT --codec hevc`), since the CPU decodes "
             f"{on_cpu[0]} now; Loader.routes has the reason"
@@ -381,8 +381,8 @@ def _graph_change(times: Mapping[str, float], setup: Setup) -> _Change:
         return _Change(text, lambda work: work.scaled(copy=_AS_BYTES))
     if not on_dali:
         return _more_cores(setup)
-    measures = ', or decode="fastest", which measures whether the CPU is faster'
-    return _Change(f"a GPU with more decode engines{measures if setup.decode == 'auto' else ''}")
+    on_cpu = ', or decode="torchcodec", if `dali-stream doctor URI` measures that the CPU is faster'
+    return _Change(f"a GPU with more decode engines{on_cpu if setup.decode == 'auto' else ''}")
 
 
 def _handover_change(setup: Setup) -> _Change:

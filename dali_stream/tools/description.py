@@ -18,7 +18,7 @@ import numpy.typing as npt
 from dali_stream import process
 from dali_stream.arguments import positive
 from dali_stream.dataset import Dataset
-from dali_stream.decode.route import Route, choose, refusal
+from dali_stream.decode.route import IMAGES, Route, choose, refusal
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.dataset import CLOCKS
@@ -219,7 +219,7 @@ def used(dataset: Dataset, files: metadata.Files) -> list[str]:
 
 def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
     if key not in dataset.videos:
-        return CameraReport("image", *dataset.picture_size(key), Route("torchcodec", "its frames are images in Parquet rows"))
+        return CameraReport("image", *dataset.picture_size(key), IMAGES)
     paths = used(dataset, dataset.table.video[key])
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         read = list(pool.map(lambda number: _index(dataset, paths[number]), spread(len(paths), look_at)))

@@ -12,10 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream import process
 from dali_stream.decode import capability
-from dali_stream.decode.route import Rates
-from dali_stream.decode.speed import RequestClips, Speeds
 from dali_stream.mp4.clip import Clip
 from dali_stream.mp4.format import VideoFormat
 
@@ -128,8 +125,3 @@ def decode(clip: Clip, video: VideoFormat, dali: bool, gpu: int | None) -> npt.N
         frames = decode_clip(clip, video)
     frame: npt.NDArray[np.uint8] = frames[0]
     return frame
-
-
-def speed(clips: RequestClips, video: VideoFormat, gop: int, gpu: int | None, cameras: int) -> Rates:
-    """Return the speeds of DALI and of torchcodec. They are measured unless they are stored. See `decode.speed.Speeds`."""
-    return Speeds(process.cores(), cameras, gpu).of(video, gop, lambda: clips)

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from dali_stream.decode import speed
 from dali_stream.decode.capability import capability
-from dali_stream.decode.route import Route, refusal, smallest_coded_size
+from dali_stream.decode.route import refusal, smallest_coded_size
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, MemoryBudgetError, counted
 from dali_stream.mp4.clip import is_avc, pack
@@ -26,7 +25,7 @@ from dali_stream.schedule.budget import Sizes, divide, horizon
 from dali_stream.schedule.plan import Limits
 from dali_stream.speed.decodes import decodes, median_gop
 from dali_stream.tools.description import LOOK_AT, CameraReport, contradictions, describe_video, find_frames
-from dali_stream.tools.diagnosis import answers
+from dali_stream.tools.diagnosis import answers, speeds
 from dali_stream.tools.diagnosis.frames import FLAT, LEAST_PSNR_DB, Decoders, Deep, flat_colour, psnr
 from dali_stream.tools.diagnosis.gpu import NOTHING_TO_DO
 from dali_stream.tools.diagnosis.looks import broken
@@ -41,6 +40,7 @@ _BATCH = 64
 _SIZE = 224, 224
 _BUDGETS = 4 << 30, 16 << 30  # default memory_budget, and a large one, in bytes
 _GOOD = 1.5  # cost of a GOP of 2 without a cache
+_SLOW = 0.7  # NVDEC is reported as slow if its speed is below this fraction of the CPU's
 
 
 class Camera:
@@ -181,8 +181,8 @@ class Camera:
             self.decodes[decoder] = partial(answers.decode, clip, self.video, True, gpu)
             if gpu is not None and self._decoders.torchcodec:
                 with contextlib.suppress(DecodeError):  # decoding the chosen frame reports the error
-                    clips, gop = speed.request_clips(store, table, gpu), speed.median_gop(table)
-                    self.speeds[place] = partial(answers.speed, clips, self.video, gop, gpu, len(dataset.videos))
+                    clips = speeds.request_clips(store, table, gpu)
+                    self.speeds[place] = partial(speeds.measure, clips, self.video, gpu, len(dataset.videos))
 
 
 def check_format(camera: Camera) -> Result:
@@ -372,7 +372,7 @@ def _check_decoded(camera: Camera, name: str, right: Sequence[str], error: str, 
 
 
 def check_speeds(camera: Camera, measured: Mapping[str, Answer]) -> dict[str, Result]:
-    """Check for each kind of GPU that NVDEC is not much slower than the CPU, according to the answers of `answers.speed`."""
+    """Check for each kind of GPU that NVDEC is not much slower than the CPU, according to the answers of `speeds.measure`."""
     facts = {place: {} if answer.error else dataclasses.asdict(answer.value) for place, answer in measured.items()}
     camera.facts["speed"] = facts
     return {f"speed on {place}": _check_speed(answer) for place, answer in measured.items()}
@@ -381,8 +381,10 @@ def check_speeds(camera: Camera, measured: Mapping[str, Answer]) -> dict[str, Re
 def _check_speed(answer: Answer) -> Result:
     if answer.error:
         return WARNING, f"it could not be measured: {answer.reason}", 'use Loader(decode="torchcodec") if the Loader fails, too'
-    text = str(answer.value)
-    if advice := Route("dali", "", answer.value).advice:
-        comparison, _, remedy = advice.partition(". ")
-        return WARNING, f"{text}. {comparison}", f"{remedy[0].lower()}{remedy[1:]}"
-    return OK, text, ""
+    rates: speeds.Rates = answer.value
+    if rates.nvdec >= rates.cpu:
+        return OK, f"{rates}: NVDEC is faster", ""
+    text = f"{rates}: the CPU is faster, by {rates.cpu / rates.nvdec:.1f} times"
+    if rates.nvdec >= _SLOW * rates.cpu:
+        return OK, text, ""
+    return WARNING, text, 'use Loader(decode="torchcodec"), and compare whole epochs with `dali-stream bench`'

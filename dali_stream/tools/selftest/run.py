@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dali_stream import process
+from dali_stream.decode.audit import COLOUR_TOLERANCE
 from dali_stream.decode.capability import DriverError, capability, gpus
-from dali_stream.decode.dali import COLOUR_TOLERANCE
 from dali_stream.decode.route import DALI_ON_CPU, TORCHCODEC_CUDA
 from dali_stream.decode.torchcodec_cuda import device_name, unavailable
 from dali_stream.demo.encode import CODECS

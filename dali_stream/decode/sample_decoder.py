@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.counters import Counters
-from dali_stream.decode.decoder import Pool, named
+from dali_stream.decode.decoder import Pool, named, succeeded
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.index import LACKING, VideoIndex
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
+from dali_stream.workers import Workers
 
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
@@ -40,11 +42,26 @@ class Request(NamedTuple):
     file: VideoIndex
 
 
-class SampleWork(Protocol):
-    """Part of `Work` that `start_samples` fills."""
+class SampleWork:
+    """`Work` of a `SampleDecoder`.
 
-    tasks: list[Future[None]]
-    failed: dict[int, DecodeError]
+    Args:
+        samples: Number of samples in the batch.
+
+    Attributes:
+        results: Frames or clip of each sample, or None for a sample in `failed`.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.results: list[Any] = [None] * samples
+        self.tasks: list[Future[None]] = []
+        self.failed: dict[int, DecodeError] = {}
+
+    def ready(self) -> bool:
+        return not self.failed and all(map(succeeded, self.tasks))
+
+    def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> list[Any]:
+        return self.results
 
 
 class SampleDecoder(VideoFiles):
@@ -96,12 +113,10 @@ class SampleDecoder(VideoFiles):
         Raises:
             DecodeError: If a frame has no packet, or the file differs from the metadata.
         """
+        if (packets == LACKING).any():
+            raise self.missing(episodes, episode, frames[packets == LACKING])
         try:
             index = episodes.index(self.key, episode)
-            absent = packets == LACKING
-            if absent.any():
-                frames = frames[absent]
-                raise self.lacking(episodes, index, episode, int(frames[0]))
             self.checked(index, packets, episode)
         except DecodeError as error:
             raise named(self._source, self.key, episode, frames, error) from error
