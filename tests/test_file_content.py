@@ -125,7 +125,7 @@ def test_any_changed_run_is_replayed_or_refused(made: list[tuple[int, Any, bool]
 def test_any_changed_mixture_file_is_read_or_refused(
     made: list[tuple[int, Any, bool]], root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    first = {"uri": str(root), "episodes": [0, 2], "drop_last": 1, "frames": {"0": [[0, 3]]}, "tolerance_s": 0.01}
+    first = {"uri": str(root), "episodes": [0, 2], "drop_n_last_frames": 1, "frames": {"0": [[0, 3]]}, "tolerance_s": 0.01}
     content = {"datasets": {"a": first, "b": str(root)}, "weights": {"a": 1, "b": 2}, "epoch_samples": 30, "missing": "pad"}
     path = tmp_path_factory.mktemp("mixture") / "mixture.json"
     path.write_text(json.dumps(changed(content, made)))
@@ -167,7 +167,7 @@ def test_a_hostile_mixture_file_is_refused(name: str, root: Path, tmp_path: Path
 
 
 def test_a_mixture_file_may_use_an_alias(root: Path, tmp_path: Path) -> None:
-    text = f"datasets: {{a: &a {{uri: {root}, drop_last: 1}}, b: {{<<: *a, episodes: [0]}}}}"
+    text = f"datasets: {{a: &a {{uri: {root}, drop_n_last_frames: 1}}, b: {{<<: *a, episodes: [0]}}}}"
     (tmp_path / "x.yaml").write_text(text)
     assert [part.num_frames for part in Mixture.from_file(tmp_path / "x.yaml").datasets.values()] == [15, 4]
 

@@ -80,7 +80,7 @@ def test_without_lerobot_the_error_names_the_command(
 
 def test_a_loader_follows_the_dataset_and_the_policy(demo: Path) -> None:
     policy = SimpleNamespace(drop_n_last_frames=5)
-    own = dali_stream.Dataset(demo, episodes=[0, 2], drop_last=5, tolerance_s=1e-4)
+    own = dali_stream.Dataset(demo, episodes=[0, 2], drop_n_last_frames=5, tolerance_s=1e-4)
     with lerobot.make_loader(MapDataset(demo, [0, 2]), policy, batch_size=8, seed=4, device="cpu") as loader:
         windows = {"action": [0.0, 1 / own.fps]}
         with dali_stream.Loader(

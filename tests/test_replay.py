@@ -98,7 +98,7 @@ def test_each_rank_has_its_share(small: Path) -> None:
 
 def test_a_batch_of_a_mixture_is_made_again(demo: Path, small: Path) -> None:
     parts: dict[str, Any] = {
-        "both": Dataset(demo, episodes=[0, 1, 4], drop_last=5).without(["observation.object_yaws"]),
+        "both": Dataset(demo, episodes=[0, 1, 4], drop_n_last_frames=5).without(["observation.object_yaws"]),
         "side": {"uri": small, "cameras": [SIDE]},
     }
     mixture = Mixture(parts, weights={"both": 2, "side": 1.5}, missing="pad", epoch_samples=130)
@@ -106,8 +106,8 @@ def test_a_batch_of_a_mixture_is_made_again(demo: Path, small: Path) -> None:
 
 
 def test_the_selection_of_a_dataset_is_part_of_the_description(demo: Path) -> None:
-    part = Dataset(demo, episodes=[2, 3, 5], cameras=[SIDE], drop_first=3)
-    part = Dataset(demo, episodes=[2, 3, 5], cameras=[SIDE], drop_first=3, stats=part.compute_stats(["action"]))
+    part = Dataset(demo, episodes=[2, 3, 5], cameras=[SIDE], drop_n_first_frames=3)
+    part = Dataset(demo, episodes=[2, 3, 5], cameras=[SIDE], drop_n_first_frames=3, stats=part.compute_stats(["action"]))
     config, batches = delivered(part, epochs=1, normalize={"action": "mean_std"})
     assert config["dataset"]["episodes"] == [[2, 4], [5, 6]]
     check(config, batches)
@@ -366,7 +366,7 @@ def test_a_receipt_lists_every_sample_and_its_step(
     odd: Path, tmp_path: Path, shuffle: bool | str, last_batch: str, ranks: int
 ) -> None:
     """3 to 6 batches an epoch of 21 frames; the run ends within an epoch."""
-    dataset, log = Dataset(odd, cameras=[], drop_first=1), tmp_path / "metrics.jsonl"
+    dataset, log = Dataset(odd, cameras=[], drop_n_first_frames=1), tmp_path / "metrics.jsonl"
     saved, seen = trained(dataset, log, 11, ranks, shuffle=shuffle, last_batch=last_batch)
     for episode in (0, 1, 3):  # the second has one frame, which is dropped
         expected: Counter[tuple[int, int]] = Counter()

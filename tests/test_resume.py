@@ -483,8 +483,11 @@ CHANGES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "statistics": (lambda root: change_statistics(root, "action"), "statistics"),
     "features": (change_features, "features or fps"),
     "selection": (lambda root: {"episodes": [0]}, r"selection of episodes \(episodes=, episode_filter=\)"),
-    "ranges": (lambda root: {"drop_last": 1}, r"sampled frames \(frames=, drop_first=, drop_last=\)"),
-    "two": (lambda root: change_tasks(root) | {"drop_last": 1}, r"sampled frames .*, tasks"),
+    "ranges": (
+        lambda root: {"drop_n_last_frames": 1},
+        r"sampled frames \(frames=, drop_n_first_frames=, drop_n_last_frames=\)",
+    ),
+    "two": (lambda root: change_tasks(root) | {"drop_n_last_frames": 1}, r"sampled frames .*, tasks"),
 }
 
 
