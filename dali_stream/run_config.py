@@ -237,7 +237,9 @@ def checked(config: object) -> dict[str, Any]:
     if not isinstance(config, Mapping) or "version" not in config or any(part not in config for part in PARTS):
         raise ValueError(f"config must be the result of Loader.describe(), got {str(config)[:80]}")
     if config["version"] != VERSION:
-        raise ResumeError(f"version of the config must be {VERSION}, got {config['version']}. Use the dali_stream that wrote it")
+        raise ResumeError(
+            f"version of the config must be {VERSION}, got {config['version']}. Use the dali_stream that wrote it"
+        )
     described = check_fields("config", {part: config[part] for part in ("version", *PARTS)}, _DESCRIPTION, PARTS)
     parts = described["dataset"].get("datasets")
     if parts is not None:

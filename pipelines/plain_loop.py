@@ -81,7 +81,7 @@ def train(loader: dali_stream.Loader, policy: nn.Module, file: Path, max_steps: 
     """Train up to `max_steps` steps. Continue from the checkpoint `file` if it exists."""
     model = nn.parallel.DistributedDataParallel(policy) if RANKS > 1 else policy
     optimizer, step = torch.optim.AdamW(policy.parameters(), 3e-4), 0
-    parts: dict[str, Any] = {"policy": policy, "optimizer": optimizer, "loader": loader}
+    parts: dict[str, Any] = {"model": policy, "optimizer": optimizer, "loader": loader}
     if file.exists():
         saved = torch.load(file, map_location="cpu", weights_only=True)
         step = saved["step"]
