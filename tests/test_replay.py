@@ -251,7 +251,7 @@ def test_preview_shows_the_batch_of_a_run(
 
 @pytest.mark.parametrize("kind", ["checkpoint", "state", "JSON"])
 def test_preview_of_a_state_shows_the_last_batch(kind: str, small: Path, tmp_path: Path) -> None:
-    """Of a checkpoint with a model, of a file of torch.save with the state alone, and of the state as JSON."""
+    """The state is in a checkpoint with a model, alone in a file of torch.save, or in a JSON file."""
     file, out = tmp_path / "saved", str(tmp_path / "a.png")
     run = ["--config", str(tmp_path / "run.json"), "--state", str(file), "--out", out]
 

@@ -46,7 +46,7 @@ def read(option: str, path: Path) -> dict[str, Any]:
 
 
 def config_and_state(config: Path | None, state: Path | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the description of a run, and its state if `state` is given.
+    """Return the description of a run, and its state or None.
 
     Raises:
         ValueError: If `config` is not given, or if a file cannot be read or contains something else.
