@@ -141,7 +141,7 @@ class Comparison:
         ranks: int = 1,
         kill_at: int | None = None,
         trains: bool = True,
-        drop_last: int = 0,
+        drop_n_last_frames: int = 0,
         output: str | None = None,
     ) -> tuple[Run, Path]:
         """Run the script. Return its results and its output folder.
@@ -152,7 +152,7 @@ class Comparison:
             ranks: Number of ranks. Default: 1.
             kill_at: Number of the step, counted from the start of the process, at which each rank kills itself. Default: None.
             trains: Whether the policy is trained. Otherwise, batches are only preprocessed. Default: True.
-            drop_last: Argument of the sampler of "ordered". Default: 0.
+            drop_n_last_frames: Argument of the sampler of "ordered". Default: 0.
             output: Output folder of an earlier run. Default: a new folder.
 
         Raises:
@@ -163,7 +163,7 @@ class Comparison:
         folder.mkdir()
         target = Path(output) if output else folder / "run"
         spec = {"side": side, "trains": trains, "kill_at": kill_at, "out": str(folder / "out")}
-        spec |= {"seed": SEED, "drop_last": drop_last}
+        spec |= {"seed": SEED, "drop_n_last_frames": drop_n_last_frames}
         (folder / "spec.json").write_text(json.dumps(spec))
         words = [*COMMON, *arguments, f"--output_dir={target}"]
         log = folder / "log"
@@ -257,7 +257,7 @@ def compare_losses(comparison: Comparison, name: str, root: Path, policy: str) -
     ]
 
     def losses() -> tuple[bool, Any]:
-        stock, _ = comparison.run("ordered", arguments, drop_last=DROP_LAST[policy])
+        stock, _ = comparison.run("ordered", arguments, drop_n_last_frames=DROP_LAST[policy])
         ours, _ = comparison.run("loader", [*arguments, "--loader.num_threads=1"])
         same, detail = equal(ours.losses, stock.losses, STEPS)
         return same and ours.index == stock.index and ours.frames == stock.frames, {

@@ -7,7 +7,7 @@ import functools
 import inspect
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ParamSpec
 
 import numpy as np
@@ -33,6 +33,11 @@ INSTEAD_OF_DATALOADER = {
 INSTEAD_OF_DATALOADER["batch_sampler"] = INSTEAD_OF_DATALOADER["sampler"]
 INSTEAD_OF_DATALOADER["pin_memory_device"] = INSTEAD_OF_DATALOADER["pin_memory"]
 INSTEAD_OF_DATALOADER["multiprocessing_context"] = INSTEAD_OF_DATALOADER["worker_init_fn"]
+# {argument that a Dataset and a FrameSampler lack: what to do instead}.
+INSTEAD_OF_DROP = {
+    "drop_first": "Use drop_n_first_frames=.",
+    "drop_last": "Use drop_n_last_frames= for frames, and drop_last= of a DataLoader or last_batch= of a Loader for batches.",
+}
 
 
 def known_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
@@ -55,7 +60,7 @@ def known_arguments_or(hints: Mapping[str, str]) -> Callable[[Callable[_P, None]
             for name in kwargs:
                 if name not in allowed:
                     owner, known = type(args[0]).__name__, ", ".join(allowed)
-                    raise TypeError(f"{owner} has no argument {name!r}.{_hint(name, allowed, hints)} Its arguments: {known}")
+                    raise TypeError(f"{owner} has no argument {name!r}.{hint(name, allowed, hints)} Its arguments: {known}")
             init(*args, **kwargs)
 
         return checked
@@ -63,10 +68,17 @@ def known_arguments_or(hints: Mapping[str, str]) -> Callable[[Callable[_P, None]
     return decorate
 
 
-def _hint(name: str, allowed: Sequence[str], hints: Mapping[str, str]) -> str:
+def hint(name: str, allowed: Iterable[str], hints: Mapping[str, str]) -> str:
+    """Return a sentence, after a space, that says what to use in place of an unknown name. Empty if nothing is similar.
+
+    Args:
+        name: Unknown name.
+        allowed: Known names.
+        hints: {unknown name: sentence that says what to do instead}.
+    """
     if name in hints:
         return f" {hints[name]}"
-    similar = difflib.get_close_matches(name, allowed, n=1, cutoff=0.8)
+    similar = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.8)
     return f" Did you mean {similar[0]!r}?" if similar else ""
 
 

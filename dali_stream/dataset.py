@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.arguments import byte_count, from_zero, known_arguments, one_of
+from dali_stream.arguments import INSTEAD_OF_DROP, byte_count, from_zero, known_arguments_or, one_of
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.address import commit_of, local_copy, opened, resolved
@@ -65,7 +65,8 @@ class Dataset(DatasetFiles):
         frames: Frames to sample, {episode index: [(start, stop), ...]}, or the path of a JSON file with that content. Ranges
             exclude `stop`, and episodes without ranges yield no samples. Windows still extend to the ends of the episode.
             Default: all.
-        drop_first, drop_last: Number of frames at the beginning and the end of each episode that are not sampled. Default: 0.
+        drop_n_first_frames, drop_n_last_frames: Number of frames at the beginning and the end of each episode that are not
+            sampled. Default: 0.
         clock: Time at which the frame of a row is located in a video: "timestamp" for the row's timestamp, as in LeRobot, or
             "frame_index" for frame_index / fps, which also works if the timestamps are those of a wall clock. It must then
             count the rows of each episode from 0. Rows are delivered unchanged. Default: "timestamp".
@@ -96,7 +97,7 @@ class Dataset(DatasetFiles):
         ValueError: If an argument is invalid, or the selection is empty.
     """
 
-    @known_arguments
+    @known_arguments_or(INSTEAD_OF_DROP)
     def __init__(
         self,
         uri: str | os.PathLike[str],
@@ -112,8 +113,8 @@ class Dataset(DatasetFiles):
         stats: Mapping[str, Mapping[str, npt.ArrayLike]] | None = None,
         episode_filter: EpisodeFilter | None = None,
         frames: Frames | str | os.PathLike[str] | None = None,
-        drop_first: int = 0,
-        drop_last: int = 0,
+        drop_n_first_frames: int = 0,
+        drop_n_last_frames: int = 0,
         clock: str = "timestamp",
         tolerance_s: float | None = None,
     ) -> None:
@@ -127,7 +128,7 @@ class Dataset(DatasetFiles):
             "give_up_after_s": give_up_after_s,
             "guess": guessed_files,
         }
-        drops = from_zero("drop_first", drop_first), from_zero("drop_last", drop_last)
+        drops = from_zero("drop_n_first_frames", drop_n_first_frames), from_zero("drop_n_last_frames", drop_n_last_frames)
 
         def read_at(address: str, note: str = "", revision: str | None = None) -> None:
             self.store = opened(address, note, storage_options, revision=revision, **limits)

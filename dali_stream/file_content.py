@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from dali_stream.arguments import hint
+
 LARGEST = 64 << 20  # maximum size of a file in bytes
 _DEEPEST = 50  # maximum number of lists and dicts inside each other
 _MOST_NODES = 1_000_000  # maximum number of values of a YAML file, with those of an alias counted at each use
@@ -69,7 +71,9 @@ Fields = Mapping[str, tuple[Kind, ...]]
 """Allowed kinds of the value of each key."""
 
 
-def check_fields(name: str, content: Any, allowed: Fields, needed: tuple[str, ...]) -> dict[str, Any]:
+def check_fields(
+    name: str, content: Any, allowed: Fields, needed: tuple[str, ...], hints: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Return a value that is a dict with allowed keys, whose values are of allowed kinds.
 
     Args:
@@ -77,6 +81,7 @@ def check_fields(name: str, content: Any, allowed: Fields, needed: tuple[str, ..
         content: Value to check.
         allowed: Allowed kinds of each key.
         needed: Keys that must be present.
+        hints: {unknown key: sentence that says what to do instead}. Default: none.
 
     Raises:
         ValueError: If the value is anything else.
@@ -88,7 +93,8 @@ def check_fields(name: str, content: Any, allowed: Fields, needed: tuple[str, ..
             raise ValueError(f"{name} must have the key {key!r}, got {', '.join(map(str, content))[:200] or 'no keys'}")
     for key, value in content.items():
         if key not in allowed:
-            raise ValueError(f"Unknown key {str(key)[:80]!r} in {name}. Allowed: {', '.join(allowed)}")
+            advice = hint(str(key)[:80], allowed, hints or {})
+            raise ValueError(f"Unknown key {str(key)[:80]!r} in {name}.{advice} Allowed: {', '.join(allowed)}")
         if not any(kind.fits(value) for kind in allowed[key]):
             form = " or ".join(dict.fromkeys(kind.text for kind in allowed[key]))
             raise ValueError(f"{key} of {name} must be {form}, got {str(value)[:80]!r}")

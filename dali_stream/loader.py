@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 from dali_stream import process, run_config
@@ -31,7 +30,6 @@ from dali_stream.required_memory import check_memory
 from dali_stream.schedule.budget import divide
 from dali_stream.speed import bottleneck
 from dali_stream.speed.bottleneck import Bottleneck
-from dali_stream.state_file import load_state, write_state
 from dali_stream.text import listed
 from dali_stream.tracing import profiled, record
 
@@ -285,7 +283,10 @@ class Loader:
         return len(self) - self._config.batches.count(self._position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the run, a small JSON-serialisable dict that is the same on each rank.
+        """Return the state of the run, a small dict that is the same on each rank.
+
+        It holds text, integers, booleans, lists and dicts. `torch.load(weights_only=True)` and JSON read it, so it can be saved
+        in the same file as the model.
 
         The state contains the position in the epoch's order after the batches that have been delivered. A resumed run
         continues with the very next sample, on any number of ranks that divides `consumers`. A state that is saved after the
@@ -347,38 +348,6 @@ class Loader:
         return run_config.describe(
             self.dataset, self._config, routes=routes, normalize=modes, begin=self._begin, **self._described
         )
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `state_dict()` and `describe()` to a JSON file, which `restore`, `batch_at` and `dali-stream preview` read.
-
-        The file is replaced atomically, so a run that is killed at any moment leaves a complete state. Each rank may call this
-        method, but only rank 0 writes, since the state is the same on each rank.
-
-        Args:
-            path: Path to the file. All ranks must be able to read it when they resume.
-
-        Raises:
-            OSError: If the file cannot be written. The previous state is unchanged.
-        """
-        state = self.state_dict()
-        if self._ranks.rank == 0:
-            write_state(path, state | {"config": self.describe()})
-
-    def restore(self, path: str | os.PathLike[str], *, allow_other_frames: bool = False) -> bool:
-        """Continue from a file that `save` has written. Call this method before the first iteration, on each rank.
-
-        Args:
-            path: Path to the file.
-            allow_other_frames: See `load_state_dict`. Default: False.
-
-        Returns:
-            Whether the file exists. If not, the loader begins with the first epoch.
-
-        Raises:
-            ResumeError: If the file is empty or damaged, or `load_state_dict` refuses its state.
-        """
-        self._check_not_begun("restore")
-        return load_state(path, partial(self.load_state_dict, allow_other_frames=allow_other_frames))
 
     def resume(self, *, epoch: int, batch: int) -> None:
         """Continue from a checkpoint that contains only the number of steps, and no state of the Loader.

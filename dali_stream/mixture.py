@@ -132,7 +132,7 @@ class Mixture(CombinedSource[Dataset]):
 
             datasets:
               pick: owner/pick
-              old: {uri: ../v21, drop_last: 10}    # arguments of a Dataset
+              old: {uri: ../v21, drop_n_last_frames: 10}    # arguments of a Dataset
             weights: {pick: 2, old: 1}
             missing: pad
 
@@ -177,10 +177,6 @@ class Mixture(CombinedSource[Dataset]):
     def source(self) -> dict[str, Any]:
         """Origin of each dataset by name. See `DatasetFiles.source`."""
         return {name: dataset.source for name, dataset in self.datasets.items()}
-
-    def has_fingerprint(self, fingerprint: object) -> bool:
-        """Return whether a fingerprint from a saved state matches this mixture."""
-        return fingerprint == self.fingerprint
 
     def orders(self) -> MixtureOrders:
         """Return the orders of the epochs for a Loader."""

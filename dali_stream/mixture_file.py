@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dali_stream import file_content
+from dali_stream.arguments import INSTEAD_OF_DROP
 from dali_stream.file_content import DICT, FLAG, INTEGER, LIST, NUMBER, TEXT, Fields, check_fields
 from dali_stream.lerobot.address import REPOSITORY
 
@@ -19,8 +20,8 @@ _MIXTURE: Fields = {
 _DATASET: Fields = {
     "uri": (TEXT,), "revision": (TEXT,), "cameras": (LIST,), "episodes": (LIST,), "data_files_root": (TEXT,),
     "storage_options": (DICT,), "cache_dir": (TEXT,), "cache_bytes": (INTEGER, TEXT), "give_up_after_s": (NUMBER,),
-    "stats": (DICT,), "frames": (DICT, TEXT), "drop_first": (INTEGER,), "drop_last": (INTEGER,), "clock": (TEXT,),
-    "tolerance_s": (NUMBER,),
+    "stats": (DICT,), "frames": (DICT, TEXT), "drop_n_first_frames": (INTEGER,), "drop_n_last_frames": (INTEGER,),
+    "clock": (TEXT,), "tolerance_s": (NUMBER,),
 }  # fmt: skip
 _PATHS = ("uri", "data_files_root", "cache_dir", "frames")  # arguments that may be relative to the file
 
@@ -50,7 +51,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         for name, arguments in datasets.items():
             if not isinstance(name, str):
                 raise ValueError(f"the name of a dataset must be text, got {name!r}. Put it in quotes")
-            check_fields(f"dataset {name!r}", arguments, _DATASET, ("uri",))
+            check_fields(f"dataset {name!r}", arguments, _DATASET, ("uri",), INSTEAD_OF_DROP)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ValueError(f"Cannot read mixture file {path}: {why}") from error

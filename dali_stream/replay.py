@@ -36,7 +36,7 @@ def batch_at(
     frames, augmentation and normalization. A warning lists differences in software, device and decoders.
 
     Args:
-        config: Result of `Loader.describe`, or the content of a file that `Loader.save` wrote.
+        config: Result of `Loader.describe`.
         epoch: Epoch of the batch, from 0.
         batch: Number of the batch in its epoch, from 0: `Loader.batch_index` before the batch was delivered.
         dali_graph: Argument `dali_graph` of the run. JSON cannot contain a function, so it must be passed again. Default: None,

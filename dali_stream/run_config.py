@@ -52,7 +52,7 @@ from dali_stream.order.batches import LAST_BATCH, Batches
 from dali_stream.order.state import MOST_CONSUMERS, MOST_SEGMENTS, STATE_VERSION, OrderArguments
 from dali_stream.pipeline.config import Config
 
-VERSION = 1
+VERSION = 2
 PARTS = ("software", "dataset", "loader", "dali_graph", "routes", "state", "begin")
 _PACKAGES = ("dali-stream", "torch", "torchcodec", "nvidia-dali-cuda120", "nvidia-dali-cuda130")
 _log = logging.getLogger("dali_stream")
@@ -150,7 +150,7 @@ def described_dataset(dataset: Dataset | Mixture) -> dict[str, Any]:
     if dataset.num_episodes < len(dataset.table.index):
         arguments["episodes"] = _ranges(dataset.episodes)
     if dataset.frame_ranges is not None and dataset.drops is not None:
-        arguments["drop_first"], arguments["drop_last"] = dataset.drops
+        arguments["drop_n_first_frames"], arguments["drop_n_last_frames"] = dataset.drops
     elif dataset.frame_ranges is not None:
         ranges, frames = dataset.frame_ranges, dict[str, list[tuple[int, int]]]()
         for episode, start, stop in zip(ranges.episode.tolist(), ranges.start.tolist(), ranges.stop.tolist(), strict=True):
@@ -196,9 +196,9 @@ def _ranges(episodes: npt.NDArray[np.int64]) -> list[list[int]]:
 
 _COUNT, _POSITION = whole(1, 1 << 20), whole(0, 1 << 62)
 _SOURCE: Fields = {
-    "uri": (TEXT,), "data_files_root": (TEXT,), "revision": (TEXT,), "episodes": (RANGES,), "drop_first": (_POSITION,),
-    "drop_last": (_POSITION,), "frames": (dict_of(RANGES, "ranges of frames by episode"),), "cameras": (TEXTS,),
-    "without": (TEXTS,), "clock": (TEXT,), "tolerance_s": (NUMBER,),
+    "uri": (TEXT,), "data_files_root": (TEXT,), "revision": (TEXT,), "episodes": (RANGES,),
+    "frames": (dict_of(RANGES, "ranges of frames by episode"),), "drop_n_first_frames": (_POSITION,),
+    "drop_n_last_frames": (_POSITION,), "cameras": (TEXTS,), "without": (TEXTS,), "clock": (TEXT,), "tolerance_s": (NUMBER,),
     "stats": (dict_of(dict_of(LIST, ""), "lists of numbers by feature and statistic"),),
 }  # fmt: skip
 _MIXTURE: Fields = {
@@ -228,22 +228,19 @@ PLACE: Fields = {"epoch": (whole(0, MOST_EPOCHS - 1),), "position": (_POSITION,)
 
 
 def checked(config: object) -> dict[str, Any]:
-    """Return the description in `config`, the result of `Loader.describe` or the content of a file that `Loader.save` wrote.
+    """Return a description of a run after checking it.
 
     Raises:
-        ValueError: If `config` is neither.
+        ValueError: If `config` is not the result of `Loader.describe`.
         ResumeError: If `config` was written by a version of dali_stream whose descriptions have another form.
     """
-    description = config.get("config", config) if isinstance(config, Mapping) else config
-    if not isinstance(description, Mapping) or "version" not in description or any(part not in description for part in PARTS):
-        raise ValueError(
-            f"config must be the result of Loader.describe(), or the content of a file of Loader.save(), got {str(config)[:80]}"
-        )
-    if description["version"] != VERSION:
+    if not isinstance(config, Mapping) or "version" not in config or any(part not in config for part in PARTS):
+        raise ValueError(f"config must be the result of Loader.describe(), got {str(config)[:80]}")
+    if config["version"] != VERSION:
         raise ResumeError(
-            f"version of the config must be {VERSION}, got {description['version']}. Use the dali_stream that wrote it"
+            f"version of the config must be {VERSION}, got {config['version']}. Use the dali_stream that wrote it"
         )
-    described = check_fields("config", {part: description[part] for part in ("version", *PARTS)}, _DESCRIPTION, PARTS)
+    described = check_fields("config", {part: config[part] for part in ("version", *PARTS)}, _DESCRIPTION, PARTS)
     parts = described["dataset"].get("datasets")
     if parts is not None:
         check_fields("dataset of the config", described["dataset"], _MIXTURE, ("datasets",))

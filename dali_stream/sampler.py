@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from dali_stream import process
-from dali_stream.arguments import epoch_number, from_zero, known_arguments, positive
+from dali_stream.arguments import INSTEAD_OF_DROP, epoch_number, from_zero, known_arguments_or, positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError, counted
 from dali_stream.lerobot.frame_ranges import FrameRanges, whole
@@ -24,7 +23,6 @@ from dali_stream.mixture import Mixture
 from dali_stream.order import Shuffle, check_world, checked_lengths, default_pools
 from dali_stream.order.orders import DatasetOrders, Orders
 from dali_stream.order.state import STATE_VERSION, OrderArguments, check_state, check_version, noted
-from dali_stream.state_file import load_state, write_state
 
 _log = logging.getLogger("dali_stream")
 _BLOCK = 4096  # number of indices that are computed together
@@ -64,9 +62,9 @@ class FrameSampler(Sampler[int]):
 
     Args:
         episode_lengths: Number of frames of each episode, in the order of the map-style dataset. A `Dataset` is also accepted,
-            if the map-style dataset has the same episodes in increasing order of their index. Its `frames`, `drop_first` and
-            `drop_last` then apply, too. For a `torch.utils.data.ConcatDataset` of several map-style datasets, pass a `Mixture`
-            with the datasets in the same order.
+            if the map-style dataset has the same episodes in increasing order of their index. Its `frames`,
+            `drop_n_first_frames` and `drop_n_last_frames` then apply, too. For a `torch.utils.data.ConcatDataset` of several
+            map-style datasets, pass a `Mixture` with the datasets in the same order.
         shuffle: See `Loader`. Default: True if `batch_size`, `consumers` or `episode_pool_size` is passed, otherwise "global",
             since a map-style dataset is local. A resumed run keeps the value of its state.
         seed: See `Loader`. Default: 0.
@@ -74,16 +72,16 @@ class FrameSampler(Sampler[int]):
             Default: unknown.
         consumers, episode_pool_size: See `Loader`. Default: chosen as in `Loader` if `batch_size` is passed. Otherwise they are
             32 and 8, which mix well only if 32 divides the global batch.
-        drop_first, drop_last: Number of frames at the beginning and at the end of each episode that are never sampled.
-            An episode that has no other frames yields no samples. For a mixture, pass these arguments to its datasets instead.
-            Default: 0.
+        drop_n_first_frames, drop_n_last_frames: Number of frames at the beginning and at the end of each episode that are never
+            sampled. An episode that has no other frames yields no samples. For a mixture, pass these arguments to its datasets
+            instead. Default: 0.
         rank, world_size: See `Loader`.
 
     Raises:
         ValueError: If an argument is invalid, or if an epoch has fewer frames than ranks.
     """
 
-    @known_arguments
+    @known_arguments_or(INSTEAD_OF_DROP)
     def __init__(
         self,
         episode_lengths: Dataset | Mixture | Sequence[int] | npt.NDArray[np.integer[Any]],
@@ -93,8 +91,8 @@ class FrameSampler(Sampler[int]):
         batch_size: int | None = None,
         consumers: int | None = None,
         episode_pool_size: int | None = None,
-        drop_first: int = 0,
-        drop_last: int = 0,
+        drop_n_first_frames: int = 0,
+        drop_n_last_frames: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
@@ -111,15 +109,19 @@ class FrameSampler(Sampler[int]):
             shuffle = "global" if batch_size is None else True
         consumers, episode_pool_size = self._pools(self._batch_size, self._world)
         self._arguments = OrderArguments(shuffle, seed, consumers, episode_pool_size).checked(self._rank, self._world)
-        drop_first, drop_last = from_zero("drop_first", drop_first), from_zero("drop_last", drop_last)
+        self._drops = {
+            "drop_n_first_frames": from_zero("drop_n_first_frames", drop_n_first_frames),
+            "drop_n_last_frames": from_zero("drop_n_last_frames", drop_n_last_frames),
+        }
+        dropped = " and ".join(f"{name}={count}" for name, count in self._drops.items())
         all_lengths = episode_lengths.lengths if isinstance(episode_lengths, (Dataset, Mixture)) else episode_lengths
         lengths = checked_lengths(all_lengths)
         self._first = np.cumsum(lengths) - lengths
         if isinstance(episode_lengths, Mixture):
-            if drop_first or drop_last:
+            if any(self._drops.values()):
                 raise ValueError(
-                    f"drop_first and drop_last must be 0 for a mixture, got {drop_first} and {drop_last}. Pass them to each "
-                    "Dataset of the mixture, such as Dataset(uri, drop_last=10)"
+                    f"drop_n_first_frames and drop_n_last_frames must be 0 for a mixture, got {dropped}. Pass them to each "
+                    "Dataset of the mixture, such as Dataset(uri, drop_n_last_frames=10)"
                 )
             parts = [_fingerprint(part.lengths, part.frame_ranges) for part in episode_lengths.datasets.values()]
             self._fingerprint = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
@@ -127,7 +129,7 @@ class FrameSampler(Sampler[int]):
         else:
             ranges = episode_lengths.frame_ranges if isinstance(episode_lengths, Dataset) else None
             self._fingerprint = _fingerprint(lengths, ranges)
-            kept = (whole(lengths) if ranges is None else ranges).dropping(lengths, drop_first, drop_last)
+            kept = (whole(lengths) if ranges is None else ranges).dropping(lengths, *self._drops.values())
             self._orders = DatasetOrders(lengths, kept)
         self._frames = self._orders.positions
         if self._frames < self._world:
@@ -137,12 +139,11 @@ class FrameSampler(Sampler[int]):
                     f"{counted(self._frames, 'sample')}. Use a larger epoch_samples"
                 )
             raise ValueError(
-                f"{counted(len(lengths), 'episode')} with {counted(int(lengths.sum()), 'frame')}, drop_first={drop_first} and "
-                f"drop_last={drop_last} must leave a frame for each of world_size={self._world} ranks, got "
-                f"{counted(self._frames, 'frame')}. Drop fewer frames, or use more episodes"
+                f"{counted(len(lengths), 'episode')} with {counted(int(lengths.sum()), 'frame')}, {dropped} must leave a frame "
+                f"for each of world_size={self._world} ranks, got {counted(self._frames, 'frame')}. Drop fewer frames, or use "
+                "more episodes"
             )
         self._warn_if_uneven()
-        self._drops = {"drop_first": drop_first, "drop_last": drop_last}
         self._now = _Passage(0)
 
     def __len__(self) -> int:
@@ -193,7 +194,9 @@ class FrameSampler(Sampler[int]):
         self._now = _Passage(epoch)
 
     def state_dict(self, *, step: int | None = None, batch_size: int | None = None) -> dict[str, Any]:
-        """Return the state of the run, a small JSON-serialisable dict that is the same on each rank.
+        """Return the state of the run, a small dict that is the same on each rank.
+
+        It holds text, integers, booleans, lists and dicts. `torch.load(weights_only=True)` and JSON read it.
 
         With PyTorch's DataLoader, pass both arguments, since it requests the indices of batches before it delivers them.
         Without arguments, the state is that after the last yielded index. torchdata's StatefulDataLoader calls this method
@@ -271,17 +274,6 @@ class FrameSampler(Sampler[int]):
         self._arguments, self._now = arguments, _Passage(*place)
         if "consumers" in saved:
             self._warn_if_uneven()
-
-    def save(self, path: str | os.PathLike[str], *, step: int | None = None, batch_size: int | None = None) -> None:
-        """Write `state_dict(step=step, batch_size=batch_size)` to a JSON file, on rank 0 only. See `Loader.save`."""
-        state = self.state_dict(step=step, batch_size=batch_size)
-        if self._rank == 0:
-            write_state(path, state)
-
-    def restore(self, path: str | os.PathLike[str]) -> bool:
-        """Continue from a file that `save` has written. Return False if it does not exist. See `Loader.restore`."""
-        self._check_not_begun("restore")
-        return load_state(path, self.load_state_dict)
 
     def resume(self, *, epoch: int, batch: int, batch_size: int, world_size: int | None = None) -> None:
         """Continue from a checkpoint that contains only the number of steps, and no state of the sampler. See `Loader.resume`.

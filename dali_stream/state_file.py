@@ -1,4 +1,4 @@
-"""Files that hold the state of a Loader or a FrameSampler."""
+"""JSON files that are replaced atomically, such as those with the state of a Loader in LeRobot's checkpoints."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def train(loader: dali_stream.Loader, policy: nn.Module, file: Path, max_steps: 
     """Train up to `max_steps` steps. Continue from the checkpoint `file` if it exists."""
     model = nn.parallel.DistributedDataParallel(policy) if RANKS > 1 else policy
     optimizer, step = torch.optim.AdamW(policy.parameters(), 3e-4), 0
-    parts: dict[str, Any] = {"policy": policy, "optimizer": optimizer, "loader": loader}
+    parts: dict[str, Any] = {"model": policy, "optimizer": optimizer, "loader": loader}
     if file.exists():
         saved = torch.load(file, map_location="cpu", weights_only=True)
         step = saved["step"]
@@ -101,8 +101,8 @@ def train(loader: dali_stream.Loader, policy: nn.Module, file: Path, max_steps: 
                     print(f"step {step}: loss {loss.item() / RANKS:.6g}", flush=True)
             if RANK == 0 and (step % SAVE_EVERY == 0 or step == max_steps):  # the loader's state is the same on each rank
                 saved = {name: part.state_dict() for name, part in parts.items()} | {"step": step}
-                torch.save(saved, file.with_suffix(".partial"))
-                file.with_suffix(".partial").replace(file)  # atomic, so that a killed run keeps the previous checkpoint
+                torch.save(saved, partial := file.with_suffix(".partial"))
+                os.replace(partial, file)  # atomic, so that a killed run keeps the previous checkpoint
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -45,7 +45,7 @@ def train(arguments: dict[str, Any]) -> None:
         normalize={key: "mean_std" for key in (ACTION, STATE) if key in dataset.features},
         device=str(device),
     ) as loader:
-        parts: dict[str, Any] = {"policy": policy, "optimizer": optimizer, "loader": loader}
+        parts: dict[str, Any] = {"model": policy, "optimizer": optimizer, "loader": loader}
         if checkpoint := ray_train.get_checkpoint():
             with checkpoint.as_directory() as folder:
                 saved = torch.load(Path(folder, "checkpoint.pt"), map_location="cpu", weights_only=True)

@@ -278,7 +278,7 @@ class Run:
                 "unvalidated": self.unvalidated,
             }
             checkpoint.save(self.file, state)
-            self.data.train.save(self.arguments.out / "run.json")
+            checkpoint.write_json(self.arguments.out / "run.json", self.data.train.describe())
         self.accelerator.wait_for_everyone()  # a process that ends earlier would cause the launcher to kill the others
         self._mark()
 
@@ -289,10 +289,10 @@ class Run:
         """
         if self.journal is None or self.arguments.dummy:
             return
-        path, loader = self.arguments.out / "run.json", self.data.train
-        if path.exists() and json.loads(path.read_text())["config"] != loader.describe():
+        path, description = self.arguments.out / "run.json", self.data.train.describe()
+        if path.exists() and json.loads(path.read_text()) != description:
             path.rename(path.with_name(f"run_until_step_{self.step}.json"))
-        loader.save(path)
+        checkpoint.write_json(path, description)
 
     def _load(self) -> None:
         state = checkpoint.load(self.file, {name: getattr(self.arguments, name) for name in MODEL})

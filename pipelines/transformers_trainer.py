@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 import dali_stream
 from dali_stream.frame_size import frame_size, join_sizes
 
-LOADER = "loader.json"  # file in each checkpoint
+LOADER = "loader.pt"  # file in each checkpoint
 
 
 class Cloning(Trainer):
@@ -40,7 +41,10 @@ class SaveLoader(TrainerCallback):
     """Callback that saves the state of the Loader in every checkpoint."""
 
     def on_save(self, args: TrainingArguments, state: Any, control: Any, **others: Any) -> None:
-        others["train_dataloader"].save(Path(args.output_dir, f"checkpoint-{state.global_step}", LOADER))
+        if state.is_world_process_zero:  # the loader's state is the same on each rank
+            file = Path(args.output_dir, f"checkpoint-{state.global_step}", LOADER)
+            torch.save(others["train_dataloader"].state_dict(), partial := file.with_suffix(".partial"))
+            os.replace(partial, file)  # atomic, so that a killed run leaves no part of a file
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -89,8 +93,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     ) as loader:
         trainer = Cloning(policy, settings, callbacks=[SaveLoader()])
         trainer.loader = loader
-        if checkpoint and not loader.restore(Path(checkpoint, LOADER)):
-            parser.error(f"{checkpoint} has no {LOADER}, as if it was cut off. Remove it to continue from the one before it")
+        if checkpoint:
+            if not (file := Path(checkpoint, LOADER)).exists():
+                parser.error(f"{checkpoint} has no {LOADER}, as if it was cut off. Remove it to continue from the one before")
+            loader.load_state_dict(torch.load(file, weights_only=True))
         trainer.train(resume_from_checkpoint=checkpoint)
 
 

@@ -57,27 +57,28 @@ def kept(rows: range, last: int) -> list[int]:
 def test_a_video_that_is_a_few_frames_short(tmp_path: Path, short: int) -> None:
     root = one_file_each(tmp_path, lambda frames: frames[:-short])
     message = advice(root)
-    assert f"Dataset(drop_last={short}) leaves the last {short} row" in message
+    assert f"Dataset(drop_n_last_frames={short}) leaves the last {short} row" in message
     assert re.search(rf"the episode has (31|41) rows, and its video ({31 - short}|{41 - short}) frames", message)
     assert CLOCK not in message
     whole = {e: kept(range(n), short) for e, n in enumerate(EPISODES)}
-    shown = delivered(Dataset(root, drop_last=short))
+    shown = delivered(Dataset(root, drop_n_last_frames=short))
     assert sorted(shown.values()) == sorted(expected(whole).values())
     window = {CAMERA: [0.0, 1 / FPS, 2 / FPS]}
-    with loader(Dataset(root, drop_last=short + 2), delta_timestamps=window) as batches:  # two more, as the message says
+    two_more = Dataset(root, drop_n_last_frames=short + 2)  # as the message says
+    with loader(two_more, delta_timestamps=window) as batches:
         for batch in batches:
             for step in range(3):
                 at = zip(batch["episode_index"].tolist(), (batch["frame_index"] + step).tolist(), strict=True)
                 assert identities(batch[CAMERA][:, step]) == list(at)
-    assert remedy(root, f"{CAMERA} timestamps").startswith(f"Dataset(drop_last={short}) leaves the last")
+    assert remedy(root, f"{CAMERA} timestamps").startswith(f"Dataset(drop_n_last_frames={short}) leaves the last")
 
 
-def test_prepare_names_what_it_has_instead_of_drop_last(tmp_path: Path) -> None:
+def test_prepare_names_what_it_has_instead_of_drop_n_last_frames(tmp_path: Path) -> None:
     files = [encode(draw((n - e,), first=e), tmp_path / f"{e}.mp4", h264(12)) for e, n in enumerate(EPISODES)]
     root = write_dataset(tmp_path / "data", files, [[n] for n in EPISODES])
     with pytest.raises(DaliStreamError, match=r"episode 1, frame 40: .* or let --drop-broken find all such episodes") as raised:
         prepared(root, tmp_path / "refused")
-    assert "drop_last" not in str(raised.value)
+    assert "drop_n_last_frames" not in str(raised.value)
     prepared(root, tmp_path / "out", drop_broken=True)
     assert delivered(tmp_path / "out") == expected({0: list(range(EPISODES[0]))})
 
@@ -103,7 +104,7 @@ def test_a_video_without_frames_for_its_rows(tmp_path: Path, kind: str) -> None:
         root = one_file_each(tmp_path, lambda frames: frames[::2], fps=FPS // 2)
     message = advice(root)
     assert OUT in message
-    assert not [word for word in (CLOCK, TOLERANCE, "drop_last") if word in message]
+    assert not [word for word in (CLOCK, TOLERANCE, "drop_n_last_frames") if word in message]
     with loader(Dataset(root, cameras=[])) as batches:
         assert sum(len(batch["index"]) for batch in batches) == sum(EPISODES)
     assert "leave the episode out" in remedy(root, f"{CAMERA} timestamps")

@@ -376,11 +376,12 @@ class Stopped(Exception):
 
 
 class Model(torch.nn.Module):
-    """Counts the steps that it is trained for."""
+    """Counts the steps that it is trained for. Its weight depends on all samples so far and on their order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("steps", torch.zeros(()))
+        self.weight = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
 
 
 def quickstart(root: Path) -> str:
@@ -391,12 +392,21 @@ def quickstart(root: Path) -> str:
     return text.replace("path/to/dataset", str(root))
 
 
+def untrained() -> dict[str, Any]:
+    """A model and its optimizer, which has a state of its own, as every run makes them."""
+    model = Model()
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)}
+
+
 def stop_after(batches: int) -> tuple[Any, list[dict[str, Any]]]:
     """`train` of a program that is stopped when it has trained so often, and what it is called with."""
     seen: list[dict[str, Any]] = []
 
-    def train(model: Any, batch: dict[str, Any]) -> None:
+    def train(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
         model.steps += 1
+        optimizer.zero_grad()
+        (model.weight * batch["index"].double().mean() / 1000).backward()
+        optimizer.step()
         if len(seen) == batches:
             raise Stopped
         seen.append(batch)
@@ -408,26 +418,27 @@ def test_the_quickstart_runs(demo: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     train, seen = stop_after(1)
     with pytest.raises(Stopped):
-        exec(quickstart(demo), {"train": train, "model": Model()})
+        exec(quickstart(demo), {"train": train, **untrained()})
     shapes = {key: tuple(seen[0][key].shape) for key in ("observation.images.top", "action", "action_is_pad")}
     assert shapes == {"observation.images.top": (64, 3, 224, 224), "action": (64, 16, 4), "action_is_pad": (64, 16)}
 
 
 def test_the_quickstart_continues_when_it_is_started_again(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of an epoch, and at its end, with the model of the same step. The samples alone, without video."""
+    """In the middle of an epoch, and at its end, with model and optimizer of the same step. Without video."""
     dataset = dali_stream.Dataset
     monkeypatch.setattr(dali_stream, "Dataset", lambda uri: dataset(uri, cameras=[]))
     monkeypatch.chdir(tmp_path)
 
-    trained: list[int] = []
+    trained: list[tuple[int, float, float]] = []
 
     def samples(batches: int) -> list[list[int]]:
-        (train, seen), model = stop_after(batches), Model()
+        (train, seen), parts = stop_after(batches), untrained()
         try:
-            exec(quickstart(demo), {"train": train, "model": model})
+            exec(quickstart(demo), {"train": train, **parts})
         except Stopped:
             assert len(seen) == batches
-        trained.append(int(model.steps))
+        [momentum] = parts["optimizer"].state_dict()["state"].values()
+        trained.append((int(parts["model"].steps), parts["model"].weight.item(), momentum["momentum_buffer"].item()))
         return [batch["index"].tolist() for batch in seen]
 
     whole = samples(1000)

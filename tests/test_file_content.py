@@ -22,6 +22,7 @@ from support.slow import examples
 import dali_stream
 from dali_stream import DaliStreamError, DatasetError, FrameSampler, Loader, Mixture, ResumeError
 from dali_stream.cli import main
+from dali_stream.state_file import load_state, write_state
 from dali_stream.tools import receipt
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -39,13 +40,18 @@ def make(dataset: Any, **options: Any) -> Loader:
 
 
 @pytest.fixture(scope="module")
-def saved(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The content of a file of `Loader.save`, of some episodes."""
-    path = tmp_path_factory.mktemp("saved") / "state.json"
+def saved(root: Path) -> dict[str, Any]:
+    """A state of a run of some episodes."""
     with make(dali_stream.Dataset(root, episodes=[0, 2])) as loader:
         next(iter(loader))
-        loader.save(path)
-    content: dict[str, Any] = json.loads(path.read_text())
+        return loader.state_dict()
+
+
+@pytest.fixture(scope="module")
+def described(root: Path) -> dict[str, Any]:
+    """The description of this run, as JSON brings it back."""
+    with make(dali_stream.Dataset(root, episodes=[0, 2])) as loader:
+        content: dict[str, Any] = json.loads(json.dumps(loader.describe()))
     return content
 
 
@@ -84,7 +90,7 @@ def changed(content: Any, made: list[tuple[int, Any, bool]]) -> Any:
 @given(made=changes())
 @examples(400)
 def test_any_changed_state_is_read_or_refused(made: list[tuple[int, Any, bool]], root: Path, saved: dict[str, Any]) -> None:
-    state = changed({key: value for key, value in saved.items() if key != "config"}, made)
+    state = changed(saved, made)
     with make(dali_stream.Dataset(root, episodes=[0, 2])) as loader:
         try:
             loader.load_state_dict(json.loads(json.dumps(state)))
@@ -110,8 +116,8 @@ def test_any_changed_state_of_a_sampler_is_read_or_refused(made: list[tuple[int,
 @given(made=changes())
 @example(made=[(58, None, True)])  # without memory_budget
 @examples(400)
-def test_any_changed_run_is_replayed_or_refused(made: list[tuple[int, Any, bool]], saved: dict[str, Any]) -> None:
-    content = changed(saved, made)
+def test_any_changed_run_is_replayed_or_refused(made: list[tuple[int, Any, bool]], described: dict[str, Any]) -> None:
+    content = changed(described, made)
     for use in (
         lambda: dali_stream.batch_at(content, 0, 0),
         lambda: receipt(content, 0, until={"epoch": 1, "position": 0}),
@@ -125,7 +131,7 @@ def test_any_changed_run_is_replayed_or_refused(made: list[tuple[int, Any, bool]
 def test_any_changed_mixture_file_is_read_or_refused(
     made: list[tuple[int, Any, bool]], root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    first = {"uri": str(root), "episodes": [0, 2], "drop_last": 1, "frames": {"0": [[0, 3]]}, "tolerance_s": 0.01}
+    first = {"uri": str(root), "episodes": [0, 2], "drop_n_last_frames": 1, "frames": {"0": [[0, 3]]}, "tolerance_s": 0.01}
     content = {"datasets": {"a": first, "b": str(root)}, "weights": {"a": 1, "b": 2}, "epoch_samples": 30, "missing": "pad"}
     path = tmp_path_factory.mktemp("mixture") / "mixture.json"
     path.write_text(json.dumps(changed(content, made)))
@@ -167,7 +173,7 @@ def test_a_hostile_mixture_file_is_refused(name: str, root: Path, tmp_path: Path
 
 
 def test_a_mixture_file_may_use_an_alias(root: Path, tmp_path: Path) -> None:
-    text = f"datasets: {{a: &a {{uri: {root}, drop_last: 1}}, b: {{<<: *a, episodes: [0]}}}}"
+    text = f"datasets: {{a: &a {{uri: {root}, drop_n_last_frames: 1}}, b: {{<<: *a, episodes: [0]}}}}"
     (tmp_path / "x.yaml").write_text(text)
     assert [part.num_frames for part in Mixture.from_file(tmp_path / "x.yaml").datasets.values()] == [15, 4]
 
@@ -187,16 +193,22 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 def test_a_hostile_state_is_refused(name: str, root: Path, saved: dict[str, Any], tmp_path: Path) -> None:
     change, said = STATES[name]
     change(state := copy.deepcopy(saved))
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    with make(dali_stream.Dataset(root, episodes=[0, 2])) as loader, pytest.raises(ResumeError, match=said):
-        loader.restore(tmp_path / "state.json")
+    write_state(tmp_path / "state.json", state)
+    with make(dali_stream.Dataset(root, episodes=[0, 2])) as loader:
+        with pytest.raises(ResumeError, match=said):
+            loader.load_state_dict(state)
+        with pytest.raises(ResumeError, match=said):
+            load_state(tmp_path / "state.json", loader.load_state_dict)
 
 
-def test_a_deep_state_is_refused(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deep_state_is_refused(
+    root: Path, described: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "state.json").write_text(DEEP)
+    (tmp_path / "run.json").write_text(json.dumps(described))
     with make(root) as loader, pytest.raises(ResumeError, match="at most 50 lists and dicts may be inside each other"):
-        loader.restore(tmp_path / "state.json")
-    assert main(["preview", "--state", str(tmp_path / "state.json")]) == 2
+        load_state(tmp_path / "state.json", loader.load_state_dict)
+    assert main(["preview", "--config", str(tmp_path / "run.json"), "--state", str(tmp_path / "state.json")]) == 2
     assert "at most 50 lists and dicts" in capsys.readouterr().err
 
 
@@ -215,15 +227,15 @@ def test_a_large_pool_of_a_state_takes_no_memory(root: Path, saved: dict[str, An
 
 
 @pytest.mark.parametrize("ranges", [[[0, 10**12]], [[0, 1 << 40]], [[0, 1], [0, 1]], [[1.0, 2.0]], [[2, 1]], [5], 5, []])
-def test_hostile_episodes_of_a_run_are_refused(ranges: Any, saved: dict[str, Any]) -> None:
-    content = copy.deepcopy(saved)
-    content["config"]["dataset"]["episodes"] = ranges
+def test_hostile_episodes_of_a_run_are_refused(ranges: Any, described: dict[str, Any]) -> None:
+    content = copy.deepcopy(described)
+    content["dataset"]["episodes"] = ranges
     with pytest.raises(ValueError, match=r"episodes of dataset of the config must be|Unknown episode|one or more ranges"):
         dali_stream.batch_at(content, 0, 0)
 
 
-def test_the_episodes_of_a_run_are_those_of_its_file(saved: dict[str, Any]) -> None:
-    batches = [dali_stream.batch_at(saved, 0, number)["episode_index"].tolist() for number in range(3)]
+def test_the_episodes_of_a_run_are_those_of_its_description(described: dict[str, Any]) -> None:
+    batches = [dali_stream.batch_at(described, 0, number)["episode_index"].tolist() for number in range(3)]
     assert {episode for batch in batches for episode in batch} == {0, 2}
 
 

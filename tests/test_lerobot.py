@@ -80,7 +80,7 @@ def test_without_lerobot_the_error_names_the_command(
 
 def test_a_loader_follows_the_dataset_and_the_policy(demo: Path) -> None:
     policy = SimpleNamespace(drop_n_last_frames=5)
-    own = dali_stream.Dataset(demo, episodes=[0, 2], drop_last=5, tolerance_s=1e-4)
+    own = dali_stream.Dataset(demo, episodes=[0, 2], drop_n_last_frames=5, tolerance_s=1e-4)
     with lerobot.make_loader(MapDataset(demo, [0, 2]), policy, batch_size=8, seed=4, device="cpu") as loader:
         windows = {"action": [0.0, 1 / own.fps]}
         with dali_stream.Loader(
@@ -342,6 +342,22 @@ def test_a_preprocessor_that_crops_is_refused() -> None:
 
 
 # ----------------------------------------------------------------------- resume
+
+
+def test_rank_0_saves_the_state_and_the_description_of_a_run(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lerobot.patch()
+    whole = train(steps=4, save_at=(2,))
+    folder, names = tmp_path / "2/training_state", ("dali_stream.json", "dali_stream_arguments.json", "dali_stream_run.json")
+    assert sorted(path.name for path in folder.glob(".*") if path.is_file()) == []
+    assert sorted(path.name for path in folder.glob("dali_stream*")) == list(names)
+    state, _, config = (json.loads((folder / name).read_text()) for name in names)
+    assert (state["epoch"], state["position"]) == (0, 2 * len(whole.steps[0]))
+    assert dali_stream.batch_at(config, 0, 2)["index"].tolist() == whole.steps[2]
+    monkeypatch.setattr("dali_stream.integrations.lerobot.script._is_first", lambda: False)
+    train(steps=1, save_at=(1,))
+    assert list((tmp_path / "1/training_state").glob("dali_stream*")) == []
 
 
 @both_scripts

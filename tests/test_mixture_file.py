@@ -38,7 +38,7 @@ YAML = """
 # as in the documentation
 datasets:
   pick: ../data/pick
-  old: {uri: ../data/old, episodes: [1], drop_last: 1}
+  old: {uri: ../data/old, episodes: [1], drop_n_last_frames: 1}
 weights: {pick: 2, old: 1e0}
 epoch_samples: 30
 keys: {old: {arm: state}}
@@ -61,7 +61,7 @@ def test_a_file_is_the_mixture_of_its_arguments(
     text = YAML if suffix != ".json" else json.dumps(yaml.safe_load(YAML.replace("1e0", "1")), indent="\t")
     path = written(f"sets/mixture{suffix}", text)
     pick = folder / "sets/../data/pick"
-    old = {"uri": folder / "sets/../data/old", "episodes": [1], "drop_last": 1}
+    old = {"uri": folder / "sets/../data/old", "episodes": [1], "drop_n_last_frames": 1}
     options: dict[str, Any] = {"weights": {"pick": 2, "old": 1}, "epoch_samples": 30, "nearest": True}
     expected = Mixture({"pick": pick, "old": old}, keys={"old": {"arm": "state"}}, **options)
     assert expected.num_frames == 18 + 4
@@ -101,7 +101,7 @@ def test_names_that_are_no_folder_beside_the_file_are_of_the_hub(
         ("datasets: {1: data/pick}", "the name of a dataset must be text, got 1. Put it in quotes"),
         (
             "datasets: {a: data/pick}\nwieghts: {a: 1}",
-            "Unknown key 'wieghts' in the file. Allowed: datasets, weights, repeats, .*nearest",
+            r"Unknown key 'wieghts' in the file\. Did you mean 'weights'\? Allowed: datasets, weights, repeats, .*nearest",
         ),
         ("datasets: {a: data/pick}\nnearest: 1", "nearest of the file must be true or false, got '1'"),
         ("datasets: {a: data/pick}\nepoch_samples: yes", "epoch_samples of the file must be an integer, got 'True'"),
@@ -118,7 +118,19 @@ def test_names_that_are_no_folder_beside_the_file_are_of_the_hub(
         ("datasets: {a: {episodes: [0]}}", "dataset 'a' must have the key 'uri', got episodes"),
         ("datasets: {a: {uri: data/pick, shuffle: true}}", "Unknown key 'shuffle' in dataset 'a'. Allowed: uri, revision"),
         ("datasets: {a: {uri: data/pick, cameras: top}}", "cameras of dataset 'a' must be a list.*, got 'top'"),
-        ("datasets: {a: {uri: data/pick, drop_last: 1.5}}", "drop_last of dataset 'a' must be an integer.*, got '1.5'"),
+        (
+            "datasets: {a: {uri: data/pick, drop_n_last_frames: 1.5}}",
+            "drop_n_last_frames of dataset 'a' must be an integer.*, got '1.5'",
+        ),
+        (
+            "datasets: {a: {uri: data/pick, drop_first: 1}}",
+            r"Unknown key 'drop_first' in dataset 'a'\. Use drop_n_first_frames=\. Allowed: uri, ",
+        ),
+        (
+            "datasets: {a: {uri: data/pick, drop_last: 1}}",
+            r"Unknown key 'drop_last' in dataset 'a'\. Use drop_n_last_frames= for frames",
+        ),
+        ("datasets: {a: {uri: data/pick, episode: [1]}}", r"Unknown key 'episode' in dataset 'a'\. Did you mean 'episodes'\?"),
         ("datasets: {a: {uri: data/pick, episodes: [7]}}", "dataset 'a': .*episode"),
         ("datasets: {a: data/pick, b: data/old}", "Datasets must have the same features, got:"),
         ("datasets: {a: !!python/object/apply:os.system ['exit 1']}", "invalid YAML: could not determine a constructor"),

@@ -234,6 +234,7 @@ def test_a_temperature_that_leaves_a_dataset_out_is_an_error() -> None:
         ({"weights": [1, float("inf")]}, "weights of dataset 'fold' must be .*, got inf"),
         ({"weights": [1, float("nan")]}, "weights of dataset 'fold' must be .*, got nan"),
         ({"weights": [1, "2"]}, "weights of dataset 'fold' must be a finite number above 0, got '2'"),
+        ({"weights": [1, 10**400]}, "weights of dataset 'fold' must be a finite number above 0, got 10{79}"),
         ({"weights": [1, True]}, "weights of dataset 'fold' must be .*, got True"),
         ({"weights": [1]}, "weights must have one number for each of 2 datasets, got 1"),
         (

@@ -323,6 +323,16 @@ def test_unknown_arguments_are_named_with_those_that_there_are(cls: type) -> Non
         cls(unheard_of=4)
 
 
+@pytest.mark.parametrize("cls", [Dataset, dali_stream.FrameSampler])
+def test_drop_first_and_drop_last_are_answered_with_the_numbers_of_frames(cls: type) -> None:
+    for name, advice in (
+        ("drop_first", r"Use drop_n_first_frames=\."),
+        ("drop_last", r"Use drop_n_last_frames= for frames, .* for batches\."),
+    ):
+        with pytest.raises(TypeError, match=f"{cls.__name__} has no argument '{name}'\\. {advice} Its arguments: "):
+            cls([3, 4], **{name: True})
+
+
 def test_arguments_of_a_dataloader_are_answered_with_those_of_a_loader(rows_only: Dataset) -> None:
     """All arguments that PyTorch's DataLoader has and a Loader has not."""
     own, theirs = (list(inspect.signature(cls).parameters) for cls in (Loader, torch.utils.data.DataLoader))

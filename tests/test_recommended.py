@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from packaging.requirements import Requirement
 from support.datasets import SIDE, TOP, build
@@ -139,13 +141,15 @@ def places(small: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def write_runs(dataset: Path, folder: Path) -> dict[str, str]:
-    """Save a run with the augmentation of train.py in DIR/run.json, and one without. Return values for their batches."""
+    """Save a run with the augmentation of train.py in DIR, and one without. Return values for their batches."""
     graph = {"dali_graph": importlib.import_module("action_chunks").augmented([TOP, SIDE], (48, 64))}
     (folder / "DIR").mkdir()
-    for name, arguments in (("DIR/run.json", graph), ("run.json", {}), ("loader.json", {})):
+    for place, arguments in ((folder / "DIR", graph), (folder, {})):
         with Loader(dataset, batch_size=4, device="cpu", image_size=(48, 64), **arguments) as loader:
             next(iter(loader))
-            loader.save(folder / name)
+            (place / "run.json").write_text(json.dumps(loader.describe()))
+            torch.save({"model": {}, "loader": loader.state_dict()}, place / "checkpoint.pt")
+            (place / "state.json").write_text(json.dumps(loader.state_dict()))
     (folder / "DIR/metrics.jsonl").write_text('{"step": 1, "epoch": 0, "position": 4}\n')
     file = "pipelines/action_chunks.py"
     return {"1234": "1", "199": "1", "37": "1", f"{file}:augment_frames": f"{ROOT / file}:augment_frames"}

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from nvidia.dali import fn
 from PIL import Image
 from support.batches import Batch, as_bytes, equal
@@ -98,7 +99,7 @@ def test_each_rank_has_its_share(small: Path) -> None:
 
 def test_a_batch_of_a_mixture_is_made_again(demo: Path, small: Path) -> None:
     parts: dict[str, Any] = {
-        "both": Dataset(demo, episodes=[0, 1, 4], drop_last=5).without(["observation.object_yaws"]),
+        "both": Dataset(demo, episodes=[0, 1, 4], drop_n_last_frames=5).without(["observation.object_yaws"]),
         "side": {"uri": small, "cameras": [SIDE]},
     }
     mixture = Mixture(parts, weights={"both": 2, "side": 1.5}, missing="pad", epoch_samples=130)
@@ -106,8 +107,8 @@ def test_a_batch_of_a_mixture_is_made_again(demo: Path, small: Path) -> None:
 
 
 def test_the_selection_of_a_dataset_is_part_of_the_description(demo: Path) -> None:
-    part = Dataset(demo, episodes=[2, 3, 5], cameras=[SIDE], drop_first=3)
-    part = Dataset(demo, episodes=[2, 3, 5], cameras=[SIDE], drop_first=3, stats=part.compute_stats(["action"]))
+    part = Dataset(demo, episodes=[2, 3, 5], cameras=[SIDE], drop_n_first_frames=3)
+    part = Dataset(demo, episodes=[2, 3, 5], cameras=[SIDE], drop_n_first_frames=3, stats=part.compute_stats(["action"]))
     config, batches = delivered(part, epochs=1, normalize={"action": "mean_std"})
     assert config["dataset"]["episodes"] == [[2, 4], [5, 6]]
     check(config, batches)
@@ -124,16 +125,16 @@ def test_nothing_before_the_batch_is_read(demo_copy: Path) -> None:
     assert equal(batch_at(config, 0, len(batches[0]) - 1), batches[0][-1])
 
 
-def test_a_run_that_was_resumed_with_another_global_batch(small: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_resumed_with_another_global_batch(small: Path) -> None:
     """Its batches begin at other positions, until the epoch ends. Batches of an earlier Loader are refused."""
-    file, options = tmp_path / "loader.json", OPTIONS | {"consumers": 8}
+    options = OPTIONS | {"consumers": 8}
     with Loader(small, **options, rank=0, world_size=1) as loader:
         first = next(iter(loader))
-        loader.save(file)
-    assert equal(batch_at(json.loads(file.read_text()), 0, 0), first)
+        state, config = through_a_file(loader.state_dict()), through_a_file(loader.describe())
+    assert equal(batch_at(config, 0, 0), first)
     options |= {"batch_size": 16}
     with Loader(small, **options) as loader:
-        assert loader.restore(file)
+        loader.load_state_dict(state)
         begin = loader.batch_index
         batches = [list(loader), list(loader)]
         config = through_a_file(loader.describe())
@@ -174,8 +175,9 @@ def test_what_does_not_fit_is_refused(augmented: tuple[dict[str, Any], list[list
     other = config | {"loader": config["loader"] | {"decode": "fastest"}}
     with pytest.raises(ValueError, match=r"decode .*must be 'auto' or 'dali' or .*, got 'fastest'"):
         batch_at(other, 0, 0, graph)
-    with pytest.raises(ResumeError, match="version of the config must be 1, got 9"):
-        batch_at(config | {"version": 9}, 0, 0, graph)
+    for version in (1, 9):
+        with pytest.raises(ResumeError, match=f"version of the config must be 2, got {version}"):
+            batch_at(config | {"version": version}, 0, 0, graph)
     state = config["state"] | {"version": STATE_VERSION + 1}
     with pytest.raises(ResumeError, match=f"version of the state must be {STATE_VERSION}, got {STATE_VERSION + 1}"):
         batch_at(config | {"state": state}, 0, 0, graph)
@@ -250,14 +252,26 @@ def test_preview_shows_the_batch_of_a_run(
         assert len(np.unique(pixels[top + 1 : bottom, left + 1 : right].reshape(-1, 3), axis=0)) > 2  # something is drawn
 
 
-def test_preview_of_a_state_shows_the_last_batch(small: Path, tmp_path: Path) -> None:
-    out = str(tmp_path / "a.png")
+@pytest.mark.parametrize("kind", ["checkpoint", "state", "JSON"])
+def test_preview_of_a_state_shows_the_last_batch(kind: str, small: Path, tmp_path: Path) -> None:
+    """The state is in a checkpoint with a model, alone in a file of torch.save, or in a JSON file."""
+    file, out = tmp_path / "saved", str(tmp_path / "a.png")
+    run = ["--config", str(tmp_path / "run.json"), "--state", str(file), "--out", out]
+
+    def save(loader: Loader) -> None:
+        if kind == "JSON":
+            file.write_text(json.dumps(loader.state_dict()))
+        else:
+            model = torch.nn.Linear(3, 4).state_dict()
+            torch.save({"model": model, "loader": loader.state_dict()} if kind == "checkpoint" else loader.state_dict(), file)
+
     with Loader(small, **OPTIONS) as loader:
-        loader.save(tmp_path / "loader.json")
-        assert main(["preview", "--state", str(tmp_path / "loader.json"), "--out", out]) == 2  # nothing was delivered yet
+        (tmp_path / "run.json").write_text(json.dumps(loader.describe()))
+        save(loader)
+        assert main(["preview", *run]) == 2  # nothing was delivered yet
         for batch in itertools.chain(loader, itertools.islice(loader, 1)):  # noqa: B007
-            loader.save(tmp_path / "loader.json")
-    assert main(["preview", str(small), "--state", str(tmp_path / "loader.json"), "--out", out]) == 0
+            save(loader)
+    assert main(["preview", str(small), *run]) == 0
     found = pictures(tmp_path / "a.png")
     assert [said["index"] for said, _ in found if said["camera"] == TOP] == batch["index"].tolist()
     for said, picture in found:
@@ -305,8 +319,8 @@ def test_an_error_of_a_graph_has_its_place(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["preview"], "URI must be given, or --config or --state"),
-        (["preview", "URI", "--epoch", "1"], "--epoch must be given with --config or --state"),
+        (["preview"], "URI must be given, or --config"),
+        (["preview", "URI", "--epoch", "1"], "--epoch must be given with --config"),
         (["preview", "--config", "RUN"], "--epoch and --batch must be given together"),
         (["preview", "--config", "RUN", "--epoch", "0", "--batch", "4"], "batch must be below 4"),
         (["preview", "--config", "RUN", "--epoch", "0", "--batch", "0", "--seed", "0"], "--seed must not be given"),
@@ -316,18 +330,25 @@ def test_an_error_of_a_graph_has_its_place(
         ),
         (["preview", "--config", "nothing.json"], "--config must be a file that can be read, got 'nothing.json'"),
         (["preview", "--config", "STATE"], "config must be the result of Loader.describe()"),
-        (["preview", "--state", "STATE"], "--config must be given, because the state"),
-        (["preview", "--state", "RUN"], "--state must be a file of Loader.save()"),
-        (["receipt", "--episode", "0"], "--config or --state must be given"),
+        (["preview", "--state", "STATE"], "--config must be given"),
+        (["preview", "--config", "RUN", "--state", "RUN"], "--state must be Loader.state_dict() or a checkpoint that has it"),
+        (["preview", "--config", "RUN", "--state", "MODEL"], "--state must be Loader.state_dict() or a checkpoint that has it"),
+        (["preview", "--config", "RUN", "--state", "TENSOR"], "--state must be a checkpoint with a dict, got a Tensor"),
+        (["preview", "--config", "RUN", "--state", "CLASS"], "must be a checkpoint that torch.load(weights_only=True) reads"),
+        (["preview", "--config", "RUN", "--state", "nothing.pt"], "--state must be a file that can be read, got 'nothing.pt'"),
+        (["receipt", "--episode", "0"], "--config must be given"),
         (["receipt", "--episode", "0", "--config", "RUN"], "until must be a saved state of the run, got None"),
         (["receipt", "--episode", "9", "--config", "RUN", "--state", "STATE"], "episode must be one of the 2 episodes"),
         (["receipt", "--episode", "0", "--config", "RUN", "--state", "STATE", "--dataset", "x"], "the run has only one"),
     ],
 )
 def test_what_is_missing_is_said(
-    run: tuple[Path, Path], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    run: tuple[Path, Path], arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {"RUN": str(run[0]), "STATE": str(run[1])}
+    for name, content in (("MODEL", {"model": {}}), ("TENSOR", torch.zeros(2)), ("CLASS", {"loader": run[0]})):
+        torch.save(content, path := tmp_path / f"{name}.pt")
+        files[name] = str(path)
     assert message in failed(capsys, [files.get(argument, argument) for argument in arguments], 2)
 
 
@@ -344,8 +365,10 @@ def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pa
 # ---------------------------------------------------------------------------------------------------------- the receipt
 
 
-def trained(dataset: Any, log: Path, steps: int, ranks: int, **arguments: Any) -> tuple[dict[str, Any], list[list[Batch]]]:
-    """The saved state of a run after some steps with a log of every third, and the batches of each step on all ranks."""
+def trained(
+    dataset: Any, log: Path, steps: int, ranks: int, **arguments: Any
+) -> tuple[dict[str, Any], dict[str, Any], list[list[Batch]]]:
+    """Description and state of a run after some steps with a log of every third, and the batches of each step on all ranks."""
     options: dict[str, Any] = OPTIONS | {"batch_size": 4, "consumers": 4, "episode_pool_size": 2} | arguments
     loaders = [Loader(dataset, **options, rank=rank, world_size=ranks) for rank in range(ranks)]
     epochs = zip(*(itertools.chain.from_iterable(itertools.repeat(loader)) for loader in loaders), strict=True)
@@ -356,10 +379,10 @@ def trained(dataset: Any, log: Path, steps: int, ranks: int, **arguments: Any) -
         if step % 3 == 0:
             lines.append({"step": step, "loss": 1.0, "epoch": state["epoch"], "position": state["position"]})
     log.write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, {"step": 3, "val_error": 1}]))
-    saved = through_a_file(loaders[0].state_dict() | {"config": loaders[0].describe()})
+    config, state = through_a_file(loaders[0].describe()), through_a_file(loaders[0].state_dict())
     for loader in loaders:
         loader.close()
-    return saved, seen
+    return config, state, seen
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -369,15 +392,15 @@ def test_a_receipt_lists_every_sample_and_its_step(
     odd: Path, tmp_path: Path, shuffle: bool | str, last_batch: str, ranks: int
 ) -> None:
     """3 to 6 batches an epoch of 21 frames; the run ends within an epoch."""
-    dataset, log = Dataset(odd, cameras=[], drop_first=1), tmp_path / "metrics.jsonl"
-    saved, seen = trained(dataset, log, 11, ranks, shuffle=shuffle, last_batch=last_batch)
+    dataset, log = Dataset(odd, cameras=[], drop_n_first_frames=1), tmp_path / "metrics.jsonl"
+    config, state, seen = trained(dataset, log, 11, ranks, shuffle=shuffle, last_batch=last_batch)
     for episode in (0, 1, 3):  # the second has one frame, which is dropped
         expected: Counter[tuple[int, int]] = Counter()
         for step, batches in enumerate(seen, 1):
             for batch in batches:
                 own = (batch["episode_index"] == episode).nonzero().flatten()
                 expected.update((step, frame) for frame in batch["frame_index"][own].tolist())
-        found = receipt(saved, episode, log=log)
+        found = receipt(config, episode, until=state, log=log)
         assert found.samples == expected.total()
         listed = Counter(pair for epoch in found.epochs for pair in zip(epoch.steps, epoch.frames, strict=True))
         rest = expected - listed
@@ -390,11 +413,13 @@ def test_a_receipt_of_a_mixture(demo: Path, small: Path, tmp_path: Path, capsys:
     mixture = Mixture(
         {"a": Dataset(demo, cameras=[], episodes=[1, 3]), "b": Dataset(small, cameras=[])}, repeats={"a": 0.5, "b": 1.5}
     )
-    saved, seen = trained(mixture, tmp_path / "log", 80, 1, image_size=None)
-    (tmp_path / "run.json").write_text(json.dumps(saved))
+    config, state, seen = trained(mixture, tmp_path / "log", 80, 1, image_size=None)
+    (tmp_path / "run.json").write_text(json.dumps(config))
+    torch.save({"loader": state}, tmp_path / "checkpoint.pt")
     for name, episode in (("a", 3), ("b", 0), ("a", 0)):
-        line = ["receipt", "--config", tmp_path / "run.json", "--dataset", name, "--episode", episode, "--json"]
-        assert main([*map(str, line), "--log", str(tmp_path / "log")]) == 0
+        line = ["receipt", "--config", tmp_path / "run.json", "--state", tmp_path / "checkpoint.pt", "--dataset", name]
+        line += ["--episode", episode, "--json", "--log", tmp_path / "log"]
+        assert main([*map(str, line)]) == 0
         found = json.loads(capsys.readouterr().out)
         expected = [
             (step, frame)
@@ -406,19 +431,19 @@ def test_a_receipt_of_a_mixture(demo: Path, small: Path, tmp_path: Path, capsys:
         assert Counter(map(tuple, listed)) == Counter(expected)
         assert found["selected"] == bool(expected)
     with pytest.raises(ValueError, match="dataset must be one of a, b, got ''"):
-        receipt(saved, 0)
+        receipt(config, 0, until=state)
 
 
 def test_steps_that_the_log_does_not_tell_are_none(odd: Path, tmp_path: Path) -> None:
     """Between two entries that are fewer batches apart than steps."""
-    saved, _ = trained(Dataset(odd, cameras=[]), tmp_path / "log", 9, 1)
+    config, state, _ = trained(Dataset(odd, cameras=[]), tmp_path / "log", 9, 1)
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     lines[1]["step"], lines[2]["step"] = 7, 10
     (tmp_path / "log").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    steps = [step for epoch in receipt(saved, 3, log=tmp_path / "log").epochs for step in epoch.steps]
+    steps = [step for epoch in receipt(config, 3, until=state, log=tmp_path / "log").epochs for step in epoch.steps]
     assert {step for step in steps if step is not None} <= {1, 2, 3, 8, 9, 10}
     assert None in steps
-    assert {step for epoch in receipt(saved, 3).epochs for step in epoch.steps} == {None}  # without a log
+    assert {step for epoch in receipt(config, 3, until=state).epochs for step in epoch.steps} == {None}  # without a log
 
 
 def test_a_receipt_says_what_was_done(run: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -483,8 +483,11 @@ CHANGES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "statistics": (lambda root: change_statistics(root, "action"), "statistics"),
     "features": (change_features, "features or fps"),
     "selection": (lambda root: {"episodes": [0]}, r"selection of episodes \(episodes=, episode_filter=\)"),
-    "ranges": (lambda root: {"drop_last": 1}, r"sampled frames \(frames=, drop_first=, drop_last=\)"),
-    "two": (lambda root: change_tasks(root) | {"drop_last": 1}, r"sampled frames .*, tasks"),
+    "ranges": (
+        lambda root: {"drop_n_last_frames": 1},
+        r"sampled frames \(frames=, drop_n_first_frames=, drop_n_last_frames=\)",
+    ),
+    "two": (lambda root: change_tasks(root) | {"drop_n_last_frames": 1}, r"sampled frames .*, tasks"),
 }
 
 
@@ -517,12 +520,12 @@ def test_other_statistics_of_a_camera_are_allowed_by_name(
     with make(Dataset(small), device="cpu") as loader:
         next(it := iter(loader))
         del it
-        loader.save(path := tmp_path / "state.json")
+        state = loader.state_dict()
     change_statistics(root, TOP)
     with make(Dataset(root), device="cpu") as loader:
         with pytest.raises(ResumeError, match=r"These parts differ: statistics of cameras\. .*, allow_other_frames=True\)"):
-            loader.restore(path)
-        loader.restore(path, allow_other_frames=True)
+            loader.load_state_dict(state)
+        loader.load_state_dict(state, allow_other_frames=True)
         assert "has other frames than the run had for the same rows" in caplog.text
         assert samples(loader) == expected[4:]
 
@@ -556,12 +559,11 @@ def test_a_run_goes_on_on_a_smaller_copy_by_name(small: Path, tmp_path: Path, ca
         next(it := iter(loader))
         del it
         state = loader.state_dict()
-        loader.save(path := tmp_path / "state.json")
     with run(out) as loader:
         with pytest.raises(ResumeError, match="These parts differ: cameras, statistics of cameras") as caught:
             loader.load_state_dict(state)
         assert "load_state_dict(state, allow_other_frames=True)" in str(caught.value)
-        loader.restore(path, allow_other_frames=True)
+        loader.load_state_dict(state, allow_other_frames=True)
         assert "These parts differ: cameras" in caplog.text
         rest = list(loader)
     assert samples(rest) == samples(expected[1:])

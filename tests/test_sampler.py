@@ -36,8 +36,8 @@ arguments = st.fixed_dictionaries(
         "seed": st.integers(-5, 2**40),
         "consumers": st.just(12),
         "episode_pool_size": st.integers(1, 5),
-        "drop_first": st.integers(0, 4),
-        "drop_last": st.integers(0, 4),
+        "drop_n_first_frames": st.integers(0, 4),
+        "drop_n_last_frames": st.integers(0, 4),
     }
 )
 lengths = st.lists(st.integers(0, 25), min_size=1, max_size=10)
@@ -60,7 +60,7 @@ def load(sampler: FrameSampler, batch_size: int = 4, **options: Any) -> DataLoad
 
 def epoch_order(epoch: int = 0, episode_lengths: list[int] = LENGTHS, **options: Any) -> list[int]:
     """The global index of every position, out of `Order` alone."""
-    first, last = options.pop("drop_first", 0), options.pop("drop_last", 0)
+    first, last = options.pop("drop_n_first_frames", 0), options.pop("drop_n_last_frames", 0)
     kept = [max(length - first - last, 0) for length in episode_lengths]
     episode, frame = Order(kept, epoch=epoch, **(ORDER | options)).read(0, sum(kept))
     return (np.cumsum([0, *episode_lengths])[episode] + first + frame).tolist()
@@ -83,7 +83,7 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
 def test_ranks_share_the_kept_frames_and_never_see_the_dropped(
     episode_lengths: list[int], options: dict[str, Any], world: int, epoch: int
 ) -> None:
-    kept = kept_frames(episode_lengths, options["drop_first"], options["drop_last"])
+    kept = kept_frames(episode_lengths, options["drop_n_first_frames"], options["drop_n_last_frames"])
     assume(len(kept) >= world)
     ranks = [make(episode_lengths, rank, world, **options) for rank in range(world)]
     for sampler in ranks:
@@ -105,8 +105,8 @@ def test_a_dataset_gives_the_lengths_of_its_selected_episodes(demo: Path) -> Non
 
 def test_orders_longer_than_a_block_are_whole() -> None:
     episode_lengths = [3000, 1, 9000, 2500]
-    shares = [list(make(episode_lengths, rank, 3, drop_first=1)) for rank in range(3)]
-    order = epoch_order(0, episode_lengths, drop_first=1)
+    shares = [list(make(episode_lengths, rank, 3, drop_n_first_frames=1)) for rank in range(3)]
+    order = epoch_order(0, episode_lengths, drop_n_first_frames=1)
     assert [share == order[rank:14496:3] for rank, share in enumerate(shares)] == [True] * 3
 
 
@@ -184,7 +184,11 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
     root = tmp_path_factory.mktemp("parts")
     for name, lengths in (("a", [6, 8, 4]), ("b", [9, 5, 7, 12]), ("c", [3])):
         build(root / name, lengths, {})
-    return {"a": Dataset(root / "a", drop_last=1), "b": Dataset(root / "b", episodes=[0, 2, 3]), "c": Dataset(root / "c")}
+    return {
+        "a": Dataset(root / "a", drop_n_last_frames=1),
+        "b": Dataset(root / "b", episodes=[0, 2, 3]),
+        "c": Dataset(root / "c"),
+    }
 
 
 def concatenated(parts: dict[str, Dataset]) -> ConcatDataset[tuple[int, int, int]]:
@@ -246,8 +250,9 @@ def test_a_mixture_resumes_on_other_ranks_at_the_very_next_sample(parts: dict[st
 
 def test_what_does_not_fit_a_mixture_is_refused(parts: dict[str, Dataset]) -> None:
     state = make(mixture := Mixture(parts)).state_dict(step=0, batch_size=1)
-    with pytest.raises(ValueError, match=r"drop_last must be 0 for a mixture, got 0 and 3\. Pass them to each Dataset"):
-        make(mixture, drop_last=3)
+    said = r"must be 0 for a mixture, got drop_n_first_frames=0 and drop_n_last_frames=3\. Pass them to each Dataset"
+    with pytest.raises(ValueError, match=said):
+        make(mixture, drop_n_last_frames=3)
     with pytest.raises(
         ValueError,
         match=r"an epoch of the mixture of c must have .* each of world_size=3 ranks, got 2 samples. .* larger epoch_samples",
@@ -332,7 +337,7 @@ def test_any_position_resumes_on_other_ranks_at_the_very_next(
 ) -> None:
     """A run on changing numbers of ranks and batch sizes walks one epoch, without a gap and without a repetition."""
     epoch = data.draw(st.integers(0, 2), "epoch")
-    assume(len(kept_frames(episode_lengths, options["drop_first"], options["drop_last"])) >= max(WORLDS))
+    assume(len(kept_frames(episode_lengths, options["drop_n_first_frames"], options["drop_n_last_frames"])) >= max(WORLDS))
     order, served, state = epoch_order(epoch, episode_lengths, **options), [], None
     for world in [*data.draw(st.lists(st.sampled_from(WORLDS), min_size=1, max_size=3), "world sizes"), 1]:
         left = (len(order) - len(served)) // world
@@ -401,9 +406,9 @@ def test_a_resumed_sampler_before_its_first_step_has_the_state_it_loaded() -> No
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_checkpoint_of_plain_numbers_resumes_with_a_warning(world: int, caplog: pytest.LogCaptureFixture) -> None:
     for rank in range(world):
-        sampler = make(rank=rank, world=world, drop_last=1)
+        sampler = make(rank=rank, world=world, drop_n_last_frames=1)
         sampler.resume(epoch=2, batch=3, batch_size=2, world_size=4)
-        order = epoch_order(2, drop_last=1)[24:]
+        order = epoch_order(2, drop_n_last_frames=1)[24:]
         assert list(sampler) == order[(rank - 24) % world : len(order) // world * world : world]
     warning = caplog.records[0].getMessage()
     assert caplog.records[0].levelno == logging.WARNING
@@ -424,8 +429,8 @@ def test_a_checkpoint_of_plain_numbers_resumes_with_a_warning(world: int, caplog
         ({"episode_pool_size": 3}, "order of the state must be"),
         ({"shuffle": "global"}, "order of the state must be"),
         ({"shuffle": False}, "order of the state must be"),
-        ({"drop_first": 1}, "order of the state must be .*drop_first was 0 in the run and is 1 here"),
-        ({"drop_last": 1}, "order of the state must be"),
+        ({"drop_n_first_frames": 1}, "order of the state must be .*drop_n_first_frames was 0 in the run and is 1 here"),
+        ({"drop_n_last_frames": 1}, "order of the state must be"),
     ],
 )
 def test_a_state_of_another_order_is_refused(options: dict[str, Any], message: str) -> None:
@@ -498,13 +503,16 @@ def test_numbers_that_no_run_has_are_refused(change: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"drop_first": -1}, "drop_first must be a nonnegative integer, got -1"),
-        ({"drop_last": 1.5}, "drop_last must be a nonnegative integer, got 1.5"),
+        ({"drop_n_first_frames": -1}, "drop_n_first_frames must be a nonnegative integer, got -1"),
+        ({"drop_n_last_frames": 1.5}, "drop_n_last_frames must be a nonnegative integer, got 1.5"),
         (
-            {"drop_first": 20, "drop_last": 10},
+            {"drop_n_first_frames": 20, "drop_n_last_frames": 10},
             "6 episodes with 51 frames, .* must leave a frame for each of world_size=1 ranks, got 0 frames. Drop fewer",
         ),
-        ({"drop_first": 20, "drop_last": 5, "world": 6}, "must leave a frame for each of world_size=6 ranks, got 5 frames"),
+        (
+            {"drop_n_first_frames": 20, "drop_n_last_frames": 5, "world": 6},
+            "must leave a frame for each of world_size=6 ranks, got 5 frames",
+        ),
         ({"shuffle": "pool"}, "shuffle must be .*, got 'pool'"),
         ({"seed": 0.5}, "seed must be an integer, got 0.5"),
         ({"consumers": 0}, "consumers must be a positive integer, got 0"),
@@ -537,7 +545,7 @@ def test_only_the_boundaries_of_episodes_are_in_memory(shuffle: bool | str) -> N
     episode_lengths = np.full(1_000_000, 100)
     tracemalloc.start()
     try:
-        sampler = FrameSampler(episode_lengths, shuffle=shuffle, drop_first=1, rank=1, world_size=8)
+        sampler = FrameSampler(episode_lengths, shuffle=shuffle, drop_n_first_frames=1, rank=1, world_size=8)
         first = list(islice(iter(sampler), 1000))
         peak = tracemalloc.get_traced_memory()[1]
     finally:

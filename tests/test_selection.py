@@ -1,4 +1,4 @@
-"""Which episodes and frames are sampled: episode_filter, frames, drop_first, drop_last and split."""
+"""Which episodes and frames are sampled: episode_filter, frames, drop_n_first_frames, drop_n_last_frames and split."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_an_epoch_shows_the_frames_that_were_given(demo: Path, tmp_path: Path, a
 
 def test_windows_show_the_frames_around_the_ranges(demo: Path) -> None:
     deltas = [-0.2, 0.0, 0.2]
-    dataset = Dataset(demo, frames=KEPT, drop_first=1)
+    dataset = Dataset(demo, frames=KEPT, drop_n_first_frames=1)
     offsets = [round(delta * dataset.fps) for delta in deltas]
     with Loader(dataset, batch_size=4, last_batch="partial", delta_timestamps={TOP: deltas}, **ORDER) as loader:
         batches = list(loader)
@@ -109,7 +109,7 @@ def test_windows_show_the_frames_around_the_ranges(demo: Path) -> None:
 
 
 def test_a_run_on_ranges_resumes_on_other_ranks(demo: Path) -> None:
-    dataset = Dataset(demo, cameras=[], drop_first=3, drop_last=2)
+    dataset = Dataset(demo, cameras=[], drop_n_first_frames=3, drop_n_last_frames=2)
     with Loader(dataset, batch_size=8, last_batch="partial", **ORDER) as loader:
         order = samples(loader)
     with Loader(dataset, batch_size=8, **ORDER) as loader:
@@ -121,21 +121,22 @@ def test_a_run_on_ranges_resumes_on_other_ranks(demo: Path) -> None:
             loader.load_state_dict(state)
             rest.append(samples(loader))
     assert begun + [index for pair in zip(*rest, strict=False) for index in pair] == order[: 8 + 2 * len(rest[1])]
-    for other in ({}, {"drop_first": 3}, {"drop_first": 3, "drop_last": 2, "frames": {0: [(0, 40)]}}):
+    more = {"drop_n_first_frames": 3, "drop_n_last_frames": 2, "frames": {0: [(0, 40)]}}
+    for other in ({}, {"drop_n_first_frames": 3}, more):
         with Loader(Dataset(demo, cameras=[], **other), batch_size=8, **ORDER) as loader, pytest.raises(ResumeError):
             loader.load_state_dict(state)
 
 
 def test_a_sampler_of_the_dataset_has_the_same_frames(demo: Path) -> None:
-    dataset = Dataset(demo, cameras=[], frames=KEPT, drop_last=1)
+    dataset = Dataset(demo, cameras=[], frames=KEPT, drop_n_last_frames=1)
     with Loader(dataset, batch_size=2, last_batch="partial", **ORDER) as loader:
         expected = samples(loader)
     sampler = FrameSampler(dataset, **ORDER)
     assert list(sampler) == expected
     with pytest.raises(ResumeError, match=r"The state is of .*episodes"):
         FrameSampler(Dataset(demo, cameras=[], frames={0: [(0, 11)]}), **ORDER).load_state_dict(sampler.state_dict())
-    dropping = FrameSampler(Dataset(demo, cameras=[], drop_first=4), drop_last=2, **ORDER)
-    assert list(dropping) == list(FrameSampler(Dataset(demo, cameras=[]), drop_first=4, drop_last=2, **ORDER))
+    dropping = FrameSampler(Dataset(demo, cameras=[], drop_n_first_frames=4), drop_n_last_frames=2, **ORDER)
+    assert list(dropping) == list(FrameSampler(Dataset(demo, cameras=[]), drop_n_first_frames=4, drop_n_last_frames=2, **ORDER))
 
 
 def test_without_ranges_the_order_is_that_of_the_lengths(demo: Path) -> None:
@@ -143,7 +144,7 @@ def test_without_ranges_the_order_is_that_of_the_lengths(demo: Path) -> None:
     expected = Order(lengths - np.minimum(lengths, 3), True, 1, 0, 4, 2).read(0, 100)
     episode, frame = SelectedOrder(whole(lengths).dropping(lengths, 2, 1), True, 1, 0, 4, 2).read(0, 100)
     assert (episode.tolist(), (frame - 2).tolist()) == (expected[0].tolist(), expected[1].tolist())
-    assert Dataset(demo).fingerprint == Dataset(demo, drop_first=0, episode_filter=lambda episode: True).fingerprint
+    assert Dataset(demo).fingerprint == Dataset(demo, drop_n_first_frames=0, episode_filter=lambda episode: True).fingerprint
 
 
 def _shown(batches: list[Any]) -> list[tuple[int, int]]:
@@ -193,7 +194,7 @@ def test_a_filter_sees_tasks_and_statistics(demo: Path) -> None:
 
 @pytest.mark.parametrize("shares", [{"train": 0.9, "val": 0.1}, {"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}, {"a": 0.5, "b": 0.25}])
 def test_a_split_has_each_episode_at_most_once(demo: Path, shares: dict[str, float]) -> None:
-    dataset = Dataset(demo, cameras=[], episodes=[0, 1, 2, 4, 5], drop_first=2)
+    dataset = Dataset(demo, cameras=[], episodes=[0, 1, 2, 4, 5], drop_n_first_frames=2)
     parts = dataset.split(shares, seed=7)
     taken = [episode for part in parts.values() for episode in part.episodes.tolist()]
     assert len(set(taken)) == len(taken) == round(5 * sum(shares.values()))
@@ -202,7 +203,7 @@ def test_a_split_has_each_episode_at_most_once(demo: Path, shares: dict[str, flo
     lengths = read_lengths(demo)
     for part in parts.values():
         assert part.num_frames == sum(lengths[episode] - 2 for episode in part.episodes.tolist())
-        same = Dataset(demo, cameras=[], episodes=part.episodes.tolist(), drop_first=2)
+        same = Dataset(demo, cameras=[], episodes=part.episodes.tolist(), drop_n_first_frames=2)
         assert part.fingerprint == same.fingerprint
         with Loader(part, batch_size=8, last_batch="partial", consumers=1) as loader:
             assert {int(e) for batch in loader for e in batch["episode_index"]} == set(part.episodes.tolist())
@@ -251,8 +252,8 @@ def test_a_split_of_the_datasets_own(demo_copy: Path) -> None:
         ({"frames": [(0, 4)]}, "frames must be {episode index.*, got"),
         ({"frames": "no/such.json"}, "frames must be a readable JSON file, got 'no/such.json'"),
         ({"frames": {}}, "must leave at least one of the"),
-        ({"drop_first": 10_000}, "must leave at least one of the"),
-        ({"drop_last": -1}, "drop_last must be a nonnegative integer, got -1"),
+        ({"drop_n_first_frames": 10_000}, "must leave at least one of the"),
+        ({"drop_n_last_frames": -1}, "drop_n_last_frames must be a nonnegative integer, got -1"),
         ({"episode_filter": lambda episode: False}, "episode_filter accepts none of 6 episodes"),
         ({"episode_filter": "length > 5"}, "episode_filter must be a function of an episode's columns"),
         ({"episode_filter": pc.field("size") > 5}, "Available columns: episode_index, "),

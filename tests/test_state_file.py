@@ -1,4 +1,4 @@
-"""`save` and `restore`: the file always holds a complete state, whatever happens to the process that writes it."""
+"""`write_state` and `load_state`: the file always holds a complete state, whatever happens to the process that writes it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 from support.batches import samples
 
 from dali_stream import Dataset, FrameSampler, Loader, ResumeError
+from dali_stream.state_file import load_state, write_state
 
 KILLS = 10
 LENGTHS = [5, 8, 7]
@@ -46,11 +47,11 @@ def test_a_loader_continues_from_its_file(rows: Dataset, tmp_path: Path) -> None
     file, delivered = tmp_path / "loader.json", []
     for _ in range(4):  # processes that are interrupted after 3 batches each
         with make(rows) as loader:
-            assert loader.restore(file) == bool(delivered)
+            assert load_state(file, loader.load_state_dict) == bool(delivered)
             batches = iter(loader)
             for _ in range(3):
                 delivered += next(batches)["index"].tolist()
-                loader.save(str(file))
+                write_state(str(file), loader.state_dict())
     assert delivered == expected[: len(delivered)]
     assert len(delivered) == 4 * 3 * 8
     assert names(tmp_path) == ["loader.json"]
@@ -59,31 +60,14 @@ def test_a_loader_continues_from_its_file(rows: Dataset, tmp_path: Path) -> None
 def test_a_sampler_continues_from_its_file(tmp_path: Path) -> None:
     expected = list(FrameSampler(LENGTHS))
     first, file = FrameSampler(LENGTHS), tmp_path / "sampler.json"
-    assert first.restore(file) is False
+    assert load_state(file, first.load_state_dict) is False
     indices = iter(first)
     for _ in range(10):
         next(indices)
-    first.save(file, step=2, batch_size=4)  # a DataLoader's workers are 2 indices ahead of it
+    write_state(file, first.state_dict(step=2, batch_size=4))  # a DataLoader's workers are 2 indices ahead of it
     second = FrameSampler(LENGTHS)
-    assert second.restore(file) is True
+    assert load_state(file, second.load_state_dict) is True
     assert list(second) == expected[8:]
-
-
-def test_only_rank_0_writes_and_all_ranks_read(rows: Dataset, tmp_path: Path) -> None:
-    file = tmp_path / "loader.json"
-    with make(rows, rank=0, world_size=2) as first, make(rows, rank=1, world_size=2) as second:
-        next(iter(second))
-        second.save(file)
-        assert names(tmp_path) == []
-        next(iter(first))
-        first.save(file)
-        assert json.loads(file.read_text()) == second.state_dict() | {"config": second.describe()}
-    with make(rows, rank=1, world_size=2) as resumed:
-        assert resumed.restore(file)
-        assert resumed.batch_index == 1
-    other = FrameSampler(LENGTHS, rank=1, world_size=2)
-    other.save(tmp_path / "sampler.json")
-    assert names(tmp_path) == ["loader.json"]
 
 
 # ---------------------------------------------------------------------------------------------------------- bad files
@@ -104,28 +88,17 @@ def test_a_damaged_file_is_an_error_that_names_it(rows: Dataset, tmp_path: Path,
     (file := tmp_path / "state.json").write_bytes(content)
     with make(rows) as loader:
         with pytest.raises(ResumeError, match=message):
-            loader.restore(file)
+            load_state(file, loader.load_state_dict)
         assert len(samples(loader)) == len(loader) * 8  # the failed attempt has changed nothing
     with pytest.raises(ResumeError, match=message):
-        FrameSampler(LENGTHS).restore(file)
-
-
-def test_restore_comes_before_the_first_iteration(rows: Dataset, tmp_path: Path) -> None:
-    """Also without a file, since otherwise the mistake shows when the run is resumed."""
-    sampler = FrameSampler(LENGTHS)
-    next(iter(sampler))
-    with make(rows) as loader:
-        next(iter(loader))
-        for each in (loader, sampler):
-            with pytest.raises(ResumeError, match="restore must be called before iteration begins"):
-                each.restore(tmp_path / "none.json")
+        load_state(file, FrameSampler(LENGTHS).load_state_dict)
 
 
 def test_a_symbolic_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
-    FrameSampler(LENGTHS).save(tmp_path / "link.json")
+    write_state(tmp_path / "link.json", FrameSampler(LENGTHS).state_dict())
     assert (tmp_path / "link.json").is_symlink()
-    assert FrameSampler(LENGTHS).restore(tmp_path / "target.json")
+    assert load_state(tmp_path / "target.json", FrameSampler(LENGTHS).load_state_dict)
 
 
 # ------------------------------------------------------------------------------------- failures and kills while it is written
@@ -138,8 +111,8 @@ def test_several_writers_of_one_path_do_not_disturb_each_other(tmp_path: Path) -
     def write() -> None:
         try:
             for _ in range(50):
-                FrameSampler(LENGTHS).save(file)
-                assert FrameSampler(LENGTHS).restore(file)
+                write_state(file, FrameSampler(LENGTHS).state_dict())
+                assert load_state(file, FrameSampler(LENGTHS).load_state_dict)
         except BaseException as error:
             errors.append(error)
 
@@ -162,7 +135,7 @@ def test_a_save_removes_what_killed_saves_have_left(tmp_path: Path) -> None:
         (target / name).write_text("{")
         os.utime(target / name, (then := time.time() - age, then))
     (tmp_path / "other/state.json").symlink_to(target / "state.json")
-    FrameSampler(LENGTHS).save(tmp_path / "other/state.json")
+    write_state(tmp_path / "other/state.json", FrameSampler(LENGTHS).state_dict())
     assert names(target) == sorted([*list(names_left)[1:], "state.json"])
     assert names(tmp_path / "other") == ["state.json"]
 
@@ -170,10 +143,10 @@ def test_a_save_removes_what_killed_saves_have_left(tmp_path: Path) -> None:
 def save_until_killed(root: Path, file: Path, pipe: Connection) -> None:
     """Save the state after each batch, epoch after epoch. Send the position of the first state."""
     with make(Dataset(root, cameras=[])) as loader:
-        loader.restore(file)
+        load_state(file, loader.load_state_dict)
         for epoch in range(1000):
             for i, _ in enumerate(loader):
-                loader.save(file)
+                write_state(file, loader.state_dict())
                 if epoch == i == 0:
                     pipe.send(place(file))
 
@@ -186,11 +159,11 @@ def place(file: Path) -> tuple[int, int]:
 
 def save_without_space(root: Path, file: Path, pipe: Connection) -> None:
     with make(Dataset(root, cameras=[])) as loader:
-        loader.save(file)
+        write_state(file, loader.state_dict())
         next(iter(loader))
         resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))
         try:
-            loader.save(file)
+            write_state(file, loader.state_dict())
         except OSError as error:
             pipe.send(str(error))
 
@@ -226,7 +199,7 @@ def test_the_file_is_complete_at_every_moment_and_after_a_kill(
         places.append(place(file))
         assert places == sorted(places)
         with make(Dataset(demo, cameras=[])) as loader:
-            assert loader.restore(file)
+            assert load_state(file, loader.load_state_dict)
 
 
 def test_a_full_disk_leaves_the_previous_state(

@@ -200,8 +200,9 @@ def test_what_changes_the_run_is_said(program: Any, demo: Path, tmp_path: Path, 
     assert not list(tmp_path.glob("run_until_*"))  # these runs have the same batches
     run(program, demo, tmp_path, "--max-steps", 3, "--resume", "--batch-size", 4)
     described = [json.loads((tmp_path / name).read_text()) for name in ("run_until_step_2.json", "run.json")]
-    assert [each["config"]["loader"]["batch_size"] for each in described] == [8, 4]
-    assert [each["position"] for each in described] == [16, 20]
+    assert [each["loader"]["batch_size"] for each in described] == [8, 4]
+    assert [each["begin"] for each in described] == [None, None]  # position 16 is a multiple of both batches
+    assert saved(tmp_path)["loader"]["position"] == 20
 
 
 def test_charts_show_recorded_and_predicted_actions_in_the_recordings_unit(

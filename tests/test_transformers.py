@@ -62,7 +62,7 @@ def test_a_checkpoint_without_a_loader_is_refused(
     program: Any, demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "checkpoint-3").mkdir()
-    for more, said in (((), "exists already"), (("--resume",), "has no loader.json")):
+    for more, said in (((), "exists already"), (("--resume",), "has no loader.pt")):
         with pytest.raises(SystemExit):
             program.main(options(demo, tmp_path, *more))
         assert said in capsys.readouterr().err

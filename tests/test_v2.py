@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -238,30 +237,6 @@ def test_a_state_resumes_on_the_conversion(first: str, second: str, roots: dict[
         rest = list(loader)
     assert len(rest) == len(expected) - 3
     assert all(map(equal, rest, expected[3:]))
-
-
-def earlier_fingerprint(root: Path) -> str:
-    """Of all episodes of v3.0, as it was before v2.x was read."""
-    dataset, info = Dataset(root), json.loads((root / "meta/info.json").read_text())
-    features = {key: {k: v for k, v in f.items() if k not in ("info", "video_info")} for key, f in info["features"].items()}
-    digest = hashlib.blake2b(json.dumps([info["fps"], features], sort_keys=True).encode(), digest_size=16)
-    for values in (dataset.episodes, dataset.lengths, np.arange(dataset.num_episodes)):
-        digest.update(values.astype("<i8").tobytes())
-    digest.update(json.dumps(sorted(dataset.tasks.items())).encode())
-    stats = root / "meta/stats.json"
-    digest.update(stats.read_bytes() if stats.exists() else b"")
-    return digest.hexdigest()
-
-
-def test_a_state_from_before_resumes_on_its_dataset(roots: dict[str, Path], odd: Path) -> None:
-    for root in (roots["v3.0"], odd):
-        with data.loader(root, batch_size=4, decode="auto") as loader:
-            state = loader.state_dict() | {"dataset": earlier_fingerprint(root), "position": 8}
-            assert loader.state_dict()["dataset"] != state["dataset"]
-            loader.load_state_dict(state)
-            assert loader.state_dict() == state | {"dataset": Dataset(root).fingerprint}
-    with data.loader(roots["converted v2.0"]) as loader, pytest.raises(dali_stream.ResumeError, match="of another dataset"):
-        loader.load_state_dict(state)
 
 
 # ---- statistics

@@ -8,7 +8,7 @@ SPEC.json contains an object with the entries
                because otherwise each new iterator of a DataLoader draws a number from torch's global generator.
     trains     whether the policy is trained; if false, a step only preprocesses a batch
     kill_at    step, counted from the start of this process, at which the process kills itself, or null
-    seed, drop_last   arguments of the FrameSampler
+    seed, drop_n_last_frames   arguments of the FrameSampler
     out        path of the output file, to which the rank is appended. Each line of the file is a JSON object: the indices and
                the time of a batch, the loss of a step, or a message that LeRobot logs about its evaluation.
 """
@@ -87,7 +87,7 @@ def ordered(spec: dict[str, Any]) -> type[torch.utils.data.DataLoader[Any]]:
         def __init__(self, dataset: Any, **arguments: Any) -> None:
             sampler = arguments.get("sampler")
             if sampler is not None or arguments.get("shuffle"):
-                selection = Dataset(dataset.root, episodes=dataset.episodes, drop_last=spec["drop_last"])
+                selection = Dataset(dataset.root, episodes=dataset.episodes, drop_n_last_frames=spec["drop_n_last_frames"])
                 if hasattr(sampler, "indices"):
                     assert sorted(sampler.indices) == sorted(FrameSampler(selection)), "LeRobot samples other frames"
                 sampler = FrameSampler(selection, seed=spec["seed"], batch_size=arguments["batch_size"])

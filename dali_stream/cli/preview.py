@@ -20,13 +20,12 @@ _PLOTTED = 4  # maximum number of episodes of a dataset without cameras
 _SAMPLES = 8  # default number of samples of a dataset
 _NUMBER = {"metavar": "N", "parser": arguments.natural}
 _ACTION = "Give the key of a feature with --action"
-_OF_A_RUN = "--config or --state"
 
 
 def preview(
     uris: Annotated[
         list[str] | None,
-        typer.Argument(metavar="URI...", help="The dataset; or several, or a mixture file. Optional with --config or --state."),
+        typer.Argument(metavar="URI...", help="The dataset; or several, or a mixture file. Optional with --config."),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="PNG", help="Output file.")] = Path("sheet.png"),
     batch_size: Annotated[
@@ -69,9 +68,9 @@ def preview(
 ) -> None:
     """Draw the first batch of an epoch as the model sees it, captioned with tasks and indices.
 
-    With --config or --state, draw the batch that a run saw at --epoch and --batch, or its last batch before the state was
-    saved. Frames, augmentation, actions and states are those of the run. For a dataset without cameras, plot state and action
-    of up to four episodes, which are vectors of floats. For several datasets or a mixture file, draw a batch of their mixture.
+    With --config, draw the batch that a run saw at --epoch and --batch, or its last batch before --state was saved. Frames,
+    augmentation, actions and states are those of the run. For a dataset without cameras, plot state and action of up to four
+    episodes, which are vectors of floats. For several datasets or a mixture file, draw a batch of their mixture.
     """
     arguments.png("--out", out)
     place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
@@ -85,13 +84,13 @@ def preview(
             "--action": action,
         }
         fixed |= {"--episodes": episodes, "--cameras": cameras, "--tolerance-s": tolerance_s}
-        _refuse(fixed, f"must not be given with {_OF_A_RUN}, which has it")
+        _refuse(fixed, "must not be given with --config, which has it")
         where = place | {"storage_options": arguments.json_object("--storage-options", storage_options)}
         sheet = _of_run(config, state, uris or [], where, epoch, batch, rank, dali_graph)
     else:
         if not uris:
-            raise ValueError(f"URI must be given, or {_OF_A_RUN}")
-        _refuse({"--epoch": epoch, "--batch": batch, "--rank": rank or None}, f"must be given with {_OF_A_RUN}")
+            raise ValueError("URI must be given, or --config")
+        _refuse({"--epoch": epoch, "--batch": batch, "--rank": rank or None}, "must be given with --config")
         size, windows = arguments.size("--image-size", image_size), arguments.windows("--window", window or [])
         selected: dict[str, Any] = place | arguments.located_by(clock, tolerance_s)
         selected |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}

@@ -29,11 +29,9 @@ def receipt(
 ) -> None:
     """Say in which epochs, at which positions and in which steps a run has seen an episode, for example a retracted one.
 
-    The answer is computed from the order without reading frames. It covers the run up to --state, or up to the state in
-    --config or the last entry of --log.
+    The answer is computed from the order without reading frames. It covers the run up to --state, or up to the last entry of
+    --log.
     """
-    if config is None and state is None:
-        raise ValueError("--config or --state must be given")
     described, saved = runs.config_and_state(config, state)
     where = {"uri": uri, "cache_dir": cache_dir, "storage_options": arguments.json_object("--storage-options", storage_options)}
     with (

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import sys
 import traceback
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,11 +17,15 @@ from dali_stream import file_content, run_config
 
 ConfigFile = Annotated[
     Path | None,
+    typer.Option(metavar="JSON", help="A run: Loader.describe() as JSON, such as train.py's run.json."),
+]
+StateFile = Annotated[
+    Path | None,
     typer.Option(
-        metavar="JSON", help="A run: Loader.describe() as JSON, or a file of Loader.save(), such as train.py's run.json."
+        metavar="FILE",
+        help="A state of the run: a checkpoint of torch.save that has Loader.state_dict() as 'loader', or the state as JSON.",
     ),
 ]
-StateFile = Annotated[Path | None, typer.Option(metavar="JSON", help="A file of Loader.save().")]
 GraphFunction = Annotated[
     str | None,
     typer.Option(metavar="FILE.py:NAME", help="Function for dali_graph. A run's recorded arguments are passed to it."),
@@ -41,21 +46,40 @@ def read(option: str, path: Path) -> dict[str, Any]:
 
 
 def config_and_state(config: Path | None, state: Path | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the description of a run, and its saved state if one of the files contains it.
+    """Return the description of a run, and its state or None.
 
     Raises:
-        ValueError: If neither file contains a description, or if `state` does not contain a state.
+        ValueError: If `config` is not given, or if a file cannot be read or contains something else.
     """
-    saved = None if state is None else read("--state", state)
-    if saved is not None and not {"epoch", "position"} <= saved.keys():
-        raise ValueError(f"--state must be a file of Loader.save(), got {str(state)!r} without epoch and position")
-    described = read("--config", config) if config is not None else saved
-    assert described is not None
-    if config is None and "config" not in described:
-        raise ValueError(f"--config must be given, because the state in {str(state)!r} does not contain it")
-    if saved is None and {"epoch", "position"} <= described.keys():
-        saved = described
-    return run_config.checked(described), saved
+    if config is None:
+        raise ValueError("--config must be given. It is the result of Loader.describe() as JSON")
+    return run_config.checked(read("--config", config)), None if state is None else _state(state)
+
+
+def _state(path: Path) -> dict[str, Any]:
+    """Return the state of a Loader in a file. The content is the state, or has it as "loader"."""
+    content = _checkpoint(path) if zipfile.is_zipfile(path) else read("--state", path)
+    state = content.get("loader", content)
+    if not isinstance(state, dict) or not {"epoch", "position"} <= state.keys():
+        raise ValueError(
+            f"--state must be Loader.state_dict() or a checkpoint that has it as 'loader', got {str(path)!r} without epoch and "
+            "position"
+        )
+    return state
+
+
+def _checkpoint(path: Path) -> dict[Any, Any]:
+    """Return the content of a file of `torch.save`. Tensors are mapped and not read."""
+    import torch
+
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        why = str(error).partition("\n")[0][:200]
+        raise ValueError(f"--state must be a checkpoint that torch.load(weights_only=True) reads, got {path}: {why}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"--state must be a checkpoint with a dict, got a {type(content).__name__} in {str(path)!r}")
+    return content
 
 
 def graph(option: str, named: str | None, recorded: Mapping[str, Any] | None = None) -> Callable[..., Any] | None:

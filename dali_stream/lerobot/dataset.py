@@ -138,18 +138,23 @@ class DatasetFiles:
         self.dataset_of = np.broadcast_to(np.zeros((), np.int64), self.num_episodes)
         self.num_frames = int(self.sampled_lengths.sum())
 
-    def _sample(self, frames: Frames | str | os.PathLike[str] | None, drop_first: int, drop_last: int) -> None:
-        """Restrict the frames that are sampled. See `Dataset` for the arguments."""
-        if frames is None and not drop_first and not drop_last:
+    def _sample(self, frames: Frames | str | os.PathLike[str] | None, first: int, last: int) -> None:
+        """Restrict the frames that are sampled.
+
+        Args:
+            frames: See `Dataset`.
+            first, last: Arguments `drop_n_first_frames` and `drop_n_last_frames` of `Dataset`.
+        """
+        if frames is None and not first and not last:
             return
         if frames is None:
             ranges = frame_ranges.whole(self.lengths)
         else:
             ranges = frame_ranges.parse_ranges(frames, self.table.index, self.table.length).of(self.rows)
-        ranges = ranges.dropping(self.lengths, drop_first, drop_last)
+        ranges = ranges.dropping(self.lengths, first, last)
         if not ranges.counts.any():
             raise ValueError(
-                f"frames, drop_first={drop_first} and drop_last={drop_last} must leave at least one of the "
+                f"frames, drop_n_first_frames={first} and drop_n_last_frames={last} must leave at least one of the "
                 f"{int(self.lengths.sum())} frames of {self.num_episodes} episodes. Give wider ranges, or drop fewer frames"
             )
         self._take(self.rows, ranges)
@@ -211,7 +216,7 @@ class DatasetFiles:
         It does not depend on the selected cameras, the location of the dataset, its commit, its files, their codecs, or the
         version of the format. It includes `clock` and `tolerance_s` unless both have their defaults.
         """
-        return self._digest(self._identity())
+        return hashlib.blake2b(b"".join(self._identity()), digest_size=16).hexdigest()
 
     @functools.cached_property
     def contents(self) -> dict[str, str]:
@@ -247,23 +252,6 @@ class DatasetFiles:
         versions = {path: version for path in paths if (version := self.store.version(path))}
         return {"address": self.store.address, "versions": versions}
 
-    def has_fingerprint(self, fingerprint: object) -> bool:
-        """Return whether a fingerprint from a saved state matches this dataset.
-
-        Fingerprints of earlier releases also match. They include the commit of a Hub repository. Even earlier ones, of v3.0,
-        are hashes that include the bytes of `meta/stats.json`.
-        """
-        if fingerprint == self.fingerprint:
-            return True
-        identity, commit = self._identity(), (self.revision or "").encode()
-        earlier = [identity._replace(head=identity.head + commit)]
-        if not self.is_v2:
-            features = {key: _without(feature, *ENCODING) for key, feature in self._info.features.items()}
-            head = json.dumps([self.fps, features], sort_keys=True).encode() + commit
-            stats = self.store.read_all(metadata.STATS) if self.store.exists(metadata.STATS) else b""
-            earlier.append(identity._replace(head=head, stats=stats))
-        return fingerprint in [self._digest(each) for each in earlier]
-
     def _identity(self) -> _Identity:
         """Return what the fingerprint covers."""
         table = self.table
@@ -283,10 +271,6 @@ class DatasetFiles:
             ranges=b"" if self.frame_ranges is None else b"frames" + self.frame_ranges.to_bytes(),
             stats=json.dumps(stats, sort_keys=True).encode(),  # tells datasets of equal lengths apart, which are common
         )
-
-    @staticmethod
-    def _digest(identity: _Identity) -> str:
-        return hashlib.blake2b(b"".join(identity), digest_size=16).hexdigest()
 
     @property
     def stored_features(self) -> dict[str, Feature]:

@@ -14,7 +14,8 @@ _log = logging.getLogger(DATASET_LOG)
 _SHOWN = 8  # maximum number of parts in a message
 # Parts of the fingerprint. Those of `FRAMES` only affect the frames of a row, and not the order and the rows.
 FEATURES, EPISODES, TASKS, STATISTICS = "features or fps", "episodes or their lengths", "tasks", "statistics"
-SELECTION, RANGES = "selection of episodes (episodes=, episode_filter=)", "sampled frames (frames=, drop_first=, drop_last=)"
+SELECTION = "selection of episodes (episodes=, episode_filter=)"
+RANGES = "sampled frames (frames=, drop_n_first_frames=, drop_n_last_frames=)"
 KEYS = "renamed keys (keys=)"
 CLOCK, CAMERAS, CAMERA_STATISTICS = "clock (clock=, tolerance_s=)", "cameras", "statistics of cameras"
 FRAMES = (CLOCK, CAMERAS, CAMERA_STATISTICS)
@@ -38,10 +39,6 @@ class Identified(Protocol):
     def contents(self) -> dict[str, str]: ...
     @property
     def source(self) -> dict[str, Any]: ...
-
-    def has_fingerprint(self, fingerprint: object) -> bool:
-        """Return whether a fingerprint from a saved state matches."""
-        ...
 
 
 def hashed(data: bytes) -> str:
@@ -69,7 +66,7 @@ def check(dataset: Identified, state: Mapping[str, Any], allow_other_frames: boo
         ResumeError: If the state is of another dataset. The message names the parts that differ.
     """
     before, now = state.get("contents"), dataset.contents
-    if not dataset.has_fingerprint(state.get("dataset")):
+    if state.get("dataset") != dataset.fingerprint:
         if not isinstance(before, Mapping) or before == now:
             raise ResumeError(
                 f"The state is of another dataset or of other episodes than {dataset.uri}, and does not say in which part they "

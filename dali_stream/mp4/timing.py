@@ -66,7 +66,7 @@ def explain(
         seconds: Time of each row of the episode since its start, in seconds, shape (L,).
         frame_index: `frame_index` of each row, shape (L,).
         frame: Row without a packet.
-        prepares: Whether the reader of the message runs `prepare`, which has no `drop_last`. Default: False.
+        prepares: Whether the reader of the message runs `prepare`, which has no `drop_n_last_frames`. Default: False.
     """
     tolerance = TOLERANCE / fps if tolerance_s is None else tolerance_s
     timestamp = float(seconds[frame])
@@ -129,8 +129,8 @@ def what_helps(
     short = len(rows) - count
     if not remedies and 0 < short < len(rows) and not prepares and helps(seconds[:-short], tolerance):
         remedies.append(
-            f"Dataset(drop_last={short}) leaves the last {counted(short, 'row')} of each episode out. With windows that reach "
-            "ahead, leave as many more out"
+            f"Dataset(drop_n_last_frames={short}) leaves the last {counted(short, 'row')} of each episode out. With windows "
+            "that reach ahead, leave as many more out"
         )
     return ". ".join(remedies) or _AGAIN + (", or let --drop-broken find all such episodes" if prepares else "")
 

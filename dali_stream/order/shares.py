@@ -126,7 +126,11 @@ def shares(
 
 def _number(value: float) -> Fraction | None:
     """Return the decimal form of a finite number above 0 as a fraction: 0.1 is 1/10. None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (Real, Decimal)) or not math.isfinite(value) or value <= 0:
+    try:
+        positive = isinstance(value, (Real, Decimal)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    except OverflowError:  # an integer beyond the largest float
+        positive = False
+    if not positive:
         return None
     return Fraction(value) if isinstance(value, (Rational, Decimal)) else Fraction(str(value))
 
@@ -140,8 +144,8 @@ def _numbers(argument: str, values: Sequence[float], who: Sequence[str]) -> list
         number = _number(value)
         if number is None:
             raise ValueError(
-                f"{argument} of dataset {dataset} must be a finite number above 0, got {value!r}. To exclude a dataset, leave "
-                "it out of the mixture"
+                f"{argument} of dataset {dataset} must be a finite number above 0, got {repr(value)[:80]}. To exclude a "
+                "dataset, leave it out of the mixture"
             )
         fractions.append(number)
     return fractions

@@ -6,6 +6,7 @@ import errno
 import itertools
 import logging
 import os
+import resource
 import threading
 import weakref
 from collections import OrderedDict
@@ -13,11 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
-
-try:
-    import resource
-except ImportError:  # on Windows
-    resource = None  # type: ignore[assignment]
 
 _log = logging.getLogger("dali_stream")
 _MOST = 8192  # maximum number of descriptors; a training run needs fewer
@@ -32,8 +28,6 @@ def _allowed(needed: int) -> int:
     Args:
         needed: Number of descriptors that the process needs.
     """
-    if resource is None:
-        return 512  # the limit of the C library on Windows
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < min(needed, most):

@@ -97,9 +97,9 @@ def receipt(
     the positions that an epoch drops or pads at its end may differ from the result.
 
     Args:
-        config: Result of `Loader.describe`, or the content of a file written by `Loader.save`.
+        config: Result of `Loader.describe`.
         episode: Index of the episode in its dataset.
-        until: State of the Loader at which the receipt ends. Default: the state in `config`, or else the last entry of `log`.
+        until: State of the Loader at which the receipt ends. Default: the last entry of `log`.
         log: Path of the `metrics.jsonl` of `train.py`. Its lines are JSON objects with `step`, and with the `epoch` and
             `position` after that step. Default: None, which leaves the steps unknown.
         mixed: Name of the episode's dataset in the run's mixture. Default: "", for a run with one dataset.
@@ -116,7 +116,7 @@ def receipt(
     """
     described = run_config.checked(config)
     entries = [] if log is None else _entries(Path(log))
-    end = _end(until if until is not None or "config" not in config else config, entries)
+    end = _end(until, entries)
     with closing(run_config.open_described(described["dataset"])) if dataset is None else nullcontext(dataset) as opened:
         state = described["state"]
         if state["version"] != STATE_VERSION:
@@ -150,7 +150,7 @@ def _end(state: Mapping[str, Any] | None, entries: list[tuple[Place, int]]) -> P
     if state is not None:
         return Place(*run_config.checked_place("until", state))
     if not entries:
-        raise ValueError("until must be a saved state of the run, got None. Give it, a log, or a file of Loader.save as config")
+        raise ValueError("until must be a saved state of the run, got None. Give it, or a log")
     return entries[-1][0]
 
 

@@ -13,12 +13,12 @@ with dali_stream.Loader(dataset, batch_size=16, **common) as loader:
 with dali_stream.Loader(dataset, batch_size=16, **common) as loader:
     batches = iter(loader)
     before = [next(batches)["index"].tolist() for _ in range(8)]
-    loader.save("loader.json")
+    state = loader.state_dict()
 
 ranks = []
 for rank in range(2):  # in practice, these are two processes, each with half of a batch
     with dali_stream.Loader(dataset, batch_size=8, rank=rank, world_size=2, **common) as loader:
-        loader.restore("loader.json")
+        loader.load_state_dict(state)
         print(f"rank {rank} continues at batch {loader.batch_index}")
         ranks.append([batch["index"].tolist() for batch in loader])
 

@@ -60,7 +60,7 @@ def make_loader(
         revision=revision,
         episodes=getattr(dataset, "episodes", None) if dataset is not meta else None,
         frames=None if frames is None else dict(frames),
-        drop_last=getattr(policy_config, "drop_n_last_frames", 0),
+        drop_n_last_frames=getattr(policy_config, "drop_n_last_frames", 0),
         tolerance_s=getattr(dataset, "tolerance_s", _TOLERANCE_S),
     )
     if left_out := [key for key in meta.features if key not in own.features]:

@@ -30,6 +30,8 @@ from dali_stream.state_file import load_state, write_state
 _log = logging.getLogger("dali_stream")
 STATE_FILE = Path("training_state", "dali_stream.json")
 """State of the Loader in a checkpoint."""
+RUN_FILE = Path("training_state", "dali_stream_run.json")
+"""Description of the run in a checkpoint, with which `dali-stream preview` shows any of its batches."""
 ARGUMENTS_FILE = Path("training_state", "dali_stream_arguments.json")
 """Arguments of the Loader in a checkpoint. A resumed run uses them again."""
 _STEP_FILE = Path("training_state", "training_step.json")
@@ -193,7 +195,8 @@ class _Run:
             if _is_first():
                 own_arguments = {name: value for name, value in self._arguments.items() if name in ARGUMENTS}
                 write_state(Path(checkpoint_dir, ARGUMENTS_FILE), own_arguments)
-            self._loader.save(Path(checkpoint_dir, STATE_FILE))
+                write_state(Path(checkpoint_dir, RUN_FILE), self._loader.describe())
+                write_state(Path(checkpoint_dir, STATE_FILE), self._loader.state_dict())
             return result
 
         saved.patched = True  # type: ignore[attr-defined]
@@ -243,7 +246,7 @@ class _Run:
     def _resume(self, loader: Loader, batch_size: int, checkpoint: Path, step: int) -> None:
         """Continue from the Loader's state in a checkpoint or, if the checkpoint contains none, from its number of steps."""
         try:
-            restored = loader.restore(checkpoint / STATE_FILE)
+            loaded = load_state(checkpoint / STATE_FILE, loader.load_state_dict)
         except ResumeError as error:
             if not (changed := self._changed(checkpoint)):
                 raise
@@ -253,7 +256,7 @@ class _Run:
                 f"--policy.path={checkpoint / 'pretrained_model'}. Or remove {checkpoint / STATE_FILE} to continue where the "
                 "number of steps leads in the new order"
             ) from error
-        if restored:
+        if loaded:
             _log.info("resumed from %s at batch %d of epoch %d", checkpoint / STATE_FILE, loader.batch_index, loader.epoch)
             return
         saved, config = (json.loads((checkpoint / name).read_text()) for name in (_STEP_FILE, _CONFIG_FILE))
