@@ -212,12 +212,6 @@ def test_the_budget_holds_and_changes_nothing_but_the_traffic(
             resident.append(loader.stats()["resident_bytes"])
             assert equal(batch, other)
         evicted = loader.stats()["evicted_early"]
-        print(
-            "TRAFFIC",
-            loader.stats()["fetched_bytes"] / loader.stats()["needed_bytes"],
-            loader.stats()["fetched_bytes"],
-            evicted,
-        )
     assert max(resident) <= budget
     assert evicted > 0
     warnings = [r.getMessage() for r in caplog.records if "memory_budget leaves" in r.getMessage()]
