@@ -16,7 +16,6 @@ from support.broken import EPISODES, GARBAGE, INFO, INFOS, ROW_TABLES, ROWS, TAB
 
 import dali_stream
 from dali_stream.dataset import Dataset
-from dali_stream.lerobot.rows import RowReader
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +32,12 @@ def root(healthy: Path, tmp_path: Path) -> Path:
 
 
 def read_all(root: Path | str, **options: Any) -> None:
-    """Metadata and all rows."""
+    """An epoch, after all metadata."""
     dataset = Dataset(root, **options)
-    try:
-        assert dataset.fingerprint
-        reader = RowReader(dataset)
-        for episode in range(dataset.num_episodes):
-            reader.read(episode)
-    finally:
-        dataset.close()
+    assert dataset.fingerprint
+    with data.loader(dataset) as loader:
+        for _ in loader:
+            pass
 
 
 # ------------------------------------------------------------------------------------------------ another format
@@ -190,9 +186,6 @@ def test_the_rows(name: str, root: Path) -> None:
     with pytest.raises(dali_stream.DatasetError, match=said) as caught:
         read_all(root)
     assert ROWS in str(caught.value)
-    with data.loader(root) as loader, pytest.raises(dali_stream.DatasetError, match=said):
-        for _ in loader:
-            pass
 
 
 def test_zeroed_bytes_in_a_page_of_timestamps(root: Path) -> None:
@@ -215,13 +208,10 @@ def test_rows_that_do_not_lie_in_the_order_of_the_episodes_are_found(root: Path)
 
     table = turn(pq.read_table(root / ROWS))
     pq.write_table(table, root / ROWS, row_group_size=10)
-    dataset = Dataset(root)
-    reader = RowReader(dataset)
-    for episode, length in enumerate(data.EPISODES):
-        rows = reader.read(episode)[episode]
-        assert rows["episode_index"].tolist() == [episode] * length
-        assert rows["frame_index"].tolist() == list(range(length))
-    dataset.close()
+    with data.loader(root, shuffle=False) as loader:
+        found = [(episode, frame, data.identities(picture[None])[0]) for episode, frame, picture in data.samples(loader)]
+    expected = [(episode, frame) for episode, length in enumerate(data.EPISODES) for frame in range(length)]
+    assert found == [(*identity, identity) for identity in expected]
 
 
 def test_a_task_that_has_no_name(root: Path) -> None:

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.slow import examples
 
-from dali_stream import Dataset, DecodeError
-from dali_stream.cache.indices import IndexCache
+from dali_stream import DecodeError
+from dali_stream.mp4.blocks import cut
 from dali_stream.mp4.boxes import box
+from dali_stream.mp4.clip import span
 from dali_stream.mp4.column import Lines, packed
 from dali_stream.mp4.index import VideoIndex, read_index, video_index
 from dali_stream.mp4.muxer import Track, head
@@ -66,8 +67,10 @@ def test_a_rising_column_is_searched_as_an_array(steps: list[int], even: bool, d
 PAUSES = {"pauses": 137, "overlaps": -412}  # ticks, of 512 from frame to frame
 
 
-def index_of(frames: int, *, b_frames: bool, steady: bool, gap: bool, pause: int = 0, most: int = 60_000) -> VideoIndex:
-    """An index of a file with packets of up to `most` bytes.
+def index_of(
+    frames: int, *, b_frames: bool, steady: bool, gap: bool, pause: int = 0, most: int = 60_000, gop: int = 12
+) -> VideoIndex:
+    """An index of a file with packets of up to `most` bytes, and a keyframe every `gop` packets.
 
     With or without B-frames, at a constant frame rate or not, with sound between its chunks or not. After every 300 frames,
     the next frame is `pause` ticks later, or earlier if it is negative.
@@ -82,7 +85,7 @@ def index_of(frames: int, *, b_frames: bool, steady: bool, gap: bool, pause: int
     offset = 48 + np.cumsum(size) - size + (every // 30 * 4000 if gap else 0)
     return video_index(
         "video.mp4", (b"\0\0\0\0avc1",), bytes(44), 15360,
-        offset=offset, size=size, pts=pts, keyframes=every[::12], config=np.zeros(frames), index_bytes=100,
+        offset=offset, size=size, pts=pts, keyframes=every[::gop], config=np.zeros(frames), index_bytes=100,
     )  # fmt: skip
 
 
@@ -196,11 +199,15 @@ def test_times_that_the_tables_of_an_mp4_cannot_hold_are_refused(pts: list[int])
         head(track)
 
 
-def test_the_bytes_of_an_index_are_counted_once(small: Path) -> None:
-    dataset = Dataset(small)
-    cache = IndexCache(dataset)
-    files = [(camera, file) for camera in dataset.videos for file in set(dataset.files(camera).tolist())]
-    expected = sum(read_index(dataset.store, dataset.path(*each)).index_bytes for each in files)
-    for camera, file in files * 3:  # a cache that evicts reads them again
-        cache.load(camera, file, dataset.store)
-    assert cache.bytes_read == expected
+@pytest.mark.parametrize(("gop", "b_frames"), [(1, False), (4, False), (4, True), (60, True)])
+def test_blocks_are_whole_gops_that_hold_what_their_frames_need(gop: int, b_frames: bool) -> None:
+    index = index_of(240, b_frames=b_frames, steady=True, gap=False, most=1000, gop=gop)
+    packets = index.display_order[20:150].astype(np.int64)
+    blocks = cut(index, packets, index.decode_starts(packets), 3000)
+    assert len(blocks.start) <= len(packets)
+    assert (blocks.start[1:] == blocks.stop[:-1]).all()
+    assert {*blocks.start.tolist()} <= {*index.offset[index.keyframes].tolist()}
+    for frame, packet in enumerate(packets.tolist()):
+        first, last = span(index, packet)
+        assert blocks.start[blocks.first[frame]] <= index.offset[first]
+        assert index.offset[last] + index.size[last] <= blocks.stop[blocks.last[frame]]

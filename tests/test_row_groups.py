@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-import queue
-import re
-import threading
+import itertools
+import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,17 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.datasets import Column, build
-from support.opened import open_episodes
+from support.batches import samples
+from support.datasets import ROWS as ROWS_FILE
+from support.datasets import Column, build, change_info, read_rows
+from support.rows import delivered
+from support.servers import Server
 from support.slow import examples
 
-from dali_stream import Dataset, DatasetError
+from dali_stream import Dataset, DatasetError, Loader, Mixture
 from dali_stream.lerobot.row_file import RowFile
 from dali_stream.lerobot.row_groups import RowGroups
-from dali_stream.lerobot.row_memory import RowMemory
-from dali_stream.lerobot.rows import RowReader, check_rising
-from dali_stream.order.order import Order
-from dali_stream.schedule.opening import Opening, Storage
-from dali_stream.schedule.samples import Samples
-from dali_stream.storage import LocalStore
+from dali_stream.lerobot.rows import check_rising
 
 ROWS = 6  # of a group
 
@@ -151,195 +149,75 @@ def many_groups(tmp_path: Path) -> Path:
     return build(tmp_path / "set", [5] * 40, {"action": Column("float32", [2], np.zeros((200, 2)))}, rows_per_group=20)
 
 
-class CountingStore(LocalStore):
-    """A store that counts the bytes that are read of data files, and lists the files whose footers are read."""
-
-    rows_read = 0
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(str(root))
-        self.footers: list[str] = []
-
-    def read(self, path: str, start: int, stop: int) -> bytes:
-        data = super().read(path, start, stop)
-        if path.startswith("data/"):
-            self.rows_read += len(data)
-            self.footers += [path] if data.endswith(b"PAR1") else []
-        return data
+def data_spans(server: Server) -> list[tuple[int, int]]:
+    """The byte ranges of rows that were asked for in the only data file, in rising order."""
+    stop = len(server.content(ROWS_FILE)) - 8  # type: ignore[arg-type]
+    footer = stop - int.from_bytes(server.part(ROWS_FILE, stop, stop + 4), "little")
+    asked = [request.range for request in server.requests if request.path == f"/{ROWS_FILE}" and request.range]
+    spans = [tuple(map(int, each.removeprefix("bytes=").split("-"))) for each in asked]
+    return sorted((start, last + 1) for start, last in spans if start and last < footer)
 
 
-def test_a_row_group_is_decoded_once_for_all_of_its_episodes(shared_group: Path) -> None:
-    dataset, store = Dataset(shared_group), CountingStore(shared_group)
-    reader = RowReader(dataset, store)
-    first = reader.read(2)
-    once = store.rows_read
-    rows = [reader.read(episode)[episode] for episode in range(4)]
-    assert store.rows_read == once
-    assert [*first] == [0, 1, 2, 3]  # the others come along with the first read
-    assert [*reader.read(1)] == [1]
-    assert np.concatenate([each["index"] for each in rows]).tolist() == list(range(24))
-    assert np.concatenate([each["action"] for each in rows]).ravel().tolist() == list(range(48))
-
-
-def test_the_bytes_of_a_row_group_are_counted_once(shared_group: Path) -> None:
-    store = CountingStore(shared_group)
-    reader = RowReader(Dataset(shared_group), store)
-    assert 0 < reader.read(0).release(0).take_bytes() <= store.rows_read
-    assert reader.read(1).release(1).take_bytes() == 0
-
-
-def test_a_row_group_that_does_not_fit_is_read_again(shared_group: Path) -> None:
-    dataset, store = Dataset(shared_group), CountingStore(shared_group)
-    memory = RowMemory(at_once=100, kept=100)
-    reader = RowReader(dataset, store, memory)
-    reader.read(0)
-    once = store.rows_read
-    found = reader.read(1)
-    assert (store.rows_read > once, memory.nbytes) == (True, 0)
-    again = store.rows_read
-    assert reader.read(0)[0]["index"].tolist() == list(range(5))  # while it is referenced, it is there
-    assert store.rows_read == again
-    assert found.sizes() == {episode: length * dataset.row_bytes for episode, length in enumerate([5, 7, 3, 9])}
-    found.release(1)
-    assert found[1]["index"].tolist() == list(range(5, 12))
-    assert not found.sizes()
-    with pytest.raises(KeyError):
-        found[0]
-
-
-def test_a_row_group_that_does_not_fit_is_a_warning_once(shared_group: Path, caplog: pytest.LogCaptureFixture) -> None:
-    dataset = Dataset(shared_group)
-    reader = RowReader(dataset, memory=RowMemory(at_once=100, kept=99))
-    for episode in (0, 1, 2):
-        reader.read(episode)
-    [said] = [record.getMessage() for record in caplog.records]
-    assert re.search(
-        r"file-000\.parquet: a row group has \d{3,} bytes, and memory_budget leaves 100 for rows, so it is read", said
-    )
-    RowReader(dataset, memory=RowMemory(at_once=1 << 20, kept=0)).read(0)
-    assert len(caplog.records) == 1
-
-
-@pytest.mark.parametrize(("reads", "size", "waits"), [(60, 40, False), (60, 41, True), (60, 60, True), (0, 1000, False)])
-def test_row_groups_are_read_at_the_same_time_up_to_a_limit(
-    reads: int, size: int, waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A single one may have more."""
-    happened: queue.Queue[str] = queue.Queue()
-
-    class Condition(threading.Condition):
-        def wait(self, timeout: float | None = None) -> bool:
-            happened.put("waits")
-            return super().wait(timeout)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading, "Condition", Condition)
-        memory = RowMemory(at_once=100)
-
-    def read() -> None:
-        with memory.turn(size):
-            happened.put("reads")
-
-    with memory.turn(reads):
-        other = threading.Thread(target=read)
-        other.start()
-        assert happened.get() == ("waits" if waits else "reads")
-    other.join()
-    if waits:
-        assert happened.get() == "reads"
-
-
-def test_the_row_group_that_was_read_last_is_kept(shared_group: Path) -> None:
-    store = CountingStore(shared_group)
-    reader = RowReader(Dataset(shared_group), store, RowMemory(kept=100))
-    reader.read(0)
-    once = store.rows_read
-    assert reader.read(1)[1]["index"][0] == 5
-    assert store.rows_read == once
-
-
-def test_kept_row_groups_stay_within_their_bytes(many_groups: Path) -> None:
-    reader = RowReader(Dataset(many_groups), memory=(memory := RowMemory(kept=5000)))
-    sizes = []
-    for episode in range(40):
-        assert reader.read(episode)[episode]["index"][0] == 5 * episode
-        sizes.append(memory.nbytes)
-    assert 1000 < max(sizes) <= 5000
-
-
-def test_the_row_groups_that_were_used_last_are_kept(many_groups: Path) -> None:
-    store = CountingStore(many_groups)
-    reader = RowReader(Dataset(many_groups), store, memory := RowMemory(kept=100))
-
-    def is_read(episode: int) -> bool:
-        before = store.rows_read
-        reader.read(episode)
-        return store.rows_read > before
-
-    assert is_read(0)
-    one = memory.nbytes
-    assert is_read(4)
-    assert memory.nbytes == one  # the last one, although it is larger than what may be kept
-    reader = RowReader(Dataset(many_groups), store, memory := RowMemory(kept=3 * one // 2))
-    assert [is_read(episode) for episode in (0, 4, 1)] == [True] * 3
-    assert memory.nbytes == one
-    reader = RowReader(Dataset(many_groups), store, RowMemory(kept=2 * one))
-    assert [is_read(episode) for episode in (0, 4, 1, 8)] == [True, True, False, True]
-    assert [is_read(episode) for episode in (2, 9, 4)] == [False, False, True]
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("name", ["shared_group", "many_groups"])
+def test_each_row_group_is_read_once_and_by_itself(name: str, shuffle: bool, request: pytest.FixtureRequest) -> None:
+    """For all of its episodes, in two epochs. Its bytes count once among those that batches need."""
+    root = request.getfixturevalue(name)
+    footer = pq.read_metadata(root / ROWS_FILE)
+    groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+    sizes = [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
+    expected = read_rows(root)
+    with Server(root) as server, Loader(server.url, batch_size=4, shuffle=shuffle, consumers=2) as loader:
+        for _ in range(2):
+            seen = []
+            for batch in loader:
+                np.testing.assert_array_equal(batch["action"].numpy(), expected["action"][batch["index"].numpy()].tolist())
+                seen += batch["index"].tolist()
+            assert sorted(seen) == list(range(len(expected["index"])))
+        spans = data_spans(server)
+        needed = loader.stats()["needed_bytes"]
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans)), "bytes came twice"
+    assert len(spans) == len(groups)
+    assert max(stop - start for start, stop in spans) <= max(sizes)
+    assert 0 < needed <= sum(stop - start for start, stop in spans)
 
 
 def test_only_the_selected_episodes_of_a_row_group_are_delivered(many_groups: Path) -> None:
     """All have the same length, so each could pass for another."""
     for selected in ([0, 2], [1, 2, 39], [3]):
-        store = CountingStore(many_groups)
-        dataset = Dataset(many_groups, episodes=selected)
-        reader = RowReader(dataset, store, memory := RowMemory())
-        for number, episode in enumerate(selected):
-            found = reader.read(number)
-            assert found[number]["index"].tolist() == list(range(5 * episode, 5 * episode + 5))
-            assert {*found} <= {i for i, each in enumerate(selected) if each // 4 == episode // 4}
-        assert (memory.nbytes > 0) == (len(selected) > 1)  # of a single episode, nothing is needed again
-
-
-def test_each_row_group_is_read_once_and_by_itself(many_groups: Path) -> None:
-    store = CountingStore(many_groups)
-    reader = RowReader(Dataset(many_groups), store)
-    [path] = many_groups.glob("data/*/*.parquet")
-    footer = pq.ParquetFile(path).metadata
-    groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
-    largest = max(sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups)
-    reader.read(39)
-    reads = []
-    for episode in range(36):
-        before = store.rows_read
-        reader.read(episode)
-        reads.append(store.rows_read - before)
-    assert [bool(size) for size in reads] == [episode % 4 == 0 for episode in range(36)]
-    assert max(reads) <= largest
+        rows = delivered(Dataset(many_groups, episodes=selected))
+        assert rows["index"].tolist() == [5 * episode + frame for episode in selected for frame in range(5)]
+        assert rows["episode_index"].tolist() == np.repeat(selected, 5).tolist()
 
 
 def test_an_episode_over_several_row_groups_is_read_once(tmp_path: Path) -> None:
     wide = Column("float32", [2500], np.random.default_rng(0).random((9, 2500)))
     root = build(tmp_path / "set", [3, 6], {"action": wide}, rows_per_group=4)
-    store = CountingStore(root)
-    [path] = root.glob("data/*/*.parquet")
-    assert RowReader(Dataset(root), store).read(1)[1]["action"].shape == (6, 2500)
-    footer, group = 1 << 16, pq.ParquetFile(path).metadata.row_group(0).total_byte_size
-    assert store.rows_read < footer + path.stat().st_size + group / 2
+    size, group = (root / ROWS_FILE).stat().st_size, pq.read_metadata(root / ROWS_FILE).row_group(0).total_byte_size
+    with Server(root) as server:
+        assert delivered(Dataset(server.url, episodes=[1]))["action"].shape == (6, 2500)
+        sent = sum(request.sent for request in server.requests if request.path == f"/{ROWS_FILE}")
+    assert sent < (1 << 16) + size + group / 2
+
+
+def test_a_file_of_an_episode_is_read_once(tmp_path: Path) -> None:
+    root = build(tmp_path / "set", [3] * 4, {"action": Column("float32", [2], np.zeros((12, 2)))}, version="v2.1")
+    with Server(root) as server, Loader(server.url, batch_size=3, consumers=1) as loader:
+        assert all(sorted(samples(loader)) == list(range(12)) for _ in range(2))
+        requests = Counter(request.path for request in server.requests if request.path.endswith(".parquet"))
+    assert [*requests.values()] == [1] * 4
 
 
 def test_an_episode_with_more_rows_than_promised_is_refused(shared_group: Path) -> None:
-    [path] = shared_group.glob("data/*/*.parquet")
-    table = pq.read_table(path)
+    table = pq.read_table(shared_group / ROWS_FILE)
     episodes = table["episode_index"].to_numpy().copy()
     episodes[15] = 2
     at = table.column_names.index("episode_index")
-    pq.write_table(table.set_column(at, "episode_index", pa.array(episodes)), path, row_group_size=24)
-    reader = RowReader(Dataset(shared_group))
-    assert reader.read(1)[1]["index"].tolist() == list(range(5, 12))
+    pq.write_table(table.set_column(at, "episode_index", pa.array(episodes)), shared_group / ROWS_FILE, row_group_size=24)
+    assert delivered(Dataset(shared_group, episodes=[1]))["index"].tolist() == list(range(5, 12))
     for episode, promised, held in ((2, 3, 4), (3, 9, 8)):
         with pytest.raises(DatasetError, match=f"Invalid episode {episode} in .*: must have {promised} rows, .*, got {held}"):
-            reader.read(episode)
+            delivered(Dataset(shared_group, episodes=[episode]))
 
 
 @pytest.mark.parametrize(
@@ -357,60 +235,6 @@ def test_the_first_timestamp_that_does_not_rise_is_named(seconds: list[float], r
             check_rising("here", np.array(seconds))
 
 
-class Sized:
-    """Stands for decoded row groups of this many bytes."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.lengths, self.nbytes = {0: 1, 1: 1}, nbytes
-
-
-def test_by_default_128_mb_of_decoded_row_groups_are_kept() -> None:
-    memory, sizes = RowMemory(), []
-    for number in range(4):
-        memory.put((number,), Sized(32 << 20 if number else 64 << 20))  # type: ignore[arg-type]
-        sizes.append(memory.nbytes >> 20)
-    assert sizes == [64, 96, 128, 96]
-
-
-def test_footers_of_the_files_that_were_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dataset has a file for each episode, and has read the footer of the first one when it was opened."""
-    monkeypatch.setattr(RowReader, "FILES", 2)
-    root = build(tmp_path / "set", [3] * 4, {"action": Column("float32", [2], np.zeros((12, 2)))}, version="v2.1")
-    store = CountingStore(root)
-    reader = RowReader(Dataset(root), store)
-    for episode in (0, 1, 0, 2, 0, 1):
-        assert reader.read(episode)[episode]["index"].tolist() == list(range(3 * episode, 3 * episode + 3))
-    assert [int(path[-9:-8]) for path in store.footers] == [1, 2, 1]
-
-
-def test_kept_row_groups_make_room_for_those_that_are_read(many_groups: Path) -> None:
-    reader = RowReader(Dataset(many_groups), memory=(memory := RowMemory(at_once=8000, kept=5000)))
-    for episode in range(40):
-        reader.read(episode)
-    assert memory.nbytes > 2000
-    for size, left in (3000, 5000), (6000, 2000), (9000, 0):
-        with memory.turn(size):
-            assert memory.nbytes <= left
-    reader.read(0)
-    assert memory.nbytes > 0
-
-
-def test_reads_that_wait_for_their_batch_keep_their_own_rows_only(tmp_path: Path) -> None:
-    """A batch of 40 episodes, each in another row group of about 1 MB, which has 10 episodes."""
-    wide = Column("float32", [2500], np.zeros((4000, 2500)))
-    dataset = Dataset(build(tmp_path / "set", [10] * 400, {"action": wide}, rows_per_group=100))
-    order, first = Order(dataset.lengths), np.arange(0, 400, 10)
-    batch = Samples(0, 0, order, np.arange(40), episode=first, frame=np.zeros(40, np.int64), padded=0)
-    opening = Opening(Storage({}, dataset.lengths, dataset.row_bytes, 0, {}, 1 << 30))
-    episodes = open_episodes(opening, dataset, RowMemory(8 << 20, 2 << 20))
-    before = pa.total_allocated_bytes()
-    episodes.begin([batch])
-    taken = pa.total_allocated_bytes() - before
-    opened, _ = episodes.finish([batch])
-    assert [each.number for each in opened] == first.tolist()
-    assert taken < 4 << 20  # what is kept, and the rows of the episodes; all of the row groups are 40 MB
-
-
 @pytest.fixture
 def own_groups(tmp_path: Path) -> Path:
     """A dataset of 12 episodes, each with its own row group, as LeRobot records it."""
@@ -418,9 +242,19 @@ def own_groups(tmp_path: Path) -> Path:
     return build(tmp_path / "set", range(1, 13), {"action": Column("float32", [3], values)})
 
 
-@pytest.fixture
-def groups_read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The row groups of each call that reads from a file."""
+def assert_alone(root: Path, broken: int, said: str) -> None:
+    """Only one episode is an error, although row groups of several episodes are read with one call."""
+    first, count = broken * (broken + 1) // 2, 78
+    with Loader(root, batch_size=1, shuffle=False, device="cpu") as loader:
+        epoch = iter(loader)
+        assert samples(itertools.islice(epoch, first)) == list(range(first))
+        with pytest.raises(DatasetError, match=said):
+            next(epoch)
+    others = Dataset(root, episodes=[episode for episode in range(12) if episode != broken])
+    assert delivered(others, batch_size=16)["index"].tolist() == [*range(first), *range(first + broken + 1, count)]
+
+
+def test_row_groups_of_the_next_episodes_are_read_together(own_groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[int]] = []
     read = RowFile.read
 
@@ -429,76 +263,64 @@ def groups_read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         return read(self, groups)
 
     monkeypatch.setattr(RowFile, "read", note)
-    return calls
-
-
-def assert_alone(reader: RowReader, root: Path, episodes: Sequence[int]) -> None:
-    """Check that a reader reads the same rows as one that reads each episode by itself."""
-    for episode in episodes:
-        found, alone = reader.read(episode), RowReader(Dataset(root)).read(episode)
-        assert [*found] == [*alone] == [episode]
-        for key, values in alone[episode].items():
-            np.testing.assert_array_equal(found[episode][key], values)
-            assert found[episode][key].dtype == values.dtype
-
-
-def test_row_groups_of_the_next_episodes_are_read_together(own_groups: Path, groups_read: list[list[int]]) -> None:
-    reader = RowReader(Dataset(own_groups))
-    reader.expect([1, 3, 4])
-    assert_alone(reader, own_groups, [1, 3, 4])
-    assert groups_read == [[1, 3, 4], [1], [3], [4]]
-    reader.read(1)  # it is not expected any more
-    assert groups_read[4:] == [[1]]
-
-
-def test_row_groups_that_are_read_together_stay_within_the_limit(own_groups: Path, groups_read: list[list[int]]) -> None:
-    size = pq.read_metadata(next(own_groups.glob("data/*/*.parquet"))).row_group(9).total_byte_size
-    reader = RowReader(Dataset(own_groups), memory=RowMemory(at_once=5 * size // 2))
-    reader.expect([7, 8, 9, 10, 11])
-    for episode in (7, 8, 9, 10, 11):
-        reader.read(episode).release(episode)
-    assert groups_read == [[7, 8], [9, 10], [11]]
-
-
-def test_row_groups_of_several_episodes_are_not_read_together(many_groups: Path, groups_read: list[list[int]]) -> None:
-    reader = RowReader(Dataset(many_groups))
-    reader.expect([0, 5, 6])
-    for episode in (0, 5, 6):
-        reader.read(episode)
-    assert groups_read == [[0], [1]]
+    expected, rows = read_rows(own_groups), delivered(Dataset(own_groups, episodes=[1, 3, 4]), batch_size=11)
+    assert calls == [[1, 3, 4]]
+    for key, values in rows.items():
+        if key != "task":
+            wanted = expected[key][np.isin(expected["episode_index"], [1, 3, 4])]
+            np.testing.assert_array_equal(values, np.array(wanted.tolist(), values.dtype), err_msg=key)
 
 
 def test_a_broken_row_group_is_an_error_of_its_episode_only(own_groups: Path) -> None:
-    [path] = own_groups.glob("data/*/*.parquet")
-    data = bytearray(path.read_bytes())
-    column = pq.read_metadata(path).row_group(4).column(0)
+    data = bytearray((own_groups / ROWS_FILE).read_bytes())
+    column = pq.read_metadata(own_groups / ROWS_FILE).row_group(4).column(0)
     start = column.dictionary_page_offset or column.data_page_offset
     data[start : start + column.total_compressed_size] = bytes(column.total_compressed_size)
-    path.write_bytes(data)
-    reader = RowReader(Dataset(own_groups))
-    reader.expect([2, 4, 5])
-    assert_alone(reader, own_groups, [2])
-    with pytest.raises(DatasetError, match="Invalid Parquet file"):
-        reader.read(4)
-    assert_alone(reader, own_groups, [5])
+    (own_groups / ROWS_FILE).write_bytes(data)
+    assert_alone(own_groups, 4, "Invalid Parquet file")
 
 
 @pytest.mark.parametrize(("name", "values"), [("frame_index", [None, 2]), ("action", [[0.0, 1.0]] * 2), ("index", [None, 1])])
 def test_broken_values_are_an_error_of_their_episode_only(own_groups: Path, name: str, values: list[Any]) -> None:
-    [path] = own_groups.glob("data/*/*.parquet")
-    table = pq.read_table(path)
+    table = pq.read_table(own_groups / ROWS_FILE)
     column = table[name].cast(pa.list_(pa.float32())) if name == "action" else table[name]
     replaced = pa.chunked_array([column[:1].combine_chunks(), pa.array(values, column.type), column[3:].combine_chunks()])
     broken = table.set_column(table.column_names.index(name), name, replaced)
-    with pq.ParquetWriter(path, broken.schema) as file:
+    with pq.ParquetWriter(own_groups / ROWS_FILE, broken.schema) as file:
         for episode in range(12):
             file.write_table(broken.slice(episode * (episode + 1) // 2, episode + 1))
-    reader = RowReader(Dataset(own_groups))
-    reader.expect(range(12))
-    assert_alone(reader, own_groups, [0])
-    with pytest.raises(DatasetError, match=f"episode 1: {name}|{name} in .*episode 1"):
-        reader.read(1)
-    assert_alone(reader, own_groups, range(2, 12))
+    assert_alone(own_groups, 1, f"episode 1: {name}|{name} in .*episode 1")
+
+
+@pytest.fixture(scope="module")
+def many_megabytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """38 row groups of 8 MB with 800 episodes of one row each, in a file of a few MB."""
+    root = build(tmp_path_factory.mktemp("large") / "set", [1] * 30_000, {}, rows_per_group=100)
+    rows = pq.read_table(root / ROWS_FILE)
+    wide = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(100 * 2500, np.float32)), 2500)
+    rows = rows.append_column("wide", pa.chunked_array([wide] * 300))
+    pq.write_table(rows, root / ROWS_FILE, row_group_size=800, compression="zstd")
+    feature = {"wide": {"dtype": "float32", "shape": [2500], "names": None}}
+    change_info(root, features=json.loads((root / "meta/info.json").read_text())["features"] | feature)
+    return root
+
+
+@pytest.mark.parametrize("kind", ["local", "remote", "mixture"])
+def test_row_groups_take_little_memory_beside_the_budget(many_megabytes: Path, kind: str) -> None:
+    """A batch needs rows of nearly all row groups. 128 MiB of them are kept, and no more are read than fit."""
+    pool, before = pa.proxy_memory_pool(pa.default_memory_pool()), pa.default_memory_pool()
+    pa.set_memory_pool(pool)
+    try:
+        with Server(many_megabytes) as server:
+            uri = str(many_megabytes) if kind == "local" else server.url
+            source = Mixture({"a": uri, "b": uri}) if kind == "mixture" else Dataset(uri)
+            with Loader(source, batch_size=600, shuffle="global", memory_budget="32MiB", device="cpu", prefetch=1) as loader:
+                batch = next(iter(loader))
+                assert len(set((batch["index"] // 800).tolist())) > 30
+                assert loader.stats()["resident_bytes"] <= 32 << 20
+        assert pool.max_memory() <= (128 + 32) << 20
+    finally:
+        pa.set_memory_pool(before)
 
 
 @pytest.mark.parametrize(

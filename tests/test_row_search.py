@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from hypothesis import strategies as st
 from support import videos as data
 from support.clouds import Hub
 from support.datasets import EPISODE_TABLE, ROWS, Column, build, change_episodes
+from support.rows import delivered
 from support.servers import Server
 from support.slow import examples
 from support.tools import prepared
 
 from dali_stream import Dataset, DatasetError, Loader
-from dali_stream.lerobot.rows import RowReader
 from dali_stream.tools.diagnosis import Finding
 from dali_stream.tools.diagnosis.frames import Decoders
 from dali_stream.tools.diagnosis.run import examine
@@ -58,18 +59,12 @@ def plain(root: Path, lengths: Sequence[int] = LENGTHS) -> Path:
     return build(root, lengths, {"action": Column("float32", [2], action)})
 
 
-def assert_rows(root: Path | str, lengths: Sequence[int] = LENGTHS) -> RowReader:
+def assert_rows(root: Path | str, lengths: Sequence[int] = LENGTHS) -> None:
     """Each episode has its own rows, in their order."""
-    dataset = Dataset(root)
-    reader, first = RowReader(dataset), 0
-    for episode, length in enumerate(lengths):
-        rows = reader.read(episode)[episode]
-        assert rows["index"].tolist() == list(range(first, first + length)), episode
-        assert rows["episode_index"].tolist() == [episode] * length
-        assert rows["action"][:, 0].tolist() == list(range(2 * first, 2 * (first + length), 2))
-        first += length
-    dataset.close()
-    return reader
+    rows, count = delivered(root), sum(lengths)
+    assert rows["index"].tolist() == list(range(count))
+    assert rows["episode_index"].tolist() == np.repeat(np.arange(len(lengths)), lengths).tolist()
+    assert rows["action"].ravel().tolist() == list(range(2 * count))
 
 
 ONE_EACH = [*itertools.pairwise(ENDS)]
@@ -132,19 +127,17 @@ def test_missing_or_repeated_rows_are_an_error(tmp_path: Path) -> None:
     fewer = write_rows(plain(tmp_path / "fewer"), [(0, 8), (9, 20), (20, 30)], [0, 0, 1, 1, 2])
     more = write_rows(plain(tmp_path / "more"), [(0, 8), (7, 20), (20, 30)], [0, 0, 1, 1, 2])
     for root, count in ((fewer, 3), (more, 5)):
-        reader = RowReader(Dataset(root))
-        assert reader.read(0)[0]["index"].tolist() == list(range(6))
+        assert delivered(Dataset(root, episodes=[0]))["index"].tolist() == list(range(6))
         with pytest.raises(DatasetError, match=f"Invalid episode 1 in .*: must have 4 rows, .* got {count}"):
-            reader.read(1)
+            delivered(root)
 
 
 def test_a_missing_file_whose_rows_are_nowhere_is_named(tmp_path: Path) -> None:
     root = write_rows(plain(tmp_path / "set"), ONE_EACH, [0, 1, 2, 3, 4])
     (root / file(2)).unlink()
-    reader = RowReader(Dataset(root))
     with pytest.raises(DatasetError, match=f"{file(2)}: no such file"):
-        reader.read(2)
-    assert reader.read(3)[3]["index"].tolist() == list(range(*ONE_EACH[3]))
+        delivered(root)
+    assert delivered(Dataset(root, episodes=[3]))["index"].tolist() == list(range(*ONE_EACH[3]))
 
 
 def test_hidden_files_and_files_elsewhere_are_no_data_files(tmp_path: Path) -> None:
@@ -158,20 +151,17 @@ def test_hidden_files_and_files_elsewhere_are_no_data_files(tmp_path: Path) -> N
 # ---- over a network
 
 
-def requests_of(server: Server, read: Callable[[], object]) -> list[str]:
-    before = len(server.requests)
-    read()
-    return [request.path.strip("/") for request in server.requests[before:]]
+def data_requests(server: Server) -> list[str]:
+    return [request.path.strip("/") for request in server.requests if "/data/" in request.path]
 
 
 def test_rows_where_the_metadata_says_take_no_request_more(tmp_path: Path) -> None:
     root = write_rows(plain(tmp_path / "set"), ONE_EACH, range(5))
     with Server(root) as server:
-        reader = RowReader(Dataset(server.url))
-        for episode in range(5):
-            paths = requests_of(server, lambda number=episode: reader.read(number))
-            assert {*paths} == ({file(episode)} if episode else set())  # the dataset has read the first file
-            assert len(paths) <= 3  # its size, its footer and its rows
+        assert_rows(server.url)
+        requests = Counter(data_requests(server))
+    assert {*requests} == {file(episode) for episode in range(5)}
+    assert max(requests.values()) <= 3  # its size, its footer and its rows
 
 
 @pytest.mark.parametrize("name", ["one too late", "one too early", "an episode in two files, the last one named"])
@@ -198,15 +188,15 @@ def many_remote(many_files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[t
 
 def test_a_search_among_many_remote_files_reads_few_footers(many_remote: tuple[Hub, str]) -> None:
     hub, address = many_remote
-    reader = RowReader(Dataset(address))
-    opened = {request.path for request in hub.cdn.requests if "/data/" in request.path}
-    assert len(opened) <= 1  # the first file, whose columns tell which features can be read
-    assert reader.read(250)[250]["index"].tolist() == [500, 501]
-    footers = {request.path for request in hub.cdn.requests if "/data/" in request.path}
-    assert len(footers) <= 12
-    before = len(hub.cdn.requests)
-    assert reader.read(251)[251]["index"].tolist() == [502, 503]
-    assert len(hub.cdn.requests) - before <= 6  # what is known of the files narrows the search
+    made = []
+    for episodes in ([250], [250, 251]):
+        hub.cdn.requests.clear()
+        dataset = Dataset(address, episodes=episodes)
+        assert len({*data_requests(hub.cdn)}) <= 1  # the first file, whose columns tell which features can be read
+        assert delivered(dataset, batch_size=2)["index"].tolist() == list(range(500, 500 + 2 * len(episodes)))
+        made.append(data_requests(hub.cdn))
+    assert len({*made[0]}) <= 12
+    assert len(made[1]) - len(made[0]) <= 6  # what is known of the files narrows the search
 
 
 def test_a_loader_reads_what_it_has_to_search(many_remote: tuple[Hub, str]) -> None:
@@ -225,10 +215,10 @@ def test_row_groups_out_of_order_take_few_requests(tmp_path: Path) -> None:
         turned = pa.concat_tables([rows.slice(1000), rows.slice(0, 1000)])
         pq.write_table(turned, root / ROWS, row_group_size=5, write_statistics=statistics)
         with Server(root) as server:
-            reader = RowReader(Dataset(server.url))
-            paths = requests_of(server, lambda reader=reader: reader.read(100))
-            assert reader.read(100)[100]["index"].tolist() == list(range(500, 505))
-            assert len(paths) <= most, paths
+            dataset = Dataset(server.url, episodes=[100])
+            server.requests.clear()
+            assert delivered(dataset)["index"].tolist() == list(range(500, 505))
+            assert len(data_requests(server)) <= most, data_requests(server)
 
 
 # ---- frames, tools
@@ -242,9 +232,10 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(root, [(0, 40), (40, data.FRAMES)], [1, 2])
 
 
-def test_the_frames_are_those_of_the_rows(recording: Path, tmp_path: Path) -> None:
+def test_the_frames_are_those_of_the_rows(recording: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prepared(recording, tmp_path / "out")
-    for root in (recording, tmp_path / "out"):
+    for root, is_searched in ((recording, True), (tmp_path / "out", False)):
+        caplog.clear()
         with data.loader(root, batch_size=12) as loader:
             seen = [(episode, frame, data.identities(picture[None])[0]) for episode, frame, picture in data.samples(loader)]
         assert sorted(seen) == [
@@ -252,13 +243,17 @@ def test_the_frames_are_those_of_the_rows(recording: Path, tmp_path: Path) -> No
             for episode, n in enumerate(data.EPISODES)
             for frame in range(n)
         ]
-    assert not RowReader(Dataset(tmp_path / "out")).misnamed
+        assert ("the metadata names this file" in caplog.text) == is_searched
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_prepare_writes_metadata_that_names_the_right_files(name: str, tmp_path: Path) -> None:
+def test_prepare_writes_metadata_that_names_the_right_files(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     prepared(write_rows(plain(tmp_path / "set"), *LAYOUTS[name]), tmp_path / "out")
-    assert not assert_rows(tmp_path / "out").misnamed
+    caplog.clear()
+    assert_rows(tmp_path / "out")
+    assert "the metadata names this file" not in caplog.text
 
 
 def test_doctor_calls_rows_whole_only_if_it_has_found_them(recording: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from support import faults
 from support.batches import Batch, check_identities, equal, samples
 from support.datasets import ODD_CAMERA, SIDE, TOP, Camera, build, read_lengths, write_odd
 from support.servers import Request, Server
@@ -20,10 +19,6 @@ from support.slow import slow
 from support.videos import SIZE, draw, encode, h264
 
 from dali_stream import DaliStreamError, Dataset, Loader
-from dali_stream.cache.video import BlockCache
-from dali_stream.schedule.video import Fetch
-from dali_stream.storage import open_store
-from dali_stream.workers import Workers
 
 DELTAS = {TOP: [-0.5, 0.0, 0.05], "action": [0.0, 0.05]}
 
@@ -102,6 +97,7 @@ def test_nothing_is_fetched_twice_and_little_for_nothing(demo: Path, server: Ser
     assert stats["fetched_bytes"] == server.sent - sum(request.sent for request in missing)
     assert stats["requests"] == len(server.requests) - len(missing)
     assert stats["evicted_early"] == stats["retries"] == stats["cached_bytes"] == 0
+    assert stats["encoded_bytes"] == 0, "all frames are decoded"
     for path in sorted(demo.rglob("*.mp4")):
         asked = sorted(s for s in spans(server.requests, ".mp4") if s[0] == f"/{path.relative_to(demo)}")
         media = [(start, stop) for _, start, stop in asked if start and stop < path.stat().st_size]
@@ -282,61 +278,18 @@ def test_several_loaders_share_a_dataset(server: Server) -> None:
     assert len({i for a, _ in found for i in a}) == sum(len(a) for a, _ in found)
 
 
-@pytest.mark.parametrize("failing", ["decode_pool.Slots", "planner.BatchPlanner"])
-def test_a_planner_that_cannot_be_made_leaves_no_threads(demo: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    def fail(*_: Any) -> None:
-        raise MemoryError
+def test_a_lack_of_memory_for_decoded_frames_leaves_no_threads(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = np.empty
+
+    def fail(shape: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(shape, tuple) and len(shape) == 4:
+            raise MemoryError
+        return empty(shape, *arguments, **options)
 
     with Server(demo) as server, Loader(server.url, batch_size=4, device="cpu") as loader:
         with monkeypatch.context() as patched:
-            patched.setattr(f"dali_stream.pipeline.{failing}", fail)
+            patched.setattr(np, "empty", fail)
             with pytest.raises(MemoryError):
                 next(iter(loader))
         assert not [thread.name for thread in threading.enumerate() if "dali_stream fetch" in thread.name]
         assert len(next(iter(loader))["index"]) == 4
-
-
-VIDEO = bytes(range(200))
-
-
-@pytest.fixture
-def blocks() -> Iterator[tuple[BlockCache, Server]]:
-    """A cache of blocks of a remote file that all episodes share. Fetches are over when `fetch` returns."""
-    with Server({"video": VIDEO}) as server:
-        store = open_store(server.url)
-        yield BlockCache(store, Workers("", 0), lambda camera, episode: "video"), server
-        store.close()
-
-
-def test_overlapping_blocks_of_two_episodes_are_read_from_memory(blocks: tuple[BlockCache, Server]) -> None:
-    """Episodes that share a GOP have blocks with the same start, or one within the other."""
-    cache, server = blocks
-    cache.fetch(
-        0, [Fetch(0, TOP, 0, 0, [(20, 100), (100, 140)]), Fetch(0, TOP, 1, 0, [(20, 60)]), Fetch(0, TOP, 2, 0, [(70, 90)])]
-    )
-    names = [(TOP, 1, 0), (TOP, 0, 1), (TOP, 2, 0), (TOP, 0, 0)]
-    for order in itertools.permutations(names):
-        view = cache.view(0, order)[TOP]
-        server.requests.clear()
-        for start, stop in itertools.combinations(range(20, 141, 5), 2):
-            assert view.read("video", start, stop) == VIDEO[start:stop]
-        assert not server.requests
-    assert view.read("video", 10, 150) == VIDEO[10:150]  # other bytes come from the server
-
-
-def test_a_failed_fetch_ahead_is_repeated_once_for_the_batch_that_needs_it(blocks: tuple[BlockCache, Server]) -> None:
-    cache, server = blocks
-    server.set_faults([faults.status(403)] * 2)
-    block = (TOP, 0, 0)
-    [failed] = cache.fetch(2, [Fetch(5, TOP, 0, 0, [(20, 60)])])
-    assert failed.exception()
-    with pytest.raises(DaliStreamError, match="403"):
-        cache.view(2, [block])[TOP].read("video", 20, 60)
-    assert len(server.requests) == 1, "the plan that requested it does not repeat it"
-    view = cache.view(5, [block])[TOP]
-    with pytest.raises(DaliStreamError, match="403"):
-        view.read("video", 20, 60)
-    assert len(server.requests) == 2, "repeated once for batch 5"
-    assert cache.view(6, [block])[TOP].read("video", 20, 60) == VIDEO[20:60]
-    assert cache.view(7, [block])[TOP].read("video", 20, 60) == VIDEO[20:60]
-    assert len(server.requests) == 3
