@@ -49,15 +49,15 @@ from argument_types import count
 from host_memory import cached_bytes, provide
 
 import dali_stream
-from dali_stream import process
 from dali_stream.cache.indices import IndexCache
-from dali_stream.frame_size import frame_size, join_sizes
+from dali_stream.checks.frame_size import frame_size, join_sizes
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.clip import pack
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.timing import find_packets
 from dali_stream.order.windows import offsets, window
-from dali_stream.process import cores
+from dali_stream.system import process
+from dali_stream.system.process import cores
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import endless, take, windows
 

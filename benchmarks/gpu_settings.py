@@ -26,10 +26,10 @@ from argument_types import count, new_file, not_negative
 from nvidia.dali.pipeline import OperatorConcurrency, StreamPolicy
 
 import dali_stream
-from dali_stream import process
 from dali_stream.decode import dali
 from dali_stream.decode.route import TORCHCODEC_CUDA
 from dali_stream.decode.torchcodec_cuda import unavailable
+from dali_stream.system import process
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import endless, take
 from dali_stream.tools.selftest import loaders

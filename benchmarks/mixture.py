@@ -26,7 +26,7 @@ from argument_types import count
 from host_memory import provide
 
 import dali_stream
-from dali_stream.frame_size import frame_size, join_sizes
+from dali_stream.checks.frame_size import frame_size, join_sizes
 from dali_stream.tools import environment
 
 MAIN = "observation.images.main"

@@ -52,8 +52,8 @@ from peer_programs.process import Peer, PeerError
 from peer_programs.recorded import Recorded
 
 import dali_stream
-from dali_stream import process
-from dali_stream.frame_size import frame_size, join_sizes
+from dali_stream.checks.frame_size import frame_size, join_sizes
+from dali_stream.system import process
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import MODES, windows
 

@@ -37,7 +37,7 @@ import torch
 from torchcodec.decoders import VideoDecoder
 
 import dali_stream
-from dali_stream.process import cores, processor
+from dali_stream.system.process import cores, processor
 from dali_stream.tools import environment
 from dali_stream.tools.preparation import executors
 

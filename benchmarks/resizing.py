@@ -18,8 +18,8 @@ from nvidia.dali import fn, pipeline_def, types
 from PIL import Image
 
 import dali_stream
+from dali_stream.checks.frame_size import frame_size, join_sizes
 from dali_stream.decode.resize import resize
-from dali_stream.frame_size import frame_size, join_sizes
 from dali_stream.tools import environment
 
 Frames = npt.NDArray[np.uint8]

@@ -32,7 +32,7 @@ from scaling_metadata import LENGTH, write_metadata
 import dali_stream
 from dali_stream import Dataset, Loader, Order
 from dali_stream.demo import write_demo
-from dali_stream.process import cores
+from dali_stream.system.process import cores
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import endless, take
 

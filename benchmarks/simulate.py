@@ -26,8 +26,8 @@ from argument_types import count, not_negative, positive
 from queue_model import MOST_EPISODES, Outcome, Recording, Training, simulate
 
 import dali_stream
-from dali_stream.arguments import byte_count
-from dali_stream.frame_size import frame_size, join_sizes
+from dali_stream.checks.arguments import byte_count
+from dali_stream.checks.frame_size import frame_size, join_sizes
 from dali_stream.order import default_pools
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import MODES

@@ -30,7 +30,7 @@ from unittest import mock
 from argument_types import count
 
 import dali_stream
-from dali_stream.frame_size import frame_size, join_sizes
+from dali_stream.checks.frame_size import frame_size, join_sizes
 from dali_stream.tools import environment
 
 KINDS = ("without", "off", "on")

@@ -16,7 +16,7 @@ from argument_types import count
 from decode_floor import mean_wait
 
 import dali_stream
-from dali_stream.frame_size import frame_size, join_sizes
+from dali_stream.checks.frame_size import frame_size, join_sizes
 from dali_stream.tools import environment
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dali_stream import log_records
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, MemoryBudgetError, ResumeError, StorageError
 from dali_stream.mixture import Mixture
 from dali_stream.normalize import Normalizer
+from dali_stream.observe.tracing import trace
 from dali_stream.order import Order
 from dali_stream.order.mixture import MixtureOrder
-from dali_stream.tracing import trace
+from dali_stream.system import log_records
 
 if TYPE_CHECKING:
     from dali_stream import augment, tools, types
     from dali_stream.loader import Loader
-    from dali_stream.replay import batch_at
+    from dali_stream.run.replay import batch_at
     from dali_stream.sampler import FrameSampler
 
 __version__ = "0.1.0"
@@ -45,7 +45,7 @@ __all__ = [
 log_records.install()
 
 # These are imported on first use, since importing torch and DALI takes a second, and orders and metadata do not need them.
-_LAZY = {"FrameSampler": "dali_stream.sampler", "Loader": "dali_stream.loader", "batch_at": "dali_stream.replay"}
+_LAZY = {"FrameSampler": "dali_stream.sampler", "Loader": "dali_stream.loader", "batch_at": "dali_stream.run.replay"}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.arguments import INSTEAD_OF_DROP, byte_count, from_zero, known_arguments_or, one_of
+from dali_stream.checks.arguments import INSTEAD_OF_DROP, byte_count, from_zero, known_arguments_or, one_of
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.address import commit_of, local_copy, opened, resolved
@@ -23,12 +23,12 @@ from dali_stream.lerobot.frame_ranges import Frames
 from dali_stream.lerobot.metadata import INFO, Stats, parquet_errors
 from dali_stream.lerobot.row_file import read_column_names
 from dali_stream.lerobot.selection import EpisodeFilter
-from dali_stream.log_records import DATASET_LOG
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.order import windows
 from dali_stream.order.orders import DatasetOrders
 from dali_stream.order.rng import philox
 from dali_stream.storage import open_store
+from dali_stream.system.log_records import DATASET_LOG
 
 _log = logging.getLogger(DATASET_LOG)
 

@@ -5,7 +5,7 @@ An invalid value of an argument raises a plain `ValueError`. All exceptions in t
 
 from __future__ import annotations
 
-from dali_stream.text import visible
+from dali_stream.checks.text import visible
 
 
 class DaliStreamError(Exception):

@@ -10,28 +10,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
-from dali_stream import process, run_config
-from dali_stream.arguments import INSTEAD_OF_DATALOADER, epoch_number, from_zero, known_arguments_or, one_of
-from dali_stream.counters import Counters
+from dali_stream.checks.arguments import INSTEAD_OF_DATALOADER, epoch_number, from_zero, known_arguments_or, one_of
+from dali_stream.checks.text import listed
 from dali_stream.dataset import Dataset
 from dali_stream.decode.route import DECODE, Route, choose_routes
 from dali_stream.errors import DaliStreamError, MemoryBudgetError, ResumeError, counted
 from dali_stream.lerobot import fingerprint
-from dali_stream.loader_config import make_config, make_normalizer, open_dataset
-from dali_stream.log_records import note_given
-from dali_stream.memory_limit import memory_limit
-from dali_stream.metrics import metrics
 from dali_stream.mixture import Mixture
 from dali_stream.normalize import Modes
+from dali_stream.observe.counters import Counters
+from dali_stream.observe.metrics import metrics
+from dali_stream.observe.tracing import profiled, record
 from dali_stream.order import Shuffle
 from dali_stream.order.state import STATE_VERSION, check_state, check_version, noted
 from dali_stream.pipeline.stream import Batch, BatchSource
-from dali_stream.required_memory import check_memory
+from dali_stream.run import description
+from dali_stream.run.loader_config import make_config, make_normalizer, open_dataset
+from dali_stream.run.required_memory import check_memory
 from dali_stream.schedule.budget import divide
 from dali_stream.speed import bottleneck
 from dali_stream.speed.bottleneck import Bottleneck
-from dali_stream.text import listed
-from dali_stream.tracing import profiled, record
+from dali_stream.system import process
+from dali_stream.system.log_records import note_given
+from dali_stream.system.memory_limit import memory_limit
 
 if TYPE_CHECKING:
     import torch
@@ -345,7 +346,7 @@ class Loader:
         batches are described by the Loader that delivered them.
         """
         routes, modes = self.routes, self.normalizer.modes
-        return run_config.describe(
+        return description.describe(
             self.dataset, self._config, routes=routes, normalize=modes, begin=self._begin, **self._described
         )
 

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from dali_stream import mixture_file
-from dali_stream.arguments import known_arguments, one_of
+from dali_stream.checks.arguments import known_arguments, one_of
+from dali_stream.checks.text import listed
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted, prefixed
 from dali_stream.lerobot import fingerprint
@@ -24,7 +24,7 @@ from dali_stream.lerobot.stats import merged
 from dali_stream.order import windows
 from dali_stream.order.orders import MixtureOrders
 from dali_stream.order.shares import shares
-from dali_stream.text import listed
+from dali_stream.run import mixture_file
 
 _OPENED_AT_ONCE = 16  # maximum number of datasets that are opened in parallel, since each needs several requests in sequence
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.arguments import known_arguments
+from dali_stream.checks.arguments import known_arguments
+from dali_stream.checks.text import listed
 from dali_stream.errors import DatasetError, prefixed
-from dali_stream.log_records import DATASET_LOG
 from dali_stream.mixture import Mixture
-from dali_stream.text import listed
+from dali_stream.system.log_records import DATASET_LOG
 
 if TYPE_CHECKING:
     import torch

@@ -13,16 +13,16 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from dali_stream import process
-from dali_stream.arguments import INSTEAD_OF_DROP, epoch_number, from_zero, known_arguments_or, positive
+from dali_stream.checks.arguments import INSTEAD_OF_DROP, epoch_number, from_zero, known_arguments_or, positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError, counted
 from dali_stream.lerobot.frame_ranges import FrameRanges, whole
-from dali_stream.log_records import note_given
 from dali_stream.mixture import Mixture
 from dali_stream.order import Shuffle, check_world, checked_lengths, default_pools
 from dali_stream.order.orders import DatasetOrders, Orders
 from dali_stream.order.state import STATE_VERSION, OrderArguments, check_state, check_version, noted
+from dali_stream.system import process
+from dali_stream.system.log_records import note_given
 
 _log = logging.getLogger("dali_stream")
 _BLOCK = 4096  # number of indices that are computed together

@@ -19,7 +19,7 @@ from show import show
 
 import dali_stream
 from dali_stream import augment
-from dali_stream.frame_size import frame_size, join_sizes
+from dali_stream.checks.frame_size import frame_size, join_sizes
 
 
 def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from training.policy import ACTION, STATE, ChunkPolicy
 
 import dali_stream
-from dali_stream.frame_size import frame_size, join_sizes
+from dali_stream.checks.frame_size import frame_size, join_sizes
 
 
 class Epochs(dali_stream.Loader):

@@ -24,7 +24,7 @@ from torch import distributed, nn
 
 import dali_stream
 from dali_stream import augment
-from dali_stream.frame_size import frame_size, join_sizes
+from dali_stream.checks.frame_size import frame_size, join_sizes
 
 STATE, ACTION = "observation.state", "action"
 LOG_EVERY, SAVE_EVERY = 10, 500  # steps

@@ -24,7 +24,7 @@ from ray.train.torch import TorchTrainer, get_device, prepare_model
 from training.policy import ACTION, STATE, ChunkPolicy
 
 import dali_stream
-from dali_stream.frame_size import frame_size, join_sizes
+from dali_stream.checks.frame_size import frame_size, join_sizes
 
 
 def train(arguments: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from nvidia.dali import fn, types
 from show import show
 
 import dali_stream
-from dali_stream.frame_size import frame_size, join_sizes
+from dali_stream.checks.frame_size import frame_size, join_sizes
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # openai/CLIP, clip.py
 

@@ -13,7 +13,7 @@ from nvidia.dali import fn
 from show import show
 
 import dali_stream
-from dali_stream.frame_size import frame_size, join_sizes
+from dali_stream.checks.frame_size import frame_size, join_sizes
 
 
 def center_crop(cameras: Sequence[str], share: float = 0.9) -> Any:

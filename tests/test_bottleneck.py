@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dali_stream import Loader
-from dali_stream.counters import Counters
+from dali_stream.observe.counters import Counters
 from dali_stream.speed import bottleneck
 from dali_stream.speed.bottleneck import STAGES, Setup, find, setup_of
 from dali_stream.speed.decodes import Decodes
@@ -128,8 +128,8 @@ def test_nothing_is_said_of_no_time() -> None:
 
 def test_a_stage_inside_another_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = {"s": 100.0}  # of the wall and of the thread's CPU
-    monkeypatch.setattr("dali_stream.counters.time.perf_counter", lambda: clock["s"])
-    monkeypatch.setattr("dali_stream.counters.time.thread_time", lambda: clock["s"] / 2)
+    monkeypatch.setattr("dali_stream.observe.counters.time.perf_counter", lambda: clock["s"])
+    monkeypatch.setattr("dali_stream.observe.counters.time.thread_time", lambda: clock["s"] / 2)
     counters = Counters()
     with counters.timed("plan_s"):
         clock["s"] += 1

@@ -18,10 +18,10 @@ from support.servers import Server
 from torchcodec.decoders import VideoDecoder
 
 from dali_stream import Dataset, DecodeError, Loader
-from dali_stream.counters import Counters
 from dali_stream.decode import dali
 from dali_stream.decode.audit import COLOUR_TOLERANCE
 from dali_stream.demo import read_identities
+from dali_stream.observe.counters import Counters
 
 FPS = 20
 STEPS = {TOP: [-2, -1, 0], SIDE: [0, 1, 30], "action": [0, 1, 2, 3]}

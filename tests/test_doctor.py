@@ -16,9 +16,9 @@ from support.driver import FakeDriver
 from support.programs import failed
 from support.slow import slow
 
-from dali_stream.cgroups import cpu_quota
 from dali_stream.cli import main
-from dali_stream.memory_limit import cgroup_memory_limit
+from dali_stream.system.cgroups import cpu_quota
+from dali_stream.system.memory_limit import cgroup_memory_limit
 from dali_stream.tools.diagnosis.machine import Machine, container
 from dali_stream.tools.diagnosis.report import Finding, as_findings, run_checks
 from dali_stream.tools.diagnosis.run import CHECKS

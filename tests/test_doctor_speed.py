@@ -33,7 +33,7 @@ def clips_of(root: Path) -> tuple[RequestClips, VideoFormat]:
 def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each decoder is measured with one batch, in one thread."""
     monkeypatch.setattr(speeds, "_SECONDS", 0.0)
-    monkeypatch.setattr("dali_stream.process.cores", lambda: 1)
+    monkeypatch.setattr("dali_stream.system.process.cores", lambda: 1)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 from support.programs import failed, pictures
 from support.slow import slow
 
+from dali_stream.checks.frame_size import join_sizes
 from dali_stream.cli import main
-from dali_stream.frame_size import join_sizes
 
 ROOT = Path(__file__).parents[1]
 FORMS = [("96x128",), ("96", "128")]

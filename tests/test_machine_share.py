@@ -17,9 +17,9 @@ from PIL import Image
 from support.datasets import ODD_CAMERA, Column, build, image_file
 
 from dali_stream import Dataset, Loader, MemoryBudgetError, batch_at
-from dali_stream.cgroups import cpu_quota, cpuset_cores
-from dali_stream.memory_limit import MemoryLimit, budget, memory_limit
-from dali_stream.process import Cores, LocalRanks, available_cores, local_ranks
+from dali_stream.system.cgroups import cpu_quota, cpuset_cores
+from dali_stream.system.memory_limit import MemoryLimit, budget, memory_limit
+from dali_stream.system.process import Cores, LocalRanks, available_cores, local_ranks
 
 
 def written_files(root: Path, files: dict[str, str]) -> Path:

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
-from dali_stream import process
+from dali_stream.system import process
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ROOT / "benchmarks/peer_programs"

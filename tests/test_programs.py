@@ -190,7 +190,7 @@ def test_trace_cost(run_here: Callable[..., str], demo: Path) -> None:
     named = {
         path.relative_to(ROOT / "dali_stream").with_suffix("").as_posix().replace("/", ".")
         for path in (ROOT / "dali_stream").rglob("*.py")
-        if "from dali_stream.tracing import" in path.read_text()
+        if "from dali_stream.observe.tracing import" in path.read_text()
     }
     assert named - {"__init__"} == set(program.USERS)
 

@@ -28,7 +28,7 @@ from test_install import write_wheel
 
 from dali_stream import Loader
 from dali_stream.cli import app, main
-from dali_stream.install import install_command
+from dali_stream.system.install import install_command
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = ("cuda12", "cuda13", "s3", "train")

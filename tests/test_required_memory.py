@@ -14,7 +14,7 @@ from support.datasets import TOP
 from support.slow import slow
 
 from dali_stream import Dataset, Loader, MemoryBudgetError
-from dali_stream.memory_limit import memory_limit
+from dali_stream.system.memory_limit import memory_limit
 
 # ---------------------------------------------------------------------------------------------------------- the estimate
 
@@ -61,7 +61,7 @@ def test_frames_count_at_the_size_to_which_they_are_resized(demo: Path) -> None:
 PROGRAM = """
 import json, sys
 from dali_stream import Dataset, Loader
-from dali_stream.required_memory import required_memory
+from dali_stream.run.required_memory import required_memory
 
 def resident():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) << 10

@@ -23,7 +23,6 @@ from support.tools import table_of
 
 import dali_stream
 from dali_stream.cache.indices import IndexCache
-from dali_stream.counters import Counters
 from dali_stream.decode import capability as capability_module
 from dali_stream.decode import dali, route
 from dali_stream.decode.capability import Capability, DriverError
@@ -32,6 +31,7 @@ from dali_stream.decode.trial import trial
 from dali_stream.mp4.boxes import box
 from dali_stream.mp4.format import PROFILES, VideoFormat, describe
 from dali_stream.mp4.index import VideoIndex, read_index
+from dali_stream.observe.counters import Counters
 from dali_stream.storage import Store, open_store
 
 H264 = VideoFormat("h264", 100, "420", 8, 480, 640)

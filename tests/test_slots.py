@@ -7,7 +7,7 @@ import pytest
 
 from dali_stream import DecodeError
 from dali_stream.cache.slots import Slots
-from dali_stream.workers import Workers
+from dali_stream.system.workers import Workers
 
 SHAPE = (2, 3, 3)
 FRAMES = np.arange(4 * 18, dtype=np.uint8).reshape(4, *SHAPE) + 1

@@ -18,7 +18,7 @@ import pytest
 from support.batches import samples
 
 from dali_stream import Dataset, FrameSampler, Loader, ResumeError
-from dali_stream.state_file import load_state, write_state
+from dali_stream.run.state_file import load_state, write_state
 
 KILLS = 10
 LENGTHS = [5, 8, 7]

@@ -22,10 +22,10 @@ from support.routes import let_nvdec_answer
 import dali_stream
 from dali_stream import Dataset, DecodeError, Loader
 from dali_stream.cache.indices import IndexCache
-from dali_stream.counters import Counters
 from dali_stream.decode import route, torchcodec, torchcodec_cuda
 from dali_stream.decode.capability import Capability
 from dali_stream.mp4.index import read_index
+from dali_stream.observe.counters import Counters
 
 FPS = 20
 STEPS = {TOP: [-2, -1, 0, -2], SIDE: [0, 1, 30]}

@@ -14,7 +14,7 @@ from support.servers import Server
 import dali_stream
 from dali_stream import Dataset, Loader
 from dali_stream.cli import main
-from dali_stream.tracing import FETCHES
+from dali_stream.observe.tracing import FETCHES
 
 
 @pytest.fixture(scope="module")

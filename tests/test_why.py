@@ -68,7 +68,7 @@ def assert_helps_as_predicted(before: tuple[float, Bottleneck], after: float) ->
 @pytest.mark.slow
 @pytest.mark.alone
 def test_one_thread(demo: Path, slow_decoding: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dali_stream.process.cores", lambda: 2)
+    monkeypatch.setattr("dali_stream.system.process.cores", lambda: 2)
     before = run(demo, 1, num_threads=1)
     assert before[1].stage == "decode"
     assert "num_threads=2" in before[1].text

@@ -19,7 +19,7 @@ from dali_stream.decode import torchcodec
 from dali_stream.decode.decoder import Decoded, even_tasks, succeeded, task_frames
 from dali_stream.decode.torchcodec import frames_at_once
 from dali_stream.errors import DecodeError
-from dali_stream.workers import Workers
+from dali_stream.system.workers import Workers
 
 
 def task(state: str) -> Future[None]:

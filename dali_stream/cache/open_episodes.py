@@ -11,19 +11,19 @@ import numpy.typing as npt
 
 from dali_stream.cache.indices import IndexCache, size_of
 from dali_stream.cache.locate import locate
-from dali_stream.counters import Counters
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.combined import row_reader
 from dali_stream.lerobot.row_memory import Columns, Found, RowMemory
 from dali_stream.lerobot.source import ABSENT, Source
 from dali_stream.mp4.index import VideoIndex
+from dali_stream.observe.counters import Counters
+from dali_stream.observe.tracing import span
 from dali_stream.schedule.episodes import ROW_SPARE, EpisodeTable, OpenEpisode
 from dali_stream.schedule.items import Key
 from dali_stream.schedule.opening import Opening, Read
 from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
-from dali_stream.tracing import span
-from dali_stream.workers import Workers
+from dali_stream.system.workers import Workers
 
 Int64 = npt.NDArray[np.int64]
 

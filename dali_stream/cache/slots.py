@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import DecodeError
-from dali_stream.tracing import span
-from dali_stream.workers import Workers
+from dali_stream.observe.tracing import span
+from dali_stream.system.workers import Workers
 
 Frames = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]

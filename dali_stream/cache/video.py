@@ -6,12 +6,12 @@ import bisect
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
+from dali_stream.observe.tracing import span
 from dali_stream.schedule.episodes import BlockName
 from dali_stream.schedule.video import Fetch
 from dali_stream.storage import Store
 from dali_stream.storage.store import StoreView
-from dali_stream.tracing import span
-from dali_stream.workers import Workers
+from dali_stream.system.workers import Workers
 
 
 class _Block:

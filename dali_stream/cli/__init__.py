@@ -17,6 +17,8 @@ from typing import Annotated
 import typer
 
 import dali_stream
+from dali_stream.checks.frame_size import join_sizes
+from dali_stream.checks.text import visible
 from dali_stream.cli import console
 from dali_stream.cli.bench import bench
 from dali_stream.cli.demo import demo
@@ -30,8 +32,6 @@ from dali_stream.cli.receipt import receipt
 from dali_stream.cli.selftest import selftest
 from dali_stream.cli.stats import stats
 from dali_stream.cli.why import why
-from dali_stream.frame_size import join_sizes
-from dali_stream.text import visible
 
 __all__ = ["main"]
 

@@ -15,10 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from dali_stream import Dataset, Mixture
-from dali_stream.file_content import from_json
-from dali_stream.frame_size import frame_size
-from dali_stream.mixture_file import is_mixture_file
-from dali_stream.text import listed
+from dali_stream.checks.file_content import from_json
+from dali_stream.checks.frame_size import frame_size
+from dali_stream.checks.text import listed
+from dali_stream.run.mixture_file import is_mixture_file
 
 Uri = Annotated[str, typer.Argument(metavar="URI", help="The dataset.")]
 Uris = Annotated[

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from dali_stream import tracing
 from dali_stream.cli import arguments, console
 from dali_stream.errors import counted
+from dali_stream.observe import tracing
 
 
 def bench(

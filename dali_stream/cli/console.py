@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from dali_stream.text import visible
+from dali_stream.checks.text import visible
 
 
 class _Console(Console):

@@ -11,10 +11,11 @@ from typing import Annotated, Any
 import typer
 
 import dali_stream
-from dali_stream import Dataset, DatasetError, Mixture, run_config
+from dali_stream import Dataset, DatasetError, Mixture
+from dali_stream.checks.text import listed
 from dali_stream.cli import arguments, console, runs
 from dali_stream.errors import counted
-from dali_stream.text import listed
+from dali_stream.run import description
 
 _PLOTTED = 4  # maximum number of episodes of a dataset without cameras
 _SAMPLES = 8  # default number of samples of a dataset
@@ -160,11 +161,11 @@ def _of_run(
     graph = runs.graph("--dali-graph", dali_graph, described["dali_graph"])
     with (
         console.progress("decoding a batch"),
-        closing(run_config.open_described(described["dataset"], where | {"uri": uris[0] if uris else None})) as dataset,
+        closing(description.open_described(described["dataset"], where | {"uri": uris[0] if uris else None})) as dataset,
     ):
         if epoch is None or batch is None:
             assert saved is not None
-            epoch, batch = run_config.last_batch(described, saved, dataset.orders().positions)
+            epoch, batch = description.last_batch(described, saved, dataset.orders().positions)
         values = dali_stream.batch_at(described, epoch, batch, graph, rank=rank, dataset=dataset)
         normalizer = dali_stream.Normalizer(dataset, described["loader"]["normalize"])
         images = sheet.image_keys(values, dataset)

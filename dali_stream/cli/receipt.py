@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from dali_stream import run_config
 from dali_stream.cli import arguments, console, runs
 from dali_stream.errors import counted
+from dali_stream.run import description
 from dali_stream.tools import receipt as make_receipt
 
 
@@ -36,7 +36,7 @@ def receipt(
     where = {"uri": uri, "cache_dir": cache_dir, "storage_options": arguments.json_object("--storage-options", storage_options)}
     with (
         console.progress("epochs", enabled=not json) as show,
-        closing(run_config.open_described(described["dataset"], where)) as opened,
+        closing(description.open_described(described["dataset"], where)) as opened,
     ):
         report = make_receipt(described, episode, until=saved, log=log, mixed=dataset or "", dataset=opened, progress=show)
     if json:

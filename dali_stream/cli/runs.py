@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dali_stream import file_content, run_config
+from dali_stream.checks import file_content
+from dali_stream.run import description
 
 ConfigFile = Annotated[
     Path | None,
@@ -53,7 +54,7 @@ def config_and_state(config: Path | None, state: Path | None) -> tuple[dict[str,
     """
     if config is None:
         raise ValueError("--config must be given. It is the result of Loader.describe() as JSON")
-    return run_config.checked(read("--config", config)), None if state is None else _state(state)
+    return description.checked(read("--config", config)), None if state is None else _state(state)
 
 
 def _state(path: Path) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.cache.open_episodes import OpenEpisodes
-from dali_stream.counters import Counters
 from dali_stream.decode.audit import Audit
 from dali_stream.decode.decoder import Pool, RouteChange
 from dali_stream.decode.resize import resize
@@ -21,13 +20,14 @@ from dali_stream.decode.route import refusal
 from dali_stream.decode.sample_decoder import Request, SampleDecoder, SampleWork
 from dali_stream.decode.turns import turns
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.install import install_command
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import Clip, UnsafeForNvdec, pack
 from dali_stream.mp4.index import VideoIndex
+from dali_stream.observe.counters import Counters
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
+from dali_stream.system.install import install_command
 
 try:
     from nvidia.dali import fn, types

@@ -19,7 +19,7 @@ from dali_stream.lerobot.source import ABSENT, Source
 from dali_stream.schedule.frames import FramePlan
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
-from dali_stream.workers import Workers
+from dali_stream.system.workers import Workers
 
 _log = logging.getLogger("dali_stream")
 Array = npt.NDArray[Any]

@@ -15,12 +15,12 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
-from dali_stream.counters import Counters
 from dali_stream.decode.decoder import TASK_FRAMES, Decoded, OtherSizes, Pool, even_tasks, named
 from dali_stream.decode.resize import resize
 from dali_stream.errors import DecodeError, FrameSizeError
 from dali_stream.lerobot.features import CHANNELS, Feature
 from dali_stream.lerobot.source import Source
+from dali_stream.observe.counters import Counters
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store, lfs
 

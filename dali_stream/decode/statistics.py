@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from dali_stream import process
+from dali_stream.checks.text import listed
 from dali_stream.decode import images as image
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset import DatasetFiles
@@ -22,7 +22,7 @@ from dali_stream.lerobot.stats import MAX_IMAGES, Histogram, TableStats, add_his
 from dali_stream.mp4.index import LACKING, read_index
 from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.storage import Store
-from dali_stream.text import listed
+from dali_stream.system import process
 
 _MAX_FRAMES = 10_000  # maximum number of frames of a camera, in all episodes together
 _FRAMES_AT_ONCE = 16  # number of frames that a thread decodes at a time

@@ -18,7 +18,6 @@ import torch
 import torchcodec
 
 from dali_stream.cache.open_episodes import OpenEpisodes
-from dali_stream.counters import Counters
 from dali_stream.decode.capability import engines
 from dali_stream.decode.dali import SESSIONS_PER_ENGINE
 from dali_stream.decode.decoder import Pool
@@ -26,6 +25,7 @@ from dali_stream.decode.sample_decoder import Int64, Request, SampleDecoder, Sam
 from dali_stream.decode.torchcodec import decode_in_parts
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.source import Source
+from dali_stream.observe.counters import Counters
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.lerobot.metadata import INFO
-from dali_stream.log_records import DATASET_LOG
 from dali_stream.storage import Store, open_store
+from dali_stream.system.log_records import DATASET_LOG
 
 _log = logging.getLogger(DATASET_LOG)
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # the id of a Hub dataset

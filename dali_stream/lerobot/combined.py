@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.checks.text import listed
 from dali_stream.lerobot.common import common, table
 from dali_stream.lerobot.dataset import NEEDED, DatasetFiles, check_left_out
 from dali_stream.lerobot.features import Feature
@@ -18,7 +19,6 @@ from dali_stream.lerobot.row_memory import Columns, Found, RowMemory
 from dali_stream.lerobot.rows import RowReader, Rows
 from dali_stream.lerobot.source import ABSENT, Source, Timing
 from dali_stream.storage import Store
-from dali_stream.text import listed
 
 Int64 = npt.NDArray[np.int64]
 D = TypeVar("D", bound=DatasetFiles)

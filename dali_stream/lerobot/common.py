@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.checks.text import visible
 from dali_stream.lerobot.features import Feature
-from dali_stream.text import visible
 
 Bools = npt.NDArray[np.bool_]
 _COLUMNS, _LEAST = 80, len("video 480×640")  # width of a terminal, and minimum width of a dataset's column

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from dali_stream.checks.text import listed
 from dali_stream.errors import DatasetError, counted
 from dali_stream.lerobot import fingerprint, frame_ranges, metadata, selection, v2
 from dali_stream.lerobot.address import commit_of
@@ -25,11 +26,10 @@ from dali_stream.lerobot.features import CHANNELS, ENCODING, Feature
 from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.lerobot.source import Timing
-from dali_stream.log_records import DATASET_LOG
 from dali_stream.mp4.timing import TOLERANCE
-from dali_stream.process import trim_memory
 from dali_stream.storage import Store
-from dali_stream.text import listed
+from dali_stream.system.log_records import DATASET_LOG
+from dali_stream.system.process import trim_memory
 
 NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # features that every batch has
 CLOCKS = ("timestamp", "frame_index")  # values of the argument `clock`; the first is the default

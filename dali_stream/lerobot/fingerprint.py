@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from dali_stream.errors import ResumeError
-from dali_stream.log_records import DATASET_LOG
+from dali_stream.system.log_records import DATASET_LOG
 
 _log = logging.getLogger(DATASET_LOG)
 _SHOWN = 8  # maximum number of parts in a message

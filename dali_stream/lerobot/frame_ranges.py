@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.file_content import from_json, read
+from dali_stream.checks.file_content import from_json, read
 
 Int64 = npt.NDArray[np.int64]
 Frames = Mapping[int, Sequence[Sequence[int]]] | Mapping[str, Sequence[Sequence[int]]]

@@ -22,14 +22,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dali_stream.checks.file_content import from_json
 from dali_stream.errors import DatasetError, StorageError
-from dali_stream.file_content import from_json
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.file_names import numbered_files
 from dali_stream.lerobot.row_groups import chunk_sizes
-from dali_stream.log_records import DATASET_LOG
 from dali_stream.storage import Store, lfs
 from dali_stream.storage.store import SMALL, Ranges
+from dali_stream.system.log_records import DATASET_LOG
 
 INFO = "meta/info.json"
 STATS = "meta/stats.json"

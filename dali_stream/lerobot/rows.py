@@ -21,10 +21,10 @@ from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.lerobot.row_file import EPISODE_INDEX, RowFile
 from dali_stream.lerobot.row_memory import Columns, DecodedGroups, Found, RowMemory
 from dali_stream.lerobot.row_search import RowSearch, data_files
-from dali_stream.log_records import DATASET_LOG
-from dali_stream.process import trim_memory
 from dali_stream.storage import Store
-from dali_stream.workers import Once
+from dali_stream.system.log_records import DATASET_LOG
+from dali_stream.system.process import trim_memory
+from dali_stream.system.workers import Once
 
 _log = logging.getLogger(DATASET_LOG)
 

@@ -18,8 +18,8 @@ import pyarrow as pa
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.metadata import STATS, Episodes, Files, Info, Stats
-from dali_stream.log_records import DATASET_LOG
 from dali_stream.storage import Store, lfs
+from dali_stream.system.log_records import DATASET_LOG
 
 EPISODES, TASKS, EPISODES_STATS = "meta/episodes.jsonl", "meta/tasks.jsonl", "meta/episodes_stats.jsonl"
 _PART = 8 << 20  # number of bytes per read

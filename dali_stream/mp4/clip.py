@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dali_stream.counters import Timed, untimed
 from dali_stream.errors import DecodeError
 from dali_stream.mp4 import hidden, keyframes
 from dali_stream.mp4.damage import checker
 from dali_stream.mp4.format import codec_of
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.muxer import file_head
+from dali_stream.observe.counters import Timed, untimed
 from dali_stream.storage import Store
 
 TIMESCALE, TICK = 15360, 512  # FFmpeg's timescale for 30 frames per second; any rate would do

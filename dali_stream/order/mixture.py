@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.arguments import known_arguments
+from dali_stream.checks.arguments import known_arguments
 from dali_stream.errors import counted
 from dali_stream.order.interleave import Interleave
 from dali_stream.order.order import EpochOrder, Permutation, Shuffle, check_order_arguments, checked_lengths

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.arguments import known_arguments, positive
+from dali_stream.checks.arguments import known_arguments, positive
 from dali_stream.errors import counted
 from dali_stream.order.pool import Run
 from dali_stream.order.rng import mix, philox

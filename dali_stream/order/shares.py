@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.arguments import positive
+from dali_stream.checks.arguments import positive
 
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]

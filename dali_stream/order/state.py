@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dali_stream.arguments import MOST_EPOCHS
+from dali_stream.checks.arguments import MOST_EPOCHS
 from dali_stream.errors import ResumeError
 from dali_stream.order.order import Shuffle, allowed_worlds, check_order_arguments, check_world, uneven
 

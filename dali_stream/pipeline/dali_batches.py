@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from dali_stream.counters import Counters
 from dali_stream.decode import dali
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import Route
 from dali_stream.decode.turns import turns
 from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.observe.counters import Counters
 from dali_stream.pipeline import graph
 from dali_stream.pipeline.batches import PlannedBatch
 from dali_stream.pipeline.config import Config

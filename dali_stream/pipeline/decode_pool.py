@@ -10,18 +10,18 @@ import numpy.typing as npt
 
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
-from dali_stream.counters import Counters
 from dali_stream.decode.decoder import Decoder, VideoAndImages, Work
 from dali_stream.decode.images import ImageDecoder
 from dali_stream.decode.route import TORCHCODEC_CUDA, Route
 from dali_stream.decode.torchcodec import TorchcodecDecoder
+from dali_stream.observe.counters import Counters
 from dali_stream.order.audited import audited
 from dali_stream.pipeline.config import Config
-from dali_stream.process import trim_memory
 from dali_stream.schedule.budget import copy_threads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
-from dali_stream.workers import Workers
+from dali_stream.system.process import trim_memory
+from dali_stream.system.workers import Workers
 
 # Bytes of decoded frames (RGB at full size) per thread after which free memory is returned to the system. This takes some
 # milliseconds, so it is not done for every batch.

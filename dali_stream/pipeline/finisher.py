@@ -8,9 +8,9 @@ from concurrent.futures import CancelledError
 import numpy as np
 
 from dali_stream.cache.buffers import Buffers
-from dali_stream.counters import Counters
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.source import ABSENT
+from dali_stream.observe.counters import Counters
 from dali_stream.pipeline.batches import PlannedBatch, closed
 from dali_stream.pipeline.config import SUBSTITUTE, Config
 from dali_stream.pipeline.planner import Planner

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dali_stream.checks.text import listed
 from dali_stream.decode import dali  # before DALI itself, since its error message says how to install DALI
 from dali_stream.decode.capability import engines
 from dali_stream.decode.route import TORCHCODEC_CUDA
 from dali_stream.errors import DaliStreamError
 from dali_stream.pipeline.config import SAMPLE, SUBSTITUTE
-from dali_stream.text import listed
 
 # isort: split
 from nvidia.dali import fn, types

@@ -9,8 +9,9 @@ import queue
 import threading
 from collections.abc import Mapping
 
-from dali_stream.counters import Counters
 from dali_stream.decode.route import Route
+from dali_stream.observe.counters import Counters
+from dali_stream.observe.tracing import begin_batch
 from dali_stream.pipeline import columns
 from dali_stream.pipeline.batches import PlannedBatch, closed
 from dali_stream.pipeline.config import Config
@@ -19,8 +20,7 @@ from dali_stream.pipeline.reading import Reading
 from dali_stream.schedule.budget import divide, look_ahead, order_horizon
 from dali_stream.schedule.plan import BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
-from dali_stream.tracing import begin_batch
-from dali_stream.workers import join_started
+from dali_stream.system.workers import join_started
 
 _log = logging.getLogger("dali_stream")
 MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes")  # keys of `Loader.stats`

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 
-from dali_stream.arguments import budget_text
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.video import BlockCache
-from dali_stream.counters import Counters
+from dali_stream.checks.arguments import budget_text
 from dali_stream.lerobot.row_memory import RowMemory
+from dali_stream.observe.counters import Counters
 from dali_stream.pipeline.config import Config
 from dali_stream.schedule.budget import Parts, Sizes, look_ahead, reads_budget
 from dali_stream.schedule.episodes import ROW_SPARE
@@ -18,7 +18,7 @@ from dali_stream.schedule.opening import Opening, Storage
 from dali_stream.schedule.plan import BatchPlan, BatchPlanner
 from dali_stream.storage import Store
 from dali_stream.storage.retry import PER_HOST
-from dali_stream.workers import Workers
+from dali_stream.system.workers import Workers
 
 _log = logging.getLogger("dali_stream")
 # Number of threads for remote data. While the caches fill, a batch needs many small blocks, so the number of parallel requests

@@ -8,10 +8,10 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from dali_stream.counters import Counters
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import Route
 from dali_stream.errors import DatasetError, DecodeError, StorageError
+from dali_stream.observe.counters import Counters
 from dali_stream.pipeline.batches import closed
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.planner import MEMORY, Planner

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dali_stream.counters import Counters
+from dali_stream.observe.counters import Counters
 from dali_stream.pipeline.batches import with_time_axis
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.finisher import Finisher

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.arguments import budget_text
+from dali_stream.checks.arguments import budget_text
 from dali_stream.errors import MemoryBudgetError
 from dali_stream.schedule.episodes import ROW_SPARE
 from dali_stream.schedule.video import BLOCK

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.arguments import budget_text
+from dali_stream.checks.arguments import budget_text
 from dali_stream.errors import MemoryBudgetError
 from dali_stream.schedule.episodes import NONE
 from dali_stream.schedule.items import ABSENT, COMING, OPEN, READ, Items, Key

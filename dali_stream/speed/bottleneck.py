@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dali_stream import process
-from dali_stream.arguments import budget_text
-from dali_stream.memory_limit import fits
+from dali_stream.checks.arguments import budget_text
 from dali_stream.schedule.budget import Sizes, divide, frames_budget, reads_budget
 from dali_stream.speed.decodes import Decodes, decodes_of
 from dali_stream.speed.model import Work, work_of
+from dali_stream.system import process
+from dali_stream.system.memory_limit import fits
 
 if TYPE_CHECKING:
     from dali_stream.pipeline.config import Config

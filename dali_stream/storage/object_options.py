@@ -21,9 +21,9 @@ from urllib.parse import quote, urlsplit
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from dali_stream.errors import StorageError
-from dali_stream.install import install_command
 from dali_stream.storage.logs import private
 from dali_stream.storage.retry import PER_HOST, Patience, cleaned, silence_s
+from dali_stream.system.install import install_command
 
 _PREFIX = re.compile("aws_|google_|azure_(storage_)?")
 _SIGNING = ("access_key_id", "secret_access_key", "session_token")

@@ -15,8 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream import process
-from dali_stream.arguments import positive
+from dali_stream.checks.arguments import positive
 from dali_stream.dataset import Dataset
 from dali_stream.decode.route import IMAGES, Route, choose, refusal
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
@@ -27,6 +26,7 @@ from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex, read_index
 from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.storage import Store
+from dali_stream.system import process
 from dali_stream.tools.work import spread
 
 LOOK_AT = 32  # maximum number of video files per camera whose index is read

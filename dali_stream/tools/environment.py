@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import dali_stream
-from dali_stream import process
+from dali_stream.system import process
 
 _LIBRARIES = {"torch": "torch", "torchcodec": "torchcodec", "dali": "nvidia.dali"}  # {name in reports: module}
 # Matches a path that is absolute, or begins with ~ or `..`. The path may be a whole string, a quoted part of it, or a word.

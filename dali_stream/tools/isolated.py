@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dali_stream import process
+from dali_stream.system import process
 
 _CRASH_S = 10.0  # time allowed for a process to end after a crash has closed its output
 Call = Callable[[], Any]

@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream import run_config
+from dali_stream.checks.file_content import Fields, check_fields, from_json, whole
+from dali_stream.checks.text import listed
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError
-from dali_stream.file_content import Fields, check_fields, from_json, whole
 from dali_stream.lerobot import fingerprint
 from dali_stream.mixture import Mixture
 from dali_stream.order.batches import Batches
 from dali_stream.order.state import STATE_VERSION, OrderArguments
-from dali_stream.text import listed
+from dali_stream.run import description
 
 Int64 = npt.NDArray[np.int64]
-_ENTRY: Fields = {**run_config.PLACE, "step": (whole(0, 1 << 62),)}
+_ENTRY: Fields = {**description.PLACE, "step": (whole(0, 1 << 62),)}
 
 
 class Place(NamedTuple):
@@ -114,10 +114,10 @@ def receipt(
         ResumeError: If the dataset has changed, or another version of dali_stream wrote `config`.
         DatasetError, StorageError: If the dataset cannot be read. See `Dataset`.
     """
-    described = run_config.checked(config)
+    described = description.checked(config)
     entries = [] if log is None else _entries(Path(log))
     end = _end(until, entries)
-    with closing(run_config.open_described(described["dataset"])) if dataset is None else nullcontext(dataset) as opened:
+    with closing(description.open_described(described["dataset"])) if dataset is None else nullcontext(dataset) as opened:
         state = described["state"]
         if state["version"] != STATE_VERSION:
             raise ResumeError(
@@ -126,7 +126,7 @@ def receipt(
         fingerprint.check(opened, state, allow_other_frames=True)  # an episode is seen in the order, whatever its frames
         place = _place(opened, mixed, episode)
         orders = opened.orders()
-    batches = run_config.batches_of(described, orders.positions)
+    batches = description.batches_of(described, orders.positions)
     arguments = OrderArguments(*(described["loader"][name] for name in OrderArguments._fields))
     # A whole epoch delivers the positions before the end of its last batch.
     delivered = batches.span((batches.count(0) - 1) * batches.stride)[1]
@@ -148,7 +148,7 @@ def receipt(
 def _end(state: Mapping[str, Any] | None, entries: list[tuple[Place, int]]) -> Place:
     """Return the place at which the run ended."""
     if state is not None:
-        return Place(*run_config.checked_place("until", state))
+        return Place(*description.checked_place("until", state))
     if not entries:
         raise ValueError("until must be a saved state of the run, got None. Give it, or a log")
     return entries[-1][0]

@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dali_stream.arguments import budget_text
+from dali_stream.checks.arguments import budget_text
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError
 from dali_stream.loader import Loader
-from dali_stream.memory_limit import fits
 from dali_stream.mixture import Mixture
-from dali_stream.mixture_file import is_mixture_file
-from dali_stream.process import cores
+from dali_stream.run.mixture_file import is_mixture_file
 from dali_stream.speed.decodes import Decodes, decodes_of
 from dali_stream.speed.model import Work, predicted, work_of
+from dali_stream.system.memory_limit import fits
+from dali_stream.system.process import cores
 from dali_stream.tools.preparation import prepare
 
 if TYPE_CHECKING:

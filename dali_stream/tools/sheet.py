@@ -32,12 +32,12 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
 
+from dali_stream.checks.text import visible
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted
 from dali_stream.lerobot.features import vectors
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mixture import Mixture
-from dali_stream.text import visible
 from dali_stream.tools.work import spread
 
 MARGIN, CELL_GAP, CAMERA_GAP, STEP_GAP = 20, 24, 12, 3

@@ -7,13 +7,13 @@ import numpy as np
 from dali_stream import Dataset
 from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.open_episodes import OpenEpisodes
-from dali_stream.counters import Counters
 from dali_stream.lerobot.row_memory import RowMemory
+from dali_stream.observe.counters import Counters
 from dali_stream.order import Order
 from dali_stream.schedule.episodes import OpenEpisode
 from dali_stream.schedule.opening import Opening, Storage
 from dali_stream.schedule.samples import Samples
-from dali_stream.workers import Workers
+from dali_stream.system.workers import Workers
 
 
 def open_episodes(opening: Opening, dataset: Dataset, memory: RowMemory | None = None) -> OpenEpisodes:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from dali_stream.frame_size import frame_size
+from dali_stream.checks.frame_size import frame_size
 
 PREFIX = "--loader."
 

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from dali_stream import memory_limit, process
 from dali_stream.errors import DaliStreamError, ResumeError
 from dali_stream.integrations.lerobot import parts
 from dali_stream.integrations.lerobot.arguments import ARGUMENTS, PREFIX, check_names
 from dali_stream.integrations.lerobot.loader import make_loader
 from dali_stream.integrations.lerobot.resizing import Size, add_resizing, size_of
 from dali_stream.loader import Loader
-from dali_stream.state_file import load_state, write_state
+from dali_stream.run.state_file import load_state, write_state
+from dali_stream.system import memory_limit, process
 
 _log = logging.getLogger("dali_stream")
 STATE_FILE = Path("training_state", "dali_stream.json")

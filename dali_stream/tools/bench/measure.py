@@ -12,13 +12,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from dali_stream.arguments import budget_text
+from dali_stream.checks.arguments import budget_text
+from dali_stream.checks.text import listed
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError
 from dali_stream.lerobot.features import vectors
 from dali_stream.loader import Loader
 from dali_stream.mixture import Mixture
-from dali_stream.text import listed
 from dali_stream.tools import environment
 
 Mode = Literal["single", "sarm", "action_chunk"]

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dali_stream import process
-from dali_stream.arguments import budget_text
-from dali_stream.cgroups import cpu_quota
-from dali_stream.memory_limit import MemoryLimit, budget, cgroup_memory_limit
+from dali_stream.checks.arguments import budget_text
+from dali_stream.system import process
+from dali_stream.system.cgroups import cpu_quota
+from dali_stream.system.memory_limit import MemoryLimit, budget, cgroup_memory_limit
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.isolated import Answer
 

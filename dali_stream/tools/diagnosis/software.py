@@ -8,7 +8,7 @@ import re
 import sys
 from typing import Any
 
-from dali_stream.install import install_command, requirements
+from dali_stream.system.install import install_command, requirements
 from dali_stream.tools import environment
 from dali_stream.tools.diagnosis import answers
 from dali_stream.tools.diagnosis.machine import Machine

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dali_stream import process
 from dali_stream.decode.capability import engines
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.clip import Clip, pack
@@ -18,6 +17,7 @@ from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.speed.decodes import median_gop
 from dali_stream.storage import Store
+from dali_stream.system import process
 
 _SECONDS = 2.0  # time limit for measuring a camera, in seconds. It does not interrupt a batch
 _REQUESTS, _DECODED = 8, 64  # limits of a clip for the CPU: requested frames, and approximate number of frames to decode

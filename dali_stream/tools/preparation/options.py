@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from dali_stream.arguments import one_of, picture_size, positive
+from dali_stream.checks.arguments import one_of, picture_size, positive
 from dali_stream.tools.preparation.encoders import CODECS, ENCODERS
 
 # `--for cpu` is one of the settings in benchmarks/results/prepare_codecs_2cores.json: all GPUs decode it, and a Loader reads it

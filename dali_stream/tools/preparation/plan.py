@@ -29,8 +29,8 @@ from dali_stream.lerobot import metadata
 from dali_stream.lerobot.features import Feature
 from dali_stream.mp4.index import Int64, read_index
 from dali_stream.mp4.timing import TOLERANCE
-from dali_stream.process import reading_threads
 from dali_stream.storage.store import checked
+from dali_stream.system.process import reading_threads
 from dali_stream.tools.preparation import packets, rows
 from dali_stream.tools.preparation.encoders import CODECS, encoder
 from dali_stream.tools.preparation.options import Options

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dali_stream.arguments import positive
+from dali_stream.checks.arguments import positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted
 from dali_stream.lerobot.metadata import INFO
 from dali_stream.lerobot.selection import EpisodeFilter
-from dali_stream.process import cores, reading_threads
 from dali_stream.storage import LocalStore
+from dali_stream.system.process import cores, reading_threads
 from dali_stream.tools.diagnosis.run import refusal
 from dali_stream.tools.preparation import executors, metadata, plan, task, video
 from dali_stream.tools.preparation.options import Options

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dali_stream import process
 from dali_stream.decode.audit import COLOUR_TOLERANCE
 from dali_stream.decode.capability import DriverError, capability, gpus
 from dali_stream.decode.route import DALI_ON_CPU, TORCHCODEC_CUDA
 from dali_stream.decode.torchcodec_cuda import device_name, unavailable
 from dali_stream.demo.encode import CODECS
+from dali_stream.system import process
 from dali_stream.tools import environment
 from dali_stream.tools.isolated import call
 from dali_stream.tools.selftest import frames, loaders, speed, videos

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from dali_stream.cgroups import cpu_quota, cpuset_cores
 from dali_stream.errors import DaliStreamError
+from dali_stream.system.cgroups import cpu_quota, cpuset_cores
 
 _LOCAL_RANKS = "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"  # of torchrun, Open MPI and MPICH
 

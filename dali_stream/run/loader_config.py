@@ -9,18 +9,18 @@ from typing import Any, cast
 
 import numpy as np
 
-from dali_stream import memory_limit, process
-from dali_stream.arguments import from_zero, one_of, picture_size, positive, share
 from dali_stream.cache.indices import IndexCache
+from dali_stream.checks.arguments import from_zero, one_of, picture_size, positive, share
 from dali_stream.dataset import Dataset
-from dali_stream.log_records import DATASET_LOG
 from dali_stream.mixture import Mixture
-from dali_stream.mixture_file import is_mixture_file
 from dali_stream.normalize import Modes, Normalizer
 from dali_stream.order import Shuffle, check_world, default_pools, windows
 from dali_stream.order.batches import LAST_BATCH, Batches
 from dali_stream.order.state import OrderArguments
 from dali_stream.pipeline.config import DATASET, SAMPLE, SUBSTITUTE, Config
+from dali_stream.run.mixture_file import is_mixture_file
+from dali_stream.system import memory_limit, process
+from dali_stream.system.log_records import DATASET_LOG
 
 MEMORY_FORMATS = ("channels_last", "contiguous")
 _log = logging.getLogger("dali_stream")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from dali_stream.arguments import hint
+from dali_stream.checks.arguments import hint
 
 LARGEST = 64 << 20  # maximum size of a file in bytes
 _DEEPEST = 50  # maximum number of lists and dicts inside each other

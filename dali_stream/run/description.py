@@ -24,11 +24,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.arguments import MOST_EPOCHS, epoch_number, from_zero
-from dali_stream.dataset import Dataset
-from dali_stream.decode.route import DECODE, Route
-from dali_stream.errors import ResumeError, counted
-from dali_stream.file_content import (
+from dali_stream.checks.arguments import MOST_EPOCHS, epoch_number, from_zero
+from dali_stream.checks.file_content import (
     DICT,
     FLAG,
     INTEGER,
@@ -46,6 +43,9 @@ from dali_stream.file_content import (
     one_of_texts,
     whole,
 )
+from dali_stream.dataset import Dataset
+from dali_stream.decode.route import DECODE, Route
+from dali_stream.errors import ResumeError, counted
 from dali_stream.lerobot import fingerprint
 from dali_stream.mixture import Mixture
 from dali_stream.order.batches import LAST_BATCH, Batches

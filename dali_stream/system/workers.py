@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from dali_stream.tracing import bound
+from dali_stream.observe.tracing import bound
 
 Priority = tuple[int, ...]
 _Job = tuple[Priority, int, "Future[Any]", Callable[..., Any], tuple[Any, ...]]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from dali_stream.tracing import record
+from dali_stream.observe.tracing import record
 
 _CPU = {  # {stage: attribute to which its CPU seconds are added}
     **dict.fromkeys(("read_s", "pack_s", "decode_s", "resize_s"), "decode_cpu_s"),

@@ -7,8 +7,8 @@ import logging
 import os
 import socket
 
-from dali_stream.process import Ranks, local_rank, ranks
-from dali_stream.text import make_visible
+from dali_stream.checks.text import make_visible
+from dali_stream.system.process import Ranks, local_rank, ranks
 
 DATASET_LOG = "dali_stream.dataset"
 """Name of the logger for messages about a dataset, which are the same on each rank. Local rank 0 logs them."""

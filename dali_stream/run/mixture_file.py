@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dali_stream import file_content
-from dali_stream.arguments import INSTEAD_OF_DROP
-from dali_stream.file_content import DICT, FLAG, INTEGER, LIST, NUMBER, TEXT, Fields, check_fields
+from dali_stream.checks import file_content
+from dali_stream.checks.arguments import INSTEAD_OF_DROP
+from dali_stream.checks.file_content import DICT, FLAG, INTEGER, LIST, NUMBER, TEXT, Fields, check_fields
 from dali_stream.lerobot.address import REPOSITORY
 
 SUFFIXES = (".yaml", ".yml", ".json")

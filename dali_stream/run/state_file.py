@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dali_stream import file_content
+from dali_stream.checks import file_content
 from dali_stream.errors import ResumeError
 
 PathName = str | os.PathLike[str]

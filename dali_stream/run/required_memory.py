@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dali_stream.errors import MemoryBudgetError
-from dali_stream.memory_limit import MemoryLimit
 from dali_stream.pipeline.config import Config
+from dali_stream.system.memory_limit import MemoryLimit
 
 
 class RequiredMemory(NamedTuple):

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dali_stream import run_config
-from dali_stream.arguments import byte_count
+from dali_stream.checks.arguments import byte_count
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError
 from dali_stream.loader import Loader
-from dali_stream.memory_limit import memory_limit
 from dali_stream.mixture import Mixture
 from dali_stream.pipeline.stream import Batch
+from dali_stream.run import description
+from dali_stream.system.memory_limit import memory_limit
 
 if TYPE_CHECKING:
     from dali_stream.pipeline.graph import Graph
@@ -53,12 +53,12 @@ def batch_at(
         ResumeError: If the dataset has changed, or `config` was written by a version of dali_stream with another order.
         DaliStreamError: See `Loader`.
     """
-    described = run_config.checked(config)
-    _check_graph(described["dali_graph"], run_config.described_graph(dali_graph))
-    opened = run_config.open_described(described["dataset"]) if dataset is None else dataset
+    described = description.checked(config)
+    _check_graph(described["dali_graph"], description.described_graph(dali_graph))
+    opened = description.open_described(described["dataset"]) if dataset is None else dataset
     try:
         with _loader(opened, described, dali_graph, rank) as loader:
-            position = run_config.position_of(described, epoch, batch, opened.orders().positions)
+            position = description.position_of(described, epoch, batch, opened.orders().positions)
             try:
                 loader.load_state_dict(described["state"] | {"epoch": epoch, "position": position})
             except ResumeError as error:

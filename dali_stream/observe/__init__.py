@@ -1,0 +1,1 @@
+"""What a loader does and how long it takes: counters, traces and metrics."""
