@@ -176,7 +176,7 @@ class Run:
                 first, last = span(index, packet)
                 for needed in range(first, last + 1):
                     at = int(index.offset[needed])
-                    assert any(start <= at and at + index.size[needed] <= stop for start, stop in spans)
+                    assert any(start <= at and at + index.size(needed) <= stop for start, stop in spans)
 
 
 LENGTHS = st.lists(st.integers(3, 40), min_size=3, max_size=12).map(np.array)
@@ -433,7 +433,7 @@ def test_blocks_are_whole_gops_that_hold_what_their_frames_need(gop: int) -> Non
     for frame, packet in enumerate(packets.tolist()):
         first, last = span(index, packet)
         assert found.start[found.first[frame]] <= index.offset[first]
-        assert index.offset[last] + index.size[last] <= found.stop[found.last[frame]]
+        assert index.end[last] <= found.stop[found.last[frame]]
 
 
 @examples(60)

@@ -101,7 +101,7 @@ def read_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Iter
     Raises:
         DecodeError: If the file has become shorter since its index was read.
     """
-    offset, end = table.offset, table.offset + table.size
+    offset, end = table.offset, table.end
     while start < stop:
         last, after = start, int(end[start])
         while last + 1 < stop and 0 <= offset[last + 1] - after <= HOLE and end[last + 1] - offset[start] <= RANGE:
