@@ -98,7 +98,7 @@ def measure(file: Path, trials: int, seed: int) -> dict[str, Any]:
         counts = {"error": 0, "right": 0, "wrong": 0}
         for _ in range(trials):
             sample = rng.randrange(len(table))
-            offset, size = int(table.offset[sample]), int(table.size[sample])
+            offset, size = int(table.offset[sample]), int(table.size(sample))
             store.patch = (0, b"")
             good = _gop(store, table, sample, video)
             store.patch = (offset, kind(store.read(file.name, offset, offset + size), rng))
@@ -113,7 +113,7 @@ def measure(file: Path, trials: int, seed: int) -> dict[str, Any]:
 
 def _gop(store: LocalStore, table: VideoIndex, sample: int, video: Any) -> np.ndarray:
     """Return the frames of the GOP that contains a packet."""
-    samples = np.flatnonzero(table.gop_start == table.gop_start[sample]).tolist()
+    samples = np.flatnonzero(table.gop_start(np.arange(len(table))) == table.gop_start(sample)).tolist()
     frames, _ = decode.decode(store, [table] * len(samples), samples, video)
     return frames.copy()
 

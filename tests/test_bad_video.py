@@ -297,7 +297,7 @@ def damaged(
     root = broken(lambda video: video, codec)
     table = read_index(LocalStore(str(root)), FILE)
     damage(root, FILE, sample, change)
-    same = np.flatnonzero(table.gop_start == table.gop_start[sample])
+    same = np.flatnonzero(table.gop_start(np.arange(len(table))) == table.gop_start(sample))
     shown = np.argsort(table.display_order)[same].tolist()
     return root, {(0, n) if n < data.EPISODES[0] else (1, n - data.EPISODES[0]) for n in shown}
 
@@ -352,7 +352,7 @@ def test_no_single_hole_of_zeros_passes(codec: str, videos: Callable[[str], Path
     table = read_index(store, "v.mp4")
     last = int(np.append(table.keyframes, len(table))[2]) - 1
     video, found = good.read_bytes(), 0
-    begin, end = int(table.offset[table.keyframes[1]]), int(table.offset[last] + table.size[last])
+    begin, end = int(table.offset[table.keyframes[1]]), int(table.end[last])
     for at in range(begin, end - 144, 97):
         (tmp_path / "v.mp4").write_bytes(video[:at] + bytes(144) + video[at + 144 :])
         samples = list(range(int(table.keyframes[1]), last + 1))

@@ -89,9 +89,9 @@ def test_a_clip_costs_the_union_of_the_prefixes_and_no_more(
 ) -> None:
     v = videos("h264-12")
     clip = pack(v.store, [v.tables[f] for f, _ in requests], [s for _, s in requests])
-    needed = {(f, n) for f, s in requests for n in range(v.tables[f].gop_start[s], s + 1)}
+    needed = {(f, n) for f, s in requests for n in range(v.tables[f].gop_start(s), s + 1)}
     assert clip.coded_frames == len(needed)
-    assert len(clip.data) < sum(int(v.tables[f].size[n]) for f, n in needed) + 32 * len(needed) + 2000
+    assert len(clip.data) < sum(int(v.tables[f].size(n)) for f, n in needed) + 32 * len(needed) + 2000
     np.testing.assert_array_equal(decode.decode_clip(clip, v.format), v.truth(requests))
 
 
@@ -217,7 +217,7 @@ def test_frames_before_a_file_that_was_cut_in_an_open_gop(tmp_path: Path) -> Non
     data.ffmpeg("-ss", start, "-i", tmp_path / "whole.mp4", "-c", "copy", "-use_editlist", "0", tmp_path / "cut.mp4")
     store = LocalStore(str(tmp_path))
     table = read_index(store, "cut.mp4")
-    leading = np.flatnonzero((table.gop_start == 0) & (table.pts < table.pts[0])).tolist()
+    leading = np.flatnonzero((table.gop_start(np.arange(len(table))) == 0) & (table.pts() < table.pts(0))).tolist()
     assert leading
     video = describe(table.configs[0])
     for samples in ([leading[0]], [leading[0], len(leading) + 1], [0, leading[-1]]):

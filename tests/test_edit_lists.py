@@ -127,7 +127,7 @@ def test_each_row_has_the_frame_that_ffmpeg_shows(codec: str, how: str, tmp_path
     video = cut(whole, tmp_path / "cut.mp4", how)
     shown, index = shown_by_ffmpeg(video), index_of(video)
     assert len(index.displayed) == len(shown.seconds) == len(index) - index.hidden
-    pts = index.pts[index.displayed_packets] / index.timescale
+    pts = index.pts(index.displayed_packets) / index.timescale
     np.testing.assert_allclose(pts, shown.seconds, atol=1e-5)
     root = dataset_of(tmp_path / "set", video, shown.seconds)
     assert delivered(root) == shown.identity
@@ -177,7 +177,7 @@ def test_the_parts_of_an_edit_list_are_ffmpegs(edits: list[tuple[int, int, int]]
     whole = data.encode(data.draw(), tmp_path / "whole.mp4", data.h264(12))
     shown = shown_by_ffmpeg(video := patched(whole, tmp_path / "cut.mp4", edits))
     index = index_of(video)
-    np.testing.assert_allclose(index.pts[index.displayed_packets] / index.timescale, shown.seconds, atol=1e-5)
+    np.testing.assert_allclose(index.pts(index.displayed_packets) / index.timescale, shown.seconds, atol=1e-5)
     if len(shown.seconds) > 2:
         assert delivered(dataset_of(tmp_path / "set", video, shown.seconds)) == shown.identity
 

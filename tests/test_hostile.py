@@ -167,7 +167,7 @@ class FramesCase(IndexCase):
             shown = data.whole_file(healthy / f"{name}.mp4").movedim(1, -1).numpy()
             order = np.argsort(table.display_order)
             self.headers[name] = table.configs, table.track_header
-            places = zip(table.offset[:].tolist(), table.size[:].tolist(), strict=True)
+            places = zip(table.offset[:].tolist(), table.size().tolist(), strict=True)
             self.pictures[name] = {place: shown[order[i]] for i, place in enumerate(places)}
 
     def run(self, rng: random.Random, change: Callable[[bytes], bytes]) -> None:
@@ -183,7 +183,7 @@ class FramesCase(IndexCase):
         if (table.configs, table.track_header) != self.headers[name]:
             return  # turned, or of other colours: decoders honour what stands there
         for sample, frame in zip(samples, frames, strict=True):
-            place = int(table.offset[sample]), int(table.size[sample])
+            place = int(table.offset[sample]), int(table.size(sample))
             assert place in self.pictures[name], f"{name}: sample {sample} at {place} is none, and was decoded"
             assert np.array_equal(frame, self.pictures[name][place]), f"{name}: sample {sample} is wrong"
 

@@ -14,7 +14,7 @@ from dali_stream import DecodeError
 from dali_stream.mp4.blocks import cut
 from dali_stream.mp4.boxes import box
 from dali_stream.mp4.clip import span
-from dali_stream.mp4.column import Lines, packed
+from dali_stream.mp4.column import packed
 from dali_stream.mp4.index import VideoIndex, read_index, video_index
 from dali_stream.mp4.muxer import Track, head
 from dali_stream.storage import LocalStore
@@ -31,11 +31,11 @@ VALUES = st.one_of(
 )
 
 
-@given(VALUES, st.integers(0, 5000), st.data())
+@given(VALUES, st.data())
 @examples(200)
-def test_a_column_is_the_values_it_was_made_from(values: list[int], step: int, data: st.DataObject) -> None:
+def test_a_column_is_the_values_it_was_made_from(values: list[int], data: st.DataObject) -> None:
     expected = np.array(values, np.int64)
-    column, n = packed(expected, step), len(expected)
+    column, n = packed(expected), len(expected)
     np.testing.assert_array_equal(column[:], expected)
     start, stop = sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))
     np.testing.assert_array_equal(column[start:stop], expected[start:stop])
@@ -56,7 +56,6 @@ def test_a_column_is_the_values_it_was_made_from(values: list[int], step: int, d
 def test_a_rising_column_is_searched_as_an_array(steps: list[int], even: bool, data: st.DataObject) -> None:
     values = np.cumsum([7] * 60 + [9] + [7] * 60 if even else steps)
     column = packed(values)
-    assert isinstance(column, Lines) == even or not even
     wanted = np.array(data.draw(st.lists(st.integers(-50, 3000))), np.int64)
     for side in ("left", "right"):
         np.testing.assert_array_equal(np.searchsorted(column, wanted, side), np.searchsorted(values, wanted, side))
@@ -114,9 +113,9 @@ def test_a_file_of_many_gigabytes_takes_no_more() -> None:
 @examples(100)
 def test_the_nearest_frame_is_that_of_a_search_through_all(b_frames: bool, steady: bool, seconds: list[float]) -> None:
     index = index_of(2400, b_frames=b_frames, steady=steady, gap=False)
-    times = np.array([*seconds, *(index.pts[:5] / 15360), *((index.pts[7:9] + 0.5) / 15360)])
+    times = np.array([*seconds, *(index.pts()[:5] / 15360), *((index.pts()[7:9] + 0.5) / 15360)])
     packets, away, _ = index.nearest(times)
-    shown = np.asarray(index.pts) / 15360
+    shown = index.pts() / 15360
     finite = np.isfinite(times)
     expected = np.abs(shown[:, None] - times[finite]).min(0)
     np.testing.assert_array_equal(away[finite], expected)
@@ -177,7 +176,7 @@ def test_frames_in_reverse_display_order_keep_their_times(pts: list[int]) -> Non
         keyframes=np.array([0]), config=np.zeros(n, np.int8), index_bytes=0,
     )  # fmt: skip
     assert index.reordered
-    assert index.pts[:].tolist() == pts
+    assert index.pts().tolist() == pts
     assert index.nearest(np.array(pts) / 15360)[0].tolist() == list(range(n))
 
 
@@ -210,4 +209,4 @@ def test_blocks_are_whole_gops_that_hold_what_their_frames_need(gop: int, b_fram
     for frame, packet in enumerate(packets.tolist()):
         first, last = span(index, packet)
         assert blocks.start[blocks.first[frame]] <= index.offset[first]
-        assert index.offset[last] + index.size[last] <= blocks.stop[blocks.last[frame]]
+        assert index.end[last] <= blocks.stop[blocks.last[frame]]

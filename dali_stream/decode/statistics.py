@@ -20,7 +20,7 @@ from dali_stream.lerobot.row_memory import Columns
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.lerobot.stats import MAX_IMAGES, Histogram, TableStats, add_histograms, image_histogram, image_stats
 from dali_stream.mp4.index import LACKING, read_index
-from dali_stream.mp4.timing import explain, find_packets
+from dali_stream.mp4.timing import EpisodeTimes, explain, find_packets
 from dali_stream.storage import Store
 from dali_stream.system import process
 
@@ -189,7 +189,8 @@ class _Episodes:
         packets = find_packets(index, interval, times[frames], dataset.fps, dataset.tolerance_s)
         if (packets == LACKING).any():
             frame = frames[int(np.argmax(packets == LACKING))]
-            why = explain(index, interval, times, rows["frame_index"], frame, dataset.fps, dataset.tolerance_s)
+            described = EpisodeTimes(index, interval, times, rows["frame_index"], dataset.fps, dataset.tolerance_s)
+            why = explain(described, frame)
             raise DecodeError(f"{self._store.where(index.path)}: {why}")
         histograms: list[Histogram] = []
         for description, alike in itertools.groupby(packets.tolist(), key=lambda packet: index.config[packet]):

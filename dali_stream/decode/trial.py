@@ -58,5 +58,5 @@ def trial(decoder: str, store: Store, index: VideoIndex, video: VideoFormat, gpu
 def _frames(index: VideoIndex) -> list[list[int]]:
     """Return the packets of a clip of the first displayed frames and, if the file has a second GOP, of a clip from that GOP."""
     order = index.displayed_packets
-    orders = [order, *(order[index.gop_start[order] == keyframe] for keyframe in index.keyframes[1:2])]
+    orders = [order, *(order[index.gop_start(order) == keyframe] for keyframe in index.keyframes[1:2])]
     return [frames[[place for place in _SHOWN if place < len(frames)]].tolist() for frames in orders if len(frames)]

@@ -15,7 +15,7 @@ from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import config
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
-from dali_stream.mp4.timing import explain
+from dali_stream.mp4.timing import EpisodeTimes, explain
 
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
@@ -60,7 +60,7 @@ class VideoFiles:
         rows = {key: episodes.table.gather(key, *every)[0] for key in CLOCKS}
         seconds, timing = self._source.seconds(episode, rows), self._source.timing(episode)
         interval = self._source.interval(self.key, episode)
-        why = explain(index, interval, seconds, rows["frame_index"], int(frames[0]), *timing)
+        why = explain(EpisodeTimes(index, interval, seconds, rows["frame_index"], *timing), int(frames[0]))
         return self.named(episode, frames, index, DecodeError(why))
 
     def format(self, index: VideoIndex, packet: int) -> VideoFormat:

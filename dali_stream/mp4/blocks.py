@@ -53,7 +53,7 @@ def cut(index: VideoIndex, packet: Int64, keyframe: Int64, size: int) -> Blocks:
     origin, stop = int(begin[0]), int(end.max()) + 1
     packets = slice(int(index.keyframes[origin]), int(index.keyframes[stop]) if stop < len(index.keyframes) else len(index))
     keyframes = index.keyframes[origin:stop] - packets.start
-    offset, sizes = index.offset[packets], index.size[packets]
+    offset, sizes = index.offset[packets], index.size(packets)
     before = np.cumsum(sizes)[keyframes] - sizes[keyframes]
     blocks = begin - origin
     # Each block begins with a GOP at which decoding starts, so K is at most L. The first block begins with the first such GOP,

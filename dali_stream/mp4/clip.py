@@ -64,17 +64,17 @@ class _Run:
     def __init__(self, table: VideoIndex, start: int, stop: int) -> None:
         self.table = table
         self.samples: Sequence[int] = range(start, stop + 1)
-        self.sizes: list[int] = table.size[start : stop + 1].tolist()
+        self.sizes: list[int] = table.size(slice(start, stop + 1)).tolist()
         if table.open_gops:
             # Frames of the first GOP that are displayed before its keyframe refer to frames before the run. No other frame
             # refers to them, so they are left out. If one of them is requested, `span` starts the run a GOP earlier.
             own = np.arange(start, stop + 1)
-            own = own[(table.gop_start[own] != start) | (table.pts[own] >= table.pts[start])]
-            self.samples, self.sizes = own.tolist(), table.size[own].tolist()
+            own = own[(table.gop_start(own) != start) | (table.pts(own) >= table.pts(start))]
+            self.samples, self.sizes = own.tolist(), table.size(own).tolist()
         self.ranks: Sequence[int] = range(len(self.sizes))  # place of each packet in display order within the run
         if table.reordered:
             # Ranks are counted within the run. In display order of the whole file, frames that were left out would be gaps.
-            self.ranks = np.argsort(np.argsort(table.pts[np.array(self.samples)], kind="stable")).tolist()
+            self.ranks = np.argsort(np.argsort(table.pts(np.array(self.samples)), kind="stable")).tolist()
 
     def rank(self, sample: int) -> int:
         """Return the place of a packet in display order within the run.
@@ -211,11 +211,11 @@ def span(table: VideoIndex, sample: int) -> tuple[int, int]:
 
     A frame that follows the keyframe of an open GOP, but is displayed before it, also depends on the previous GOP.
     """
-    start = int(table.gop_start[sample])
+    start = int(table.gop_start(sample))
     if not table.open_gops:
         return start, sample
-    if table.pts[sample] < table.pts[start] and start > 0:
-        start = int(table.gop_start[start - 1])
+    if table.pts(sample) < table.pts(start) and start > 0:
+        start = int(table.gop_start(start - 1))
     # FFmpeg drops no frames of a clip that starts at the beginning of the file (see `_stop`), so such a clip needs no further
     # packets.
     return (start, _stop(table, sample)) if is_avc(table) and start > 0 else (start, sample)
@@ -233,7 +233,7 @@ def _stop(table: VideoIndex, sample: int) -> int:
     delayed when the clip ends. The clip therefore continues until `_HELD_BACK` frames with later display times are decoded.
     """
     # H.264 reorders at most 16 frames, so 64 packets are enough to find them.
-    later = np.flatnonzero(table.pts[sample + 1 : sample + 65] > table.pts[sample])[:_HELD_BACK]
+    later = np.flatnonzero(table.pts(slice(sample + 1, sample + 65)) > table.pts(sample))[:_HELD_BACK]
     return sample + 1 + int(later[-1]) if len(later) else sample
 
 

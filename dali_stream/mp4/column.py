@@ -1,4 +1,4 @@
-"""Compressed, read-only arrays of integers for the index of a video file."""
+"""Compact, read-only arrays of integers for the index of a video file: `Line` and `Packed`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
-_VALUES_PER_LINE = 16  # minimum mean length of the lines of `Lines`; a line takes 16 bytes
 
 
 class Column(np.lib.mixins.NDArrayOperatorsMixin):
@@ -35,26 +34,22 @@ class Column(np.lib.mixins.NDArrayOperatorsMixin):
         """
         raise NotImplementedError
 
-    def _slice(self, start: int, stop: int) -> Any:
+    def _slice(self, start: int, stop: int) -> Int64:
         """Return the values [start, stop)."""
-        return self._at(np.arange(start, stop))
+        raise NotImplementedError
 
-    def step(self, start: int, stop: int) -> int | None:
-        """Return the difference between consecutive values of [start, stop), or None if it is not known to be constant."""
-        return None
+    def part(self, start: int, stop: int) -> Column:
+        """Return the column of the values [start, stop). Both columns share their memory."""
+        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
         """Memory that the column takes, in bytes."""
-        return 0
+        raise NotImplementedError
 
     def searchsorted(self, values: Any, side: Any = "left", sorter: None = None) -> Any:
         """Return insertion points, as for a sorted NumPy array. `np.searchsorted` calls this method."""
-        return np.searchsorted(self[:], values, side)
-
-    def sum(self, axis: None = None, dtype: None = None, out: None = None) -> int:
-        """Return the sum of all values. `np.sum` calls this method."""
-        return int(self[:].sum())
+        raise NotImplementedError
 
     def __len__(self) -> int:
         return self._length
@@ -86,7 +81,7 @@ class Column(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 class Line(Column):
-    """Column of the values `first + step * i`.
+    """Column with a constant step: the values `first + step * i`. It takes no memory per value.
 
     Args:
         first: First value.
@@ -96,195 +91,84 @@ class Line(Column):
 
     def __init__(self, first: int, step: int, length: int) -> None:
         super().__init__(length)
-        self._first, self._step = first, step
+        self._first, self.step = first, step
 
     def _at(self, index: Any) -> Any:
-        return self._first + self._step * index
+        return self._first + self.step * index
 
-    def _slice(self, start: int, stop: int) -> Any:
-        return _line(self._at(start), self._step, stop - start)
+    def _slice(self, start: int, stop: int) -> Int64:
+        first, step = self._at(start), self.step
+        return np.arange(first, first + step * (stop - start), step) if step else np.full(stop - start, first)
 
-    def step(self, start: int, stop: int) -> int | None:
-        return self._step if stop <= self._length else None
-
-    def searchsorted(self, values: Any, side: Any = "left", sorter: None = None) -> Any:
-        if self._step <= 0:
-            return super().searchsorted(values, side)
-        is_single = isinstance(values, int)  # the case of `Floor`, for a single packet
-        steps = (values if is_single else np.asarray(values, np.int64)) - self._first
-        place = -(-steps // self._step) if side == "left" else steps // self._step + 1
-        return min(max(place, 0), self._length) if is_single else np.minimum(np.maximum(place, 0), self._length)
-
-
-class Lines(Column):
-    """Column of several lines with the same step, such as the times in a concatenation of several files.
-
-    Args:
-        values: Values of the column, shape (n,).
-        breaks: Indices of the values whose difference from the previous value is not `step`.
-        step: Difference between consecutive values of a line.
-    """
-
-    def __init__(self, values: Int64, breaks: Int64, step: int) -> None:
-        super().__init__(len(values))
-        self._start = np.concatenate(([0], breaks, [len(values)]))  # of each line, and the end of the last one
-        self._first, self._step = values[self._start[:-1]], step
-
-    def _at(self, index: Any) -> Any:
-        line = self._start.searchsorted(index, "right") - 1
-        values = self._first[line] + self._step * (index - self._start[line])
-        return int(values) if isinstance(index, int) else values
-
-    def _slice(self, start: int, stop: int) -> Any:
-        if start < stop and self.step(start, stop) is not None:  # the usual case
-            return _line(self._at(start), self._step, stop - start)
-        return super()._slice(start, stop)
-
-    def step(self, start: int, stop: int) -> int | None:
-        line = self._start.searchsorted(start, "right")
-        return self._step if line < len(self._start) and stop <= self._start[line] else None
+    def part(self, start: int, stop: int) -> Line:
+        return Line(self._at(start), self.step, stop - start)
 
     @property
     def nbytes(self) -> int:
-        return self._start.nbytes + self._first.nbytes
+        return 0
 
     def searchsorted(self, values: Any, side: Any = "left", sorter: None = None) -> Any:
-        if self._step <= 0:
-            return super().searchsorted(values, side)
-        values = np.asarray(values, np.int64)
-        line = np.maximum(self._first.searchsorted(values, side) - 1, 0)
-        steps = values - self._first[line]
-        place = -(-steps // self._step) if side == "left" else steps // self._step + 1
-        start = self._start[line]
-        # A value in the gap after a line is not on it. The limits assign it to the end of the line.
-        return np.minimum(np.maximum(start + place, start), self._start[line + 1])
+        if self.step <= 0:
+            return np.searchsorted(self[:], values, side)
+        is_single = isinstance(values, int)  # Python ints are faster than NumPy, and a clip asks for one packet at a time
+        steps = (values if is_single else np.asarray(values, np.int64)) - self._first
+        place = -(-steps // self.step) if side == "left" else steps // self.step + 1
+        return min(max(place, 0), self._length) if is_single else np.minimum(np.maximum(place, 0), self._length)
 
 
 class Packed(Column):
-    """Column that stores each value as its difference from `base + step * i`, in the smallest sufficient unsigned type.
+    """Column of any values, stored as their small differences from a line: `base + step * i + rest[i]`.
 
     Args:
-        values: Values of the column, shape (n,).
-        step: Approximate difference between consecutive values. Default: 0.
+        base: First value of the line.
+        step: Step of the line. Offsets, times and keyframes grow by similar steps, so `packed` uses their mean.
+        rest: Difference of each value from the line, an array of the smallest sufficient unsigned type, shape (n,).
     """
 
-    def __init__(self, values: Int64, step: int = 0) -> None:
-        super().__init__(len(values))
-        rest = values - step * np.arange(len(values))
-        self._base, self._step = int(rest.min()), step
-        rest -= self._base
-        self._rest = rest.astype(np.min_scalar_type(int(rest.max())))
+    def __init__(self, base: int, step: int, rest: npt.NDArray[np.unsignedinteger[Any]]) -> None:
+        super().__init__(len(rest))
+        self._base, self._step, self._rest = base, step, rest
+        self._most = int(rest.max())
 
     def _at(self, index: Any) -> Any:
         if isinstance(index, int):
             return self._base + self._step * index + self._rest.item(index)
-        values = self._rest[index].astype(np.int64)
-        values += self._base
-        if self._step:
-            values += self._step * index
+        return self._rest[index].astype(np.int64) + (self._step * index + self._base)
+
+    def _slice(self, start: int, stop: int) -> Int64:
+        values = self._rest[start:stop].astype(np.int64)
+        values += np.arange(start, start + len(values)) * self._step + self._base
         return values
 
-    def _slice(self, start: int, stop: int) -> Any:
-        values = self._rest[start:stop].astype(np.int64)
-        if not self._step:
-            values += self._base
-            return values
-        first = self._base + self._step * start
-        return values + np.arange(first, first + self._step * len(values), self._step)
+    def part(self, start: int, stop: int) -> Packed:
+        return Packed(self._base + self._step * start, self._step, self._rest[start:stop])
 
     @property
     def nbytes(self) -> int:
         return self._rest.nbytes
 
     def searchsorted(self, values: Any, side: Any = "left", sorter: None = None) -> Any:
-        if self._step:
-            return super().searchsorted(values, side)
-        # The values are converted to the stored type. Otherwise, NumPy would convert the whole column.
-        rest = np.asarray(values, np.int64) - self._base
-        most = np.iinfo(self._rest.dtype).max
-        place = np.searchsorted(self._rest, np.clip(rest, 0, most).astype(self._rest.dtype), side)
-        return np.where(rest < 0, 0, np.where(rest > most, self._length, place))
+        values = np.asarray(values, np.int64)
+        begin, end = 0, len(self)
+        if self._step > 0 and values.size:
+            # Value i is between `base + step * i` and `most` above that. This bounds the insertion points of the lowest and of
+            # the highest of `values`, and only the values between these bounds are computed.
+            begin = min(max((int(values.min()) - self._base - self._most) // self._step, 0), end)
+            end = min(max((int(values.max()) - self._base) // self._step + 1, begin), end)
+        return begin + np.searchsorted(self[begin:end], values, side)
 
 
-class Gaps(Column):
-    """Column of the differences between consecutive values of another column. It has one value fewer than that column."""
-
-    def __init__(self, ends: Column) -> None:
-        super().__init__(len(ends) - 1)
-        self._ends = ends
-
-    def _at(self, index: Any) -> Any:
-        return self._ends[index + 1] - self._ends[index]
-
-    def _slice(self, start: int, stop: int) -> Any:
-        ends = self._ends[start : stop + 1]
-        return ends[1:] - ends[:-1]
-
-
-class Without(Column):
-    """Column of all values of another column except the last."""
-
-    def __init__(self, whole: Column) -> None:
-        super().__init__(len(whole) - 1)
-        self._whole = whole
-
-    def _at(self, index: Any) -> Any:
-        return self._whole[index]
-
-    @property
-    def nbytes(self) -> int:
-        return self._whole.nbytes
-
-
-class Floor(Column):
-    """Column of the largest value of a sorted column that is at most i, for each i from 0 to n - 1.
-
-    Args:
-        values: Sorted column that starts with 0.
-        length: Number of values, n.
-    """
-
-    def __init__(self, values: Column, length: int) -> None:
-        super().__init__(length)
-        self._values = values
-
-    def _at(self, index: Any) -> Any:
-        return self._values[self._values.searchsorted(index, side="right") - 1]
-
-
-class Chosen(Column):
-    """Column of the values of one column at the indices in another: `values[places]`."""
-
-    def __init__(self, values: Column, places: Column) -> None:
-        super().__init__(len(places))
-        self._values, self._places = values, places
-
-    def _at(self, index: Any) -> Any:
-        return self._values[self._places[index]]
-
-
-def _line(first: int, step: int, length: int) -> Int64:
-    """Return the values `first + step * i`."""
-    return np.arange(first, first + step * length, step) if step else np.full(length, first)
-
-
-def packed(values: npt.NDArray[Any], step: int = 0) -> Column:
-    """Return a compressed column of values: `Line` or `Lines` if the values are regular enough, and `Packed` otherwise.
-
-    Args:
-        values: Integers, shape (n,).
-        step: Approximate difference between consecutive values. A good estimate reduces the memory of `Packed`, but
-            `Packed.searchsorted` is fast only if the step is 0. Default: 0.
-    """
+def packed(values: npt.NDArray[Any]) -> Column:
+    """Return a column of integers, shape (n,): `Line` if their step is constant, and `Packed` otherwise."""
     values = np.asarray(values, np.int64)
-    if len(values) < 2:
-        return Line(int(values.sum()), 0, len(values))
+    n = len(values)
+    if n < 2:
+        return Line(int(values.sum()), 0, n)
     steps = np.diff(values)
-    # The usual step is the median of at most 64 steps, which a few irregular steps do not change.
-    usual = int(np.partition(sample := steps[:: len(steps) // 64 + 1], len(sample) // 2)[len(sample) // 2])
-    breaks = np.flatnonzero(steps != usual) + 1
-    if not len(breaks):
-        return Line(int(values[0]), usual, len(values))
-    if len(breaks) <= len(values) // _VALUES_PER_LINE:
-        return Lines(values, breaks, usual)
-    return Packed(values, step)
+    if (steps == steps[0]).all():
+        return Line(int(values[0]), int(steps[0]), n)
+    step = round((int(values[-1]) - int(values[0])) / (n - 1))
+    rest = values - step * np.arange(n)
+    base = int(rest.min())
+    rest -= base
+    return Packed(base, step, rest.astype(np.min_scalar_type(int(rest.max()))))

@@ -48,18 +48,18 @@ def hidden_frames(store: Store, table: VideoIndex, codec: str) -> tuple[int, int
         return 0, 0
     count = seen = 0
     first = np.arange(min(len(table), _FRAMES))
-    first = first[np.cumsum(table.size[first]) <= _BYTES]
-    apart = table.offset[first][1:] != (table.offset[first] + table.size[first])[:-1]
+    first = first[np.cumsum(table.size(first)) <= _BYTES]
+    apart = table.offset[first][1:] != table.end[first][:-1]
     stretches = np.split(first, np.flatnonzero(apart) + 1)
     for samples in stretches[:_READS]:
         if not len(samples):
             continue
         begin, last = int(table.offset[samples[0]]), int(samples[-1])
-        data = store.read(table.path, begin, int(table.offset[last] + table.size[last]))
+        data = store.read(table.path, begin, int(table.end[last]))
         for sample in samples.tolist():
             at = int(table.offset[sample]) - begin
             with contextlib.suppress(IndexError):  # the packet is damaged, which decoding it may report
-                count += hidden(codec, data[at : at + int(table.size[sample])])
+                count += hidden(codec, data[at : at + int(table.size(sample))])
                 seen += 1
     return count, seen
 

@@ -45,7 +45,7 @@ def has_other_keyframes(store: Store, index: VideoIndex, codec: str) -> bool:
     if codec not in CODECS:
         return False
     for keyframe in index.keyframes[:2].tolist():
-        start, size = int(index.offset[keyframe]), int(index.size[keyframe])
+        start, size = int(index.offset[keyframe]), int(index.size(keyframe))
         data = store.read(index.path, start, start + min(size, _HEAD))
         # None is no evidence, because the first slice may begin after `_HEAD` bytes.
         if is_idr(index.configs[index.config[keyframe]], data) is False:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import counted
-from dali_stream.mp4.index import LACKING, Int64, VideoIndex
+from dali_stream.mp4.index import LACKING, Float64, Int64, VideoIndex
 
 TOLERANCE = 0.25  # in frames: small enough for a unique frame, and large enough for times that are rounded to milliseconds
 BY_FRAME_INDEX = (
@@ -49,34 +50,55 @@ def find_packets(
     return samples if exists.all() else np.where(exists, samples, LACKING)
 
 
-def explain(
-    table: VideoIndex,
-    interval: Interval,
-    seconds: npt.NDArray[Any],
-    frame_index: npt.NDArray[Any],
-    frame: int,
-    fps: float,
-    tolerance_s: float | None = None,
-    *,
-    prepares: bool = False,
-) -> str:
-    """Return why `find_packets` finds no packet for a row, and what to do. See `find_packets` for the other arguments.
+@dataclass(frozen=True, eq=False)
+class EpisodeTimes:
+    """Times of an episode's rows, and the video file that contains the episode. See `find_packets` for the other attributes.
 
-    Args:
+    Attributes:
         seconds: Time of each row of the episode since its start, in seconds, shape (L,).
         frame_index: `frame_index` of each row, shape (L,).
-        frame: Row without a packet.
+    """
+
+    table: VideoIndex
+    interval: Interval
+    seconds: npt.NDArray[Any]
+    frame_index: npt.NDArray[Any]
+    fps: float
+    tolerance_s: float | None = None
+
+    @property
+    def tolerance(self) -> float:
+        """Maximum distance between the times of a row and its frame, in seconds."""
+        return TOLERANCE / self.fps if self.tolerance_s is None else self.tolerance_s
+
+    def nearest(self, rows: Any) -> tuple[Int64, Float64, Float64]:
+        """Find the frames that are nearest to some rows. See `VideoIndex.nearest`."""
+        return self.table.nearest(_seconds(self.interval, self.seconds[rows]))
+
+    def count_frames(self) -> int:
+        """Return the number of displayed frames of the file that belong to the episode. See `find_packets`."""
+        displayed = self.table.displayed
+        at = self.table.shown_at[displayed.start : displayed.stop] / self.table.timescale + self.tolerance
+        return int(((self.interval[0] <= at) & (at < self.interval[1])).sum())
+
+
+def explain(episode: EpisodeTimes, frame: int, *, prepares: bool = False) -> str:
+    """Return why `find_packets` finds no packet for a row, and what to do.
+
+    Args:
+        episode: Episode with a row that has no packet.
+        frame: The row.
         prepares: Whether the reader of the message runs `prepare`, which has no `drop_n_last_frames`. Default: False.
     """
-    tolerance = TOLERANCE / fps if tolerance_s is None else tolerance_s
-    timestamp = float(seconds[frame])
-    [sample], [away], [shown] = table.nearest(_seconds(interval, seconds[[frame]]))
-    number = int(np.flatnonzero(table.displayed_packets == sample)[0])
+    interval, tolerance, fps = episode.interval, episode.tolerance, episode.fps
+    timestamp = float(episode.seconds[frame])
+    [packet], [away], [shown] = episode.nearest([frame])
+    number = int(np.flatnonzero(episode.table.displayed_packets == packet)[0])
     nearest = (
         f"timestamp {timestamp:.4f} s after from_timestamp {interval[0]:.4f} s asks for {interval[0] + timestamp:.4f} s of the "
-        f"file. The nearest frame, number {number} of {len(table.displayed)}, is at {shown:.4f} s"
+        f"file. The nearest frame, number {number} of {len(episode.table.displayed)}, is at {shown:.4f} s"
     )
-    advice = what_helps(table, interval, seconds, frame_index, fps, tolerance_s, prepares=prepares)
+    advice = what_helps(episode, prepares=prepares)
     if away <= tolerance:
         following = f", and the next episode of the file begins at {interval[1]:.4f} s" if math.isfinite(interval[1]) else ""
         return (
@@ -90,44 +112,37 @@ def explain(
         cause = "The video is shorter than its episode, or its timestamps drift"
         if advice.startswith(BY_FRAME_INDEX):
             advice = f"If each row has its frame all the same: {advice}"
-    count = int(_frames_of(table, interval, tolerance).sum())
-    return f"{nearest}. {cause}: the episode has {len(seconds)} rows, and its video {count} frames. {advice}"
+    count = episode.count_frames()
+    return f"{nearest}. {cause}: the episode has {len(episode.seconds)} rows, and its video {count} frames. {advice}"
 
 
-def what_helps(
-    table: VideoIndex,
-    interval: Interval,
-    seconds: npt.NDArray[Any],
-    frame_index: npt.NDArray[Any],
-    fps: float,
-    tolerance_s: float | None = None,
-    *,
-    prepares: bool = False,
-) -> str:
+def what_helps(episode: EpisodeTimes, *, prepares: bool = False) -> str:
     """Return what to do about an episode with rows that have no frame. See `explain` for the arguments.
 
     Each remedy is tried on the episode, and named only if each row then has a frame of its own.
     """
-    tolerance = TOLERANCE / fps if tolerance_s is None else tolerance_s
+    tolerance, fps, rows = episode.tolerance, episode.fps, np.arange(len(episode.seconds))
     half = math.floor(0.5e4 / fps) / 1e4  # half the duration of a frame in seconds, rounded down to four digits
-    rows = np.arange(len(seconds))
 
-    def helps(times: npt.NDArray[Any], tolerance: float) -> bool:
-        packets = find_packets(table, interval, times, fps, tolerance)
+    def packets_of(seconds: npt.NDArray[Any], tolerance: float) -> Int64:
+        return find_packets(episode.table, episode.interval, seconds, fps, tolerance)
+
+    def helps(seconds: npt.NDArray[Any], tolerance: float) -> bool:
+        packets = packets_of(seconds, tolerance)
         return bool((packets != LACKING).all() and len(np.unique(packets)) == len(packets))
 
-    lacking = find_packets(table, interval, seconds, fps, tolerance) == LACKING
-    if (table.nearest(_seconds(interval, seconds[lacking]))[1] <= tolerance).all():
+    lacking = packets_of(episode.seconds, tolerance) == LACKING
+    if (episode.nearest(lacking)[1] <= tolerance).all():
         return _AGAIN  # these rows have frames, but of another episode
-    count = int(_frames_of(table, interval, tolerance).sum())
+    count = episode.count_frames()
     remedies = []
     # Numbers that count otherwise, or other frames between those of the rows, would give rows the frames of their neighbours.
-    if np.array_equal(frame_index, rows) and count == len(rows) and helps(rows / fps, tolerance):
+    if np.array_equal(episode.frame_index, rows) and count == len(rows) and helps(rows / fps, tolerance):
         remedies.append(BY_FRAME_INDEX)
-    if tolerance < half and helps(seconds, half):
+    if tolerance < half and helps(episode.seconds, half):
         remedies.append(f"Dataset(tolerance_s={half}) accepts frames up to half a frame away")
     short = len(rows) - count
-    if not remedies and 0 < short < len(rows) and not prepares and helps(seconds[:-short], tolerance):
+    if not remedies and 0 < short < len(rows) and not prepares and helps(episode.seconds[:-short], tolerance):
         remedies.append(
             f"Dataset(drop_n_last_frames={short}) leaves the last {counted(short, 'row')} of each episode out. With windows "
             "that reach ahead, leave as many more out"
@@ -136,12 +151,6 @@ def what_helps(
 
 
 _AGAIN = "Record or convert the dataset again, or leave the episode out with episodes=, or the camera with cameras="
-
-
-def _frames_of(table: VideoIndex, interval: Interval, tolerance: float) -> npt.NDArray[np.bool_]:
-    """Return whether each displayed frame of a file, in display order, belongs to an episode. See `find_packets`."""
-    at = table.shown_at[table.displayed.start : table.displayed.stop] / table.timescale + tolerance
-    return (interval[0] <= at) & (at < interval[1])
 
 
 def _in_frames(tolerance: float) -> str:

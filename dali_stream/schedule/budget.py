@@ -191,7 +191,7 @@ def encoded_horizon(room: int, sizes: Sizes) -> int:
         sizes: Sizes of the dataset and of its batches.
     """
     # `room / each` frames fit, and the order is read twice as far, as `horizon` does for decoded frames.
-    each = sum(int(index.size.sum()) / len(index) for index in sizes.indices.values()) if sizes.fetched else 0
+    each = sum(int(index.size().sum()) / len(index) for index in sizes.indices.values()) if sizes.fetched else 0
     return min(2 * int(sizes.lengths.sum()), int(2 * room / each), 1 << 18) if each else 0
 
 
@@ -226,7 +226,7 @@ def _video_in_use(sizes: Sizes) -> int:
     if not sizes.fetched:
         return 0
     # 25 % is added, since other files may have a higher bitrate than the first one.
-    return sum(sizes.frames_in_use * int(index.size.sum()) // len(index) for index in sizes.indices.values()) * 5 // 4
+    return sum(sizes.frames_in_use * int(index.size().sum()) // len(index) for index in sizes.indices.values()) * 5 // 4
 
 
 def _least(sizes: Sizes, budget: int) -> int:
@@ -271,6 +271,6 @@ def window_bytes(index: VideoIndex, offsets: Int64) -> int:
     T is the number of frame offsets. G is the size of the largest GOP. S is the average size of the stretch of video from the
     first to the last frame of the window, to which a whole GOP may be added at either end.
     """
-    largest = int(np.add.reduceat(index.size, index.keyframes).max())
-    stretch = int(offsets.max() - offsets.min()) * int(index.size.sum()) // len(index)
+    largest = int(np.add.reduceat(index.size(), index.keyframes).max())
+    stretch = int(offsets.max() - offsets.min()) * int(index.size().sum()) // len(index)
     return min(len(offsets) * largest, stretch + 2 * largest)

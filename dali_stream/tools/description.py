@@ -24,7 +24,7 @@ from dali_stream.lerobot.dataset import CLOCKS
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex, read_index
-from dali_stream.mp4.timing import explain, find_packets
+from dali_stream.mp4.timing import EpisodeTimes, explain, find_packets
 from dali_stream.storage import Store
 from dali_stream.system import process
 from dali_stream.tools.work import spread
@@ -259,7 +259,7 @@ def find_frames(
     if (packets != LACKING).all():
         return packets, ""
     frame = int(np.argmax(packets == LACKING))
-    reason = explain(index, interval, seconds, rows["frame_index"], frame, *timing)
+    reason = explain(EpisodeTimes(index, interval, seconds, rows["frame_index"], *timing), frame)
     return packets, f"frame {frame}: {dataset.data_store.where(index.path)}: {reason}"
 
 

@@ -275,7 +275,7 @@ def hole(payload: bytes, begin: float) -> bytes:
 def damage(root: Path, path: str, sample: int, change: Callable[[bytes], bytes]) -> None:
     """Changes one packet of a video file, in place."""
     table = read_index(LocalStore(str(root)), path)
-    start, size = int(table.offset[sample]), int(table.size[sample])
+    start, size = int(table.offset[sample]), int(table.size(sample))
     video = (root / path).read_bytes()
     payload = change(video[start : start + size])
     assert len(payload) == size

@@ -46,7 +46,7 @@ def _header_bits(index: VideoIndex, video: bytes) -> Iterator[tuple[int, int]]:
     first, stop = _second_gop(index)
     for packet in [first, *range(stop - 1, first, -1)]:
         start = int(index.offset[packet])
-        yield from itertools.product(range(start, start + min(HEADER, int(index.size[packet]))), range(8))
+        yield from itertools.product(range(start, start + min(HEADER, int(index.size(packet)))), range(8))
 
 
 def _second_gop(index: VideoIndex) -> tuple[int, int]:
@@ -59,7 +59,7 @@ def _has_visible_damage(index: VideoIndex, video: bytearray, at: int) -> bool:
     check = checker(index.configs[0])
     packet = int(np.flatnonzero(index.offset <= at)[-1])
     start = int(index.offset[packet])
-    size = int(index.size[packet])
+    size = int(index.size(packet))
     return check is not None and bool(check(bytes(video[start : start + size]), 0, size, packet in index.keyframes))
 
 

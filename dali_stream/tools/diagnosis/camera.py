@@ -18,7 +18,7 @@ from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, Mem
 from dali_stream.mp4.clip import is_avc, pack
 from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex, read_index
-from dali_stream.mp4.timing import BY_FRAME_INDEX, TOLERANCE, what_helps
+from dali_stream.mp4.timing import BY_FRAME_INDEX, TOLERANCE, EpisodeTimes, what_helps
 from dali_stream.order import Order, default_pools
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import Sizes, divide, horizon
@@ -131,7 +131,8 @@ class Camera:
             if fault:
                 self.faults[episode] = f", {fault}"
                 place, timing = dataset.interval(self.key, episode), dataset.timing(episode)
-                self.remedies[episode] = what_helps(table, place, dataset.seconds(episode, rows), rows["frame_index"], *timing)
+                times = dataset.seconds(episode, rows)
+                self.remedies[episode] = what_helps(EpisodeTimes(table, place, times, rows["frame_index"], *timing))
             try:
                 self._video_files.checked(table, packets[packets != LACKING], episode)
             except DecodeError as error:

@@ -206,5 +206,5 @@ class Deep:
 def _parts(table: VideoIndex, packets: Int64) -> Iterator[Int64]:
     """Yield the numbers of an episode's frames in decode order, as consecutive GOPs with the same sample description."""
     frames = np.argsort(packets, kind="stable")[np.count_nonzero(packets == LACKING) :]  # LACKING is less than any packet
-    gops = np.split(frames, np.flatnonzero(np.diff(table.gop_start[packets[frames]])) + 1) if len(frames) else []
+    gops = np.split(frames, np.flatnonzero(np.diff(table.gop_start(packets[frames]))) + 1) if len(frames) else []
     yield from map(np.concatenate, grouped(gops, _AT_ONCE, len, lambda gop: table.config[packets[gop[0]]]))

@@ -51,7 +51,7 @@ class Run:
         """
         place, displayed = self.index.display_place[self.start : self.stop], self.index.displayed
         side = (place >= displayed.stop).astype(np.int64) - (place < displayed.start)
-        pts: Int64 = self.index.pts[self.start : self.stop] + side * frame_ticks(self.index, fps)
+        pts: Int64 = self.index.pts(slice(self.start, self.stop)) + side * frame_ticks(self.index, fps)
         return pts
 
 
@@ -62,7 +62,7 @@ def kind(index: VideoIndex) -> str:
     if index.open_gops:
         # Frames that are displayed before the first keyframe depend on packets that the file lacks. A file with such frames is
         # not joined with others, since a decoder could treat them differently after the packets of another file.
-        leads = (index.pts[: index.keyframes[1] if len(index.keyframes) > 1 else None] < index.pts[0]).any()
+        leads = (index.pts(slice(index.keyframes[1] if len(index.keyframes) > 1 else None)) < index.pts(0)).any()
         parts += [index.configs, index.path if leads else ""]
     return content_hash(repr(parts).encode())
 
@@ -142,7 +142,7 @@ def write(
         timescale=timescale,
         header=header,
         configs=configs,
-        size=np.concatenate([run.index.size[run.start : run.stop] for run in runs]),
+        size=np.concatenate([run.index.size(slice(run.start, run.stop)) for run in runs]),
         pts=np.concatenate(pts),
         sync=np.concatenate([np.isin(np.arange(run.start, run.stop), run.index.keyframes[:]) for run in runs]),
         config=np.concatenate(
@@ -168,7 +168,9 @@ def read_back(store: Store, path: str, track: Track, digest: str) -> VideoIndex 
     same = (
         (index.timescale, index.track_header, index.configs) == (track.timescale, track.header, track.configs)
         and np.array_equal(index.keyframes[:], np.flatnonzero(track.sync))
-        and all(np.array_equal(getattr(index, name)[:], getattr(track, name)) for name in ("size", "pts", "config"))
+        and np.array_equal(index.size(), track.size)
+        and np.array_equal(index.pts(), track.pts)
+        and np.array_equal(index.config[:], track.config)
         and _digest(read_packets(store, index, 0, len(index))) == digest
     )
     return index if same else None

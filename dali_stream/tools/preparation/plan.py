@@ -234,7 +234,7 @@ class Planner:
     def _look_at_video(self, path: str) -> Source:
         try:
             index = read_index(self._store, path)
-            return Source(packets.kind(index), float(index.size[:].mean()))
+            return Source(packets.kind(index), float(index.size().mean()))
         except DaliStreamError:
             return Source(path, 1)
 

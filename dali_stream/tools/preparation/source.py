@@ -12,7 +12,7 @@ import numpy.typing as npt
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import children, find, read_moov
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
-from dali_stream.mp4.timing import Interval, explain, find_packets
+from dali_stream.mp4.timing import EpisodeTimes, Interval, explain, find_packets
 from dali_stream.storage import Store, open_store
 from dali_stream.storage.store import StoreView
 
@@ -46,7 +46,7 @@ def locate(
     packets = find_packets(table, interval, seconds, fps, tolerance_s)
     if (packets == LACKING).any():
         frame = int(np.argmax(packets == LACKING))
-        why = explain(table, interval, seconds, frame_index, frame, fps, tolerance_s, prepares=True)
+        why = explain(EpisodeTimes(table, interval, seconds, frame_index, fps, tolerance_s), frame, prepares=True)
         raise DecodeError(f"{where}, frame {frame}: {why}")
     return packets
 
@@ -101,7 +101,7 @@ def read_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Iter
     Raises:
         DecodeError: If the file has become shorter since its index was read.
     """
-    offset, end = table.offset, table.offset + table.size
+    offset, end = table.offset, table.end
     while start < stop:
         last, after = start, int(end[start])
         while last + 1 < stop and 0 <= offset[last + 1] - after <= HOLE and end[last + 1] - offset[start] <= RANGE:

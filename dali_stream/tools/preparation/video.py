@@ -162,7 +162,7 @@ def trial(job: Json, first: Json) -> Json:
         try:
             parts = itertools.islice(_frames(task, episode, task.rows().read(episode)), _TRIAL // _PART)
             index = _encode_episode(scratch, "trial.mp4", _resized(parts, size, 1, {}), size, Encoder(**task.spec["encoder"]))
-            return {"frame_bytes": float(index.size[:].mean())}
+            return {"frame_bytes": float(index.size().mean())}
         except (DatasetError, DecodeError):  # the task that writes the file reports this error
             return {"frame_bytes": math.prod(size) / 10}
         except DaliStreamError as error:
@@ -209,7 +209,7 @@ def _frames(task: TaskInput, episode: Json, table: pa.Table) -> Iterator[quality
         return
     index, shown = task.shown(episode, table)
     start, stop = packets.needed(index, shown)
-    task.window.load(index.path, int(index.offset[start]), int(index.offset[stop - 1] + index.size[stop - 1]))
+    task.window.load(index.path, int(index.offset[start]), int(index.end[stop - 1]))
     quality.check_packets(task.window, index, start, stop)
     for part in _parts(index, shown):
         expected = index.format(index.config[part[0]])
@@ -224,7 +224,7 @@ def _frames(task: TaskInput, episode: Json, table: pa.Table) -> Iterator[quality
 
 def _parts(index: VideoIndex, shown: Int64) -> Iterator[Int64]:
     """Split packets into parts of at least `_PART` packets. A part ends with a GOP, or with a change of sample description."""
-    gops, configs, start = index.gop_start[shown], index.config[shown], 0
+    gops, configs, start = index.gop_start(shown), index.config[shown], 0
     for stop in range(1, len(shown) + 1):
         if stop == len(shown) or configs[stop] != configs[start] or (stop - start >= _PART and gops[stop] != gops[stop - 1]):
             yield shown[start:stop]
