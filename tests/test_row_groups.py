@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -321,6 +322,26 @@ def test_row_groups_take_little_memory_beside_the_budget(many_megabytes: Path, k
         assert pool.max_memory() <= (128 + 32) << 20
     finally:
         pa.set_memory_pool(before)
+
+
+@pytest.mark.slow
+def test_a_row_group_that_is_too_large_to_be_kept_is_read_again_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = build(tmp_path / "set", [5000] * 3, {}, rows_per_group=15_000)
+    values = np.zeros(15_000 * 2500, np.float32)
+    values[: len(values) // 6] = np.random.default_rng(0).random(len(values) // 6, np.float32)
+    rows = pq.read_table(root / ROWS_FILE)
+    rows = rows.append_column("wide", pa.FixedSizeListArray.from_arrays(pa.array(values), 2500))
+    pq.write_table(rows, root / ROWS_FILE, row_group_size=15_000, compression="zstd", use_dictionary=False)
+    feature = {"wide": {"dtype": "float32", "shape": [2500], "names": None}}
+    change_info(root, features=json.loads((root / "meta/info.json").read_text())["features"] | feature)
+    with Loader(root, batch_size=3000, shuffle=False, memory_budget="120MiB", device="cpu", prefetch=1) as loader:
+        for batch in loader:
+            expected = values.reshape(15_000, 2500)[batch["index"].numpy()]
+            np.testing.assert_array_equal(batch["wide"].numpy(), expected)
+    [said] = [record.getMessage() for record in caplog.records if "row group" in record.getMessage()]
+    assert re.search(r"file-000\.parquet: a row group has 15\d{7} bytes, and memory_budget leaves \d{9} for rows, so it", said)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -293,3 +294,26 @@ def test_a_lack_of_memory_for_decoded_frames_leaves_no_threads(demo: Path, monke
                 next(iter(loader))
         assert not [thread.name for thread in threading.enumerate() if "dali_stream fetch" in thread.name]
         assert len(next(iter(loader))["index"]) == 4
+
+
+def test_a_file_that_becomes_shorter_is_an_error(small: Path) -> None:
+    """In storage that tells no version. Until the error, all frames are right."""
+    memory, lengths = fsspec.filesystem("memory"), read_lengths(small)
+    memory.put(str(small), "/shorter", recursive=True)
+    try:
+        with Loader("memory://shorter", batch_size=8, memory_budget=150_000) as loader:
+            epoch = iter(loader)
+
+            def rest() -> None:
+                for batch in epoch:
+                    check_identities(batch, TOP, None, lengths)
+                    check_identities(batch, SIDE, None, lengths)
+
+            next(epoch)
+            for path in memory.glob("/shorter/videos/**/*.mp4"):
+                whole = memory.cat_file(path)
+                memory.pipe_file(path, whole[: len(whole) // 2])
+            with pytest.raises(DaliStreamError, match=r"\.mp4"):
+                rest()
+    finally:
+        memory.rm("/shorter", recursive=True)
