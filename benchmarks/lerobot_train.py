@@ -16,10 +16,13 @@ streaming    with streaming=true, the losses equal those of the dataset on disk,
 It checks for the first dataset that two ranks deliver 800 frames without a repetition; that a run that is killed on two ranks,
 then killed on one, and continued on two, delivers each frame of the epoch once; that a checkpoint without a state resumes by
 its number of steps or is refused; that a resume with another seed or other episodes is refused by name, and both ways on that
-the message names work; that LeRobot alone computes the same actions of an ACT policy from recorded frames as from
-those of a Loader with --loader.image_size, also after --policy.path has continued it, at the same and at another size; and,
-with LeRobot 0.6 or later, that an evaluation has the same loss as with LeRobot's DataLoader. It also measures the steps per
-second of the script on a Loader with --loader.image_size, and on its own DataLoader with torchvision's Resize.
+the message names work; with LeRobot after 0.6.1, that exclude_episodes has the losses of LeRobot's DataLoader, that ranks
+started by `accelerate launch` deliver distinct frames, and that two ranks with sharded weights and checkpoint_format=dcp
+resume with the losses of an uninterrupted run; that LeRobot alone computes the same actions of an ACT policy from recorded
+frames as from those of a Loader with --loader.image_size, also after --policy.path has continued it, at the same and at
+another size; and, with LeRobot 0.6 or later, that an evaluation has the same loss as with LeRobot's DataLoader. It also
+measures the steps per second of the script on a Loader with --loader.image_size, and on its own DataLoader with torchvision's
+Resize.
 
 The exit code is 1 if a check fails.
 """
@@ -56,7 +59,7 @@ from lerobot_programs.trainable import trainable
 
 CONTEXT = multiprocessing.get_context("forkserver")  # LeRobot is imported once, and each run is a fork
 CONTEXT.set_forkserver_preload(["lerobot_programs.run"])
-PARTS = ("policies", "ranks", "steps", "changed", "deployment", "evaluation", "speed")
+PARTS = ("policies", "ranks", "newer", "steps", "changed", "deployment", "evaluation", "speed")
 STEPS, SEED = 15, 7
 SIZE = (32, 32)  # size of frames in runs that are not compared with LeRobot's own DataLoader
 OTHER_SIZE = (48, 64)
@@ -139,6 +142,7 @@ class Comparison:
         arguments: Sequence[str],
         *,
         ranks: int = 1,
+        accelerate: bool = not NEWER,
         kill_at: int | None = None,
         trains: bool = True,
         drop_n_last_frames: int = 0,
@@ -150,6 +154,8 @@ class Comparison:
             side: "loader" for a Loader, "stock" for LeRobot's DataLoader, or "ordered" for the latter in the Loader's order.
             arguments: Arguments of the script.
             ranks: Number of ranks. Default: 1.
+            accelerate: Whether several ranks are started by `accelerate launch`, and not by torchrun. Default: as LeRobot's
+                version documents it.
             kill_at: Number of the step, counted from the start of the process, at which each rank kills itself. Default: None.
             trains: Whether the policy is trained. Otherwise, batches are only preprocessed. Default: True.
             drop_n_last_frames: Argument of the sampler of "ordered". Default: 0.
@@ -174,7 +180,7 @@ class Comparison:
             code = process.exitcode
         else:
             with log.open("w") as file:
-                command = [*launcher(ranks), program.__file__, str(folder / "spec.json"), "--", *words]
+                command = [*launcher(ranks, accelerate), program.__file__, str(folder / "spec.json"), "--", *words]
                 code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
         wanted = 0 if kill_at is None else -signal.SIGKILL if ranks == 1 else 1  # the launcher of several ranks exits with 1
         if code != wanted:
@@ -216,12 +222,12 @@ def alone(spec: dict[str, Any], words: list[str], log: Path) -> None:
         sys.exit(program.main(spec, words))
 
 
-def launcher(ranks: int) -> list[str]:
-    """Return the command that starts a program on several ranks, as LeRobot's version documents it.
+def launcher(ranks: int, accelerate: bool) -> list[str]:
+    """Return the command that starts a program on several ranks.
 
     `--multi_gpu` also starts several ranks on CPUs.
     """
-    if NEWER:
+    if not accelerate:
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     launch = ["--multi_gpu", "--num_processes", str(ranks), "--num_machines", "1", "--mixed_precision", "no"]
     return [sys.executable, "-m", "accelerate.commands.launch", *launch, "--dynamo_backend", "no", "--main_process_port", "0"]
@@ -247,9 +253,10 @@ def continued(output: Path, step: int, steps: int) -> list[str]:
     return ["--resume=true", f"--config_path={config}", f"--steps={steps}", *processes]
 
 
-def compare_losses(comparison: Comparison, name: str, root: Path, policy: str) -> None:
+def compare_losses(comparison: Comparison, name: str, root: Path, policy: str, more: Sequence[str] = ()) -> None:
     arguments = [
         *of_dataset(name, root, policy),
+        *more,
         f"--steps={STEPS}",
         "--batch_size=2",
         "--num_workers=0",
@@ -267,7 +274,8 @@ def compare_losses(comparison: Comparison, name: str, root: Path, policy: str) -
             "losses": ours.losses,
         }
 
-    comparison.attempt(f"{policy} on {name}: losses equal those of LeRobot's DataLoader", losses)
+    label = f"{policy} on {name}{f' with {more[-1]}' if more else ''}"
+    comparison.attempt(f"{label}: losses equal those of LeRobot's DataLoader", losses)
 
 
 def of_epoch(name: str, root: Path, policy: str) -> list[str]:
@@ -317,12 +325,16 @@ def compare_more(comparison: Comparison, name: str, root: Path, policy: str) -> 
 def check_ranks(comparison: Comparison, name: str, root: Path) -> None:
     arguments = [*of_dataset(name, root, "act"), "--num_workers=0", *LOADER]
 
-    def distinct() -> tuple[bool, Any]:
-        run, _ = comparison.run("loader", [*arguments, "--steps=20", "--batch_size=20", "--save_checkpoint=false"], ranks=2)
+    def distinct(**launched: bool) -> tuple[bool, Any]:
+        short = [*arguments, "--steps=20", "--batch_size=20", "--save_checkpoint=false"]
+        run, _ = comparison.run("loader", short, ranks=2, **launched)
         seen = [index for rank in run.ranks for batch in rank for index in batch]
         return len(seen) == len(set(seen)) == 800, f"{len(set(seen))} of {len(seen)}"
 
     comparison.attempt("two ranks: distinct frames", distinct)
+    if NEWER:
+        name = "two ranks of accelerate launch: distinct frames"
+        comparison.attempt(name, functools.partial(distinct, accelerate=True))
 
     def killed() -> tuple[bool, Any]:
         """Kill two ranks in step 7, after step 4 was saved, then one rank in step 11, after step 8. Two ranks read the rest."""
@@ -344,6 +356,20 @@ def check_ranks(comparison: Comparison, name: str, root: Path) -> None:
         ) and not lost, f"{len(seen)} frames, {len(seen) - len(set(seen))} twice, {lost} lost"
 
     comparison.attempt("killed on 2 ranks, then on 1, continued on 2: each frame of the epoch once", killed)
+
+
+def check_newer(comparison: Comparison, name: str, root: Path) -> None:
+    """Check settings that LeRobot 0.6.1 does not have."""
+    compare_losses(comparison, name, root, "act", ["--dataset.episodes=[0,1,2]", "--dataset.exclude_episodes=[1]"])
+    sharded = ["--parallelism.dp_shard=2", "--checkpoint_format=dcp"]
+
+    def resumed() -> tuple[bool, Any]:
+        whole, output = comparison.run("loader", [*of_epoch(name, root, "act"), *sharded, "--steps=8"], ranks=2)
+        rest, _ = comparison.run("loader", [*continued(output, 5, 8), *sharded, "--save_checkpoint=false"], ranks=2)
+        same, detail = equal(rest.losses, whole.losses[5:], 3)
+        return same and rest.index == whole.index[5:], detail
+
+    comparison.attempt(f"act on {name}: two sharded ranks with checkpoint_format=dcp resume in mid-epoch", resumed)
 
 
 def check_without_state(comparison: Comparison, name: str, root: Path) -> None:
@@ -495,6 +521,8 @@ def main() -> int:
                 compare_more(comparison, name, datasets[name], policy)
         if "ranks" in arguments.only:
             check_ranks(comparison, *first)
+        if "newer" in arguments.only and NEWER:
+            check_newer(comparison, *first)
         if "steps" in arguments.only:
             check_without_state(comparison, *first)
         if "changed" in arguments.only:
