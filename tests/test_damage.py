@@ -8,9 +8,9 @@ import pytest
 
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import box
-from dali_stream.mp4.damage import checker, is_intra_refresh, leb128
+from dali_stream.mp4.damage import checker, leb128
 from dali_stream.mp4.hidden import hidden
-from dali_stream.mp4.keyframes import is_idr
+from dali_stream.mp4.keyframes import is_idr, is_intra_refresh
 
 TOO_LONG = "64 equal bytes in a row, which arithmetic coding does not write"
 IDR, PREDICTED = b"\x65\x88\x84", b"\x41\x9a\x02"  # the beginnings of two H.264 slices
@@ -174,10 +174,8 @@ def test_frames_of_mpeg_4() -> None:
     assert wrong(config, frame[1:]) == "missing start code at its beginning"
     assert wrong(config, b"\0\0\1\xb0\x01") == "no frame (VOP)"
     assert wrong(config, frame + bytes(3) + b"\x55") == "24 zero bits in a row, which no encoder writes"
-    assert wrong(config, frame + b"\0\0\1\xc6") == "invalid MPEG-4 start code c6"
     for code in range(256):
-        is_allowed = code < 0x30 or 0xB0 <= code <= 0xC5
-        assert wrong(config, frame + bytes([0, 0, 1, code])) == ("" if is_allowed else f"invalid MPEG-4 start code {code:02x}")
+        assert wrong(config, frame + bytes([0, 0, 1, code])) == ""
     assert wrong(config, frame + b"\0\0\1") == ""
     check = checker(config)
     assert check

@@ -57,19 +57,14 @@ class Column(np.lib.mixins.NDArrayOperatorsMixin):
     def __getitem__(self, index: Any) -> Any:
         if type(index) is int and 0 <= index < self._length:  # the most frequent case
             return self._at(index)
+        if isinstance(index, np.integer):
+            return self[int(index)]
         if isinstance(index, slice):
             start, stop, step = index.indices(self._length)
             return self._slice(start, max(start, stop)) if step == 1 else self._at(np.arange(start, stop, step))
         places = np.asarray(index)
-        if places.dtype == np.bool_:
-            return self._at(np.flatnonzero(places))
-        if not places.ndim:
-            place = int(places) + (self._length if places < 0 else 0)
-            if not 0 <= place < self._length:
-                raise IndexError(f"index {index} is out of bounds for {self._length} values")
-            return self._at(place)
-        if places.size and not (places.min() >= 0 and places.max() < self._length):
-            places = np.arange(self._length)[places]  # resolves negative indices, or raises IndexError
+        if places.dtype == np.bool_ or (places.size and not (places.min() >= 0 and places.max() < self._length)):
+            places = np.asarray(np.arange(self._length)[places])  # resolves masks and negative indices, or raises IndexError
         return self._at(places.astype(np.int64, copy=False))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
@@ -133,11 +128,15 @@ class Packed(Column):
     def _at(self, index: Any) -> Any:
         if isinstance(index, int):
             return self._base + self._step * index + self._rest.item(index)
-        return self._rest[index].astype(np.int64) + (self._step * index + self._base)
+        values = self._rest[index].astype(np.int64)
+        values += self._base
+        values += self._step * index
+        return values
 
     def _slice(self, start: int, stop: int) -> Int64:
         values = self._rest[start:stop].astype(np.int64)
-        values += np.arange(start, start + len(values)) * self._step + self._base
+        first = self._base + self._step * start
+        values += np.arange(first, first + self._step * len(values), self._step) if self._step else first
         return values
 
     def part(self, start: int, stop: int) -> Packed:

@@ -8,7 +8,7 @@ contain:
                   00 00 01 or 00 00 02 inside a unit, where an encoder would have inserted a 03
     AV1           sizes of OBUs that do not add up, invalid OBU types, no frame
     VP9, VP8      invalid frame markers, sizes in the superframe index or start codes of keyframes
-    MPEG-4        no start code at the beginning, no frame, 24 zero bits in a row, invalid start codes
+    MPEG-4        no start code at the beginning, no frame, 24 zero bits in a row
     MJPEG         no start of image
     arithmetic    more equal bytes (00 or ff) in a row than arithmetic coding writes, for AV1, VP9, HEVC and H.264 with CABAC
 
@@ -31,9 +31,8 @@ import functools
 import re
 from collections.abc import Callable
 
-from dali_stream.errors import DecodeError
-from dali_stream.mp4.boxes import children
-from dali_stream.mp4.format import codec_of
+from dali_stream.mp4.format import codec_of, config_box, length_bytes
+from dali_stream.mp4.keyframes import is_intra
 
 Check = Callable[[bytes, int, int, bool], str]
 
@@ -43,7 +42,6 @@ _RUN = 64
 _TOO_LONG = f"{_RUN} equal bytes in a row, which arithmetic coding does not write"
 _ZEROS, _ONES = b"\0" * _RUN, b"\xff" * _RUN
 _ILLEGAL = re.compile(rb"\0\0[\0-\2]")  # twice as fast as bytes.find in a loop
-_MPEG4_CODES = re.compile(rb"\0\0[\0\1]")
 _NO_KEY = "decoding starts at it, but it is not a keyframe"
 _TRAILING = bytes(8)  # muxers may pad a unit with up to this many zeros at its end
 
@@ -68,12 +66,8 @@ def checker(config: bytes) -> Check | None:
 
 def _nal_check(codec: str, config: bytes) -> Check:
     """Return the check for H.264 or HEVC. Each NAL unit follows its length, whose number of bytes avcC or hvcC specifies."""
-    kind, place = (b"avcC", 4) if codec == "h264" else (b"hvcC", 21)
-    parts = {k: config[a:b] for k, a, b in children(config, 86, len(config))}
-    if len(parts.get(kind, b"")) <= place:
-        raise DecodeError(f"{codec} decoder configuration ({kind.decode()}) is missing or truncated")
-    width, hevc = (parts[kind][place] & 3) + 1, codec == "hevc"
-    arithmetic = hevc or _is_cabac(parts[kind])
+    width, hevc = length_bytes(config), codec == "hevc"
+    arithmetic = hevc or _is_cabac(config_box(config, b"avcC"))
 
     def check(data: bytes, start: int, end: int, key: bool) -> str:
         slices = False
@@ -86,7 +80,7 @@ def _nal_check(codec: str, config: bytes) -> Check:
             if header & 0x80 or (hevc and not data[unit + 1] & 7):  # forbidden_zero_bit; nuh_temporal_id_plus1 is never 0
                 return f"invalid NAL unit header {data[unit : unit + 1 + hevc].hex()}"
             if header < 64 if hevc else 1 <= header & 31 <= 5:  # a slice
-                if key and not slices and not (0x20 <= header < 0x30 if hevc else _is_intra(data, unit)):
+                if key and not slices and not (0x20 <= header < 0x30 if hevc else is_intra(data, unit)):
                     return _NO_KEY
                 slices = True
                 if arithmetic and _monotonous(data, unit, start):
@@ -96,37 +90,6 @@ def _nal_check(codec: str, config: bytes) -> Check:
         return "" if slices else "no slice of a frame"
 
     return check
-
-
-def _is_intra(data: bytes, unit: int) -> bool:
-    """Return whether the first slice of an H.264 frame is an IDR, I or SI slice (ISO/IEC 14496-10, 7.3.3).
-
-    A slice header starts with two numbers in exponential Golomb code. The first macroblock is 0, which is coded as 1. The slice
-    types 2, 4, 7 and 9 (I and SI) are coded as 011, 00101, 0001000 and 0001010.
-    """
-    head = data[unit + 1 : unit + 2]
-    return data[unit] & 31 == 5 or head in (b"\x88", b"\x8a") or (head != b"" and (head[0] >> 4 == 11 or head[0] >> 2 == 37))
-
-
-def is_intra_refresh(config: bytes, data: bytes) -> bool:
-    """Return whether the first slice of an H.264 keyframe is not intra-coded, so that decoding cannot start at it.
-
-    With periodic intra refresh, x264 marks each frame at which a refresh begins as a keyframe, although only the first one in
-    the file is intra-coded as a whole.
-
-    Args:
-        config: Sample description of the frame.
-        data: The encoded frame, or its beginning.
-    """
-    start, end = 0, len(data)
-    avcc = next((config[a:b] for kind, a, b in children(config, 86, len(config)) if kind == b"avcC"), b"")
-    width = (avcc[4] & 3) + 1 if len(avcc) > 4 else 4
-    while start + width + 2 < end:
-        unit = start + width
-        if 1 <= data[unit] & 31 <= 5:
-            return not _is_intra(data, unit)
-        start = unit + int.from_bytes(data[start:unit], "big")
-    return False
 
 
 def _is_cabac(avcc: bytes) -> bool:
@@ -204,7 +167,7 @@ def leb128(data: bytes, start: int) -> tuple[int, int]:
 
 
 def _vp9_check(config: bytes) -> Check:
-    vpcc = next((config[a:b] for kind, a, b in children(config, 86, len(config)) if kind == b"vpcC"), b"")
+    vpcc = config_box(config, b"vpcC")
     profile = vpcc[4] if len(vpcc) > 4 else None
 
     # Frame header: marker (2 bits, always 2), the low and the high bit of the profile, and further flags.
@@ -269,13 +232,8 @@ def _mpeg4(data: bytes, start: int, end: int, key: bool) -> str:
     vop = data.find(b"\0\0\1\xb6", start, end)
     if vop < 0:
         return "no frame (VOP)"
-    for code in _MPEG4_CODES.finditer(data, vop, end):
-        at = code.start()
-        if data[at + 2] == 0 and data[at:end] not in _TRAILING:
-            return "24 zero bits in a row, which no encoder writes"
-        if data[at + 2] == 1 and at + 3 < end and not (data[at + 3] < 0x30 or 0xB0 <= data[at + 3] <= 0xC5):
-            return f"invalid MPEG-4 start code {data[at + 3]:02x}"
-    return ""
+    zeros = data.find(b"\0\0\0", vop, end)
+    return "24 zero bits in a row, which no encoder writes" if zeros >= 0 and data[zeros:end] not in _TRAILING else ""
 
 
 def _mjpeg(data: bytes, start: int, end: int, key: bool) -> str:

@@ -1,7 +1,7 @@
 """Headers of an MP4's movie and video track that say when and how frames are displayed: edit list, timescale and matrix.
 
-Sources: ISO/IEC 14496-12, 6.2.2 (matrix), 8.2.2 (mvhd), 8.3.2 (tkhd), 8.4.2 (mdhd) and 8.6.6 (elst). Where a file may be read
-in several ways, it is read as in FFmpeg.
+Sources: ISO/IEC 14496-12, 6.2.2 (matrix), 8.2.2 (mvhd), 8.3.2 (tkhd), 8.4.2 (mdhd) and 8.6.6 (elst). A file that may be
+read in several ways is read as in FFmpeg.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ these boxes also contain headers of the bitstream, which take precedence.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import struct
@@ -159,14 +160,33 @@ def _completed(video: VideoFormat, sequence: Sequence | None) -> VideoFormat:
     )
 
 
+def config_box(config: bytes, kind: bytes) -> bytes:
+    """Return the body of a box in a sample description, or no bytes if it is missing."""
+    return next((config[start:end] for child, start, end in children(config, 86, len(config)) if child == kind), b"")
+
+
+@functools.lru_cache(maxsize=256)
+def length_bytes(config: bytes) -> int:
+    """Return the number of bytes of the length before each NAL unit of H.264 or HEVC.
+
+    Raises:
+        DecodeError: If the box with this number is missing or truncated.
+    """
+    codec = codec_of(config)
+    kind, place = (b"avcC", 4) if codec == "h264" else (b"hvcC", 21)
+    body = config_box(config, kind)
+    if len(body) <= place:
+        raise DecodeError(f"{codec} decoder configuration ({kind.decode()}) is missing or truncated")
+    return (body[place] & 3) + 1
+
+
 def codec_of(config: bytes) -> str:
     """Return the codec of a sample description, or the four characters of its type if the codec is unknown."""
     kind = config[4:8]
     if kind != b"mp4v":
         return CODECS.get(kind, kind.decode("latin-1").strip())
     # An `mp4v` entry may contain any codec that has an object type in ISO/IEC 14496-1. FFmpeg uses it for JPEG, for instance.
-    esds = next((config[a:b] for k, a, b in children(config, 86, len(config)) if k == b"esds"), b"")
-    descriptor = _DECODER_CONFIG.search(esds)
+    descriptor = _DECODER_CONFIG.search(config_box(config, b"esds"))
     number = descriptor[1][0] if descriptor else 0x20
     return _OBJECT_TYPES.get(number, f"mp4v-{number:02x}")
 

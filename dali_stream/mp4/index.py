@@ -16,9 +16,9 @@ import numpy.typing as npt
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import find, read_moov
 from dali_stream.mp4.column import Column, Line, packed
-from dali_stream.mp4.damage import is_intra_refresh
 from dali_stream.mp4.display import apply_edit_list, track_header
 from dali_stream.mp4.format import VideoFormat, codec_of, describe, displayed
+from dali_stream.mp4.keyframes import SLICE_HEAD, is_intra_refresh
 from dali_stream.mp4.sample_tables import (
     packet_places,
     packet_sizes,
@@ -304,7 +304,7 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
     keyframes = sync_packets(boxes, n)
     if len(keyframes) > 1 and codec == "h264":
         begin, length = int(offset[keyframes[1]]), int(size[keyframes[1]])
-        if is_intra_refresh(configs[0], store.read(path, begin, begin + min(length, _SLICE_HEAD))):
+        if is_intra_refresh(configs[0], store.read(path, begin, begin + min(length, SLICE_HEAD))):
             keyframes = keyframes[:1]  # only the first keyframe of a file with intra refresh is decodable on its own
     index = video_index(
         path, configs, track_header(moov, track), timescale, offset=offset, size=size, pts=pts, keyframes=keyframes,
@@ -312,9 +312,6 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
     )  # fmt: skip
     _check(index)
     return index
-
-
-_SLICE_HEAD = 4096  # bytes of a packet that contain the header of its first slice
 
 
 def _check(index: VideoIndex) -> None:
