@@ -31,7 +31,7 @@ class Index(SimpleNamespace):
         return 100
 
 
-INDEX: Any = Index(nbytes=1000, size=np.full(100, 50), keyframes=np.arange(0, 100, 10))
+INDEX: Any = Index(nbytes=1000, size=lambda: np.full(100, 50), keyframes=np.arange(0, 100, 10))
 # 40 episodes of 100 frames, of which the order draws from 10 at a time, in batches of 8 samples with 2 frames.
 REMOTE = Sizes(
     lengths=np.full(40, 100), batch_size=8, episodes=10, row_bytes=64, least_row_bytes=32, files={"top": 30},

@@ -388,4 +388,4 @@ def _check_speed(answer: Answer) -> Result:
     text = f"{rates}: the CPU is faster, by {rates.cpu / rates.nvdec:.1f} times"
     if rates.nvdec >= _SLOW * rates.cpu:
         return OK, text, ""
-    return WARNING, text, 'use Loader(decode="torchcodec"), and compare whole epochs with `dali-stream bench`'
+    return WARNING, text, 'use Loader(decode="torchcodec"), and compare whole epochs with `dali-stream bench URI`'
