@@ -34,7 +34,15 @@ from dali_stream.checks.frame_size import frame_size, join_sizes
 from dali_stream.tools import environment
 
 KINDS = ("without", "off", "on")
-USERS = ("observe.counters", "loader", "system.workers", "pipeline.planner", "cache.slots", "cache.video", "cache.open_episodes")
+USERS = (
+    "observe.counters",
+    "loader",
+    "system.workers",
+    "pipeline.planner",
+    "cache.slots",
+    "cache.video",
+    "cache.open_episodes",
+)
 
 
 def main() -> int:

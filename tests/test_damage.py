@@ -10,7 +10,7 @@ from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import box
 from dali_stream.mp4.damage import checker, leb128
 from dali_stream.mp4.hidden import hidden
-from dali_stream.mp4.keyframes import is_idr, is_intra_refresh
+from dali_stream.mp4.slices import is_idr, is_intra_refresh
 
 TOO_LONG = "64 equal bytes in a row, which arithmetic coding does not write"
 IDR, PREDICTED = b"\x65\x88\x84", b"\x41\x9a\x02"  # the beginnings of two H.264 slices

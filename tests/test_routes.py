@@ -24,7 +24,7 @@ from support.tools import table_of
 import dali_stream
 from dali_stream.cache.indices import IndexCache
 from dali_stream.decode import capability as capability_module
-from dali_stream.decode import dali, route
+from dali_stream.decode import dali, refusal, route
 from dali_stream.decode.capability import Capability, DriverError
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.trial import trial
@@ -135,8 +135,8 @@ def test_sizes_that_are_coded_as_they_are_shown_go_to_nvdec(
 ) -> None:
     let_nvdec_answer(monkeypatch)
     video = VideoFormat(codec, PROFILES[codec][-1], "420", 8, height, width)
-    assert not route.refusal(0, video, closed)
-    assert not route.refusal(None, dataclasses.replace(video, codec="vp9", height=362), closed)  # only NVDEC needs it
+    assert not refusal.refusal(0, video, closed)
+    assert not refusal.refusal(None, dataclasses.replace(video, codec="vp9", height=362), closed)  # only NVDEC needs it
 
 
 @pytest.mark.parametrize(("codec", "gop", "hides"), [("av1", 30, True), ("av1", 2, False), ("vp9", 12, False)])

@@ -20,7 +20,7 @@ from support.driver import FakeDriver
 
 import dali_stream
 from dali_stream.cli import main
-from dali_stream.decode import dali, route
+from dali_stream.decode import dali, refusal
 from dali_stream.decode.audit import COLOUR_TOLERANCE
 from dali_stream.decode.capability import Capability
 from dali_stream.demo import write_demo
@@ -217,9 +217,9 @@ def test_videos_that_are_kept_from_nvdec_are_decoded_all_the_same() -> None:
 
 @pytest.mark.parametrize("case", frames.CASES)
 def test_each_case_is_what_the_loader_keeps_from_nvdec(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(route, "capability", lambda *_: Capability(True, "", 7, (48, 48), (4096, 4096), 65536))
+    monkeypatch.setattr(refusal, "capability", lambda *_: Capability(True, "", 7, (48, 48), (4096, 4096), 65536))
     video = frames._write(frames.CASES[case], tmp_path)
-    assert route.refusal_of_file(0, video.format, video.table, video.store)
+    assert refusal.refusal_of_file(0, video.format, video.table, video.store)
 
 
 def test_two_loaders_in_one_process_are_checked(vp9_demo: Path) -> None:

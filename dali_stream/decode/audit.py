@@ -19,7 +19,7 @@ COLOUR_TOLERANCE = 4.0
 """Maximum mean absolute difference between 8-bit RGB values of DALI and of FFmpeg, per frame.
 
 DALI and FFmpeg upsample chroma and convert to RGB differently, so their frames are never equal. They differed by 1.6 for VP9 on
-a CPU. BT.709 and BT.601 differ by only 2.6 on a demo frame, so this tolerance does not distinguish them. `route.refusal` and
+a CPU. BT.709 and BT.601 differ by only 2.6 on a demo frame, so this tolerance does not distinguish them. `refusal` and
 `trial` therefore compare the colour matrix that a file specifies."""
 
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.decode.audit import Audit
 from dali_stream.decode.decoder import Pool, RouteChange
+from dali_stream.decode.refusal import refusal
 from dali_stream.decode.resize import resize
-from dali_stream.decode.route import refusal
 from dali_stream.decode.sample_decoder import Request, SampleDecoder, SampleWork
 from dali_stream.decode.turns import turns
 from dali_stream.errors import DaliStreamError, DecodeError

@@ -15,22 +15,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from dali_stream.cache.indices import IndexCache
-from dali_stream.decode.capability import DriverError, capabilities, capability
+from dali_stream.decode.capability import DriverError, capabilities
+from dali_stream.decode.refusal import capability_refusal, refusal_of_file, video_name
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, StorageError
 from dali_stream.lerobot.source import ABSENT, Source
-from dali_stream.mp4.boxes import UPRIGHT
-from dali_stream.mp4.format import PROFILES, VideoFormat
-from dali_stream.mp4.hidden import hidden_frames, hidden_frames_refusal
+from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
-from dali_stream.mp4.keyframes import has_other_keyframes, other_keyframes_refusal
 from dali_stream.storage import Store
 
 TORCHCODEC_CUDA = "torchcodec-cuda"
 DECODE = ("auto", "dali", "torchcodec", TORCHCODEC_CUDA)
-DALI_ON_CPU = ("vp8", "vp9", "mjpeg")
-_BLOCKS = {"h264": 16, "mpeg4": 16, "hevc": 8}
-"""Smallest block size of each codec in pixels, which divides coded sizes. HEVC encoders may use 16, 32 or 64 instead."""
 _log = logging.getLogger("dali_stream")
 
 
@@ -159,84 +154,10 @@ def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, 
     if decode == "auto" and gpu is None:
         return Route("torchcodec", "batches are made on the CPU, where FFmpeg decodes every codec")
     if decode == TORCHCODEC_CUDA:
-        refused = "" if gpu is None else _capability_refusal(gpu, video)
+        refused = "" if gpu is None else capability_refusal(gpu, video)
         route = Route(TORCHCODEC_CUDA, f'decode="{TORCHCODEC_CUDA}" asks for it')
     else:
         refused = refusal_of_file(gpu, video, index, store)
         where = "DALI's CPU decoder" if gpu is None else "NVDEC"
-        route = Route("dali", f"{where} decodes {_name(video)} of {video.height}×{video.width}")
+        route = Route("dali", f"{where} decodes {video_name(video)} of {video.height}×{video.width}")
     return _torchcodec_instead(decode, refused) if refused else route
-
-
-def refusal_of_file(gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> str:
-    """Return why DALI must not decode this video, judging by its index and first frames. The text is empty if DALI may."""
-    refused = refusal(gpu, video, index)
-    if refused or gpu is None:
-        return refused
-    if hidden_frames(store, index, video.codec)[0]:
-        return hidden_frames_refusal(video.codec)
-    return other_keyframes_refusal(video.codec) if has_other_keyframes(store, index, video.codec) else ""
-
-
-def refusal(gpu: int | None, video: VideoFormat, index: VideoIndex) -> str:
-    """Return why DALI must not decode this video, judging by its index. The text is empty if DALI may."""
-    if gpu is None:
-        if video.codec not in DALI_ON_CPU:
-            return f"DALI decodes only {', '.join(DALI_ON_CPU)} on a CPU, and not {video.codec}"
-    elif refused := _capability_refusal(gpu, video):
-        return refused
-    if len(index.configs) > 1:
-        return f"the file has {len(index.configs)} sample descriptions, and a clip for DALI is made of one"
-    if index.track_header[:36] != UPRIGHT:
-        return "the file asks for rotated frames, which DALI does not support"
-    if index.open_gops:
-        return "open GOPs: a clip may begin with frames that NVDEC would show and FFmpeg drops"
-    return "" if gpu is None else _unsafe_on_nvdec(video, index)
-
-
-def _capability_refusal(gpu: int, video: VideoFormat) -> str:
-    return capability(gpu, video.codec, video.chroma, video.depth).refusal(video.height, video.width)
-
-
-def _unsafe_on_nvdec(video: VideoFormat, index: VideoIndex) -> str:
-    """Return why DALI must not decode a video on a GPU. The text is empty if DALI may.
-
-    DALI decodes some of the refused formats wrongly, according to its sources. The others were never tested on a GPU.
-    """
-    if video.chroma != "420" or video.depth != 8:
-        return f"DALI was not seen to deliver {_name(video)} right from NVDEC"
-    if video.profile not in PROFILES.get(video.codec, (video.profile,)):
-        return f"NVDEC is not documented to decode {video.codec} of profile {video.profile}"
-    if not video.like_bt601:
-        return f"the colours are those of {video.matrix_name}, and DALI converts all as BT.601 on a GPU"
-    if video.interlaced:
-        return f"DALI was not seen to deliver interlaced {video.codec} right from NVDEC"
-    if video.height % 2 or video.width % 2:
-        return f"NVDEC delivers only frames of even sizes, and not of {video.height}×{video.width}"
-    return video.header_error or _padding_refusal(video)
-
-
-def smallest_coded_size(codec: str, height: int, width: int) -> tuple[int, int]:
-    """Return the smallest coded size (height, width) of progressive frames with this displayed size, in pixels."""
-    block = _BLOCKS.get(codec, 1)
-    return -(-height // block) * block, -(-width // block) * block
-
-
-def _padding_refusal(video: VideoFormat) -> str:
-    """Return why DALI must not decode frames that are coded larger than they are displayed. The text is empty for others.
-
-    DALI caches NVDEC decoders by displayed size and looks them up by coded size (2.4.0, `NVDECCache` in
-    frames_decoder_gpu.cc). If the two sizes differ, each clip gets a new decoder, or a decoder for frames of another size.
-    """
-    size = video.height, video.width
-    coded = video.coded or smallest_coded_size(video.codec, *size)
-    if coded == size:
-        return ""
-    helps = smallest_coded_size("hevc", *size) == size
-    advice = ". `dali-stream prepare URI OUT --codec hevc` re-encodes the dataset for NVDEC" if helps else ""
-    sizes = f"{size[0]}×{size[1]} is coded as {coded[0]}×{coded[1]} in {video.codec}"
-    return f"{sizes}, which DALI's cache of NVDEC decoders confuses with frames of that size{advice}"
-
-
-def _name(video: VideoFormat) -> str:
-    return f"{video.codec} {video.chroma} {video.depth} bit"

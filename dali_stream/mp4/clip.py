@@ -24,6 +24,7 @@ from dali_stream.mp4.damage import checker
 from dali_stream.mp4.format import codec_of
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.muxer import file_head
+from dali_stream.mp4.slices import is_idr
 from dali_stream.observe.counters import Timed, untimed
 from dali_stream.storage import Store
 
@@ -141,7 +142,7 @@ class _Run:
                 place = f"the {codec} packet at byte {table.offset[sample]} has hidden frames"
                 raise UnsafeForNvdec(f"{hidden.hidden_frames_refusal(codec)} ({place})")
             at += size
-        if codec in keyframes.CODECS and not keyframes.is_idr(config, data[: self.sizes[0]]):
+        if codec in keyframes.CODECS and not is_idr(config, data[: self.sizes[0]]):
             place = f"the keyframe at byte {table.offset[self.samples[0]]}"
             raise UnsafeForNvdec(f"{keyframes.other_keyframes_refusal(codec)} ({place})")
 

@@ -32,7 +32,7 @@ import re
 from collections.abc import Callable
 
 from dali_stream.mp4.format import codec_of, config_box, length_bytes
-from dali_stream.mp4.keyframes import is_intra
+from dali_stream.mp4.slices import is_intra
 
 Check = Callable[[bytes, int, int, bool], str]
 

@@ -18,7 +18,6 @@ from dali_stream.mp4.boxes import find, read_moov
 from dali_stream.mp4.column import Column, Line, packed
 from dali_stream.mp4.display import apply_edit_list, track_header
 from dali_stream.mp4.format import VideoFormat, codec_of, describe, displayed
-from dali_stream.mp4.keyframes import SLICE_HEAD, is_intra_refresh
 from dali_stream.mp4.sample_tables import (
     packet_places,
     packet_sizes,
@@ -29,6 +28,7 @@ from dali_stream.mp4.sample_tables import (
     track_tables,
     video_track,
 )
+from dali_stream.mp4.slices import SLICE_HEAD, is_intra_refresh
 from dali_stream.storage import Store
 
 Int64 = npt.NDArray[np.int64]

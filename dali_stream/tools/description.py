@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from dali_stream.checks.arguments import positive
 from dali_stream.dataset import Dataset
-from dali_stream.decode.route import IMAGES, Route, choose, refusal
+from dali_stream.decode.refusal import refusal
+from dali_stream.decode.route import IMAGES, Route, choose
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.dataset import CLOCKS

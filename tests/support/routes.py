@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dali_stream.decode import route
+from dali_stream.decode import refusal, route
 from dali_stream.decode.capability import Capability
 
 DECODES = Capability(True, "", 1, (48, 48), (4096, 4096), 65536)
@@ -18,4 +18,4 @@ def let_auto_take_dali(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def let_nvdec_answer(monkeypatch: pytest.MonkeyPatch, answer: Capability = DECODES) -> None:
     """Let the driver give an answer for every format. By default, NVDEC decodes it."""
-    monkeypatch.setattr(route, "capability", lambda *_: answer)
+    monkeypatch.setattr(refusal, "capability", lambda *_: answer)

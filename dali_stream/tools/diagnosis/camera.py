@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dali_stream.decode.capability import capability
-from dali_stream.decode.route import refusal, smallest_coded_size
+from dali_stream.decode.refusal import refusal, smallest_coded_size
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, MemoryBudgetError, counted
 from dali_stream.mp4.clip import is_avc, pack

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import avg_pool2d
 
-from dali_stream.decode.route import smallest_coded_size
+from dali_stream.decode.refusal import smallest_coded_size
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.mp4.boxes import UPRIGHT
 from dali_stream.mp4.damage import checker

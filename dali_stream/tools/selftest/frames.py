@@ -19,7 +19,8 @@ import numpy as np
 
 from dali_stream.decode import dali, torchcodec_cuda
 from dali_stream.decode.capability import capability
-from dali_stream.decode.route import TORCHCODEC_CUDA, refusal_of_file
+from dali_stream.decode.refusal import refusal_of_file
+from dali_stream.decode.route import TORCHCODEC_CUDA
 from dali_stream.demo import stamp
 from dali_stream.demo.encode import CODECS, Codec, encode_video
 from dali_stream.errors import DecodeError

@@ -15,7 +15,8 @@ from typing import Any
 
 from dali_stream.decode.audit import COLOUR_TOLERANCE
 from dali_stream.decode.capability import DriverError, capability, gpus
-from dali_stream.decode.route import DALI_ON_CPU, TORCHCODEC_CUDA
+from dali_stream.decode.refusal import DALI_ON_CPU
+from dali_stream.decode.route import TORCHCODEC_CUDA
 from dali_stream.decode.torchcodec_cuda import device_name, unavailable
 from dali_stream.demo.encode import CODECS
 from dali_stream.system import process

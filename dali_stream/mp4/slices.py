@@ -1,0 +1,68 @@
+"""First slices of H.264 and HEVC frames, which say what kind of keyframe a frame is.
+
+Sources: ISO/IEC 14496-10, 7.3.3 (slice header) and 7.4.1 (NAL units); ISO/IEC 23008-2, 7.4.2.2.
+"""
+
+from __future__ import annotations
+
+from dali_stream.errors import DecodeError
+from dali_stream.mp4.format import codec_of, length_bytes
+
+SLICE_HEAD = 4096  # bytes of a packet that contain the header of its first slice
+
+
+def is_idr(config: bytes, data: bytes) -> bool | None:
+    """Return whether a keyframe is an IDR frame, or None if no slice begins in `data`.
+
+    Args:
+        config: Sample description of the frame, H.264 or HEVC.
+        data: The encoded frame, or its beginning.
+    """
+    hevc = codec_of(config) == "hevc"
+    unit = _first_slice(config, data, hevc)
+    if unit is None:
+        return None
+    return data[unit] >> 1 & 63 in (19, 20) if hevc else data[unit] & 31 == 5
+
+
+def is_intra(data: bytes, unit: int) -> bool:
+    """Return whether the first slice of an H.264 frame is an IDR, I or SI slice.
+
+    A slice header starts with two numbers in exponential Golomb code. The first macroblock is 0, which is coded as 1. The slice
+    types 2, 4, 7 and 9 (I and SI) are coded as 011, 00101, 0001000 and 0001010.
+
+    Args:
+        data: Buffer with the frame.
+        unit: Position of the NAL unit that contains the slice.
+    """
+    head = data[unit + 1 : unit + 2]
+    return data[unit] & 31 == 5 or head in (b"\x88", b"\x8a") or (head != b"" and (head[0] >> 4 == 11 or head[0] >> 2 == 37))
+
+
+def is_intra_refresh(config: bytes, data: bytes) -> bool:
+    """Return whether the first slice of an H.264 keyframe is not intra-coded, so that decoding cannot start at it.
+
+    With periodic intra refresh, x264 marks each frame at which a refresh begins as a keyframe, although only the first one in
+    the file is intra-coded as a whole.
+
+    Args:
+        config: Sample description of the frame.
+        data: The encoded frame, or its beginning.
+    """
+    unit = _first_slice(config, data, hevc=False)
+    return unit is not None and unit + 2 < len(data) and not is_intra(data, unit)
+
+
+def _first_slice(config: bytes, data: bytes, hevc: bool) -> int | None:
+    """Return the position of the first NAL unit of a frame that is a slice, or None if no slice begins in `data`."""
+    try:
+        width = length_bytes(config)
+    except DecodeError:  # the check of the packet reports it
+        width = 4
+    start = 0
+    while start + width < len(data):
+        unit = start + width
+        if data[unit] & 0x40 == 0 if hevc else 1 <= data[unit] & 31 <= 5:  # types 0 to 31 of 64 in HEVC
+            return unit
+        start = unit + int.from_bytes(data[start:unit], "big")
+    return None
