@@ -309,6 +309,7 @@ def test_lengths_differ_and_lie_in_the_stated_range() -> None:
 # --------------------------------------------------------------------------------------------------------- writing
 
 
+@pytest.mark.slow
 def test_the_same_seed_writes_the_same_rows(tmp_path: Path) -> None:
     options: dict[str, Any] = {"episodes": 4, "size": (120, 128), "codec": "h264", "gop": 30, "fps": 5}
     first, second, third = (write_demo(tmp_path / name, seed=seed, **options) for name, seed in (("a", 7), ("b", 7), ("c", 8)))

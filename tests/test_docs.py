@@ -245,6 +245,7 @@ def pages_of(site: Path) -> list[Path]:
     return [page for page in sorted(site.rglob("*.html")) if page.name != "404.html"]
 
 
+@pytest.mark.slow
 def test_pages_load_files_of_the_site_only(site: Path) -> None:
     assert len(pages_of(site)) == len(PAGES)
     for page in pages_of(site):
@@ -255,6 +256,7 @@ def test_pages_load_files_of_the_site_only(site: Path) -> None:
     assert re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//[^)]*", styles) == []
 
 
+@pytest.mark.slow
 def test_the_site_can_be_searched_from_the_disk(site: Path) -> None:
     """Browsers read no JSON and start no worker from file://. The index is a script, and a polyfill runs the worker."""
     name, _, index = (site / "search/search_index.js").read_text().partition(" = ")
@@ -277,6 +279,7 @@ GALLERY = {
 """A part of the output of each example of the gallery."""
 
 
+@pytest.mark.slow
 def test_the_gallery_shows_what_its_examples_print_and_draw(site: Path) -> None:
     page, text = site / "gallery.html", " ".join(text_of(site / "gallery.html").split())
     assert [path.removeprefix("gallery/") for path in Resources(page).others if path.startswith("gallery/")] == [
@@ -302,6 +305,7 @@ def text_of(page: Path) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "", page.read_text()))
 
 
+@pytest.mark.slow
 def test_signatures_have_a_line_for_each_argument(site: Path) -> None:
     signature = re.search(r"^Loader\(\n(.*?)^\)", text_of(site / "api/loader.html"), re.MULTILINE | re.DOTALL)
     assert signature
@@ -309,6 +313,7 @@ def test_signatures_have_a_line_for_each_argument(site: Path) -> None:
     assert names == list(inspect.signature(dali_stream.Loader).parameters)
 
 
+@pytest.mark.slow
 def test_types_of_signatures_are_documented(site: Path) -> None:
     """A name in a signature links to its entry; without one it is a span."""
     text = "".join(page.read_text() for page in site.glob("api/*.html"))

@@ -122,6 +122,7 @@ def test_a_driver_that_crashes(fake_driver: FakeDriver, libraries: Path) -> None
     assert "SIGABRT" in found(report, "driver")["text"]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_together(fake_driver: FakeDriver, tmp_path: Path) -> None:
     builds = {
         "cpu": (cpu_torch(), "11080", "without CUDA, which cannot use the GPU", "install a CUDA build"),

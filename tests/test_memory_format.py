@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.datasets import TOP
+from support.slow import slow
 from torch.utils.data import default_collate
 
 from dali_stream import Dataset, Loader
@@ -57,7 +58,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("memory_format", ["channels_last", "contiguous"])
+@pytest.mark.parametrize("memory_format", ["channels_last", slow("contiguous")])
 def test_ddp_does_not_warn_of_strides_of_gradients(demo: Path, tmp_path: Path, memory_format: str) -> None:
     arguments = [demo, tmp_path / "store", memory_format]
     threads = os.environ | {"OMP_NUM_THREADS": "2"}  # with one, oneDNN computes gradients of another layout

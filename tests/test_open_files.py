@@ -78,5 +78,6 @@ def test_files_are_closed_when_others_need_the_descriptors(roots: list[Path]) ->
     assert streamed(roots, 240, taken=170) <= 60
 
 
+@pytest.mark.slow
 def test_all_files_stay_open_where_the_process_may_raise_its_limit(roots: list[Path]) -> None:
     assert streamed(roots, 240, hard=2000) == DATASETS * EPISODES

@@ -158,6 +158,7 @@ def _interrupt(status: Any) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_s3_to_s3_with_uploads_that_break(
     many: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

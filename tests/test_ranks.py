@@ -119,6 +119,7 @@ def two(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, 
     return [json.loads(out.read_text()) for out in outs]
 
 
+@pytest.mark.slow
 def test_a_loader_made_before_the_process_group_fails_in_every_process(two: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(two):
         for name, owner in (("early", "Loader"), ("early sampler", "FrameSampler")):

@@ -47,6 +47,7 @@ def make(root: Path, seed: int) -> Loader:
 
 
 @pytest.mark.usefixtures("one_device")
+@pytest.mark.slow
 def test_loaders_that_alternate_deliver_what_each_delivers_alone(demo: Path) -> None:
     expected = []
     for seed in range(2):
