@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.slow import examples
 
@@ -132,6 +132,7 @@ def test_the_nearest_frame_is_that_of_a_search_through_all(b_frames: bool, stead
     st.floats(0, 1),
     st.integers(0, 1 << 32),
 )
+@example(False, "steady", 0, 1, 0.0, 0.5, 0)  # a single frame
 @examples(200)
 def test_consecutive_frames_are_the_same_as_those_of_a_search(
     b_frames: bool, times: str, first: int, count: int, share: float, tolerance: float, seed: int

@@ -189,7 +189,7 @@ class VideoIndex:
             Packets and their display times in seconds, both of shape (m,). None if the frames are others, or farther away.
         """
         count = len(seconds)
-        start = (float(seconds[0]) - tolerance) * self.timescale if count > 1 else np.nan
+        start = (float(seconds[0]) - tolerance) * self.timescale if count else np.nan
         if not abs(start) < _MOST_TICKS:
             return None
         first = max(int(self.shown_at.searchsorted(math.ceil(start))), self.displayed.start)
@@ -197,7 +197,10 @@ class VideoIndex:
         if end > self.displayed.stop:
             return None
         shown = self.shown_at[first:end] / self.timescale
-        step = self.shown_at.step / self.timescale if isinstance(self.shown_at, Line) else np.diff(shown).min()
+        if isinstance(self.shown_at, Line):
+            step = self.shown_at.step / self.timescale
+        else:
+            step = np.diff(shown).min() if count > 1 else 0.0
         # A frame within less than half a step is the nearest one. The limit is 0.4, since times are rounded.
         if not (tolerance < 0.4 * step and np.abs(shown - seconds).max() <= tolerance):
             return None
