@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.killing import places_until_killed, start
 
 from dali_stream import Dataset, FrameSampler, Loader, Mixture
 
@@ -222,43 +222,17 @@ def save_without_space(root: Path, file: Path, pipe: Connection) -> None:
         pipe.send(type(error).__name__)
 
 
-@pytest.fixture(scope="module")
-def start() -> Callable[..., tuple[Any, Connection]]:
-    """Starts a function in a process of its own, forked from one that has imported torch already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dali_stream.loader", __name__])
-
-    def begin(target: Callable[..., None], *arguments: object) -> tuple[Any, Connection]:
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        return process, ours
-
-    return begin
-
-
 @pytest.mark.slow
-def test_a_checkpoint_is_complete_at_every_moment_and_after_a_kill(
-    start: Callable[..., tuple[Any, Connection]], demo: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_complete_at_every_moment_and_after_a_kill(demo: Path, tmp_path: Path) -> None:
     moments, file = random.Random(3), tmp_path / "checkpoint.pt"
     for _ in range(KILLS):
-        process, pipe = start(save_until_killed, demo, file)
-        places = [pipe.recv()]
-        for _ in range(moments.randrange(1, 200)):
-            places.append(place(file))  # while it is being replaced
-        process.kill()
-        process.join()
-        places.append(place(file))
+        places = places_until_killed(save_until_killed, demo, file, place, moments)
         assert places == sorted(places)
         assert places[-1] > places[0]
         check(file, demo)
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint(
-    start: Callable[..., tuple[Any, Connection]], demo: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_leaves_the_previous_checkpoint(demo: Path, tmp_path: Path) -> None:
     process, pipe = start(save_without_space, demo, tmp_path / "checkpoint.pt")
     assert pipe.recv() in ("OSError", "RuntimeError")
     process.join()

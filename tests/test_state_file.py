@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import resource
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.batches import samples
+from support.killing import places_until_killed, start
 
 from dali_stream import Dataset, FrameSampler, Loader, ResumeError
 from dali_stream.run.state_file import load_state, write_state
@@ -168,43 +167,17 @@ def save_without_space(root: Path, file: Path, pipe: Connection) -> None:
             pipe.send(str(error))
 
 
-@pytest.fixture(scope="module")
-def start() -> Callable[..., tuple[Any, Connection]]:
-    """Starts a function in a process of its own, forked from one that has imported torch already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dali_stream.loader", __name__])
-
-    def begin(target: Callable[..., None], *arguments: object) -> tuple[Any, Connection]:
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        return process, ours
-
-    return begin
-
-
 @pytest.mark.slow
-def test_the_file_is_complete_at_every_moment_and_after_a_kill(
-    start: Callable[..., tuple[Any, Connection]], demo: Path, tmp_path: Path
-) -> None:
+def test_the_file_is_complete_at_every_moment_and_after_a_kill(demo: Path, tmp_path: Path) -> None:
     moments, file = random.Random(3), tmp_path / "loader.json"
     for _ in range(KILLS):
-        process, pipe = start(save_until_killed, demo, file)
-        places = [pipe.recv()]
-        for _ in range(moments.randrange(1, 200)):
-            places.append(place(file))  # while it is being replaced
-        process.kill()
-        process.join()
-        places.append(place(file))
+        places = places_until_killed(save_until_killed, demo, file, place, moments)
         assert places == sorted(places)
         with make(Dataset(demo, cameras=[])) as loader:
             assert load_state(file, loader.load_state_dict)
 
 
-def test_a_full_disk_leaves_the_previous_state(
-    start: Callable[..., tuple[Any, Connection]], demo: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_leaves_the_previous_state(demo: Path, tmp_path: Path) -> None:
     process, pipe = start(save_without_space, demo, tmp_path / "loader.json")
     assert os.strerror(27) in pipe.recv()
     process.join()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from resize import transforms
-from serve import Batch, Spec, serve
+from serve import Batch, Spec, as_float, serve
 from torch.utils.data import DataLoader
 
 
@@ -30,10 +30,7 @@ def batches(spec: Spec) -> Iterator[Batch]:
         pin_memory=spec["device"].startswith("cuda"),
     )
     for batch in loader:
-        if spec["uint8"]:
-            for camera in spec["cameras"]:
-                batch[camera] = batch[camera].to(spec["device"]).div(255)
-        yield batch
+        yield as_float(batch, spec)
 
 
 if __name__ == "__main__":

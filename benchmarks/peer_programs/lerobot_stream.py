@@ -11,7 +11,7 @@ from typing import Any
 
 from lerobot.datasets.streaming_dataset import StreamingLeRobotDataset
 from resize import transforms
-from serve import Batch, Spec, serve
+from serve import Batch, Spec, as_float, serve
 from torch.utils.data import DataLoader
 
 
@@ -40,10 +40,7 @@ def batches(spec: Spec) -> Iterator[Batch]:
         delivered = False
         for batch in epoch:
             delivered = True
-            if spec["uint8"]:
-                for camera in spec["cameras"]:
-                    batch[camera] = batch[camera].to(spec["device"]).div(255)
-            yield batch
+            yield as_float(batch, spec)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,14 @@ def serve(batches: Callable[[Spec], Iterator[Batch]], packages: Sequence[str], i
             say(written=delivered.write())
 
 
+def as_float(batch: Batch, spec: Spec) -> Batch:
+    """Return a batch whose frames are float32 in [0, 1]. Frames that are uint8 by the spec are converted on the device."""
+    if spec["uint8"]:
+        for camera in spec["cameras"]:
+            batch[camera] = batch[camera].to(spec["device"]).div(255)
+    return batch
+
+
 def versions(*packages: str) -> dict[str, str]:
     """Return the versions of packages. "unknown" if a package is on the path without being installed."""
     by_package = dict.fromkeys(packages, "unknown")

@@ -184,7 +184,7 @@ def read_info(store: Store) -> Info:
         raise DatasetError(
             f'Invalid storage_format in {store.where(INFO)}: must be Parquet with MP4, got "lance". LeRobot with its Lance '
             "reader loads this dataset. Neither LeRobot nor dali_stream converts it, so use the Parquet dataset that it was "
-            "made from, if there is one"
+            "made from, if it exists"
         )
     fps = _fps(info.get("fps"), store)
     features = _object(info.get("features"), store, "features")
