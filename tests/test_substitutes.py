@@ -20,6 +20,7 @@ from support.batches import Batch, equal
 from support.datasets import ODD_CAMERA, ODD_SIZE, ROWS, SIDE, TOP, Column, build, copied, image_file, noise
 from support.slow import slow
 
+import dali_stream
 from dali_stream import Dataset, DecodeError, Loader, batch_at
 from dali_stream.demo import read_identities
 
@@ -173,7 +174,8 @@ def kept(kind: type) -> list[Any]:
     """What is in memory of a kind: images, or tracebacks of this package, which refer to packets and pixels."""
     gc.collect()
     found = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-    return [each for each in found if kind is Image.Image or "dali_stream" in each.tb_frame.f_code.co_filename]
+    package = str(Path(dali_stream.__file__).parent)  # a checkout may have the same name
+    return [each for each in found if kind is Image.Image or each.tb_frame.f_code.co_filename.startswith(package)]
 
 
 # A decode thread and the planner work ahead, and each may just be about to handle an error.
