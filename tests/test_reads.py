@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from support import faults, videos
 from support.datasets import V2_ROWS, V2_VIDEO, Camera, Column, build, image_file, v2_path
-from support.servers import Server
+from support.servers import Handler, Server
 from support.slow import examples
 
 from dali_stream import Loader, MemoryBudgetError, StorageError
+from dali_stream.cache.video import BlockCache
+from dali_stream.schedule.episodes import BlockName
 
 CAMERA = videos.CAMERA
 FILM, FILES = 45, 3  # frames of a video file, and number of files
@@ -138,6 +141,32 @@ def test_a_read_ahead_that_fails_is_repeated_once_for_its_batch(
             with pytest.raises(StorageError, match=rf"{path}.*403"):
                 stream(refused)
             assert seen == list(range(5 * FRAMES)), "the batches before it are delivered"
+
+
+def test_a_read_ahead_that_fails_while_its_batch_waits_for_it_is_repeated(
+    one_file_each: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server answers the read-ahead of episode 5's video, with an error, only when the batch that needs it is planned."""
+    planned, view = threading.Event(), BlockCache.view
+
+    def noted(self: BlockCache, batch: int, needed: list[BlockName]) -> object:
+        if batch == 5:
+            planned.set()
+        return view(self, batch, needed)
+
+    def refuse(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        assert planned.wait(30)
+        faults.status(403)(handler, data, fields)
+
+    monkeypatch.setattr(BlockCache, "view", noted)
+    path = v2_path(V2_VIDEO, 5, CAMERA)
+    with (
+        Server(one_file_each, faults={path: [None] * 3 + [refuse]}) as server,
+        videos.loader(server.url, batch_size=FRAMES, shuffle=False, prefetch=2) as loader,
+    ):
+        for batch in loader:
+            assert_right_frames(batch, [[FRAMES]] * EPISODES, [0])
+        assert sum(request.path == f"/{path}" for request in server.requests) == 5
 
 
 def test_the_bytes_of_an_index_count_once_among_those_that_batches_need(one_file_each: Path) -> None:

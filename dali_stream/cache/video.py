@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
@@ -15,14 +16,39 @@ from dali_stream.system.workers import Workers
 
 
 class _Block:
-    """Byte range of a file. `planned` is the batch whose plan requested it, perhaps ahead of the first batch that needs it."""
+    """Byte range of a file. `planned` is the batch that requested it last, perhaps ahead of the first batch that needs it."""
 
-    __slots__ = ("data", "done", "planned", "start", "stop")
+    __slots__ = ("_lock", "data", "done", "planned", "start", "stop")
 
     def __init__(self, planned: int, start: int, stop: int) -> None:
         self.planned, self.start, self.stop = planned, start, stop
         self.data = b""
         self.done: Future[None]
+        self._lock = threading.Lock()  # held by the decode task that repeats the request
+
+    def wait(self, batch: int, read: Callable[[_Block], None]) -> bytes:
+        """Return the bytes. Wait for them if necessary.
+
+        A request that was made ahead for an earlier batch may have failed for a reason that has passed. The first decode task
+        of a batch that finds this repeats it, once for all tasks of the batch.
+
+        Args:
+            batch: Batch that needs the block.
+            read: Function that requests a block and sets its `data`.
+
+        Raises:
+            DaliStreamError: If the request has failed, and was repeated for this batch or made for it in the first place.
+            CancelledError: If the threads that fetch were stopped.
+        """
+        if self.planned < batch and self.done.exception():
+            with self._lock:
+                if self.planned < batch:
+                    self.planned = batch
+                    read(self)
+                    self.done = Future()
+                    self.done.set_result(None)
+        self.done.result()
+        return self.data
 
 
 class BlockCache:
@@ -56,7 +82,7 @@ class BlockCache:
             del self._blocks[name]
 
     def view(self, batch: int, needed: Iterable[BlockName]) -> Mapping[str, Store]:
-        """Return the stores from which a batch reads its encoded video. Blocks whose fetch has failed are fetched again.
+        """Return the stores from which a batch reads its encoded video.
 
         Args:
             batch: Number of the batch.
@@ -67,41 +93,34 @@ class BlockCache:
         """
         blocks = dict[str, list[tuple[str, _Block]]]()
         for name in needed:
-            blocks.setdefault(name[0], []).append((self._path(*name[:2]), self._block(batch, name)))
-        return {camera: _View(self._store, needed_blocks) for camera, needed_blocks in blocks.items()}
-
-    def _block(self, batch: int, name: BlockName) -> _Block:
-        """Return a block for a batch. Fetch it again if the plan of an earlier batch requested it and the request has failed.
-
-        A batch repeats the request of a block at most once. If that fails, too, its decode tasks raise the error.
-        """
-        block = self._blocks[name]
-        if block.planned < batch and block.done.done() and (block.done.cancelled() or block.done.exception()):
-            self._fetch(batch, Fetch(batch, *name, [(block.start, block.stop)]))
-        return self._blocks[name]
+            blocks.setdefault(name[0], []).append((self._path(*name[:2]), self._blocks[name]))
+        return {camera: _View(self._store, batch, needed_blocks) for camera, needed_blocks in blocks.items()}
 
     def _fetch(self, planned: int, fetch: Fetch) -> Future[None]:
         blocks = [_Block(planned, *ends) for ends in fetch.ranges]
         path = self._path(fetch.camera, fetch.episode)
-        done = self._pool.submit(self._read, fetch.batch, path, blocks, priority=(fetch.batch, 1))
+        done = self._pool.submit(_read, self._store, fetch.batch, path, blocks, priority=(fetch.batch, 1))
         for number, block in enumerate(blocks, start=fetch.first):
             block.done = done
             self._blocks[fetch.camera, fetch.episode, number] = block
         return done
 
-    def _read(self, batch: int, path: str, blocks: list[_Block]) -> None:
-        begin = blocks[0].start
-        with span("fetch video", batch):
-            data = self._store.read(path, begin, blocks[-1].stop)
-        for block in blocks:
-            block.data = data[block.start - begin : block.stop - begin]
+
+def _read(store: Store, batch: int, path: str, blocks: list[_Block]) -> None:
+    """Read adjacent blocks for a batch with one request."""
+    begin = blocks[0].start
+    with span("fetch video", batch):
+        data = store.read(path, begin, blocks[-1].stop)
+    for block in blocks:
+        block.data = data[block.start - begin : block.stop - begin]
 
 
 class _View(StoreView):
     """Store that reads some blocks from memory. It waits for those that are being fetched. `store` reads all other bytes."""
 
-    def __init__(self, store: Store, blocks: list[tuple[str, _Block]]) -> None:
+    def __init__(self, store: Store, batch: int, blocks: list[tuple[str, _Block]]) -> None:
         super().__init__(store)
+        self._batch = batch
         self._files: dict[str, list[_Block]] = {}
         for path, block in sorted(blocks, key=lambda each: (each[0], each[1].start, each[1].stop)):
             kept = self._files.setdefault(path, [])
@@ -116,8 +135,8 @@ class _View(StoreView):
         parts, at = [], start
         while 0 <= place < len(blocks) and at < stop and blocks[place].start <= at < blocks[place].stop:
             block = blocks[place]
-            block.done.result()
-            part = block.data[at - block.start : stop - block.start]
+            data = block.wait(self._batch, lambda block: _read(self.store, self._batch, path, [block]))
+            part = data[at - block.start : stop - block.start]
             parts.append(part)
             at += len(part)
             if at < min(stop, block.stop):  # the fetch returned less: the file has become shorter
