@@ -78,7 +78,7 @@ def test_a_run_continues_when_a_node_dies(demo: Path, tmp_path: Path) -> None:
     options += ["--max-failures", 1, "--image-size", 32, 32, "--chunk", 8, "--device", "cpu"]
     command = [sys.executable, program, notes, demo, "--out", tmp_path / "run", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(PIPELINES)}
-    environment |= {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "3"}
+    environment |= {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20"}
     environment |= {"RAY_AUTH_MODE": "disabled"}  # else it writes a token to the home folder
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
