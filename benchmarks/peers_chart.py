@@ -149,8 +149,10 @@ def ran(report: Report) -> list[Report]:
 
 def named(side: Report) -> str:
     """Return the name of a loader for readers."""
-    kind, _, workers = side["name"].partition(", ")
-    return NAMES.get(side["name"], f"{KINDS[kind]}, {workers}" if kind in KINDS else side["name"])
+    kind, _, settings = side["name"].partition(", ")
+    if kind.startswith(NEW_STREAMING):  # the footer says what its settings are
+        return KINDS[kind]
+    return NAMES.get(side["name"], f"{KINDS[kind]}, {settings}" if kind in KINDS else side["name"])
 
 
 def title(report: Report) -> str:
