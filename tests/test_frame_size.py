@@ -96,14 +96,12 @@ def parsed(program: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def needed(program: Path) -> list[str]:
     """Arguments that a program does not run without, or ends with."""
-    if program.name == "simulate.py":
-        return ["--json"]
     with_out = ("train.py", "plain_loop.py", "lightning_module.py", "ray_train.py", "transformers_trainer.py")
     return ["URI", "--out", "run"] if program.name in with_out else ["URI"]
 
 
 def test_all_programs_are_found() -> None:
-    assert {path.name for path in PROGRAMS} >= {"peers.py", "decode_floor.py", "simulate.py", "plain_loop.py", "train.py"}
+    assert {path.name for path in PROGRAMS} >= {"peers.py", "decode_floor.py", "plain_loop.py", "train.py"}
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
@@ -114,7 +112,7 @@ def test_programs(program: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
             arguments = parsed(program, orders(position, size, *needed(program)), monkeypatch)
             assert list(arguments.image_size) == [96, 128]
             given = [value[0] if isinstance(value, list) and value else value for value in vars(arguments).values()]
-            assert "URI" in map(str, given) or program.name == "simulate.py"
+            assert "URI" in map(str, given)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)

@@ -75,11 +75,12 @@ class Run:
         )
         for number in range(count):
             [found] = planner.ahead(1)
-            for episode in planner.closed(found):
-                planner.observe([OpenEpisode(episode, {CAMERA: Located(*self.packets(episode))})])
+            for episode in planner.table.closed(found.episode):
+                planner.table.open(OpenEpisode(episode, {CAMERA: Located(*self.packets(episode))}))
             self.steps.append((found, planner.plan().frames[CAMERA]))
             if number % self.close_every == self.close_every - 1:
-                planner.observe(closed=np.flatnonzero(planner.table.first_row != NONE).tolist())
+                for episode in np.flatnonzero(planner.table.first_row != NONE).tolist():
+                    planner.close(episode)
         return self
 
     def shown(self, found: Samples) -> list[list[Frame]]:

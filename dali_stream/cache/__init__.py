@@ -1,1 +1,1 @@
-"""In-memory cache of rows, indices, encoded video and decoded frames. The schedule decides what it holds."""
+"""Rows, indices and encoded video, which are read ahead of the batches that need them, and the memory of decoded frames."""

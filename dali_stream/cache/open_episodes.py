@@ -1,26 +1,38 @@
-"""Opening of episodes: reads their rows and the indices of their video files, and locates their frames."""
+"""Opening of episodes: reads their rows and the indices of their video files, and locates their frames.
+
+Rows and indices are read ahead, so that episodes are open before the batches that use them are planned. The look-ahead grows
+with the number n of batches that were planned, so that the first batches do not wait for the reads of many others. Batch n
+waits for the reads of batches up to n + min(GROWTH · n, look_ahead). By then, reads may have begun for batches up to
+n + min(2 · GROWTH · n, 5/4 · look_ahead). The second batch is planned only after the encoded video of the first one has been
+fetched.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
-from typing import Any
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dali_stream.cache.indices import IndexCache, size_of
 from dali_stream.cache.locate import locate
-from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.cache.pinned import Key, PinnedCache
+from dali_stream.checks.arguments import budget_text
+from dali_stream.errors import DaliStreamError, DecodeError, MemoryBudgetError
 from dali_stream.lerobot.combined import row_reader
 from dali_stream.lerobot.row_memory import Columns, Found, RowMemory
 from dali_stream.lerobot.source import ABSENT, Source
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import span
-from dali_stream.schedule.episodes import ROW_SPARE, EpisodeTable, OpenEpisode
-from dali_stream.schedule.items import Key
-from dali_stream.schedule.opening import Opening, Read
+from dali_stream.schedule.budget import GROWTH
+from dali_stream.schedule.episodes import NONE, ROW_SPARE, EpisodeTable, OpenEpisode
 from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
 from dali_stream.system.workers import Workers
@@ -28,121 +40,316 @@ from dali_stream.system.workers import Workers
 Int64 = npt.NDArray[np.int64]
 
 
-class OpenEpisodes:
-    """Open episodes. `Opening` decides when they are opened and closed. Only one thread may use an object of this class.
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the memory of rows and indices, and of the look-ahead.
 
-    Many episodes share a video file, so indices are cached per file, in `IndexCache`.
+    Attributes:
+        room: Bytes that rows, their entries in the `EpisodeTable`, and indices may take together.
+        more: Bytes that they may take beyond `room` if a single batch needs them, at the cost of encoded video. Default: 0.
+        index_share: Bytes of `room` for indices. Default: 0.
+        index_bytes: {camera: approximate memory of the index of a file, in bytes}. Default: no estimates.
+        table_bytes: Memory of a row's entries in the `EpisodeTable`, without its columns, in bytes. Default: 0.
+        look_ahead: Maximum number of batches to read ahead. Default: 0.
+        block: Approximate size of a block of encoded video in bytes. None if the video is read in place. Default: None.
+    """
+
+    room: int
+    more: int = 0
+    index_share: int = 0
+    index_bytes: dict[str, int] | None = None
+    table_bytes: int = 0
+    look_ahead: int = 0
+    block: int | None = None
+
+
+class _Pinned(NamedTuple):
+    """Batch of the look-ahead whose reads have begun, with its episodes, and the rows and indices that it pins."""
+
+    number: int
+    epoch: int
+    episodes: list[int]
+    keys: list[Key]
+
+
+class OpenEpisodes:
+    """Episodes that are open, and the reads for those that the next batches need. Only one thread may use it.
+
+    For each batch, `begin` and then `open` are called. The same calls with the same results of reads always give the same
+    decisions.
 
     Args:
-        opening: Schedule of the reads.
         source: Episodes.
+        limits: Limits of the memory and of the look-ahead.
         indices: Cache of the indices of video files, which outlives this object.
         store: Session of the source's store.
         readers: Threads that read.
         memory: Memory for decoded row groups.
-        block: Approximate size of a block of encoded video in bytes. None if the video is read in place.
+        table: Table of the open episodes.
+        open_in_table: Function that adds an episode to the table.
+        close: Function that removes an episode from the table.
         counters: Counters to add to.
 
     Attributes:
-        table: Table of the open episodes, for the planner.
+        table: See above.
     """
 
     def __init__(
         self,
-        opening: Opening,
         source: Source,
+        limits: Limits,
         indices: IndexCache,
         store: Store,
         readers: Workers,
         memory: RowMemory,
-        block: int | None,
+        table: EpisodeTable,
+        open_in_table: Callable[[OpenEpisode], None],
+        close: Callable[[int], None],
         counters: Counters,
     ) -> None:
-        self._opening, self._source, self._indices, self._block = opening, source, indices, block
+        self.table, self._open, self._close = table, open_in_table, close
+        self._source, self._limits, self._indices = source, limits, indices
         self._store, self._readers, self._counters = store, readers, counters
-        self.table = EpisodeTable(source.lengths, source.cameras, () if block is None else source.videos)
-        self._rows: dict[int, Columns] = {}  # {episode that is not open yet: its rows}
         self._reader = row_reader(source, self._store, memory)
-        self._coming: dict[Key, Future[Any]] = {}
+        self._cache = PinnedCache(limits.room, limits.index_share, self._evicted)
+        self._files = {camera: source.files(camera) for camera in source.videos}
+        self._row_bytes = source.row_bytes_of * ROW_SPARE[0] // ROW_SPARE[1] + limits.table_bytes  # by dataset
+        self._index_bytes = dict(limits.index_bytes or {})
+        self._rows: dict[int, Columns] = {}  # {episode that is not open yet: its rows}
+        self._pinned: deque[_Pinned] = deque()
+        self._due = self._requested = NONE  # last batch whose episodes `open` has opened, and last one whose reads have begun
+        self._retry = 0  # first batch for which reading ahead is tried again, after the memory was full
+        self._read_in = np.full(len(source.lengths), NONE, np.int32)  # last epoch whose batches have read each episode's rows
+        self._read_before = set(indices.cached)  # keys of indices
         for key, index in indices.cached.items():
-            opening.observe(key, size_of(index))
+            self._cache.add(key, size_of(index))
+            self._index_bytes[key[0]] = size_of(index) or self._index_bytes.get(key[0], 0)
+        self._cache.make_room(0)
 
-    def begin(self, ahead: Iterable[Samples]) -> tuple[list[int], int]:
-        """Begin to read the rows and indices that the next batches need.
+    @property
+    def bytes_by_kind(self) -> tuple[int, int]:
+        """Bytes of rows, and of indices, that are in memory or being read."""
+        return self._cache.bytes_by_kind
+
+    def horizon(self, number: int) -> int:
+        """Return the number of batches after the next batch, `number`, whose reads may begin."""
+        # This is farther than `_last_due`, so that reads begin some batches before the planner waits for them.
+        return min(2 * GROWTH * number, self._limits.look_ahead * 5 // 4)
+
+    def begin(self, ahead: Iterable[Samples]) -> int:
+        """Begin to read the rows and indices that the next batches need, and close episodes to make room for them.
 
         Args:
-            ahead: Next batch and those after it, see `Opening.request`.
+            ahead: Next batch, and `horizon` batches after it.
 
         Returns:
-            Episodes that were closed, and number of indices that are read again after an eviction.
+            Number of indices that are read again after an eviction.
         """
-        reads = self._opening.request(ahead)
-        closed = self._evict()
-        self._reader.expect([read.number for read in reads if not read.camera])
-        for read in reads:
-            call = self._read_index if read.camera else self._read_rows
-            # For the same batch, rows and indices precede blocks of video, whose priority is (batch, 1).
-            self._coming[read.key] = self._readers.submit(call, read, priority=(read.step, 0))
-        return closed, sum(read.again for read in reads if read.camera)
+        reads: list[tuple[Key, _Pinned, int]] = []
+        now = NONE
+        for samples in ahead:
+            if now == NONE:
+                now = samples.number
+                while self._pinned and self._pinned[0].number < now:
+                    self._cache.unpin(self._pinned.popleft().keys)
+            elif samples.number <= self._requested or now < self._retry:
+                continue
+            # The next batch is checked even if its reads have begun, since a failed read is repeated for it. Other batches are
+            # pinned before room is made, so that none of their own rows and indices are evicted for missing ones.
+            batch = self._pinned[0] if samples.number <= self._requested else self._pin(samples)
+            missing = [key for key in batch.keys if key not in self._cache]
+            sizes = [self._estimate(key) for key in missing]
+            if not self._cache.make_room(sum(sizes)):
+                if batch.number == now:
+                    self._make_room_for_now(sum(sizes))  # the sizes are estimates, so only `open` raises an error
+                else:
+                    self._unpin_last()
+                    # Memory is freed when batches before this one are planned. Trying again only after a quarter of them avoids
+                    # attempts that would fail.
+                    self._retry = now + 1 + (samples.number - now) // 4
+                    break
+            for key, size in zip(missing, sizes, strict=True):
+                self._cache.add(key, size)
+                reads.append((key, batch, now))
+        self._reader.expect([number for (camera, number), _, _ in reads if not camera])
+        return sum(self._submit(*read) for read in reads)
 
-    def finish(self, ahead: Sequence[Samples]) -> tuple[Iterator[OpenEpisode], list[int]]:
-        """Wait for the reads that are due before the next batch is planned.
+    def open(self, ahead: Sequence[Samples]) -> None:
+        """Open the episodes of the next batch, and those of later batches that are due. Wait for their reads.
 
         Args:
             ahead: Next batch and some batches after it. Rows of their other episodes that a read returns as well are kept if
                 they fit.
 
-        Returns:
-            Iterator over the opened episodes, and numbers of the episodes that must be closed before. The iterator opens one
-            episode per step, so that the rows of only one episode are in memory twice.
-
         Raises:
             DatasetError: If rows of the next batch are missing or broken.
             StorageError: If rows or an index of the next batch cannot be read.
+            MemoryBudgetError: If the rows and indices of the next batch alone exceed the memory.
             CancelledError: If the readers were stopped.
         """
-        closed: list[int] = []
-        soon: list[int] = []  # episodes of the batches ahead, most urgent first
-        for read in self._opening.due():
-            if (coming := self._coming.pop(read.key, None)) is None:  # evicted to make room for earlier results
-                continue
-            try:
-                result = coming.result()
-            except (DaliStreamError, CancelledError):
-                if read.batch == ahead[0].number:
-                    raise
-                # The error may be temporary. The read is repeated for the batch that needs it, and may raise it then.
-                self._opening.observe(read.key, None)
-                continue
-            kept: list[int] = []
-            if read.camera:
-                self._indices.cached[read.key] = result
-                self._opening.observe(read.key, size_of(result))
-            else:
-                self._rows[read.number] = result[read.number]
-                others = {e: size * ROW_SPARE[0] // ROW_SPARE[1] for e, size in result.sizes().items() if e != read.number}
-                if others and not soon:
-                    soon = list(dict.fromkeys(np.concatenate([samples.episode for samples in ahead]).tolist()))
-                others = {episode: others[episode] for episode in soon if episode in others}
-                # `result` caches only the episode that it converted last, so the requested episode is used before the others.
-                kept = self._opening.observe(read.key, _bytes_of(result[read.number]), others)
-            closed += self._evict()
-            for episode in kept:
+        for batch in self._newly_due():
+            for key in filter(self._cache.is_coming, batch.keys):
                 try:
-                    self._rows[episode] = {key: values.copy() for key, values in result[episode].items()}
-                except (KeyError, DaliStreamError):  # evicted meanwhile, or broken, which is an error once a batch needs it
-                    self._opening.observe(("", episode), None)
-        ready = self._opening.ready()
-        return map(self._opened, ready), closed + self._evict()
+                    result = self._cache.take(key)
+                except (DaliStreamError, CancelledError):
+                    if batch.number == ahead[0].number:
+                        raise
+                    # The error may be temporary. The read is repeated for the batch that needs it, and may raise it then.
+                    self._forget(key)
+                    continue
+                if key[0]:
+                    self._keep_index(key, result)
+                else:
+                    self._keep_rows(key, result, ahead)
+        self._make_room_for_now(0)
+        if self._cache.free + self._limits.more < 0:
+            room, taken = self._limits.room + self._limits.more, sum(self._cache.bytes_by_kind)
+            larger = 2 * (taken + self._limits.more)  # rows and indices get up to half of the budget, beside encoded video
+            raise MemoryBudgetError(
+                f"memory_budget leaves {room} bytes for rows, indices and encoded video, but the rows and indices of one batch "
+                f'take {taken}. Use a larger memory_budget, such as "{budget_text(larger)}", or a smaller batch_size'
+            )
+        for batch in self._newly_due():
+            for episode in batch.episodes:
+                if episode in self._rows and self._has_indices(episode):
+                    self._open(self._located(episode))
+        self._due = max(self._due, self._last_due())
 
     def index(self, camera: str, episode: int) -> VideoIndex:
         """Return the index of the file that contains an episode. Raises DecodeError if the file has no valid index."""
         return self._indices.of(camera, episode, self._store)
 
-    def _opened(self, episode: int) -> OpenEpisode:
+    def _last_due(self) -> int:
+        """Return the last batch whose reads must be complete before the next batch is planned."""
+        now = self._pinned[0].number
+        return min(now + min(GROWTH * now, self._limits.look_ahead), self._requested)
+
+    def _newly_due(self) -> list[_Pinned]:
+        """Return the next batch, and the batches that became due when it became the next one."""
+        # The episodes of batches up to `_due` were opened before. The next batch is returned again, since its reads may have
+        # failed, or it may have been removed from the look-ahead and added again. In both cases `begin` has repeated the reads.
+        last = self._last_due()
+        later = itertools.takewhile(lambda batch: batch.number <= last, itertools.islice(self._pinned, 1, None))
+        return [self._pinned[0], *(batch for batch in later if batch.number > self._due)]
+
+    def _pin(self, samples: Samples) -> _Pinned:
+        """Add a batch to the look-ahead, and pin its rows and indices."""
+        episodes = np.unique(samples.episode)
+        keys: list[Key] = [("", episode) for episode in episodes.tolist()]
+        for camera, files in self._files.items():
+            keys += [(camera, file) for file in np.unique(files[episodes]).tolist() if file != ABSENT]
+        batch = _Pinned(samples.number, samples.epoch, episodes.tolist(), keys)
+        self._cache.pin(keys)
+        self._pinned.append(batch)
+        self._requested = batch.number
+        return batch
+
+    def _unpin_last(self) -> None:
+        """Remove the last batch from the look-ahead. `begin` adds it again later."""
+        batch = self._pinned.pop()
+        self._cache.unpin(batch.keys)
+        self._requested = batch.number - 1
+
+    def _make_room_for_now(self, need: int) -> None:
+        """Make room for the next batch. Evict rows and indices of later batches if necessary.
+
+        If even that is not enough, rows and indices exceed their memory at the cost of encoded video.
+        """
+        self._make_room_for_pinned(need)
+        self._cache.make_room(need, as_far_as_possible=True)
+
+    def _make_room_for_pinned(self, need: int) -> None:
+        """Make room. If the pinned batches take too much, read less far ahead."""
+        while not self._cache.make_room(need) and len(self._pinned) > 1:
+            self._unpin_last()
+
+    def _estimate(self, key: Key) -> int:
+        """Return the approximate size of rows or of an index in bytes."""
+        camera, number = key
+        if camera:
+            return self._index_bytes.get(camera, 0)
+        return int(self._source.lengths[number] * self._row_bytes[self._source.dataset_of[number]])
+
+    def _submit(self, key: Key, batch: _Pinned, now: int) -> bool:
+        """Begin the read of rows or of an index. Return whether it reads an index again."""
+        camera, number = key
+        # Smallest n >= `now` with batch.number <= n + min(GROWTH * n, look_ahead), see `_last_due`. For the same batch, rows
+        # and indices precede blocks of video, whose priority is (batch, 1).
+        step = max(now, batch.number - self._limits.look_ahead, -(-batch.number // (1 + GROWTH)))
+        if camera:
+            again = key in self._read_before
+            self._read_before.add(key)
+        else:
+            again = self._read_in[number] == batch.epoch
+            self._read_in[number] = batch.epoch
+        read = self._read_index if camera else self._read_rows
+        self._cache.begin(key, self._readers.submit(read, key, batch.number, again, priority=(step, 0)))
+        return again and camera != ""
+
+    def _read_rows(self, key: Key, batch: int, again: bool) -> Found:
+        with span("fetch rows", batch):
+            rows = self._reader.read(key[1])
+        # The result may be needed only much later. Until then, it must not keep whole row groups in memory.
+        group = rows.release(key[1])
+        if self._store.remote and not again:
+            self._counters.add(needed_bytes=group.take_bytes())
+        return rows
+
+    def _read_index(self, key: Key, batch: int, again: bool) -> VideoIndex | DecodeError:
+        with span("fetch index", batch):
+            return self._indices.load(*key, self._store)
+
+    def _keep_index(self, key: Key, index: VideoIndex | DecodeError) -> None:
+        self._indices.cached[key] = index
+        self._cache.resize(key, size_of(index))
+        # The size of the last index is the estimate for other files. A broken index has size 0, which is no estimate.
+        self._index_bytes[key[0]] = size_of(index) or self._index_bytes.get(key[0], 0)
+        self._make_room_for_pinned(0)
+
+    def _keep_rows(self, key: Key, rows: Found, ahead: Sequence[Samples]) -> None:
+        """Keep the rows of an episode, and those of other episodes of the batches ahead that the same read returned."""
+        self._rows[key[1]] = rows[key[1]]
+        self._cache.resize(key, _bytes_of(rows[key[1]]) + self._table_bytes(key[1]))
+        self._make_room_for_pinned(0)
+        others = {e: size * ROW_SPARE[0] // ROW_SPARE[1] for e, size in rows.sizes().items() if ("", e) not in self._cache}
+        if not others:
+            return
+        # `rows` caches only the episode that it converted last, so the requested episode was used before the others.
+        for episode in dict.fromkeys(np.concatenate([samples.episode for samples in ahead]).tolist()):  # most urgent first
+            size = others.get(episode, 0) + self._table_bytes(episode)
+            if episode in others and size <= self._cache.free:  # nothing is evicted for them
+                # KeyError: they were evicted meanwhile. Broken ones are an error once a batch needs them.
+                with suppress(KeyError, DaliStreamError):
+                    self._rows[episode] = {name: values.copy() for name, values in rows[episode].items()}
+                    self._cache.add(("", episode), size, is_used=False)
+
+    def _table_bytes(self, episode: int) -> int:
+        """Return the memory of an episode's entries in the `EpisodeTable`, without its columns, in bytes."""
+        return int(self._source.lengths[episode]) * self._limits.table_bytes
+
+    def _forget(self, key: Key) -> None:
+        """Make sure that repeating a failed read does not count as reading again."""
+        if key[0]:
+            self._read_before.discard(key)
+        else:
+            self._read_in[key[1]] = NONE
+
+    def _evicted(self, key: Key) -> None:
+        camera, number = key
+        if camera:
+            del self._indices.cached[key]
+        elif self._rows.pop(number, None) is None:  # the episode is open, so its rows are in the table
+            self._close(number)
+
+    def _has_indices(self, episode: int) -> bool:
+        """Return whether the indices of an episode's video files have been read."""
+        keys = [(camera, int(files[episode])) for camera, files in self._files.items() if files[episode] != ABSENT]
+        return all(key in self._cache and not self._cache.is_coming(key) for key in keys)
+
+    def _located(self, episode: int) -> OpenEpisode:
         """Locate the frames of an episode whose rows were read."""
-        source, rows = self._source, self._rows.pop(episode)
-        cameras = {c: locate(source, c, episode, rows, self._index_or_none(c, episode), self._block) for c in source.cameras}
+        source, rows, block = self._source, self._rows.pop(episode), self._limits.block
+        cameras = {c: locate(source, c, episode, rows, self._index_or_none(c, episode), block) for c in source.cameras}
         return OpenEpisode(episode, cameras, rows)
 
     def _index_or_none(self, camera: str, episode: int) -> VideoIndex | None:
@@ -150,31 +357,6 @@ class OpenEpisodes:
             return None if self._indices.file(camera, episode) == ABSENT else self.index(camera, episode)
         except DecodeError:  # raised again when a batch needs a frame of the file
             return None
-
-    def _evict(self) -> list[int]:
-        """Drop rows and indices that the schedule has evicted. Return the episodes that must be closed for this."""
-        closed: list[int] = []
-        for camera, number in self._opening.items.take_evicted():
-            if self._coming.pop((camera, number), None) is not None:  # the result of a read is dropped
-                continue
-            if camera:
-                del self._indices.cached[camera, number]
-            elif self._rows.pop(number, None) is None:  # the episode is open, so its rows are in the table
-                closed.append(number)
-        return closed
-
-    def _read_rows(self, read: Read) -> Found:
-        with span("fetch rows", read.batch):
-            rows = self._reader.read(read.number)
-        # The result may be needed only much later. Until then, it must not keep whole row groups in memory.
-        group = rows.release(read.number)
-        if self._store.remote and not read.again:
-            self._counters.add(needed_bytes=group.take_bytes())
-        return rows
-
-    def _read_index(self, read: Read) -> VideoIndex | DecodeError:
-        with span("fetch index", read.batch):
-            return self._indices.load(read.camera, read.number, self._store)
 
 
 def _bytes_of(columns: Columns) -> int:

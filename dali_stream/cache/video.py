@@ -1,18 +1,41 @@
-"""Cache of blocks of encoded video, which are fetched before decode tasks read them."""
+"""Encoded video of remote files in memory: which blocks are fetched for each batch and ahead of it, and which are evicted.
+
+The blocks of the first batch are fetched alone, so that it is delivered soon. After that, blocks of later batches are fetched
+ahead, in the order of the batches and up to a limit. If the memory is full, the blocks whose next uses are farthest away are
+evicted.
+"""
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.errors import MemoryBudgetError
+from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import span
-from dali_stream.schedule.episodes import BlockName
-from dali_stream.schedule.video import Fetch
+from dali_stream.schedule.belady import nearest
+from dali_stream.schedule.budget import GROWTH
+from dali_stream.schedule.episodes import NONE, EpisodeTable
+from dali_stream.schedule.frames import FrameCache
+from dali_stream.schedule.look_ahead import NEVER, Window
+from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
 from dali_stream.storage.store import StoreView
 from dali_stream.system.workers import Workers
+
+Int64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+RANGE = 4 << 20  # maximum bytes of a request: large enough to be efficient, small enough to delay other requests only briefly
+# A full cache evicts 1/32 of its bytes more than necessary. Each search for blocks to evict computes the next uses of all
+# frames of open episodes, so it should not be repeated for every batch.
+_SLACK = 32
+_FINISHED_EVERY = 16  # number of batches after which the blocks whose frames are all cached are evicted
 
 
 class _Block:
@@ -52,58 +75,267 @@ class _Block:
 
 
 class BlockCache:
-    """Cache of blocks of remote video files. Only the planner's thread may use it, but any thread may use its views.
+    """Cache of the blocks of remote video files. Only the planner's thread may use it, but any thread may use its views.
+
+    For each batch, `view` is called once.
 
     Args:
+        table: Table of the open episodes.
+        windows: {camera whose video is fetched: its window}.
+        frames: {camera: cache of its decoded frames}. Cameras whose frames are not cached are missing.
+        block: Bytes of a block.
+        look_ahead: Maximum number of batches to fetch ahead.
         store: Store of the files.
         pool: Threads that fetch.
         path: Function from a camera and an episode to the path of the file that contains the episode.
+        counters: Counters to add to.
+
+    Attributes:
+        room: Bytes that encoded video may take.
+        bytes: Bytes of the blocks that are in memory or being fetched.
+        evicted_early: Number of blocks that were evicted although a later batch was known to need them.
+        requests: Requests that the last call of `view` has begun.
     """
 
-    def __init__(self, store: Store, pool: Workers, path: Callable[[str, int], str]) -> None:
-        self._store, self._pool, self._path = store, pool, path
-        self._blocks: dict[BlockName, _Block] = {}
+    def __init__(
+        self,
+        table: EpisodeTable,
+        windows: Mapping[str, Window],
+        frames: Mapping[str, FrameCache],
+        block: int,
+        look_ahead: int,
+        store: Store,
+        pool: Workers,
+        path: Callable[[str, int], str],
+        counters: Counters,
+    ) -> None:
+        self._table, self._frames, self._block, self._look_ahead = table, frames, block, look_ahead
+        self._windows = {camera: windows[camera] for camera in table.blocks.cameras}
+        self._store, self._pool, self._path, self._counters = store, pool, path, counters
+        self.room = self.bytes = self.evicted_early = 0
+        self.requests: list[Future[None]] = []
+        self._now = NONE  # batch of the last call of `view`
+        self._fetched = NONE  # last batch whose blocks were requested ahead
+        # First batch whose call may fetch ahead. If the memory is full of blocks that are needed sooner, this is set to a later
+        # batch, since the next batches would find the memory full as well.
+        self._retry_at = 0
+        # Number of batches from the last eviction to the first use of a block that it evicted. The memory holds about the
+        # blocks that are needed within this time, so an additional block is fetched only if it is needed sooner.
+        self._soonest_evicted = NEVER
 
-    def fetch(self, batch: int, ranges: Iterable[Fetch]) -> list[Future[None]]:
-        """Begin the requests in the plan of a batch.
+    def close(self, episode: int) -> None:
+        """Evict the blocks of an episode before it is closed. Blocks that a later batch needs will be fetched again."""
+        for camera in self._windows:
+            blocks = self._table.blocks.entries(camera, episode)
+            held = blocks[self._table.blocks.held(blocks)]
+            used, _ = self._uses(camera, self._table.rows_of(episode))
+            self.evicted_early += int(np.isin(held, used).sum())
+            self._evict(held)
+
+    def view(self, samples: Samples, decoded: Mapping[str, Int64], ahead: Iterable[Samples]) -> Mapping[str, Store]:
+        """Begin to fetch the blocks that a batch and those after it need. Evict others if memory is short.
 
         Args:
-            batch: Number of the batch.
-            ranges: Requests of its plan.
+            samples: Samples of the batch.
+            decoded: {camera: rows of the frames that the batch decodes}.
+            ahead: Batches after it.
 
         Returns:
-            Future of each request. Its result is None, or it raises the error of the request.
+            {camera with blocks: store from which the batch reads its encoded video}. The store waits for blocks that are being
+            fetched. It remains valid if blocks are evicted.
+
+        Raises:
+            MemoryBudgetError: If the blocks of the batch alone do not fit into the memory.
         """
-        return [self._fetch(batch, fetch) for fetch in ranges]
+        if not self._windows:  # all files are read in place
+            return {}
+        self._now, self.requests, blocks = samples.number, [], self._table.blocks
+        needed = self._needed(decoded)
+        fresh = needed[blocks.epoch[needed] != samples.epoch]
+        self._counters.add(needed_bytes=int(blocks.sizes(fresh).sum()))
+        # Needed blocks are marked before room is made, so that they are not evicted for missing ones.
+        blocks.epoch[fresh], blocks.touched[needed] = samples.epoch, self._now
+        missing = needed[~blocks.held(needed)]
+        if not self._make_room(missing, self._now):
+            raise MemoryBudgetError(
+                f"memory_budget leaves {self.room} bytes for encoded video, of which {self.bytes} are in use, but a batch "
+                f"needs {blocks.sizes(missing).sum()} more. Use a larger memory_budget or a smaller batch_size"
+            )
+        self._fetch(self._now, missing)
+        views: dict[str, list[tuple[str, _Block]]] = {}
+        for block in needed.tolist():
+            camera, episode = blocks.owner(block)
+            views.setdefault(camera, []).append((self._path(camera, episode), blocks.data[block]))
+        self._fetch_ahead(ahead)
+        if self._now % _FINISHED_EVERY == _FINISHED_EVERY - 1:
+            self._evict_finished()
+        return {camera: _View(self._store, self._now, its_blocks) for camera, its_blocks in views.items()}
 
-    def drop(self, blocks: Iterable[BlockName]) -> None:
-        """Evict blocks. Views that contain them remain valid, and keep their bytes in memory."""
-        for name in blocks:
-            del self._blocks[name]
+    def _fetch_ahead(self, ahead: Iterable[Samples]) -> None:
+        """Fetch blocks for later batches, up to the first one with an episode that is not open, or until the memory is full."""
+        if self._now < self._retry_at:
+            return
+        for samples in itertools.islice(ahead, min(GROWTH * self._now, self._look_ahead)):
+            batch = samples.number
+            if batch <= self._fetched:
+                continue
+            if not self._table.is_open(samples.episode).all():
+                break
+            # Frames that are cached now may be evicted before this batch is planned. Its own plan then fetches their blocks.
+            frames = {camera: np.unique(window.frames(samples)) for camera, window in self._windows.items()}
+            rows = {camera: self._table.rows(each[~self._is_cached(camera, each)]) for camera, each in frames.items()}
+            needed = self._needed(rows)
+            missing = needed[~self._table.blocks.held(needed)]
+            if not self._make_room(missing, batch):
+                # Memory is freed when batches before this one are planned. Trying again only after a quarter of them avoids
+                # attempts that would fail.
+                self._retry_at = self._now + 1 + (batch - self._now) // 4
+                break
+            self._fetch(batch, missing)
+            self._fetched = batch
 
-    def view(self, batch: int, needed: Iterable[BlockName]) -> Mapping[str, Store]:
-        """Return the stores from which a batch reads its encoded video.
+    def _make_room(self, missing: Int64, later_than: int) -> bool:
+        """Make room for missing blocks. Evict only blocks whose next use is after batch `later_than`.
 
         Args:
-            batch: Number of the batch.
-            needed: Blocks that the batch needs.
+            missing: Blocks that need room.
+            later_than: Batch that needs the missing blocks.
 
         Returns:
-            {camera with blocks: store that reads these blocks from memory}. The store waits for blocks that are being fetched.
+            Whether the missing blocks fit. If not, nothing is evicted.
         """
-        blocks = dict[str, list[tuple[str, _Block]]]()
-        for name in needed:
-            blocks.setdefault(name[0], []).append((self._path(*name[:2]), self._blocks[name]))
-        return {camera: _View(self._store, batch, needed_blocks) for camera, needed_blocks in blocks.items()}
+        blocks = self._table.blocks
+        short = self.bytes + int(blocks.sizes(missing).sum()) - self.room
+        if short <= 0:
+            return True
+        # All cameras share the memory, and their blocks are ranked together. With a fixed share per camera, one camera could
+        # lack memory while another has some left, since bitrates and windows differ.
+        next_use = np.full(len(blocks), NEVER, np.int64)
+        for camera in self._windows:
+            np.minimum.at(next_use, *self._uses(camera, self._table.rows_with_blocks(camera)))
+        candidates = np.flatnonzero(self._is_idle() & (next_use > later_than))
+        total = int(blocks.sizes(candidates).sum())
+        if total < short:
+            return False
+        # If blocks have the same next use, such as `NEVER`, `nearest` keeps those that precede the others in the array. After
+        # this sort, these are the most recently used ones.
+        candidates = candidates[np.argsort(-blocks.touched[candidates], kind="stable")]
+        keep = nearest(next_use[candidates], total - short - self.room // _SLACK, blocks.sizes(candidates))
+        evicted = candidates[~keep]
+        self._soonest_evicted = int(next_use[evicted].min()) - self._now
+        self.evicted_early += int((next_use[evicted] < NEVER).sum())
+        self._evict(evicted)
+        return True
 
-    def _fetch(self, planned: int, fetch: Fetch) -> Future[None]:
-        blocks = [_Block(planned, *ends) for ends in fetch.ranges]
-        path = self._path(fetch.camera, fetch.episode)
-        done = self._pool.submit(_read, self._store, fetch.batch, path, blocks, priority=(fetch.batch, 1))
-        for number, block in enumerate(blocks, start=fetch.first):
-            block.done = done
-            self._blocks[fetch.camera, fetch.episode, number] = block
-        return done
+    def _fetch(self, batch: int, missing: Int64) -> None:
+        """Request the missing blocks of a batch. `_make_room` has made room for them.
+
+        Args:
+            batch: Batch that needs the blocks.
+            missing: Blocks in increasing order.
+        """
+        blocks = self._table.blocks
+        # All missing blocks are counted first, so that additional blocks cannot take their room.
+        self._hold(missing)
+        largest = max(min(RANGE, self.room // 128), self._block)
+        # A request for a later batch may take longer, so it also fetches blocks that follow in the file. Its size doubles with
+        # each batch of distance: fewer and larger requests are more efficient.
+        wanted = min(largest, self._block << min(batch - self._now, 16))
+        for group in blocks.groups(missing):
+            if batch > self._now:
+                room = min(wanted - int(blocks.sizes(group).sum()), self.room - self.bytes)
+                following = self._following(int(group[-1]), room)
+                self._hold(following)
+                group = np.concatenate([group, following])
+            path = self._path(*blocks.owner(int(group[0])))
+            ends = np.cumsum(blocks.sizes(group))  # split into requests of at most about `largest` bytes
+            for part in np.split(group, np.flatnonzero(np.diff((ends - 1) // largest)) + 1):
+                held: list[_Block] = blocks.data[part].tolist()
+                request = self._pool.submit(_read, self._store, batch, path, held, priority=(batch, 1))
+                self.requests.append(request)
+                for block in held:
+                    block.done = request
+
+    def _following(self, block: int, room: int) -> Int64:
+        """Return the adjacent blocks after a block that are worth fetching in the same request.
+
+        Args:
+            block: Block that is fetched.
+            room: Maximum number of bytes of the returned blocks together.
+        """
+        blocks = self._table.blocks
+        camera, episode = blocks.owner(block)
+        following = np.arange(block + 1, int(blocks.entries(camera, episode)[-1]) + 1)
+        good = ~blocks.held(following) & (blocks.start[following] == blocks.stop[following - 1])
+        good &= np.cumsum(blocks.sizes(following)) <= room
+        following = following[np.logical_and.accumulate(good)]
+        if not len(following):
+            return following
+        # If a block is needed later than the blocks that were just evicted, it would soon be evicted, too.
+        before = self._now + min(self._soonest_evicted, NEVER - self._now)
+        table, rows = self._table.cameras[camera], self._table.rows_of(episode)
+        first = table.first_block[rows]
+        rows = rows[(first + table.block_count[rows] - 1 > block) & (first <= following[-1])]
+        used, next_use = self._uses(camera, rows)
+        return following[np.logical_and.accumulate(np.isin(following, used[next_use < before]))]
+
+    def _hold(self, blocks: Int64) -> None:
+        table = self._table.blocks
+        for block, start, stop in zip(blocks.tolist(), table.start[blocks].tolist(), table.stop[blocks].tolist(), strict=True):
+            table.data[block] = _Block(self._now, start, stop)
+        table.touched[blocks] = self._now
+        self.bytes += int(table.sizes(blocks).sum())
+
+    def _evict(self, blocks: Int64) -> None:
+        self._table.blocks.data[blocks] = None
+        self.bytes -= int(self._table.blocks.sizes(blocks).sum())
+
+    def _evict_finished(self) -> None:
+        """Evict the blocks whose frames are all cached. Do nothing if cached frames may be evicted, and decoded again."""
+        if not self._frames or not all(cache.keeps_all for cache in self._frames.values()):
+            return
+        rows = {camera: self._table.rows_with_blocks(camera) for camera in self._windows}
+        missing = {camera: each[~self._is_cached(camera, self._table.frames(each))] for camera, each in rows.items()}
+        finished = self._is_idle()
+        finished[self._needed(missing)] = False
+        self._evict(np.flatnonzero(finished))
+
+    def _needed(self, rows: Mapping[str, Int64]) -> Int64:
+        """Return the blocks that decoding frames needs, in increasing order.
+
+        Args:
+            rows: {camera: rows of the frames}. Cameras whose video is not fetched are ignored.
+        """
+        blocks = [self._table.cameras[camera].blocks_of(rows[camera])[0] for camera in self._windows]
+        return np.unique(np.concatenate([np.empty(0, np.int64), *blocks]))
+
+    def _uses(self, camera: str, rows: Int64) -> tuple[Int64, Int64]:
+        """Return the blocks that decoding some frames needs, with their next uses.
+
+        Args:
+            camera: Name of the camera.
+            rows: Rows of the frames. Frames that are cached, or that no batch ahead shows, are ignored.
+
+        Returns:
+            Blocks, and for each the next batch that shows one of its frames, both of shape (n,). A block is repeated for each
+            of its frames.
+        """
+        frames = self._table.frames(rows)
+        next_use = self._windows[camera].uses.next(frames, self._now)
+        used = next_use < NEVER
+        used[used] = ~self._is_cached(camera, frames[used])
+        blocks, index = self._table.cameras[camera].blocks_of(rows[used])
+        return blocks, next_use[used][index]
+
+    def _is_cached(self, camera: str, frames: Int64) -> Mask:
+        cache = self._frames.get(camera)
+        return np.zeros(len(frames), np.bool_) if cache is None else cache.slots_of(frames) != NONE
+
+    def _is_idle(self) -> Mask:
+        """Return a mask of the held blocks that the planned batch neither needs nor fetches. Only these may be evicted."""
+        blocks = self._table.blocks
+        every = np.arange(len(blocks))
+        return blocks.held(every) & (blocks.touched[every] != self._now)
 
 
 def _read(store: Store, batch: int, path: str, blocks: list[_Block]) -> None:

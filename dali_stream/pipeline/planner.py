@@ -17,7 +17,8 @@ from dali_stream.pipeline.batches import PlannedBatch, closed
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.decode_pool import DecodePool
 from dali_stream.pipeline.reading import Reading
-from dali_stream.schedule.budget import divide, look_ahead, order_horizon
+from dali_stream.schedule.budget import divide, order_horizon
+from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.plan import BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
 from dali_stream.system.workers import join_started
@@ -56,22 +57,16 @@ class Planner:
         on_nvdec = [key for key in dataset.cameras if key not in on_cpu]
         self.sizes = sizes = config.sizes(on_cpu)
         parts = divide(config.memory_budget, sizes)
-        self._reading = Reading(config, sizes, parts, counters)
         self._planner = BatchPlanner(
-            self._reading.episodes.table,
+            EpisodeTable(dataset.lengths, dataset.cameras, dataset.videos if dataset.data_store.remote else ()),
             samples(config.order, config.batches, config.rank, epoch, position),
             config.batches.largest,
             {key: config.windows.of(key) for key in on_cpu},
-            Limits(
-                parts.frames,
-                config.depth,
-                order_horizon(parts, sizes),
-                parts.block,
-                look_ahead(config.batches.batch_size) if dataset.data_store.remote else 0,
-            ),
+            Limits(parts.frames, config.depth, order_horizon(parts, sizes)),
             {key: config.windows.of(key) for key in on_nvdec},
             dataset.dataset_of,
         )
+        self._reading = Reading(config, sizes, parts, self._planner, counters)
         self.pool = DecodePool(config, routes, {key: self._planner.frames[key].slots for key in on_cpu}, counters)
         self.keeps_all = not on_nvdec and parts.frames >= int(dataset.lengths.sum())
         self._planned: queue.Queue[PlannedBatch | BaseException] = queue.Queue()  # needs no size limit because of `_room`
@@ -115,7 +110,7 @@ class Planner:
         """
         # These are plain numbers that the planner's thread updates. They are read without a lock, which is exact enough.
         frames = sum(cache.cached * self._config.frame_bytes(key) for key, cache in self._planner.frames.items())
-        kinds = *self._reading.items.bytes_by_kind, self._planner.video.bytes, frames
+        kinds = *self._reading.episodes.bytes_by_kind, self._reading.video.bytes, frames
         return dict(zip(MEMORY, (sum(kinds), *kinds), strict=True))
 
     def close(self) -> None:
@@ -147,7 +142,7 @@ class Planner:
                 # Reads begin before the batch has room, so that they continue while the training loop is slow. No batch in
                 # progress needs the episodes that `begin` closes, see `Reading.begin`.
                 with self._counters.timed("rows_s"):  # rows of local data are read here
-                    self._reading.begin(self._planner, number)
+                    self._reading.begin(number)
                 self._room.acquire()
                 if self.stopping:
                     return
@@ -162,7 +157,7 @@ class Planner:
         # Only `begin` and `open` close episodes. After `open`, those of the batch stay open until this method has gathered
         # their rows and started the decode tasks, which hold the packets, indices and blocks that they need.
         with timed("rows_s"):
-            reading.open(self._planner)
+            reading.open()
         plan = self._planner.plan()
         batch, stores = plan.samples, reading.fetch(plan)
         shown, pads = columns.shown_frames(config, batch)

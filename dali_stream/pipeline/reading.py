@@ -6,15 +6,13 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 
-from dali_stream.cache.open_episodes import OpenEpisodes
+from dali_stream.cache.open_episodes import Limits, OpenEpisodes
 from dali_stream.cache.video import BlockCache
 from dali_stream.checks.arguments import budget_text
 from dali_stream.lerobot.row_memory import RowMemory
 from dali_stream.observe.counters import Counters
 from dali_stream.pipeline.config import Config
 from dali_stream.schedule.budget import Parts, Sizes, look_ahead, reads_budget
-from dali_stream.schedule.episodes import ROW_SPARE
-from dali_stream.schedule.opening import Opening, Storage
 from dali_stream.schedule.plan import BatchPlan, BatchPlanner
 from dali_stream.storage import Store
 from dali_stream.storage.retry import PER_HOST
@@ -37,28 +35,53 @@ class Reading:
         config: Configuration of the loader.
         sizes: Sizes of the dataset and of its batches.
         parts: Division of `memory_budget`.
+        planner: Planner of the batches. Nothing else opens and closes episodes in its table.
         counters: Counters to add to.
 
     Attributes:
         parts: See above.
         episodes: Open episodes.
+        video: Encoded video of remote files.
         names: Result of `Source.names`, which `start` requests.
-        items: Rows and indices in memory.
     """
 
-    def __init__(self, config: Config, sizes: Sizes, parts: Parts, counters: Counters) -> None:
+    def __init__(self, config: Config, sizes: Sizes, parts: Parts, planner: BatchPlanner, counters: Counters) -> None:
         dataset, remote = config.dataset, config.dataset.data_store.remote
-        self.parts, self._counters = parts, counters
+        self.parts, self._planner, self._counters = parts, planner, counters
         self._store, self._readers = dataset.data_store.session(), Workers("dali_stream fetch", FETCHERS if remote else 0)
-        self._opening = Opening(storage(config, sizes, parts))
-        self.items = self._opening.items
-        block = parts.block if remote else None
-        memory = RowMemory(at_once=parts.opened)
+        self._look_ahead = look_ahead(config.batches.batch_size) if remote else 0
         self.episodes = OpenEpisodes(
-            self._opening, dataset, config.indices, self._store, self._readers, memory, block, counters
+            dataset,
+            Limits(
+                room=parts.opened,
+                more=parts.encoded - parts.opened,
+                index_share=parts.indices,
+                index_bytes={camera: index.nbytes for camera, index in sizes.indices.items()},
+                table_bytes=config.table_bytes,
+                look_ahead=self._look_ahead,
+                block=parts.block if remote else None,
+            ),
+            config.indices,
+            self._store,
+            self._readers,
+            RowMemory(at_once=parts.opened),
+            planner.table,
+            planner.table.open,
+            self._close,
+            counters,
         )
         self._names = dataset.names
-        self._video = BlockCache(self._store, self._readers, lambda key, e: dataset.path(key, config.indices.file(key, e)))
+        self.video = BlockCache(
+            planner.table,
+            planner.windows,
+            planner.frames,
+            parts.block,
+            self._look_ahead,
+            self._store,
+            self._readers,
+            lambda key, episode: dataset.path(key, config.indices.file(key, episode)),
+            counters,
+        )
         self.names: Future[dict[str, list[dict[int, str]]]] = Future()
         self._first: list[Future[None]] = []  # fetches for the first batch
         self._remedies = _reread_remedies(
@@ -69,40 +92,43 @@ class Reading:
         """Begin to read the names of the tasks."""
         self.names = self._readers.submit(self._names)
 
-    def begin(self, planner: BatchPlanner, number: int) -> None:
+    def begin(self, number: int) -> None:
         """Begin to read rows and indices for batch `number` and batches after it, and close episodes to make room for them.
 
         Batches in progress do not need open episodes: their rows have been copied, and the packets of their frames are known.
         """
-        ahead = planner.ahead(1 + self._opening.horizon(number))
-        closed, again = self.episodes.begin(ahead)
-        planner.observe(closed=closed)
+        again = self.episodes.begin(self._planner.ahead(1 + self.episodes.horizon(number)))
         self._count_again("indices_read_again", again, "indices are read")
         wait(self._first)  # the encoded video of the first batch is fetched alone, so that training starts soon
         self._first = []
 
-    def open(self, planner: BatchPlanner) -> None:
+    def open(self) -> None:
         """Open the episodes of the next batch, and those of later batches that are due. Wait for their reads."""
-        opened, closed = self.episodes.finish(planner.ahead(1, most=_SOON))
+        self.episodes.open(self._planner.ahead(1, most=_SOON))
         # Encoded video may take the memory that rows and indices do not use. Their sizes are known now.
-        planner.observe(opened, closed, self.parts.encoded - sum(self.items.bytes_by_kind))
+        self.video.room = self.parts.encoded - sum(self.episodes.bytes_by_kind)
 
     def fetch(self, plan: BatchPlan) -> Mapping[str, Store]:
-        """Fetch and evict encoded video as planned.
+        """Begin to fetch the encoded video of a batch, and of batches after it.
 
         Returns:
             {camera: store from which the batch reads its encoded video}, without cameras whose files are read in place.
+
+        Raises:
+            MemoryBudgetError: If memory_budget does not hold the encoded video of the batch.
         """
-        self._opening.advance()
-        # Blocks are evicted first. This order matters only if an episode was closed and opened again since the last plan: the
-        # plan then evicts the blocks of the episode, and may fetch the same blocks again.
-        self._video.drop(plan.video.evict)
-        fetched = self._video.fetch(plan.samples.number, plan.video.fetch)
+        stores = self.video.view(plan.samples, plan.decoded, self._planner.ahead(0, most=self._look_ahead))
         if not plan.samples.number:
-            self._first = fetched
-        self._counters.add(needed_bytes=plan.video.needed_bytes)
-        self._count_again("evicted_early", plan.video.evicted_early, "bytes are fetched")
-        return self._video.view(plan.samples.number, plan.video.needed)
+            self._first = self.video.requests
+        self._count_again("evicted_early", self.video.evicted_early, "bytes are fetched")
+        self.video.evicted_early = 0
+        return stores
+
+    def _close(self, episode: int) -> None:
+        """Close an episode. Batches in progress do not need it, see `begin`."""
+        # This order is necessary: the blocks and their next uses are looked up in the episode's rows.
+        self.video.close(episode)
+        self._planner.table.close(episode)
 
     def stop(self) -> None:
         """Cancel all reads, without waiting. Threads that wait for a read get an error."""
@@ -129,22 +155,6 @@ class Reading:
                 *(self.parts.encoded, what, self._remedies),
             )
         self._counters.add(**{counter: count})
-
-
-def storage(config: Config, sizes: Sizes, parts: Parts) -> Storage:
-    """Return the sizes of the rows and indices of a dataset, and the limits of their memory."""
-    dataset, remote = config.dataset, config.dataset.data_store.remote
-    return Storage(
-        files={camera: dataset.files(camera) for camera in dataset.videos},
-        lengths=dataset.lengths,
-        row_bytes=(dataset.row_bytes_of * ROW_SPARE[0] // ROW_SPARE[1])[dataset.dataset_of],
-        table_bytes=config.table_bytes,
-        index_bytes={camera: index.nbytes for camera, index in sizes.indices.items()},
-        room=parts.opened,
-        more=parts.encoded - parts.opened,
-        index_share=parts.indices,
-        look_ahead=look_ahead(config.batches.batch_size) if remote else 0,
-    )
 
 
 def _reread_remedies(larger: int | None, shuffle: bool | str, remote: bool, cached: bool) -> str:

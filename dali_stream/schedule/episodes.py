@@ -17,7 +17,6 @@ Int64 = npt.NDArray[np.int64]
 Scalar = TypeVar("Scalar", bound=np.generic)
 ROW_SPARE = 5, 4  # the table of open episodes has at most 5/4 as many rows as are in use, since closed episodes leave gaps
 NONE = -1  # no row, no slot, no packet, no block
-BlockName = tuple[str, int, int]  # camera, episode, and number of a block within them
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ class BlockTable:
         episode: Episode of each block.
         number: Number of each block within its episode and camera.
         start, stop: Byte range of each block in its file.
-        held: Whether each block is in memory or being fetched.
+        data: Each block that is in memory or being fetched, and None for the others. `BlockCache` sets it.
         touched: Last batch that needed each block, or whose plan fetched it. `NONE` at first.
         epoch: Last epoch that needed each block. `NONE` at first.
     """
@@ -153,7 +152,7 @@ class BlockTable:
         self.cameras = list(cameras)
         self.camera = self.episode = self.number = self.touched = self.epoch = np.empty(0, np.int32)
         self.start = self.stop = np.empty(0, np.int64)
-        self.held = np.empty(0, np.bool_)
+        self.data = np.empty(0, object)
         self._rows = _Rows()
         self._places: dict[tuple[str, int], tuple[int, int]] = {}  # {(camera, episode): (first entry, number of entries)}
 
@@ -170,10 +169,14 @@ class BlockTable:
         """Return the size of each block in bytes."""
         return self.stop[blocks] - self.start[blocks]
 
-    def names(self, blocks: Int64) -> list[BlockName]:
-        """Return the name of each block."""
-        cameras = [self.cameras[camera] for camera in self.camera[blocks].tolist()]
-        return list(zip(cameras, self.episode[blocks].tolist(), self.number[blocks].tolist(), strict=True))
+    def held(self, blocks: Int64) -> npt.NDArray[np.bool_]:
+        """Return whether each block is in memory or being fetched."""
+        held: npt.NDArray[np.bool_] = self.data[blocks] != None  # noqa: E711, compares each item
+        return held
+
+    def owner(self, block: int) -> tuple[str, int]:
+        """Return the camera and the episode of a block."""
+        return self.cameras[self.camera[block]], int(self.episode[block])
 
     def groups(self, blocks: Int64) -> list[Int64]:
         """Split blocks in increasing order into groups that are adjacent in a file."""
@@ -185,7 +188,7 @@ class BlockTable:
         """Add the blocks of an episode, none of which is held yet. Return the entry of the first one."""
         first = self._rows.take(len(start))
         self._places[camera, episode] = first, len(start)
-        new = {"start": start, "stop": stop, "number": np.arange(len(start)), "held": False, "touched": NONE, "epoch": NONE}
+        new = {"start": start, "stop": stop, "number": np.arange(len(start)), "data": None, "touched": NONE, "epoch": NONE}
         for column, values in (new | {"camera": self.cameras.index(camera), "episode": episode}).items():
             setattr(self, column, _grown(getattr(self, column), self._rows.used))
             getattr(self, column)[first : first + len(start)] = values
@@ -242,6 +245,12 @@ class EpisodeTable:
         """Return a mask of the episodes that are open, with the shape of `episodes`."""
         is_open: npt.NDArray[np.bool_] = self.first_row[episodes] != NONE
         return is_open
+
+    def closed(self, episodes: Int64) -> list[int]:
+        """Return those of the episodes that are not open, without duplicates."""
+        unique = np.unique(episodes)
+        closed: list[int] = unique[~self.is_open(unique)].tolist()
+        return closed
 
     def rows(self, frames: Int64) -> Int64:
         """Return the row of each frame. The frames are numbered over all episodes, and their episodes must be open."""

@@ -21,7 +21,8 @@ An episode is opened before the first batch that uses it is planned: its rows ar
 >>> def opened(episode):
 ...     frame = np.arange(lengths[episode])
 ...     return OpenEpisode(episode, {"top": Located(packet=frame, keyframe=frame // 2 * 2)})
->>> planner.observe([opened(0), opened(2)])
+>>> planner.table.open(opened(0))
+>>> planner.table.open(opened(2))
 >>> print(planner.plan())
 batch 0 shows episode 0 frame 1, episode 2 frame 2
   top: decode episode 0 frames 0, 1 into slots 2, 0
@@ -31,7 +32,7 @@ batch 0 shows episode 0 frame 1, episode 2 frame 2
 Both frames of each GOP are decoded together, since decoding begins at the keyframe. Frame 0 of episode 0 must be decoded to
 reach frame 1. Batch 1 shows frame 0, so this frame stays in slot 2 and is not decoded again.
 
->>> planner.observe([opened(1)])
+>>> planner.table.open(opened(1))
 >>> print(planner.plan())
 batch 1 shows episode 0 frame 0, episode 1 frame 4
   top: decode episode 1 frames 4, 5 into slots 1, 0

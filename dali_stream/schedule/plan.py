@@ -1,20 +1,19 @@
-"""Plan of each batch: which frames it shows and decodes, and which encoded video it fetches and evicts."""
+"""Plan of each batch: which frames it shows and decodes."""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.schedule.episodes import EpisodeTable, OpenEpisode
+from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.frames import FrameCache, FramePlan
 from dali_stream.schedule.look_ahead import Window
 from dali_stream.schedule.samples import Samples
-from dali_stream.schedule.video import BLOCK, VideoPlan, VideoPlanner
 
 Int64 = npt.NDArray[np.int64]
 _AT_ONCE = 8  # batches of the order that each `plan` reads ahead, until the horizon is full
@@ -28,15 +27,11 @@ class Limits:
         kept: Maximum number of decoded frames of each camera that are cached for later batches.
         in_flight: Maximum number of batches that are planned and not delivered yet.
         horizon: Number of samples that the order is read ahead.
-        block: Bytes of a block of encoded video.
-        look_ahead: Maximum number of batches whose encoded video is fetched ahead.
     """
 
     kept: int
     in_flight: int
     horizon: int
-    block: int = BLOCK
-    look_ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,13 +42,13 @@ class BatchPlan:
         samples: Samples of the batch.
         frames: {camera whose frames are cached: plan of its frames}.
         packets: {other camera: packets of the frames that the batch shows, shape (B, T)}. `NONE` if a frame has no packet.
-        video: Encoded video to fetch and evict.
+        decoded: {camera: rows of the frames that the batch decodes}.
     """
 
     samples: Samples
     frames: dict[str, FramePlan]
     packets: dict[str, Int64]
-    video: VideoPlan = field(default_factory=VideoPlan)
+    decoded: dict[str, Int64]
 
     def __str__(self) -> str:
         shown = zip(self.samples.episode.tolist(), self.samples.frame.tolist(), strict=True)
@@ -77,7 +72,7 @@ class BatchPlanner:
     Attributes:
         table: See above.
         frames: {camera: cache of its decoded frames}.
-        video: Planner of the encoded video.
+        windows: {camera: its window}.
     """
 
     def __init__(
@@ -94,19 +89,17 @@ class BatchPlanner:
         self._batches, self._horizon = batches, max(limits.horizon // batch_size, 1)
         self._ahead: deque[Samples] = deque()  # batches that have been read from the order and not planned
         equal: dict[bytes, Window] = {}  # cameras with equal offsets share a window, which saves work and memory
-        self._windows = {
+        self.windows = {
             camera: equal.setdefault(values.tobytes(), Window(self.table, values, dataset_of))
             for camera, values in {**windows, **(uncached or {})}.items()
         }
 
         self.frames = {
-            camera: FrameCache(table, camera, self._windows[camera], limits.kept, batch_size * each.shape[-1], limits.in_flight)
+            camera: FrameCache(table, camera, self.windows[camera], limits.kept, batch_size * each.shape[-1], limits.in_flight)
             for camera, each in windows.items()
         }
-        fetched = {camera: window for camera, window in self._windows.items() if camera in table.blocks.cameras}
-        self.video = VideoPlanner(self.table, fetched, self.frames, limits.block, limits.look_ahead)
         # If nothing is ever evicted, next uses need not be recorded.
-        self._evicts = bool(fetched) or not all(cache.keeps_all for cache in self.frames.values())
+        self._evicts = bool(table.blocks.cameras) or not all(cache.keeps_all for cache in self.frames.values())
 
     def ahead(self, count: int, most: int | None = None) -> list[Samples]:
         """Return the batches that `plan` will plan next. Read them from the order if necessary.
@@ -119,54 +112,27 @@ class BatchPlanner:
             self._read()
         return list(itertools.islice(self._ahead, most or count))
 
-    def closed(self, samples: Samples) -> list[int]:
-        """Return the episodes of a batch that are not open."""
-        episodes = np.unique(samples.episode)
-        return episodes[~self.table.is_open(episodes)].tolist()
-
-    def observe(self, opened: Iterable[OpenEpisode] = (), closed: Iterable[int] = (), video_room: int | None = None) -> None:
-        """Update the planner after episodes were closed and opened.
-
-        Args:
-            opened: Episodes that were opened.
-            closed: Episodes that were closed before the episodes in `opened` were opened.
-            video_room: Bytes that encoded video may take from now on. None if unchanged.
-        """
-        if video_room is not None:
-            self.video.room = video_room
-        for episode in closed:
-            # This order is necessary: the blocks and their next uses are looked up in the episode's rows.
-            self.video.close(episode)
-            self.table.close(episode)
-        for each in opened:
-            self.table.open(each)
-
     def plan(self) -> BatchPlan:
-        """Plan the next batch. Its episodes must be open.
-
-        Raises:
-            MemoryBudgetError: If memory_budget does not hold the encoded video of the batch.
-        """
+        """Plan the next batch. Its episodes must be open."""
         # Reading the whole horizon at once would delay the first batch, so each call reads a few batches.
         for _ in range(_AT_ONCE):
             if len(self._ahead) <= self._horizon:
                 self._read()
         samples = self._ahead.popleft()
-        shown = {window: window.frames(samples) for window in set(self._windows.values())}
-        # Frames are planned before video, which is needed only for the frames that are decoded.
+        shown = {window: window.frames(samples) for window in set(self.windows.values())}
         frames = {
-            camera: cache.plan(samples.number, shown[self._windows[camera]], len(self._ahead))
+            camera: cache.plan(samples.number, shown[self.windows[camera]], len(self._ahead))
             for camera, cache in self.frames.items()
         }
         packets, decoded = {}, {}
-        for camera, window in self._windows.items():
+        for camera, window in self.windows.items():
             if camera in frames:
                 plan = frames[camera]
                 decoded[camera] = self.table.first_row[plan.episode] + plan.frame
             else:
                 rows = self.table.rows(shown[window])
                 packets[camera], decoded[camera] = self.table.cameras[camera].packet[rows].astype(np.int64), np.unique(rows)
-        return BatchPlan(samples, frames, packets, self.video.plan(samples, decoded, self._ahead))
+        return BatchPlan(samples, frames, packets, decoded)
 
     def _read(self) -> None:
         """Read one more batch from the order, and register the uses of its frames."""
@@ -176,8 +142,8 @@ class BatchPlanner:
             return
         # The first batch ahead is the next one to plan, so the batch before it was planned last.
         now = self._ahead[0].number - 1
-        frames = {window: np.unique(window.frames(samples)) for window in set(self._windows.values())}
+        frames = {window: np.unique(window.frames(samples)) for window in set(self.windows.values())}
         for window, each in frames.items():
             window.uses.add(samples.number, each, now)
         for camera, cache in self.frames.items():
-            cache.foresee(samples.number, frames[self._windows[camera]])
+            cache.foresee(samples.number, frames[self.windows[camera]])

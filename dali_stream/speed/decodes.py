@@ -118,8 +118,8 @@ def decodes(
 def plan_next(planner: BatchPlanner, lengths: npt.NDArray[np.int64], gop: int) -> BatchPlan:
     """Plan the next batch of a dataset whose episodes have GOPs of `gop` frames in all cameras."""
     [samples] = planner.ahead(1)
-    for episode in planner.closed(samples):
+    for episode in planner.table.closed(samples.episode):
         frame = np.arange(lengths[episode])
         located = Located(frame, frame // gop * gop)
-        planner.observe([OpenEpisode(episode, dict.fromkeys(planner.frames, located))])
+        planner.table.open(OpenEpisode(episode, dict.fromkeys(planner.frames, located)))
     return planner.plan()
