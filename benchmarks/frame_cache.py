@@ -20,7 +20,7 @@ from dali_stream import Order
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import horizon
 from dali_stream.schedule.episodes import EpisodeTable
-from dali_stream.schedule.plan import BatchPlanner, Limits
+from dali_stream.schedule.plan import Limits, Schedule
 from dali_stream.schedule.samples import samples
 from dali_stream.speed.decodes import plan_next
 from dali_stream.tools import environment
@@ -86,7 +86,7 @@ def decodes(lengths: np.ndarray, gop: int, steps: int, memory: Memory, most: int
 
     kept = min(memory.bytes // (memory.size[0] * memory.size[1] * 3), frames)
     windows, limits = {"camera": -30 * np.arange(steps)[::-1]}, Limits(kept, IN_FLIGHT, horizon(kept, frames))
-    planner = BatchPlanner(EpisodeTable(lengths, windows), samples(order, batches, 0, 0, 0), BATCH_SIZE, windows, limits)
+    planner = Schedule(EpisodeTable(lengths, windows), samples(order, batches, 0, 0, 0), BATCH_SIZE, windows, limits)
     decoded = shown = 0
     for _ in itertools.repeat(None, min(batches.count(0), most or batches.count(0))):
         plan = plan_next(planner, lengths, gop).frames["camera"]

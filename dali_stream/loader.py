@@ -366,7 +366,7 @@ class Loader:
             ValueError: If an epoch has fewer batches.
         """
         self._check_not_begun("resume")
-        self._epoch, self._position = epoch_number(epoch), self._config.batches.begin(from_zero("batch", batch))
+        self._epoch, self._position = epoch_number(epoch), self._config.batches.start_of(from_zero("batch", batch))
         _log.warning(
             "resumed at batch %d of epoch %d, position %d, without a state: the samples are those that follow in the "
             "interrupted run if its dataset, its global batch of %d samples and its %s were those of this Loader",

@@ -44,9 +44,9 @@ def test_spans_follow_each_other_and_are_as_many_as_counted(batches: Batches, po
 @examples(100)
 def test_each_batch_begins_where_its_span_does(batches: Batches) -> None:
     begins = [start for start, _ in spans(batches, 0)]
-    assert [batches.begin(number) for number in range(len(begins) + 1)] == [*begins, batches.frames]
+    assert [batches.start_of(number) for number in range(len(begins) + 1)] == [*begins, batches.frames]
     with pytest.raises(ValueError, match=f"batch must be at most {len(begins)}, the number of batches of an epoch, got"):
-        batches.begin(len(begins) + 1)
+        batches.start_of(len(begins) + 1)
 
 
 @given(cuts, st.integers(0, 320))

@@ -45,7 +45,7 @@ class Memory(RuleBasedStateMachine):
         self.used.insert(len(self.used) if is_used or key in self.pins else 0, key)
         if is_read:
             self.coming[key] = Future()
-            self.cache.begin(key, self.coming[key])
+            self.cache.set_read(key, self.coming[key])
 
     @precondition(lambda self: self.coming)
     @rule(fails=st.booleans(), data=st.data())

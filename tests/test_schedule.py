@@ -21,7 +21,7 @@ from dali_stream.order.windows import window
 from dali_stream.schedule.budget import horizon
 from dali_stream.schedule.episodes import NONE, EpisodeTable, Located, OpenEpisode
 from dali_stream.schedule.frames import FramePlan
-from dali_stream.schedule.plan import BatchPlanner, Limits
+from dali_stream.schedule.plan import Limits, Schedule
 from dali_stream.schedule.samples import Samples, samples
 
 Frame = tuple[int, int]  # episode, frame
@@ -70,7 +70,7 @@ class Run:
         return packet, keyframe
 
     def plan(self, count: int) -> Run:
-        planner = BatchPlanner(
+        planner = Schedule(
             EpisodeTable(self.lengths, [CAMERA]), self.batches(), self.batch_size, {CAMERA: self.offsets}, self.limits
         )
         for number in range(count):
@@ -232,14 +232,14 @@ from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import horizon
 from dali_stream.order import Order
 from dali_stream.schedule.episodes import EpisodeTable
-from dali_stream.schedule.plan import BatchPlanner, Limits
+from dali_stream.schedule.plan import Schedule, Limits
 from dali_stream.schedule.samples import samples
 from dali_stream.speed.decodes import plan_next
 lengths = np.full(1_000_000, 100)
 order = lambda epoch: Order(lengths, True, 0, epoch, 32, 8)
 found = samples(order, Batches(100_000_000, 64, 8, "drop"), 0, 0, {position})
 windows = {{"a": np.zeros(1, np.int64), "b": np.arange(-7, 1)}}
-planner = BatchPlanner(EpisodeTable(lengths, windows), found, 64, windows, Limits(28000, 2, 56000))
+planner = Schedule(EpisodeTable(lengths, windows), found, 64, windows, Limits(28000, 2, 56000))
 for _ in range(20):
     plan_next(planner, lengths, 30)
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))

@@ -75,7 +75,7 @@ class _Pinned(NamedTuple):
 class OpenEpisodes:
     """Episodes that are open, and the reads for those that the next batches need. Only one thread may use it.
 
-    For each batch, `begin` and then `open` are called. The same calls with the same results of reads always give the same
+    For each batch, `read_ahead` and then `open` are called. The same calls with the same results of reads always give the same
     decisions.
 
     Args:
@@ -136,7 +136,7 @@ class OpenEpisodes:
         # This is farther than `_last_due`, so that reads begin some batches before the planner waits for them.
         return min(2 * GROWTH * number, self._limits.look_ahead * 5 // 4)
 
-    def begin(self, ahead: Iterable[Samples]) -> int:
+    def read_ahead(self, ahead: Iterable[Samples]) -> int:
         """Begin to read the rows and indices that the next batches need, and close episodes to make room for them.
 
         Args:
@@ -227,7 +227,8 @@ class OpenEpisodes:
     def _newly_due(self) -> list[_Pinned]:
         """Return the next batch, and the batches that became due when it became the next one."""
         # The episodes of batches up to `_due` were opened before. The next batch is returned again, since its reads may have
-        # failed, or it may have been removed from the look-ahead and added again. In both cases `begin` has repeated the reads.
+        # failed, or it may have been removed from the look-ahead and added again. In both cases `read_ahead` has repeated the
+        # reads.
         last = self._last_due()
         later = itertools.takewhile(lambda batch: batch.number <= last, itertools.islice(self._pinned, 1, None))
         return [self._pinned[0], *(batch for batch in later if batch.number > self._due)]
@@ -245,7 +246,7 @@ class OpenEpisodes:
         return batch
 
     def _unpin_last(self) -> None:
-        """Remove the last batch from the look-ahead. `begin` adds it again later."""
+        """Remove the last batch from the look-ahead. `read_ahead` adds it again later."""
         batch = self._pinned.pop()
         self._cache.unpin(batch.keys)
         self._requested = batch.number - 1
@@ -283,7 +284,7 @@ class OpenEpisodes:
             again = self._read_in[number] == batch.epoch
             self._read_in[number] = batch.epoch
         read = self._read_index if camera else self._read_rows
-        self._cache.begin(key, self._readers.submit(read, key, batch.number, again, priority=(step, 0)))
+        self._cache.set_read(key, self._readers.submit(read, key, batch.number, again, priority=(step, 0)))
         return again and camera != ""
 
     def _read_rows(self, key: Key, batch: int, again: bool) -> Found:

@@ -80,7 +80,7 @@ class PinnedCache:
         self._unset_idle(key)
         self._bytes[_kind(key)] -= self._entries.pop(key).size
 
-    def begin(self, key: Key, coming: Future[Any]) -> None:
+    def set_read(self, key: Key, coming: Future[Any]) -> None:
         """Set the read of a value, which has begun."""
         self._entries[key].coming = coming
 

@@ -62,7 +62,7 @@ class Batches:
             return whole
         return whole + (rest > 0)
 
-    def begin(self, batch: int) -> int:
+    def start_of(self, batch: int) -> int:
         """Return the position at which a global batch begins.
 
         Args:

@@ -11,11 +11,11 @@ from dali_stream.decode.turns import turns
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.observe.counters import Counters
 from dali_stream.pipeline import graph
-from dali_stream.pipeline.batches import PlannedBatch
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.external_source import ExternalSource
 from dali_stream.pipeline.finisher import Finisher
 from dali_stream.pipeline.iterator import Iterator, PipelineError, abandon
+from dali_stream.pipeline.planned_batch import PlannedBatch
 from dali_stream.pipeline.planner import Planner
 
 _TRIED = 8  # number of clips decoded at a time to find a broken one: few, since the failed pipeline still uses memory

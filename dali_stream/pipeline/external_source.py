@@ -9,9 +9,9 @@ from typing import Any
 import numpy.typing as npt
 
 from dali_stream.decode.route import TORCHCODEC_CUDA, Route
-from dali_stream.pipeline.batches import PlannedBatch, with_time_axis
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.finisher import Finisher
+from dali_stream.pipeline.planned_batch import PlannedBatch, with_time_axis
 
 Array = npt.NDArray[Any]
 

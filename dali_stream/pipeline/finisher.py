@@ -11,8 +11,8 @@ from dali_stream.cache.buffers import Buffers
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.source import ABSENT
 from dali_stream.observe.counters import Counters
-from dali_stream.pipeline.batches import PlannedBatch, closed
 from dali_stream.pipeline.config import SUBSTITUTE, Config
+from dali_stream.pipeline.planned_batch import PlannedBatch, closed
 from dali_stream.pipeline.planner import Planner
 
 

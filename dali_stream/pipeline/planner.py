@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from dali_stream.decode.route import Route
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import begin_batch
-from dali_stream.pipeline import columns
-from dali_stream.pipeline.batches import PlannedBatch, closed
+from dali_stream.pipeline import gather
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.decode_pool import DecodePool
+from dali_stream.pipeline.planned_batch import PlannedBatch, closed
 from dali_stream.pipeline.reading import Reading
 from dali_stream.schedule.budget import divide, order_horizon
 from dali_stream.schedule.episodes import EpisodeTable
-from dali_stream.schedule.plan import BatchPlanner, Limits
+from dali_stream.schedule.plan import Limits, Schedule
 from dali_stream.schedule.samples import samples
 from dali_stream.system.workers import join_started
 
@@ -57,7 +57,7 @@ class Planner:
         on_nvdec = [key for key in dataset.cameras if key not in on_cpu]
         self.sizes = sizes = config.sizes(on_cpu)
         parts = divide(config.memory_budget, sizes)
-        self._planner = BatchPlanner(
+        self._schedule = Schedule(
             EpisodeTable(dataset.lengths, dataset.cameras, dataset.videos if dataset.data_store.remote else ()),
             samples(config.order, config.batches, config.rank, epoch, position),
             config.batches.largest,
@@ -66,8 +66,8 @@ class Planner:
             {key: config.windows.of(key) for key in on_nvdec},
             dataset.dataset_of,
         )
-        self._reading = Reading(config, sizes, parts, self._planner, counters)
-        self.pool = DecodePool(config, routes, {key: self._planner.frames[key].slots for key in on_cpu}, counters)
+        self._reading = Reading(config, sizes, parts, self._schedule, counters)
+        self.pool = DecodePool(config, routes, {key: self._schedule.frames[key].slots for key in on_cpu}, counters)
         self.keeps_all = not on_nvdec and parts.frames >= int(dataset.lengths.sum())
         self._planned: queue.Queue[PlannedBatch | BaseException] = queue.Queue()  # needs no size limit because of `_room`
         self._room = threading.Semaphore(config.depth)
@@ -109,7 +109,7 @@ class Planner:
         The keys are the total, and the memory of rows, indices, encoded video and cached decoded frames.
         """
         # These are plain numbers that the planner's thread updates. They are read without a lock, which is exact enough.
-        frames = sum(cache.cached * self._config.frame_bytes(key) for key, cache in self._planner.frames.items())
+        frames = sum(cache.cached * self._config.frame_bytes(key) for key, cache in self._schedule.frames.items())
         kinds = *self._reading.episodes.bytes_by_kind, self._reading.video.bytes, frames
         return dict(zip(MEMORY, (sum(kinds), *kinds), strict=True))
 
@@ -140,9 +140,9 @@ class Planner:
             for number in itertools.count():
                 begin_batch(number)
                 # Reads begin before the batch has room, so that they continue while the training loop is slow. No batch in
-                # progress needs the episodes that `begin` closes, see `Reading.begin`.
+                # progress needs the episodes that `read_ahead` closes, see `Reading.read_ahead`.
                 with self._counters.timed("rows_s"):  # rows of local data are read here
-                    self._reading.begin(number)
+                    self._reading.read_ahead(number)
                 self._room.acquire()
                 if self.stopping:
                     return
@@ -154,15 +154,15 @@ class Planner:
 
     def _plan(self) -> PlannedBatch:
         config, reading, timed = self._config, self._reading, self._counters.timed
-        # Only `begin` and `open` close episodes. After `open`, those of the batch stay open until this method has gathered
+        # Only `read_ahead` and `open` close episodes. After `open`, those of the batch stay open until this method has gathered
         # their rows and started the decode tasks, which hold the packets, indices and blocks that they need.
         with timed("rows_s"):
             reading.open()
-        plan = self._planner.plan()
+        plan = self._schedule.plan()
         batch, stores = plan.samples, reading.fetch(plan)
-        shown, pads = columns.shown_frames(config, batch)
+        shown, pads = gather.shown_frames(config, batch)
         with timed("gather_s"):
-            values = columns.gather(config, self._planner.table, batch, shown)
-            texts = columns.take_texts(config, self._planner.table, batch, values, reading.names.result())
+            values = gather.columns(config, self._schedule.table, batch, shown)
+            texts = gather.take_texts(config, self._schedule.table, batch, values, reading.names.result())
         frames = {key: shown.get(key, batch.frame[:, None]) for key in config.dataset.cameras}
         return PlannedBatch(batch, values | pads, texts, self.pool.start(plan, frames, reading.episodes, stores))

@@ -13,7 +13,7 @@ from dali_stream.lerobot.row_memory import RowMemory
 from dali_stream.observe.counters import Counters
 from dali_stream.pipeline.config import Config
 from dali_stream.schedule.budget import Parts, Sizes, look_ahead, reads_budget
-from dali_stream.schedule.plan import BatchPlan, BatchPlanner
+from dali_stream.schedule.plan import BatchPlan, Schedule
 from dali_stream.storage import Store
 from dali_stream.storage.retry import PER_HOST
 from dali_stream.system.workers import Workers
@@ -29,13 +29,13 @@ class Reading:
     """Reader of the rows, indices and encoded video that the plans need.
 
     Only the planner's thread may call its methods, except for `stop` and `join`. It calls `start`, and then for each batch
-    `begin`, `open` and `fetch` in this order.
+    `read_ahead`, `open` and `fetch` in this order.
 
     Args:
         config: Configuration of the loader.
         sizes: Sizes of the dataset and of its batches.
         parts: Division of `memory_budget`.
-        planner: Planner of the batches. Nothing else opens and closes episodes in its table.
+        schedule: Schedule of the batches. Nothing else opens and closes episodes in its table.
         counters: Counters to add to.
 
     Attributes:
@@ -45,9 +45,9 @@ class Reading:
         names: Result of `Source.names`, which `start` requests.
     """
 
-    def __init__(self, config: Config, sizes: Sizes, parts: Parts, planner: BatchPlanner, counters: Counters) -> None:
+    def __init__(self, config: Config, sizes: Sizes, parts: Parts, schedule: Schedule, counters: Counters) -> None:
         dataset, remote = config.dataset, config.dataset.data_store.remote
-        self.parts, self._planner, self._counters = parts, planner, counters
+        self.parts, self._schedule, self._counters = parts, schedule, counters
         self._store, self._readers = dataset.data_store.session(), Workers("dali_stream fetch", FETCHERS if remote else 0)
         self._look_ahead = look_ahead(config.batches.batch_size) if remote else 0
         self.episodes = OpenEpisodes(
@@ -65,16 +65,16 @@ class Reading:
             self._store,
             self._readers,
             RowMemory(at_once=parts.opened),
-            planner.table,
-            planner.table.open,
+            schedule.table,
+            schedule.table.open,
             self._close,
             counters,
         )
         self._names = dataset.names
         self.video = BlockCache(
-            planner.table,
-            planner.windows,
-            planner.frames,
+            schedule.table,
+            schedule.windows,
+            schedule.frames,
             parts.block,
             self._look_ahead,
             self._store,
@@ -92,19 +92,19 @@ class Reading:
         """Begin to read the names of the tasks."""
         self.names = self._readers.submit(self._names)
 
-    def begin(self, number: int) -> None:
+    def read_ahead(self, number: int) -> None:
         """Begin to read rows and indices for batch `number` and batches after it, and close episodes to make room for them.
 
         Batches in progress do not need open episodes: their rows have been copied, and the packets of their frames are known.
         """
-        again = self.episodes.begin(self._planner.ahead(1 + self.episodes.horizon(number)))
+        again = self.episodes.read_ahead(self._schedule.ahead(1 + self.episodes.horizon(number)))
         self._count_again("indices_read_again", again, "indices are read")
         wait(self._first)  # the encoded video of the first batch is fetched alone, so that training starts soon
         self._first = []
 
     def open(self) -> None:
         """Open the episodes of the next batch, and those of later batches that are due. Wait for their reads."""
-        self.episodes.open(self._planner.ahead(1, most=_SOON))
+        self.episodes.open(self._schedule.ahead(1, most=_SOON))
         # Encoded video may take the memory that rows and indices do not use. Their sizes are known now.
         self.video.room = self.parts.encoded - sum(self.episodes.bytes_by_kind)
 
@@ -117,7 +117,7 @@ class Reading:
         Raises:
             MemoryBudgetError: If memory_budget does not hold the encoded video of the batch.
         """
-        stores = self.video.view(plan.samples, plan.decoded, self._planner.ahead(0, most=self._look_ahead))
+        stores = self.video.view(plan.samples, plan.decoded, self._schedule.ahead(0, most=self._look_ahead))
         if not plan.samples.number:
             self._first = self.video.requests
         self._count_again("evicted_early", self.video.evicted_early, "bytes are fetched")
@@ -125,10 +125,10 @@ class Reading:
         return stores
 
     def _close(self, episode: int) -> None:
-        """Close an episode. Batches in progress do not need it, see `begin`."""
+        """Close an episode. Batches in progress do not need it, see `read_ahead`."""
         # This order is necessary: the blocks and their next uses are looked up in the episode's rows.
         self.video.close(episode)
-        self._planner.table.close(episode)
+        self._schedule.table.close(episode)
 
     def stop(self) -> None:
         """Cancel all reads, without waiting. Threads that wait for a read get an error."""

@@ -12,8 +12,8 @@ from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import Route
 from dali_stream.errors import DatasetError, DecodeError, StorageError
 from dali_stream.observe.counters import Counters
-from dali_stream.pipeline.batches import closed
 from dali_stream.pipeline.config import Config
+from dali_stream.pipeline.planned_batch import closed
 from dali_stream.pipeline.planner import MEMORY, Planner
 from dali_stream.pipeline.torch_batches import TorchBatches
 

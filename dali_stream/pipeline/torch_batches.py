@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from dali_stream.observe.counters import Counters
-from dali_stream.pipeline.batches import with_time_axis
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.finisher import Finisher
+from dali_stream.pipeline.planned_batch import with_time_axis
 from dali_stream.pipeline.planner import Planner
 
 

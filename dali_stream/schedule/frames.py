@@ -137,7 +137,7 @@ class FrameCache:
             # copy. `touched` need not be updated, since no slot is ever freed.
             nothing = np.empty(0, np.int64)
             return FramePlan(show.reshape(frames.shape), nothing, nothing, nothing, nothing, nothing, len(show), 0, 0)
-        self._state.begin(batch)
+        self._state.release(batch)
         self._room += self._room_later.pop(batch, 0)
         shown, place = np.unique(frames, return_inverse=True)
         slot = self.slots_of(shown)
@@ -298,7 +298,7 @@ class _Slots:
         self._free_count = count
         self._later = defaultdict[int, list[Int64]](list)  # {batch: slots that become free when it is planned}
 
-    def begin(self, batch: int) -> None:
+    def release(self, batch: int) -> None:
         """Release the slots that become free with this batch."""
         for slots in self._later.pop(batch, ()):
             self._give_back(slots)

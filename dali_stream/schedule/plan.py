@@ -57,8 +57,8 @@ class BatchPlan:
         return "\n".join(lines)
 
 
-class BatchPlanner:
-    """Planner of the batches, one after the other. The same arguments and observations always give the same plans.
+class Schedule:
+    """Schedule of the batches, planned one after the other. The same arguments and observations always give the same plans.
 
     Args:
         table: Table of the open episodes, with the cameras of `windows` and `uncached`.

@@ -12,7 +12,7 @@ from dali_stream.order.batches import Batches
 from dali_stream.order.order import EpochOrder
 from dali_stream.schedule.budget import Sizes, divide, order_horizon
 from dali_stream.schedule.episodes import EpisodeTable, Located, OpenEpisode
-from dali_stream.schedule.plan import BatchPlan, BatchPlanner, Limits
+from dali_stream.schedule.plan import BatchPlan, Limits, Schedule
 from dali_stream.schedule.samples import samples
 
 if TYPE_CHECKING:
@@ -103,23 +103,23 @@ def decodes(
     # epoch and the one after it are simulated as a whole, since only the latter finds frames of the first epoch in the cache.
     count, later_from = (2 * epoch, epoch) if kept >= frames or steady > epoch else (steady, fill)
     read = samples(order, batches, rank, 0, 0)
-    planner = BatchPlanner(EpisodeTable(lengths, [camera]), read, batches.largest, {camera: offsets}, limits)
+    schedule = Schedule(EpisodeTable(lengths, [camera]), read, batches.largest, {camera: offsets}, limits)
     total, shown = np.zeros((2, 2)), np.zeros((2, 1))  # one row for the first epoch, and one for later epochs
     for number in range(count):
-        if number >= epoch and planner.frames[camera].cached == frames:
+        if number >= epoch and schedule.frames[camera].cached == frames:
             break  # nothing is left to decode
-        plan = plan_next(planner, lengths, gop).frames[camera]
+        plan = plan_next(schedule, lengths, gop).frames[camera]
         counts = np.array([[number < epoch], [number >= later_from]])
         total, shown = total + counts * [plan.decodes, len(plan.slot)], shown + counts * plan.show.size
     first, later = (total / np.maximum(shown, 1)).tolist()
     return Decodes(*first), Decodes(*later)
 
 
-def plan_next(planner: BatchPlanner, lengths: npt.NDArray[np.int64], gop: int) -> BatchPlan:
+def plan_next(schedule: Schedule, lengths: npt.NDArray[np.int64], gop: int) -> BatchPlan:
     """Plan the next batch of a dataset whose episodes have GOPs of `gop` frames in all cameras."""
-    [samples] = planner.ahead(1)
-    for episode in planner.table.closed(samples.episode):
+    [samples] = schedule.ahead(1)
+    for episode in schedule.table.closed(samples.episode):
         frame = np.arange(lengths[episode])
         located = Located(frame, frame // gop * gop)
-        planner.table.open(OpenEpisode(episode, dict.fromkeys(planner.frames, located)))
-    return planner.plan()
+        schedule.table.open(OpenEpisode(episode, dict.fromkeys(schedule.frames, located)))
+    return schedule.plan()

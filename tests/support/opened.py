@@ -27,6 +27,6 @@ def open_all(dataset: Dataset) -> tuple[OpenEpisodes, list[OpenEpisode]]:
     episodes = OpenEpisodes(dataset, Limits(1 << 40), IndexCache(dataset), *reads, table, add, table.close, Counters())
     numbers = np.arange(len(dataset.lengths))
     batch = Samples(0, 0, Order(dataset.lengths), numbers, episode=numbers, frame=np.zeros_like(numbers), padded=0)
-    episodes.begin([batch])
+    episodes.read_ahead([batch])
     episodes.open([batch])
     return episodes, opened

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from dali_stream.errors import DatasetError
 from dali_stream.order import windows
 from dali_stream.order.uniforms import uniforms
-from dali_stream.pipeline.batches import Texts
 from dali_stream.pipeline.config import DATASET, SAMPLE, SUBSTITUTE, Config
+from dali_stream.pipeline.planned_batch import Texts
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.samples import Samples
 
@@ -40,7 +40,7 @@ def shown_frames(config: Config, samples: Samples) -> tuple[dict[str, Array], di
     return shown, pads
 
 
-def gather(config: Config, table: EpisodeTable, samples: Samples, shown: Mapping[str, Array]) -> dict[str, Array]:
+def columns(config: Config, table: EpisodeTable, samples: Samples, shown: Mapping[str, Array]) -> dict[str, Array]:
     """Return the values of a batch except frames and padding masks.
 
     Args:
@@ -54,23 +54,23 @@ def gather(config: Config, table: EpisodeTable, samples: Samples, shown: Mapping
     """
     dataset = config.dataset
     keys = [key for key in dataset.features if key not in dataset.cameras]
-    columns = {key: table.gather(key, samples.episode, shown.get(key, samples.frame)) for key in keys}
-    columns |= {key: values[dataset.dataset_of[samples.episode]] for key, values in dataset.constants.items()}
+    values = {key: table.gather(key, samples.episode, shown.get(key, samples.frame)) for key in keys}
+    values |= {key: constant[dataset.dataset_of[samples.episode]] for key, constant in dataset.constants.items()}
     if config.augments:
-        columns[SAMPLE] = uniforms(config.arguments.seed, samples.epoch, samples.position)
+        values[SAMPLE] = uniforms(config.arguments.seed, samples.epoch, samples.position)
     if config.max_substitutes is not None:
-        columns[SUBSTITUTE] = np.zeros(len(samples.frame), np.bool_)
-    return columns
+        values[SUBSTITUTE] = np.zeros(len(samples.frame), np.bool_)
+    return values
 
 
-def take_texts(config: Config, table: EpisodeTable, samples: Samples, columns: dict[str, Array], names: Names) -> Texts:
+def take_texts(config: Config, table: EpisodeTable, samples: Samples, values: dict[str, Array], names: Names) -> Texts:
     """Return the text of a batch, which includes the task of each current frame and the name of its dataset.
 
     Args:
         config: Configuration of the loader.
         table: Table of the open episodes.
         samples: Samples of the batch.
-        columns: Result of `gather`. Text is removed from it.
+        values: Result of `columns`. Text is removed from it.
         names: Names of tasks and subtasks, see `Source.names`.
 
     Returns:
@@ -81,10 +81,10 @@ def take_texts(config: Config, table: EpisodeTable, samples: Samples, columns: d
     """
     dataset = config.dataset
     which = dataset.dataset_of[samples.episode].tolist()
-    texts = {key: columns.pop(key).tolist() for key, f in dataset.features.items() if f.is_text}
+    texts = {key: values.pop(key).tolist() for key, f in dataset.features.items() if f.is_text}
     for key, tables in names.items():
         index = f"{key}_index"
-        if index in columns and (any(tables) or key == "task"):
+        if index in values and (any(tables) or key == "task"):
             numbers = table.gather(index, samples.episode, samples.frame).tolist()
             try:
                 texts[key] = [tables[d][n] for d, n in zip(which, numbers, strict=True)]
