@@ -102,12 +102,12 @@ class Loader:
             a `dali_graph`, audits take the memory of another batch of frames on the GPU. Default: 1000.
         last_batch: Treatment of samples that do not fill the last batch of an epoch: "drop" omits them, "partial" delivers a
             smaller batch, and "pad" fills the batch with the first samples of the epoch. Default: "drop".
-        on_error: "raise", or "substitute" to replace a sample that cannot be decoded with another sample of its batch.
-            Substitutes are counted in `stats()`, summed up in a warning per file and epoch, and marked in `is_substitute`, bool
-            of shape (B,). They depend on the batch only, so they are the same in a run that is resumed with the same ranks and
-            batch size. Default: "raise".
-        max_substitutes: Maximum share of a batch that may be replaced, above 0 and up to 1. If more samples cannot be decoded,
-            a DecodeError that contains the first error is raised. Default: 1.0.
+        on_error: "raise", or "substitute" to replace a sample that cannot be read or decoded with another sample of its
+            batch. Substitutes are counted in `stats()`, summed up in a warning per file and epoch, and marked in
+            `is_substitute`, bool of shape (B,). They depend on the batch only, so they are the same in a run that is resumed
+            with the same ranks and batch size. Default: "raise".
+        max_substitutes: Maximum share of a batch that may be replaced, above 0 and up to 1. If more samples cannot be read or
+            decoded, a DecodeError that contains the first error is raised. Default: 1.0.
         rank, world_size: Rank of this process, and number of ranks. Default: those of torch.distributed or Accelerate if
             initialized, otherwise of the environment variables `RANK` and `WORLD_SIZE`, otherwise 0 and 1. Iterating raises an
             error if torch.distributed has been initialized with other values since. Explicit values are not checked in this

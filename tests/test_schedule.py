@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.slow import examples, slow
 
@@ -45,6 +45,7 @@ class Run:
     last_batch: str = "pad"
     lacking: frozenset[Frame] = frozenset()
     close_every: int = 1 << 30  # batches after which all episodes are closed
+    drops: frozenset[tuple[int, int]] = frozenset()  # (batch, slot that cannot be read and is dropped before it)
     steps: list[tuple[Samples, FramePlan]] = field(default_factory=list)
 
     def batches(self):
@@ -77,11 +78,19 @@ class Run:
             [found] = planner.ahead(1)
             for episode in planner.table.closed(found.episode):
                 planner.table.open(OpenEpisode(episode, {CAMERA: Located(*self.packets(episode))}))
+            planner.frames[CAMERA].drop(number, self.dropped(number))
             self.steps.append((found, planner.plan().frames[CAMERA]))
             if number % self.close_every == self.close_every - 1:
                 for episode in np.flatnonzero(planner.table.first_row != NONE).tolist():
-                    planner.close(episode)
+                    planner.table.close(episode)
         return self
+
+    @property
+    def slots(self) -> int:
+        return self.limits.kept + self.limits.in_flight * self.batch_size * len(self.offsets)
+
+    def dropped(self, number: int) -> list[int]:
+        return [slot % self.slots for batch, slot in sorted(self.drops) if batch == number]
 
     def shown(self, found: Samples) -> list[list[Frame]]:
         frames, _ = window(self.offsets, found.frame, self.lengths[found.episode])
@@ -143,20 +152,28 @@ def runs(draw: st.DrawFn) -> Run:
         position=draw(st.integers(0, int(lengths.sum()) - 1)),
         close_every=draw(st.sampled_from([1, 3, 1 << 30])),
         lacking=frozenset(draw(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 39)), max_size=2))),
+        drops=frozenset(draw(st.lists(st.tuples(st.integers(1, 39), st.integers(0, 400)), max_size=20))),
     )
 
 
+# Batches whose frames are all cached do not mark their slots, which are dropped while these batches are in flight.
+ALL_CACHED = Run(np.array([6]), 1, np.array([0]), 2, Limits(6, 3, 0), drops=frozenset((10, slot) for slot in range(12)))
+
+
 @examples(60, derandomize=False)
+@example(ALL_CACHED)
 @given(runs())
 def test_each_slot_holds_the_frame_that_a_batch_shows(run: Run) -> None:
     """Also with any frames missing, from any position, in any order and across the end of epochs."""
     held: dict[int, Frame] = {}
     touched: dict[int, int] = defaultdict(lambda: -100)
     for number, (found, step) in enumerate(run.plan(40).steps):
+        for slot in run.dropped(number):
+            held.pop(slot, None)
         decode = list(zip(step.slot.tolist(), step.episode.tolist(), step.frame.tolist(), step.packet.tolist(), strict=True))
         assert len({slot for slot, *_ in decode}) == len({(e, f) for _, e, f, _ in decode}) == len(decode)
         for slot, episode, frame, packet in decode:
-            assert 0 <= slot < run.limits.kept + run.limits.in_flight * run.batch_size * len(run.offsets)
+            assert 0 <= slot < run.slots
             assert packet == run.packets(episode)[0][frame]
             assert touched[slot] <= number - run.limits.in_flight  # a batch that is not delivered may still be copied from it
             held[slot], touched[slot] = (episode, frame), number
@@ -177,7 +194,7 @@ def test_each_slot_holds_the_frame_that_a_batch_shows(run: Run) -> None:
 @given(runs())
 def test_where_all_frames_fit_each_is_decoded_once_and_never_again(run: Run) -> None:
     run.limits = Limits(int(run.lengths.sum()), run.limits.in_flight, 0)
-    run.lacking = frozenset()
+    run.lacking, run.drops = frozenset(), frozenset()
     batches = -(-int(run.lengths.sum()) // run.batch_size)
     run.plan(4 * batches)
     decoded = [(e, f) for _, step in run.steps for e, f in zip(step.episode.tolist(), step.frame.tolist(), strict=True)]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,7 +31,7 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import span
 from dali_stream.schedule.budget import GROWTH
-from dali_stream.schedule.episodes import NONE, ROW_SPARE, EpisodeTable, OpenEpisode
+from dali_stream.schedule.episodes import NONE, ROW_SPARE, EpisodeTable, Located, OpenEpisode
 from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
 from dali_stream.system.workers import Workers
@@ -88,10 +87,12 @@ class OpenEpisodes:
         table: Table of the open episodes.
         open_in_table: Function that adds an episode to the table.
         close: Function that removes an episode from the table.
+        substitutes: Whether samples of episodes that cannot be read are substituted, so that these episodes are no error.
         counters: Counters to add to.
 
     Attributes:
         table: See above.
+        failed: {episode of the next batch whose rows or indices cannot be read: error}. It is open without rows and packets.
     """
 
     def __init__(
@@ -105,10 +106,12 @@ class OpenEpisodes:
         table: EpisodeTable,
         open_in_table: Callable[[OpenEpisode], None],
         close: Callable[[int], None],
+        substitutes: bool,
         counters: Counters,
     ) -> None:
         self.table, self._open, self._close = table, open_in_table, close
-        self._source, self._limits, self._indices = source, limits, indices
+        self._source, self._limits, self._indices, self._substitutes = source, limits, indices, substitutes
+        self.failed: dict[int, DaliStreamError] = {}
         self._store, self._readers, self._counters = store, readers, counters
         self._reader = row_reader(source, self._store, memory)
         self._cache = PinnedCache(limits.room, limits.index_share, self._evicted)
@@ -150,6 +153,9 @@ class OpenEpisodes:
         for samples in ahead:
             if now == NONE:
                 now = samples.number
+                for episode in self.failed:  # the next batch that needs it reads it again
+                    self._close(episode)
+                self.failed = {}
                 while self._pinned and self._pinned[0].number < now:
                     self._cache.unpin(self._pinned.popleft().keys)
             elif samples.number <= self._requested or now < self._retry:
@@ -182,20 +188,23 @@ class OpenEpisodes:
                 they fit.
 
         Raises:
-            DatasetError: If rows of the next batch are missing or broken.
-            StorageError: If rows or an index of the next batch cannot be read.
+            DatasetError: If rows of the next batch are missing or broken, and `substitutes` is False.
+            StorageError: If rows or an index of the next batch cannot be read, and `substitutes` is False.
             MemoryBudgetError: If the rows and indices of the next batch alone exceed the memory.
             CancelledError: If the readers were stopped.
         """
+        errors: dict[Key, DaliStreamError] = {}
         for batch in self._newly_due():
             for key in filter(self._cache.is_coming, batch.keys):
                 try:
                     result = self._cache.take(key)
-                except (DaliStreamError, CancelledError):
-                    if batch.number == ahead[0].number:
-                        raise
-                    # The error may be temporary. The read is repeated for the batch that needs it, and may raise it then.
+                except DaliStreamError as error:
+                    # The error may be temporary. The read is repeated for each batch that needs it.
                     self._forget(key)
+                    if batch.number == ahead[0].number:
+                        if not self._substitutes:
+                            raise
+                        errors[key] = error.with_traceback(None)
                     continue
                 if key[0]:
                     self._keep_index(key, result)
@@ -209,6 +218,9 @@ class OpenEpisodes:
                 f"memory_budget leaves {room} bytes for rows, indices and encoded video, but the rows and indices of one batch "
                 f'take {taken}. Use a larger memory_budget, such as "{budget_text(larger)}", or a smaller batch_size'
             )
+        for episode in self._pinned[0].episodes if errors else ():
+            if failed := [errors[key] for key in (("", episode), *self._keys_of_indices(episode)) if key in errors]:
+                self._open_failed(episode, failed[0])
         for batch in self._newly_due():
             for episode in batch.episodes:
                 if episode in self._rows and self._has_indices(episode):
@@ -216,7 +228,9 @@ class OpenEpisodes:
         self._due = max(self._due, self._last_due())
 
     def index(self, camera: str, episode: int) -> VideoIndex:
-        """Return the index of the file that contains an episode. Raises DecodeError if the file has no valid index."""
+        """Return the index of an episode's file. Raises DecodeError if there is none, or if the episode is in `failed`."""
+        if episode in self.failed:
+            raise DecodeError(str(self.failed[episode]))
         return self._indices.of(camera, episode, self._store)
 
     def _last_due(self) -> int:
@@ -281,7 +295,7 @@ class OpenEpisodes:
             again = key in self._read_before
             self._read_before.add(key)
         else:
-            again = self._read_in[number] == batch.epoch
+            again = bool(self._read_in[number] == batch.epoch)
             self._read_in[number] = batch.epoch
         read = self._read_index if camera else self._read_rows
         self._cache.set_read(key, self._readers.submit(read, key, batch.number, again, priority=(step, 0)))
@@ -344,8 +358,21 @@ class OpenEpisodes:
 
     def _has_indices(self, episode: int) -> bool:
         """Return whether the indices of an episode's video files have been read."""
-        keys = [(camera, int(files[episode])) for camera, files in self._files.items() if files[episode] != ABSENT]
-        return all(key in self._cache and not self._cache.is_coming(key) for key in keys)
+        return all(key in self._cache and not self._cache.is_coming(key) for key in self._keys_of_indices(episode))
+
+    def _keys_of_indices(self, episode: int) -> list[Key]:
+        return [(camera, int(files[episode])) for camera, files in self._files.items() if files[episode] != ABSENT]
+
+    def _open_failed(self, episode: int, error: DaliStreamError) -> None:
+        """Open an episode that cannot be read: its frames have no packets, and its rows are undefined."""
+        self.failed[episode] = error
+        self._rows.pop(episode, None)
+        if ("", episode) in self._cache:
+            self._cache.remove(("", episode))
+        if self.table.is_open(np.array(episode)):
+            self._close(episode)
+        nothing = np.full(int(self._source.lengths[episode]), NONE, np.int64)
+        self._open(OpenEpisode(episode, dict.fromkeys(self._source.cameras, Located(nothing, nothing))))
 
     def _located(self, episode: int) -> OpenEpisode:
         """Locate the frames of an episode whose rows were read."""

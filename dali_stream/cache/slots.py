@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.errors import DecodeError
+from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.observe.tracing import span
 from dali_stream.system.workers import Workers
 
@@ -30,7 +31,8 @@ class Slots:
     def __init__(self, count: int, shape: tuple[int, int, int]) -> None:
         self._frames = np.empty((count + 1, *shape), np.uint8)
         self._frames[-1] = 0  # slot -1 is a black frame
-        self._errors: dict[int, DecodeError] = {}
+        self._errors: dict[int, DaliStreamError] = {}
+        self._unread: deque[int] = deque()
         self.shape = shape
 
     def put(self, slots: Sequence[int], frames: Frames) -> None:
@@ -40,9 +42,15 @@ class Slots:
             for slot in slots:
                 self._errors.pop(slot, None)
 
-    def fail(self, slot: int, error: DecodeError) -> None:
-        """Record that the frame of a slot cannot be decoded. Only samples that show this frame fail with the error."""
+    def fail(self, slot: int, error: DaliStreamError) -> None:
+        """Record that the frame of a slot cannot be read or decoded. Only samples that show this frame fail with the error."""
         self._errors[slot] = error
+        if not isinstance(error, DecodeError):
+            self._unread.append(slot)
+
+    def take_unread(self) -> list[int]:
+        """Return the slots whose frames could not be read since the last call. Reading them again may succeed."""
+        return [self._unread.popleft() for _ in range(len(self._unread))]
 
     def free(self) -> None:
         """Free the memory. The slots cannot be used afterwards."""
@@ -53,7 +61,7 @@ class Slots:
         # A slot keeps its error until it is written again, so other slots may have errors that do not concern this batch.
         return bool(self._errors) and any(slot in self._errors for slot in show.reshape(-1).tolist())
 
-    def gather(self, show: Int64, out: npt.NDArray[Any], helpers: Workers) -> dict[int, DecodeError]:
+    def gather(self, show: Int64, out: npt.NDArray[Any], helpers: Workers) -> dict[int, DaliStreamError]:
         """Copy the frames of a batch.
 
         Args:

@@ -19,7 +19,7 @@ from dali_stream.decode.refusal import refusal
 from dali_stream.decode.resize import resize
 from dali_stream.decode.sample_decoder import Request, SampleDecoder, SampleWork
 from dali_stream.decode.turns import turns
-from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import Clip, UnsafeForNvdec, pack
 from dali_stream.mp4.index import VideoIndex
@@ -147,6 +147,9 @@ class DaliDecoder(SampleDecoder):
             raise RouteChange([self.key], f"{where}: {error}") from error
         except DecodeError as error:
             work.failed[request.row] = self.named(request.episode, request.frames, request.file, error)
+            return
+        except (DatasetError, StorageError) as error:
+            work.failed[request.row] = error.with_traceback(None)
             return
         self._counters.add(clips=1, decoded_frames=clip.coded_frames)
         places = np.array(clip.frames, np.int32)

@@ -46,7 +46,7 @@ class Work(Protocol):
     """
 
     tasks: list[Future[None]]
-    failed: dict[int, DecodeError]
+    failed: dict[int, DaliStreamError]
 
     def ready(self) -> bool:
         """Return whether `collect` would return without waiting and without errors."""
@@ -90,7 +90,7 @@ class Decoder(Protocol):
 class Decoded:
     """`Work` of a decoder that puts its frames into slots."""
 
-    def __init__(self, slots: Slots, plan: FramePlan, tasks: list[Future[None]], failed: dict[int, DecodeError]) -> None:
+    def __init__(self, slots: Slots, plan: FramePlan, tasks: list[Future[None]], failed: dict[int, DaliStreamError]) -> None:
         self._slots, self._plan, self.tasks, self.failed = slots, plan, tasks, failed
 
     def ready(self) -> bool:

@@ -12,7 +12,7 @@ from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.decode.decoder import Pool, named, succeeded
 from dali_stream.decode.video_files import VideoFiles
-from dali_stream.errors import DecodeError
+from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.index import LACKING, VideoIndex
 from dali_stream.observe.counters import Counters
@@ -55,7 +55,7 @@ class SampleWork:
     def __init__(self, samples: int) -> None:
         self.results: list[Any] = [None] * samples
         self.tasks: list[Future[None]] = []
-        self.failed: dict[int, DecodeError] = {}
+        self.failed: dict[int, DaliStreamError] = {}
 
     def ready(self) -> bool:
         return not self.failed and all(map(succeeded, self.tasks))

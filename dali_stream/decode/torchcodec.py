@@ -20,7 +20,7 @@ from dali_stream.cache.slots import Slots
 from dali_stream.decode.decoder import Decoded, Pool, even_tasks, named, task_frames
 from dali_stream.decode.resize import resize
 from dali_stream.decode.video_files import VideoFiles
-from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.lerobot.source import ABSENT, Source
 from dali_stream.mp4.clip import TICK, TIMESCALE, Clip, config, is_avc, pack, span
 from dali_stream.mp4.format import VideoFormat
@@ -99,7 +99,7 @@ class TorchcodecDecoder(VideoFiles):
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Decoded:
         """See `Decoder.start`."""
         planned, episode = plan.frames[self.key], plan.samples.episode
-        failed: dict[int, DecodeError] = {}
+        failed: dict[int, DaliStreamError] = {}
         present = self._present[episode]
         for row, t in np.argwhere((planned.show == LACKING) & present[:, None]).tolist():
             if row not in failed:
@@ -159,7 +159,8 @@ class TorchcodecDecoder(VideoFiles):
     def _decode(self, store: Store, gops: list[_Gop]) -> None:
         """Decode GOPs in a decode thread, and put their frames into slots.
 
-        If decoding fails, the first half of the frames is tried, until a single frame fails. Only this frame gets the error.
+        If decoding fails, the first half of the frames is tried, until a single frame fails. Only this frame gets the error. If
+        a file cannot be read, all of its frames get the error.
         The frames after it often fail, too, so they are tried in groups that begin with one frame and double.
         """
         frames = [_Frame(gop, i) for gop in gops for i in range(len(gop.packets))]
@@ -169,12 +170,14 @@ class TorchcodecDecoder(VideoFiles):
             part = frames[start : start + count]
             try:
                 self._decode_together(store, part)
-            except DecodeError as error:
-                if len(part) > 1:
+            except (DecodeError, DatasetError, StorageError) as error:
+                if len(part) > 1 and (isinstance(error, DecodeError) or len({gop.file.path for gop, _ in part}) > 1):
                     failed, count = start + len(part), len(part) // 2
                     continue
-                [(gop, i)] = part
-                self._slots.fail(gop.slots[i], self.named(gop.episode, np.array([gop.frames[i]]), gop.file, error))
+                for gop, i in part:  # a single frame, or frames of one file that cannot be read
+                    if isinstance(error, DecodeError):
+                        error = self.named(gop.episode, np.array([gop.frames[i]]), gop.file, error)
+                    self._slots.fail(gop.slots[i], error.with_traceback(None))  # it would keep packets and pixels
                 failed, count = 0, 1
             else:
                 rest = failed - start - len(part)

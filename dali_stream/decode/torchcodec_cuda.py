@@ -23,7 +23,7 @@ from dali_stream.decode.dali import SESSIONS_PER_ENGINE
 from dali_stream.decode.decoder import Pool
 from dali_stream.decode.sample_decoder import Int64, Request, SampleDecoder, SampleWork
 from dali_stream.decode.torchcodec import decode_in_parts
-from dali_stream.errors import DecodeError
+from dali_stream.errors import DatasetError, DecodeError, StorageError
 from dali_stream.lerobot.source import Source
 from dali_stream.observe.counters import Counters
 from dali_stream.schedule.plan import BatchPlan
@@ -90,6 +90,8 @@ class TorchcodecCudaDecoder(SampleDecoder):
                 work.results[request.row] = frames[steps.reshape(-1).tolist()]
         except DecodeError as error:
             work.failed[request.row] = self.named(request.episode, request.frames, request.file, error)
+        except (DatasetError, StorageError) as error:
+            work.failed[request.row] = error.with_traceback(None)
         self._counters.add(clips=1, decoded_frames=decoded)
 
 

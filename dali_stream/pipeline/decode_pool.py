@@ -39,29 +39,31 @@ class DecodePool:
 
     Attributes:
         decoders: {camera: decoder}.
+        slots: {camera that the CPU decodes: its decoded frames}.
         copiers: Threads that copy frames together with the calling thread.
     """
 
     def __init__(self, config: Config, routes: Mapping[str, Route], slots: Mapping[str, int], counters: Counters) -> None:
         self._config, self._counters = config, counters
-        self.decoders = {key: self._decoder(key, routes[key], slots.get(key)) for key in config.dataset.cameras}
+        self.slots = {key: Slots(count, config.frame_shape(key)) for key, count in slots.items()}
+        self.decoders = {key: self._decoder(key, routes[key]) for key in config.dataset.cameras}
         self._decoded_bytes = 0
         self._workers = Workers("dali_stream decode", config.num_threads)
         self.copiers = Workers("dali_stream copy", copy_threads(config.num_threads) - 1, counters.copying)
 
-    def _decoder(self, key: str, route: Route, slot_count: int | None) -> Decoder:
+    def _decoder(self, key: str, route: Route) -> Decoder:
         config, dataset, size = self._config, self._config.dataset, self._config.frame_size(key)
         any_size = config.image_size is not None
         if route.decoder == TORCHCODEC_CUDA:
             from dali_stream.decode.torchcodec_cuda import TorchcodecCudaDecoder
 
             return TorchcodecCudaDecoder(dataset, key, self._counters, config.gpu, any_size)
-        if slot_count is None:
+        if key not in self.slots:
             from dali_stream.decode.dali import DaliDecoder
 
             choose = (lambda samples: audited(samples.position, samples.epoch, config.audit)) if config.audit else None
             return DaliDecoder(dataset, key, self._counters, config.gpu, size, choose, any_size)
-        slots = Slots(slot_count, config.frame_shape(key))
+        slots = self.slots[key]
         decoders: list[Decoder] = []
         if key in dataset.videos:
             decoders.append(TorchcodecDecoder(dataset, key, self._counters, slots, size, any_size))

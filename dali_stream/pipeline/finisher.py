@@ -1,4 +1,4 @@
-"""Last step of a batch: waits for its frames, gathers them, and substitutes samples that could not be decoded."""
+"""Last step of a batch: waits for its frames, gathers them, and substitutes samples that could not be read or decoded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError
 import numpy as np
 
 from dali_stream.cache.buffers import Buffers
-from dali_stream.errors import DecodeError
+from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.source import ABSENT
 from dali_stream.observe.counters import Counters
 from dali_stream.pipeline.config import SUBSTITUTE, Config
@@ -58,7 +58,7 @@ class Finisher:
     def _finish(self, batch: PlannedBatch) -> None:
         """Wait for the frames of a batch and gather them. Substitute samples that failed, if this is allowed."""
         config = self._config
-        failed: dict[int, DecodeError] = {}
+        failed: dict[int, DaliStreamError] = {}
         files: dict[int, str] = {}  # {sample that failed: its file}
         # The tasks of all cameras are waited for before anything is copied, so that no waiting counts as copying.
         with self._counters.timed("starved_s"):
@@ -68,10 +68,16 @@ class Finisher:
             batch.frames[key] = work.collect(self._buffers, self._dtype, self._planner.pool.copiers)
             failed |= work.failed
             files |= {row: self._file(key, int(batch.samples.episode[row])) for row in work.failed}
+        failed |= batch.failed
+        files |= {
+            row: f"episode {config.dataset.episodes[e]}" for row, e in enumerate(batch.samples.episode) if row in batch.failed
+        }
         rows = len(batch.samples.frame)
         self._counters.samples += rows
         self._counters.frames += sum(config.windows.steps(key) * (rows - self._missing(batch, key)) for key in batch.frames)
         if failed:
+            if self._planner.stopping:  # reads fail because another thread closes the loader
+                raise closed()
             good = self._substitutes(rows, failed)
             # The choice of a substitute depends on the batch only, so a resumed run has the same ones.
             for row, error in sorted(failed.items()):
@@ -81,16 +87,16 @@ class Finisher:
                 batch.columns[SUBSTITUTE][row] = True
             self._counters.substituted += len(failed)
 
-    def _substitutes(self, rows: int, failed: dict[int, DecodeError]) -> list[int]:
-        """Return the samples that may substitute others. Raises DecodeError if too many failed."""
+    def _substitutes(self, rows: int, failed: dict[int, DaliStreamError]) -> list[int]:
+        """Return the samples that may substitute others. Raises the first error if all failed, or DecodeError if too many."""
         good = [row for row in range(rows) if row not in failed]
         share, first = self._config.max_substitutes, failed[min(failed)]
         if share is None or not good:
             raise first
         if len(failed) > (most := int(share * rows + 1e-9)):  # 0.29 * 100 is 28.999999999999996
             raise DecodeError(
-                f"{len(failed)} of the {rows} samples of a batch cannot be decoded, but max_substitutes={share:g} allows only "
-                f"{most} substitutes. The first error: {first}"
+                f"{len(failed)} of the {rows} samples of a batch cannot be read or decoded, but max_substitutes={share:g} "
+                f"allows only {most} substitutes. The first error: {first}"
             ) from first
         return good
 

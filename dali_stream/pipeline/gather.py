@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.errors import DatasetError
+from dali_stream.errors import DaliStreamError, DatasetError
 from dali_stream.order import windows
 from dali_stream.order.uniforms import uniforms
 from dali_stream.pipeline.config import DATASET, SAMPLE, SUBSTITUTE, Config
@@ -19,6 +19,26 @@ from dali_stream.schedule.samples import Samples
 Array = npt.NDArray[Any]
 Names = Mapping[str, Sequence[Mapping[int, str]]]
 """See `Source.names`."""
+
+
+def readable(samples: Samples, failed: Mapping[int, DaliStreamError]) -> Samples:
+    """Return samples whose rows can all be gathered: those in `failed` become another sample of the batch.
+
+    Args:
+        samples: Samples of the batch.
+        failed: {sample whose episode cannot be read: error}.
+
+    Raises:
+        DaliStreamError: The first error, if no episode of the batch can be read.
+    """
+    if not failed:
+        return samples
+    good = np.setdiff1d(np.arange(len(samples.episode)), list(failed))
+    if not len(good):
+        raise failed[min(failed)]
+    from_row = np.arange(len(samples.episode))
+    from_row[list(failed)] = good[0]
+    return samples._replace(episode=samples.episode[from_row], frame=samples.frame[from_row])
 
 
 def shown_frames(config: Config, samples: Samples) -> tuple[dict[str, Array], dict[str, Array]]:

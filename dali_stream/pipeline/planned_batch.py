@@ -26,6 +26,7 @@ class PlannedBatch:
         columns: {key: values of shape (B, ...)}, for tabular features, masks and random numbers.
         texts: {key: one string per sample}.
         work: {camera: decode tasks in progress}.
+        failed: {sample whose episode cannot be read: error}. Its columns and texts are those of another sample.
         frames: {camera: frames of shape (B, T, H, W, C), or a list with one item per sample, see `Work.collect`}.
     """
 
@@ -33,6 +34,7 @@ class PlannedBatch:
     columns: dict[str, Array]
     texts: Texts
     work: dict[str, Work]
+    failed: dict[int, DaliStreamError]
     frames: dict[str, Any] = field(default_factory=dict)
 
 

@@ -158,11 +158,18 @@ class Planner:
         # their rows and started the decode tasks, which hold the packets, indices and blocks that they need.
         with timed("rows_s"):
             reading.open()
+        number = self._schedule.ahead(1)[0].number
+        for key, slots in self.pool.slots.items():
+            self._schedule.frames[key].drop(number, slots.take_unread())
         plan = self._schedule.plan()
-        batch, stores = plan.samples, reading.fetch(plan)
+        stores = reading.fetch(plan)
+        errors = reading.episodes.failed
+        failed = {row: errors[e] for row, e in enumerate(plan.samples.episode.tolist()) if e in errors} if errors else {}
+        batch = gather.readable(plan.samples, failed)
         shown, pads = gather.shown_frames(config, batch)
         with timed("gather_s"):
             values = gather.columns(config, self._schedule.table, batch, shown)
             texts = gather.take_texts(config, self._schedule.table, batch, values, reading.names.result())
         frames = {key: shown.get(key, batch.frame[:, None]) for key in config.dataset.cameras}
-        return PlannedBatch(batch, values | pads, texts, self.pool.start(plan, frames, reading.episodes, stores))
+        work = self.pool.start(plan, frames, reading.episodes, stores)
+        return PlannedBatch(plan.samples, values | pads, texts, work, failed)

@@ -68,6 +68,7 @@ class Reading:
             schedule.table,
             schedule.table.open,
             self._close,
+            config.max_substitutes is not None,
             counters,
         )
         self._names = dataset.names

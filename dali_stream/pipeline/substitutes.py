@@ -1,11 +1,11 @@
-"""Log messages about samples that could not be decoded, with `on_error="substitute"`."""
+"""Log messages about samples that could not be read or decoded, with `on_error="substitute"`."""
 
 from __future__ import annotations
 
 import logging
 import threading
 
-from dali_stream.errors import DecodeError, counted
+from dali_stream.errors import DaliStreamError, counted
 
 _log = logging.getLogger("dali_stream")
 
@@ -21,8 +21,8 @@ class Substitutes:
         self._logged = False
         self._samples: dict[tuple[int, str], tuple[int, str]] = {}  # {(epoch, file): (number, text of the first error)}
 
-    def add(self, epoch: int, file: str, error: DecodeError) -> None:
-        """Count a sample that cannot be decoded, for its epoch and its file."""
+    def add(self, epoch: int, file: str, error: DaliStreamError) -> None:
+        """Count a sample that cannot be read or decoded, for its epoch and its file."""
         with self._lock:
             number, first = self._samples.get((epoch, file), (0, str(error)))
             self._samples[epoch, file] = number + 1, first
@@ -40,6 +40,6 @@ class Substitutes:
             lines = [(*place, *self._samples.pop(place)) for place in ended]
         for number, file, samples, first in lines:
             _log.warning(
-                "epoch %d, %s: %s could not be decoded, substituted by others of their batches. The first error: %s",
+                "epoch %d, %s: %s could not be read or decoded, substituted by others of their batches. The first error: %s",
                 *(number, file, counted(samples, "sample"), first),
             )

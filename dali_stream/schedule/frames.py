@@ -121,6 +121,21 @@ class FrameCache:
             slots = slots[slots >= 0]
             self._state.next_use[slots] = np.minimum(self._state.next_use[slots], batch)
 
+    def drop(self, batch: int, slots: list[int]) -> None:
+        """Remove cached frames that could not be read, so that the next batch that shows them decodes them.
+
+        Args:
+            batch: Number of the batch that is planned next.
+            slots: Slots of the frames.
+        """
+        if not slots:
+            return
+        cached = np.unique(np.array(slots, np.int64))
+        cached = cached[self._state.frame[cached] != NONE]
+        # Any batch in flight may show these slots. In `plan`, a batch whose frames are all cached does not mark its slots.
+        self._state.touched[cached] = batch
+        self._evict(batch, cached)
+
     def plan(self, batch: int, frames: Int64, ahead: int) -> FramePlan:
         """Plan a batch.
 
@@ -134,11 +149,12 @@ class FrameCache:
         """
         if self.keeps_all and len(show := self.slots_of(frames.reshape(-1))) and show.min() >= 0:
             # In later epochs of a dataset that fits in memory, planning must be cheap, to leave the cores to the threads that
-            # copy. `touched` need not be updated, since no slot is ever freed.
+            # copy. `touched` need not be updated, since only `drop` frees slots.
             nothing = np.empty(0, np.int64)
             return FramePlan(show.reshape(frames.shape), nothing, nothing, nothing, nothing, nothing, len(show), 0, 0)
         self._state.release(batch)
-        self._room += self._room_later.pop(batch, 0)
+        for at in [at for at in self._room_later if at <= batch]:
+            self._room += self._room_later.pop(at)
         shown, place = np.unique(frames, return_inverse=True)
         slot = self.slots_of(shown)
         hit = slot >= 0
@@ -299,9 +315,10 @@ class _Slots:
         self._later = defaultdict[int, list[Int64]](list)  # {batch: slots that become free when it is planned}
 
     def release(self, batch: int) -> None:
-        """Release the slots that become free with this batch."""
-        for slots in self._later.pop(batch, ()):
-            self._give_back(slots)
+        """Release the slots that have become free with this batch or before it."""
+        for at in [at for at in self._later if at <= batch]:
+            for slots in self._later.pop(at):
+                self._give_back(slots)
 
     def take(self, batch: int, count: int) -> Int64:
         """Allocate `count` free slots, which a batch will write."""
