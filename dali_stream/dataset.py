@@ -17,12 +17,13 @@ from dali_stream.checks.arguments import INSTEAD_OF_DROP, byte_count, from_zero,
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.address import commit_of, local_copy, opened, resolved
-from dali_stream.lerobot.dataset import CLOCKS, NEEDED, DatasetFiles
+from dali_stream.lerobot.dataset_files import CLOCKS, NEEDED, DatasetFiles
 from dali_stream.lerobot.file_names import guessed_files
 from dali_stream.lerobot.frame_ranges import Frames
 from dali_stream.lerobot.metadata import INFO, Stats, parquet_errors
 from dali_stream.lerobot.row_file import read_column_names
 from dali_stream.lerobot.selection import EpisodeFilter
+from dali_stream.lerobot.source import Source, concatenate
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.order import windows
 from dali_stream.order.orders import DatasetOrders
@@ -207,6 +208,11 @@ class Dataset(DatasetFiles):
                     f"split {name!r} contains none of the {self.num_episodes} selected episodes. Give it a larger share"
                 )
         return {name: self.part(self.rows[places]) for name, places in chosen.items()}
+
+    @property
+    def source(self) -> Source:
+        """Selected episodes and features, as a Loader reads them."""
+        return concatenate([self], [{key: key for key in self.features}], self.features)
 
     def orders(self) -> DatasetOrders:
         """Return the orders of the epochs for a Loader."""

@@ -182,7 +182,7 @@ class Loader:
             on_error=on_error,
             max_substitutes=max_substitutes,
         )
-        self.normalizer = make_normalizer(self._config, normalize)
+        self.normalizer = make_normalizer(self.dataset, self._config, normalize)
         self._counters, self._recent = Counters(), bottleneck.Recent()
         self._constructed, self._pid = time.perf_counter(), os.getpid()
         self._metered: dict[str, Any] = {}  # counters at the last call of `metrics`
@@ -427,7 +427,7 @@ class Loader:
         `bottleneck` interprets the times.
         """
         counters = self._counts()
-        counters["needed_bytes"] += self._config.indices.bytes_read if self.dataset.data_store.remote else 0
+        counters["needed_bytes"] += self._config.indices.bytes_read if self._config.dataset.data_store.remote else 0
         return counters | self._source.memory()
 
     def _counts(self) -> dict[str, Any]:

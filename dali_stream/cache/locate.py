@@ -38,12 +38,13 @@ def locate(
     """
     length = int(source.lengths[episode])
     if index is None:
-        feature = source.feature(camera, episode)
+        feature = source.part(episode).features.get(camera)
         if feature is not None and feature.is_image:
             return Located(np.arange(length), np.arange(length))  # each image is a GOP of its own
         nothing = np.full(length, NONE, np.int64)
         return Located(nothing, nothing)
-    packet = find_packets(index, source.interval(camera, episode), source.seconds(episode, rows), *source.timing(episode))
+    dataset, interval = source.part(episode).dataset, source.videos[camera].interval(episode)
+    packet = find_packets(index, interval, dataset.seconds(rows), dataset.fps, dataset.tolerance_s)
     exists = packet != LACKING
     if exists.all():
         keyframe = index.decode_starts(packet)

@@ -12,10 +12,11 @@ import numpy.typing as npt
 from dali_stream.cache.indices import IndexCache, size_of
 from dali_stream.cache.locate import locate
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.lerobot.combined import row_reader
 from dali_stream.lerobot.row_memory import Columns, Found, RowMemory
-from dali_stream.lerobot.source import ABSENT, Source
+from dali_stream.lerobot.source import Source
+from dali_stream.lerobot.source_rows import SourceRows
 from dali_stream.mp4.index import VideoIndex
+from dali_stream.mp4.none import NONE
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import span
 from dali_stream.schedule.episodes import ROW_SPARE, EpisodeTable, OpenEpisode
@@ -62,7 +63,7 @@ class OpenEpisodes:
         self._store, self._readers, self._counters = store, readers, counters
         self.table = EpisodeTable(source.lengths, source.cameras, () if block is None else source.videos)
         self._rows: dict[int, Columns] = {}  # {episode that is not open yet: its rows}
-        self._reader = row_reader(source, self._store, memory)
+        self._reader = SourceRows(source, self._store, memory)
         self._coming: dict[Key, Future[Any]] = {}
         for key, index in indices.cached.items():
             opening.observe(key, size_of(index))
@@ -147,7 +148,7 @@ class OpenEpisodes:
 
     def _index_or_none(self, camera: str, episode: int) -> VideoIndex | None:
         try:
-            return None if self._indices.file(camera, episode) == ABSENT else self.index(camera, episode)
+            return None if self._indices.file(camera, episode) == NONE else self.index(camera, episode)
         except DecodeError:  # raised again when a batch needs a frame of the file
             return None
 

@@ -14,7 +14,7 @@ import numpy as np
 from dali_stream.checks.text import listed
 from dali_stream.decode import images as image
 from dali_stream.errors import DecodeError
-from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.dataset_files import DatasetFiles
 from dali_stream.lerobot.metadata import Stats, stats_of
 from dali_stream.lerobot.row_memory import Columns
 from dali_stream.lerobot.rows import RowReader
@@ -185,7 +185,7 @@ class _Episodes:
         dataset, row = self._dataset, self._dataset.rows[episode]
         files = dataset.table.video[camera]
         index = self._index(files.paths[files.index[row]])
-        interval, times = dataset.table.interval(camera, row), dataset.seconds(episode, rows)
+        interval, times = dataset.table.interval(camera, row), dataset.seconds(rows)
         packets = find_packets(index, interval, times[frames], dataset.fps, dataset.tolerance_s)
         if (packets == LACKING).any():
             frame = frames[int(np.argmax(packets == LACKING))]

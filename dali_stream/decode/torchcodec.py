@@ -21,11 +21,12 @@ from dali_stream.decode.decoder import Decoded, Pool, even_tasks, named, task_fr
 from dali_stream.decode.resize import resize
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.lerobot.source import ABSENT, Source
+from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import TICK, TIMESCALE, Clip, config, is_avc, pack, span
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import LACKING, VideoIndex
 from dali_stream.mp4.keyframes import has_other_keyframes
+from dali_stream.mp4.none import NONE
 from dali_stream.observe.counters import Counters, Timed, untimed
 from dali_stream.schedule.frames import FramePlan
 from dali_stream.schedule.plan import BatchPlan
@@ -94,7 +95,7 @@ class TorchcodecDecoder(VideoFiles):
     ) -> None:
         super().__init__(source, key, any_size)
         self._counters, self._slots, self._size = counters, slots, size
-        self._present = source.files(key) != ABSENT
+        self._present = source.videos[key].file != NONE
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Decoded:
         """See `Decoder.start`."""

@@ -28,7 +28,7 @@ class Identified(Protocol):
         uri: Name for messages.
         fingerprint: Hash that a state must have.
         contents: Hash of each part of the fingerprint, {part: hash}. The parts of a mixture are "<dataset>: <part>".
-        source: See `DatasetFiles.source`, or {dataset: source} for a mixture.
+        origin: See `DatasetFiles.origin`, or {dataset: origin} for a mixture.
     """
 
     @property
@@ -38,7 +38,7 @@ class Identified(Protocol):
     @property
     def contents(self) -> dict[str, str]: ...
     @property
-    def source(self) -> dict[str, Any]: ...
+    def origin(self) -> dict[str, Any]: ...
 
 
 def hashed(data: bytes) -> str:
@@ -51,7 +51,7 @@ def saved(dataset: Identified) -> dict[str, Any]:
 
     `dataset` must match when the run is resumed. `contents` says which part differs otherwise, and `source` is information.
     """
-    return {"dataset": dataset.fingerprint, "contents": dataset.contents, "source": dataset.source}
+    return {"dataset": dataset.fingerprint, "contents": dataset.contents, "source": dataset.origin}
 
 
 def check(dataset: Identified, state: Mapping[str, Any], allow_other_frames: bool = False) -> None:
@@ -86,7 +86,7 @@ def check(dataset: Identified, state: Mapping[str, Any], allow_other_frames: boo
                 "call load_state_dict(state, allow_other_frames=True)"
             )
         _log.warning("%s has other frames than the run had for the same rows. These parts differ: %s", dataset.uri, text)
-    for difference in _other_sources(state.get("source"), dataset.source):
+    for difference in _other_sources(state.get("source"), dataset.origin):
         _log.warning("%s. Episodes, tasks and statistics are those of the run, but rows and videos may differ", difference)
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot.columns import to_numpy
-from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.dataset_files import DatasetFiles
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.metadata import FRAME_INDEX
 from dali_stream.lerobot.row_groups import MAGIC, RowGroups, as_file
@@ -266,8 +266,8 @@ def _open(dataset: DatasetFiles, store: Store, path: str, number: int) -> tuple[
         or the footer is present.
     """
     rows = dataset.table.length[dataset.table.data.rows(number)]
-    small = len(rows) == 1 and rows[0] * dataset.row_bytes <= SMALL and not dataset.skips_images
-    whole = store.read(path, 0, SMALL) if small and store.remote else b""
+    small = store.remote and len(rows) == 1 and rows[0] * dataset.row_bytes <= SMALL and not dataset.skips_images
+    whole = store.read(path, 0, SMALL) if small else b""
     size = store.size(path)  # after the read above, whose response contains the size of a remote file
     if whole and len(whole) == size:
         return pq.read_metadata(pa.BufferReader(whole)), b"", whole

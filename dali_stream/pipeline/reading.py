@@ -135,7 +135,7 @@ def storage(config: Config, sizes: Sizes, parts: Parts) -> Storage:
     """Return the sizes of the rows and indices of a dataset, and the limits of their memory."""
     dataset, remote = config.dataset, config.dataset.data_store.remote
     return Storage(
-        files={camera: dataset.files(camera) for camera in dataset.videos},
+        files={camera: videos.file for camera, videos in dataset.videos.items()},
         lengths=dataset.lengths,
         row_bytes=(dataset.row_bytes_of * ROW_SPARE[0] // ROW_SPARE[1])[dataset.dataset_of],
         table_bytes=config.table_bytes,

@@ -163,7 +163,7 @@ def _place(dataset: Dataset | Mixture, name: str, episode: int) -> int | None:
     if isinstance(dataset, Mixture):
         if name not in dataset.datasets:
             raise ValueError(f"dataset must be one of {listed(dataset.datasets)}, got {name!r}")
-        before, part = int(dataset.first[dataset.dataset_names.index(name)]), dataset.datasets[name]
+        before, part = dataset.source.parts[list(dataset.datasets).index(name)].first, dataset.datasets[name]
     elif name:
         raise ValueError(f"dataset must be left out, since the run has only one, got {name!r}")
     assert isinstance(part, Dataset)

@@ -19,12 +19,13 @@ from dali_stream.system.workers import Workers
 def open_episodes(opening: Opening, dataset: Dataset, memory: RowMemory | None = None) -> OpenEpisodes:
     """Return open episodes that are read in the thread of the caller."""
     store = dataset.data_store.session()
-    return OpenEpisodes(opening, dataset, IndexCache(dataset), store, Workers("", 0), memory or RowMemory(), None, Counters())
+    source, memory = dataset.source, memory or RowMemory()
+    return OpenEpisodes(opening, source, IndexCache(source), store, Workers("", 0), memory, None, Counters())
 
 
 def open_all(dataset: Dataset) -> tuple[OpenEpisodes, list[OpenEpisode]]:
     """Open all episodes of a dataset."""
-    files = {camera: dataset.files(camera) for camera in dataset.videos}
+    files = {camera: videos.file for camera, videos in dataset.source.videos.items()}
     opening = Opening(Storage(files, dataset.lengths, 0, 0, {}, 1 << 40))
     episodes, numbers = open_episodes(opening, dataset), np.arange(len(dataset.lengths))
     batch = Samples(0, 0, Order(dataset.lengths), numbers, episode=numbers, frame=np.zeros_like(numbers), padded=0)

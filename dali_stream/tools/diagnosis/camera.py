@@ -75,7 +75,7 @@ class Camera:
         self.decodes: dict[str, Call] = {}
         self.speeds: dict[str, Call] = {}
         self._packets: dict[int, Int64] = {}  # {episode of the first of `tables`: packets of its rows}
-        self._video_files = VideoFiles(rows.dataset, key)
+        self._video_files = VideoFiles(rows.dataset.source, key)
         self._read_files(deep)
 
     def run(self, checks: Mapping[str, Check[Camera]]) -> None:
@@ -93,7 +93,8 @@ class Camera:
 
     def _read_files(self, deep: Deep | None) -> None:
         """Locate the frames of rows, file by file. Add a result for each broken file."""
-        store, paths, file_of = self.dataset.data_store, self.dataset.table.video[self.key].paths, self.dataset.files(self.key)
+        store, videos = self.dataset.data_store, self.dataset.table.video[self.key]
+        paths, file_of = videos.paths, videos.index[self.dataset.rows]
         files, errors = np.unique(file_of), list[Result]()
         self.files, chosen = len(files), files[self.rows.spread(len(files))]
         described = chosen[:: -(-len(chosen) // LOOK_AT)]
@@ -130,9 +131,9 @@ class Camera:
             packets, fault = find_frames(dataset, self.key, table, episode, rows)
             if fault:
                 self.faults[episode] = f", {fault}"
-                place, timing = dataset.interval(self.key, episode), dataset.timing(episode)
-                times = dataset.seconds(episode, rows)
-                self.remedies[episode] = what_helps(EpisodeTimes(table, place, times, rows["frame_index"], *timing))
+                place = dataset.table.interval(self.key, dataset.rows[episode])
+                times = dataset.seconds(rows), rows["frame_index"], dataset.fps, dataset.tolerance_s
+                self.remedies[episode] = what_helps(EpisodeTimes(table, place, *times))
             try:
                 self._video_files.checked(table, packets[packets != LACKING], episode)
             except DecodeError as error:
@@ -160,8 +161,8 @@ class Camera:
         """
         dataset, table, store = self.dataset, self.tables[0], self.dataset.data_store
         if not self._packets:  # the rows are broken, which must not hide a broken decoder
-            file = dataset.table.video[self.key].paths.index(table.path)
-            episode = int(np.argmax(dataset.files(self.key) == file))
+            videos = dataset.table.video[self.key]
+            episode = int(np.argmax(videos.index[dataset.rows] == videos.number(table.path)))
             frames = np.arange(dataset.lengths[episode])
             rows = {"timestamp": frames / dataset.fps, "frame_index": frames}
             self._packets[episode] = find_frames(dataset, self.key, table, episode, rows)[0]
@@ -302,8 +303,8 @@ def _cached(camera: Camera) -> tuple[int, float, float] | None:
         lengths=dataset.lengths,
         batch_size=batches.batch_size,
         episodes=min(consumers * (pool + 1), dataset.num_episodes),
-        row_bytes=dataset.row_bytes,
-        least_row_bytes=dataset.row_bytes_without_objects,
+        row_bytes=dataset.source.row_bytes,
+        least_row_bytes=dataset.source.row_bytes_without_objects,
         files={camera.key: camera.files},
         indices={camera.key: camera.tables[0]},
         windows={camera.key: window},

@@ -96,7 +96,7 @@ def flat_colour(frame: npt.NDArray[np.uint8]) -> str:
 
 def check_images(dataset: Dataset, camera: str, deep: Deep | None) -> dict[str, Result]:
     """Decode an image of the first episode and, if `deep`, all images."""
-    height, width = dataset.picture_size(camera)
+    height, width = dataset.features[camera].frame_size
     results: dict[str, Result] = {"": (OK, f"images of {height}×{width} in Parquet rows; one was decoded", "")}
     try:
         encoded = RowReader(dataset, keys={camera}).read(0)[0][camera]

@@ -25,7 +25,6 @@ from dali_stream.lerobot.address import commit_of
 from dali_stream.lerobot.features import CHANNELS, ENCODING, Feature
 from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
 from dali_stream.lerobot.selection import EpisodeFilter
-from dali_stream.lerobot.source import Timing
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.storage import Store
 from dali_stream.system.log_records import DATASET_LOG
@@ -125,17 +124,12 @@ class DatasetFiles:
         self.absent = tuple(reasons)
         self.cameras = selection.cameras(self._info, cameras)
         self.features = {key: feature for key, feature in self.features.items() if key not in reasons}
-        for name in ("row_bytes", "row_bytes_without_objects"):  # cached, for all features
-            vars(self).pop(name, None)
 
     def _take(self, rows: npt.NDArray[np.int64], ranges: FrameRanges | None) -> None:
         """Select the episodes in some rows of the table, and the frames in `ranges`, or all frames if `ranges` is None."""
         self.rows, self.frame_ranges = rows, ranges
-        self._files: dict[str, npt.NDArray[np.int64]] = {}
         self.episodes, self.lengths = self.table.index[rows], self.table.length[rows]
         self.num_episodes = len(rows)
-        # See `Source`. It is read several times per batch, and takes no memory, since all episodes share one zero.
-        self.dataset_of = np.broadcast_to(np.zeros((), np.int64), self.num_episodes)
         self.num_frames = int(self.sampled_lengths.sum())
 
     def _sample(self, frames: Frames | str | os.PathLike[str] | None, first: int, last: int) -> None:
@@ -239,7 +233,7 @@ class DatasetFiles:
         return {part: fingerprint.hashed(data) for part, data in contents.items() if data}
 
     @functools.cached_property
-    def source(self) -> dict[str, Any]:
+    def origin(self) -> dict[str, Any]:
         """Origin of the metadata, as information in the state of a run.
 
         It has the `address`, and the `commit` of a repository of the Hub. Without a commit, it has `versions`, the versions of
@@ -302,71 +296,37 @@ class DatasetFiles:
         """Stores of metadata and data, which may be the same one."""
         return [self.store] if self.data_store is self.store else [self.store, self.data_store]
 
-    @functools.cached_property
+    @property
     def row_bytes(self) -> int:
         """Approximate memory of a row in bytes, with half a byte per value of an image, and 64 bytes per string."""
-        return self.row_bytes_without_objects + sum(feature.object_bytes for feature in self.features.values())
-
-    @property
-    def row_bytes_of(self) -> npt.NDArray[np.int64]:
-        return np.array([self.row_bytes])
-
-    @functools.cached_property
-    def row_bytes_without_objects(self) -> int:
-        """Memory of a row in bytes, without images and text."""
-        return sum(feature.row_bytes for feature in self.features.values())
+        return sum(feature.row_bytes + feature.object_bytes for feature in self.features.values())
 
     @property
     def images(self) -> tuple[str, ...]:
         """Keys of the cameras whose frames are images in rows."""
         return tuple(key for key in self.cameras if key not in self.videos)
 
-    @property
-    def dataset_names(self) -> tuple[str, ...]:  # see `Source` for this member and the next ones
-        return ()
-
-    @property
-    def constants(self) -> dict[str, npt.NDArray[Any]]:
-        return {}
-
-    def files(self, camera: str) -> npt.NDArray[np.int64]:
-        if camera not in self._files:  # cached, since this method is called for each episode that is opened
-            index = self.table.video[camera].index
-            self._files[camera] = index if self.num_episodes == len(index) else index[self.rows]
-        return self._files[camera]
+    def names_place(self, key: str) -> str:
+        """Return the address of the file that contains the names of `key`, "task" or "subtask", for messages."""
+        return self.store.where(self.tasks_place if key == "task" else metadata.SUBTASKS)
 
     def needed_files(self) -> Iterator[str]:
         """Yield the paths in `data_store` of the rows and videos of the selected episodes and cameras."""
         for files in (self.table.data, *(self.table.video[camera] for camera in self.videos)):
             yield from (files.paths[number] for number in np.unique(files.index[self.rows]).tolist() if number >= 0)
 
-    def path(self, camera: str, file: int) -> str:
-        return self.table.video[camera].paths[file]
+    def seconds(self, rows: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
+        """Return the times of some rows of an episode, in seconds from its beginning.
 
-    def interval(self, camera: str, episode: int) -> tuple[float, float]:
-        return self.table.interval(camera, self.rows[episode])
+        Args:
+            rows: Columns of the rows. Only the column `clock` is used, which is `timestamp` or `frame_index`, shape (L,).
 
-    def timing(self, episode: int) -> Timing:
-        return Timing(self.fps, self.tolerance_s)
-
-    def seconds(self, episode: int, rows: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
+        Returns:
+            Times, float64, shape (L,).
+        """
         if self.clock == "frame_index":
             return rows["frame_index"] / self.fps
         return rows["timestamp"].astype(np.float64)
-
-    def feature(self, key: str, episode: int) -> Feature:
-        return self.features[key]
-
-    def picture_size(self, camera: str) -> tuple[int, int]:
-        """Return the size (height, width) of a camera's frames."""
-        return self.features[camera].frame_size
-
-    def names(self) -> dict[str, list[dict[int, str]]]:
-        subtasks = self.subtasks if "subtask_index" in self.features else {}
-        return {"task": [self.tasks if "task_index" in self.features else {}], "subtask": [subtasks]}
-
-    def names_place(self, key: str, dataset: int) -> str:
-        return self.store.where(self.tasks_place if key == "task" else metadata.SUBTASKS)
 
     def without(self: Self, keys: Collection[str]) -> Self:
         """Return the same dataset without some features and cameras, which are then not read. The datasets share open files.
@@ -379,7 +339,7 @@ class DatasetFiles:
         """
         check_left_out(keys, self.features)
         rest = object.__new__(type(self))
-        vars(rest).update({name: value for name, value in vars(self).items() if not name.startswith("row_bytes")})
+        vars(rest).update(vars(self))
         rest.features = {key: feature for key, feature in self.features.items() if key not in keys}
         rest.cameras, rest.videos = (tuple(key for key in group if key not in keys) for group in (self.cameras, self.videos))
         rest.skips_images = self.skips_images or any(self.features[key].is_image for key in keys)
