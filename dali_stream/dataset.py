@@ -15,15 +15,16 @@ import numpy.typing as npt
 
 from dali_stream.checks.arguments import INSTEAD_OF_DROP, byte_count, from_zero, known_arguments_or, one_of
 from dali_stream.errors import DatasetError, StorageError
-from dali_stream.lerobot import metadata
 from dali_stream.lerobot.address import commit_of, local_copy, opened, resolved
 from dali_stream.lerobot.dataset_files import CLOCKS, NEEDED, DatasetFiles
 from dali_stream.lerobot.file_names import guessed_files
 from dali_stream.lerobot.frame_ranges import Frames
-from dali_stream.lerobot.metadata import INFO, Stats, parquet_errors
+from dali_stream.lerobot.info import INFO
+from dali_stream.lerobot.parquet import parquet_errors
 from dali_stream.lerobot.row_file import read_column_names
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.lerobot.source import Source, concatenate
+from dali_stream.lerobot.stats import Stats, stats_of
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.order import windows
 from dali_stream.order.orders import DatasetOrders
@@ -277,9 +278,9 @@ def _shared(shares: Mapping[str, float], key: np.ndarray) -> dict[str, np.ndarra
     return {name: np.sort(order[a:b]) for name, a, b in zip(shares, [0, *ends], ends, strict=False)}
 
 
-def _own_stats(stats: Mapping[str, Mapping[str, npt.ArrayLike]]) -> metadata.Stats:
+def _own_stats(stats: Mapping[str, Mapping[str, npt.ArrayLike]]) -> Stats:
     try:
-        return metadata.stats_of(stats)
+        return stats_of(stats)
     except ValueError as error:
         raise ValueError(f"stats {error}, got {str(stats)[:80]}") from error
 

@@ -21,8 +21,7 @@ from dali_stream.errors import DaliStreamError, counted, prefixed
 from dali_stream.lerobot import fingerprint
 from dali_stream.lerobot.combine import MISSING, combine
 from dali_stream.lerobot.dataset_files import check_left_out
-from dali_stream.lerobot.metadata import Stats
-from dali_stream.lerobot.stats import merged
+from dali_stream.lerobot.stats import Stats, merged
 from dali_stream.order import windows
 from dali_stream.order.orders import MixtureOrders
 from dali_stream.order.shares import shares

@@ -15,10 +15,18 @@ from dali_stream.checks.text import listed
 from dali_stream.decode import images as image
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset_files import DatasetFiles
-from dali_stream.lerobot.metadata import Stats, stats_of
 from dali_stream.lerobot.row_memory import Columns
 from dali_stream.lerobot.rows import RowReader
-from dali_stream.lerobot.stats import MAX_IMAGES, Histogram, TableStats, add_histograms, image_histogram, image_stats
+from dali_stream.lerobot.stats import (
+    MAX_IMAGES,
+    Histogram,
+    Stats,
+    TableStats,
+    add_histograms,
+    image_histogram,
+    image_stats,
+    stats_of,
+)
 from dali_stream.mp4.index import LACKING, read_index
 from dali_stream.mp4.timing import EpisodeTimes, explain, find_packets
 from dali_stream.storage import Store

@@ -20,11 +20,14 @@ import pyarrow as pa
 
 from dali_stream.checks.text import listed
 from dali_stream.errors import DatasetError, counted
-from dali_stream.lerobot import fingerprint, frame_ranges, metadata, selection, v2
+from dali_stream.lerobot import fingerprint, frame_ranges, selection, v2, v3
 from dali_stream.lerobot.address import commit_of
+from dali_stream.lerobot.episode_table import Episodes
 from dali_stream.lerobot.features import CHANNELS, ENCODING, Feature
 from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
+from dali_stream.lerobot.info import INFO, read_info
 from dali_stream.lerobot.selection import EpisodeFilter
+from dali_stream.lerobot.stats import STATS, Stats, read_stats
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.storage import Store
 from dali_stream.system.log_records import DATASET_LOG
@@ -73,7 +76,7 @@ class DatasetFiles:
     drops: tuple[int, int] | None  # frames dropped at both ends of each episode, or None if the user passed `frames`
     absent: tuple[str, ...]  # features without a column, which are left out
     opened: dict[int, tuple[Any, bytes, bytes]]  # {number of a data file: its footer, for the first reader of the file}
-    own_stats: metadata.Stats | None  # statistics that the user passed
+    own_stats: Stats | None  # statistics that the user passed
 
     def _read(
         self, cameras: Sequence[str] | None, episodes: Sequence[int] | None, episode_filter: EpisodeFilter | None
@@ -83,7 +86,7 @@ class DatasetFiles:
         # KeyboardInterrupt of Ctrl-C. If pandas is imported before, Ctrl-C is not lost.
         with contextlib.suppress(ImportError):
             importlib.import_module("pandas")
-        self._info = info = metadata.read_info(self.store)
+        self._info = info = read_info(self.store)
         self.version, self.fps, self.absent, self.opened = info.version, info.fps, (), {}
         self.cameras = selection.cameras(info, cameras)
         self.features = {key: feature for key, feature in info.features.items() if not feature.is_camera or key in self.cameras}
@@ -91,14 +94,14 @@ class DatasetFiles:
             feature = self.features[key]
             if len(feature.shape) != 3 or feature.channels not in CHANNELS:
                 raise DatasetError(
-                    f"Invalid shape of camera {key!r} in {self.store.where(metadata.INFO)}: must be (H, W, C) or (C, H, W) "
+                    f"Invalid shape of camera {key!r} in {self.store.where(INFO)}: must be (H, W, C) or (C, H, W) "
                     f"with {' or '.join(map(str, CHANNELS))} channels, got {feature['shape']}"
                 )
         for key in NEEDED:
             if key in info.left_out:
-                raise DatasetError(f"Feature {key!r} in {self.store.where(metadata.INFO)} {info.left_out[key]}")
+                raise DatasetError(f"Feature {key!r} in {self.store.where(INFO)} {info.left_out[key]}")
             if key not in info.features:
-                raise DatasetError(f"Missing feature {key!r} in {self.store.where(metadata.INFO)}. Every dataset must have it")
+                raise DatasetError(f"Missing feature {key!r} in {self.store.where(INFO)}. Every dataset must have it")
         self.skips_images = any(f.is_image and key not in self.features for key, f in info.features.items())
         self.videos = tuple(key for key in self.cameras if self.features[key].is_video)
         self.table = self.read_table(self.videos)
@@ -111,14 +114,14 @@ class DatasetFiles:
         """Leave out features without a column, with a warning.
 
         Args:
-            reasons: {key: reason}, as in `metadata.Info.left_out`.
+            reasons: {key: reason}, as in `Info.left_out`.
             cameras: Keys of the selected cameras, or None for all cameras.
 
         Raises:
             ValueError: If a selected camera cannot be read.
         """
         for key, why in reasons.items():
-            _log.warning("%s: feature %.80r %s. Batches will lack it", self.store.where(metadata.INFO), key, why)
+            _log.warning("%s: feature %.80r %s. Batches will lack it", self.store.where(INFO), key, why)
         stored = {key: feature for key, feature in self.stored_features.items() if key not in reasons}
         self._info = dataclasses.replace(self._info, features=stored, left_out={**self._info.left_out, **reasons})
         self.absent = tuple(reasons)
@@ -161,7 +164,7 @@ class DatasetFiles:
         """
         if self.is_v2:
             return v2.read_episode_columns(self.store)
-        return metadata.read_episode_columns(self.store, self.table.tables, stats=stats)
+        return v3.read_episode_columns(self.store, self.table.tables, stats=stats)
 
     @property
     def sampled_lengths(self) -> npt.NDArray[np.int64]:
@@ -173,23 +176,23 @@ class DatasetFiles:
         """Whether the version of the dataset is v2.0 or v2.1."""
         return self._info.is_v2
 
-    def read_table(self, cameras: Iterable[str]) -> metadata.Episodes:
+    def read_table(self, cameras: Iterable[str]) -> Episodes:
         """Read the table of all episodes, with the columns of some cameras. Raises DatasetError if the metadata is broken."""
-        read = v2.read_episodes if self.is_v2 else metadata.read_episodes
+        read = v2.read_episodes if self.is_v2 else v3.read_episodes
         return read(self.store, self._info, cameras)
 
     @functools.cached_property
     def tasks(self) -> dict[int, str]:
         """Tasks {task_index: task} from `meta/tasks.parquet` or `meta/tasks.jsonl`."""
-        return v2.read_tasks(self.store) if self.is_v2 else metadata.read_names(self.store, metadata.TASKS, "task_index")
+        return v2.read_tasks(self.store) if self.is_v2 else v3.read_names(self.store, v3.TASKS, "task_index")
 
     @functools.cached_property
     def subtasks(self) -> dict[int, str]:
         """Subtasks {subtask_index: subtask}. Empty for datasets without subtasks."""
-        return metadata.read_names(self.store, metadata.SUBTASKS, "subtask_index")
+        return v3.read_names(self.store, v3.SUBTASKS, "subtask_index")
 
     @functools.cached_property
-    def stats(self) -> metadata.Stats:
+    def stats(self) -> Stats:
         """Statistics per key (`mean`, `std`, `min`, `max`, quantiles).
 
         These are the statistics that the user passed or, by default, those of `meta/stats.json`, which cover all episodes,
@@ -199,9 +202,9 @@ class DatasetFiles:
         return self.stored_stats if self.own_stats is None else self.own_stats
 
     @functools.cached_property
-    def stored_stats(self) -> metadata.Stats:
+    def stored_stats(self) -> Stats:
         """Statistics in the files of the dataset, even if the user passed others."""
-        return v2.read_stats(self.store, self._info) if self.is_v2 else metadata.read_stats(self.store)
+        return v2.read_aggregated_stats(self.store, self._info) if self.is_v2 else read_stats(self.store)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -242,7 +245,7 @@ class DatasetFiles:
         commit = self.revision or commit_of(self.store)
         if commit:
             return {"address": self.store.address, "commit": commit}
-        paths = (metadata.INFO, self.tasks_place, self.stored_stats_place)
+        paths = (INFO, self.tasks_place, self.stored_stats_place)
         versions = {path: version for path in paths if (version := self.store.version(path))}
         return {"address": self.store.address, "versions": versions}
 
@@ -279,7 +282,7 @@ class DatasetFiles:
     @property
     def tasks_place(self) -> str:
         """Path of the file that contains `tasks`."""
-        return v2.TASKS if self.is_v2 else metadata.TASKS
+        return v2.TASKS if self.is_v2 else v3.TASKS
 
     @property
     def stats_place(self) -> str:
@@ -289,7 +292,7 @@ class DatasetFiles:
     @functools.cached_property
     def stored_stats_place(self) -> str:
         """Path of the file that contains `stored_stats`."""
-        return v2.stats_place(self.store, self._info) if self.is_v2 else metadata.STATS
+        return v2.stats_place(self.store, self._info) if self.is_v2 else STATS
 
     @property
     def stores(self) -> list[Store]:
@@ -308,7 +311,7 @@ class DatasetFiles:
 
     def names_place(self, key: str) -> str:
         """Return the address of the file that contains the names of `key`, "task" or "subtask", for messages."""
-        return self.store.where(self.tasks_place if key == "task" else metadata.SUBTASKS)
+        return self.store.where(self.tasks_place if key == "task" else v3.SUBTASKS)
 
     def needed_files(self) -> Iterator[str]:
         """Yield the paths in `data_store` of the rows and videos of the selected episodes and cameras."""

@@ -14,10 +14,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dali_stream.errors import DatasetError, StorageError, counted
-from dali_stream.lerobot.columns import to_numpy
+from dali_stream.lerobot.arrow import to_numpy
 from dali_stream.lerobot.dataset_files import NEEDED, DatasetFiles
 from dali_stream.lerobot.features import Feature
-from dali_stream.lerobot.metadata import parquet_errors
+from dali_stream.lerobot.parquet import parquet_errors
 from dali_stream.lerobot.row_file import EPISODE_INDEX, RowFile
 from dali_stream.lerobot.row_memory import Columns, DecodedGroups, Found, RowMemory
 from dali_stream.lerobot.row_search import RowSearch, data_files

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dali_stream.checks.text import listed
-from dali_stream.lerobot import metadata
+from dali_stream.lerobot.info import Info
 
 Int64 = npt.NDArray[np.int64]
 EpisodeFilter: TypeAlias = Callable[[dict[str, Any]], bool] | pc.Expression
@@ -24,7 +24,7 @@ class ReadColumns(Protocol):
     def __call__(self, *, stats: bool = False) -> pa.Table: ...
 
 
-def cameras(info: metadata.Info, keys: Sequence[str] | None) -> tuple[str, ...]:
+def cameras(info: Info, keys: Sequence[str] | None) -> tuple[str, ...]:
     """Return the selected cameras, in the dataset's order.
 
     Args:

@@ -6,10 +6,36 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from dali_stream.errors import DatasetError
+from dali_stream.lerobot.json_files import read_json
+from dali_stream.storage import Store
+
+STATS = "meta/stats.json"
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 MAX_IMAGES = 100  # maximum number of frames sampled per episode; LeRobot samples about as many
 Histogram = tuple[np.ndarray, int]  # see `image_histogram`
+Stats = dict[str, dict[str, npt.NDArray[Any]]]
+"""Statistics {key: {"mean": array, ...}}. Arrays have the shape of a row, or (C, 1, 1) with values in [0, 1] for a camera."""
+
+
+def read_stats(store: Store) -> Stats:
+    """Read `meta/stats.json`. Returns {} if the file does not exist. Raises DatasetError if it is broken."""
+    if not store.exists(STATS):
+        return {}
+    try:
+        return stats_of(read_json(store, STATS))
+    except ValueError as error:
+        raise DatasetError(f"Invalid statistics in {store.where(STATS)}: {error}") from error
+
+
+def stats_of(values: Any) -> Stats:
+    """Convert statistics from nested lists or arrays to arrays. Raises ValueError if they have another form."""
+    try:
+        return {key: {name: np.asarray(v) for name, v in statistics.items()} for key, statistics in values.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"must be {{key: {{statistic: numbers}}}} ({error})") from error
 
 
 def table_stats(values: np.ndarray) -> dict[str, list[Any]]:

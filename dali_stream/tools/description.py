@@ -20,8 +20,10 @@ from dali_stream.dataset import Dataset
 from dali_stream.decode.refusal import refusal
 from dali_stream.decode.route import IMAGES, Route, choose
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
-from dali_stream.lerobot import metadata
 from dali_stream.lerobot.dataset_files import CLOCKS
+from dali_stream.lerobot.episode_table import Files
+from dali_stream.lerobot.info import INFO
+from dali_stream.lerobot.json_files import read_json
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex, read_index
@@ -151,7 +153,7 @@ def describe(dataset: Dataset, *, look_at: int = 32) -> DatasetReport:
         StorageError: If the source cannot be reached.
     """
     positive("look_at", look_at)
-    info = metadata.read_json(dataset.store, metadata.INFO)
+    info = read_json(dataset.store, INFO)
     missing, _ = missing_files(dataset)
     tasks: dict[int, str] = {}
     fingerprint, broken = "", []
@@ -213,7 +215,7 @@ def missing_files(dataset: Dataset, deep: bool = False) -> tuple[list[str], int]
         return [path for path, exists in zip(paths, pool.map(store.exists, paths), strict=True) if not exists], len(paths)
 
 
-def used(dataset: Dataset, files: metadata.Files) -> list[str]:
+def used(dataset: Dataset, files: Files) -> list[str]:
     """Return the paths of the files of the selected episodes, in the order of the episodes and each once."""
     return [files.paths[i] for i in dict.fromkeys(files.index[dataset.rows].tolist())]
 
