@@ -185,7 +185,7 @@ class Mixture:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """Origin of each dataset by name. See `DatasetFiles.origin`."""
+        """Origin of each dataset by name. See `Dataset.origin`."""
         return {name: dataset.origin for name, dataset in self.datasets.items()}
 
     @property

@@ -147,7 +147,7 @@ class RowReader:
                 return paths[0], self._joined(paths, index), True
         if problem is not None and not count:
             raise problem
-        more = ", where all files are searched" if self._store.remote and not self._dataset.is_v2 else ""
+        more = ", where all files are searched" if self._store.remote and not self._dataset.info.is_v2 else ""
         raise DatasetError(
             f"Invalid episode {index} in {self._store.where(named)}: must have {counted(length, 'row')}, as the metadata says, "
             f"got {count}. Copy the dataset again{more and ' to a local folder'}{more}"
@@ -155,7 +155,7 @@ class RowReader:
 
     def _candidates(self, index: int, named: str) -> Iterator[list[str]]:
         """Yield lists of files that may contain the rows of an episode together, by its index and the file that is named."""
-        if self._dataset.is_v2:  # the name of a file contains the index of its episode
+        if self._dataset.info.is_v2:  # the name of a file contains the index of its episode
             yield [named]
             return
         search = self._once("search", self._file_search)

@@ -54,12 +54,12 @@ def write(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], place: Place,
     recounted = any(note.get("recounted") for note in notes.values())
     plan = Plan(plan.header | {"recounted": recounted}, plan.tasks)
     head, columns = plan.header, _columns(plan, notes)
-    files_of_v2 = (v2.EPISODES, v2.TASKS, v2.EPISODES_STATS) if dataset.is_v2 else ()
+    files_of_v2 = (v2.EPISODES, v2.TASKS, v2.EPISODES_STATS) if dataset.info.is_v2 else ()
     skipped = {INFO, DONE, *dataset.table.tables, *files_of_v2}
     kept = [name for name in dataset.store.files("meta") if name not in skipped and not name.startswith("meta/prepare/")]
     for name in (*kept, *filter(dataset.store.exists, AT_THE_ROOT)):
         place.write(name, dataset.store.read_all(name))
-    if dataset.is_v2:
+    if dataset.info.is_v2:
         place.write(v3.TASKS, _encoded(v3.tasks_table(dict(sorted(dataset.tasks.items())))))
     parts = _write_episodes(dataset, plan, columns, place)
     if (stats := _stats(dataset, plan, columns, notes, parts)) is not None:
@@ -80,7 +80,7 @@ def _info(dataset: Dataset, head: Json, report: Json) -> Json:
     info: Json = read_json(dataset.store, INFO)
     features = {key: feature for key, feature in info["features"].items() if key in head["features"]}
     fps = int(dataset.fps) if dataset.fps == int(dataset.fps) else dataset.fps
-    if dataset.is_v2:
+    if dataset.info.is_v2:
         features = {key: each if each.get("dtype") == "video" else each | {"fps": fps} for key, each in features.items()}
         info = {"total_tasks": len(dataset.tasks)} | {key: value for key, value in info.items() if key not in _GONE}
         info |= {"codebase_version": "v3.0", "fps": fps}  # without total_tasks, LeRobot reads no tasks
@@ -199,7 +199,7 @@ def _renewed(part: pa.Table, head: Json, columns: Columns, types: Mapping[str, p
 
 def has_episode_stats(dataset: Dataset) -> bool:
     """Return whether the source has statistics of the rows of each episode."""
-    if dataset.is_v2:
+    if dataset.info.is_v2:
         return dataset.stored_stats_place == v2.EPISODES_STATS
     columns = rows.read_footer(dataset.store, dataset.table.tables[0]).schema.names
     return any(name.startswith("stats/index/") for name in columns)
@@ -257,7 +257,7 @@ def _episode_tables(dataset: Dataset) -> Iterator[tuple[pa.Table, int]]:
 
     For v2.x, the table is made from JSON lines, and lacks the columns that locate files.
     """
-    if not dataset.is_v2:
+    if not dataset.info.is_v2:
         for name in dataset.table.tables:
             yield read_parquet(dataset.store, name), dataset.store.size(name)
         return

@@ -118,7 +118,7 @@ def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
         "cameras": cameras,
         "without": without,
         "features": features,
-        "is_v2": dataset.is_v2,
+        "is_v2": dataset.info.is_v2,
         "fps": dataset.fps,
         "clock": dataset.clock,
         "tolerance_s": dataset.tolerance_s,
