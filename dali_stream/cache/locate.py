@@ -9,9 +9,10 @@ import numpy.typing as npt
 
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.blocks import cut
-from dali_stream.mp4.index import LACKING, VideoIndex
+from dali_stream.mp4.index import VideoIndex
+from dali_stream.mp4.none import NONE
 from dali_stream.mp4.timing import find_packets
-from dali_stream.schedule.episodes import NONE, Located
+from dali_stream.schedule.episodes import Located
 
 Int64 = npt.NDArray[np.int64]
 
@@ -45,7 +46,7 @@ def locate(
         return Located(nothing, nothing)
     dataset, interval = source.part(episode).dataset, source.videos[camera].interval(episode)
     packet = find_packets(index, interval, dataset.seconds(rows), dataset.fps, dataset.tolerance_s)
-    exists = packet != LACKING
+    exists = packet != NONE
     if exists.all():
         keyframe = index.decode_starts(packet)
     else:

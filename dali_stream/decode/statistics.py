@@ -27,7 +27,8 @@ from dali_stream.lerobot.stats import (
     image_stats,
     stats_of,
 )
-from dali_stream.mp4.index import LACKING, read_index
+from dali_stream.mp4.index import read_index
+from dali_stream.mp4.none import NONE
 from dali_stream.mp4.timing import EpisodeTimes, explain, find_packets
 from dali_stream.storage import Store
 from dali_stream.system import process
@@ -195,8 +196,8 @@ class _Episodes:
         index = self._index(files.paths[files.index[row]])
         interval, times = dataset.table.interval(camera, row), dataset.seconds(rows)
         packets = find_packets(index, interval, times[frames], dataset.fps, dataset.tolerance_s)
-        if (packets == LACKING).any():
-            frame = frames[int(np.argmax(packets == LACKING))]
+        if (packets == NONE).any():
+            frame = frames[int(np.argmax(packets == NONE))]
             described = EpisodeTimes(index, interval, times, rows["frame_index"], dataset.fps, dataset.tolerance_s)
             why = explain(described, frame)
             raise DecodeError(f"{self._store.where(index.path)}: {why}")

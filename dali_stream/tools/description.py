@@ -26,7 +26,8 @@ from dali_stream.lerobot.info import INFO
 from dali_stream.lerobot.json_files import read_json
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.format import VideoFormat
-from dali_stream.mp4.index import LACKING, Int64, VideoIndex, read_index
+from dali_stream.mp4.index import Int64, VideoIndex, read_index
+from dali_stream.mp4.none import NONE
 from dali_stream.mp4.timing import EpisodeTimes, explain, find_packets
 from dali_stream.storage import Store
 from dali_stream.system import process
@@ -254,14 +255,14 @@ def find_frames(
         rows: Columns `timestamp` and `frame_index` of the episode, each of shape (L,).
 
     Returns:
-        Packets of shape (L,), which are `LACKING` for rows without a frame, and the reason why the first such row has none. The
+        Packets of shape (L,), which are `NONE` for rows without a frame, and the reason why the first such row has none. The
         reason is empty if all rows have a frame.
     """
     interval, seconds = dataset.table.interval(camera, dataset.rows[episode]), dataset.seconds(rows)
     packets = find_packets(index, interval, seconds, dataset.fps, dataset.tolerance_s)
-    if (packets != LACKING).all():
+    if (packets != NONE).all():
         return packets, ""
-    frame = int(np.argmax(packets == LACKING))
+    frame = int(np.argmax(packets == NONE))
     times = EpisodeTimes(index, interval, seconds, rows["frame_index"], dataset.fps, dataset.tolerance_s)
     reason = explain(times, frame)
     return packets, f"frame {frame}: {dataset.data_store.where(index.path)}: {reason}"

@@ -17,7 +17,8 @@ from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, MemoryBudgetError, counted
 from dali_stream.mp4.clip import is_avc, pack
 from dali_stream.mp4.hidden import hidden_frames
-from dali_stream.mp4.index import LACKING, Int64, VideoIndex, read_index
+from dali_stream.mp4.index import Int64, VideoIndex, read_index
+from dali_stream.mp4.none import NONE
 from dali_stream.mp4.timing import BY_FRAME_INDEX, TOLERANCE, EpisodeTimes, what_helps
 from dali_stream.order import Order, default_pools
 from dali_stream.order.batches import Batches
@@ -118,7 +119,7 @@ class Camera:
             self.results["files"] = PROBLEM, text, "copy the dataset again"
 
     def _locate(self, table: VideoIndex, episodes: Iterable[int]) -> Iterator[tuple[int, Int64]]:
-        """Yield (episode, packets of its rows) for episodes of a file. The packet of a row without a frame is `LACKING`.
+        """Yield (episode, packets of its rows) for episodes of a file. The packet of a row without a frame is `NONE`.
 
         Episodes that cannot be checked are left out.
         """
@@ -135,7 +136,7 @@ class Camera:
                 times = dataset.seconds(rows), rows["frame_index"], dataset.fps, dataset.tolerance_s
                 self.remedies[episode] = what_helps(EpisodeTimes(table, place, *times))
             try:
-                self._video_files.checked(table, packets[packets != LACKING], episode)
+                self._video_files.checked(table, packets[packets != NONE], episode)
             except DecodeError as error:
                 self.faults.setdefault(episode, f": {error}")
                 if not isinstance(error, FrameSizeError):
@@ -170,7 +171,7 @@ class Camera:
         frame = len(packets) // 2
         packet = int(packets[frame])
         self.facts["frame"] = {"episode": int(dataset.episodes[episode]), "frame": frame}
-        if packet == LACKING:  # the check of timestamps reports it
+        if packet == NONE:  # the check of timestamps reports it
             return
         # FFmpeg outputs every frame of an H.264 file with open GOPs only if it decodes from the start. See `decode`.
         clip = pack(store, [table], [packet], from_the_start=table.open_gops and is_avc(table))
