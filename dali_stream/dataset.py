@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -17,10 +18,11 @@ import numpy.typing as npt
 from dali_stream.checks.arguments import INSTEAD_OF_DROP, byte_count, from_zero, known_arguments_or, one_of
 from dali_stream.checks.text import listed
 from dali_stream.errors import DatasetError, StorageError, counted
-from dali_stream.lerobot import fingerprint
+from dali_stream.lerobot import selection
 from dali_stream.lerobot.address import commit_of, local_copy, opened, resolved
 from dali_stream.lerobot.dataset_files import CLOCKS, NEEDED, DatasetFiles, check_left_out
 from dali_stream.lerobot.file_names import guessed_files
+from dali_stream.lerobot.fingerprint import Identity, identity
 from dali_stream.lerobot.frame_ranges import Frames
 from dali_stream.lerobot.info import INFO
 from dali_stream.lerobot.parquet import parquet_errors
@@ -175,7 +177,10 @@ class Dataset(DatasetFiles):
         return ""
 
     def _leave_out_absent(self, cameras: Sequence[str] | None) -> None:
-        """Leave out features whose column the first data file lacks, as LeRobot reads them, with a warning."""
+        """Leave out features whose column the first data file lacks, as LeRobot reads them, with a warning.
+
+        Raises ValueError if `cameras`, the argument of the constructor, has one of them.
+        """
         number = int(self.table.data.index[self.rows[0]])
         path = self.table.data.paths[number]
         try:
@@ -184,7 +189,14 @@ class Dataset(DatasetFiles):
         except DatasetError:  # the file is missing or broken, which reading its rows reports
             return
         known = {*columns, *NEEDED, *(key for key, feature in self.info.features.items() if feature.is_video)}
-        self._leave_out({key: f"has no column in {path}" for key in self.info.features if key not in known}, cameras)
+        self.absent, why = tuple(key for key in self.info.features if key not in known), f"has no column in {path}"
+        for key in self.absent:
+            _log.warning("%s: feature %.80r %s. Batches will lack it", self.store.where(INFO), key, why)
+        rest = {key: feature for key, feature in self.info.features.items() if key in known}
+        left_out = {**self.info.left_out, **dict.fromkeys(self.absent, why)}
+        self.info = dataclasses.replace(self.info, features=rest, left_out=left_out)
+        self.cameras = selection.cameras(self.info, cameras)
+        self.features = {key: feature for key, feature in self.features.items() if key in known}
 
     def split(self, shares: Mapping[str, float] | None = None, *, seed: int = 0) -> dict[str, Dataset]:
         """Divide the selected episodes into parts, for example for training and for validation.
@@ -238,14 +250,15 @@ class Dataset(DatasetFiles):
             rows: Rows of these episodes in the table, in increasing order, shape (E',).
         """
         part = object.__new__(type(self))
-        vars(part).update({name: value for name, value in vars(self).items() if name != "_identity"})
+        vars(part).update({name: value for name, value in vars(self).items() if name != "identity"})
         ranges = self.frame_ranges
         part._take(rows, None if ranges is None else ranges.of(np.searchsorted(self.rows, rows)))
         return part
 
     @functools.cached_property
-    def _identity(self) -> tuple[str, dict[str, str]]:
-        return fingerprint.identity(self)
+    def identity(self) -> Identity:
+        """What tells the dataset from others, for the state of a run."""
+        return identity(self)
 
     @property
     def fingerprint(self) -> str:
@@ -254,17 +267,7 @@ class Dataset(DatasetFiles):
         It does not depend on the selected cameras, the location of the dataset, its commit, its files, their codecs, or the
         version of the format. It includes `clock` and `tolerance_s` unless both have their defaults.
         """
-        return self._identity[0]
-
-    @property
-    def contents(self) -> dict[str, str]:
-        """Hash of each part of the fingerprint, for messages. Parts with their default values are left out."""
-        return self._identity[1]
-
-    @functools.cached_property
-    def origin(self) -> dict[str, Any]:
-        """Origin of the metadata, as information in the state of a run. See `lerobot.fingerprint.origin`."""
-        return fingerprint.origin(self)
+        return self.identity.fingerprint
 
     @property
     def source(self) -> Source:

@@ -299,7 +299,7 @@ class Loader:
             "epoch": self._epoch,
             "position": self._position,
             "order": self._config.order_state(),
-            **fingerprint.saved(self.dataset),
+            **fingerprint.saved(self.dataset.identity),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_other_frames: bool = False) -> None:
@@ -320,7 +320,7 @@ class Loader:
         """
         self._check_not_begun("load_state_dict")
         check_version(state, "Loader", "dataset")
-        fingerprint.check(self.dataset, state, allow_other_frames)
+        fingerprint.check(self.dataset.identity, state, allow_other_frames)
         taken = noted(state, self._config.arguments.shuffle, self._given_pools)
         config = replace(self._config, arguments=self._config.arguments._replace(**taken))
         epoch, position = check_state(state, "loader", config.order_state(), config.batches.frames)

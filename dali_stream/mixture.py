@@ -21,6 +21,7 @@ from dali_stream.errors import DaliStreamError, counted, prefixed
 from dali_stream.lerobot import fingerprint
 from dali_stream.lerobot.combine import MISSING, combine
 from dali_stream.lerobot.dataset_files import check_left_out
+from dali_stream.lerobot.fingerprint import Identity
 from dali_stream.lerobot.stats import Stats, merged
 from dali_stream.order import windows
 from dali_stream.order.orders import MixtureOrders
@@ -169,24 +170,21 @@ class Mixture:
         return mixture_file.read(path)
 
     @functools.cached_property
-    def fingerprint(self) -> str:
-        """Hash of the names, renamed keys and fingerprints of the datasets, 32 hexadecimal digits, without the shares."""
-        parts = [
-            [name, dataset.fingerprint, sorted(self.renamed_keys[name].items())] for name, dataset in self.datasets.items()
-        ]
-        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-
-    @functools.cached_property
-    def contents(self) -> dict[str, str]:
-        """Hash of each part of the fingerprint, for messages, {"<dataset>: <part>": hash}."""
-        renamed = {name: json.dumps(sorted(keys.items())).encode() for name, keys in self.renamed_keys.items() if keys}
-        parts = {f"{name}: {part}": digest for name, own in self.datasets.items() for part, digest in own.contents.items()}
-        return parts | {f"{name}: {fingerprint.KEYS}": fingerprint.hashed(keys) for name, keys in renamed.items()}
+    def identity(self) -> Identity:
+        """What tells the mixture from others, for the state of a run."""
+        parts = {name: dataset.identity for name, dataset in self.datasets.items()}
+        named = [[name, part.fingerprint, sorted(self.renamed_keys[name].items())] for name, part in parts.items()]
+        contents = {f"{name}: {key}": digest for name, part in parts.items() for key, digest in part.contents.items()}
+        for name, keys in self.renamed_keys.items():
+            if keys:
+                contents[f"{name}: {fingerprint.KEYS}"] = fingerprint.hashed(json.dumps(sorted(keys.items())).encode())
+        digest = hashlib.blake2b(json.dumps(named).encode(), digest_size=16).hexdigest()
+        return Identity(self.uri, digest, contents, {name: part.origin for name, part in parts.items()})
 
     @property
-    def origin(self) -> dict[str, Any]:
-        """Origin of each dataset by name. See `Dataset.origin`."""
-        return {name: dataset.origin for name, dataset in self.datasets.items()}
+    def fingerprint(self) -> str:
+        """Hash of the names, renamed keys and fingerprints of the datasets, 32 hexadecimal digits, without the shares."""
+        return self.identity.fingerprint
 
     @property
     def stores(self) -> list[Store]:

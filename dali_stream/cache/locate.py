@@ -39,12 +39,12 @@ def locate(
     """
     length = int(source.lengths[episode])
     if index is None:
-        feature = source.part(episode).features.get(camera)
+        feature = source.part_of(episode).features.get(camera)
         if feature is not None and feature.is_image:
             return Located(np.arange(length), np.arange(length))  # each image is a GOP of its own
         nothing = np.full(length, NONE, np.int64)
         return Located(nothing, nothing)
-    dataset, interval = source.part(episode).dataset, source.videos[camera].interval(episode)
+    dataset, interval = source.part_of(episode).dataset, source.videos[camera].interval(episode)
     packet = find_packets(index, interval, dataset.seconds(rows), dataset.fps, dataset.tolerance_s)
     exists = packet != NONE
     if exists.all():

@@ -161,7 +161,7 @@ class OtherSizes:
 
     def add(self, episode: int, size: tuple[int, int], where: str) -> None:
         """Log the first frame whose size (height, width) differs. `where` is the address of its file."""
-        feature = self._source.part(episode).features.get(self._key)
+        feature = self._source.part_of(episode).features.get(self._key)
         if self._logged or feature is None or size == feature.frame_size:
             return
         self._logged = True

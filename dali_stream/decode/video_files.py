@@ -58,7 +58,7 @@ class VideoFiles:
             return named(self._source, self.key, episode, frames, error)
         every = np.array([episode]), np.arange(self._source.lengths[episode])[None]
         rows = {key: episodes.table.gather(key, *every)[0] for key in CLOCKS}
-        dataset, interval = self._source.part(episode).dataset, self._source.videos[self.key].interval(episode)
+        dataset, interval = self._source.part_of(episode).dataset, self._source.videos[self.key].interval(episode)
         times = dataset.seconds(rows), rows["frame_index"], dataset.fps, dataset.tolerance_s
         why = explain(EpisodeTimes(index, interval, *times), int(frames[0]))
         return self.named(episode, frames, index, DecodeError(why))
@@ -86,7 +86,7 @@ class VideoFiles:
             FrameSizeError: If the sizes differ, and frames are not resized.
             DecodeError: If the video is gray with more than 8 bits per value.
         """
-        feature, where = self._source.part(episode).features[self.key], self._source.data_store.where(index.path)
+        feature, where = self._source.part_of(episode).features[self.key], self._source.data_store.where(index.path)
         if remedy := feature.size_fault((video.height, video.width), self._any_size):
             turned = f" (turned by {video.rotation}°)" if video.rotation else ""
             raise FrameSizeError(

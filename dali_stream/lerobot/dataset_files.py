@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import importlib
-import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -26,13 +24,11 @@ from dali_stream.lerobot.info import INFO, Info, read_info
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.lerobot.stats import STATS, Stats, read_stats
 from dali_stream.storage import Store
-from dali_stream.system.log_records import DATASET_LOG
 from dali_stream.system.process import trim_memory
 
 NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # features that every batch has
 CLOCKS = ("timestamp", "frame_index")  # values of the argument `clock`; the first is the default
 _MANY = 2000  # for more episodes than this, memory freed by parsing is returned to the operating system
-_log = logging.getLogger(DATASET_LOG)
 
 
 class DatasetFiles:
@@ -97,24 +93,6 @@ class DatasetFiles:
             pa.default_memory_pool().release_unused()
             trim_memory()
         self._take(selection.rows(self.table.index, episodes, episode_filter, self.episode_columns), None)
-
-    def _leave_out(self, reasons: Mapping[str, str], cameras: Sequence[str] | None) -> None:
-        """Leave out features without a column, with a warning.
-
-        Args:
-            reasons: {key: reason}, as in `Info.left_out`.
-            cameras: Keys of the selected cameras, or None for all cameras.
-
-        Raises:
-            ValueError: If a selected camera cannot be read.
-        """
-        for key, why in reasons.items():
-            _log.warning("%s: feature %.80r %s. Batches will lack it", self.store.where(INFO), key, why)
-        stored = {key: feature for key, feature in self.info.features.items() if key not in reasons}
-        self.info = dataclasses.replace(self.info, features=stored, left_out={**self.info.left_out, **reasons})
-        self.absent = tuple(reasons)
-        self.cameras = selection.cameras(self.info, cameras)
-        self.features = {key: feature for key, feature in self.features.items() if key not in reasons}
 
     def _take(self, rows: npt.NDArray[np.int64], ranges: FrameRanges | None) -> None:
         """Select the episodes in some rows of the table, and the frames in `ranges`, or all frames if `ranges` is None."""

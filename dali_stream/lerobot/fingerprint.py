@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,24 +30,23 @@ CLOCK, CAMERAS, CAMERA_STATISTICS = "clock (clock=, tolerance_s=)", "cameras", "
 FRAMES = (CLOCK, CAMERAS, CAMERA_STATISTICS)
 
 
-class Identified(Protocol):
-    """Dataset or mixture.
+class Identity(NamedTuple):
+    """What tells a dataset or a mixture from others.
 
     Attributes:
         uri: Name for messages.
-        fingerprint: Hash that a state must have.
-        contents: Hash of each part of the fingerprint, {part: hash}. The parts of a mixture are "<dataset>: <part>".
-        origin: See the function `origin`, or {dataset: origin} for a mixture.
+        fingerprint: Hash that a state must have, see `Dataset`.
+        contents: Hash of each part of the fingerprint, {part: hash}, without parts that have their default values. The parts of
+            a mixture are "<dataset>: <part>".
+        origin: Origin of the metadata, as information. It has the `address`, and the `commit` of a repository of the Hub.
+            Without a commit, it has `versions`, the versions of some metadata files by path. For a mixture, it is
+            {dataset: origin}.
     """
 
-    @property
-    def uri(self) -> str: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def contents(self) -> dict[str, str]: ...
-    @property
-    def origin(self) -> dict[str, Any]: ...
+    uri: str
+    fingerprint: str
+    contents: dict[str, str]
+    origin: dict[str, Any]
 
 
 def hashed(data: bytes) -> str:
@@ -55,11 +54,8 @@ def hashed(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def identity(dataset: DatasetFiles) -> tuple[str, dict[str, str]]:
-    """Return the fingerprint of a dataset, see `Dataset`, and the hash of each of its parts, for messages.
-
-    Parts with their default values are left out. Raises DatasetError or StorageError if tasks or statistics cannot be read.
-    """
+def identity(dataset: DatasetFiles) -> Identity:
+    """Return the identity of a dataset. Raises DatasetError or StorageError if its tasks or statistics cannot be read."""
     features = {key: _without(feature, *ENCODING, "fps") for key, feature in dataset.info.features.items()}
     cameras = [key for key, feature in dataset.info.features.items() if feature.is_camera]
     # Statistics tell datasets of equal lengths apart, which are common. Only min, max and count are exact after the statistics
@@ -86,16 +82,11 @@ def identity(dataset: DatasetFiles) -> tuple[str, dict[str, str]]:
         STATISTICS: _json(_without(stats, *cameras)),
         CAMERA_STATISTICS: _json({key: own for key, own in stats.items() if key in cameras}),
     }
-    fingerprint = hashlib.blake2b(whole, digest_size=16).hexdigest()
-    return fingerprint, {part: hashed(data) for part, data in parts.items() if data}
+    contents = {part: hashed(data) for part, data in parts.items() if data}
+    return Identity(dataset.uri, hashlib.blake2b(whole, digest_size=16).hexdigest(), contents, _origin(dataset))
 
 
-def origin(dataset: DatasetFiles) -> dict[str, Any]:
-    """Return the origin of the metadata of a dataset, as information in the state of a run.
-
-    It has the `address`, and the `commit` of a repository of the Hub. Without a commit, it has `versions`, the versions of some
-    metadata files by path.
-    """
+def _origin(dataset: DatasetFiles) -> dict[str, Any]:
     store, commit = dataset.store, dataset.revision or commit_of(dataset.store)
     if commit:
         return {"address": store.address, "commit": commit}
@@ -103,7 +94,7 @@ def origin(dataset: DatasetFiles) -> dict[str, Any]:
     return {"address": store.address, "versions": {path: version for path in paths if (version := store.version(path))}}
 
 
-def saved(dataset: Identified) -> dict[str, Any]:
+def saved(dataset: Identity) -> dict[str, Any]:
     """Return the entries about a dataset in the state of a run.
 
     `dataset` must match when the run is resumed. `contents` says which part differs otherwise, and `source` is information.
@@ -111,11 +102,11 @@ def saved(dataset: Identified) -> dict[str, Any]:
     return {"dataset": dataset.fingerprint, "contents": dataset.contents, "source": dataset.origin}
 
 
-def check(dataset: Identified, state: Mapping[str, Any], allow_other_frames: bool = False) -> None:
+def check(dataset: Identity, state: Mapping[str, Any], allow_other_frames: bool = False) -> None:
     """Check that a state is of the same dataset. Log a warning if it is of another commit, or of other versions of files.
 
     Args:
-        dataset: Dataset to resume with.
+        dataset: Identity of the dataset to resume with.
         state: State of a run.
         allow_other_frames: Whether only the rows must be the same, and not the frames of the cameras. Default: False.
 

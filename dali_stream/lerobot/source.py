@@ -125,7 +125,7 @@ class Source:
         frames = np.array([part.dataset.lengths.sum() for part in self.parts])
         return int(self.row_bytes_of @ frames // frames.sum())
 
-    def part(self, episode: int) -> Part:
+    def part_of(self, episode: int) -> Part:
         """Return the dataset of an episode."""
         return self.parts[self.dataset_of[episode]]
 
@@ -188,8 +188,8 @@ def concatenate(
         parts=parts,
         dataset_names=tuple(names),
         features=features,
-        lengths=np.concatenate([dataset.lengths for dataset in datasets]),
-        episodes=np.concatenate([dataset.episodes for dataset in datasets]),
+        lengths=_joined([dataset.lengths for dataset in datasets]),
+        episodes=_joined([dataset.episodes for dataset in datasets]),
         dataset_of=np.repeat(np.arange(len(counts)), counts),
         videos={key: _videos(key, parts) for key in features if any(_has_video(part, key) for part in parts)},
         images=tuple(key for key in features if any(key in part.features and part.features[key].is_image for part in parts)),
@@ -204,19 +204,23 @@ def _has_video(part: Part, camera: str) -> bool:
 def _videos(camera: str, parts: Sequence[Part]) -> Videos:
     """Return the MP4 files of a camera of some datasets, numbered consecutively."""
     paths: list[str] = []
-    counts, file, start, stop = [], [], [], []
+    counts, columns = [], []
     for part in parts:
-        episodes, before = part.dataset.rows, len(paths)
+        before, rows = len(paths), part.dataset.rows
         if _has_video(part, camera):
             own, metadata = part.keys[camera], part.dataset.table
-            file.append(before + metadata.video[own].index[episodes])
-            start.append(metadata.start[own][episodes])
-            stop.append(metadata.stop[own][episodes])
-            paths += metadata.video[own].paths
+            files, times = metadata.video[own], (metadata.start[own], metadata.stop[own])
+            paths += files.paths
+            # The arrays of a whole dataset are not copied.
+            file, start, stop = (each if len(rows) == len(each) else each[rows] for each in (files.index, *times))
+            columns.append((file + before if before else file, start, stop))
         else:
-            file.append(np.full(len(episodes), NONE))
-            start.append(np.zeros(len(episodes)))
-            stop.append(np.zeros(len(episodes)))
+            nothing = np.zeros(len(rows))
+            columns.append((np.full(len(rows), NONE), nothing, nothing))
         counts.append(len(paths) - before)
-    dataset = np.repeat(np.arange(len(parts)), counts)
-    return Videos(paths, dataset, np.concatenate(file), np.concatenate(start), np.concatenate(stop))
+    return Videos(paths, np.repeat(np.arange(len(parts)), counts), *map(_joined, zip(*columns, strict=True)))
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Return the values of some arrays, one array after the other. A single array is not copied."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

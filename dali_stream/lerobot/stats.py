@@ -41,7 +41,7 @@ def stats_of(values: Any) -> Stats:
 def table_stats(values: np.ndarray) -> dict[str, list[Any]]:
     """Return statistics of rows: min, max, mean, std, count and quantiles.
 
-    Quantiles are exact, while LeRobot estimates them from histograms.
+    Quantiles are exact for up to `TableStats.KEPT` numbers, while LeRobot estimates them from histograms.
 
     Args:
         values: Rows, shape (T, ...).
@@ -49,18 +49,9 @@ def table_stats(values: np.ndarray) -> dict[str, list[Any]]:
     Returns:
         Nested lists by name. Each has the shape of a row, or (1,) if a row is a scalar. `count` is [T].
     """
-    if values.ndim == 1:
-        values = values[:, None]
-    extremes = values.astype(np.float64) if values.dtype == bool else values
-    numbers = values.astype(np.float64)
-    return {
-        "min": extremes.min(axis=0).tolist(),
-        "max": extremes.max(axis=0).tolist(),
-        "mean": numbers.mean(axis=0).tolist(),
-        "std": numbers.std(axis=0).tolist(),
-        "count": [len(values)],
-        **{name: np.quantile(numbers, share, axis=0).tolist() for name, share in QUANTILES.items()},
-    }
+    stats = TableStats(len(values))
+    stats.add(values)
+    return {name: np.asarray(value).tolist() for name, value in stats.result().items()}
 
 
 class TableStats:

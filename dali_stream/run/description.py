@@ -112,7 +112,7 @@ def describe(
         "loader": loader,
         "dali_graph": described_graph(dali_graph),
         "routes": {camera: route.decoder for camera, route in routes.items()},
-        "state": {"version": STATE_VERSION, "order": config.order_state(), **fingerprint.saved(dataset)},
+        "state": {"version": STATE_VERSION, "order": config.order_state(), **fingerprint.saved(dataset.identity)},
         "begin": begin,
     }
     parsed: dict[str, Any] = json.loads(json.dumps(described))  # equal to the content of a file

@@ -123,7 +123,8 @@ def receipt(
             raise ResumeError(
                 f"version of the state must be {STATE_VERSION}, got {state['version']}. Use the dali_stream of the run"
             )
-        fingerprint.check(opened, state, allow_other_frames=True)  # an episode is seen in the order, whatever its frames
+        # An episode is seen in the order, whatever its frames.
+        fingerprint.check(opened.identity, state, allow_other_frames=True)
         place = _place(opened, mixed, episode)
         orders = opened.orders()
     batches = description.batches_of(described, orders.positions)

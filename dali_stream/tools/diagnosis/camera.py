@@ -299,13 +299,13 @@ def _cached(camera: Camera) -> tuple[int, float, float] | None:
     dataset, frames, window = camera.dataset, camera.dataset.num_frames, np.zeros(1, np.int64)
     batches = Batches(frames, min(_BATCH, frames), 1, "drop")
     consumers, pool = default_pools(batches.batch_size, 1)
-    frame_bytes = math.prod(_SIZE) * 3 * len(dataset.videos)
+    source, frame_bytes = dataset.source, math.prod(_SIZE) * 3 * len(dataset.videos)
     sizes = Sizes(
         lengths=dataset.lengths,
         batch_size=batches.batch_size,
         episodes=min(consumers * (pool + 1), dataset.num_episodes),
-        row_bytes=dataset.source.row_bytes,
-        least_row_bytes=dataset.source.row_bytes_without_objects,
+        row_bytes=source.row_bytes,
+        least_row_bytes=source.row_bytes_without_objects,
         files={camera.key: camera.files},
         indices={camera.key: camera.tables[0]},
         windows={camera.key: window},
