@@ -339,7 +339,7 @@ def floor_jobs(
 
 def packets_of(dataset: dali_stream.Dataset, camera: str) -> Callable[[int], tuple[VideoIndex, np.ndarray]]:
     """Return a function that takes an episode, and returns the index of its video file and the packet of each of its frames."""
-    indices, reader = IndexCache(dataset), RowReader(dataset, keys=["timestamp"])
+    indices, reader = IndexCache(dataset.source), RowReader(dataset, keys=["timestamp"])
 
     @functools.cache
     def packets(episode: int) -> tuple[VideoIndex, np.ndarray]:

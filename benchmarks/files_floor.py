@@ -25,7 +25,7 @@ Part = tuple[Path, int, int]  # file, and range [start, stop) of its frames in d
 
 def parts(dataset: dali_stream.Dataset, threads: int) -> list[list[Part]]:
     """Divide the files of all cameras into one part of nearly equal size per thread. Each part begins with a keyframe."""
-    indices, runs = IndexCache(dataset), []
+    indices, runs = IndexCache(dataset.source), []
     for camera in dataset.videos:
         for path in dict.fromkeys(dataset.table.video[camera].paths):
             episode = int(np.flatnonzero([path == p for p in _paths(dataset, camera)])[0])

@@ -35,5 +35,5 @@ def cached_bytes(dataset: dali_stream.Dataset, size: tuple[int, int] | None = No
         dataset: Dataset of the Loader.
         size: Size (height, width) of the frames in pixels. Default: the recorded size.
     """
-    sizes = [size or dataset.picture_size(camera) for camera in dataset.videos]
+    sizes = [size or dataset.features[camera].frame_size for camera in dataset.videos]
     return min(dataset.num_frames * sum(3 * height * width for height, width in sizes), 4 << 30) + (512 << 20)

@@ -32,7 +32,7 @@ def make(dataset: dali_stream.Dataset, gpu: int | None, threads: int, per_frame:
     """
     engines, runs = [], []
     for camera in dataset.videos:
-        table = IndexCache(dataset).of(camera, 0, dataset.data_store)
+        table = IndexCache(dataset.source).of(camera, 0, dataset.data_store)
         video = table.format()
         engines.append(threads if gpu is None else capability(gpu, video.codec, video.chroma, video.depth).engines)
         shown = table.displayed_packets[:LONGEST].tolist()

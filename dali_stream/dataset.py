@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from dali_stream.checks.arguments import INSTEAD_OF_DROP, byte_count, from_zero, known_arguments_or, one_of
-from dali_stream.errors import DatasetError, StorageError
-from dali_stream.lerobot import metadata
+from dali_stream.checks.text import listed
+from dali_stream.errors import DatasetError, StorageError, counted
+from dali_stream.lerobot import selection
 from dali_stream.lerobot.address import commit_of, local_copy, opened, resolved
-from dali_stream.lerobot.dataset import CLOCKS, NEEDED, DatasetFiles
+from dali_stream.lerobot.dataset_files import CLOCKS, NEEDED, DatasetFiles, check_left_out
 from dali_stream.lerobot.file_names import guessed_files
+from dali_stream.lerobot.fingerprint import Identity, identity
 from dali_stream.lerobot.frame_ranges import Frames
-from dali_stream.lerobot.metadata import INFO, Stats, parquet_errors
+from dali_stream.lerobot.info import INFO
+from dali_stream.lerobot.parquet import parquet_errors
 from dali_stream.lerobot.row_file import read_column_names
 from dali_stream.lerobot.selection import EpisodeFilter
+from dali_stream.lerobot.source import Source, concatenate
+from dali_stream.lerobot.stats import Stats, stats_of
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.order import windows
 from dali_stream.order.orders import DatasetOrders
@@ -158,7 +165,8 @@ class Dataset(DatasetFiles):
         except (DatasetError, StorageError, ValueError) as error:  # ValueError: it may lack an episode or a camera
             return f"LeRobot's local copy in {folder} cannot be used ({error})"
         # Files of `data_files_root` do not belong to the copy.
-        needed = self.needed_files() if self.data_store is self.store else ()
+        files = (self.table.data, *self.table.video.values()) if self.data_store is self.store else ()
+        needed = (each.paths[number] for each in files for number in np.unique(each.index[self.rows]).tolist())
         if missing := next((path for path in (self.tasks_place, *needed) if not self.store.exists(path)), None):
             self.close()
             return f"LeRobot's local copy in {folder} is incomplete (it lacks {missing})"
@@ -169,7 +177,10 @@ class Dataset(DatasetFiles):
         return ""
 
     def _leave_out_absent(self, cameras: Sequence[str] | None) -> None:
-        """Leave out features whose column the first data file lacks, as LeRobot reads them, with a warning."""
+        """Leave out features whose column the first data file lacks, as LeRobot reads them, with a warning.
+
+        Raises ValueError if `cameras`, the argument of the constructor, has one of them.
+        """
         number = int(self.table.data.index[self.rows[0]])
         path = self.table.data.paths[number]
         try:
@@ -177,8 +188,15 @@ class Dataset(DatasetFiles):
                 columns = read_column_names(self, self.data_store, number)
         except DatasetError:  # the file is missing or broken, which reading its rows reports
             return
-        known = {*columns, *NEEDED, *(key for key, feature in self.stored_features.items() if feature.is_video)}
-        self._leave_out({key: f"has no column in {path}" for key in self.stored_features if key not in known}, cameras)
+        known = {*columns, *NEEDED, *(key for key, feature in self.info.features.items() if feature.is_video)}
+        self.absent, why = tuple(key for key in self.info.features if key not in known), f"has no column in {path}"
+        for key in self.absent:
+            _log.warning("%s: feature %.80r %s. Batches will lack it", self.store.where(INFO), key, why)
+        rest = {key: feature for key, feature in self.info.features.items() if key in known}
+        left_out = {**self.info.left_out, **dict.fromkeys(self.absent, why)}
+        self.info = dataclasses.replace(self.info, features=rest, left_out=left_out)
+        self.cameras = selection.cameras(self.info, cameras)
+        self.features = {key: feature for key, feature in self.features.items() if key in known}
 
     def split(self, shares: Mapping[str, float] | None = None, *, seed: int = 0) -> dict[str, Dataset]:
         """Divide the selected episodes into parts, for example for training and for validation.
@@ -208,6 +226,54 @@ class Dataset(DatasetFiles):
                 )
         return {name: self.part(self.rows[places]) for name, places in chosen.items()}
 
+    def without(self, keys: Collection[str]) -> Dataset:
+        """Return the same dataset without some features and cameras, which are then not read. The datasets share open files.
+
+        Args:
+            keys: Keys of the features and cameras to leave out.
+
+        Raises:
+            ValueError: If a key is unknown, or if every dataset must have it.
+        """
+        check_left_out(keys, self.features)
+        rest = object.__new__(type(self))
+        vars(rest).update(vars(self))
+        rest.features = {key: feature for key, feature in self.features.items() if key not in keys}
+        rest.cameras, rest.videos = (tuple(key for key in group if key not in keys) for group in (self.cameras, self.videos))
+        rest.skips_images = self.skips_images or any(self.features[key].is_image for key in keys)
+        return rest
+
+    def part(self, rows: npt.NDArray[np.int64]) -> Dataset:
+        """Return the same dataset with only some of the selected episodes. The datasets share open files.
+
+        Args:
+            rows: Rows of these episodes in the table, in increasing order, shape (E',).
+        """
+        part = object.__new__(type(self))
+        vars(part).update({name: value for name, value in vars(self).items() if name != "identity"})
+        ranges = self.frame_ranges
+        part._take(rows, None if ranges is None else ranges.of(np.searchsorted(self.rows, rows)))
+        return part
+
+    @functools.cached_property
+    def identity(self) -> Identity:
+        """What tells the dataset from others, for the state of a run."""
+        return identity(self)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the metadata and of the selected episodes and frames, 32 hexadecimal digits.
+
+        It does not depend on the selected cameras, the location of the dataset, its commit, its files, their codecs, or the
+        version of the format. It includes `clock` and `tolerance_s` unless both have their defaults.
+        """
+        return self.identity.fingerprint
+
+    @property
+    def source(self) -> Source:
+        """Selected episodes and features, as a Loader reads them."""
+        return concatenate([self], [{key: key for key in self.features}], self.features)
+
     def orders(self) -> DatasetOrders:
         """Return the orders of the epochs for a Loader."""
         return DatasetOrders(self.lengths, self.frame_ranges)
@@ -218,7 +284,7 @@ class Dataset(DatasetFiles):
 
     def _stored_splits(self) -> dict[str, np.ndarray]:
         """Return the positions of the selected episodes in each split of `meta/info.json`."""
-        where, splits = self.store.where(INFO), self.stored_splits
+        where, splits = self.store.where(INFO), self.info.splits
         if not splits:
             raise DatasetError(f"{where} has no splits. Pass shares, such as dataset.split({{'train': 0.9, 'val': 0.1}})")
         chosen = {}
@@ -258,6 +324,21 @@ class Dataset(DatasetFiles):
 
         return compute_stats(self, keys, progress)
 
+    def __len__(self) -> int:
+        return self.num_frames
+
+    def __getitem__(self, index: object) -> NoReturn:
+        # A PyTorch DataLoader calls this method.
+        raise TypeError(
+            "dali_stream.Dataset is not indexable, because it describes files and decodes nothing. Iterate "
+            "dali_stream.Loader(dataset, ...) without a DataLoader, or give the DataLoader a LeRobotDataset with "
+            "dali_stream.FrameSampler(dataset) as its sampler"
+        )
+
+    def __repr__(self) -> str:
+        contents = f"{counted(self.num_episodes, 'episode')}, {counted(self.num_frames, 'frame')} at {self.fps:g} fps"
+        return f"Dataset({self.uri!r}: {contents}, cameras: {listed(self.cameras)})"
+
 
 def _shared(shares: Mapping[str, float], key: np.ndarray) -> dict[str, np.ndarray]:
     """Return {name: increasing positions in `key`}. Each name gets its share of the positions, in the order of their keys."""
@@ -271,9 +352,9 @@ def _shared(shares: Mapping[str, float], key: np.ndarray) -> dict[str, np.ndarra
     return {name: np.sort(order[a:b]) for name, a, b in zip(shares, [0, *ends], ends, strict=False)}
 
 
-def _own_stats(stats: Mapping[str, Mapping[str, npt.ArrayLike]]) -> metadata.Stats:
+def _own_stats(stats: Mapping[str, Mapping[str, npt.ArrayLike]]) -> Stats:
     try:
-        return metadata.stats_of(stats)
+        return stats_of(stats)
     except ValueError as error:
         raise ValueError(f"stats {error}, got {str(stats)[:80]}") from error
 

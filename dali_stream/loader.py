@@ -182,7 +182,7 @@ class Loader:
             on_error=on_error,
             max_substitutes=max_substitutes,
         )
-        self.normalizer = make_normalizer(self._config, normalize)
+        self.normalizer = make_normalizer(self.dataset, self._config, normalize)
         self._counters, self._recent = Counters(), bottleneck.Recent()
         self._constructed, self._pid = time.perf_counter(), os.getpid()
         self._metered: dict[str, Any] = {}  # counters at the last call of `metrics`
@@ -299,7 +299,7 @@ class Loader:
             "epoch": self._epoch,
             "position": self._position,
             "order": self._config.order_state(),
-            **fingerprint.saved(self.dataset),
+            **fingerprint.saved(self.dataset.identity),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_other_frames: bool = False) -> None:
@@ -320,7 +320,7 @@ class Loader:
         """
         self._check_not_begun("load_state_dict")
         check_version(state, "Loader", "dataset")
-        fingerprint.check(self.dataset, state, allow_other_frames)
+        fingerprint.check(self.dataset.identity, state, allow_other_frames)
         taken = noted(state, self._config.arguments.shuffle, self._given_pools)
         config = replace(self._config, arguments=self._config.arguments._replace(**taken))
         epoch, position = check_state(state, "loader", config.order_state(), config.batches.frames)
@@ -427,7 +427,7 @@ class Loader:
         `bottleneck` interprets the times.
         """
         counters = self._counts()
-        counters["needed_bytes"] += self._config.indices.bytes_read if self.dataset.data_store.remote else 0
+        counters["needed_bytes"] += self._config.indices.bytes_read if self._config.dataset.data_store.remote else 0
         return counters | self._source.memory()
 
     def _counts(self) -> dict[str, Any]:

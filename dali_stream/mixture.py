@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from numbers import Integral
 from typing import Any, NoReturn
@@ -18,18 +19,20 @@ from dali_stream.checks.text import listed
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted, prefixed
 from dali_stream.lerobot import fingerprint
-from dali_stream.lerobot.combined import MISSING, CombinedSource
-from dali_stream.lerobot.metadata import Stats
-from dali_stream.lerobot.stats import merged
+from dali_stream.lerobot.combine import MISSING, combine
+from dali_stream.lerobot.dataset_files import check_left_out
+from dali_stream.lerobot.fingerprint import Identity
+from dali_stream.lerobot.stats import Stats, merged
 from dali_stream.order import windows
 from dali_stream.order.orders import MixtureOrders
 from dali_stream.order.shares import shares
 from dali_stream.run import mixture_file
+from dali_stream.storage import Store
 
 _OPENED_AT_ONCE = 16  # maximum number of datasets that are opened in parallel, since each needs several requests in sequence
 
 
-class Mixture(CombinedSource[Dataset]):
+class Mixture:
     """Several datasets whose samples are mixed in each batch. A `Loader` accepts it instead of a `Dataset`.
 
         mixture = dali_stream.Mixture({"pick": "owner/pick", "fold": "s3://bucket/fold"}, weights={"pick": 2, "fold": 1})
@@ -107,10 +110,11 @@ class Mixture(CombinedSource[Dataset]):
                 raise ValueError(f"keys[{name!r}] must be a dict {{key in the dataset: common key}}, got {str(renamed)[:80]!r}")
         opened = open_all(datasets)
         try:
-            super().__init__(opened, keys or {}, missing)
+            self.missing, self.nearest = missing, nearest
+            self._combine(opened, keys or {})
             self.fps = {name: dataset.fps for name, dataset in opened.items()}
-            self.nearest = nearest
-            self.num_frames = int(self.sampled_lengths.sum())
+            self.num_episodes = len(self.lengths)
+            self.num_frames = sum(dataset.num_frames for dataset in opened.values())
             self.shares = shares(
                 [dataset.num_frames for dataset in opened.values()],
                 weights=None if weights is None else [weights[name] for name in opened],
@@ -125,6 +129,13 @@ class Mixture(CombinedSource[Dataset]):
         self.uri = f"the mixture of {listed(opened)}"
         self.renamed_keys = {name: dict((keys or {}).get(name, {})) for name in opened}
         self.shares_given = _plain(weights=weights, repeats=repeats, temperature=temperature, epoch_samples=epoch_samples)
+
+    def _combine(self, datasets: Mapping[str, Dataset], keys: Mapping[str, Mapping[str, str]]) -> None:
+        """Combine datasets. `keys` is the argument of `Mixture`."""
+        self.datasets = dict(datasets)
+        self.source = combine(self.datasets, keys, self.missing)
+        self.features, self.cameras = self.source.features, self.source.cameras
+        self.lengths, self.dataset_of = self.source.lengths, self.source.dataset_of
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Mixture:
@@ -159,24 +170,46 @@ class Mixture(CombinedSource[Dataset]):
         return mixture_file.read(path)
 
     @functools.cached_property
-    def fingerprint(self) -> str:
-        """Hash of the names, renamed keys and fingerprints of the datasets, 32 hexadecimal digits, without the shares."""
-        parts = [
-            [name, dataset.fingerprint, sorted(self.renamed_keys[name].items())] for name, dataset in self.datasets.items()
-        ]
-        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-
-    @functools.cached_property
-    def contents(self) -> dict[str, str]:
-        """Hash of each part of the fingerprint, for messages, {"<dataset>: <part>": hash}."""
-        renamed = {name: json.dumps(sorted(keys.items())).encode() for name, keys in self.renamed_keys.items() if keys}
-        parts = {f"{name}: {part}": digest for name, own in self.datasets.items() for part, digest in own.contents.items()}
-        return parts | {f"{name}: {fingerprint.KEYS}": fingerprint.hashed(keys) for name, keys in renamed.items()}
+    def identity(self) -> Identity:
+        """What tells the mixture from others, for the state of a run."""
+        parts = {name: dataset.identity for name, dataset in self.datasets.items()}
+        named = [[name, part.fingerprint, sorted(self.renamed_keys[name].items())] for name, part in parts.items()]
+        contents = {f"{name}: {key}": digest for name, part in parts.items() for key, digest in part.contents.items()}
+        for name, keys in self.renamed_keys.items():
+            if keys:
+                contents[f"{name}: {fingerprint.KEYS}"] = fingerprint.hashed(json.dumps(sorted(keys.items())).encode())
+        digest = hashlib.blake2b(json.dumps(named).encode(), digest_size=16).hexdigest()
+        return Identity(self.uri, digest, contents, {name: part.origin for name, part in parts.items()})
 
     @property
-    def source(self) -> dict[str, Any]:
-        """Origin of each dataset by name. See `DatasetFiles.source`."""
-        return {name: dataset.source for name, dataset in self.datasets.items()}
+    def fingerprint(self) -> str:
+        """Hash of the names, renamed keys and fingerprints of the datasets, 32 hexadecimal digits, without the shares."""
+        return self.identity.fingerprint
+
+    @property
+    def stores(self) -> list[Store]:
+        """Stores of all datasets, without duplicates. Parts of one dataset share their stores."""
+        return list({id(store): store for dataset in self.datasets.values() for store in dataset.stores}.values())
+
+    def without(self, keys: Collection[str]) -> Mixture:
+        """Return the same mixture without some features and cameras, which are then not read. The mixtures share open files.
+
+        Args:
+            keys: Common keys of the features and cameras to leave out.
+
+        Raises:
+            ValueError: If a key is unknown, or if every dataset must have it.
+        """
+        check_left_out(keys, self.features)
+        rest, parts = copy.copy(self), dict(zip(self.datasets, self.source.parts, strict=True))
+        rest._combine(
+            {
+                name: dataset.without([parts[name].keys[key] for key in keys if key in parts[name].keys])
+                for name, dataset in self.datasets.items()
+            },
+            {name: {own: key for key, own in part.keys.items() if key not in keys} for name, part in parts.items()},
+        )
+        return rest
 
     def orders(self) -> MixtureOrders:
         """Return the orders of the epochs for a Loader."""
@@ -206,6 +239,11 @@ class Mixture(CombinedSource[Dataset]):
         """
         return {key: values for key in self.features if (values := self.merged_stats(key))}
 
+    def having(self, key: str) -> dict[int, tuple[Dataset, str]]:
+        """Return the datasets that have a feature, {number of the dataset: (dataset, key in the dataset)}."""
+        parts = enumerate(zip(self.datasets.values(), self.source.parts, strict=True))
+        return {number: (dataset, part.keys[key]) for number, (dataset, part) in parts if key in part.keys}
+
     def merged_stats(self, key: str) -> dict[str, np.ndarray]:
         """Return the merged statistics of one feature. They have the shape of a row, or (C, 1, 1) for a camera."""
         having, shape = self.having(key), self.features[key].statistic_shape
@@ -230,8 +268,13 @@ class Mixture(CombinedSource[Dataset]):
         Returns:
             Mask of the shape of a row, or (C, 1, 1) for a camera.
         """
-        padded = self.constants.get(f"{key}_dim_is_pad")
+        padded = self.source.constants.get(f"{key}_dim_is_pad")
         return np.ones(self.features[key].statistic_shape, np.bool_) if padded is None else ~padded[number]
+
+    def close(self) -> None:
+        """Close file handles and connections. Reading opens them again."""
+        for dataset in self.datasets.values():
+            dataset.close()
 
     def __len__(self) -> int:
         """Number of samples of an epoch."""

@@ -164,7 +164,7 @@ def _checked(dataset: Dataset | Mixture, name: str, mode: object) -> str:
             f"{name} must be one of {allowed} or None, or for a mixture also one of them with {PER_DATASET!r} added, "
             f"got {mode!r}"
         )
-    if mode.endswith(PER_DATASET) and not dataset.dataset_names:
+    if mode.endswith(PER_DATASET) and not dataset.source.dataset_names:
         raise ValueError(f"{name} must be one of {allowed} for a single dataset, got {mode!r}")
     return mode
 
@@ -184,7 +184,7 @@ def _affine(dataset: Dataset | Mixture, key: str, mode: str) -> Affine:
         try:
             statistics = {name: _statistic(part, own, name) for name in _names(part, own, mode)}
         except (ValueError, DatasetError) as error:
-            raise prefixed(f"dataset {dataset.dataset_names[number]!r}", error) from error
+            raise prefixed(f"dataset {dataset.source.dataset_names[number]!r}", error) from error
         if per_dataset:
             own_dims = dataset.dimensions(key, number)
             affine = _of_statistics(statistics, part, own, mode)

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from dali_stream.decode.route import Route
     from dali_stream.lerobot.features import Feature
     from dali_stream.lerobot.frame_ranges import Frames
-    from dali_stream.lerobot.metadata import Stats
     from dali_stream.lerobot.selection import EpisodeFilter
+    from dali_stream.lerobot.stats import Stats
     from dali_stream.normalize import Modes
     from dali_stream.order import Shuffle
     from dali_stream.order.selected import Ranges
@@ -46,7 +46,7 @@ _MODULE_OF = {
     "Route": "decode.route",
     "Shares": "order.shares",
     "Shuffle": "order",
-    "Stats": "lerobot.metadata",
+    "Stats": "lerobot.stats",
 }
 
 

@@ -54,7 +54,7 @@ def test_the_first_sample_of_each_file_is_audited(vp9_demo: Path) -> None:
     with Loader(vp9_demo, audit=1 << 40, decode="dali", **ARGUMENTS) as loader:
         for _ in loader:
             pass
-        files = sum(len(np.unique(loader.dataset.files(camera))) for camera in CAMERAS)
+        files = sum(len(np.unique(loader.dataset.source.videos[camera].file)) for camera in CAMERAS)
         assert loader.stats()["audited"] == files
 
 

@@ -32,7 +32,7 @@ from support.videos import CAMERA, av1, draw, encode, ffmpeg, h264, hevc, loader
 
 import dali_stream
 from dali_stream import Dataset
-from dali_stream.lerobot.metadata import INFO
+from dali_stream.lerobot.info import INFO
 from dali_stream.tools.description import describe
 from dali_stream.tools.diagnosis import Finding, frames
 from dali_stream.tools.diagnosis.frames import LEAST_PSNR_DB, Decoders, Deep, psnr

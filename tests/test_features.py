@@ -31,7 +31,7 @@ from support.videos import hevc
 
 from dali_stream import Dataset, DatasetError, DecodeError, Loader
 from dali_stream.demo import read_identities
-from dali_stream.lerobot.dataset import NEEDED
+from dali_stream.lerobot.dataset_files import NEEDED
 
 TABULAR = [
     "observation.state", "scalar", "half", "matrix", "cube", "tesseract", "one", "flag", "flags", "small", "bytes",

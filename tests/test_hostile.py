@@ -264,7 +264,7 @@ def read_all(root: Path) -> None:
                 assert values.shape == (dataset.lengths[episode], *(() if shape == (1,) else shape)), key
         assert isinstance(dataset.stats, dict)
         for camera in dataset.cameras:
-            dataset.picture_size(camera)
+            _ = dataset.features[camera].frame_size
     finally:
         dataset.close()
 

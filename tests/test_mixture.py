@@ -21,8 +21,8 @@ from support.servers import Server
 from support.slow import slow
 
 from dali_stream import Dataset, DatasetError, DecodeError, Loader, Mixture, ResumeError
-from dali_stream.lerobot.combined import row_reader
 from dali_stream.lerobot.row_memory import RowMemory
+from dali_stream.lerobot.source_rows import SourceRows
 
 WRIST = "observation.images.wrist"
 KEYS = {"rows": {ODD_CAMERA: WRIST, "scalar": "action"}}
@@ -127,7 +127,7 @@ def test_a_camera_may_be_video_here_and_images_there(
     datasets: Mapping[str, Dataset], alone: Mapping[str, Mapping[int, dict[str, Any]]]
 ) -> None:
     mixed = mixture(datasets, keys={"rows": KEYS["rows"] | {ODD_CAMERA: TOP}}, weights=dict.fromkeys(datasets, 1))
-    assert (mixed.cameras, mixed.videos, mixed.images) == ((TOP, SIDE), (TOP, SIDE), (TOP,))
+    assert (mixed.cameras, tuple(mixed.source.videos), mixed.source.images) == ((TOP, SIDE), (TOP, SIDE), (TOP,))
     seen = set()
     with Loader(mixed, batch_size=8, delta_timestamps={TOP: [-0.1, 0.0]}, **LOADER | {"memory_budget": "64MB"}) as loader:
         for sample in (sample for batch in loader for sample in split(batch)):
@@ -354,7 +354,7 @@ def test_streams_from_http_with_faults_and_a_local_one_beside(
 def test_rows_of_all_datasets_share_the_limit_of_what_is_read_at_once(tmp_path: Path) -> None:
     with Server(write_wide(tmp_path, [30] * 2, 4), latency_s=0.1) as server:
         mixed = Mixture({"a": server.url, "b": server.url})
-        reader = row_reader(mixed, mixed.data_store.session(), RowMemory(at_once=1))
+        reader = SourceRows(mixed.source, mixed.source.data_store.session(), RowMemory(at_once=1))
         for episode in (0, 2):  # with the footer
             reader.read(episode)
         server.peak = 0
@@ -387,7 +387,7 @@ def test_datasets_that_differ_are_an_error_that_lists_how(datasets: Mapping[str,
     assert "float64 (3,)" in lines["observation.state"]
     assert "timestamp" not in lines
     same = Mixture({"a": demo, "b": Dataset(demo, episodes=[1])})
-    assert list(same.constants) == ["dataset_index"]
+    assert list(same.source.constants) == ["dataset_index"]
 
 
 def test_what_cannot_be_one_feature_is_an_error(tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_what_cannot_be_one_feature_is_an_error(tmp_path: Path) -> None:
     ):
         Mixture({"a": a, "b": b}, missing="pad")
     left_out = Mixture({"a": Dataset(a).without(["x", "y"]), "b": b}, missing="pad")
-    assert set(left_out.constants) == {"dataset_index", "x_is_missing", "y_is_missing"}
+    assert set(left_out.source.constants) == {"dataset_index", "x_is_missing", "y_is_missing"}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from support.datasets import CAMERAS, TOP, change_info, copied, read_lengths
 from support.slow import examples, slow
 
 from dali_stream import Dataset, Loader, Mixture, Order, ResumeError, batch_at, tools
-from dali_stream.lerobot import metadata
+from dali_stream.lerobot import v3
 from dali_stream.order import default_pools
 
 SHUFFLES = (True, "global", False)
@@ -458,9 +458,9 @@ def test_a_state_of_something_else_is_refused(odd: Path, rows: Dataset, demo: Pa
 
 def change_tasks(root: Path) -> dict[str, Any]:
     path = root / "meta/tasks.parquet"
-    tasks = metadata.read_names(Dataset(root).store, metadata.TASKS, "task_index")
+    tasks = v3.read_names(Dataset(root).store, v3.TASKS, "task_index")
     first = min(tasks)
-    table = metadata.tasks_table({**tasks, first: "another task"})
+    table = v3.tasks_table({**tasks, first: "another task"})
     pq.write_table(table, path)
     return {}
 

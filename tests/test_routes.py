@@ -164,7 +164,7 @@ def test_hidden_frames_are_kept_from_nvdec(
 
 def packed(dataset: dali_stream.Dataset, key: str, gpu: int | None, episode: np.ndarray, frame: np.ndarray) -> dali.Clips:
     """The clips of a batch: frames (B, T) of episodes (B,)."""
-    camera = dali.DaliDecoder(dataset, key, Counters(), gpu, (128, 160), None)
+    camera = dali.DaliDecoder(dataset.source, key, Counters(), gpu, (128, 160), None)
     episodes, opened = open_all(dataset)
     packets = np.stack([opened[e].cameras[key].packet[f] for e, f in zip(episode.tolist(), frame, strict=True)])
     with ThreadPoolExecutor(2) as pool:
@@ -298,7 +298,7 @@ def test_a_gpu_decodes_what_passes_the_trial(h264_demo: Path, monkeypatch: pytes
     monkeypatch.setattr("dali_stream.decode.trial.trial", lambda decoder, *_: tried.append(decoder) or refused)
 
     def routes(decode: str) -> dict[str, str]:
-        chosen = route.choose_routes(dataset, IndexCache(dataset), decode, 0)
+        chosen = route.choose_routes(dataset.source, IndexCache(dataset.source), decode, 0)
         return {found.decoder: found.reason for found in chosen.values()}
 
     reason = "NVDEC decodes h264 420 8 bit of 128×160"
@@ -409,7 +409,7 @@ def test_a_driver_that_does_not_tell_what_nvdec_decodes_is_a_warning_once(
     route._warn_without_nvdec.cache_clear()
     dataset = dali_stream.Dataset(h264_demo)
     for _ in range(2):
-        routes = route.choose_routes(dataset, IndexCache(dataset), "auto", 0)
+        routes = route.choose_routes(dataset.source, IndexCache(dataset.source), "auto", 0)
         assert {found.decoder for found in routes.values()} == {"torchcodec"}
         assert all("--gpus all" in found.reason for found in routes.values())
     [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -125,7 +125,7 @@ def test_it_is_refused_where_it_cannot_run(demo: Path, monkeypatch: pytest.Monke
         assert "pip install --upgrade torch 'torchcodec>=0.14'" in said
         dataset = Dataset(demo)
         with pytest.raises(ValueError, match=r'decode="torchcodec-cuda": torchcodec .* do not decode on a GPU'):
-            route.choose_routes(dataset, IndexCache(dataset), "torchcodec-cuda", 0)
+            route.choose_routes(dataset.source, IndexCache(dataset.source), "torchcodec-cuda", 0)
     for version, cuda in [("0.14.0", "13.0"), ("0.17.1+cu130", "13.2"), ("1.0.0", "14.0")]:
         monkeypatch.setattr(torchcodec_cuda.torchcodec, "__version__", version)
         monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -137,7 +137,7 @@ def test_what_nvdec_does_not_decode_is_refused(demo: Path, monkeypatch: pytest.M
     let_nvdec_answer(monkeypatch, Capability(False, "this GPU has no NVDEC decoder for av1 420 8 bit"))
     dataset = Dataset(demo)
     with pytest.raises(ValueError, match=r'decode="torchcodec-cuda": this GPU has no NVDEC decoder .* Use decode="auto"'):
-        route.choose_routes(dataset, IndexCache(dataset), "torchcodec-cuda", 0)
+        route.choose_routes(dataset.source, IndexCache(dataset.source), "torchcodec-cuda", 0)
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -218,7 +218,7 @@ def test_each_thread_decodes_on_its_own_stream_and_waits_for_it(
     request.addfinalizer(torchcodec_cuda._sessions.cache_clear)
     dataset = Dataset(h264_demo)
     episodes, opened = open_all(dataset)
-    decoder = torchcodec_cuda.TorchcodecCudaDecoder(dataset, TOP, Counters(), 0)
+    decoder = torchcodec_cuda.TorchcodecCudaDecoder(dataset.source, TOP, Counters(), 0)
     episode, frame = np.zeros(40, np.int64), np.arange(40)[:, None]
     packets = opened[0].cameras[decoder.key].packet[frame]
     with ThreadPoolExecutor(8) as pool:

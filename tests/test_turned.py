@@ -186,4 +186,4 @@ def test_a_selected_size_is_that_of_upright_frames(lying: Path) -> None:
         for episode, frame, pixels in data.samples(loader):
             assert pixels.shape == (3, 150, 140)
             assert data.identities(pixels[None]) == [(episode, frame)]
-    assert Dataset(lying).picture_size(data.CAMERA) == SHOWN
+    assert Dataset(lying).features[data.CAMERA].frame_size == SHOWN

@@ -33,7 +33,7 @@ from support.tools import prepared
 import dali_stream
 from dali_stream import DaliStreamError, Dataset, DatasetError
 from dali_stream.cli import main
-from dali_stream.lerobot import v2
+from dali_stream.lerobot import json_files, v2
 
 LENGTHS = (9, 6, 11, 7, 8)
 VERSIONS = ("v2.0", "v2.1")
@@ -415,7 +415,7 @@ def test_lines_of_any_order_and_blank_ones(root: Path) -> None:
 
 def test_lines_are_read_across_parts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Dataset(root).fingerprint
-    monkeypatch.setattr(v2, "_PART", 7)
+    monkeypatch.setattr(json_files, "_PART", 7)
     assert Dataset(root).fingerprint == expected
 
 

@@ -8,8 +8,9 @@ from contextlib import suppress
 import numpy as np
 
 from dali_stream.errors import DatasetError, DecodeError, counted
-from dali_stream.lerobot.source import ABSENT, Source
+from dali_stream.lerobot.source import Source
 from dali_stream.mp4.index import VideoIndex, read_index
+from dali_stream.mp4.none import NONE
 from dali_stream.storage import Store
 
 _LOOK_FOR = 8  # maximum number of files of a camera to look for, if one is missing
@@ -28,7 +29,7 @@ class IndexCache:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._files = {camera: source.files(camera) for camera in source.videos}
+        self._files = {camera: videos.file for camera, videos in source.videos.items()}
         self.cached: dict[tuple[str, int], VideoIndex | DecodeError] = {}
         self.bytes_read = 0
         # {camera: whether each file is counted in `bytes_read`}, which takes one byte per file, however often files are read
@@ -36,8 +37,8 @@ class IndexCache:
         self._lock = threading.Lock()
 
     def file(self, camera: str, episode: int) -> int:
-        """Return the number of the file that contains an episode. `ABSENT` if its frames are not in a video file."""
-        return int(self._files[camera][episode]) if camera in self._files else ABSENT
+        """Return the number of the file that contains an episode. `NONE` if its frames are not in a video file."""
+        return int(self._files[camera][episode]) if camera in self._files else NONE
 
     def of(self, camera: str, episode: int, store: Store) -> VideoIndex:
         """Return the index of the file that contains an episode. Read it from `store` if it is not cached.

@@ -9,9 +9,10 @@ import numpy.typing as npt
 
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.blocks import cut
-from dali_stream.mp4.index import LACKING, VideoIndex
+from dali_stream.mp4.index import VideoIndex
+from dali_stream.mp4.none import NONE
 from dali_stream.mp4.timing import find_packets
-from dali_stream.schedule.episodes import NONE, Located
+from dali_stream.schedule.episodes import Located
 
 Int64 = npt.NDArray[np.int64]
 
@@ -38,13 +39,14 @@ def locate(
     """
     length = int(source.lengths[episode])
     if index is None:
-        feature = source.feature(camera, episode)
+        feature = source.part_of(episode).features.get(camera)
         if feature is not None and feature.is_image:
             return Located(np.arange(length), np.arange(length))  # each image is a GOP of its own
         nothing = np.full(length, NONE, np.int64)
         return Located(nothing, nothing)
-    packet = find_packets(index, source.interval(camera, episode), source.seconds(episode, rows), *source.timing(episode))
-    exists = packet != LACKING
+    dataset, interval = source.part_of(episode).dataset, source.videos[camera].interval(episode)
+    packet = find_packets(index, interval, dataset.seconds(rows), dataset.fps, dataset.tolerance_s)
+    exists = packet != NONE
     if exists.all():
         keyframe = index.decode_starts(packet)
     else:

@@ -24,14 +24,15 @@ from dali_stream.cache.locate import locate
 from dali_stream.cache.pinned import Key, PinnedCache
 from dali_stream.checks.arguments import budget_text
 from dali_stream.errors import DaliStreamError, DecodeError, MemoryBudgetError
-from dali_stream.lerobot.combined import row_reader
 from dali_stream.lerobot.row_memory import Columns, Found, RowMemory
-from dali_stream.lerobot.source import ABSENT, Source
+from dali_stream.lerobot.source import Source
+from dali_stream.lerobot.source_rows import SourceRows
 from dali_stream.mp4.index import VideoIndex
+from dali_stream.mp4.none import NONE
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import span
 from dali_stream.schedule.budget import GROWTH
-from dali_stream.schedule.episodes import NONE, ROW_SPARE, EpisodeTable, Located, OpenEpisode
+from dali_stream.schedule.episodes import ROW_SPARE, EpisodeTable, Located, OpenEpisode
 from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
 from dali_stream.system.workers import Workers
@@ -113,9 +114,9 @@ class OpenEpisodes:
         self._source, self._limits, self._indices, self._substitutes = source, limits, indices, substitutes
         self.failed: dict[int, DaliStreamError] = {}
         self._store, self._readers, self._counters = store, readers, counters
-        self._reader = row_reader(source, self._store, memory)
+        self._reader = SourceRows(source, self._store, memory)
         self._cache = PinnedCache(limits.room, limits.index_share, self._evicted)
-        self._files = {camera: source.files(camera) for camera in source.videos}
+        self._files = {camera: videos.file for camera, videos in source.videos.items()}
         self._row_bytes = source.row_bytes_of * ROW_SPARE[0] // ROW_SPARE[1] + limits.table_bytes  # by dataset
         self._index_bytes = dict(limits.index_bytes or {})
         self._rows: dict[int, Columns] = {}  # {episode that is not open yet: its rows}
@@ -252,7 +253,7 @@ class OpenEpisodes:
         episodes = np.unique(samples.episode)
         keys: list[Key] = [("", episode) for episode in episodes.tolist()]
         for camera, files in self._files.items():
-            keys += [(camera, file) for file in np.unique(files[episodes]).tolist() if file != ABSENT]
+            keys += [(camera, file) for file in np.unique(files[episodes]).tolist() if file != NONE]
         batch = _Pinned(samples.number, samples.epoch, episodes.tolist(), keys)
         self._cache.pin(keys)
         self._pinned.append(batch)
@@ -361,7 +362,7 @@ class OpenEpisodes:
         return all(key in self._cache and not self._cache.is_coming(key) for key in self._keys_of_indices(episode))
 
     def _keys_of_indices(self, episode: int) -> list[Key]:
-        return [(camera, int(files[episode])) for camera, files in self._files.items() if files[episode] != ABSENT]
+        return [(camera, int(files[episode])) for camera, files in self._files.items() if files[episode] != NONE]
 
     def _open_failed(self, episode: int, error: DaliStreamError) -> None:
         """Open an episode that cannot be read: its frames have no packets, and its rows are undefined."""
@@ -382,7 +383,7 @@ class OpenEpisodes:
 
     def _index_or_none(self, camera: str, episode: int) -> VideoIndex | None:
         try:
-            return None if self._indices.file(camera, episode) == ABSENT else self.index(camera, episode)
+            return None if self._indices.file(camera, episode) == NONE else self.index(camera, episode)
         except DecodeError:  # raised again when a batch needs a frame of the file
             return None
 

@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import MemoryBudgetError
+from dali_stream.mp4.none import NONE
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import span
 from dali_stream.schedule.belady import nearest
 from dali_stream.schedule.budget import GROWTH
-from dali_stream.schedule.episodes import NONE, EpisodeTable
+from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.frames import FrameCache
 from dali_stream.schedule.look_ahead import NEVER, Window
 from dali_stream.schedule.samples import Samples

@@ -85,7 +85,7 @@ def bench(
     settings: dict[str, Any] = {"mode": mode, "num_batches": num_batches, "warmup": warmup, "loader": loader, "action": action}
     with arguments.opened_mixture(uris, storage_options=storage_options, **place) as dataset:
         arguments.check_action(action, dataset)
-        place["data_files_root"] = data_files_root and dataset.data_store.where("")  # without credentials
+        place["data_files_root"] = data_files_root and dataset.source.data_store.where("")  # without credentials
         recording = contextlib.nullcontext() if trace is None or os.environ.get("RANK", "0") != "0" else tracing.trace(trace)
         with console.progress("warm-up, batches", enabled=not as_json) as show, recording:
             report = run(dataset, **settings, device=device, head={"source": source, **place}, progress=show)

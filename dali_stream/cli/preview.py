@@ -195,7 +195,7 @@ def _refuse(options: Mapping[str, object], why: str) -> None:
 
 
 def _name(dataset: Dataset | Mixture) -> str:
-    return ", ".join(dataset.dataset_names) or Path(dataset.uri).name
+    return ", ".join(dataset.source.dataset_names) or Path(dataset.uri).name
 
 
 def _plot(dataset: Dataset, out: Path, most: int, action: str | None) -> None:

@@ -15,7 +15,8 @@ from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.lerobot.source import ABSENT, Source
+from dali_stream.lerobot.source import Source
+from dali_stream.mp4.none import NONE
 from dali_stream.schedule.frames import FramePlan
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
@@ -116,7 +117,7 @@ class VideoAndImages:
 
     def __init__(self, source: Source, key: str, slots: Slots, video: Decoder, images: Decoder) -> None:
         self._key, self._slots, self._of = key, slots, {True: video, False: images}
-        self._has_file = source.files(key) != ABSENT
+        self._has_file = source.videos[key].file != NONE
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Decoded:
         """See `Decoder.start`."""
@@ -160,7 +161,7 @@ class OtherSizes:
 
     def add(self, episode: int, size: tuple[int, int], where: str) -> None:
         """Log the first frame whose size (height, width) differs. `where` is the address of its file."""
-        feature = self._source.feature(self._key, episode)
+        feature = self._source.part_of(episode).features.get(self._key)
         if self._logged or feature is None or size == feature.frame_size:
             return
         self._logged = True

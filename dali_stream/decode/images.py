@@ -66,8 +66,7 @@ class ImageDecoder:
         with timed("decode_s"):
             for i, slot in enumerate(slots):
                 try:
-                    feature = self._source.feature(self.key, int(episode[i]))
-                    assert feature is not None
+                    feature = self._source.part_of(int(episode[i])).features[self.key]
                     pixels = decode(encoded[i], feature, self._any_size)
                     height, width, _ = pixels.shape
                     self._other_sizes.add(int(episode[i]), (height, width), f"episode {self._source.episodes[episode[i]]}")

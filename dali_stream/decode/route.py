@@ -19,9 +19,10 @@ from dali_stream.decode.capability import DriverError, capabilities
 from dali_stream.decode.refusal import capability_refusal, refusal_of_file, video_name
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, StorageError
-from dali_stream.lerobot.source import ABSENT, Source
+from dali_stream.lerobot.source import Source
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
+from dali_stream.mp4.none import NONE
 from dali_stream.storage import Store
 
 TORCHCODEC_CUDA = "torchcodec-cuda"
@@ -78,7 +79,7 @@ def _choose_for_camera(key: str, source: Source, indices: IndexCache, decode: st
 
     The first file of each dataset is tested. If torchcodec must decode one of them, it decodes the camera in all datasets.
     """
-    present = source.files(key) != ABSENT
+    present = source.videos[key].file != NONE
     try:
         if not present.all() and decode != "torchcodec":
             why = "a dataset of the mixture has no video of the camera, and NVDEC would need a clip of each sample"

@@ -14,7 +14,8 @@ from dali_stream.decode.decoder import Pool, named, succeeded
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.source import Source
-from dali_stream.mp4.index import LACKING, VideoIndex
+from dali_stream.mp4.index import VideoIndex
+from dali_stream.mp4.none import NONE
 from dali_stream.observe.counters import Counters
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
@@ -113,8 +114,8 @@ class SampleDecoder(VideoFiles):
         Raises:
             DecodeError: If a frame has no packet, or the file differs from the metadata.
         """
-        if (packets == LACKING).any():
-            raise self.missing(episodes, episode, frames[packets == LACKING])
+        if (packets == NONE).any():
+            raise self.missing(episodes, episode, frames[packets == NONE])
         try:
             index = episodes.index(self.key, episode)
             self.checked(index, packets, episode)

@@ -14,12 +14,21 @@ import numpy as np
 from dali_stream.checks.text import listed
 from dali_stream.decode import images as image
 from dali_stream.errors import DecodeError
-from dali_stream.lerobot.dataset import DatasetFiles
-from dali_stream.lerobot.metadata import Stats, stats_of
+from dali_stream.lerobot.dataset_files import DatasetFiles
 from dali_stream.lerobot.row_memory import Columns
 from dali_stream.lerobot.rows import RowReader
-from dali_stream.lerobot.stats import MAX_IMAGES, Histogram, TableStats, add_histograms, image_histogram, image_stats
-from dali_stream.mp4.index import LACKING, read_index
+from dali_stream.lerobot.stats import (
+    MAX_IMAGES,
+    Histogram,
+    Stats,
+    TableStats,
+    add_histograms,
+    image_histogram,
+    image_stats,
+    stats_of,
+)
+from dali_stream.mp4.index import read_index
+from dali_stream.mp4.none import NONE
 from dali_stream.mp4.timing import EpisodeTimes, explain, find_packets
 from dali_stream.storage import Store
 from dali_stream.system import process
@@ -185,10 +194,10 @@ class _Episodes:
         dataset, row = self._dataset, self._dataset.rows[episode]
         files = dataset.table.video[camera]
         index = self._index(files.paths[files.index[row]])
-        interval, times = dataset.table.interval(camera, row), dataset.seconds(episode, rows)
+        interval, times = dataset.table.interval(camera, row), dataset.seconds(rows)
         packets = find_packets(index, interval, times[frames], dataset.fps, dataset.tolerance_s)
-        if (packets == LACKING).any():
-            frame = frames[int(np.argmax(packets == LACKING))]
+        if (packets == NONE).any():
+            frame = frames[int(np.argmax(packets == NONE))]
             described = EpisodeTimes(index, interval, times, rows["frame_index"], dataset.fps, dataset.tolerance_s)
             why = explain(described, frame)
             raise DecodeError(f"{self._store.where(index.path)}: {why}")

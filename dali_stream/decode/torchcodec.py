@@ -21,11 +21,12 @@ from dali_stream.decode.decoder import Decoded, Pool, even_tasks, named, task_fr
 from dali_stream.decode.resize import resize
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
-from dali_stream.lerobot.source import ABSENT, Source
+from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import TICK, TIMESCALE, Clip, config, is_avc, pack, span
 from dali_stream.mp4.format import VideoFormat
-from dali_stream.mp4.index import LACKING, VideoIndex
+from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.keyframes import has_other_keyframes
+from dali_stream.mp4.none import NONE
 from dali_stream.observe.counters import Counters, Timed, untimed
 from dali_stream.schedule.frames import FramePlan
 from dali_stream.schedule.plan import BatchPlan
@@ -94,14 +95,14 @@ class TorchcodecDecoder(VideoFiles):
     ) -> None:
         super().__init__(source, key, any_size)
         self._counters, self._slots, self._size = counters, slots, size
-        self._present = source.files(key) != ABSENT
+        self._present = source.videos[key].file != NONE
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Decoded:
         """See `Decoder.start`."""
         planned, episode = plan.frames[self.key], plan.samples.episode
         failed: dict[int, DaliStreamError] = {}
         present = self._present[episode]
-        for row, t in np.argwhere((planned.show == LACKING) & present[:, None]).tolist():
+        for row, t in np.argwhere((planned.show == NONE) & present[:, None]).tolist():
             if row not in failed:
                 failed[row] = self.missing(episodes, int(episode[row]), frames[row, t : t + 1])
         gops = self._gops(planned, episodes) if len(planned.packet) else []
@@ -113,7 +114,7 @@ class TorchcodecDecoder(VideoFiles):
         self._slots.free()
 
     def _gops(self, plan: FramePlan, episodes: OpenEpisodes) -> list[_Gop]:
-        starts = np.flatnonzero(np.diff(plan.gop, prepend=LACKING)).tolist()
+        starts = np.flatnonzero(np.diff(plan.gop, prepend=NONE)).tolist()
         stops = [*starts, len(plan.gop)][1:]
         indices = self._usable(plan, episodes)
         columns = [values.tolist() for values in (plan.frame, plan.packet, plan.slot)]
@@ -126,7 +127,7 @@ class TorchcodecDecoder(VideoFiles):
     def _usable(self, plan: FramePlan, episodes: OpenEpisodes) -> dict[int, VideoIndex]:
         """Return the index of each episode's file. If a file contradicts the metadata, its frames' slots get the error."""
         indices = {}
-        starts = np.flatnonzero(np.diff(plan.episode, prepend=LACKING)).tolist()  # GOPs of one episode are consecutive
+        starts = np.flatnonzero(np.diff(plan.episode, prepend=NONE)).tolist()  # GOPs of one episode are consecutive
         for start, stop in itertools.pairwise([*starts, len(plan.episode)]):
             own, episode = slice(start, stop), int(plan.episode[start])
             index = episodes.index(self.key, episode)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.decode.decoder import OtherSizes, named
 from dali_stream.errors import DecodeError, FrameSizeError
-from dali_stream.lerobot.dataset import CLOCKS
+from dali_stream.lerobot.dataset_files import CLOCKS
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import config
 from dali_stream.mp4.format import VideoFormat
@@ -58,9 +58,9 @@ class VideoFiles:
             return named(self._source, self.key, episode, frames, error)
         every = np.array([episode]), np.arange(self._source.lengths[episode])[None]
         rows = {key: episodes.table.gather(key, *every)[0] for key in CLOCKS}
-        seconds, timing = self._source.seconds(episode, rows), self._source.timing(episode)
-        interval = self._source.interval(self.key, episode)
-        why = explain(EpisodeTimes(index, interval, seconds, rows["frame_index"], *timing), int(frames[0]))
+        dataset, interval = self._source.part_of(episode).dataset, self._source.videos[self.key].interval(episode)
+        times = dataset.seconds(rows), rows["frame_index"], dataset.fps, dataset.tolerance_s
+        why = explain(EpisodeTimes(index, interval, *times), int(frames[0]))
         return self.named(episode, frames, index, DecodeError(why))
 
     def format(self, index: VideoIndex, packet: int) -> VideoFormat:
@@ -86,8 +86,7 @@ class VideoFiles:
             FrameSizeError: If the sizes differ, and frames are not resized.
             DecodeError: If the video is gray with more than 8 bits per value.
         """
-        feature, where = self._source.feature(self.key, episode), self._source.data_store.where(index.path)
-        assert feature is not None
+        feature, where = self._source.part_of(episode).features[self.key], self._source.data_store.where(index.path)
         if remedy := feature.size_fault((video.height, video.width), self._any_size):
             turned = f" (turned by {video.rotation}°)" if video.rotation else ""
             raise FrameSizeError(

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dali_stream.demo import render, scene
-from dali_stream.lerobot import metadata, stats
+from dali_stream.lerobot import stats, v3
 
 CHUNKS_SIZE = 1000
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -67,7 +67,7 @@ def write_tables(
     _write_data(root, rows)
     path = root / EPISODES_PATH
     path.parent.mkdir(parents=True)
-    pq.write_table(metadata.tasks_table(dict(enumerate(tasks)), name=None), root / "meta/tasks.parquet")
+    pq.write_table(v3.tasks_table(dict(enumerate(tasks)), name=None), root / "meta/tasks.parquet")
     entries = _episode_entries(recorded, starts, fps)
     for i, entry in enumerate(entries):
         episode_stats = {key: stats.table_stats(values) for key, values in rows[i].items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dali_stream.errors import DatasetError, StorageError
-from dali_stream.lerobot.metadata import INFO
+from dali_stream.lerobot.info import INFO
 from dali_stream.storage import Store, open_store
 from dali_stream.system.log_records import DATASET_LOG
 

@@ -1,11 +1,14 @@
-"""Search for the files of a dataset by LeRobot's naming scheme, for storage that cannot list a folder."""
+"""Names of the files of a dataset, for storage that can list a folder, and for storage that cannot."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 
 from dali_stream.errors import StorageError
+from dali_stream.storage import Store
+from dali_stream.system.log_records import DATASET_LOG
 
 _META = (
     "info.json",
@@ -17,6 +20,24 @@ _META = (
 
 _MANY = 32  # number of files after which a name without a file is tried
 _NO_FILE = "no-such-file.parquet"
+_log = logging.getLogger(DATASET_LOG)
+
+
+def has_listings(store: Store) -> bool:
+    """Return whether a store can list folders, which web servers cannot."""
+    return store.listings or not store.remote
+
+
+def parquet_files(store: Store, folder: str) -> list[str]:
+    """Return the paths of the Parquet files in the folders of a folder, `<folder>/*/*.parquet`, which is LeRobot's rule.
+
+    Other files, such as backups, are no part of a dataset. Hidden files are left out with a note in the log.
+    """
+    depth = folder.count("/") + 2
+    paths = [path for path in store.files(folder) if path.endswith(".parquet") and path.count("/") == depth]
+    if hidden := [path for path in paths if "/." in path]:
+        _log.info("%s and %d other hidden files are ignored", store.where(hidden[0]), len(hidden) - 1)
+    return [path for path in paths if "/." not in path]
 
 
 def guessed_files(folder: str, exists: Callable[[str], bool]) -> list[str]:

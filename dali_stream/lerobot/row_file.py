@@ -12,15 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError
-from dali_stream.lerobot.columns import to_numpy
-from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.arrow import to_numpy
+from dali_stream.lerobot.dataset_files import DatasetFiles
 from dali_stream.lerobot.features import Feature
-from dali_stream.lerobot.metadata import FRAME_INDEX
-from dali_stream.lerobot.row_groups import MAGIC, RowGroups, as_file
+from dali_stream.lerobot.info import FRAME_INDEX
+from dali_stream.lerobot.row_groups import TAIL, RowGroups, as_file, read_footer
 from dali_stream.storage import Store
 from dali_stream.storage.store import SMALL, Ranges
 
-_TAIL = 64 << 10  # number of bytes at the end of a file that are read first; they usually contain the whole footer
 _GAP = 8 << 10  # maximum gap between two columns that are read in one request, in bytes
 _LARGE = 32 << 20  # above this size of the columns in bytes, pyarrow plans the reads and sends several requests at a time
 _FEW_ROWS = 1 << 20  # number of rows that is plausible for a row group of any dataset
@@ -266,35 +265,16 @@ def _open(dataset: DatasetFiles, store: Store, path: str, number: int) -> tuple[
         or the footer is present.
     """
     rows = dataset.table.length[dataset.table.data.rows(number)]
-    small = len(rows) == 1 and rows[0] * dataset.row_bytes <= SMALL and not dataset.skips_images
-    whole = store.read(path, 0, SMALL) if small and store.remote else b""
+    small = store.remote and len(rows) == 1 and rows[0] * dataset.row_bytes <= SMALL and not dataset.skips_images
+    whole = store.read(path, 0, SMALL) if small else b""
     size = store.size(path)  # after the read above, whose response contains the size of a remote file
     if whole and len(whole) == size:
         return pq.read_metadata(pa.BufferReader(whole)), b"", whole
-    footer = _footer(store, path, size, 8 if dataset.skips_images else _TAIL)
+    file = store.open(path, size)
+    footer = read_footer(file, 8 if dataset.skips_images else TAIL)
     if footer is None:
-        return pq.read_metadata(store.open(path, size)), b"", b""  # pyarrow raises the error with the reason
+        return pq.read_metadata(file), b"", b""  # pyarrow raises the error with the reason
     return None, footer, b""
-
-
-def _footer(store: Store, path: str, size: int, tail: int) -> bytes | None:
-    """Return the footer of a file, or None if it has no valid one.
-
-    Args:
-        store: Store of the file.
-        path: Path to the file.
-        size: Size of the file in bytes.
-        tail: Number of bytes at the end of the file to read first.
-    """
-    begin = max(size - tail, 0)
-    data = store.read(path, begin, size)
-    length, magic = int.from_bytes(data[-8:-4], "little"), data[-4:]
-    if len(data) < 8 or magic != MAGIC or length > size - 12:
-        return None
-    missing = length + 8 - len(data)
-    if missing > 0:
-        data = store.read(path, begin - missing, begin) + data
-    return data[-8 - length : -8]
 
 
 def _leaves(parquet: pq.ParquetFile) -> dict[str, range]:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.dataset_files import DatasetFiles
 
 Columns = dict[str, npt.NDArray[Any]]
 KEPT = 128 << 20  # default maximum of kept row groups, in bytes: a million rows with two vectors of 8 numbers

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from dali_stream.errors import DatasetError
-from dali_stream.lerobot.metadata import has_listings, parquet_files
+from dali_stream.lerobot.file_names import has_listings, parquet_files
 from dali_stream.storage import Store
 from dali_stream.storage.store import checked
 

@@ -7,17 +7,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from dali_stream.errors import DatasetError, StorageError, counted
-from dali_stream.lerobot.columns import to_numpy
-from dali_stream.lerobot.dataset import NEEDED, DatasetFiles
+from dali_stream.lerobot.arrow import to_numpy
+from dali_stream.lerobot.dataset_files import NEEDED, DatasetFiles
 from dali_stream.lerobot.features import Feature
-from dali_stream.lerobot.metadata import parquet_errors
+from dali_stream.lerobot.parquet import parquet_errors
 from dali_stream.lerobot.row_file import EPISODE_INDEX, RowFile
 from dali_stream.lerobot.row_memory import Columns, DecodedGroups, Found, RowMemory
 from dali_stream.lerobot.row_search import RowSearch, data_files
@@ -27,21 +27,6 @@ from dali_stream.system.process import trim_memory
 from dali_stream.system.workers import Once
 
 _log = logging.getLogger(DATASET_LOG)
-
-
-class Rows(Protocol):
-    """Reader of rows. Safe to use from several threads."""
-
-    def expect(self, episodes: Sequence[int]) -> None:
-        """Announce the next episodes to read, so that small row groups of one local file can be read with one call.
-
-        Do not call this method while another thread reads.
-        """
-        ...
-
-    def read(self, episode: int) -> Found:
-        """Return the rows of an episode, and of others that had to be read with it. Raises DatasetError or StorageError."""
-        ...
 
 
 class RowReader:
@@ -70,6 +55,7 @@ class RowReader:
         self._dataset, self._store = dataset, store or dataset.data_store
         self._memory, self._warned = memory or RowMemory(), False
         self.features = {k: f for k, f in dataset.features.items() if not f.is_video and (keys is None or k in keys)}
+        self._row_bytes = dataset.row_bytes
         self._locates = dataset.clock if dataset.videos else ""  # column that locates frames
         self._files: OrderedDict[str, RowFile] = OrderedDict()
         self._lock = threading.Lock()
@@ -82,7 +68,10 @@ class RowReader:
         self._early: dict[int, DecodedGroups] = {}  # {expected episode: row groups that were read already}
 
     def expect(self, episodes: Sequence[int]) -> None:
-        """See `Rows.expect`. The episodes replace those of the last call."""
+        """Announce the next episodes to read, so that small row groups of one local file can be read with one call.
+
+        The episodes replace those of the last call. Do not call this method while another thread reads.
+        """
         self._expected, self._early = {}, {}
         if not self._store.remote:  # requests for remote data are sent in parallel
             files = self._dataset.table.data.index[self._dataset.rows[list(episodes)]]
@@ -122,7 +111,7 @@ class RowReader:
         if group is None or episode not in group.lengths:
             path, group, is_new = self._search(episode, path, problem)
         lengths = group.lengths if is_new else {episode: length}
-        episode_rows = Found(lengths, lambda group, e: self._columns(group, path, e), self._dataset.row_bytes, group)
+        episode_rows = Found(lengths, lambda group, e: self._columns(group, path, e), self._row_bytes, group)
         with parquet_errors(self._store, path):
             _ = episode_rows[episode]  # convert the episode now, so that `read` raises its errors
         return episode_rows
@@ -158,7 +147,7 @@ class RowReader:
                 return paths[0], self._joined(paths, index), True
         if problem is not None and not count:
             raise problem
-        more = ", where all files are searched" if self._store.remote and not self._dataset.is_v2 else ""
+        more = ", where all files are searched" if self._store.remote and not self._dataset.info.is_v2 else ""
         raise DatasetError(
             f"Invalid episode {index} in {self._store.where(named)}: must have {counted(length, 'row')}, as the metadata says, "
             f"got {count}. Copy the dataset again{more and ' to a local folder'}{more}"
@@ -166,7 +155,7 @@ class RowReader:
 
     def _candidates(self, index: int, named: str) -> Iterator[list[str]]:
         """Yield lists of files that may contain the rows of an episode together, by its index and the file that is named."""
-        if self._dataset.is_v2:  # the name of a file contains the index of its episode
+        if self._dataset.info.is_v2:  # the name of a file contains the index of its episode
             yield [named]
             return
         search = self._once("search", self._file_search)

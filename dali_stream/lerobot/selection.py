@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,20 +11,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dali_stream.checks.text import listed
-from dali_stream.lerobot import metadata
+from dali_stream.lerobot.info import Info
 
 Int64 = npt.NDArray[np.int64]
 EpisodeFilter: TypeAlias = Callable[[dict[str, Any]], bool] | pc.Expression
 """Function that returns whether to select an episode, given its columns, or a `pyarrow.compute` expression."""
 
 
-class ReadColumns(Protocol):
-    """Function that reads the table of all episodes, with or without its columns of statistics."""
-
-    def __call__(self, *, stats: bool = False) -> pa.Table: ...
-
-
-def cameras(info: metadata.Info, keys: Sequence[str] | None) -> tuple[str, ...]:
+def cameras(info: Info, keys: Sequence[str] | None) -> tuple[str, ...]:
     """Return the selected cameras, in the dataset's order.
 
     Args:
@@ -47,14 +41,16 @@ def cameras(info: metadata.Info, keys: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(key for key in available if key in keys)
 
 
-def rows(index: Int64, episodes: Sequence[int] | None, episode_filter: EpisodeFilter | None, read: ReadColumns) -> Int64:
+def rows(
+    index: Int64, episodes: Sequence[int] | None, episode_filter: EpisodeFilter | None, read: Callable[..., pa.Table]
+) -> Int64:
     """Return the rows of the selected episodes in the episode table, in increasing order.
 
     Args:
         index: Indices of all episodes of the dataset, in increasing order, shape (E,).
         episodes: Indices of the episodes to select, or None for all episodes.
         episode_filter: Filter that is applied to these episodes, or None to select all of them.
-        read: Function that reads the episode table for `episode_filter`.
+        read: Function that reads the episode table for `episode_filter`, with its columns of statistics if `stats=True`.
 
     Raises:
         ValueError: If `episodes` or `episode_filter` is invalid, if an episode is unknown or duplicated, or if the filter
@@ -84,7 +80,7 @@ def _named(index: Int64, episodes: Sequence[int]) -> Int64:
     return rows
 
 
-def _matching(episode_filter: EpisodeFilter, read: ReadColumns) -> Int64:
+def _matching(episode_filter: EpisodeFilter, read: Callable[..., pa.Table]) -> Int64:
     """Return the indices of the episodes that a filter accepts."""
     table = read()
     if isinstance(episode_filter, pc.Expression):

@@ -6,16 +6,42 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from dali_stream.errors import DatasetError
+from dali_stream.lerobot.json_files import read_json
+from dali_stream.storage import Store
+
+STATS = "meta/stats.json"
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 MAX_IMAGES = 100  # maximum number of frames sampled per episode; LeRobot samples about as many
 Histogram = tuple[np.ndarray, int]  # see `image_histogram`
+Stats = dict[str, dict[str, npt.NDArray[Any]]]
+"""Statistics {key: {"mean": array, ...}}. Arrays have the shape of a row, or (C, 1, 1) with values in [0, 1] for a camera."""
+
+
+def read_stats(store: Store) -> Stats:
+    """Read `meta/stats.json`. Returns {} if the file does not exist. Raises DatasetError if it is broken."""
+    if not store.exists(STATS):
+        return {}
+    try:
+        return stats_of(read_json(store, STATS))
+    except ValueError as error:
+        raise DatasetError(f"Invalid statistics in {store.where(STATS)}: {error}") from error
+
+
+def stats_of(values: Any) -> Stats:
+    """Convert statistics from nested lists or arrays to arrays. Raises ValueError if they have another form."""
+    try:
+        return {key: {name: np.asarray(v) for name, v in statistics.items()} for key, statistics in values.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"must be {{key: {{statistic: numbers}}}} ({error})") from error
 
 
 def table_stats(values: np.ndarray) -> dict[str, list[Any]]:
     """Return statistics of rows: min, max, mean, std, count and quantiles.
 
-    Quantiles are exact, while LeRobot estimates them from histograms.
+    Quantiles are exact for up to `TableStats.KEPT` numbers, while LeRobot estimates them from histograms.
 
     Args:
         values: Rows, shape (T, ...).
@@ -23,18 +49,9 @@ def table_stats(values: np.ndarray) -> dict[str, list[Any]]:
     Returns:
         Nested lists by name. Each has the shape of a row, or (1,) if a row is a scalar. `count` is [T].
     """
-    if values.ndim == 1:
-        values = values[:, None]
-    extremes = values.astype(np.float64) if values.dtype == bool else values
-    numbers = values.astype(np.float64)
-    return {
-        "min": extremes.min(axis=0).tolist(),
-        "max": extremes.max(axis=0).tolist(),
-        "mean": numbers.mean(axis=0).tolist(),
-        "std": numbers.std(axis=0).tolist(),
-        "count": [len(values)],
-        **{name: np.quantile(numbers, share, axis=0).tolist() for name, share in QUANTILES.items()},
-    }
+    stats = TableStats(len(values))
+    stats.add(values)
+    return {name: np.asarray(value).tolist() for name, value in stats.result().items()}
 
 
 class TableStats:

@@ -1,4 +1,4 @@
-"""Reader of the files in `meta/` of LeRobot v2.0 and v2.1. It returns the same classes as `metadata` does for v3.0.
+"""Reader of the files in `meta/` of LeRobot v2.0 and v2.1. It returns the same classes as `v3` does for v3.0.
 
 Each episode has its own Parquet file, and an MP4 file for each camera, in which it begins at 0 seconds. The format is defined
 by `datasets/utils.py` of LeRobot 0.3.3.
@@ -6,9 +6,8 @@ by `datasets/utils.py` of LeRobot 0.3.3.
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dali_stream.errors import DatasetError
-from dali_stream.lerobot import metadata
-from dali_stream.lerobot.metadata import STATS, Episodes, Files, Info, Stats
-from dali_stream.storage import Store, lfs
+from dali_stream.lerobot.episode_table import Episodes, Files, check_episodes
+from dali_stream.lerobot.info import INFO, Info, video_template
+from dali_stream.lerobot.json_files import read_lines
+from dali_stream.lerobot.stats import STATS, Stats, read_stats, stats_of
+from dali_stream.storage import Store
 from dali_stream.system.log_records import DATASET_LOG
 
 EPISODES, TASKS, EPISODES_STATS = "meta/episodes.jsonl", "meta/tasks.jsonl", "meta/episodes_stats.jsonl"
-_PART = 8 << 20  # number of bytes per read
-_LONGEST_LINE = 64 << 20  # maximum bytes of a line
 _log = logging.getLogger(DATASET_LOG)
 
 
@@ -34,15 +33,15 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
         DatasetError: If a line is broken, or if the numbers contradict each other or `info.json`.
     """
     if info.episodes == 0 and not store.exists(EPISODES):
-        raise DatasetError(f"No episodes in {store.address}: total_episodes is 0 in {metadata.INFO}. Record an episode first")
+        raise DatasetError(f"No episodes in {store.address}: total_episodes is 0 in {INFO}. Record an episode first")
     cameras = list(cameras)
-    video_path = metadata.video_template(store, info) if cameras else ""
+    video_path = video_template(store, info) if cameras else ""
     entries = [
         (_whole(entry, "episode_index", where), _whole(entry, "length", where)) for where, entry in read_lines(store, EPISODES)
     ]
     table = np.array(sorted(entries), np.int64).reshape(-1, 2)
     index, length = table[:, 0].copy(), table[:, 1].copy()
-    metadata.check_episodes({"episode_index": index, "length": length}, store.where(EPISODES), store, info)
+    check_episodes({"episode_index": index, "length": length}, store.where(EPISODES), store, info)
     return Episodes(
         index=index,
         length=length,
@@ -98,8 +97,8 @@ def stats_place(store: Store, info: Info) -> str:
     return EPISODES_STATS if info.version != "v2.0" and store.exists(EPISODES_STATS) else STATS
 
 
-def read_stats(store: Store, info: Info) -> Stats:
-    """Read statistics of all episodes. See `metadata.read_stats`.
+def read_aggregated_stats(store: Store, info: Info) -> Stats:
+    """Read the statistics of all episodes from the file `stats_place`.
 
     Statistics of single episodes are aggregated in the same way as in LeRobot's converter to v3.0.
 
@@ -107,7 +106,7 @@ def read_stats(store: Store, info: Info) -> Stats:
         DatasetError: If a file is broken, or if the statistics cannot be aggregated.
     """
     if stats_place(store, info) == STATS:
-        return metadata.read_stats(store)
+        return read_stats(store)
     episode_stats = read_episode_stats(store)
     if info.episodes is not None and len(episode_stats) != info.episodes:
         _log.warning(
@@ -135,7 +134,7 @@ def read_episode_stats(store: Store) -> dict[int, Stats]:
         if index in episode_stats:
             raise DatasetError(f"Invalid entry in {where}: episode_index {index} is duplicated")
         try:
-            episode_stats[index] = metadata.stats_of(entry.get("stats"))
+            episode_stats[index] = stats_of(entry.get("stats"))
         except ValueError as error:
             raise DatasetError(f"Invalid statistics of episode {index} in {where}: {error}") from error
     return dict(sorted(episode_stats.items()))
@@ -160,37 +159,6 @@ def aggregate(parts: Sequence[Stats]) -> Stats:
                 f"each episode must have numbers min, max, mean, std and count of one shape for {key!r} ({error})"
             ) from error
     return whole
-
-
-def read_lines(store: Store, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (address for messages, object) of each line of a JSON Lines file. Raises DatasetError if a line is broken."""
-    for number, line in enumerate(_lines(store, path), start=1):
-        where = f"{store.where(path)}, line {number}"
-        if number == 1 and (pointer := lfs.pointer(line)):
-            raise DatasetError(f"{store.where(path)}: {pointer}")
-        if len(line) > _LONGEST_LINE:
-            raise DatasetError(f"Invalid {where}: must have at most {_LONGEST_LINE} bytes. Check that the file is JSON Lines")
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DatasetError(f"Invalid JSON in {where}: {error}. Fetch the file again") from error
-        if not isinstance(entry, dict):
-            raise DatasetError(f"Invalid entry in {where}: must be a JSON object, got {type(entry).__name__}")
-        yield where, entry
-
-
-def _lines(store: Store, path: str) -> Iterator[bytes]:
-    """Yield the lines of a file. Stops at a line that is longer than `_LONGEST_LINE`, which is then incomplete."""
-    rest, at = b"", 0
-    while part := store.read(path, at, at + _PART):
-        at += len(part)
-        *whole, rest = (rest + part).split(b"\n")
-        yield from whole
-        if len(rest) > _LONGEST_LINE:
-            break
-    yield rest
 
 
 def _whole(entry: dict[str, Any], name: str, where: str) -> int:

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.mp4.clip import is_avc
-from dali_stream.mp4.index import LACKING, VideoIndex
+from dali_stream.mp4.index import VideoIndex
+from dali_stream.mp4.none import NONE
 
 Int64 = npt.NDArray[np.int64]
 _HELD_BACK = 8  # packets after the requested one that a clip from an open GOP of H.264 usually needs, see `clip.span`
@@ -20,7 +21,7 @@ class Blocks:
 
     Attributes:
         start, stop: Byte range [start, stop) of each block in the file, shape (K,).
-        first, last: First and last block that decoding the GOP of each frame requires, shape (L,). `LACKING` for a frame
+        first, last: First and last block that decoding the GOP of each frame requires, shape (L,). `NONE` for a frame
             without a packet.
     """
 
@@ -35,11 +36,11 @@ def cut(index: VideoIndex, packet: Int64, keyframe: Int64, size: int) -> Blocks:
 
     Args:
         index: Index of the file.
-        packet: Packet of each frame of the episode, shape (L,). `LACKING` for a frame without a packet.
+        packet: Packet of each frame of the episode, shape (L,). `NONE` for a frame without a packet.
         keyframe: Keyframe at which decoding each frame starts, shape (L,).
         size: Approximate size of a block in bytes. A GOP of more bytes makes its block larger.
     """
-    first = np.full(len(packet), LACKING, np.int64)
+    first = np.full(len(packet), NONE, np.int64)
     last = first.copy()
     exists = packet >= 0
     if not exists.any():

@@ -33,7 +33,6 @@ from dali_stream.storage import Store
 
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
-LACKING = -1  # the packet of a row whose frame is missing in the video, see `timing`
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import counted
-from dali_stream.mp4.index import LACKING, Float64, Int64, VideoIndex
+from dali_stream.mp4.index import Float64, Int64, VideoIndex
+from dali_stream.mp4.none import NONE
 
 TOLERANCE = 0.25  # in frames: small enough for a unique frame, and large enough for times that are rounded to milliseconds
 BY_FRAME_INDEX = (
@@ -33,7 +34,7 @@ def find_packets(
         tolerance_s: Maximum distance between the times of a row and its frame, in seconds. Default: a quarter of a frame.
 
     Returns:
-        Packet of each row, int64, shape (n,). It is `LACKING` if the nearest frame is farther away than `tolerance_s`, or if
+        Packet of each row, int64, shape (n,). It is `NONE` if the nearest frame is farther away than `tolerance_s`, or if
         its time plus `tolerance_s` is outside the interval. `explain` returns which of these is the reason.
     """
     tolerance = TOLERANCE / fps if tolerance_s is None else tolerance_s
@@ -47,7 +48,7 @@ def find_packets(
     samples, away, shown = table.nearest(seconds)
     at = shown + tolerance
     exists = (away <= tolerance) & (interval[0] <= at) & (at < interval[1])
-    return samples if exists.all() else np.where(exists, samples, LACKING)
+    return samples if exists.all() else np.where(exists, samples, NONE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,9 +130,9 @@ def what_helps(episode: EpisodeTimes, *, prepares: bool = False) -> str:
 
     def helps(seconds: npt.NDArray[Any], tolerance: float) -> bool:
         packets = packets_of(seconds, tolerance)
-        return bool((packets != LACKING).all() and len(np.unique(packets)) == len(packets))
+        return bool((packets != NONE).all() and len(np.unique(packets)) == len(packets))
 
-    lacking = packets_of(episode.seconds, tolerance) == LACKING
+    lacking = packets_of(episode.seconds, tolerance) == NONE
     if (episode.nearest(lacking)[1] <= tolerance).all():
         return _AGAIN  # these rows have frames, but of another episode
     count = episode.count_frames()

@@ -15,7 +15,8 @@ from dali_stream.cache.indices import IndexCache
 from dali_stream.decode.decoder import TASK_FRAMES, task_frames
 from dali_stream.decode.route import Route
 from dali_stream.errors import DecodeError
-from dali_stream.lerobot.source import ABSENT, Source
+from dali_stream.lerobot.source import Source
+from dali_stream.mp4.none import NONE
 from dali_stream.order.batches import Batches
 from dali_stream.order.order import EpochOrder
 from dali_stream.order.orders import Orders
@@ -84,7 +85,7 @@ class Config:
 
     def frame_size(self, camera: str) -> tuple[int, int]:
         """Return the size (height, width) of a camera's frames after the CPU has decoded and resized them."""
-        return self.image_size or self.dataset.picture_size(camera)
+        return self.image_size or self.dataset.frame_size(camera)
 
     def frame_shape(self, camera: str) -> tuple[int, int, int]:
         """Return the shape (height, width, channels) of a camera's frames after the CPU has decoded and resized them."""
@@ -153,9 +154,9 @@ class Config:
             on_cpu: Cameras that the CPU decodes.
         """
         dataset, indices = self.dataset, {}
-        for camera in dataset.videos:
+        for camera, videos in dataset.videos.items():
             with contextlib.suppress(DecodeError):  # the first batch that needs the file reports the error
-                first = int(np.argmax(dataset.files(camera) != ABSENT))
+                first = int(np.argmax(videos.file != NONE))
                 indices[camera] = self.indices.of(camera, first, dataset.data_store)
         frame_bytes = {camera: self.frame_bytes(camera) for camera in on_cpu}
         table_bytes = self.table_bytes
@@ -165,7 +166,7 @@ class Config:
             episodes=self.orders.episodes_in_use(self.arguments, self.batches),
             row_bytes=dataset.row_bytes + table_bytes,
             least_row_bytes=dataset.row_bytes_without_objects + table_bytes,
-            files={camera: _count(dataset.files(camera)) for camera in dataset.videos},
+            files={camera: _count(videos.file) for camera, videos in dataset.videos.items()},
             indices=indices,
             windows={camera: self.windows.widest(camera) for camera in dataset.videos},
             fetched=dataset.data_store.remote,
@@ -185,4 +186,4 @@ class Config:
 
 def _count(files: npt.NDArray[np.int64]) -> int:
     """Return the number of different files. `files` has the file of each episode."""
-    return len(np.unique(files[files != ABSENT]))
+    return len(np.unique(files[files != NONE]))

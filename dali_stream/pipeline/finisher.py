@@ -9,7 +9,7 @@ import numpy as np
 
 from dali_stream.cache.buffers import Buffers
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.lerobot.source import ABSENT
+from dali_stream.mp4.none import NONE
 from dali_stream.observe.counters import Counters
 from dali_stream.pipeline.config import SUBSTITUTE, Config
 from dali_stream.pipeline.planned_batch import PlannedBatch, closed
@@ -103,8 +103,8 @@ class Finisher:
     def _file(self, camera: str, episode: int) -> str:
         """Return the address of an episode's video file for messages, or the name of the camera if its frames are images."""
         dataset = self._config.dataset
-        file = dataset.files(camera)[episode] if camera in dataset.videos else ABSENT
-        return camera if file == ABSENT else dataset.data_store.where(dataset.path(camera, int(file)))
+        file = int(dataset.videos[camera].file[episode]) if camera in dataset.videos else NONE
+        return camera if file == NONE else dataset.data_store.where(dataset.path(camera, file))
 
     def _missing(self, batch: PlannedBatch, camera: str) -> int:
         """Return the number of samples of a batch whose dataset lacks a camera."""

@@ -110,9 +110,10 @@ def take_texts(config: Config, table: EpisodeTable, samples: Samples, values: di
                 texts[key] = [tables[d][n] for d, n in zip(which, numbers, strict=True)]
             except KeyError as error:
                 place = next(d for d, n in zip(which, numbers, strict=True) if n not in tables[d])
+                where = dataset.parts[place].dataset.names_place(key)
                 raise DatasetError(
-                    f"{dataset.names_place(key, place)}: rows of the dataset refer to {index} {error}, which is missing. The "
-                    f"file has {len(tables[place])}. Copy the dataset again"
+                    f"{where}: rows of the dataset refer to {index} {error}, which is missing. The file has "
+                    f"{len(tables[place])}. Copy the dataset again"
                 ) from error
     if dataset_names := dataset.dataset_names:
         texts[DATASET] = [dataset_names[d] for d in which]

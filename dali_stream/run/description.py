@@ -112,7 +112,7 @@ def describe(
         "loader": loader,
         "dali_graph": described_graph(dali_graph),
         "routes": {camera: route.decoder for camera, route in routes.items()},
-        "state": {"version": STATE_VERSION, "order": config.order_state(), **fingerprint.saved(dataset)},
+        "state": {"version": STATE_VERSION, "order": config.order_state(), **fingerprint.saved(dataset.identity)},
         "begin": begin,
     }
     parsed: dict[str, Any] = json.loads(json.dumps(described))  # equal to the content of a file
@@ -158,7 +158,7 @@ def described_dataset(dataset: Dataset | Mixture) -> dict[str, Any]:
         arguments["frames"] = frames
     if dataset.own_stats is not None:
         arguments["stats"] = {key: {name: v.tolist() for name, v in own.items()} for key, own in dataset.own_stats.items()}
-    missing = {key: feature for key, feature in dataset.stored_features.items() if key not in dataset.features}
+    missing = {key: feature for key, feature in dataset.info.features.items() if key not in dataset.features}
     if any(feature.is_camera for feature in missing.values()):
         arguments["cameras"] = list(dataset.cameras)
     if without := [key for key, feature in missing.items() if not feature.is_camera]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -97,12 +97,12 @@ def make_config(
     budget = memory_limit.budget(memory_budget, memory_limit.memory_limit(), cores.ranks.count)
     _log.info("Loader: num_threads=%d (%s), %s", threads, cores if num_threads is None else "given", budget)
     offsets = _window_offsets(dataset, delta_timestamps or {}, ranks.rank)
-    streamed = _delivered(dataset, offsets, dali_graph is not None, on_error == "substitute")
+    source = _delivered(dataset, offsets, dali_graph is not None, on_error == "substitute").source
     if image_size is None:
-        for camera in streamed.cameras:
-            streamed.picture_size(camera)
+        for camera in source.cameras:
+            source.frame_size(camera)
     return Config(
-        dataset=streamed,
+        dataset=source,
         orders=orders,
         batches=Batches(orders.positions, batch_size, ranks.world_size, last_batch).checked(),
         windows=windows.Windows(offsets),
@@ -114,7 +114,7 @@ def make_config(
         image_size=picture_size(image_size),
         image_dtype=dtype,
         memory_format=memory_format,
-        indices=IndexCache(streamed),
+        indices=IndexCache(source),
         max_substitutes=max_substitutes if on_error == "substitute" else None,
         gpu=process.gpu(device),
         augments=dali_graph is not None,
@@ -122,17 +122,19 @@ def make_config(
     )
 
 
-def make_normalizer(config: Config, modes: Modes) -> Normalizer:
+def make_normalizer(dataset: Dataset | Mixture, config: Config, modes: Modes) -> Normalizer:
     """Return the normalizer of a Loader.
 
     Args:
+        dataset: Dataset of the Loader.
         config: Configuration of the Loader.
         modes: Argument `normalize` of the Loader.
 
     Raises:
         ValueError: If `modes` is invalid, or contains a camera although `image_dtype` is "uint8".
     """
-    normalizer = Normalizer(cast("Dataset | Mixture", config.dataset), modes)
+    left_out = [key for key in dataset.features if key not in config.dataset.features]
+    normalizer = Normalizer(dataset.without(left_out) if left_out else dataset, modes)
     frames = [key for key in normalizer.modes if key in config.dataset.cameras]
     if config.image_dtype != "float32" and frames:
         raise ValueError(f'image_dtype must be "float32" to normalize {frames[0]}, got {config.image_dtype!r}')
@@ -158,12 +160,13 @@ def _delivered(dataset: Dataset | Mixture, offsets: Mapping[str, Any], augments:
         )
     added = {f"{key}_is_pad": f"the mask of the window on {key!r}" for key in offsets}
     added["task"] = "the text of task_index"
-    added |= dict.fromkeys(dataset.constants, "what the sample's dataset has")
-    if dataset.dataset_names:
+    source = dataset.source
+    added |= dict.fromkeys(source.constants, "what the sample's dataset has")
+    if source.dataset_names:
         added[DATASET] = "the name of the sample's dataset"
     if substitutes:
         added[SUBSTITUTE] = "the mask of substituted samples"
-    if "subtask" in dataset.features and "subtask_index" in dataset.features and any(dataset.names()["subtask"]):
+    if "subtask" in dataset.features and "subtask_index" in dataset.features and any(source.names()["subtask"]):
         added["subtask"] = "the text of subtask_index"
     replaced = [key for key in dataset.features if key in added]
     for key in replaced:
@@ -192,9 +195,9 @@ def _window_offsets(
         rank: Rank of this process. Only rank 0 warns.
     """
     keys = [key for key, feature in dataset.features.items() if not feature.is_text]
-    offsets = dataset.window_offsets(deltas, keys)
+    offsets, source = dataset.window_offsets(deltas, keys), dataset.source
     for key, frames in offsets.items():
-        beyond = windows.beyond_every_episode(frames, dataset.lengths, dataset.dataset_of)
+        beyond = windows.beyond_every_episode(frames, source.lengths, source.dataset_of)
         if rank == 0 and windows.looks_like_frames(deltas[key], frames, beyond):
             _log.warning(
                 "delta_timestamps[%r] is in seconds, and %d of its %d steps lie beyond the end or the beginning of every "

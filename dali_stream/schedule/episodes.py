@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.mp4.none import NONE as NONE  # other modules of this folder import it from here
+
 if TYPE_CHECKING:
     from dali_stream.mp4.blocks import Blocks
 
@@ -16,7 +18,6 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Scalar = TypeVar("Scalar", bound=np.generic)
 ROW_SPARE = 5, 4  # the table of open episodes has at most 5/4 as many rows as are in use, since closed episodes leave gaps
-NONE = -1  # no row, no slot, no packet, no block
 
 
 @dataclass(frozen=True)

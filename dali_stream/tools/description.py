@@ -20,11 +20,14 @@ from dali_stream.dataset import Dataset
 from dali_stream.decode.refusal import refusal
 from dali_stream.decode.route import IMAGES, Route, choose
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
-from dali_stream.lerobot import metadata
-from dali_stream.lerobot.dataset import CLOCKS
+from dali_stream.lerobot.dataset_files import CLOCKS
+from dali_stream.lerobot.episode_table import Files
+from dali_stream.lerobot.info import INFO
+from dali_stream.lerobot.json_files import read_json
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.format import VideoFormat
-from dali_stream.mp4.index import LACKING, Int64, VideoIndex, read_index
+from dali_stream.mp4.index import Int64, VideoIndex, read_index
+from dali_stream.mp4.none import NONE
 from dali_stream.mp4.timing import EpisodeTimes, explain, find_packets
 from dali_stream.storage import Store
 from dali_stream.system import process
@@ -151,7 +154,7 @@ def describe(dataset: Dataset, *, look_at: int = 32) -> DatasetReport:
         StorageError: If the source cannot be reached.
     """
     positive("look_at", look_at)
-    info = metadata.read_json(dataset.store, metadata.INFO)
+    info = read_json(dataset.store, INFO)
     missing, _ = missing_files(dataset)
     tasks: dict[int, str] = {}
     fingerprint, broken = "", []
@@ -213,14 +216,14 @@ def missing_files(dataset: Dataset, deep: bool = False) -> tuple[list[str], int]
         return [path for path, exists in zip(paths, pool.map(store.exists, paths), strict=True) if not exists], len(paths)
 
 
-def used(dataset: Dataset, files: metadata.Files) -> list[str]:
+def used(dataset: Dataset, files: Files) -> list[str]:
     """Return the paths of the files of the selected episodes, in the order of the episodes and each once."""
     return [files.paths[i] for i in dict.fromkeys(files.index[dataset.rows].tolist())]
 
 
 def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
     if key not in dataset.videos:
-        return CameraReport("image", *dataset.picture_size(key), IMAGES)
+        return CameraReport("image", *dataset.features[key].frame_size, IMAGES)
     paths = used(dataset, dataset.table.video[key])
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         read = list(pool.map(lambda number: _index(dataset, paths[number]), spread(len(paths), look_at)))
@@ -229,7 +232,7 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
     size = _bytes(dataset.data_store, paths)
     if not tables:
         route = Route("torchcodec", "none of its checked files can be read")
-        return CameraReport("video", *dataset.picture_size(key), route, files=len(paths), bytes=size, broken=broken)
+        return CameraReport("video", *dataset.features[key].frame_size, route, files=len(paths), bytes=size, broken=broken)
     return dataclasses.replace(
         describe_video(tables, dataset.data_store, process.gpu("auto")),
         files=len(paths),
@@ -252,21 +255,23 @@ def find_frames(
         rows: Columns `timestamp` and `frame_index` of the episode, each of shape (L,).
 
     Returns:
-        Packets of shape (L,), which are `LACKING` for rows without a frame, and the reason why the first such row has none. The
+        Packets of shape (L,), which are `NONE` for rows without a frame, and the reason why the first such row has none. The
         reason is empty if all rows have a frame.
     """
-    interval, timing, seconds = dataset.interval(camera, episode), dataset.timing(episode), dataset.seconds(episode, rows)
-    packets = find_packets(index, interval, seconds, *timing)
-    if (packets != LACKING).all():
+    interval, seconds = dataset.table.interval(camera, dataset.rows[episode]), dataset.seconds(rows)
+    packets = find_packets(index, interval, seconds, dataset.fps, dataset.tolerance_s)
+    if (packets != NONE).all():
         return packets, ""
-    frame = int(np.argmax(packets == LACKING))
-    reason = explain(EpisodeTimes(index, interval, seconds, rows["frame_index"], *timing), frame)
+    frame = int(np.argmax(packets == NONE))
+    times = EpisodeTimes(index, interval, seconds, rows["frame_index"], dataset.fps, dataset.tolerance_s)
+    reason = explain(times, frame)
     return packets, f"frame {frame}: {dataset.data_store.where(index.path)}: {reason}"
 
 
 def _rows_without_frames(dataset: Dataset, key: str, index: VideoIndex) -> tuple[str, ...]:
     """Return why rows of the first episode in a video file have no frame. The result is empty if all rows have one."""
-    episode = int(np.argmax(dataset.files(key) == dataset.table.video[key].paths.index(index.path)))
+    files = dataset.table.video[key]
+    episode = int(np.argmax(files.index[dataset.rows] == files.number(index.path)))
     try:
         rows = RowReader(dataset, keys=set(CLOCKS)).read(episode)[episode]
     except DatasetError as error:
@@ -297,7 +302,7 @@ def contradictions(dataset: Dataset, key: str, table: VideoIndex) -> tuple[str, 
     if _CODECS.get(codec, codec) != video.codec:
         remarks.append(f"video.codec {codec}, and the file has {video.codec}")
     size = (encoding.get("video.height", video.height), encoding.get("video.width", video.width))
-    for name, stated in (("shape", dataset.picture_size(key)), ("video.height and video.width", size)):
+    for name, stated in (("shape", dataset.features[key].frame_size), ("video.height and video.width", size)):
         if stated != (video.height, video.width):
             remarks.append(f"{name} {stated[0]}×{stated[1]}, and the file has {video.height}×{video.width}")
     fps = table.timescale / float(np.median(np.diff(table.shown_at[:]))) if len(table) > 1 else dataset.fps

@@ -11,7 +11,7 @@ from typing import Any
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError, DecodeError
-from dali_stream.lerobot.metadata import parquet_errors
+from dali_stream.lerobot.parquet import parquet_errors
 from dali_stream.lerobot.row_file import read_schema
 from dali_stream.mp4.index import read_index
 from dali_stream.tools.description import used

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dali_stream.dataset import Dataset
-from dali_stream.lerobot.combined import own_keys
+from dali_stream.lerobot.combine import own_keys
 from dali_stream.lerobot.common import common, described
-from dali_stream.lerobot.dataset import NEEDED
+from dali_stream.lerobot.dataset_files import NEEDED
 from dali_stream.mixture import Mixture, check_names
 
 MOST = 10  # ratio of the passes of two datasets above which the report contains a warning

@@ -123,7 +123,8 @@ def receipt(
             raise ResumeError(
                 f"version of the state must be {STATE_VERSION}, got {state['version']}. Use the dali_stream of the run"
             )
-        fingerprint.check(opened, state, allow_other_frames=True)  # an episode is seen in the order, whatever its frames
+        # An episode is seen in the order, whatever its frames.
+        fingerprint.check(opened.identity, state, allow_other_frames=True)
         place = _place(opened, mixed, episode)
         orders = opened.orders()
     batches = description.batches_of(described, orders.positions)
@@ -163,7 +164,7 @@ def _place(dataset: Dataset | Mixture, name: str, episode: int) -> int | None:
     if isinstance(dataset, Mixture):
         if name not in dataset.datasets:
             raise ValueError(f"dataset must be one of {listed(dataset.datasets)}, got {name!r}")
-        before, part = int(dataset.first[dataset.dataset_names.index(name)]), dataset.datasets[name]
+        before, part = dataset.source.parts[list(dataset.datasets).index(name)].first, dataset.datasets[name]
     elif name:
         raise ValueError(f"dataset must be left out, since the run has only one, got {name!r}")
     assert isinstance(part, Dataset)

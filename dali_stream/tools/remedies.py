@@ -427,7 +427,7 @@ class _Study:
         size, rewritten = self._config.image_size, []
         part = self._part(_PREPARED)
         assert isinstance(part, Dataset)
-        smaller = size is not None and any(self._whole.picture_size(camera) != size for camera in self._whole.videos)
+        smaller = size is not None and any(self._whole.features[camera].frame_size != size for camera in self._whole.videos)
         kinds: list[dict[str, Any]] = [{"for_": "cpu"}, {"for_": "cpu", "size": size}]
         read = {key: value for key, value in self._arguments.items() if key not in ("episodes", "cache_dir")}
         read |= {"episodes": part.episodes.tolist(), "executor": _threads}

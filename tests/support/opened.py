@@ -23,8 +23,9 @@ def open_all(dataset: Dataset) -> tuple[OpenEpisodes, list[OpenEpisode]]:
         opened.append(episode)
         table.open(episode)
 
-    reads = dataset.data_store.session(), Workers("", 0), RowMemory()
-    episodes = OpenEpisodes(dataset, Limits(1 << 40), IndexCache(dataset), *reads, table, add, table.close, False, Counters())
+    source, reads = dataset.source, (dataset.data_store.session(), Workers("", 0), RowMemory())
+    indices, limits = IndexCache(source), Limits(1 << 40)
+    episodes = OpenEpisodes(source, limits, indices, *reads, table, add, table.close, False, Counters())
     numbers = np.arange(len(dataset.lengths))
     batch = Samples(0, 0, Order(dataset.lengths), numbers, episode=numbers, frame=np.zeros_like(numbers), padded=0)
     episodes.read_ahead([batch])

@@ -17,7 +17,8 @@ from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, MemoryBudgetError, counted
 from dali_stream.mp4.clip import is_avc, pack
 from dali_stream.mp4.hidden import hidden_frames
-from dali_stream.mp4.index import LACKING, Int64, VideoIndex, read_index
+from dali_stream.mp4.index import Int64, VideoIndex, read_index
+from dali_stream.mp4.none import NONE
 from dali_stream.mp4.timing import BY_FRAME_INDEX, TOLERANCE, EpisodeTimes, what_helps
 from dali_stream.order import Order, default_pools
 from dali_stream.order.batches import Batches
@@ -75,7 +76,7 @@ class Camera:
         self.decodes: dict[str, Call] = {}
         self.speeds: dict[str, Call] = {}
         self._packets: dict[int, Int64] = {}  # {episode of the first of `tables`: packets of its rows}
-        self._video_files = VideoFiles(rows.dataset, key)
+        self._video_files = VideoFiles(rows.dataset.source, key)
         self._read_files(deep)
 
     def run(self, checks: Mapping[str, Check[Camera]]) -> None:
@@ -93,7 +94,8 @@ class Camera:
 
     def _read_files(self, deep: Deep | None) -> None:
         """Locate the frames of rows, file by file. Add a result for each broken file."""
-        store, paths, file_of = self.dataset.data_store, self.dataset.table.video[self.key].paths, self.dataset.files(self.key)
+        store, videos = self.dataset.data_store, self.dataset.table.video[self.key]
+        paths, file_of = videos.paths, videos.index[self.dataset.rows]
         files, errors = np.unique(file_of), list[Result]()
         self.files, chosen = len(files), files[self.rows.spread(len(files))]
         described = chosen[:: -(-len(chosen) // LOOK_AT)]
@@ -117,7 +119,7 @@ class Camera:
             self.results["files"] = PROBLEM, text, "copy the dataset again"
 
     def _locate(self, table: VideoIndex, episodes: Iterable[int]) -> Iterator[tuple[int, Int64]]:
-        """Yield (episode, packets of its rows) for episodes of a file. The packet of a row without a frame is `LACKING`.
+        """Yield (episode, packets of its rows) for episodes of a file. The packet of a row without a frame is `NONE`.
 
         Episodes that cannot be checked are left out.
         """
@@ -130,11 +132,11 @@ class Camera:
             packets, fault = find_frames(dataset, self.key, table, episode, rows)
             if fault:
                 self.faults[episode] = f", {fault}"
-                place, timing = dataset.interval(self.key, episode), dataset.timing(episode)
-                times = dataset.seconds(episode, rows)
-                self.remedies[episode] = what_helps(EpisodeTimes(table, place, times, rows["frame_index"], *timing))
+                place = dataset.table.interval(self.key, dataset.rows[episode])
+                times = dataset.seconds(rows), rows["frame_index"], dataset.fps, dataset.tolerance_s
+                self.remedies[episode] = what_helps(EpisodeTimes(table, place, *times))
             try:
-                self._video_files.checked(table, packets[packets != LACKING], episode)
+                self._video_files.checked(table, packets[packets != NONE], episode)
             except DecodeError as error:
                 self.faults.setdefault(episode, f": {error}")
                 if not isinstance(error, FrameSizeError):
@@ -160,8 +162,8 @@ class Camera:
         """
         dataset, table, store = self.dataset, self.tables[0], self.dataset.data_store
         if not self._packets:  # the rows are broken, which must not hide a broken decoder
-            file = dataset.table.video[self.key].paths.index(table.path)
-            episode = int(np.argmax(dataset.files(self.key) == file))
+            videos = dataset.table.video[self.key]
+            episode = int(np.argmax(videos.index[dataset.rows] == videos.number(table.path)))
             frames = np.arange(dataset.lengths[episode])
             rows = {"timestamp": frames / dataset.fps, "frame_index": frames}
             self._packets[episode] = find_frames(dataset, self.key, table, episode, rows)[0]
@@ -169,7 +171,7 @@ class Camera:
         frame = len(packets) // 2
         packet = int(packets[frame])
         self.facts["frame"] = {"episode": int(dataset.episodes[episode]), "frame": frame}
-        if packet == LACKING:  # the check of timestamps reports it
+        if packet == NONE:  # the check of timestamps reports it
             return
         # FFmpeg outputs every frame of an H.264 file with open GOPs only if it decodes from the start. See `decode`.
         clip = pack(store, [table], [packet], from_the_start=table.open_gops and is_avc(table))
@@ -297,13 +299,13 @@ def _cached(camera: Camera) -> tuple[int, float, float] | None:
     dataset, frames, window = camera.dataset, camera.dataset.num_frames, np.zeros(1, np.int64)
     batches = Batches(frames, min(_BATCH, frames), 1, "drop")
     consumers, pool = default_pools(batches.batch_size, 1)
-    frame_bytes = math.prod(_SIZE) * 3 * len(dataset.videos)
+    source, frame_bytes = dataset.source, math.prod(_SIZE) * 3 * len(dataset.videos)
     sizes = Sizes(
         lengths=dataset.lengths,
         batch_size=batches.batch_size,
         episodes=min(consumers * (pool + 1), dataset.num_episodes),
-        row_bytes=dataset.row_bytes,
-        least_row_bytes=dataset.row_bytes_without_objects,
+        row_bytes=source.row_bytes,
+        least_row_bytes=source.row_bytes_without_objects,
         files={camera.key: camera.files},
         indices={camera.key: camera.tables[0]},
         windows={camera.key: window},

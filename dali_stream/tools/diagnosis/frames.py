@@ -15,7 +15,8 @@ from dali_stream.dataset import Dataset
 from dali_stream.decode import images
 from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, counted
 from dali_stream.lerobot.rows import RowReader
-from dali_stream.mp4.index import LACKING, Int64, VideoIndex
+from dali_stream.mp4.index import Int64, VideoIndex
+from dali_stream.mp4.none import NONE
 from dali_stream.system import process
 from dali_stream.tools.diagnosis.looks import located
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
@@ -96,7 +97,7 @@ def flat_colour(frame: npt.NDArray[np.uint8]) -> str:
 
 def check_images(dataset: Dataset, camera: str, deep: Deep | None) -> dict[str, Result]:
     """Decode an image of the first episode and, if `deep`, all images."""
-    height, width = dataset.picture_size(camera)
+    height, width = dataset.features[camera].frame_size
     results: dict[str, Result] = {"": (OK, f"images of {height}×{width} in Parquet rows; one was decoded", "")}
     try:
         encoded = RowReader(dataset, keys={camera}).read(0)[0][camera]
@@ -205,6 +206,6 @@ class Deep:
 
 def _parts(table: VideoIndex, packets: Int64) -> Iterator[Int64]:
     """Yield the numbers of an episode's frames in decode order, as consecutive GOPs with the same sample description."""
-    frames = np.argsort(packets, kind="stable")[np.count_nonzero(packets == LACKING) :]  # LACKING is less than any packet
+    frames = np.argsort(packets, kind="stable")[np.count_nonzero(packets == NONE) :]  # NONE is less than any packet
     gops = np.split(frames, np.flatnonzero(np.diff(table.gop_start(packets[frames]))) + 1) if len(frames) else []
     yield from map(np.concatenate, grouped(gops, _AT_ONCE, len, lambda gop: table.config[packets[gop[0]]]))

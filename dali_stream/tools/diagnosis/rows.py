@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError, StorageError, counted
-from dali_stream.lerobot.dataset import CLOCKS
+from dali_stream.lerobot.dataset_files import CLOCKS
 from dali_stream.lerobot.row_memory import Columns
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.storage import lfs

@@ -181,7 +181,7 @@ def examine(
     decoded = call_by_name({each.key: each.decodes for each in videos}, limit_s)
     speeds = call_by_name({each.key: each.speeds for each in videos}, limit_s)
     for key in dataset.images:
-        height, width = dataset.picture_size(key)
+        height, width = dataset.features[key].frame_size
         results |= _of_camera(key, check_images(dataset, key, deep))
         cameras[key] = {"kind": "image", "height": height, "width": width}
     for each in videos:

@@ -16,9 +16,12 @@ import pyarrow.parquet as pq
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError
-from dali_stream.lerobot import metadata, v2
+from dali_stream.lerobot import v2, v3
 from dali_stream.lerobot.features import Feature
-from dali_stream.lerobot.stats import table_stats
+from dali_stream.lerobot.info import FRAME_INDEX, INFO
+from dali_stream.lerobot.json_files import read_json, read_lines
+from dali_stream.lerobot.parquet import read_parquet
+from dali_stream.lerobot.stats import STATS, table_stats
 from dali_stream.tools.preparation import rows
 from dali_stream.tools.preparation.place import Json, Place
 from dali_stream.tools.preparation.plan import DATA_MB, DATA_PATH, VIDEO_MB, VIDEO_PATH, Plan, encoded_cameras, path_of
@@ -51,17 +54,17 @@ def write(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], place: Place,
     recounted = any(note.get("recounted") for note in notes.values())
     plan = Plan(plan.header | {"recounted": recounted}, plan.tasks)
     head, columns = plan.header, _columns(plan, notes)
-    files_of_v2 = (v2.EPISODES, v2.TASKS, v2.EPISODES_STATS) if dataset.is_v2 else ()
-    skipped = {metadata.INFO, DONE, *dataset.table.tables, *files_of_v2}
+    files_of_v2 = (v2.EPISODES, v2.TASKS, v2.EPISODES_STATS) if dataset.info.is_v2 else ()
+    skipped = {INFO, DONE, *dataset.table.tables, *files_of_v2}
     kept = [name for name in dataset.store.files("meta") if name not in skipped and not name.startswith("meta/prepare/")]
     for name in (*kept, *filter(dataset.store.exists, AT_THE_ROOT)):
         place.write(name, dataset.store.read_all(name))
-    if dataset.is_v2:
-        place.write(metadata.TASKS, _encoded(metadata.tasks_table(dict(sorted(dataset.tasks.items())))))
+    if dataset.info.is_v2:
+        place.write(v3.TASKS, _encoded(v3.tasks_table(dict(sorted(dataset.tasks.items())))))
     parts = _write_episodes(dataset, plan, columns, place)
     if (stats := _stats(dataset, plan, columns, notes, parts)) is not None:
-        place.write(metadata.STATS, json.dumps(stats, indent=4).encode())
-    place.write(metadata.INFO, json.dumps(_info(dataset, head, report), indent=4).encode())
+        place.write(STATS, json.dumps(stats, indent=4).encode())
+    place.write(INFO, json.dumps(_info(dataset, head, report), indent=4).encode())
 
 
 def _encoded(table: pa.Table) -> bytes:
@@ -74,16 +77,16 @@ def _encoded(table: pa.Table) -> bytes:
 
 
 def _info(dataset: Dataset, head: Json, report: Json) -> Json:
-    info: Json = metadata.read_json(dataset.store, metadata.INFO)
+    info: Json = read_json(dataset.store, INFO)
     features = {key: feature for key, feature in info["features"].items() if key in head["features"]}
     fps = int(dataset.fps) if dataset.fps == int(dataset.fps) else dataset.fps
-    if dataset.is_v2:
+    if dataset.info.is_v2:
         features = {key: each if each.get("dtype") == "video" else each | {"fps": fps} for key, each in features.items()}
         info = {"total_tasks": len(dataset.tasks)} | {key: value for key, value in info.items() if key not in _GONE}
         info |= {"codebase_version": "v3.0", "fps": fps}  # without total_tasks, LeRobot reads no tasks
     else:
         info |= {"codebase_version": dataset.version, "fps": dataset.fps}  # LeRobot does not read other spellings
-    features.setdefault(metadata.FRAME_INDEX, head["features"][metadata.FRAME_INDEX])
+    features.setdefault(FRAME_INDEX, head["features"][FRAME_INDEX])
     for key in encoded_cameras(head):
         features[key] = _encoded_feature(Feature(features[key]), head["cameras"][key], fps)
     size = head["options"].get("file_mb")
@@ -196,7 +199,7 @@ def _renewed(part: pa.Table, head: Json, columns: Columns, types: Mapping[str, p
 
 def has_episode_stats(dataset: Dataset) -> bool:
     """Return whether the source has statistics of the rows of each episode."""
-    if dataset.is_v2:
+    if dataset.info.is_v2:
         return dataset.stored_stats_place == v2.EPISODES_STATS
     columns = rows.read_footer(dataset.store, dataset.table.tables[0]).schema.names
     return any(name.startswith("stats/index/") for name in columns)
@@ -214,7 +217,7 @@ def _stats(dataset: Dataset, plan: Plan, columns: Columns, notes: Mapping[str, J
     # frame indices that were counted again do.
     own = [*encoded, *(["timestamp"] if head["regular"] else []), *(["frame_index"] if head["recounted"] else [])]
     changed = {*keys} if head["renumber"] else {*own}.intersection(keys)
-    if not changed and dataset.stored_stats_place == metadata.STATS and len(keys) == len(stored):
+    if not changed and dataset.stored_stats_place == STATS and len(keys) == len(stored):
         return None
     new = {}
     for key in keys:
@@ -254,11 +257,11 @@ def _episode_tables(dataset: Dataset) -> Iterator[tuple[pa.Table, int]]:
 
     For v2.x, the table is made from JSON lines, and lacks the columns that locate files.
     """
-    if not dataset.is_v2:
+    if not dataset.info.is_v2:
         for name in dataset.table.tables:
-            yield metadata.read_parquet(dataset.store, name), dataset.store.size(name)
+            yield read_parquet(dataset.store, name), dataset.store.size(name)
         return
-    lines = {entry["episode_index"]: entry for _, entry in v2.read_lines(dataset.store, v2.EPISODES)}
+    lines = {entry["episode_index"]: entry for _, entry in read_lines(dataset.store, v2.EPISODES)}
     index = dataset.table.index
     entries = [lines[episode] for episode in index.tolist()]
     columns: dict[str, Any] = {

@@ -25,8 +25,10 @@ import numpy as np
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
-from dali_stream.lerobot import metadata
+from dali_stream.lerobot.episode_table import Files
 from dali_stream.lerobot.features import Feature
+from dali_stream.lerobot.info import FRAME_INDEX, INFO
+from dali_stream.lerobot.json_files import read_json
 from dali_stream.mp4.index import Int64, read_index
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.storage.store import checked
@@ -95,14 +97,14 @@ def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
         ValueError: If an option is not possible for the dataset.
         DatasetError: If the metadata are broken.
     """
-    info = metadata.read_json(dataset.store, metadata.INFO)
+    info = read_json(dataset.store, INFO)
     features = {
         key: feature
         for key, feature in info["features"].items()
         if (every_camera or feature.get("dtype") not in ("video", "image") or key in dataset.cameras)
         and key not in dataset.absent
     }
-    features.setdefault(metadata.FRAME_INDEX, dict(dataset.features[metadata.FRAME_INDEX]))
+    features.setdefault(FRAME_INDEX, dict(dataset.features[FRAME_INDEX]))
     cameras = {key: spec for key, feature in features.items() if (spec := _camera(key, Feature(feature), options)) is not None}
     _check_apart(cameras)
     images = [key for key, f in info["features"].items() if f.get("dtype") == "image" and key not in features]
@@ -116,7 +118,7 @@ def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
         "cameras": cameras,
         "without": without,
         "features": features,
-        "is_v2": dataset.is_v2,
+        "is_v2": dataset.info.is_v2,
         "fps": dataset.fps,
         "clock": dataset.clock,
         "tolerance_s": dataset.tolerance_s,
@@ -216,7 +218,7 @@ class Planner:
             if spec["mode"] == "copy":
                 self._surveyed[camera] = self._look(self._table.video[camera], self._look_at_video)
 
-    def _look(self, files: metadata.Files, look: Callable[[str], Source]) -> dict[str, Source]:
+    def _look(self, files: Files, look: Callable[[str], Source]) -> dict[str, Source]:
         used = set(files.index[self._order].tolist())
         jobs = {path: functools.partial(look, path) for number, path in enumerate(files.paths) if number in used}
         with contextlib.closing(in_threads(jobs, reading_threads(self._store.remote), self._store.close)) as reads:

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError
-from dali_stream.lerobot.metadata import parquet_errors
+from dali_stream.lerobot.parquet import parquet_errors
 from dali_stream.lerobot.row_search import RowSearch, data_files
 from dali_stream.storage import Store
 from dali_stream.tools.preparation.place import Json, content_hash

@@ -18,7 +18,7 @@ from typing import Any
 from dali_stream.checks.arguments import positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted
-from dali_stream.lerobot.metadata import INFO
+from dali_stream.lerobot.info import INFO
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.storage import LocalStore
 from dali_stream.system.process import cores, reading_threads

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import children, find, read_moov
-from dali_stream.mp4.index import LACKING, Int64, VideoIndex
+from dali_stream.mp4.index import Int64, VideoIndex
+from dali_stream.mp4.none import NONE
 from dali_stream.mp4.timing import EpisodeTimes, Interval, explain, find_packets
 from dali_stream.storage import Store, open_store
 from dali_stream.storage.store import StoreView
@@ -44,8 +45,8 @@ def locate(
         DecodeError: If a row has no frame.
     """
     packets = find_packets(table, interval, seconds, fps, tolerance_s)
-    if (packets == LACKING).any():
-        frame = int(np.argmax(packets == LACKING))
+    if (packets == NONE).any():
+        frame = int(np.argmax(packets == NONE))
         why = explain(EpisodeTimes(table, interval, seconds, frame_index, fps, tolerance_s), frame, prepares=True)
         raise DecodeError(f"{where}, frame {frame}: {why}")
     return packets

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dali_stream.errors import DecodeError
-from dali_stream.lerobot.columns import to_numpy
+from dali_stream.lerobot.arrow import to_numpy
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.rows import check_counting, check_rising
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
