@@ -7,10 +7,10 @@ from contextlib import suppress
 
 import numpy as np
 
+from dali_stream.checks.none import NONE
 from dali_stream.errors import DatasetError, DecodeError, counted
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.index import VideoIndex, read_index
-from dali_stream.mp4.none import NONE
 from dali_stream.storage import Store
 
 _LOOK_FOR = 8  # maximum number of files of a camera to look for, if one is missing

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.checks.none import NONE
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.blocks import cut
 from dali_stream.mp4.index import VideoIndex
-from dali_stream.mp4.none import NONE
 from dali_stream.mp4.timing import find_packets
 from dali_stream.schedule.episodes import Located
 

@@ -23,12 +23,12 @@ from dali_stream.cache.indices import IndexCache, size_of
 from dali_stream.cache.locate import locate
 from dali_stream.cache.pinned import Key, PinnedCache
 from dali_stream.checks.arguments import budget_text
+from dali_stream.checks.none import NONE
 from dali_stream.errors import DaliStreamError, DecodeError, MemoryBudgetError
 from dali_stream.lerobot.row_memory import Columns, Found, RowMemory
 from dali_stream.lerobot.source import Source
 from dali_stream.lerobot.source_rows import SourceRows
 from dali_stream.mp4.index import VideoIndex
-from dali_stream.mp4.none import NONE
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import span
 from dali_stream.schedule.budget import GROWTH

@@ -16,8 +16,8 @@ from concurrent.futures import Future
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.checks.none import NONE
 from dali_stream.errors import MemoryBudgetError
-from dali_stream.mp4.none import NONE
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import span
 from dali_stream.schedule.belady import nearest

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
+from dali_stream.checks.none import NONE
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.source import Source
-from dali_stream.mp4.none import NONE
 from dali_stream.schedule.frames import FramePlan
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dali_stream.cache.indices import IndexCache
+from dali_stream.checks.none import NONE
 from dali_stream.decode.capability import DriverError, capabilities
 from dali_stream.decode.refusal import capability_refusal, refusal_of_file, video_name
 from dali_stream.decode.video_files import VideoFiles
@@ -22,7 +23,6 @@ from dali_stream.errors import DaliStreamError, StorageError
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
-from dali_stream.mp4.none import NONE
 from dali_stream.storage import Store
 
 TORCHCODEC_CUDA = "torchcodec-cuda"

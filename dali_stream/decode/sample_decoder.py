@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.open_episodes import OpenEpisodes
+from dali_stream.checks.none import NONE
 from dali_stream.decode.decoder import Pool, named, succeeded
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.index import VideoIndex
-from dali_stream.mp4.none import NONE
 from dali_stream.observe.counters import Counters
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from dali_stream.checks.none import NONE
 from dali_stream.checks.text import listed
 from dali_stream.decode import images as image
 from dali_stream.errors import DecodeError
@@ -28,7 +29,6 @@ from dali_stream.lerobot.stats import (
     stats_of,
 )
 from dali_stream.mp4.index import read_index
-from dali_stream.mp4.none import NONE
 from dali_stream.mp4.timing import EpisodeTimes, explain, find_packets
 from dali_stream.storage import Store
 from dali_stream.system import process

@@ -17,6 +17,7 @@ import torch
 
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
+from dali_stream.checks.none import NONE
 from dali_stream.decode.decoder import Decoded, Pool, even_tasks, named, task_frames
 from dali_stream.decode.resize import resize
 from dali_stream.decode.video_files import VideoFiles
@@ -26,7 +27,6 @@ from dali_stream.mp4.clip import TICK, TIMESCALE, Clip, config, is_avc, pack, sp
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.keyframes import has_other_keyframes
-from dali_stream.mp4.none import NONE
 from dali_stream.observe.counters import Counters, Timed, untimed
 from dali_stream.schedule.frames import FramePlan
 from dali_stream.schedule.plan import BatchPlan

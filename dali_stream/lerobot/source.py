@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.checks.none import NONE
 from dali_stream.lerobot.common import table
 from dali_stream.lerobot.dataset_files import DatasetFiles
 from dali_stream.lerobot.features import Feature
-from dali_stream.mp4.none import NONE
 from dali_stream.storage import Store
 from dali_stream.storage.numbered import NumberedStores
 

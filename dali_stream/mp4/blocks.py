@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.checks.none import NONE
 from dali_stream.mp4.clip import is_avc
 from dali_stream.mp4.index import VideoIndex
-from dali_stream.mp4.none import NONE
 
 Int64 = npt.NDArray[np.int64]
 _HELD_BACK = 8  # packets after the requested one that a clip from an open GOP of H.264 usually needs, see `clip.span`

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.cache.indices import IndexCache
+from dali_stream.checks.none import NONE
 from dali_stream.decode.decoder import TASK_FRAMES, task_frames
 from dali_stream.decode.route import Route
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.source import Source
-from dali_stream.mp4.none import NONE
 from dali_stream.order.batches import Batches
 from dali_stream.order.order import EpochOrder
 from dali_stream.order.orders import Orders

@@ -8,8 +8,8 @@ from concurrent.futures import CancelledError
 import numpy as np
 
 from dali_stream.cache.buffers import Buffers
+from dali_stream.checks.none import NONE
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.mp4.none import NONE
 from dali_stream.observe.counters import Counters
 from dali_stream.pipeline.config import SUBSTITUTE, Config
 from dali_stream.pipeline.planned_batch import PlannedBatch, closed

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.mp4.none import NONE as NONE  # other modules of this folder import it from here
+from dali_stream.checks.none import NONE as NONE  # other modules of this folder import it from here
 
 if TYPE_CHECKING:
     from dali_stream.mp4.blocks import Blocks

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.mp4.none import NONE
+from dali_stream.checks.none import NONE
 from dali_stream.schedule.belady import nearest
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.look_ahead import NEVER, Window

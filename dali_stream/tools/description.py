@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.checks.arguments import positive
+from dali_stream.checks.none import NONE
 from dali_stream.dataset import Dataset
 from dali_stream.decode.refusal import refusal
 from dali_stream.decode.route import IMAGES, Route, choose
@@ -27,7 +28,6 @@ from dali_stream.lerobot.json_files import read_json
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
-from dali_stream.mp4.none import NONE
 from dali_stream.mp4.timing import EpisodeTimes, explain, find_packets
 from dali_stream.storage import Store
 from dali_stream.system import process

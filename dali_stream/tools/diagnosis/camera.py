@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dali_stream.checks.none import NONE
 from dali_stream.decode.capability import capability
 from dali_stream.decode.refusal import refusal, smallest_coded_size
 from dali_stream.decode.video_files import VideoFiles
@@ -18,7 +19,6 @@ from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, Mem
 from dali_stream.mp4.clip import is_avc, pack
 from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
-from dali_stream.mp4.none import NONE
 from dali_stream.mp4.timing import BY_FRAME_INDEX, TOLERANCE, EpisodeTimes, what_helps
 from dali_stream.order import Order, default_pools
 from dali_stream.order.batches import Batches

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.checks.none import NONE
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import children, find, read_moov
 from dali_stream.mp4.index import Int64, VideoIndex
-from dali_stream.mp4.none import NONE
 from dali_stream.mp4.timing import EpisodeTimes, Interval, explain, find_packets
 from dali_stream.storage import Store, open_store
 from dali_stream.storage.store import StoreView
