@@ -162,10 +162,10 @@ def test_a_local_copy_without_files_of_the_selected_episodes_is_not_read(
 ) -> None:
     folder = shutil.copytree(small, tmp_path / "lerobot" / REPOSITORY)
     whole = Dataset(small)
-    # The camera with a file for each of the two episodes.
-    [split] = [videos for videos in whole.source.videos.values() if len(set(videos.file.tolist())) == 2]
+    videos = whole.source.videos
+    [split] = [key for key in videos if len(set(videos[key].file.tolist())) == 2]  # a file for each of the two episodes
     path = {
-        "video": split.paths[split.file[1]],
+        "video": videos[split].paths[videos[split].file[1]],
         "rows": "data/chunk-000/file-000.parquet",
         "episodes": "meta/episodes/chunk-000/file-000.parquet",
         "tasks": whole.tasks_place,
