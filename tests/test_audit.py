@@ -36,6 +36,7 @@ def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "_decoded", lambda *given: fn.permute_batch(decoded(*given), indices=order))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("image_size", "image_dtype"),
     [(None, "uint8"), ((96, 120), "float32"), slow(None, "float32"), slow((96, 120), "uint8")],

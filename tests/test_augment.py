@@ -93,6 +93,7 @@ PINNED = [
 # ---- the same position, the same pixels
 
 
+@pytest.mark.slow
 def test_a_position_gets_the_same_pixels_in_every_run(dataset: Dataset) -> None:
     arguments: dict[str, Any] = {"delta_timestamps": {TOP: [-0.05, 0.0]}}
     whole = batches(dataset, count=6, **arguments)
@@ -111,6 +112,7 @@ def test_a_position_gets_the_same_pixels_in_every_run(dataset: Dataset) -> None:
         assert all(equal(a, b) for a, b in zip(whole[3:], itertools.islice(loader, 3), strict=True))
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_changes_no_pixel(dataset: Dataset) -> None:
     def by_index(found: list[Any]) -> dict[int, torch.Tensor]:
         return {int(i): frame for batch in found for i, frame in zip(batch["index"], batch[TOP], strict=True)}
@@ -139,6 +141,7 @@ def test_a_state_of_another_seed_is_refused_where_only_augmentation_has_one(data
         loader.load_state_dict(state)
 
 
+@pytest.mark.slow
 def test_rows_and_the_frames_of_a_window_are_treated_alike(dataset: Dataset) -> None:
     steps = {TOP: [0.0, 0.0, 0.0], "action": [0.0, 0.05]}
     for batch, plain in zip(
@@ -258,6 +261,7 @@ def test_colours_stay_between_0_and_1(dataset: Dataset, image_dtype: str) -> Non
     assert np.abs(frames - plain).mean() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("image_dtype", ["float32", "uint8"])
 def test_each_change_of_colours_is_clamped_as_torchvision_does(dataset: Dataset, image_dtype: str) -> None:
     """Its definition: a blend with black, with the frame in grey, or (here) with the middle, clamped to [0, 1]."""

@@ -207,6 +207,7 @@ def test_the_last_200_batches_are_judged(odd: Path, monkeypatch: pytest.MonkeyPa
     assert whole["training_s"] > whole["wait_s"], "all batches together would still point to the training loop"
 
 
+@pytest.mark.slow
 def test_the_line_waits_for_an_epoch_like_those_to_come(demo: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The first epoch of this dataset decodes everything, and no later one decodes anything."""
     caplog.set_level(logging.INFO, "dali_stream")
@@ -237,6 +238,7 @@ def test_the_end_of_a_resumed_epoch_is_no_whole_epoch(demo: Path, caplog: pytest
             assert len([record for record in caplog.records if " batches: " in record.message]) == expected
 
 
+@pytest.mark.slow
 def test_more_memory_is_recommended_with_the_amount_that_holds_all_frames(h264_demo: Path) -> None:
     """From what later epochs decode again; and that amount does save all of it."""
     settings: dict[str, Any] = {"batch_size": 4, "image_size": (128, 160), "image_dtype": "uint8", "num_threads": 1}
@@ -270,6 +272,7 @@ def test_training_does_not_wait_for_a_long_simulation(demo: Path) -> None:
         assert advice(100) is None, "the larger budget holds more than 100 frames"
 
 
+@pytest.mark.slow
 def test_only_the_log_leaves_out_a_long_simulation(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
     monkeypatch.setattr(bottleneck, "MOST_LOGGED", 100)

@@ -38,6 +38,7 @@ def made(h264_demo: Path) -> Path:
 # ---- demo
 
 
+@pytest.mark.slow
 def test_demo_writes_a_dataset_and_delivers_every_frame_exactly_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "made"
     options = ["--episodes", 2, "--size", "120x128", "--codec", "h264", "--batch-size", 16]
@@ -66,6 +67,7 @@ def test_demo_writes_a_dataset_and_delivers_every_frame_exactly_once(tmp_path: P
     assert len(pictures(Path(report["sheet"]))) == 2 * 16
 
 
+@pytest.mark.slow
 def test_demo_takes_the_dataset_that_is_there_and_prints_a_table(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,6 +83,7 @@ def test_demo_takes_the_dataset_that_is_there_and_prints_a_table(
     assert len(pictures(tmp_path / "a.png")) == 2 * 32
 
 
+@pytest.mark.slow
 def test_demo_on_the_dali_route(vp9_demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--decode", "dali", "--device", "cpu", "--json", "--out", str(tmp_path / "a.png")]
     assert main(["demo", "--root", str(vp9_demo), *options]) == 0
@@ -423,6 +426,7 @@ def test_what_is_not_installed_is_said_before_anything_is_written(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_demo_needs_no_dali_on_a_cpu(tmp_path: Path) -> None:
     options = ["--episodes", "2", "--size", "120x128", "--codec", "h264", "--device", "cpu", "--json"]
     run = without("nvidia.dali", "demo", "--root", tmp_path / "new", *options)

@@ -212,6 +212,7 @@ def test_preview_shows_samples_with_the_name_of_their_dataset(
         assert read_identities(picture[None]).tolist() == [[said["episode"], frame, [TOP, SIDE].index(said["camera"])]]
 
 
+@pytest.mark.slow
 def test_bench_measures_a_mixture_and_the_shares_that_came(
     mixture: Path, demo: Path, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -155,6 +155,7 @@ def decoded_without_times(clip: Clip, codec: str, folder: Path) -> list[tuple[in
     return data.identities(torch.from_numpy(frames.copy()).movedim(-1, 1)) if len(frames) else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["h264", "hevc"])
 def test_keyframes_that_are_not_idr_frames_are_not_packed_for_nvdec(codec: str, tmp_path: Path) -> None:
     """The filter adds no parameter sets before recovery points of H.264, and neither these nor CRA frames reset the order."""

@@ -35,6 +35,7 @@ def batches_of(root: Path, **arguments: Any) -> list[dict[str, Any]]:
         return list(loader)
 
 
+@pytest.mark.slow
 def test_dali_delivers_the_frames_that_torchcodec_delivers(vp9_demo: Path) -> None:
     lengths = read_lengths(vp9_demo)
     arguments: dict[str, Any] = {"delta_timestamps": WINDOWS, "image_dtype": "uint8"}
@@ -84,6 +85,7 @@ def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypat
             np.testing.assert_array_equal(read_identities(shown), expected)
 
 
+@pytest.mark.slow
 def test_remote_batches_of_the_dali_route_equal_local_ones(vp9_demo: Path) -> None:
     """Bytes are fetched by the same schedule, also where memory is short."""
     arguments = {"delta_timestamps": {TOP: [0.0, 0.2]}, "batch_size": 8}

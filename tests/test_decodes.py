@@ -19,6 +19,7 @@ def predicted(dataset: Path, **changed: Any) -> tuple[Decodes, Decodes]:
         return decodes_of(loader._config, list(loader.routes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", [{"memory_budget": 6 << 20}, {"memory_budget": 16 << 20}, {"consumers": 4}])
 def test_predictions_are_what_a_loader_decodes(demo: Path, changed: dict[str, Any]) -> None:
     """In the first epoch, which decodes each frame at least once, and in the second, which finds some frames in memory."""
@@ -58,6 +59,7 @@ def assert_later_epochs_decode_what_was_not_shown(loader: Loader) -> None:
     assert not any("decode nothing" in text for text in texts), texts
 
 
+@pytest.mark.slow
 def test_later_epochs_of_a_mixture_decode_what_earlier_ones_have_not_shown(demo: Path) -> None:
     parts = {"few": {"uri": demo, "episodes": [0]}, "many": {"uri": demo, "episodes": [1, 2, 3, 4, 5]}}
     with (

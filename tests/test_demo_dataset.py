@@ -152,6 +152,7 @@ def test_every_frame_is_where_the_metadata_says(demo: Path) -> None:
     check_identities(demo)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codec", "gop"), [("hevc", 8), slow("av1", 2), slow("av1", 16), slow("vp9", 12), slow("h264", 1)])
 def test_every_codec_keeps_identities_and_gops(tmp_path: Path, codec: str, gop: int) -> None:
     root = write_demo(tmp_path / "data", episodes=2, size=SIZE, codec=codec, gop=gop, fps=10)

@@ -39,6 +39,7 @@ def libraries(tmp_path: Path) -> Path:
     return shadows(tmp_path / "libraries")
 
 
+@pytest.mark.slow
 def test_the_text_fits_on_a_screen(fake_driver: FakeDriver, libraries: Path) -> None:
     done = run(environment=fake_driver("h100"), libraries=libraries)
     assert (done.returncode, done.stderr) == (0, "")
@@ -50,6 +51,7 @@ def test_the_text_fits_on_a_screen(fake_driver: FakeDriver, libraries: Path) -> 
     assert lines[-1].startswith("warning: 0 problems, ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpus", "warned", "engines"),
     [
@@ -80,6 +82,7 @@ def test_what_each_gpu_decodes(
         }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fails", "status", "said", "remedy"),
     [
@@ -99,6 +102,7 @@ def test_a_driver_that_fails(
     assert remedy in finding["remedy"]
 
 
+@pytest.mark.slow
 def test_nvdec_that_cannot_be_asked(fake_driver: FakeDriver, libraries: Path) -> None:
     report = doctor(environment=fake_driver("h100", video=False), libraries=libraries)
     assert bad(report) == [("problem", "GPU 0")]
@@ -114,6 +118,7 @@ def test_nvdec_that_cannot_be_asked(fake_driver: FakeDriver, libraries: Path) ->
         assert said in found(report, "GPU 0")["text"]
 
 
+@pytest.mark.slow
 def test_a_driver_that_crashes(fake_driver: FakeDriver, libraries: Path) -> None:
     """The fake driver aborts at a GPU that it does not know."""
     done = run("--json", environment=fake_driver("unheard-of"), libraries=libraries)
@@ -141,6 +146,7 @@ def test_what_does_not_fit_together(fake_driver: FakeDriver, tmp_path: Path) -> 
         assert ("driver 525" in dali["remedy"]) == (cuda == "11080")
 
 
+@pytest.mark.slow
 def test_two_builds_of_dali_at_once(libraries: Path) -> None:
     for build in ("cuda120", "cuda130"):
         folder = libraries / f"nvidia_dali_{build}-2.4.0.dist-info"
@@ -152,6 +158,7 @@ def test_two_builds_of_dali_at_once(libraries: Path) -> None:
     assert "pip uninstall" in finding["remedy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["torchcodec", *map(slow, ("torch", "DALI"))])
 def test_libraries_that_are_absent_broken_or_crash(library: str, tmp_path: Path) -> None:
     expected = {ABSENT: "not installed", BROKEN: "undefined symbol", ABORTS: "crashed with SIGABRT"}
@@ -169,6 +176,7 @@ def test_libraries_that_are_absent_broken_or_crash(library: str, tmp_path: Path)
         assert found(report, "FFmpeg")["status"] == "ok"  # found without torchcodec too
 
 
+@pytest.mark.slow
 def test_a_torch_that_does_not_load_where_nothing_has_loaded_it(tmp_path: Path) -> None:
     """In a process that has not imported torch, as the program's is: it must not need it."""
     done = run("--json", libraries=shadows(tmp_path, torch=BROKEN))
@@ -176,6 +184,7 @@ def test_a_torch_that_does_not_load_where_nothing_has_loaded_it(tmp_path: Path) 
     assert "undefined symbol" in found(json.loads(done.stdout), "torch")["text"]
 
 
+@pytest.mark.slow
 def test_a_library_that_hangs(tmp_path: Path) -> None:
     started = time.monotonic()
     report = doctor(libraries=shadows(tmp_path, dali=HANGS), limit_s=10)
@@ -196,6 +205,7 @@ void *avcodec_find_decoder_by_name(const char *n) { return find(decoder, n) < 5 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("av1", "status", "remedy"),
     [("av1", "problem", "libdav1d"), slow("libaom-av1", "warning", "libdav1d"), slow("libdav1d", None, "")],
@@ -216,6 +226,7 @@ def test_ffmpegs_decoders_are_those_of_the_library_that_is_loaded(
     assert all(remedy in f["remedy"] for f in findings)
 
 
+@pytest.mark.slow
 def test_the_program_ffmpeg_is_needed_for_little(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, libraries: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     finding = found(doctor(libraries=libraries), "ffmpeg program")
@@ -223,6 +234,7 @@ def test_the_program_ffmpeg_is_needed_for_little(monkeypatch: pytest.MonkeyPatch
     assert "prepare" in finding["text"]
 
 
+@pytest.mark.slow
 def test_values_of_the_environment_are_not_shown(monkeypatch: pytest.MonkeyPatch, libraries: Path) -> None:
     monkeypatch.setenv("NVIDIA_DRIVER_CAPABILITIES", "utility,hf_secret")
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "hf_secret,1")

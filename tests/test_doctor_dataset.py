@@ -104,6 +104,7 @@ def test_a_frame_of_each_camera_by_every_decoder(healthy: dict[str, Any]) -> Non
     assert found(report, "rows")["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_a_decoder_that_fails_where_another_does_not_is_not_the_files_fault(
     vp9_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +119,7 @@ def test_a_decoder_that_fails_where_another_does_not_is_not_the_files_fault(
     assert found(report, f"{TOP} frame, torchcodec")["status"] == "ok"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "codec", "reason"),
     [
@@ -136,6 +138,7 @@ def test_sizes_that_no_codec_brings_to_nvdec_are_not_sent_round_in_circles(
     assert "prepare" not in finding["remedy"]
 
 
+@pytest.mark.slow
 def test_the_route_on_each_gpu_and_why(demo: Path, fake_driver: FakeDriver, tmp_path: Path) -> None:
     """AV1, which an H100 does not decode and an L4 does."""
     libraries = shadows(tmp_path, torch=cpu_torch(), dali="raise ImportError('not here')")
@@ -412,6 +415,7 @@ def test_an_edit_list_that_hides_frames(tmp_path: Path) -> None:
     assert "nearest frame, number 56 of 57, is at 1.8667 s" in findings[f"{CAMERA} timestamps"].text
 
 
+@pytest.mark.slow
 def test_rows_that_cannot_be_read(demo_copy: Path) -> None:
     for path in demo_copy.glob("data/**/*.parquet"):
         path.write_bytes(POINTER)
@@ -489,6 +493,7 @@ def test_a_decoder_that_crashes_takes_nothing_with_it(demo: Path, tmp_path: Path
         assert facts["cameras"][camera]["decoded"]["torchcodec"]["error"]
 
 
+@pytest.mark.slow
 def test_broken_metadata_is_a_finding(demo_copy: Path, tmp_path: Path) -> None:
     (demo_copy / INFO).write_text("{")
     report = doctor(demo_copy, libraries=shadows(tmp_path / "libraries"))
@@ -496,6 +501,7 @@ def test_broken_metadata_is_a_finding(demo_copy: Path, tmp_path: Path) -> None:
     assert str(demo_copy / INFO) in found(report, "metadata")["text"]
 
 
+@pytest.mark.slow
 def test_a_storage_that_does_not_answer_is_a_finding_without_secrets(tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound and not listening: it refuses

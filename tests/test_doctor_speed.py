@@ -99,6 +99,7 @@ def test_a_slower_decoder_is_seen(slowed: str, faster: str, vp9_demo: Path, monk
     assert max(vars(rates), key=vars(rates).__getitem__) == faster
 
 
+@pytest.mark.slow
 def test_long_gops_are_measured_with_few_requests(written: Callable[..., Path]) -> None:
     clips, _ = clips_of(written(episodes=2, size=(128, 160), codec="vp9", gop=30))
     assert clips.packed.coded_frames <= 64

@@ -265,6 +265,7 @@ def row_seconds(root: Path) -> list[list[float]]:
     return [(starts[episode] + times)[number[episode] == each].tolist() for each in range(number.max() + 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["v2.1", "v3.0"])
 @pytest.mark.parametrize("codec", ["h264-open", "av1-30", *map(slow, ("h264", "hevc-open", "mpeg4-b", "av1-2", "vp9"))])
 def test_a_dataset_of_cut_files_and_its_copy(codec: str, version: str, tmp_path: Path) -> None:
@@ -279,6 +280,7 @@ def test_a_dataset_of_cut_files_and_its_copy(codec: str, version: str, tmp_path:
     assert found == identities
 
 
+@pytest.mark.slow
 def test_a_dataset_of_cut_files_encoded_again(tmp_path: Path) -> None:
     root, identities = cut_recordings(tmp_path, data.hevc(12, open_gop=True), "v2.1")
     prepared(root, tmp_path / "out", codec="h264", gop=2)

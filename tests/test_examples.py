@@ -112,6 +112,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_cut(name: str, steps: list
     assert whole[0][0] != whole[epoch][0]  # the second epoch has an order of its own
 
 
+@pytest.mark.slow
 def test_a_run_that_is_there_is_not_written_over(
     name: str, importable: None, demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -332,6 +332,7 @@ def test_depth_video_is_passed_over_with_one_line_and_refused_where_it_is_select
         Dataset(demo_copy, cameras=[TOP, SIDE])
 
 
+@pytest.mark.slow
 def test_depth_video_without_a_mark_is_an_error(demo_copy: Path) -> None:
     """And not frames of 8 bits: all bits of a distance matter."""
     for file in (demo_copy / "videos" / SIDE).rglob("*.mp4"):

@@ -60,6 +60,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 def test_broken_headers(healthy: Path) -> None:
     run_child(healthy, {kind: (0, few) for kind, (few, _) in CASES.items()})
 

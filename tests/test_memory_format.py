@@ -58,6 +58,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_format", ["channels_last", slow("contiguous")])
 def test_ddp_does_not_warn_of_strides_of_gradients(demo: Path, tmp_path: Path, memory_format: str) -> None:
     arguments = [demo, tmp_path / "store", memory_format]

@@ -95,6 +95,7 @@ def check(sample: dict[str, Any], alone: Mapping[str, Mapping[int, dict[str, Any
     assert not left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [True, "global", False])
 def test_every_frame_of_every_dataset_once_and_as_it_is_alone(
     datasets: Mapping[str, Dataset], alone: Mapping[str, Mapping[int, dict[str, Any]]], shuffle: bool | str
@@ -231,6 +232,7 @@ def test_a_dataset_without_a_table_of_subtasks_has_empty_ones(tmp_path: Path) ->
                 assert subtask == ("" if name == "b" else f"subtask {number}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_dataset", [True, False])
 @pytest.mark.parametrize("mode", ["mean_std", *map(slow, ("min_max", "quantiles"))])
 def test_normalizes_by_own_or_by_merged_statistics(datasets: Mapping[str, Dataset], mode: str, per_dataset: bool) -> None:
@@ -301,6 +303,7 @@ def test_merged_scales_need_the_dataset_where_one_lacks_some(tmp_path: Path) -> 
     assert back["action"].tolist() == [[1, 1, 0], [1, 1, 1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(2, 4), slow(1, 2), slow(4, 1)])
 def test_resumes_at_the_very_next_sample_on_other_ranks(datasets: Mapping[str, Dataset], first: int, then: int) -> None:
     mixed = mixture(datasets, weights={"demo": 2, "h264": 1, "rows": 1}, epoch_samples=96)

@@ -67,6 +67,7 @@ def streamed(roots: list[Path], allowed: int, taken: int = 0, hard: int | None =
     return int(most)
 
 
+@pytest.mark.slow
 def test_a_mixture_keeps_half_of_the_descriptors_at_most(roots: list[Path]) -> None:
     read_at_the_time = 4  # evicted files are closed after their last user
     assert 60 < streamed(roots, 240) <= 120 + read_at_the_time

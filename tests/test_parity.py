@@ -150,6 +150,7 @@ def test_columns_of_every_kind(odd: Path, deltas: dict[str, list[float]] | None)
     compare(odd, odd, deltas, batches=9)
 
 
+@pytest.mark.slow
 def test_a_recording(g1: Path) -> None:
     info = json.loads((g1 / "meta/info.json").read_text())
     cameras = [key for key, feature in info["features"].items() if feature["dtype"] == "video"]

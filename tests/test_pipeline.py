@@ -322,5 +322,6 @@ for arguments in ({"dali_graph": lambda nodes: nodes}, {"decode": "dali"}):
 """
 
 
+@pytest.mark.slow
 def test_a_loader_on_a_cpu_works_without_dali(vp9_demo: Path) -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_DALI, str(vp9_demo)], check=True)

@@ -58,6 +58,7 @@ def rich_out(rich: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- the same dataset
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["demo", "h264_demo", slow("vp9_demo")])
 def test_the_same_batches_come_out_of_small_files(source: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     root = request.getfixturevalue(source)
@@ -67,6 +68,7 @@ def test_the_same_batches_come_out_of_small_files(source: str, tmp_path: Path, r
     assert len(list((tmp_path / "out").glob("data/*/*.parquet"))) == report.data_files > (0 if source == "vp9_demo" else 1)
 
 
+@pytest.mark.slow
 def test_the_same_batches_come_out_of_few_files(demo: Path, tmp_path: Path) -> None:
     report = prepared(demo, tmp_path / "out")
     assert (report.data_files, [camera.files for camera in report.cameras.values()]) == (1, [1, 1])
@@ -104,6 +106,7 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return video_data.write_dataset(folder / "data", files, [video_data.EPISODES] * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 200 << 20])
 def test_episodes_that_begin_within_a_gop(recorded: Path, tmp_path: Path, size: int) -> None:
     prepared(recorded, tmp_path / "out", file_mb=size / (1 << 20))
@@ -151,6 +154,7 @@ def test_whole_files_decode_to_the_same_frames(h264_demo: Path, tmp_path: Path) 
         assert frames_by_ffmpeg(new) == sum(map(len, old))
 
 
+@pytest.mark.slow
 def test_what_a_loader_does_not_read_is_copied_too(rich: Path, rich_out: Path) -> None:
     assert_same_stream(rich, rich_out)
     assert len(list((rich_out / "videos" / DEPTH).rglob("*.mp4"))) > 1
@@ -197,6 +201,7 @@ def _place(row: dict[str, int], prefix: str) -> dict[str, int]:
     return {name: row[f"{prefix}{name}"] for name in ("chunk_index", "file_index")}
 
 
+@pytest.mark.slow
 def test_several_files_of_the_episode_table(demo_copy: Path, tmp_path: Path) -> None:
     path = demo_copy / "meta/episodes/chunk-000/file-000.parquet"
     whole = pq.read_table(path)
@@ -228,6 +233,7 @@ def test_row_groups_of_32_mb_hold_whole_episodes(tmp_path: Path) -> None:
     assert new.equals(old)
 
 
+@pytest.mark.slow
 def test_a_remote_source_is_read_once_and_in_large_ranges(demo: Path, tmp_path: Path) -> None:
     with Server(demo) as server:
         prepared(server.url, tmp_path / "out")

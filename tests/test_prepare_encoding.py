@@ -47,6 +47,7 @@ def hevc(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 _MORE = (("h264", 2), ("vp9", 2), ("hevc", 1), ("hevc", 12), ("h264", 1), ("av1", 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codec", "gop"), [("av1", 12), *(slow(*kind) for kind in _MORE)])
 def test_every_frame_in_every_codec(h264: Path, tmp_path: Path, codec: str, gop: int) -> None:
     out = tmp_path / "out"
@@ -65,6 +66,7 @@ def test_every_frame_in_every_codec(h264: Path, tmp_path: Path, codec: str, gop:
         assert codec != "hevc" or said["codec_tag_string"] == "hvc1"
 
 
+@pytest.mark.slow
 def test_frames_are_resized_as_a_loader_does(small: Path, tmp_path: Path) -> None:
     """The report, the metadata and the statistics are those of the new frames."""
     report = prepared(small, tmp_path / "out", size=(64, 96), codec="h264", crf=12)
@@ -90,6 +92,7 @@ def test_frames_are_resized_as_a_loader_does(small: Path, tmp_path: Path) -> Non
     assert "video.g" not in json.loads((small / "meta/info.json").read_text())["features"][TOP]["info"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "copied"), [({"codec": "hevc"}, True), ({"codec": "hevc", "crf": 25}, False)])
 def test_a_camera_that_is_recorded_as_asked_is_copied(hevc: Path, tmp_path: Path, options: Any, copied: bool) -> None:
     report = prepared(hevc, tmp_path / "out", **options)
@@ -98,12 +101,14 @@ def test_a_camera_that_is_recorded_as_asked_is_copied(hevc: Path, tmp_path: Path
     assert same == [copied] * len(same)
 
 
+@pytest.mark.slow
 def test_a_finer_quality_is_finer(h264: Path, tmp_path: Path) -> None:
     coarse, fine = (prepared(h264, tmp_path / str(crf), codec="h264", crf=crf, cameras=[TOP]).cameras[TOP] for crf in (30, 10))
     assert fine.psnr_min > coarse.psnr_min + 5
     assert fine.bytes > coarse.bytes
 
 
+@pytest.mark.slow
 def test_what_a_loader_does_not_read_is_kept(small: Path, tmp_path: Path) -> None:
     root = copied(small, tmp_path)
     enrich(root)
@@ -115,6 +120,7 @@ def test_what_a_loader_does_not_read_is_kept(small: Path, tmp_path: Path) -> Non
     assert (new["mine"], new["robot_type"]) == ({"kept": [1, None]}, "a robot")
 
 
+@pytest.mark.slow
 def test_a_remote_source_leaves_nothing_behind(small: Path, hevc: Path, tmp_path: Path) -> None:
     with Server(small) as server:
         prepared(server.url, tmp_path / "out", codec="hevc")
@@ -165,6 +171,7 @@ def test_frames_that_only_noise_tells_apart_are_no_mistake(tmp_path: Path) -> No
     assert prepared(root, tmp_path / "out", codec="hevc", gop=12, crf=32).cameras[video_data.CAMERA].encoder == "libx265"
 
 
+@pytest.mark.slow
 def test_an_episode_that_begins_before_its_first_frame_is_encoded(tmp_path: Path) -> None:
     path = video_data.encode(video_data.draw(), tmp_path / "a.mp4", (*video_data.h264(12), "-output_ts_offset", "0.5"))
     late = video_data.write_dataset(tmp_path / "data", [path], [[video_data.FRAMES]], delay=0.5)
@@ -234,6 +241,7 @@ def test_nvenc_is_called_with_its_own_settings(
     assert f"-c:v hevc_nvenc -bf 0 -tag:v hvc1 {told}-preset p5 -rc vbr -cq 19" in " ".join(runs(log)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["overwritten", slow("zeroed")])
 def test_a_damaged_episode_is_named_and_can_be_dropped(small: Path, tmp_path: Path, how: str) -> None:
     root = copied(small, tmp_path)

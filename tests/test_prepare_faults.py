@@ -137,6 +137,7 @@ def test_jobs_of_slurm_may_die(many: Path, tmp_path: Path, whole: dict[str, byte
     assert not (tmp_path / "slurm/kill").exists()
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_costs_the_files_that_do_not_fit(many: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
     """A limit of the size of files acts as a full disk does: writes raise OSError."""
     sizes = sorted(len(data) for name, data in whole.items() if name.startswith(("data/", "videos/")))

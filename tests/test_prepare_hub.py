@@ -53,6 +53,7 @@ def stored(hub: Hub, address: str) -> dict[str, bytes]:
     return {path: data for path, data in files.items() if path != ".gitattributes"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_the_new_dataset_is_read_from_the_hub(
     hub: Hub, small: Path, whole: dict[str, bytes], address: str, capsys: pytest.CaptureFixture[str]

@@ -161,6 +161,7 @@ def test_an_unfinished_run_of_another_job_is_left_alone(
     assert tree(out) == before
 
 
+@pytest.mark.slow
 def test_one_command_at_a_time(demo: Path, tmp_path: Path) -> None:
     out, said = tmp_path / "out", []
 
@@ -245,6 +246,7 @@ def test_a_camera_cannot_lead_out_of_the_folder(
     assert not (tmp_path / "deep").exists()
 
 
+@pytest.mark.slow
 def test_paths_of_the_source_do_not_matter_for_the_new_one(demo_copy: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
     """Its own templates are read with, and LeRobot's are written with."""
     (demo_copy / "videos").rename(demo_copy / "v")
@@ -273,6 +275,7 @@ def test_links_are_not_followed(demo: Path, tmp_path: Path, name: str) -> None:
 # ---- the program
 
 
+@pytest.mark.slow
 def test_the_report_and_the_table(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", str(small), str(tmp_path / "a"), *FAST, "--json"]) == 0
     said = capsys.readouterr()

@@ -181,6 +181,7 @@ def test_interpreter_says_where_it_is_held(demo: Path) -> None:
     assert any("dali_stream/" in name for name in result["functions_us"])
 
 
+@pytest.mark.slow
 def test_trace_cost(run_here: Callable[..., str], demo: Path) -> None:
     """The program replaces all functions that record, so that nothing is recorded without them."""
     out = run_here("benchmarks/trace_cost.py", demo, "--rounds", 1, "--batch-size", 8, "--image-size", "32x40", "--json")

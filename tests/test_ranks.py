@@ -128,6 +128,7 @@ def test_a_loader_made_before_the_process_group_fails_in_every_process(two: list
             assert all(remedy in error for remedy in ("after the process group", "train_dataloader()", "rank= and world_size="))
 
 
+@pytest.mark.slow
 def test_a_loader_made_after_the_process_group_has_its_rank(two: list[dict[str, Any]], demo: Path) -> None:
     frames = Dataset(demo).num_frames
     assert sorted(two[0]["late"] + two[1]["late"]) == list(range(frames))

@@ -82,6 +82,7 @@ def of_pages() -> list[str]:
 ALL = sorted({*of_messages(), *of_pages()})
 
 
+@pytest.mark.slow
 def test_there_are_such_commands() -> None:
     assert len(of_messages()) > 8
     assert len(of_pages()) > 30

@@ -56,6 +56,7 @@ def test_a_global_shuffle_is_told_neither_of_pools_nor_of_a_cache(many_files: Pa
     assert stream(many_files, caplog, shuffle="global", memory_budget=larger) == ([], 0), "the remedy helps"
 
 
+@pytest.mark.slow
 def test_pools_and_a_cache_are_named_where_there_are_some(many_files: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"consumers": 2, "episode_pool_size": 20, "memory_budget": "1MiB"}
     [warning], _ = stream(many_files, caplog, **settings)

@@ -139,6 +139,7 @@ def test_sizes_that_are_coded_as_they_are_shown_go_to_nvdec(
     assert not refusal.refusal(None, dataclasses.replace(video, codec="vp9", height=362), closed)  # only NVDEC needs it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codec", "gop", "hides"), [("av1", 30, True), ("av1", 2, False), ("vp9", 12, False)])
 def test_hidden_frames_are_kept_from_nvdec(
     codec: str, gop: int, hides: bool, written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -250,6 +251,7 @@ def test_torchcodec_is_taken_when_asked_for(closed: VideoIndex, store: Store) ->
     assert route.choose("torchcodec", 0, H264, closed, store).decoder == "torchcodec"
 
 
+@pytest.mark.slow
 def test_a_file_that_dali_cannot_decode_moves_its_camera_and_not_the_position(
     mixed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -353,6 +355,7 @@ def test_colours_that_only_the_frames_name_are_kept_from_nvdec(tmp_path: Path) -
     )
 
 
+@pytest.mark.slow
 def test_a_decoder_that_breaks_costs_its_camera_dali_and_no_sample(
     vp9_copy: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

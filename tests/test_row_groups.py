@@ -306,6 +306,7 @@ def many_megabytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "remote", "mixture"])
 def test_row_groups_take_little_memory_beside_the_budget(many_megabytes: Path, kind: str) -> None:
     """A batch needs rows of nearly all row groups. 128 MiB of them are kept, and no more are read than fit."""

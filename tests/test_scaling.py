@@ -84,6 +84,7 @@ def test_a_dataset_of_metadata_is_one(scaling: ModuleType, tmp_path: Path) -> No
     assert len(dataset.table.data.paths) == 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
     [

@@ -87,6 +87,7 @@ def test_it_passes_where_dali_decodes_on_a_cpu(capsys: pytest.CaptureFixture[str
     assert "passed on the CPU" in said
 
 
+@pytest.mark.slow
 def test_frames_of_another_frame_or_colour_are_seen(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["wrong"] for row in frames.identity([str(vp9_demo)], None)] == [0, 0, 0, 0]
     decode = dali.decode
@@ -182,6 +183,7 @@ def test_a_step_that_fails_crashes_or_hangs_is_a_result(tmp_path: Path, monkeypa
     assert found == {"failed": "no answer within 5 s", "out_of_time": True}
 
 
+@pytest.mark.slow
 def test_frames_that_change_while_they_are_held_are_seen(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each batch is right when it arrives; the memory of a later one is the same."""
     batches = dali_stream.Loader.__iter__
@@ -201,6 +203,7 @@ def test_frames_that_change_while_they_are_held_are_seen(vp9_demo: Path, monkeyp
     assert (found["route_changes"], set(found["routes"].values())) == (0, {"dali"})
 
 
+@pytest.mark.slow
 def test_videos_that_are_kept_from_nvdec_are_decoded_all_the_same() -> None:
     """Here by DALI's decoder on the CPU, which decodes VP9, and by torchcodec's."""
     for decoder in frames.DECODERS:
@@ -222,6 +225,7 @@ def test_each_case_is_what_the_loader_keeps_from_nvdec(case: str, monkeypatch: p
     assert refusal.refusal_of_file(0, video.format, video.table, video.store)
 
 
+@pytest.mark.slow
 def test_two_loaders_in_one_process_are_checked(vp9_demo: Path) -> None:
     rows = loaders.two_loaders(str(vp9_demo), "cpu", 0)
     assert [row["frames"] for row in rows] == [7 * 16 * 2 * 3] * 2
@@ -229,6 +233,7 @@ def test_two_loaders_in_one_process_are_checked(vp9_demo: Path) -> None:
         assert (row["wrong"], row["route_changes"], set(row["routes"].values())) == (0, 0, {"dali"})
 
 
+@pytest.mark.slow
 def test_speed_beside_other_work_is_measured_for_each_number_of_threads(vp9_demo: Path) -> None:
     for decoder in frames.DECODERS:
         settings = [{"per_clip": 1, "threads": threads} for threads in (1, 2)]

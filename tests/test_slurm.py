@@ -254,6 +254,7 @@ def test_under_torchrun_what_is_cut_short_is_requeued_and_what_has_finished_is_n
     assert (found, len(cluster.requeued())) == (ended, requeues), errors
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_rank_that_fails_ends_the_job_without_a_requeue(cluster: TrainingCluster) -> None:
     """Though torchrun sends SIGTERM to the other rank, which saves and exits with 143."""
     job = cluster.begin(ready=2, CODE="143", FAILING="0", **real(cluster, 1))

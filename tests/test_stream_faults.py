@@ -92,6 +92,7 @@ def test_any_faults_give_right_frames_or_an_error_in_time(small: Path, script: l
         assert time.monotonic() - started < PATIENCE_S
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_away_is_an_error_and_the_run_goes_on_later(small: Path) -> None:
     whole = samples(_loader(small))
     with Server(small) as server:

@@ -185,6 +185,7 @@ def test_only_the_episodes_that_are_selected(demo: Path, server: Server) -> None
     assert sum(r.sent for r in server.requests if r.path.endswith(".mp4")) < (share + 0.15) * videos
 
 
+@pytest.mark.slow
 def test_the_first_batch_needs_only_what_it_shows(twelve: Path) -> None:
     """Four frames a camera are there after a small part of the bytes; later all of them come, as large ranges."""
     videos = sum(path.stat().st_size for path in twelve.rglob("*.mp4"))
@@ -201,6 +202,7 @@ def test_the_first_batch_needs_only_what_it_shows(twelve: Path) -> None:
     assert sum(request.sent for request in server.requests if request.path.endswith(".mp4")) < 1.1 * videos
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [700_000, slow(1_000_000)])
 def test_the_budget_holds_and_changes_nothing_but_the_traffic(
     demo: Path, server: Server, budget: int, caplog: pytest.LogCaptureFixture
@@ -220,6 +222,7 @@ def test_the_budget_holds_and_changes_nothing_but_the_traffic(
     assert "Give a larger memory_budget" in warnings[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["server", slow("disk")])
 def test_indices_that_the_budget_does_not_keep_are_told(
     demo: Path, server: Server, where: str, caplog: pytest.LogCaptureFixture

@@ -164,6 +164,7 @@ def test_long_names_are_shortened(
         assert len(str(error)) < 5_000  # noqa: PT017 - some of these datasets can be read
 
 
+@pytest.mark.slow
 def test_the_sheet_of_a_task_of_100_kb_is_drawn(small: Path, tmp_path: Path) -> None:
     root = copied(small, tmp_path)
     name_tasks(root, lambda number: f"{number} {'word ' * 20_000}{LONG}")

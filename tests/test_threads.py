@@ -155,6 +155,7 @@ if sys.argv[3] == "close":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("last", "pipeline"),
     [
@@ -549,6 +550,7 @@ def forks(demo: Path) -> subprocess.CompletedProcess[str]:
     return script(demo, FORKS)
 
 
+@pytest.mark.slow
 def test_use_after_a_fork_is_refused_and_the_parent_goes_on(forks: subprocess.CompletedProcess[str]) -> None:
     found = json.loads(forks.stdout.splitlines()[-1])
     assert (found["uses"], found["next"]) == (0, 0), forks.stderr
@@ -600,6 +602,7 @@ def test_closing_while_the_pipeline_is_built_leaves_nothing(demo: Path) -> None:
         next(iter(loader))
 
 
+@pytest.mark.slow
 def test_an_error_before_the_first_batch_leaves_nothing(demo: Path) -> None:
     """It comes after the planner has begun. See test_streaming.py for one that comes before."""
     fails = True

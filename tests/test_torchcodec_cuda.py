@@ -48,6 +48,7 @@ def batches_of(root: Path | Dataset, count: int | None = None, **arguments: Any)
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("windows", [{}, WINDOWS])
 def test_batches_equal_those_of_the_cpu(windows: dict[str, list[float]], h264_demo: Path) -> None:

@@ -41,6 +41,7 @@ def finished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_the_batch_of_a_step_is_shown_again(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As docs/replay.md does it: from the line of the step in the journal, with the frames as they were augmented."""
     [entry] = [entry for entry in journal(finished) if entry["step"] == SPIKE and "loss" in entry]

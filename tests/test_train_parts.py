@@ -57,6 +57,7 @@ def numbers(root: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_the_validation_error_is_that_of_the_saved_weights(program: Any, parts: Any, demo: Path, tmp_path: Path) -> None:
     run(program, demo, tmp_path, "--max-steps", 2, "--val-episodes", 2)
     tasks = max(Dataset(demo).tasks) + 1
@@ -78,6 +79,7 @@ def test_the_learning_rate_warms_up_and_falls(program: Any, demo: Path, tmp_path
     assert all(0 < entry["wait_share"] < 1 for entry in journal(tmp_path))
 
 
+@pytest.mark.slow
 def test_gradients_are_clipped(program: Any, parts: Any, demo: Path, tmp_path: Path) -> None:
     """So far that Adam's epsilon is left: nothing moves. What does move without it is all else."""
     for clip, moved in ((1e-20, False), (1.0, True)):
@@ -187,6 +189,7 @@ def test_a_validation_gives_up_when_it_is_asked_to(
     assert not any("val_error" in entry for entry in journal(tmp_path))
 
 
+@pytest.mark.slow
 def test_what_changes_the_run_is_said(program: Any, demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(program, demo, tmp_path, "--max-steps", 1)
     capsys.readouterr()

@@ -58,6 +58,7 @@ def test_loaders_that_alternate_deliver_what_each_delivers_alone(demo: Path) -> 
             assert all(map(equal, pair, batches))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_loaders_in_threads_deliver_what_each_delivers_alone(demo: Path) -> None:
     def run(seed: int) -> list[dict[str, Any]]:
@@ -144,6 +145,7 @@ def test_a_route_change_before_the_first_run_costs_no_batch(vp9_demo: Path, monk
     check_a_route_change(vp9_demo, monkeypatch, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_a_loader_that_waits_for_frames_keeps_no_other_waiting(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take, waits, go_on = Finisher.next, threading.Event(), threading.Event()

@@ -185,6 +185,7 @@ CAMERA = "observation.images.cam_high"
 DELTAS = {CAMERA: [-1 / 30, 0.0], "action": [n / 30 for n in range(20)]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "ranks"), [slow(0, 1), slow(0, 2), (1, 2)])
 @pytest.mark.parametrize("deltas", [slow(None), DELTAS])
 def test_a_recording(deltas: Any, rank: int, ranks: int, g1: Path, g1_v21: Path) -> None:
