@@ -20,8 +20,7 @@ class Memory(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.evicted: list[Key] = []
-        self.cache = PinnedCache(ROOM, SHARE, self.evicted.append)
+        self.cache = PinnedCache(ROOM, SHARE)
         self.sizes: dict[Key, int] = {}
         self.pins: list[Key] = []
         self.coming: dict[Key, Future[int]] = {}
@@ -85,7 +84,7 @@ class Memory(RuleBasedStateMachine):
 
     @rule(need=st.integers(0, 150), as_far_as_possible=st.booleans())
     def make_room(self, need: int, as_far_as_possible: bool) -> None:
-        self.evicted.clear()
+        self.cache.evicted.clear()
         idle = self.idle()
         fits = ROOM - sum(self.sizes.values()) + sum(self.sizes[key] for key in idle) >= need
         expected: list[Key] = []
@@ -95,7 +94,7 @@ class Memory(RuleBasedStateMachine):
             expected += [] if first[0] in self.coming else [first[0]]
             self.gone(first[0])
         assert self.cache.make_room(need, as_far_as_possible) == fits
-        assert self.evicted == expected
+        assert self.cache.evicted == expected
 
     @invariant()
     def adds_up(self) -> None:

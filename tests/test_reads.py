@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Sequence
@@ -20,7 +21,9 @@ from support.slow import examples
 
 import dali_stream
 from dali_stream import DatasetError, DecodeError, Loader, MemoryBudgetError, StorageError
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.video import BlockCache
+from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.samples import Samples
 
 CAMERA = videos.CAMERA
@@ -237,6 +240,21 @@ def test_the_bytes_of_an_index_count_once_among_those_that_batches_need(one_file
     assert later["indices_read_again"] > first["indices_read_again"]
     in_progress = 2 * max(rows)  # rows that were sent before the first epoch ended, and counted afterwards
     assert later["needed_bytes"] - first["needed_bytes"] <= sum(rows) + in_progress
+
+
+def test_rows_and_video_are_freed_without_a_garbage_collection(one_file_each: Path) -> None:
+    """They have no reference cycles, so that a closed Loader leaves no gigabytes behind until Python collects garbage."""
+    kinds = (EpisodeTable, OpenEpisodes, BlockCache)
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(each, kinds) for each in gc.get_objects())
+        with Server(one_file_each) as server, videos.loader(server.url) as loader:
+            for _ in loader:
+                assert sum(isinstance(each, kinds) for each in gc.get_objects()) == before + len(kinds)
+        assert sum(isinstance(each, kinds) for each in gc.get_objects()) == before
+    finally:
+        gc.enable()
 
 
 def test_an_estimate_that_is_larger_than_the_budget_is_no_error(tmp_path: Path) -> None:

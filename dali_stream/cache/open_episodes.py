@@ -115,7 +115,7 @@ class OpenEpisodes:
         self.failed: dict[int, DaliStreamError] = {}
         self._store, self._readers, self._counters = store, readers, counters
         self._reader = SourceRows(source, self._store, memory)
-        self._cache = PinnedCache(limits.room, limits.index_share, self._evicted)
+        self._cache = PinnedCache(limits.room, limits.index_share)
         self._files = {camera: videos.file for camera, videos in source.videos.items()}
         self._row_bytes = source.row_bytes_of * ROW_SPARE[0] // ROW_SPARE[1] + limits.table_bytes  # by dataset
         self._index_bytes = dict(limits.index_bytes or {})
@@ -128,7 +128,7 @@ class OpenEpisodes:
         for key, index in indices.cached.items():
             self._cache.add(key, size_of(index))
             self._index_bytes[key[0]] = size_of(index) or self._index_bytes.get(key[0], 0)
-        self._cache.make_room(0)
+        self._make_room(0)
 
     @property
     def bytes_by_kind(self) -> tuple[int, int]:
@@ -166,7 +166,7 @@ class OpenEpisodes:
             batch = self._pinned[0] if samples.number <= self._requested else self._pin(samples)
             missing = [key for key in batch.keys if key not in self._cache]
             sizes = [self._estimate(key) for key in missing]
-            if not self._cache.make_room(sum(sizes)):
+            if not self._make_room(sum(sizes)):
                 if batch.number == now:
                     self._make_room_for_now(sum(sizes))  # the sizes are estimates, so only `open` raises an error
                 else:
@@ -272,11 +272,11 @@ class OpenEpisodes:
         If even that is not enough, rows and indices exceed their memory at the cost of encoded video.
         """
         self._make_room_for_pinned(need)
-        self._cache.make_room(need, as_far_as_possible=True)
+        self._make_room(need, as_far_as_possible=True)
 
     def _make_room_for_pinned(self, need: int) -> None:
         """Make room. If the pinned batches take too much, read less far ahead."""
-        while not self._cache.make_room(need) and len(self._pinned) > 1:
+        while not self._make_room(need) and len(self._pinned) > 1:
             self._unpin_last()
 
     def _estimate(self, key: Key) -> int:
@@ -350,12 +350,17 @@ class OpenEpisodes:
         else:
             self._read_in[key[1]] = NONE
 
-    def _evicted(self, key: Key) -> None:
-        camera, number = key
-        if camera:
-            del self._indices.cached[key]
-        elif self._rows.pop(number, None) is None:  # the episode is open, so its rows are in the table
-            self._close(number)
+    def _make_room(self, need: int, as_far_as_possible: bool = False) -> bool:
+        """Call `PinnedCache.make_room`, and drop the values that it evicts."""
+        is_free = self._cache.make_room(need, as_far_as_possible)
+        for key in self._cache.evicted:
+            camera, number = key
+            if camera:
+                del self._indices.cached[key]
+            elif self._rows.pop(number, None) is None:  # the episode is open, so its rows are in the table
+                self._close(number)
+        self._cache.evicted.clear()
+        return is_free
 
     def _has_indices(self, episode: int) -> bool:
         """Return whether the indices of an episode's video files have been read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +29,15 @@ class PinnedCache:
     Args:
         room: Bytes that rows and indices may take together.
         index_share: Bytes of `room` for indices. Indices are evicted first if they take more, and rows otherwise.
-        evicted: Function that is called with the key of each evicted value, unless the value is still being read.
+
+    Attributes:
+        evicted: Keys of the values that were evicted, except those that were still being read. The caller drops the values, and
+            clears the list.
     """
 
-    def __init__(self, room: int, index_share: int, evicted: Callable[[Key], None]) -> None:
-        self._room, self._index_share, self._evicted = room, index_share, evicted
+    def __init__(self, room: int, index_share: int) -> None:
+        self._room, self._index_share = room, index_share
+        self.evicted: list[Key] = []
         self._entries: dict[Key, _Entry] = {}
         self._pins: Counter[Key] = Counter()
         # These pairs have an item for rows and one for indices.
@@ -134,7 +138,7 @@ class PinnedCache:
             is_coming = self.is_coming(key)
             self.remove(key)
             if not is_coming:
-                self._evicted(key)
+                self.evicted.append(key)
         return self.free >= need
 
     def _set_idle(self, key: Key) -> None:

@@ -50,6 +50,23 @@ class Reading:
         self.parts, self._schedule, self._counters = parts, schedule, counters
         self._store, self._readers = dataset.data_store.session(), Workers("dali_stream fetch", FETCHERS if remote else 0)
         self._look_ahead = look_ahead(config.batches.batch_size) if remote else 0
+        self.video = video = BlockCache(
+            schedule.table,
+            schedule.windows,
+            schedule.frames,
+            parts.block,
+            self._look_ahead,
+            self._store,
+            self._readers,
+            lambda key, episode: dataset.path(key, config.indices.file(key, episode)),
+            counters,
+        )
+
+        # A method of this object would be a reference cycle, and keep rows and video in memory until a garbage collection.
+        def close(episode: int) -> None:
+            video.close(episode)  # before the table, in which it looks up the blocks and their next uses
+            schedule.table.close(episode)
+
         self.episodes = OpenEpisodes(
             dataset,
             Limits(
@@ -67,22 +84,11 @@ class Reading:
             RowMemory(at_once=parts.opened),
             schedule.table,
             schedule.table.open,
-            self._close,
+            close,
             config.max_substitutes is not None,
             counters,
         )
         self._names = dataset.names
-        self.video = BlockCache(
-            schedule.table,
-            schedule.windows,
-            schedule.frames,
-            parts.block,
-            self._look_ahead,
-            self._store,
-            self._readers,
-            lambda key, episode: dataset.path(key, config.indices.file(key, episode)),
-            counters,
-        )
         self.names: Future[dict[str, list[dict[int, str]]]] = Future()
         self._first: list[Future[None]] = []  # fetches for the first batch
         self._remedies = _reread_remedies(
@@ -124,12 +130,6 @@ class Reading:
         self._count_again("evicted_early", self.video.evicted_early, "bytes are fetched")
         self.video.evicted_early = 0
         return stores
-
-    def _close(self, episode: int) -> None:
-        """Close an episode. Batches in progress do not need it, see `read_ahead`."""
-        # This order is necessary: the blocks and their next uses are looked up in the episode's rows.
-        self.video.close(episode)
-        self._schedule.table.close(episode)
 
     def stop(self) -> None:
         """Cancel all reads, without waiting. Threads that wait for a read get an error."""
