@@ -69,6 +69,7 @@ def test_a_run_that_exists_is_continued_only_with_resume(
     assert "Continue from it with --resume" in capsys.readouterr().err
 
 
+@pytest.mark.alone  # Ray gives up on workers that a busy machine starts late
 def test_a_run_continues_when_a_node_dies(demo: Path, tmp_path: Path) -> None:
     """With one worker, from the last checkpoint. Each frame of the epoch is trained on exactly once."""
     (program := tmp_path / "program.py").write_text(PROGRAM)

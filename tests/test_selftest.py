@@ -48,6 +48,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_failure(fake_driver: FakeDriver) -> No
     assert "the driver has NVIDIA H100 80GB HBM3, and no GPU that torch can use was found" in report["problems"][0]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_it_passes_where_dali_decodes_on_a_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     shortly = ("--soak", "1", "--speed", "0.2", "--limit", "3600")
