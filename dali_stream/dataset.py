@@ -24,7 +24,7 @@ from dali_stream.lerobot.dataset_files import CLOCKS, NEEDED, DatasetFiles, chec
 from dali_stream.lerobot.file_names import guessed_files
 from dali_stream.lerobot.fingerprint import Identity, identity
 from dali_stream.lerobot.frame_ranges import Frames
-from dali_stream.lerobot.info import INFO
+from dali_stream.lerobot.info import INFO, warn_of_left_out
 from dali_stream.lerobot.parquet import parquet_errors
 from dali_stream.lerobot.row_file import read_column_names
 from dali_stream.lerobot.selection import EpisodeFilter
@@ -189,12 +189,11 @@ class Dataset(DatasetFiles):
         except DatasetError:  # the file is missing or broken, which reading its rows reports
             return
         known = {*columns, *NEEDED, *(key for key, feature in self.info.features.items() if feature.is_video)}
-        self.absent, why = tuple(key for key in self.info.features if key not in known), f"has no column in {path}"
-        for key in self.absent:
-            _log.warning("%s: feature %.80r %s. Batches will lack it", self.store.where(INFO), key, why)
+        absent = {key: f"has no column in {path}" for key in self.info.features if key not in known}
+        warn_of_left_out(self.store, absent)
         rest = {key: feature for key, feature in self.info.features.items() if key in known}
-        left_out = {**self.info.left_out, **dict.fromkeys(self.absent, why)}
-        self.info = dataclasses.replace(self.info, features=rest, left_out=left_out)
+        self.info = dataclasses.replace(self.info, features=rest, left_out={**self.info.left_out, **absent})
+        self.absent = tuple(absent)
         self.cameras = selection.cameras(self.info, cameras)
         self.features = {key: feature for key, feature in self.features.items() if key in known}
 
@@ -257,7 +256,7 @@ class Dataset(DatasetFiles):
 
     @functools.cached_property
     def identity(self) -> Identity:
-        """What tells the dataset from others, for the state of a run."""
+        """Properties that distinguish the dataset from others, for the state of a run."""
         return identity(self)
 
     @property

@@ -171,7 +171,7 @@ class Mixture:
 
     @functools.cached_property
     def identity(self) -> Identity:
-        """What tells the mixture from others, for the state of a run."""
+        """Properties that distinguish the mixture from others, for the state of a run."""
         parts = {name: dataset.identity for name, dataset in self.datasets.items()}
         named = [[name, part.fingerprint, sorted(self.renamed_keys[name].items())] for name, part in parts.items()]
         contents = {f"{name}: {key}": digest for name, part in parts.items() for key, digest in part.contents.items()}

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Limits:
+class ReadLimits:
     """Limits of the memory of rows and indices, and of the look-ahead.
 
     Attributes:
@@ -57,7 +57,7 @@ class Limits:
     room: int
     more: int = 0
     index_share: int = 0
-    index_bytes: dict[str, int] | None = None
+    index_bytes: Mapping[str, int] = field(default_factory=dict)
     table_bytes: int = 0
     look_ahead: int = 0
     block: int | None = None
@@ -86,7 +86,6 @@ class OpenEpisodes:
         readers: Threads that read.
         memory: Memory for decoded row groups.
         table: Table of the open episodes.
-        open_in_table: Function that adds an episode to the table.
         close: Function that removes an episode from the table.
         substitutes: Whether samples of episodes that cannot be read are substituted, so that these episodes are no error.
         counters: Counters to add to.
@@ -99,18 +98,17 @@ class OpenEpisodes:
     def __init__(
         self,
         source: Source,
-        limits: Limits,
+        limits: ReadLimits,
         indices: IndexCache,
         store: Store,
         readers: Workers,
         memory: RowMemory,
         table: EpisodeTable,
-        open_in_table: Callable[[OpenEpisode], None],
         close: Callable[[int], None],
         substitutes: bool,
         counters: Counters,
     ) -> None:
-        self.table, self._open, self._close = table, open_in_table, close
+        self.table, self._close = table, close
         self._source, self._limits, self._indices, self._substitutes = source, limits, indices, substitutes
         self.failed: dict[int, DaliStreamError] = {}
         self._store, self._readers, self._counters = store, readers, counters
@@ -118,7 +116,7 @@ class OpenEpisodes:
         self._cache = PinnedCache(limits.room, limits.index_share)
         self._files = {camera: videos.file for camera, videos in source.videos.items()}
         self._row_bytes = source.row_bytes_of * ROW_SPARE[0] // ROW_SPARE[1] + limits.table_bytes  # by dataset
-        self._index_bytes = dict(limits.index_bytes or {})
+        self._index_bytes = dict(limits.index_bytes)
         self._rows: dict[int, Columns] = {}  # {episode that is not open yet: its rows}
         self._pinned: deque[_Pinned] = deque()
         self._due = self._requested = NONE  # last batch whose episodes `open` has opened, and last one whose reads have begun
@@ -127,7 +125,7 @@ class OpenEpisodes:
         self._read_before = set(indices.cached)  # keys of indices
         for key, index in indices.cached.items():
             self._cache.add(key, size_of(index))
-            self._index_bytes[key[0]] = size_of(index) or self._index_bytes.get(key[0], 0)
+            self._expect_size(key[0], size_of(index))
         self._make_room(0)
 
     @property
@@ -140,7 +138,7 @@ class OpenEpisodes:
         # This is farther than `_last_due`, so that reads begin some batches before the planner waits for them.
         return min(2 * GROWTH * number, self._limits.look_ahead * 5 // 4)
 
-    def read_ahead(self, ahead: Iterable[Samples]) -> int:
+    def read_ahead(self, ahead: Sequence[Samples]) -> int:
         """Begin to read the rows and indices that the next batches need, and close episodes to make room for them.
 
         Args:
@@ -150,16 +148,10 @@ class OpenEpisodes:
             Number of indices that are read again after an eviction.
         """
         reads: list[tuple[Key, _Pinned, int]] = []
-        now = NONE
+        now = ahead[0].number
+        self._release(now)
         for samples in ahead:
-            if now == NONE:
-                now = samples.number
-                for episode in self.failed:  # the next batch that needs it reads it again
-                    self._close(episode)
-                self.failed = {}
-                while self._pinned and self._pinned[0].number < now:
-                    self._cache.unpin(self._pinned.popleft().keys)
-            elif samples.number <= self._requested or now < self._retry:
+            if samples.number > now and (samples.number <= self._requested or now < self._retry):
                 continue
             # The next batch is checked even if its reads have begun, since a failed read is repeated for it. Other batches are
             # pinned before room is made, so that none of their own rows and indices are evicted for missing ones.
@@ -225,14 +217,22 @@ class OpenEpisodes:
         for batch in self._newly_due():
             for episode in batch.episodes:
                 if episode in self._rows and self._has_indices(episode):
-                    self._open(self._located(episode))
+                    self.table.open(self._located(episode))
         self._due = max(self._due, self._last_due())
 
     def index(self, camera: str, episode: int) -> VideoIndex:
-        """Return the index of an episode's file. Raises DecodeError if there is none, or if the episode is in `failed`."""
+        """Return the index of an episode's file. Raises DecodeError if the file or the episode cannot be read, see `failed`."""
         if episode in self.failed:
             raise DecodeError(str(self.failed[episode]))
         return self._indices.of(camera, episode, self._store)
+
+    def _release(self, number: int) -> None:
+        """Unpin the batches before batch `number`, and close the episodes that could not be read for them."""
+        for episode in self.failed:  # the next batch that needs it reads it again
+            self._close(episode)
+        self.failed = {}
+        while self._pinned and self._pinned[0].number < number:
+            self._cache.unpin(self._pinned.popleft().keys)
 
     def _last_due(self) -> int:
         """Return the last batch whose reads must be complete before the next batch is planned."""
@@ -318,9 +318,13 @@ class OpenEpisodes:
     def _keep_index(self, key: Key, index: VideoIndex | DecodeError) -> None:
         self._indices.cached[key] = index
         self._cache.resize(key, size_of(index))
-        # The size of the last index is the estimate for other files. A broken index has size 0, which is no estimate.
-        self._index_bytes[key[0]] = size_of(index) or self._index_bytes.get(key[0], 0)
+        self._expect_size(key[0], size_of(index))
         self._make_room_for_pinned(0)
+
+    def _expect_size(self, camera: str, size: int) -> None:
+        """Expect other files of a camera to have an index of this size in bytes. A broken one has size 0, and says nothing."""
+        if size:
+            self._index_bytes[camera] = size
 
     def _keep_rows(self, key: Key, rows: Found, ahead: Sequence[Samples]) -> None:
         """Keep the rows of an episode, and those of other episodes of the batches ahead that the same read returned."""
@@ -378,7 +382,7 @@ class OpenEpisodes:
         if self.table.is_open(np.array(episode)):
             self._close(episode)
         nothing = np.full(int(self._source.lengths[episode]), NONE, np.int64)
-        self._open(OpenEpisode(episode, dict.fromkeys(self._source.cameras, Located(nothing, nothing))))
+        self.table.open(OpenEpisode(episode, dict.fromkeys(self._source.cameras, Located(nothing, nothing))))
 
     def _located(self, episode: int) -> OpenEpisode:
         """Locate the frames of an episode whose rows were read."""

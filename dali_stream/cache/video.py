@@ -22,9 +22,8 @@ from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import span
 from dali_stream.schedule.belady import nearest
 from dali_stream.schedule.budget import GROWTH
-from dali_stream.schedule.episodes import EpisodeTable
-from dali_stream.schedule.frames import FrameCache
-from dali_stream.schedule.look_ahead import NEVER, Window
+from dali_stream.schedule.look_ahead import NEVER
+from dali_stream.schedule.plan import Schedule
 from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
 from dali_stream.storage.store import StoreView
@@ -81,9 +80,7 @@ class BlockCache:
     For each batch, `view` is called once.
 
     Args:
-        table: Table of the open episodes.
-        windows: {camera whose video is fetched: its window}.
-        frames: {camera: cache of its decoded frames}. Cameras whose frames are not cached are missing.
+        schedule: Schedule of the batches, with the table of open episodes, the windows, and the caches of decoded frames.
         block: Bytes of a block.
         look_ahead: Maximum number of batches to fetch ahead.
         store: Store of the files.
@@ -100,9 +97,7 @@ class BlockCache:
 
     def __init__(
         self,
-        table: EpisodeTable,
-        windows: Mapping[str, Window],
-        frames: Mapping[str, FrameCache],
+        schedule: Schedule,
         block: int,
         look_ahead: int,
         store: Store,
@@ -110,8 +105,8 @@ class BlockCache:
         path: Callable[[str, int], str],
         counters: Counters,
     ) -> None:
-        self._table, self._frames, self._block, self._look_ahead = table, frames, block, look_ahead
-        self._windows = {camera: windows[camera] for camera in table.blocks.cameras}
+        self._table, self._frames, self._block, self._look_ahead = schedule.table, schedule.frames, block, look_ahead
+        self._windows = {camera: schedule.windows[camera] for camera in self._table.blocks.cameras}
         self._store, self._pool, self._path, self._counters = store, pool, path, counters
         self.room = self.bytes = self.evicted_early = 0
         self.requests: list[Future[None]] = []

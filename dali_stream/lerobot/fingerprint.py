@@ -31,7 +31,7 @@ FRAMES = (CLOCK, CAMERAS, CAMERA_STATISTICS)
 
 
 class Identity(NamedTuple):
-    """What tells a dataset or a mixture from others.
+    """Properties that distinguish a dataset or a mixture from others.
 
     Attributes:
         uri: Name for messages.

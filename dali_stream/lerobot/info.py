@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import string
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,8 +101,7 @@ def read_info(store: Store) -> Info:
     data_path = _template(info.get("data_path"), "data_path", fields, store)
     video_path = _template(info["video_path"], "video_path", fields, store) if info.get("video_path") else None
     left_out = {key: why for key, feature in features.items() if (why := _left_out(key, feature, store))}
-    for key, why in left_out.items():
-        _log.warning("%s: feature %.80r %s. Batches will lack it", store.where(INFO), key, why)
+    warn_of_left_out(store, left_out)
     readable = {key: Feature(feature) for key, feature in features.items() if key not in left_out}
     readable.setdefault(FRAME_INDEX, Feature(dtype="int64", shape=[1], names=None))
     return Info(
@@ -118,6 +118,12 @@ def read_info(store: Store) -> Info:
         else 0,
         left_out=left_out,
     )
+
+
+def warn_of_left_out(store: Store, left_out: Mapping[str, str]) -> None:
+    """Log a warning for each feature that is left out, {key: reason}."""
+    for key, why in left_out.items():
+        _log.warning("%s: feature %.80r %s. Batches will lack it", store.where(INFO), key, why)
 
 
 def video_template(store: Store, info: Info) -> str:

@@ -1,4 +1,4 @@
-"""Decoded row groups in memory, and the rows of episodes that are taken from them."""
+"""Decoded row groups in memory, and the rows of the episodes that they contain."""
 
 from __future__ import annotations
 

@@ -69,9 +69,7 @@ class Finisher:
             failed |= work.failed
             files |= {row: self._file(key, int(batch.samples.episode[row])) for row in work.failed}
         failed |= batch.failed
-        files |= {
-            row: f"episode {config.dataset.episodes[e]}" for row, e in enumerate(batch.samples.episode) if row in batch.failed
-        }
+        files |= {row: f"episode {config.dataset.episodes[batch.samples.episode[row]]}" for row in batch.failed}
         rows = len(batch.samples.frame)
         self._counters.samples += rows
         self._counters.frames += sum(config.windows.steps(key) * (rows - self._missing(batch, key)) for key in batch.frames)

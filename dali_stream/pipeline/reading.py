@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 
-from dali_stream.cache.open_episodes import Limits, OpenEpisodes
+from dali_stream.cache.open_episodes import OpenEpisodes, ReadLimits
 from dali_stream.cache.video import BlockCache
 from dali_stream.checks.arguments import budget_text
 from dali_stream.lerobot.row_memory import RowMemory
@@ -51,9 +51,7 @@ class Reading:
         self._store, self._readers = dataset.data_store.session(), Workers("dali_stream fetch", FETCHERS if remote else 0)
         self._look_ahead = look_ahead(config.batches.batch_size) if remote else 0
         self.video = video = BlockCache(
-            schedule.table,
-            schedule.windows,
-            schedule.frames,
+            schedule,
             parts.block,
             self._look_ahead,
             self._store,
@@ -69,7 +67,7 @@ class Reading:
 
         self.episodes = OpenEpisodes(
             dataset,
-            Limits(
+            ReadLimits(
                 room=parts.opened,
                 more=parts.encoded - parts.opened,
                 index_share=parts.indices,
@@ -83,7 +81,6 @@ class Reading:
             self._readers,
             RowMemory(at_once=parts.opened),
             schedule.table,
-            schedule.table.open,
             close,
             config.max_substitutes is not None,
             counters,
