@@ -198,7 +198,7 @@ class Loader:
         """
         config = self._config
         try:
-            routes = choose_routes(config.dataset, config.indices, decode, config.gpu)
+            routes = choose_routes(config.dataset, config.indices, decode, config.gpu, config.num_threads)
         finally:
             self.dataset.close()
         self._check_budget(config)

@@ -27,6 +27,7 @@ from dali_stream.decode import capability as capability_module
 from dali_stream.decode import dali, refusal, route
 from dali_stream.decode.capability import Capability, DriverError
 from dali_stream.decode.decoder import RouteChange
+from dali_stream.decode.rate import Rates
 from dali_stream.decode.trial import trial
 from dali_stream.mp4.boxes import box
 from dali_stream.mp4.format import PROFILES, VideoFormat, describe
@@ -298,13 +299,15 @@ def test_a_gpu_decodes_what_passes_the_trial(h264_demo: Path, monkeypatch: pytes
     monkeypatch.setattr(route, "capabilities", lambda _: {})
     dataset, refused, tried = dali_stream.Dataset(h264_demo), "", []
     monkeypatch.setattr("dali_stream.decode.trial.trial", lambda decoder, *_: tried.append(decoder) or refused)
+    monkeypatch.setattr("dali_stream.decode.rate.measure", lambda *_: Rates(1500.0, 1000.0))
 
     def routes(decode: str) -> dict[str, str]:
-        chosen = route.choose_routes(dataset.source, IndexCache(dataset.source), decode, 0)
+        chosen = route.choose_routes(dataset.source, IndexCache(dataset.source), decode, 0, 8)
         return {found.decoder: found.reason for found in chosen.values()}
 
     reason = "NVDEC decodes h264 420 8 bit of 128×160"
-    assert routes("auto") == routes("dali") == {"dali": reason}
+    assert routes("dali") == {"dali": reason}
+    assert routes("auto") == {"dali": f"{reason} at 1500 frames/s here, and the CPU with 8 threads at 1000"}
     assert tried == ["dali"] * 4
     refused = "DALI's first frames must differ"
     assert routes("auto") == {"torchcodec": refused}
@@ -315,6 +318,41 @@ def test_a_gpu_decodes_what_passes_the_trial(h264_demo: Path, monkeypatch: pytes
     let_nvdec_answer(monkeypatch, Capability(False, "no decoder"))
     assert routes("auto") == {"torchcodec": "no decoder"}
     assert tried == []
+
+
+@pytest.mark.parametrize("nvdec", [1499.0, 1500.0])
+def test_auto_takes_nvdec_only_if_it_is_one_and_a_half_times_as_fast(
+    nvdec: float, h264_demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchcodec's decoder for NVDEC is measured if it can run, and DALI's otherwise, or if torchcodec's frames are wrong."""
+    let_nvdec_answer(monkeypatch)
+    monkeypatch.setattr(route, "capabilities", lambda _: {})
+    measured: list[tuple[object, ...]] = []
+    monkeypatch.setattr("dali_stream.decode.rate.measure", lambda *rest: measured.append(rest[2:]) or Rates(nvdec, 1000.0))
+    dataset = dali_stream.Dataset(h264_demo)
+    cases: list[tuple[str, dict[str, str], str]] = [
+        ("", {}, "torchcodec-cuda"),
+        ("too old", {}, "dali"),
+        ("", {"torchcodec-cuda": "wrong"}, "dali"),
+    ]
+    for unavailable, wrong, decoder in cases:
+        monkeypatch.setattr("dali_stream.decode.torchcodec_cuda.unavailable", lambda _, answer=unavailable: answer)
+        monkeypatch.setattr("dali_stream.decode.trial.trial", lambda tried, *_, answers=wrong: answers.get(tried, ""))
+        chosen = route.choose_routes(dataset.source, IndexCache(dataset.source), "auto", 0, 8)
+        assert {found.decoder for found in chosen.values()} == {decoder if nvdec == 1500 else "torchcodec"}
+        assert measured == [(0, 2, 8, 0.4, decoder)] * 2  # GPU, cameras, threads and seconds
+        measured.clear()
+
+
+def test_torchcodec_is_not_used_on_nvdec_for_keyframes_that_are_not_idr_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """5 of 192 frames of such a video were of another frame on an H100."""
+    let_nvdec_answer(monkeypatch)
+    path = video_data.encode(video_data.draw(), tmp_path / "video.mp4", video_data.h264_without_idr())
+    table, video = table_of(path)
+    with pytest.raises(ValueError, match=r'^decode="torchcodec-cuda": .*(IDR|open GOPs)'):
+        route.choose("torchcodec-cuda", 0, video, table, open_store(str(tmp_path)))
 
 
 def test_the_trial_decodes_a_clip_that_begins_at_a_later_keyframe(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,7 +450,7 @@ def test_a_driver_that_does_not_tell_what_nvdec_decodes_is_a_warning_once(
     route._warn_without_nvdec.cache_clear()
     dataset = dali_stream.Dataset(h264_demo)
     for _ in range(2):
-        routes = route.choose_routes(dataset.source, IndexCache(dataset.source), "auto", 0)
+        routes = route.choose_routes(dataset.source, IndexCache(dataset.source), "auto", 0, 8)
         assert {found.decoder for found in routes.values()} == {"torchcodec"}
         assert all("--gpus all" in found.reason for found in routes.values())
     [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

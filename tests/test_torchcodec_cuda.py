@@ -126,7 +126,7 @@ def test_it_is_refused_where_it_cannot_run(demo: Path, monkeypatch: pytest.Monke
         assert "pip install --upgrade torch 'torchcodec>=0.14'" in said
         dataset = Dataset(demo)
         with pytest.raises(ValueError, match=r'decode="torchcodec-cuda": torchcodec .* do not decode on a GPU'):
-            route.choose_routes(dataset.source, IndexCache(dataset.source), "torchcodec-cuda", 0)
+            route.choose_routes(dataset.source, IndexCache(dataset.source), "torchcodec-cuda", 0, 8)
     for version, cuda in [("0.14.0", "13.0"), ("0.17.1+cu130", "13.2"), ("1.0.0", "14.0")]:
         monkeypatch.setattr(torchcodec_cuda.torchcodec, "__version__", version)
         monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -138,7 +138,7 @@ def test_what_nvdec_does_not_decode_is_refused(demo: Path, monkeypatch: pytest.M
     let_nvdec_answer(monkeypatch, Capability(False, "this GPU has no NVDEC decoder for av1 420 8 bit"))
     dataset = Dataset(demo)
     with pytest.raises(ValueError, match=r'decode="torchcodec-cuda": this GPU has no NVDEC decoder .* Use decode="auto"'):
-        route.choose_routes(dataset.source, IndexCache(dataset.source), "torchcodec-cuda", 0)
+        route.choose_routes(dataset.source, IndexCache(dataset.source), "torchcodec-cuda", 0, 8)
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -207,20 +207,24 @@ class FakeStreams:
         monkeypatch.setattr(torch.cuda, "stream", stream)
 
 
-def test_each_thread_decodes_on_its_own_stream_and_waits_for_it(
-    h264_demo: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    streams, capacity = FakeStreams(monkeypatch), list[int]()
+@pytest.fixture
+def one_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Lets a GPU have one engine. Yields the capacities that torchcodec's cache of decoders gets."""
+    capacity = list[int]()
     monkeypatch.setattr(torchcodec_cuda, "device_name", lambda _: "cpu")
-    monkeypatch.setattr(torchcodec_cuda, "_of_thread", threading.local())
     monkeypatch.setattr(torchcodec_cuda, "engines", lambda _: 1)
     monkeypatch.setattr("torchcodec.decoders.set_nvdec_cache_capacity", capacity.append)
-    torchcodec_cuda._sessions.cache_clear()
-    request.addfinalizer(torchcodec_cuda._sessions.cache_clear)
-    dataset = Dataset(h264_demo)
+    torchcodec_cuda._streams.cache_clear()
+    yield capacity
+    torchcodec_cuda._streams.cache_clear()
+
+
+def decoded(root: Path, rows: int) -> tuple[torchcodec_cuda.TorchcodecCudaDecoder, Any]:
+    """Decode the first frames of episode 0, each as a sample."""
+    dataset = Dataset(root)
     episodes, opened = open_all(dataset)
     decoder = torchcodec_cuda.TorchcodecCudaDecoder(dataset.source, TOP, Counters(), 0)
-    episode, frame = np.zeros(40, np.int64), np.arange(40)[:, None]
+    episode, frame = np.zeros(rows, np.int64), np.arange(rows)[:, None]
     packets = opened[0].cameras[decoder.key].packet[frame]
     with ThreadPoolExecutor(8) as pool:
         step: Any = SimpleNamespace(packets={TOP: packets}, samples=SimpleNamespace(episode=episode))
@@ -228,29 +232,41 @@ def test_each_thread_decodes_on_its_own_stream_and_waits_for_it(
         for task in work.tasks:
             task.result()
     assert work.ready()
+    return decoder, work
+
+
+def test_each_clip_is_decoded_on_a_stream_that_no_other_uses(
+    h264_demo: Path, monkeypatch: pytest.MonkeyPatch, one_engine: list[int]
+) -> None:
+    streams = FakeStreams(monkeypatch)
+    monkeypatch.setattr(torchcodec_cuda, "CLIP_FRAMES", 1)
+    _, work = decoded(h264_demo, 40)
+    assert len(work.tasks) == 40
     assert [tensor.shape for tensor in work.results if tensor is not None] == [(1, 128, 160, 3)] * 40
-    by_thread: dict[int, set[int]] = {}
-    for _, number, thread in streams.events:
-        by_thread.setdefault(thread, set()).add(number)
-    assert all(len(numbers) == 1 for numbers in by_thread.values())
-    assert len(set.union(*by_thread.values())) == len(by_thread) == streams.made
-    for thread in by_thread:
-        own = [what for what, _, which in streams.events if which == thread]
-        assert own == ["enter", "synchronize"] * (len(own) // 2)
-    assert streams.most <= 3  # sessions of one engine
-    assert capacity == [100]
+    assert streams.made == 3  # sessions of one engine
+    assert streams.most <= 3
+    for stream in range(1, 4):
+        own = [(what, thread) for what, number, thread in streams.events if number == stream]
+        assert [what for what, _ in own] == ["enter", "synchronize"] * (len(own) // 2)
+        assert all(first[1] == second[1] for first, second in zip(own[::2], own[1::2], strict=True))
+    assert one_engine == [100]
+
+
+def test_samples_share_a_clip_of_32_frames(h264_demo: Path, monkeypatch: pytest.MonkeyPatch, one_engine: list[int]) -> None:
+    FakeStreams(monkeypatch)
+    decoder, work = decoded(h264_demo, 40)
+    assert len(work.tasks) == 2
+    assert decoder._counters.clips == 2
+    with Loader(Dataset(h264_demo, episodes=[0]), batch_size=40, shuffle=False, image_dtype="uint8", device="cpu") as loader:
+        expected = next(iter(loader))[TOP].movedim(1, -1)
+    assert torch.equal(torch.cat(work.results), expected)
 
 
 @pytest.mark.parametrize("engines", [1, 2, 7])
-def test_a_gpu_has_three_sessions_per_engine(
-    engines: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_a_gpu_has_three_sessions_per_engine(engines: int, monkeypatch: pytest.MonkeyPatch, one_engine: list[int]) -> None:
+    FakeStreams(monkeypatch)
     monkeypatch.setattr(torchcodec_cuda, "engines", lambda _: engines)
-    monkeypatch.setattr("torchcodec.decoders.set_nvdec_cache_capacity", lambda _: None)
-    torchcodec_cuda._sessions.cache_clear()
-    request.addfinalizer(torchcodec_cuda._sessions.cache_clear)
-    sessions = torchcodec_cuda._sessions(0)
-    assert sum(sessions.acquire(blocking=False) for _ in range(100)) == 3 * engines
+    assert torchcodec_cuda._streams(0).qsize() == 3 * engines
 
 
 def test_a_mixture_without_the_camera_is_refused(h264_demo: Path, demo: Path, anywhere: None) -> None:

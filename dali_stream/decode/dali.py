@@ -117,7 +117,8 @@ class DaliDecoder(SampleDecoder):
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Clips:
         """See `Decoder.start`."""
         clips = Clips(np.zeros(len(frames), np.bool_) if self._audited is None else self._audited(plan.samples))
-        self.start_samples(clips, pool, plan, frames, episodes, store)
+        requests = self.requests(clips, plan, frames, episodes)
+        clips.tasks += [pool.submit(self.make, store, request, clips) for request in requests]
         return clips
 
     def check(self, index: VideoIndex, packet: int) -> None:

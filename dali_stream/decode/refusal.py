@@ -14,6 +14,7 @@ from dali_stream.mp4.keyframes import has_other_keyframes, other_keyframes_refus
 from dali_stream.storage import Store
 
 DALI_ON_CPU = ("vp8", "vp9", "mjpeg")
+_OPEN_GOPS = "open GOPs: a clip may begin with frames that NVDEC would show and FFmpeg drops"
 _BLOCKS = {"h264": 16, "mpeg4": 16, "hevc": 8}
 """Smallest block size of each codec in pixels, which divides coded sizes. HEVC encoders may use 16, 32 or 64 instead."""
 
@@ -40,8 +41,23 @@ def refusal(gpu: int | None, video: VideoFormat, index: VideoIndex) -> str:
     if index.track_header[:36] != UPRIGHT:
         return "the file asks for rotated frames, which DALI does not support"
     if index.open_gops:
-        return "open GOPs: a clip may begin with frames that NVDEC would show and FFmpeg drops"
+        return _OPEN_GOPS
     return "" if gpu is None else _unsafe_on_nvdec(video, index)
+
+
+def refusal_of_torchcodec(gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> str:
+    """Return why torchcodec must not decode this video on NVDEC. The text is empty if it may.
+
+    If a clip contains GOPs of different parts of a file, some of their frames are wrong on NVDEC unless each GOP can be decoded
+    alone (5 of 192 frames of an H.264 video without IDR frames on an H100, 2026-11-26).
+    """
+    if gpu is None:
+        return ""
+    if refused := capability_refusal(gpu, video):
+        return refused
+    if index.open_gops:
+        return _OPEN_GOPS
+    return other_keyframes_refusal(video.codec) if has_other_keyframes(store, index, video.codec) else ""
 
 
 def capability_refusal(gpu: int, video: VideoFormat) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from dali_stream.cache.indices import IndexCache
 from dali_stream.checks.none import NONE
 from dali_stream.decode.capability import DriverError, capabilities
-from dali_stream.decode.refusal import capability_refusal, refusal_of_file, video_name
+from dali_stream.decode.refusal import refusal_of_file, refusal_of_torchcodec, video_name
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, StorageError
 from dali_stream.lerobot.source import Source
@@ -27,6 +27,8 @@ from dali_stream.storage import Store
 
 TORCHCODEC_CUDA = "torchcodec-cuda"
 DECODE = ("auto", "dali", "torchcodec", TORCHCODEC_CUDA)
+_MEASURED_S = 0.4  # time for measuring the speed of both decoders, in seconds
+FASTER = 1.5  # minimum ratio of NVDEC's speed to that of the CPU, whose decoder also keeps frames for later batches
 _log = logging.getLogger("dali_stream")
 
 
@@ -46,7 +48,7 @@ class Route:
 IMAGES = Route("torchcodec", "its frames are images in Parquet rows")
 
 
-def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | None) -> dict[str, Route]:
+def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | None, threads: int) -> dict[str, Route]:
     """Return the route of each camera, according to the first video file of each dataset. The routes are logged.
 
     Args:
@@ -54,6 +56,7 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
         indices: Indices of the video files.
         decode: One of `DECODE`.
         gpu: CUDA device, or None if batches are made on the CPU.
+        threads: Number of decode threads of the Loader.
 
     Raises:
         ValueError: If `decode` is "dali" or "torchcodec-cuda", and this decoder cannot decode a camera.
@@ -66,7 +69,7 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
         if why := unavailable(gpu):
             raise ValueError(f'decode="{TORCHCODEC_CUDA}": {why}')
     routes = dict.fromkeys(source.cameras, IMAGES)
-    routes |= {key: _choose_for_camera(key, source, indices, decode, gpu) for key in source.videos}
+    routes |= {key: _choose_for_camera(key, source, indices, decode, gpu, threads) for key in source.videos}
     for key, route in routes.items():
         _log.info("%s: %s, since %s", key, route.decoder, route.reason)
     if gpu is not None and source.videos and decode != "torchcodec":
@@ -74,7 +77,7 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
     return routes
 
 
-def _choose_for_camera(key: str, source: Source, indices: IndexCache, decode: str, gpu: int | None) -> Route:
+def _choose_for_camera(key: str, source: Source, indices: IndexCache, decode: str, gpu: int | None, threads: int) -> Route:
     """Return the route of a camera that is stored as video. See `choose_routes` for the other arguments and the errors.
 
     The first file of each dataset is tested. If torchcodec must decode one of them, it decodes the camera in all datasets.
@@ -87,7 +90,7 @@ def _choose_for_camera(key: str, source: Source, indices: IndexCache, decode: st
         _, first = np.unique(source.dataset_of[present], return_index=True)
         routes = []
         for episode in np.flatnonzero(present)[first].tolist():
-            routes.append(_choose_for_episode(key, source, indices, episode, decode, gpu))
+            routes.append(_choose_for_episode(key, source, indices, episode, decode, gpu, threads))
             if routes[-1].decoder == "torchcodec":
                 return routes[-1]
         return routes[0]
@@ -95,12 +98,16 @@ def _choose_for_camera(key: str, source: Source, indices: IndexCache, decode: st
         raise ValueError(f"{key}: {error}") from error
 
 
-def _choose_for_episode(key: str, source: Source, indices: IndexCache, episode: int, decode: str, gpu: int | None) -> Route:
+def _choose_for_episode(
+    key: str, source: Source, indices: IndexCache, episode: int, decode: str, gpu: int | None, threads: int
+) -> Route:
     """Return the route of a camera according to the file that contains an episode, after a trial. See `choose_routes`."""
     store = source.data_store
     try:
         index = indices.of(key, episode, store)
         video = VideoFiles(source, key).format(index, 0)
+        if decode == "auto" and gpu is not None:
+            return _fastest(store, index, video, gpu, threads, len(source.videos))
         route = choose(decode, gpu, video, index, store)
         if route.decoder != "torchcodec":
             from dali_stream.decode.trial import trial  # imported on use, because it imports DALI
@@ -115,6 +122,37 @@ def _choose_for_episode(key: str, source: Source, indices: IndexCache, episode: 
             raise
         # Other files may be intact, so no error is raised here. The first batch that requires the damaged file raises it.
         return Route("torchcodec", f"the file of its first episode cannot be read: {error}")
+
+
+def _fastest(store: Store, index: VideoIndex, video: VideoFormat, gpu: int, threads: int, cameras: int) -> Route:
+    """Return the fastest route for a file on this machine. NVDEC is used only if it is `FASTER` times as fast as the CPU.
+
+    torchcodec is the first choice for NVDEC. On an H100, DALI delivered 117 frames/s of H.264 of 480×640 with a clip per frame,
+    and torchcodec 9,085 with 16 frames per clip (`benchmarks/nvdec_decoders.py`).
+    """
+    from dali_stream.decode import rate  # imported on use, because it imports DALI
+    from dali_stream.decode.torchcodec_cuda import unavailable
+    from dali_stream.decode.trial import trial
+
+    refused = {
+        TORCHCODEC_CUDA: unavailable(gpu) or refusal_of_torchcodec(gpu, video, index, store),
+        "dali": refusal_of_file(gpu, video, index, store),
+    }
+    for decoder, reason in refused.items():
+        reason = reason or trial(decoder, store, index, video, gpu)
+        refused[decoder] = reason
+        if not reason:
+            break
+    else:
+        return Route("torchcodec", refused["dali"])
+    clips = rate.request_clips(store, index, gpu, decoder)
+    rates = rate.measure(clips, video, gpu, cameras, threads, _MEASURED_S, decoder)
+    faster = rates.nvdec >= FASTER * rates.cpu
+    text = (
+        f"NVDEC decodes {video_name(video)} of {video.height}×{video.width} at {rates.nvdec:.0f} frames/s here, and the CPU "
+        f"with {threads} threads at {rates.cpu:.0f}"
+    )
+    return Route(decoder if faster else "torchcodec", text)
 
 
 def _torchcodec_instead(decode: str, why: str) -> Route:
@@ -155,7 +193,7 @@ def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, 
     if decode == "auto" and gpu is None:
         return Route("torchcodec", "batches are made on the CPU, where FFmpeg decodes every codec")
     if decode == TORCHCODEC_CUDA:
-        refused = "" if gpu is None else capability_refusal(gpu, video)
+        refused = refusal_of_torchcodec(gpu, video, index, store)
         route = Route(TORCHCODEC_CUDA, f'decode="{TORCHCODEC_CUDA}" asks for it')
     else:
         refused = refusal_of_file(gpu, video, index, store)

@@ -1,4 +1,4 @@
-"""Base class of the decoders that pack a separate clip for each sample and keep no decoded frames."""
+"""Base class of the decoders that keep no decoded frames, so each batch decodes all frames of its samples."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import numpy.typing as npt
 from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.checks.none import NONE
-from dali_stream.decode.decoder import Pool, named, succeeded
+from dali_stream.decode.decoder import named, succeeded
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.observe.counters import Counters
 from dali_stream.schedule.plan import BatchPlan
-from dali_stream.storage import Store
 from dali_stream.system.workers import Workers
 
 Array = npt.NDArray[Any]
@@ -68,7 +67,7 @@ class SampleWork:
 class SampleDecoder(VideoFiles):
     """Decoder that locates the packets of each sample.
 
-    Subclasses implement `start`, which calls `start_samples`, and `make`, which each task calls.
+    Subclasses implement `start`, which calls `requests`.
 
     Args:
         source: Episodes of the Loader.
@@ -84,14 +83,9 @@ class SampleDecoder(VideoFiles):
     def close(self) -> None:
         """Do nothing, because no decoded frames are kept."""
 
-    def start_samples(
-        self, work: SampleWork, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store
-    ) -> None:
-        """Start a task for each sample. Each task calls `make(store, request, work)`.
-
-        The tasks are added to `work`, together with the errors of samples that fail a check. See `Decoder.start` for the other
-        arguments.
-        """
+    def requests(self, work: SampleWork, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes) -> list[Request]:
+        """Return a request for each sample. Errors of samples that fail a check are added to `work`. See `Decoder.start`."""
+        requests = []
         for row, episode in enumerate(plan.samples.episode.tolist()):
             packets = plan.packets[self.key][row]
             try:
@@ -99,11 +93,8 @@ class SampleDecoder(VideoFiles):
             except DecodeError as error:
                 work.failed[row] = DecodeError(str(error))  # without the traceback, see `named`
             else:
-                work.tasks.append(pool.submit(self.make, store, Request(row, episode, frames[row], packets, index), work))
-
-    def make(self, store: Store, request: Request, work: Any) -> None:
-        """Add the frames or the clip of one sample to `work`. A decode thread calls this method."""
-        raise NotImplementedError
+                requests.append(Request(row, episode, frames[row], packets, index))
+        return requests
 
     def check(self, index: VideoIndex, packet: int) -> None:
         """Check whether this decoder may decode the file of a packet. Subclasses raise an error if it must not."""

@@ -254,7 +254,7 @@ def decode_in_parts(
         with timed("pack_s"):
             clip = pack(store, mine, wanted, timed=timed)
         try:
-            for requests, frames, decoded in _decode_clip(clip, expected, part, device):
+            for requests, frames, decoded in decode_clip_in_parts(clip, expected, part, device):
                 yield [group[i] for i in requests], frames, decoded
             continue
         except DecodeError:
@@ -263,7 +263,7 @@ def decode_in_parts(
         # The requests are decoded again from the start of the file, including those that were already yielded.
         with timed("pack_s"):
             clip = pack(store, mine, wanted, from_the_start=True, timed=timed)
-        for requests, frames, decoded in _decode_clip(clip, expected, part, device):
+        for requests, frames, decoded in decode_clip_in_parts(clip, expected, part, device):
             yield [group[i] for i in requests], frames, decoded
 
 
@@ -305,12 +305,12 @@ def decode_clip(clip: Clip, expected: VideoFormat, device: str = "cpu") -> Frame
         DecodeError: If the decoder fails, or returns another frame than the requested one.
     """
     frames = np.empty((len(clip.frames), expected.height, expected.width, 3), np.uint8)
-    for requests, part, _ in _decode_clip(clip, expected, len(clip.frames), device):
+    for requests, part, _ in decode_clip_in_parts(clip, expected, len(clip.frames), device):
         frames[requests] = part.cpu().numpy()
     return frames
 
 
-def _decode_clip(
+def decode_clip_in_parts(
     clip: Clip, expected: VideoFormat, part: int, device: str = "cpu"
 ) -> Iterator[tuple[list[int], torch.Tensor, int]]:
     """Decode the requests of a clip in display order, in parts of `part` requests. See `decode_in_parts` for what it yields."""

@@ -1,4 +1,4 @@
-"""Decoding with torchcodec on NVDEC, from a separate clip for each sample. This module has not been run on a GPU yet.
+"""Decoding with torchcodec on NVDEC, from clips of several samples.
 
 torchcodec takes the time of a frame from the decoded frame itself. Each frame is therefore compared with its request, as on the
 CPU (`torchcodec.decode_in_parts`). With the device "cpu", the same code runs without a GPU, but without CUDA streams and
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import queue
 import re
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -25,14 +25,19 @@ from dali_stream.decode.sample_decoder import Int64, Request, SampleDecoder, Sam
 from dali_stream.decode.torchcodec import decode_in_parts
 from dali_stream.errors import DatasetError, DecodeError, StorageError
 from dali_stream.lerobot.source import Source
+from dali_stream.mp4.format import VideoFormat
 from dali_stream.observe.counters import Counters
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 
+CLIP_FRAMES = 32
+"""Number of frames of a clip, since opening a clip takes time.
+
+On an H100, 16 threads decoded 1,717 frames/s of 480×640 from clips of one frame, 9,085 from clips of 16, and 11,684 from clips
+of 64 (H.264 with GOP 2, 2026-11-26; report: benchmarks/results/nvdec_decoders_h100.json)."""
 _LEAST = (0, 14)  # minimum version of torchcodec
 _LEAST_CUDA = 13  # minimum major version of CUDA
 _CACHED = 100  # number of NVDEC decoders that torchcodec caches per GPU, the same as in DALI; each session uses one
-_of_thread = threading.local()
 
 
 def unavailable(gpu: int | None) -> str:
@@ -66,33 +71,53 @@ class TorchcodecCudaDecoder(SampleDecoder):
         super().__init__(source, key, counters, any_size)
         self._gpu, self._device = gpu, device_name(gpu)
         if gpu is not None:
-            _sessions(gpu)  # created here, because several decode threads could otherwise create it at the same time
+            _streams(gpu)  # created here, because several decode threads could otherwise create it at the same time
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> SampleWork:
         """See `Decoder.start`."""
         work = SampleWork(len(frames))
-        self.start_samples(work, pool, plan, frames, episodes, store)
+        together: dict[VideoFormat, list[Request]] = {}  # the requests of a task have frames of the same size
+        for request in self.requests(work, plan, frames, episodes):
+            together.setdefault(self.format(request.file, int(request.packets[0])), []).append(request)
+        samples = max(CLIP_FRAMES // frames.shape[1], 1)
+        for video, requests in together.items():
+            for start in range(0, len(requests), samples):
+                work.tasks.append(pool.submit(self._decode, store, requests[start : start + samples], video, work))
         return work
 
-    def make(self, store: Store, request: Request, work: SampleWork) -> None:
-        """Decode each frame of a window once, and copy it to all steps that show it."""
-        unique, steps = np.unique(request.packets, return_inverse=True)
-        video, timed, decoded = self.format(request.file, int(unique[0])), self._counters.timed, 0
+    def _decode(self, store: Store, requests: Sequence[Request], video: VideoFormat, work: SampleWork) -> None:
+        """Decode the frames of some samples. If they cannot be decoded together, decode each sample separately."""
+        try:
+            self._decode_together(store, requests, video, work)
+        except (DecodeError, DatasetError, StorageError) as error:
+            if len(requests) > 1:
+                for request in requests:
+                    self._decode(store, [request], video, work)
+            elif isinstance(error, DecodeError):
+                [request] = requests
+                work.failed[request.row] = self.named(request.episode, request.frames, request.file, error)
+            else:
+                work.failed[requests[0].row] = error.with_traceback(None)
+
+    def _decode_together(self, store: Store, requests: Sequence[Request], video: VideoFormat, work: SampleWork) -> None:
+        """Decode each frame of each window once, and copy it to all steps that show it."""
+        uniques = [np.unique(request.packets, return_inverse=True) for request in requests]
+        indices = [request.file for request, (unique, _) in zip(requests, uniques, strict=True) for _ in unique]
+        packets = [packet for unique, _ in uniques for packet in unique.tolist()]
+        timed, decoded, start = self._counters.timed, 0, 0
         try:
             with own_stream(self._gpu), timed("decode_s"):
-                frames = torch.empty((len(unique), video.height, video.width, 3), dtype=torch.uint8, device=self._device)
-                indices = [request.file] * len(unique)
-                for requests, part, more in decode_in_parts(
-                    store, indices, unique.tolist(), video, len(unique), timed, self._device
-                ):
-                    frames[requests] = part
+                frames = torch.empty((len(packets), video.height, video.width, 3), dtype=torch.uint8, device=self._device)
+                for places, part, more in decode_in_parts(store, indices, packets, video, len(packets), timed, self._device):
+                    frames[places] = part
                     decoded += more
-                work.results[request.row] = frames[steps.reshape(-1).tolist()]
-        except DecodeError as error:
-            work.failed[request.row] = self.named(request.episode, request.frames, request.file, error)
-        except (DatasetError, StorageError) as error:
-            work.failed[request.row] = error.with_traceback(None)
-        self._counters.add(clips=1, decoded_frames=decoded)
+                for request, (unique, steps) in zip(requests, uniques, strict=True):
+                    own = frames[start : start + len(unique)]
+                    in_order = len(unique) == len(request.packets) and (np.diff(request.packets) > 0).all()
+                    work.results[request.row] = own if in_order else own[steps.reshape(-1).tolist()]
+                    start += len(unique)
+        finally:
+            self._counters.add(clips=1, decoded_frames=decoded)
 
 
 def device_name(gpu: int | None) -> str:
@@ -102,25 +127,34 @@ def device_name(gpu: int | None) -> str:
 
 @contextlib.contextmanager
 def own_stream(gpu: int | None) -> Iterator[None]:
-    """Context manager that uses a CUDA stream of this thread and one decoding session, and finally waits for the stream.
+    """Context manager that uses a CUDA stream and a decoding session alone, and finally waits for the stream.
 
-    It does nothing if `gpu` is None.
+    If all of them are in use, it waits for one. It does nothing if `gpu` is None.
     """
     if gpu is None:
         yield
         return
-    streams = _of_thread.__dict__.setdefault("streams", {})
-    if gpu not in streams:
-        streams[gpu] = torch.cuda.Stream(device_name(gpu))
-    with _sessions(gpu), torch.cuda.stream(streams[gpu]):
-        yield
-        streams[gpu].synchronize()
+    streams = _streams(gpu)
+    stream = streams.get()
+    try:
+        with torch.cuda.stream(stream):
+            yield
+            stream.synchronize()
+    finally:
+        streams.put(stream)
 
 
 @functools.cache
-def _sessions(gpu: int) -> threading.BoundedSemaphore:
-    """Return the semaphore that limits the decoding sessions of a GPU, for all cameras and Loaders of this process."""
+def _streams(gpu: int) -> queue.LifoQueue[torch.cuda.Stream]:
+    """Return the streams of a GPU, for all cameras and Loaders of this process: one per decoding session.
+
+    torch keeps freed memory per stream. The stream that was used last is taken first, so few streams keep memory if few threads
+    decode.
+    """
     from torchcodec.decoders import set_nvdec_cache_capacity  # imported on use: versions that `unavailable` refuses may lack it
 
     set_nvdec_cache_capacity(_CACHED)
-    return threading.BoundedSemaphore(SESSIONS_PER_ENGINE * engines(gpu))
+    streams = queue.LifoQueue[torch.cuda.Stream]()
+    for _ in range(SESSIONS_PER_ENGINE * engines(gpu)):
+        streams.put(torch.cuda.Stream(device_name(gpu)))
+    return streams

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from dali_stream.checks.none import NONE
+from dali_stream.decode import rate
 from dali_stream.decode.capability import capability
 from dali_stream.decode.refusal import refusal, smallest_coded_size
+from dali_stream.decode.route import FASTER, TORCHCODEC_CUDA
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, MemoryBudgetError, counted
 from dali_stream.mp4.clip import is_avc, pack
@@ -25,8 +27,9 @@ from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import Sizes, divide, horizon
 from dali_stream.schedule.plan import Limits
 from dali_stream.speed.decodes import decodes, median_gop
+from dali_stream.system import process
 from dali_stream.tools.description import LOOK_AT, CameraReport, contradictions, describe_video, find_frames
-from dali_stream.tools.diagnosis import answers, speeds
+from dali_stream.tools.diagnosis import answers
 from dali_stream.tools.diagnosis.frames import FLAT, LEAST_PSNR_DB, Decoders, Deep, flat_colour, psnr
 from dali_stream.tools.diagnosis.gpu import NOTHING_TO_DO
 from dali_stream.tools.diagnosis.looks import broken
@@ -41,7 +44,7 @@ _BATCH = 64
 _SIZE = 224, 224
 _BUDGETS = 4 << 30, 16 << 30  # default memory_budget, and a large one, in bytes
 _GOOD = 1.5  # cost of a GOP of 2 without a cache
-_SLOW = 0.7  # NVDEC is reported as slow if its speed is below this fraction of the CPU's
+_MEASURED_S = 2.0  # time for measuring the speed of both decoders of a camera, in seconds
 
 
 class Camera:
@@ -184,8 +187,12 @@ class Camera:
             self.decodes[decoder] = partial(answers.decode, clip, self.video, True, gpu)
             if gpu is not None and self._decoders.torchcodec:
                 with contextlib.suppress(DecodeError):  # decoding the chosen frame reports the error
-                    clips = speeds.request_clips(store, table, gpu)
-                    self.speeds[place] = partial(speeds.measure, clips, self.video, gpu, len(dataset.videos))
+                    from dali_stream.decode.torchcodec_cuda import unavailable  # imported on use, because it imports DALI
+
+                    nvdec = "dali" if unavailable(gpu) else TORCHCODEC_CUDA
+                    clips = rate.request_clips(store, table, gpu, nvdec)
+                    arguments = clips, self.video, gpu, len(dataset.videos), process.cores(), _MEASURED_S, nvdec
+                    self.speeds[place] = partial(rate.measure, *arguments)
 
 
 def check_format(camera: Camera) -> Result:
@@ -375,7 +382,7 @@ def _check_decoded(camera: Camera, name: str, right: Sequence[str], error: str, 
 
 
 def check_speeds(camera: Camera, measured: Mapping[str, Answer]) -> dict[str, Result]:
-    """Check for each kind of GPU that NVDEC is not much slower than the CPU, according to the answers of `speeds.measure`."""
+    """Report for each kind of GPU which decoder is faster, according to the answers of `rate.measure`."""
     facts = {place: {} if answer.error else dataclasses.asdict(answer.value) for place, answer in measured.items()}
     camera.facts["speed"] = facts
     return {f"speed on {place}": _check_speed(answer) for place, answer in measured.items()}
@@ -384,10 +391,6 @@ def check_speeds(camera: Camera, measured: Mapping[str, Answer]) -> dict[str, Re
 def _check_speed(answer: Answer) -> Result:
     if answer.error:
         return WARNING, f"it could not be measured: {answer.reason}", 'use Loader(decode="torchcodec") if the Loader fails, too'
-    rates: speeds.Rates = answer.value
-    if rates.nvdec >= rates.cpu:
-        return OK, f"{rates}: NVDEC is faster", ""
-    text = f"{rates}: the CPU is faster, by {rates.cpu / rates.nvdec:.1f} times"
-    if rates.nvdec >= _SLOW * rates.cpu:
-        return OK, text, ""
-    return WARNING, text, 'use Loader(decode="torchcodec"), and compare whole epochs with `dali-stream bench URI`'
+    rates: rate.Rates = answer.value
+    ratio, takes = rates.nvdec / rates.cpu, "NVDEC" if rates.nvdec >= FASTER * rates.cpu else "the CPU"
+    return OK, f'{rates}: NVDEC has {ratio:.2f} of the CPU\'s speed, so decode="auto" takes {takes}', ""

@@ -1,4 +1,4 @@
-"""The speed of NVDEC and of the CPU, as `dali-stream doctor URI` measures it. DALI's CPU decoder and VP9 replace the GPU."""
+"""The measured speed of NVDEC and of the CPU. DALI's CPU decoder and VP9 replace the GPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import pytest
 from support.datasets import TOP
 
 import dali_stream
+from dali_stream.decode import rate
+from dali_stream.decode.rate import Rates, RequestClips
 from dali_stream.mp4.clip import Clip
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.index import read_index
-from dali_stream.tools.diagnosis import camera, speeds
+from dali_stream.tools.diagnosis import camera
 from dali_stream.tools.diagnosis.frames import call_by_name
-from dali_stream.tools.diagnosis.speeds import Rates, RequestClips
 from dali_stream.tools.isolated import Answer
 
 FIRST = f"videos/{TOP}/chunk-000/file-000.mp4"
@@ -26,36 +27,18 @@ FIRST = f"videos/{TOP}/chunk-000/file-000.mp4"
 def clips_of(root: Path) -> tuple[RequestClips, VideoFormat]:
     store = dali_stream.Dataset(root).data_store
     table = read_index(store, FIRST)
-    return speeds.request_clips(store, table, None), describe(table.configs[0])
-
-
-@pytest.fixture
-def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each decoder is measured with one batch, in one thread."""
-    monkeypatch.setattr(speeds, "_SECONDS", 0.0)
-    monkeypatch.setattr("dali_stream.system.process.cores", lambda: 1)
+    return rate.request_clips(store, table, None), describe(table.configs[0])
 
 
 @pytest.mark.parametrize(
-    ("nvdec", "status", "text", "remedy"),
-    [
-        (3000.0, "ok", "NVDEC 3000 frames/s, the CPU 1000: NVDEC is faster", ""),
-        (750.0, "ok", "NVDEC 750 frames/s, the CPU 1000: the CPU is faster, by 1.3 times", ""),
-        (
-            500.0,
-            "warning",
-            "NVDEC 500 frames/s, the CPU 1000: the CPU is faster, by 2.0 times",
-            'use Loader(decode="torchcodec")',
-        ),
-    ],
+    ("nvdec", "ratio", "takes"), [(3000.0, "3.00", "NVDEC"), (1500.0, "1.50", "NVDEC"), (1400.0, "1.40", "the CPU")]
 )
-def test_doctor_says_which_decoder_is_faster(nvdec: float, status: str, text: str, remedy: str) -> None:
+def test_doctor_says_which_decoder_auto_takes(nvdec: float, ratio: str, takes: str) -> None:
     examined: Any = SimpleNamespace(facts={})
     [(name, result)] = camera.check_speeds(examined, {"GPU 0": Answer(Rates(nvdec, 1000.0))}).items()
     assert name == "speed on GPU 0"
-    assert result[:2] == (status, text)
-    assert result[2].startswith(remedy)
-    assert bool(result[2]) == bool(remedy)
+    text = f'NVDEC {nvdec:.0f} frames/s, the CPU 1000: NVDEC has {ratio} of the CPU\'s speed, so decode="auto" takes {takes}'
+    assert result == ("ok", text, "")
     assert examined.facts["speed"] == {"GPU 0": {"nvdec": nvdec, "cpu": 1000.0}}
 
 
@@ -67,7 +50,6 @@ def test_doctor_warns_if_the_speed_cannot_be_measured() -> None:
     assert examined.facts["speed"] == {"GPU 0": {}}
 
 
-@pytest.mark.usefixtures("in_no_time")
 def test_dali_that_fails_while_it_is_measured_is_a_decode_error(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("Error in operator, encountered: no surface C++ context: frames")
@@ -75,7 +57,7 @@ def test_dali_that_fails_while_it_is_measured_is_a_decode_error(vp9_demo: Path, 
     broken = SimpleNamespace(build=lambda: None, run=fail)
     monkeypatch.setattr("dali_stream.decode.dali.pipeline", lambda *_, **__: broken)
     with pytest.raises(dali_stream.DecodeError, match=r"^DALI's video decoder failed: no surface$"):
-        speeds.measure(*clips_of(vp9_demo), None, 1)
+        rate.measure(*clips_of(vp9_demo), None, 1, 1, 0.0)
 
 
 def test_the_clips_have_a_frame_from_the_middle_of_each_gop(vp9_demo: Path) -> None:
@@ -84,18 +66,17 @@ def test_the_clips_have_a_frame_from_the_middle_of_each_gop(vp9_demo: Path) -> N
     assert all(clip.coded_frames == 6 for clip in clips.singles)  # to the middle of a GOP of 12
 
 
-@pytest.mark.usefixtures("in_no_time")
 @pytest.mark.parametrize(("slowed", "faster"), [("_with_dali", "cpu"), ("_with_torchcodec", "nvdec")])
 def test_a_slower_decoder_is_seen(slowed: str, faster: str, vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One decoder repeats each batch 20 times."""
-    make = getattr(speeds, slowed)
+    make = getattr(rate, slowed)
 
     def repeated(*arguments: Any) -> Callable[[], int]:
         decode = make(*arguments)
         return lambda: max(decode() for _ in range(20))
 
-    monkeypatch.setattr(speeds, slowed, repeated)
-    rates = speeds.measure(*clips_of(vp9_demo), None, 1)
+    monkeypatch.setattr(rate, slowed, repeated)
+    rates = rate.measure(*clips_of(vp9_demo), None, 1, 1, 0.0)
     assert max(vars(rates), key=vars(rates).__getitem__) == faster
 
 
@@ -108,7 +89,7 @@ def test_long_gops_are_measured_with_few_requests(written: Callable[..., Path]) 
 @pytest.mark.slow
 def test_doctor_shows_both_figures(vp9_demo: Path) -> None:
     """Measured in another process."""
-    calls = {TOP: {"GPU 0": partial(speeds.measure, *clips_of(vp9_demo), None, 2)}}
+    calls = {TOP: {"GPU 0": partial(rate.measure, *clips_of(vp9_demo), None, 2, 2, 1.0)}}
     examined: Any = SimpleNamespace(facts={})
     [(_, text, _)] = camera.check_speeds(examined, call_by_name(calls, 120)[TOP]).values()
     rates = Rates(**examined.facts["speed"]["GPU 0"])
@@ -119,15 +100,30 @@ def test_doctor_shows_both_figures(vp9_demo: Path) -> None:
 
 def test_each_decoder_is_measured_for_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clips, video = RequestClips([], Clip(bytearray(), [], 0)), VideoFormat("vp9", 0, "420", 8, 128, 160)
-    monkeypatch.setattr(speeds, "_with_dali", lambda *_: "dali")
-    monkeypatch.setattr(speeds, "_with_torchcodec", lambda *_: "torchcodec")
+    monkeypatch.setattr(rate, "_with_dali", lambda *_: "dali")
+    monkeypatch.setattr(
+        rate, "_with_torchcodec", lambda _, __, ___, gpu=None: "torchcodec" if gpu is None else "torchcodec-cuda"
+    )
     measured: list[tuple[str, float]] = []
 
-    def rate(decoder: Any, seconds: float) -> float:
+    def timed(decoder: Any, seconds: float) -> float:
         measured.append((decoder, seconds))
         return float(len(measured))
 
-    monkeypatch.setattr(speeds, "_rate", rate)
-    monkeypatch.setattr(speeds, "_SECONDS", 3.0)
-    assert speeds.measure(clips, video, None, 1) == Rates(1.0, 2.0)
+    monkeypatch.setattr(rate, "_rate", timed)
+    assert rate.measure(clips, video, None, 1, 2, 3.0) == Rates(1.0, 2.0)
     assert measured == [("dali", 1.5), ("torchcodec", 1.5)]
+    measured.clear()
+    assert rate.measure(clips, video, 0, 1, 2, 3.0, "torchcodec-cuda") == Rates(1.0, 2.0)
+    assert measured == [("torchcodec-cuda", 1.5), ("torchcodec", 1.5)]
+
+
+def test_torchcodec_on_nvdec_is_measured_with_one_clip_of_many_frames(demo: Path) -> None:
+    """On the CPU, where both decoders are the same."""
+    store = dali_stream.Dataset(demo).data_store
+    table = read_index(store, FIRST)
+    clips = rate.request_clips(store, table, None, "torchcodec-cuda")
+    assert clips.singles == []
+    assert len(clips.packed.frames) == 32
+    rates = rate.measure(clips, describe(table.configs[0]), None, 1, 2, 0.0, "torchcodec-cuda")
+    assert 0.2 < rates.nvdec / rates.cpu < 5

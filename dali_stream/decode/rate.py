@@ -1,4 +1,7 @@
-"""Measured speed of NVDEC and of the CPU on the video of a camera, in frames per second."""
+"""Measured speed of NVDEC and of the CPU on the video of a camera, in frames per second.
+
+A Loader with `decode="auto"` chooses by this measurement, and `dali-stream doctor` reports it.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,9 @@ from dali_stream.errors import DecodeError
 from dali_stream.mp4.clip import Clip, pack
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
-from dali_stream.speed.decodes import median_gop
 from dali_stream.storage import Store
-from dali_stream.system import process
 
-_SECONDS = 2.0  # time limit for measuring a camera, in seconds. It does not interrupt a batch
-_REQUESTS, _DECODED = 8, 64  # limits of a clip for the CPU: requested frames, and approximate number of frames to decode
+_REQUESTS, _DECODED = 32, 64  # limits of a packed clip: requested frames, and approximate number of frames to decode
 _CLIPS = 16  # minimum number of clips of a batch for DALI
 
 
@@ -29,8 +29,8 @@ class Rates:
     """Measured speed of two decoders on requests for single frames, in frames per second.
 
     Attributes:
-        nvdec: Speed of NVDEC, with DALI.
-        cpu: Speed of the CPU, with torchcodec in as many threads as this process has cores.
+        nvdec: Speed of NVDEC.
+        cpu: Speed of the CPU, with torchcodec.
     """
 
     nvdec: float
@@ -41,24 +41,25 @@ class Rates:
 
 
 class RequestClips(NamedTuple):
-    """Single frames from the first GOPs of a file, packed as each of the two routes packs them.
+    """Single frames from the first GOPs of a file, packed as the routes pack them.
 
     Attributes:
         singles: One clip per frame, for DALI.
-        packed: One clip of all frames, for the CPU.
+        packed: One clip of all frames, for torchcodec.
     """
 
     singles: list[Clip]
     packed: Clip
 
 
-def request_clips(store: Store, index: VideoIndex, gpu: int | None) -> RequestClips:
+def request_clips(store: Store, index: VideoIndex, gpu: int | None, decoder: str = "dali") -> RequestClips:
     """Pack one frame from the middle of each of the first GOPs of a file.
 
     Args:
         store: Store of the file.
         index: Index of the file.
         gpu: CUDA device, or None for DALI's decoder on the CPU.
+        decoder: Decoder of NVDEC, "dali" or "torchcodec-cuda". Default: "dali".
 
     Raises:
         UnsafeForNvdec: If DALI would decode one of the clips wrongly on a GPU.
@@ -66,31 +67,36 @@ def request_clips(store: Store, index: VideoIndex, gpu: int | None) -> RequestCl
     """
     lengths = index.gop_lengths
     # A frame in the middle of a GOP costs about half of the GOP.
-    count = int(np.clip(_DECODED // ((median_gop([index]) + 1) / 2), 1, _REQUESTS))
+    count = int(np.clip(_DECODED // ((float(np.median(lengths)) + 1) / 2), 1, _REQUESTS))
     packets = (index.keyframes + (lengths - 1) // 2)[:count].tolist()
-    singles = [pack(store, [index], [packet], for_nvdec=gpu is not None) for packet in packets]
+    singles = [pack(store, [index], [packet], for_nvdec=gpu is not None) for packet in packets if decoder == "dali"]
     return RequestClips(singles, pack(store, [index] * len(packets), packets))
 
 
-def measure(clips: RequestClips, video: VideoFormat, gpu: int | None, cameras: int) -> Rates:
-    """Measure the speeds of DALI and of torchcodec, each for half of the time.
+def measure(
+    clips: RequestClips, video: VideoFormat, gpu: int | None, cameras: int, threads: int, seconds: float, decoder: str = "dali"
+) -> Rates:
+    """Measure the speeds of NVDEC and of the CPU, each for half of the time.
 
-    Both decode requests for single frames at full size, with as many threads as in a Loader, while the GPU has no other work.
+    Both decode requests for single frames at full size, while the GPU has no other work.
 
     Args:
         clips: Clips to decode.
         video: Format of the clips.
         gpu: CUDA device, or None for DALI's decoder on the CPU.
         cameras: Number of cameras that NVDEC decodes.
+        threads: Number of decode threads of a Loader.
+        seconds: Time limit in seconds. It does not interrupt a batch, and each decoder decodes at least two.
+        decoder: Decoder of NVDEC, "dali" or "torchcodec-cuda". Default: "dali".
 
     Raises:
         DecodeError: If a decoder fails.
     """
-    num_threads = process.cores()
-    return Rates(
-        _rate(_with_dali(clips.singles, gpu, num_threads, cameras), _SECONDS / 2),
-        _rate(_with_torchcodec(clips.packed, video, num_threads), _SECONDS / 2),
-    )
+    if decoder == "dali":
+        nvdec = _with_dali(clips.singles, gpu, threads, cameras)
+    else:
+        nvdec = _with_torchcodec(clips.packed, video, threads, gpu)
+    return Rates(_rate(nvdec, seconds / 2), _rate(_with_torchcodec(clips.packed, video, threads), seconds / 2))
 
 
 def _with_dali(clips: list[Clip], gpu: int | None, num_threads: int, cameras: int) -> Callable[[], int]:
@@ -117,13 +123,18 @@ def _with_dali(clips: list[Clip], gpu: int | None, num_threads: int, cameras: in
     return run
 
 
-def _with_torchcodec(clip: Clip, video: VideoFormat, num_threads: int) -> Callable[[], int]:
-    """Return a function that decodes the clip `2 * num_threads` times in `num_threads` threads, and returns the frame count."""
-    from dali_stream.decode.torchcodec import decode_clip
+def _with_torchcodec(clip: Clip, video: VideoFormat, num_threads: int, gpu: int | None = None) -> Callable[[], int]:
+    """Return a function that decodes the clip once in each of `num_threads` threads, and returns the frame count."""
+    from dali_stream.decode.torchcodec import decode_clip_in_parts
+    from dali_stream.decode.torchcodec_cuda import device_name, own_stream
+
+    def decode(_: int) -> int:
+        with own_stream(gpu):
+            return sum(len(part) for _, part, _ in decode_clip_in_parts(clip, video, len(clip.frames), device_name(gpu)))
 
     def run() -> int:
         with ThreadPoolExecutor(num_threads, thread_name_prefix="dali_stream speed") as pool:
-            return sum(len(frames) for frames in pool.map(lambda _: decode_clip(clip, video), range(2 * num_threads)))
+            return sum(pool.map(decode, range(num_threads)))
 
     return run
 
