@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs all tests and measurements that need a GPU, in less than ten minutes and without a network. The script has not been run
-# on a GPU yet.
+# Runs all tests and measurements that need a GPU, in less than ten minutes and without a network. Its parts ran on an H100, but
+# the script as a whole did not.
 #
 #   benchmarks/gpu_trip.sh OUT      OUT      folder for the reports; each is written as soon as its part is done
 #                                   PYTHON   interpreter with the packages that dali_stream needs (default: python3)

@@ -13,7 +13,7 @@ lerobot-streaming    StreamingLeRobotDataset; since it shuffles by itself, its f
 lerobot-new-streaming, N workers, T threads, and lerobot-new-streaming-uint8, ...
                      the StreamingLeRobotDataset of LEROBOT_STREAMING_SOURCE, with 0 and 1 workers (it allows no more) and with
                      decode_threads=2 (its default) and 4, in the environment with LeRobot
-torchcodec-cuda      the plain loop on NVDEC; not run on a GPU yet
+torchcodec-cuda      the plain loop with NVDEC, which decodes on the CPU what NVDEC cannot decode
 pynvvideocodec       a plain loop around PyNvVideoCodec's SimpleDecoder; not run on a GPU yet
 
 Each of these loaders is called a side below. All sides deliver float32 frames in [0, 1] of all cameras on the same device. The
@@ -176,7 +176,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("root", type=Path, help="a local LeRobot v3 dataset with video")
     parser.add_argument("--mode", choices=MODES, default="single")
     parser.add_argument("--batch-size", type=count, default=64)
-    parser.add_argument("--batches", type=count, default=10, help="timed batches per turn; more than a side prefetches")
+    parser.add_argument(
+        "--batches",
+        type=count,
+        default=10,
+        help="timed batches per turn; with many workers, more than they prefetch (2 each), or the rate is too high",
+    )
     parser.add_argument("--image-size", type=frame_size, metavar="HxW", help="default: the recorded size")
     parser.add_argument("--rounds", type=count, default=5, help="turns of each side; the medians are compared")
     parser.add_argument("--warmup", type=count_or_none, default=4, help="untimed batches after the first")

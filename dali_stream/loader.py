@@ -84,9 +84,8 @@ class Loader:
             as 32 and 8 for 64 samples. A resumed run keeps the values of its state.
         device: "auto", "cpu", "cuda" or an index such as "cuda:1". "auto" is the GPU of this process if it has one, and the CPU
             otherwise. Default: "auto".
-        decode: "auto" for NVDEC if the driver supports the camera's video and torchcodec otherwise, "dali", "torchcodec", or
-            "torchcodec-cuda" for NVDEC without DALI (not run on a GPU yet). `dali-stream doctor URI` measures whether NVDEC or
-            the CPU is faster. Default: "auto".
+        decode: "auto" for the faster of NVDEC and the CPU, which is measured for each camera, "torchcodec" for the CPU, and
+            "torchcodec-cuda" or "dali" for NVDEC. Default: "auto".
         num_threads: Number of threads that decode on the CPU, and maximum number of DALI's threads for NVDEC. Default: the
             number of cores of this process, which is its share if local ranks share cores or a CPU quota. The first line that
             a Loader logs has the number and the reason.

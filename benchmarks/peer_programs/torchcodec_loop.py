@@ -1,4 +1,4 @@
-"""Plain torchcodec loop, on a CPU or, with spec["gpu_decode"], on NVDEC. It has not been run on NVDEC yet."""
+"""Plain torchcodec loop, on a CPU or, with spec["gpu_decode"], on NVDEC."""
 
 from __future__ import annotations
 

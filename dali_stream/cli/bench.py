@@ -32,7 +32,7 @@ def bench(
         int | None, typer.Option(metavar="N", parser=arguments.count, help="Decode threads; default: the number of cores.")
     ] = None,
     decode: Annotated[
-        str, typer.Option(metavar="auto|dali|torchcodec|torchcodec-cuda", help="Decoder; auto: NVDEC where it can.")
+        str, typer.Option(metavar="auto|dali|torchcodec|torchcodec-cuda", help="Decoder; auto: the faster one.")
     ] = "auto",
     image_size: Annotated[str, typer.Option(metavar="HxW|recorded", help="Size of the frames.")] = "224x224",
     image_dtype: Annotated[str, typer.Option(metavar="uint8|float32", help="Type of the frames.")] = "uint8",

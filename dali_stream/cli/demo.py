@@ -33,7 +33,7 @@ def demo(
     batch_size: Annotated[int, typer.Option(metavar="N", parser=arguments.count, help="Samples per batch.")] = 32,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Device of the batches.")] = "auto",
     decode: Annotated[
-        str, typer.Option(metavar="auto|dali|torchcodec|torchcodec-cuda", help="Decoder; auto: NVDEC where it can.")
+        str, typer.Option(metavar="auto|dali|torchcodec|torchcodec-cuda", help="Decoder; auto: the faster one.")
     ] = "auto",
     out: Annotated[
         Path | None, typer.Option(metavar="PNG", help="Contact sheet of the first batch; DIR-sheet.png unless given.")

@@ -68,7 +68,7 @@ def capability_refusal(gpu: int, video: VideoFormat) -> str:
 def _unsafe_on_nvdec(video: VideoFormat, index: VideoIndex) -> str:
     """Return why DALI must not decode a video on a GPU. The text is empty if DALI may.
 
-    DALI decodes some of the refused formats wrongly, according to its sources. The others were never tested on a GPU.
+    DALI decodes some of the refused formats wrongly, according to its sources. Most of them were never tested on a GPU.
     """
     if video.chroma != "420" or video.depth != 8:
         return f"DALI was not seen to deliver {video_name(video)} right from NVDEC"

@@ -23,7 +23,7 @@ class Turns:
 
     The pipelines of a process share DALI's memory pool of the device, and DALI's decoder frees buffers without synchronization
     (`DeviceBuffer` in the sources of DALI 2.4). With B-frames, one pipeline could still be copying a buffer that another one
-    has allocated again. This was not observed on a GPU.
+    has allocated again. This was not observed: two Loaders with the lock delivered right frames on an H100.
     """
 
     def __init__(self) -> None:
