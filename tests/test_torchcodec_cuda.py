@@ -17,7 +17,7 @@ import torch
 from support.batches import check_identities, equal, samples
 from support.datasets import CAMERAS, SIDE, TOP, copied, read_lengths
 from support.opened import open_all
-from support.routes import let_nvdec_answer
+from support.routes import let_auto_take_dali, let_nvdec_answer
 
 import dali_stream
 from dali_stream import Dataset, DecodeError, Loader
@@ -97,6 +97,32 @@ def test_a_damaged_frame_is_an_error_of_its_sample_or_is_substituted(h264_demo: 
     found = batches_of(Dataset(root, episodes=[0, 1]), shuffle=False, on_error="substitute", image_dtype="uint8")
     bad = sorted(int(i) for batch in found for i in torch.arange(len(batch["index"]))[batch["is_substitute"]])
     assert len(bad) == 12  # the GOP
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_a_sample_that_only_the_cpu_decodes_moves_the_camera_to_the_cpu(
+    h264_demo: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset, in_parts, times = Dataset(h264_demo, episodes=[0]), torchcodec_cuda.decode_in_parts, list[int]()
+
+    def fail(store: Any, indices: Any, packets: list[int], *rest: Any) -> Any:
+        if 20 in packets:
+            times.append(len(packets))
+            raise DecodeError("NVDEC has no surface")
+        return in_parts(store, indices, packets, *rest)
+
+    monkeypatch.setattr(torchcodec_cuda, "decode_in_parts", fail)
+    arguments: dict[str, Any] = {"batch_size": 16, "shuffle": False, "device": "cpu", "image_dtype": "uint8"}
+    with pytest.raises(DecodeError, match=r'^decode="torchcodec-cuda": .*: NVDEC has no surface\. Use decode="auto"'):
+        list(Loader(dataset, decode="torchcodec-cuda", **arguments))
+    assert times[-1] == 1  # the sample was decoded alone
+    expected = list(Loader(dataset, decode="torchcodec", **arguments))
+    let_auto_take_dali(monkeypatch, "torchcodec-cuda")
+    with Loader(dataset, decode="auto", **arguments) as loader:
+        assert {each.decoder for each in loader.routes.values()} == {"torchcodec-cuda"}
+        assert all(itertools.starmap(equal, zip(loader, expected, strict=True)))
+        assert {each.decoder for each in loader.routes.values()} == {"torchcodec"}
+    assert "Falling back to torchcodec" in caplog.text
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -211,6 +237,7 @@ class FakeStreams:
 def one_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Lets a GPU have one engine. Yields the capacities that torchcodec's cache of decoders gets."""
     capacity = list[int]()
+    let_nvdec_answer(monkeypatch)
     monkeypatch.setattr(torchcodec_cuda, "device_name", lambda _: "cpu")
     monkeypatch.setattr(torchcodec_cuda, "engines", lambda _: 1)
     monkeypatch.setattr("torchcodec.decoders.set_nvdec_cache_capacity", capacity.append)

@@ -136,7 +136,7 @@ class VideoAndImages:
 
 
 class RouteChange(DaliStreamError):
-    """DALI must no longer decode some cameras, because a file is unsafe or DALI failed. The loader rebuilds its pipeline.
+    """NVDEC must no longer decode some cameras, because a file is unsafe or a decoder failed. The Loader rebuilds its pipeline.
 
     Args:
         cameras: Names of the cameras.

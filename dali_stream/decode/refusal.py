@@ -45,8 +45,10 @@ def refusal(gpu: int | None, video: VideoFormat, index: VideoIndex) -> str:
     return "" if gpu is None else _unsafe_on_nvdec(video, index)
 
 
-def refusal_of_torchcodec(gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> str:
+def refusal_of_torchcodec(gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store | None = None) -> str:
     """Return why torchcodec must not decode this video on NVDEC. The text is empty if it may.
+
+    With a store, the first keyframes of the file are read.
 
     If a clip contains GOPs of different parts of a file, some of their frames are wrong on NVDEC unless each GOP can be decoded
     alone (5 of 192 frames of an H.264 video without IDR frames on an H100, 2026-11-26).
@@ -57,7 +59,7 @@ def refusal_of_torchcodec(gpu: int | None, video: VideoFormat, index: VideoIndex
         return refused
     if index.open_gops:
         return _OPEN_GOPS
-    return other_keyframes_refusal(video.codec) if has_other_keyframes(store, index, video.codec) else ""
+    return other_keyframes_refusal(video.codec) if store and has_other_keyframes(store, index, video.codec) else ""
 
 
 def capability_refusal(gpu: int, video: VideoFormat) -> str:

@@ -93,6 +93,8 @@ def _choose_for_camera(key: str, source: Source, indices: IndexCache, decode: st
             routes.append(_choose_for_episode(key, source, indices, episode, decode, gpu, threads))
             if routes[-1].decoder == "torchcodec":
                 return routes[-1]
+        if len({route.decoder for route in routes}) > 1:
+            return Route("torchcodec", "NVDEC would need different decoders for the datasets of the mixture")
         return routes[0]
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error

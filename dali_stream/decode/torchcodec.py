@@ -245,6 +245,9 @@ def decode_in_parts(
         part: Maximum number of requests in a part.
         timed: Timer that measures reading and packing. Default: no measurement.
 
+    Raises:
+        UnsafeForNvdec: If the device is a GPU, and decoding starts at a keyframe that is not an IDR frame.
+
     Yields:
         Numbers of the requests in this part, their RGB frames as a uint8 tensor of shape (n, H, W, 3) on `device`, and the
         number of frames that were decoded since the previous part. If a request is yielded twice, the second frame is valid.
@@ -252,7 +255,7 @@ def decode_in_parts(
     for group in _groups(indices, packets):
         mine, wanted = [indices[i] for i in group], [packets[i] for i in group]
         with timed("pack_s"):
-            clip = pack(store, mine, wanted, timed=timed)
+            clip = pack(store, mine, wanted, for_nvdec=device != "cpu", hidden_frames=True, timed=timed)
         try:
             for requests, frames, decoded in decode_clip_in_parts(clip, expected, part, device):
                 yield [group[i] for i in requests], frames, decoded

@@ -20,12 +20,14 @@ import torchcodec
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.decode.capability import engines
 from dali_stream.decode.dali import SESSIONS_PER_ENGINE
-from dali_stream.decode.decoder import Pool
+from dali_stream.decode.decoder import Pool, RouteChange
+from dali_stream.decode.refusal import refusal_of_torchcodec
 from dali_stream.decode.sample_decoder import Int64, Request, SampleDecoder, SampleWork
-from dali_stream.decode.torchcodec import decode_in_parts
+from dali_stream.decode.torchcodec import decode, decode_in_parts
 from dali_stream.errors import DatasetError, DecodeError, StorageError
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.format import VideoFormat
+from dali_stream.mp4.index import VideoIndex
 from dali_stream.observe.counters import Counters
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
@@ -85,19 +87,42 @@ class TorchcodecCudaDecoder(SampleDecoder):
                 work.tasks.append(pool.submit(self._decode, store, requests[start : start + samples], video, work))
         return work
 
+    def check(self, index: VideoIndex, packet: int) -> None:
+        """Check whether NVDEC may decode a file.
+
+        Raises:
+            RouteChange: If NVDEC must not decode the file.
+        """
+        if reason := refusal_of_torchcodec(self._gpu, self.format(index, packet), index):
+            raise self._change(index, reason)
+
+    def _change(self, index: VideoIndex, reason: object) -> RouteChange:
+        return RouteChange([self.key], f"{self._source.data_store.where(index.path)}: {reason}")
+
     def _decode(self, store: Store, requests: Sequence[Request], video: VideoFormat, work: SampleWork) -> None:
-        """Decode the frames of some samples. If they cannot be decoded together, decode each sample separately."""
+        """Decode the frames of some samples. If they cannot be decoded together, decode each sample separately.
+
+        Raises:
+            RouteChange: If NVDEC cannot decode a sample, and the CPU can.
+        """
         try:
             self._decode_together(store, requests, video, work)
+            return
         except (DecodeError, DatasetError, StorageError) as error:
-            if len(requests) > 1:
-                for request in requests:
-                    self._decode(store, [request], video, work)
-            elif isinstance(error, DecodeError):
-                [request] = requests
+            failure = error
+        if len(requests) > 1:
+            for request in requests:
+                self._decode(store, [request], video, work)
+            return
+        [request] = requests
+        if isinstance(failure, DecodeError):
+            try:  # also if the clip is unsafe for NVDEC
+                decode(store, [request.file] * len(request.packets), request.packets.tolist(), video)
+            except DecodeError as error:
                 work.failed[request.row] = self.named(request.episode, request.frames, request.file, error)
-            else:
-                work.failed[requests[0].row] = error.with_traceback(None)
+                return
+            raise self._change(request.file, failure) from failure
+        work.failed[request.row] = failure.with_traceback(None)
 
     def _decode_together(self, store: Store, requests: Sequence[Request], video: VideoFormat, work: SampleWork) -> None:
         """Decode each frame of each window once, and copy it to all steps that show it."""

@@ -36,7 +36,8 @@ def trial(decoder: str, store: Store, index: VideoIndex, video: VideoFormat, gpu
     by_dali = decoder == "dali"
     try:
         clips = [
-            pack(store, [index] * len(packets), packets, for_nvdec=by_dali and gpu is not None) for packets in _frames(index)
+            pack(store, [index] * len(packets), packets, for_nvdec=gpu is not None, hidden_frames=not by_dali)
+            for packets in _frames(index)
         ]
     except UnsafeForNvdec as error:
         return str(error)

@@ -115,21 +115,21 @@ class _Run:
             )
         return whole
 
-    def check(self, data: bytes, for_nvdec: bool) -> None:
+    def check(self, data: bytes, for_nvdec: bool, hidden_frames: bool) -> None:
         """Check the encoded frames, because decoders ignore most damage (see `damage`).
 
         Args:
             data: Bytes of the packets, as `read` returns them.
-            for_nvdec: Whether to refuse frames that DALI decodes wrongly on NVDEC.
+            for_nvdec, hidden_frames: See `pack`.
 
         Raises:
-            UnsafeForNvdec: If `for_nvdec` is set and DALI would decode the frames wrongly.
+            UnsafeForNvdec: If `for_nvdec` is set and NVDEC would decode the frames wrongly.
             DecodeError: If a frame is damaged.
         """
         table, at = self.table, 0
         config = table.configs[table.config[self.samples[0]]]
         check, codec = checker(config), codec_of(config) if for_nvdec else ""
-        look = codec in hidden.CODECS
+        look = codec in hidden.CODECS and not hidden_frames
         if check is None and not look:
             return
         for sample, size in zip(self.samples, self.sizes, strict=True):
@@ -154,6 +154,7 @@ def pack(
     *,
     from_the_start: bool = False,
     for_nvdec: bool = False,
+    hidden_frames: bool = False,
     timed: Timed = untimed,
 ) -> Clip:
     """Pack the packets that decoding the requested frames requires into one clip.
@@ -163,7 +164,8 @@ def pack(
         tables: Index of the file of each request. All requested packets must have the same sample description.
         samples: Packet of each request in its file. Requests may be repeated.
         from_the_start: Whether the clip starts at the first frame of the file. Default: False.
-        for_nvdec: Whether to refuse frames that DALI decodes wrongly on NVDEC. Default: False.
+        for_nvdec: Whether to refuse frames that are decoded wrongly on NVDEC. Default: False.
+        hidden_frames: Whether to accept hidden frames with `for_nvdec`, which only DALI decodes wrongly. Default: False.
         timed: Timer that measures reading. Default: no measurement.
 
     Returns:
@@ -199,7 +201,8 @@ def pack(
     # runs.
     before = dict(zip(runs, itertools.accumulate((len(run.samples) for run in runs.values()), initial=0), strict=False))
     frames = [before[key] + runs[key].rank(sample) for key, sample in zip(keys, samples, strict=True)]
-    return Clip(_mux(store, list(runs.values()), for_nvdec, timed), frames, sum(len(run.samples) for run in runs.values()))
+    data = _mux(store, list(runs.values()), for_nvdec, hidden_frames, timed)
+    return Clip(data, frames, sum(len(run.samples) for run in runs.values()))
 
 
 def config(table: VideoIndex, sample: int) -> bytes:
@@ -243,7 +246,7 @@ def _stop(table: VideoIndex, sample: int) -> int:
 _HELD_BACK = 4
 
 
-def _mux(store: Store, runs: list[_Run], for_nvdec: bool, timed: Timed) -> bytearray:
+def _mux(store: Store, runs: list[_Run], for_nvdec: bool, hidden_frames: bool, timed: Timed) -> bytearray:
     lengths = [len(run.samples) for run in runs]
     n = sum(lengths)
     table, first = runs[0].table, runs[0].samples[0]
@@ -267,5 +270,5 @@ def _mux(store: Store, runs: list[_Run], for_nvdec: bool, timed: Timed) -> bytea
     with timed("read_s"):  # once per clip and not per run, because timing takes as long as a local read
         body = [run.read(store) for run in runs]
     for run, data in zip(runs, body, strict=True):
-        run.check(data, for_nvdec)
+        run.check(data, for_nvdec, hidden_frames)
     return bytearray().join((head, *body))

@@ -80,7 +80,7 @@ class BatchStream:
         """Return the next batch.
 
         Raises:
-            RouteChange: If DALI cannot decode a camera.
+            RouteChange: If a decoder cannot decode a camera.
             DaliStreamError: If the batch could not be made, or the stream was closed.
         """
         batches = self._batches  # a local reference, since another thread that closes the loader resets the attribute
@@ -160,8 +160,10 @@ class BatchSource:
             try:
                 return stream.next()
             except RouteChange as change:
-                if self.decode == "dali":
-                    raise DecodeError(f'decode="dali": {change}. Use decode="auto" to continue with torchcodec') from change
+                if self.decode != "auto":
+                    raise DecodeError(
+                        f'decode="{self.decode}": {change}. Use decode="auto" to continue with torchcodec'
+                    ) from change
                 # The pipeline is rebuilt at this position. If the data is broken, torchcodec's error names the sample.
                 self.stop()
                 self._counters.add(route_changes=1)
