@@ -86,7 +86,7 @@ class Loader:
             otherwise. Default: "auto".
         decode: "auto" for the faster of NVDEC and the CPU, which is measured for each camera, "torchcodec" for the CPU, and
             "torchcodec-cuda" or "dali" for NVDEC. Default: "auto".
-        num_threads: Number of threads that decode on the CPU, and maximum number of DALI's threads for NVDEC. Default: the
+        num_threads: Number of threads that decode on the CPU, and maximum number of threads that decode on NVDEC. Default: the
             number of cores of this process, which is its share if local ranks share cores or a CPU quota. The first line that
             a Loader logs has the number and the reason.
         prefetch: Number of batches that are prepared ahead. Default: enough to keep all threads busy, from 2 to 16.
@@ -336,6 +336,8 @@ class Loader:
 
     def describe(self) -> dict[str, Any]:
         """Return everything that determines the batches of this run, as a JSON-serialisable dict that is the same on each rank.
+
+        Its routes may differ between ranks, if `decode` is "auto" and a GPU is used.
 
         `batch_at` reproduces any batch from it, and `dali-stream preview --config` displays the batch. The dict contains the
         dataset with the commit of a Hub repository, all arguments of the Loader that affect the contents of batches (with

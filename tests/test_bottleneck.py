@@ -92,7 +92,12 @@ EVICTED = {**LONG_GOP, "frames_evicted_before_use": 70}
         (DECODE, {"keeps_all": True, "repeats": False}, "Later epochs decode only frames that no earlier batch has shown,"),
         (DECODE, {"frames_budget": 9 << 30, "warm": True, "repeats": False}, "more CPU cores than the 4"),
         (DECODE | LONG_GOP, {"videos": {}}, "more CPU cores than the 4 of this process."),  # its frames are images
-        (DECODE, {"gpu": True}, f"--codec hevc`), since the CPU decodes {TOP} now"),
+        (
+            DECODE,
+            {"gpu": True},
+            "or videos that NVDEC decodes faster (`dali-stream prepare URI OUT --for nvdec`); Loader.routes has",
+        ),
+        (DECODE, {"gpu": True, "videos": {TOP: "torchcodec-cuda"}}, "a GPU with more decode engines"),
         (DECODE, {"gpu": True, "decode": "torchcodec"}, 'decode="auto"'),
         (DECODE, {"gpu": True, "videos": {}}, "more CPU cores than the 4 of this process."),
         (READ, {}, "a faster disk"),

@@ -27,10 +27,14 @@ CODECS = ("H.264", "HEVC", "AV1", "VP9", "MPEG-4")
 
 
 def examine_machine(
-    cache_dir: Path | None, gpus: int, environment: Mapping[str, str] = os.environ, root: Path = Path("/")
+    cache_dir: Path | None,
+    gpus: int,
+    environment: Mapping[str, str] = os.environ,
+    root: Path = Path("/"),
+    engines: int = 0,
 ) -> tuple[list[Finding], dict[str, Any]]:
     """Findings on the limits of this process, and the facts for the report."""
-    subject = Machine([{}] * gpus, cache_dir=cache_dir, environment=environment, root=root)
+    subject = Machine([{"engines": engines}] * gpus, cache_dir=cache_dir, environment=environment, root=root)
     return as_findings("machine", run_checks(CHECKS["machine"], subject)), subject.limits._asdict()
 
 
@@ -295,8 +299,14 @@ def test_containers(tmp_path: Path) -> None:
     assert container({}, written(tmp_path / "a", **{"proc/1/cgroup": "0::/kubepods/x\n"})) == "kubepods"
     docker = written(tmp_path / "b", **{".dockerenv": ""})
     assert container({}, docker) == "docker"
-    for given, gpus, status in (("compute,utility", 1, "warning"), ("all", 1, "ok"), ("compute,utility", 0, "ok")):
-        findings, _ = examine_machine(None, gpus, {"NVIDIA_DRIVER_CAPABILITIES": given}, docker)
+    cases = [
+        ("compute,utility", 1, 0, "warning"),
+        ("compute,utility", 1, 7, "ok"),
+        ("all", 1, 0, "ok"),
+        ("compute,utility", 0, 0, "ok"),
+    ]
+    for given, gpus, engines, status in cases:  # a machine with an H100 lacked `video`, and NVDEC was accessible
+        findings, _ = examine_machine(None, gpus, {"NVIDIA_DRIVER_CAPABILITIES": given}, docker, engines)
         assert (findings[0].status, "video" in findings[0].remedy) == (status, status == "warning")
 
 

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import numpy as np
 import pytest
+import torch
 from support import videos as video_data
 from support.batches import check_identities
 from support.datasets import TOP, copied, read_lengths
@@ -179,7 +180,7 @@ X265 = (*video_data.X265, "-pix_fmt", "yuv420p", "-x265-params")
 CLOSED = "keyint=2:open-gop=0:bframes=0:log-level=none:min-cu-size="
 FILES: dict[str, tuple[tuple[int, int], tuple[str, ...], str]] = {  # size, encoder, why the route refuses it
     "h264": ((128, 160), video_data.h264(12), ""),
-    "h264 without IDR frames": ((128, 160), video_data.h264_without_idr(), "h264 with keyframes that are not IDR frames: DALI"),
+    "h264 without IDR frames": ((128, 160), video_data.h264_without_idr(), "h264 with keyframes that are not IDR frames: they"),
     "h264, interlaced": ((128, 160), (*video_data.h264(12), "-flags", "+ildct+ilme", "-top", "1"), "interlaced h264 right"),
     "h264, BT.709 in the VUI": ((128, 160), (*video_data.h264(12), *MARKED_AS_709), "the colours are those of BT.709"),
     "hevc, blocks of 8": ((360, 640), (*X265, f"{CLOSED}8"), ""),
@@ -238,7 +239,9 @@ def test_a_later_file_without_idr_frames_moves_its_camera(monkeypatch: pytest.Mo
     *sound, error = [task.exception() for task in clips.tasks]
     assert sound == [None, None, None]  # the last of these is within the first GOP, which begins with an IDR frame
     assert isinstance(error, RouteChange)
-    assert re.search(r"1\.mp4: h264 .* not IDR frames: DALI adds .* \(the keyframe at byte \d+\)", str(error))
+    assert re.search(
+        r"1\.mp4: h264 .* not IDR frames: they do not reset the decoder, .* \(the keyframe at byte \d+\)", str(error)
+    )
 
 
 def test_the_colours_that_a_file_names_are_read() -> None:
@@ -310,7 +313,9 @@ def test_a_gpu_decodes_what_passes_the_trial(h264_demo: Path, monkeypatch: pytes
     assert routes("auto") == {"dali": f"{reason} at 1500 frames/s here, and the CPU with 8 threads at 1000"}
     assert tried == ["dali"] * 4
     refused = "DALI's first frames must differ"
-    assert routes("auto") == {"torchcodec": refused}
+    [(decoder, why)] = routes("auto").items()
+    assert decoder == "torchcodec"
+    assert re.fullmatch(f"torchcodec .* do not decode on a GPU.*; {refused}", why)
     with pytest.raises(ValueError, match=f'^{TOP}: decode="dali": {refused}. Use decode="auto"'):
         routes("dali")
     tried.clear()
@@ -327,7 +332,8 @@ def test_auto_takes_nvdec_only_if_it_is_one_and_a_half_times_as_fast(
     """torchcodec's decoder for NVDEC is measured if it can run, and DALI's otherwise, or if torchcodec's frames are wrong."""
     let_nvdec_answer(monkeypatch)
     monkeypatch.setattr(route, "capabilities", lambda _: {})
-    measured: list[tuple[object, ...]] = []
+    measured, released = list[tuple[object, ...]](), list[int]()
+    monkeypatch.setattr("dali_stream.decode.torchcodec_cuda.release_decoders", released.append)
     monkeypatch.setattr("dali_stream.decode.rate.measure", lambda *rest: measured.append(rest[2:]) or Rates(nvdec, 1000.0))
     dataset = dali_stream.Dataset(h264_demo)
     cases: list[tuple[str, dict[str, str], str]] = [
@@ -340,8 +346,29 @@ def test_auto_takes_nvdec_only_if_it_is_one_and_a_half_times_as_fast(
         monkeypatch.setattr("dali_stream.decode.trial.trial", lambda tried, *_, answers=wrong: answers.get(tried, ""))
         chosen = route.choose_routes(dataset.source, IndexCache(dataset.source), "auto", 0, 8)
         assert {found.decoder for found in chosen.values()} == {decoder if nvdec == 1500 else "torchcodec"}
-        assert measured == [(0, 2, 8, 0.4, decoder)] * 2  # GPU, cameras, threads and seconds
+        assert measured == [(0, 2, 8, 0.4, decoder)]  # once for both cameras: GPU, cameras, threads and seconds
+        assert released == ([0] if decoder == "torchcodec-cuda" and nvdec < 1500 else [])
         measured.clear()
+        released.clear()
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), dali_stream.DecodeError("no surface"), MemoryError("host")]
+)
+def test_auto_takes_the_cpu_if_nvdec_cannot_be_measured(
+    error: Exception, h264_demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Rates:
+        raise error
+
+    let_nvdec_answer(monkeypatch)
+    monkeypatch.setattr(route, "capabilities", lambda _: {})
+    monkeypatch.setattr("dali_stream.decode.trial.trial", lambda *_: "")
+    monkeypatch.setattr("dali_stream.decode.rate.measure", fail)
+    dataset = dali_stream.Dataset(h264_demo)
+    chosen = route.choose_routes(dataset.source, IndexCache(dataset.source), "auto", 0, 8)
+    assert {found.decoder for found in chosen.values()} == {"torchcodec"}
+    assert all(str(error) in found.reason for found in chosen.values())
 
 
 def test_torchcodec_is_not_used_on_nvdec_for_keyframes_that_are_not_idr_frames(
@@ -377,7 +404,7 @@ def test_the_trial_names_keyframes_that_are_not_idr_frames(tmp_path: Path) -> No
     path = video_data.encode(video_data.draw(), tmp_path / "video.mp4", video_data.h264_without_idr())
     table, video = table_of(path)
     assert trial("dali", open_store(str(tmp_path)), table, video, 0).startswith(
-        "h264 with keyframes that are not IDR frames: DALI adds"
+        "h264 with keyframes that are not IDR frames: they do not reset the decoder"
     )
 
 

@@ -100,22 +100,34 @@ def test_a_damaged_frame_is_an_error_of_its_sample_or_is_substituted(h264_demo: 
 
 
 @pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize(
+    ("error", "said", "together"),
+    [
+        (DecodeError("NVDEC has no surface"), "NVDEC has no surface", 1),
+        (torch.OutOfMemoryError(), "the GPU's memory is not enough for 16 samples", 16),
+    ],
+)
 def test_a_sample_that_only_the_cpu_decodes_moves_the_camera_to_the_cpu(
-    h264_demo: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception,
+    said: str,
+    together: int,
+    h264_demo: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     dataset, in_parts, times = Dataset(h264_demo, episodes=[0]), torchcodec_cuda.decode_in_parts, list[int]()
 
     def fail(store: Any, indices: Any, packets: list[int], *rest: Any) -> Any:
         if 20 in packets:
             times.append(len(packets))
-            raise DecodeError("NVDEC has no surface")
+            raise error
         return in_parts(store, indices, packets, *rest)
 
     monkeypatch.setattr(torchcodec_cuda, "decode_in_parts", fail)
     arguments: dict[str, Any] = {"batch_size": 16, "shuffle": False, "device": "cpu", "image_dtype": "uint8"}
-    with pytest.raises(DecodeError, match=r'^decode="torchcodec-cuda": .*: NVDEC has no surface\. Use decode="auto"'):
+    with pytest.raises(DecodeError, match=rf'^decode="torchcodec-cuda": .*: {said}\. Use decode="auto"'):
         list(Loader(dataset, decode="torchcodec-cuda", **arguments))
-    assert times[-1] == 1  # the sample was decoded alone
+    assert times[-1] == together  # a sample that fails is decoded alone
     expected = list(Loader(dataset, decode="torchcodec", **arguments))
     let_auto_take_dali(monkeypatch, "torchcodec-cuda")
     with Loader(dataset, decode="auto", **arguments) as loader:

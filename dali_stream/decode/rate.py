@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dali_stream.decode.capability import engines
+from dali_stream.decode.turns import turns
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.clip import Clip, pack
 from dali_stream.mp4.format import VideoFormat
@@ -21,6 +22,7 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
 
 _REQUESTS, _DECODED = 32, 64  # limits of a packed clip: requested frames, and approximate number of frames to decode
+_BYTES = 64 << 20  # limit of the requested frames of a packed clip, in bytes, since each thread decodes such a clip
 _CLIPS = 16  # minimum number of clips of a batch for DALI
 
 
@@ -67,7 +69,9 @@ def request_clips(store: Store, index: VideoIndex, gpu: int | None, decoder: str
     """
     lengths = index.gop_lengths
     # A frame in the middle of a GOP costs about half of the GOP.
-    count = int(np.clip(_DECODED // ((float(np.median(lengths)) + 1) / 2), 1, _REQUESTS))
+    video = index.format()
+    most = min(_REQUESTS, _BYTES // (video.height * video.width * 3))
+    count = max(1, min(int(_DECODED // ((float(np.median(lengths)) + 1) / 2)), most))
     packets = (index.keyframes + (lengths - 1) // 2)[:count].tolist()
     singles = [pack(store, [index], [packet], for_nvdec=gpu is not None) for packet in packets if decoder == "dali"]
     return RequestClips(singles, pack(store, [index] * len(packets), packets))
@@ -109,28 +113,34 @@ def _with_dali(clips: list[Clip], gpu: int | None, num_threads: int, cameras: in
     pipeline = dali.pipeline(lambda: batch, count, gpu, threads, prefetch=1)
 
     def run() -> int:
-        try:
-            pipeline.run()
-        except RuntimeError as error:
-            raise DecodeError(f"DALI's video decoder failed: {dali.explanation(error)}") from error
-        if gpu is not None:
-            import torch
+        with turns(gpu).alone():
+            try:
+                pipeline.run()
+            except RuntimeError as error:
+                raise DecodeError(f"DALI's video decoder failed: {dali.explanation(error)}") from error
+            if gpu is not None:
+                import torch
 
-            torch.cuda.synchronize(gpu)
+                torch.cuda.synchronize(gpu)
         return count
 
-    pipeline.build()
+    with turns(gpu).alone():
+        pipeline.build()
     return run
 
 
 def _with_torchcodec(clip: Clip, video: VideoFormat, num_threads: int, gpu: int | None = None) -> Callable[[], int]:
     """Return a function that decodes the clip once in each of `num_threads` threads, and returns the frame count."""
-    from dali_stream.decode.torchcodec import decode_clip_in_parts
+    from dali_stream.decode.torchcodec import decode_clip_in_parts, frames_at_once
     from dali_stream.decode.torchcodec_cuda import device_name, own_stream
+
+    with own_stream(gpu):
+        pass  # creates the streams, because several threads could otherwise create them at the same time
+    part = frames_at_once((video.height, video.width)) if gpu is None else len(clip.frames)
 
     def decode(_: int) -> int:
         with own_stream(gpu):
-            return sum(len(part) for _, part, _ in decode_clip_in_parts(clip, video, len(clip.frames), device_name(gpu)))
+            return sum(len(frames) for _, frames, _ in decode_clip_in_parts(clip, video, part, device_name(gpu)))
 
     def run() -> int:
         with ThreadPoolExecutor(num_threads, thread_name_prefix="dali_stream speed") as pool:

@@ -2,8 +2,8 @@
 
 A decoder other than torchcodec on the CPU may refuse a file in three steps, from cheap to expensive. `refusal` judges by the
 index, `refusal_of_file` also by the first packets, and a trial decodes some frames. A Loader takes all three steps for the
-first file of each camera (`choose_routes`). Programs that describe a dataset omit the trial (`choose`). For later files, the
-decoder calls `refusal`, and packing a clip checks its packets.
+first file of each camera (`choose_routes`), and measures speeds if `decode` is "auto". Programs that describe a dataset omit
+the trial and the measurement (`choose`). For later files, the decoder calls `refusal`, and packing a clip checks its packets.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,11 +20,14 @@ from dali_stream.checks.none import NONE
 from dali_stream.decode.capability import DriverError, capabilities
 from dali_stream.decode.refusal import refusal_of_file, refusal_of_torchcodec, video_name
 from dali_stream.decode.video_files import VideoFiles
-from dali_stream.errors import DaliStreamError, StorageError
+from dali_stream.errors import DaliStreamError, DecodeError, StorageError
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
+
+if TYPE_CHECKING:
+    from dali_stream.decode.rate import Rates
 
 TORCHCODEC_CUDA = "torchcodec-cuda"
 DECODE = ("auto", "dali", "torchcodec", TORCHCODEC_CUDA)
@@ -43,6 +47,18 @@ class Route:
 
     decoder: str
     reason: str
+
+
+class Measured(NamedTuple):
+    """Speeds that were measured while the routes of a Loader are chosen.
+
+    Attributes:
+        threads: Number of decode threads of the Loader.
+        rates: {(decoder of NVDEC, format of the video, median GOP length): speeds}.
+    """
+
+    threads: int
+    rates: dict[tuple[str, VideoFormat, int], Rates]
 
 
 IMAGES = Route("torchcodec", "its frames are images in Parquet rows")
@@ -69,7 +85,13 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
         if why := unavailable(gpu):
             raise ValueError(f'decode="{TORCHCODEC_CUDA}": {why}')
     routes = dict.fromkeys(source.cameras, IMAGES)
-    routes |= {key: _choose_for_camera(key, source, indices, decode, gpu, threads) for key in source.videos}
+    measured = Measured(threads, {})
+    routes |= {key: _choose_for_camera(key, source, indices, decode, gpu, measured) for key in source.videos}
+    if gpu is not None and any(decoder == TORCHCODEC_CUDA for decoder, *_ in measured.rates):
+        from dali_stream.decode.torchcodec_cuda import release_decoders
+
+        if not any(route.decoder == TORCHCODEC_CUDA for route in routes.values()):
+            release_decoders(gpu)
     for key, route in routes.items():
         _log.info("%s: %s, since %s", key, route.decoder, route.reason)
     if gpu is not None and source.videos and decode != "torchcodec":
@@ -77,7 +99,9 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
     return routes
 
 
-def _choose_for_camera(key: str, source: Source, indices: IndexCache, decode: str, gpu: int | None, threads: int) -> Route:
+def _choose_for_camera(
+    key: str, source: Source, indices: IndexCache, decode: str, gpu: int | None, measured: Measured
+) -> Route:
     """Return the route of a camera that is stored as video. See `choose_routes` for the other arguments and the errors.
 
     The first file of each dataset is tested. If torchcodec must decode one of them, it decodes the camera in all datasets.
@@ -90,7 +114,7 @@ def _choose_for_camera(key: str, source: Source, indices: IndexCache, decode: st
         _, first = np.unique(source.dataset_of[present], return_index=True)
         routes = []
         for episode in np.flatnonzero(present)[first].tolist():
-            routes.append(_choose_for_episode(key, source, indices, episode, decode, gpu, threads))
+            routes.append(_choose_for_episode(key, source, indices, episode, decode, gpu, measured))
             if routes[-1].decoder == "torchcodec":
                 return routes[-1]
         if len({route.decoder for route in routes}) > 1:
@@ -101,7 +125,7 @@ def _choose_for_camera(key: str, source: Source, indices: IndexCache, decode: st
 
 
 def _choose_for_episode(
-    key: str, source: Source, indices: IndexCache, episode: int, decode: str, gpu: int | None, threads: int
+    key: str, source: Source, indices: IndexCache, episode: int, decode: str, gpu: int | None, measured: Measured
 ) -> Route:
     """Return the route of a camera according to the file that contains an episode, after a trial. See `choose_routes`."""
     store = source.data_store
@@ -109,7 +133,7 @@ def _choose_for_episode(
         index = indices.of(key, episode, store)
         video = VideoFiles(source, key).format(index, 0)
         if decode == "auto" and gpu is not None:
-            return _fastest(store, index, video, gpu, threads, len(source.videos))
+            return _fastest(store, index, video, gpu, len(source.videos), measured)
         route = choose(decode, gpu, video, index, store)
         if route.decoder != "torchcodec":
             from dali_stream.decode.trial import trial  # imported on use, because it imports DALI
@@ -126,35 +150,45 @@ def _choose_for_episode(
         return Route("torchcodec", f"the file of its first episode cannot be read: {error}")
 
 
-def _fastest(store: Store, index: VideoIndex, video: VideoFormat, gpu: int, threads: int, cameras: int) -> Route:
+def _fastest(store: Store, index: VideoIndex, video: VideoFormat, gpu: int, cameras: int, measured: Measured) -> Route:
     """Return the fastest route for a file on this machine. NVDEC is used only if it is `FASTER` times as fast as the CPU.
 
     torchcodec is the first choice for NVDEC. On an H100, DALI delivered 117 frames/s of H.264 of 480×640 with a clip per frame,
     and torchcodec 9,085 with 16 frames per clip (`benchmarks/nvdec_decoders.py`).
     """
-    from dali_stream.decode import rate  # imported on use, because it imports DALI
-    from dali_stream.decode.torchcodec_cuda import unavailable
-    from dali_stream.decode.trial import trial
-
     refused = {
-        TORCHCODEC_CUDA: unavailable(gpu) or refusal_of_torchcodec(gpu, video, index, store),
+        TORCHCODEC_CUDA: refusal_of_torchcodec(gpu, video, index, store),
         "dali": refusal_of_file(gpu, video, index, store),
     }
-    for decoder, reason in refused.items():
-        reason = reason or trial(decoder, store, index, video, gpu)
-        refused[decoder] = reason
-        if not reason:
-            break
-    else:
+    if all(refused.values()):
         return Route("torchcodec", refused["dali"])
-    clips = rate.request_clips(store, index, gpu, decoder)
-    rates = rate.measure(clips, video, gpu, cameras, threads, _MEASURED_S, decoder)
-    faster = rates.nvdec >= FASTER * rates.cpu
+    from dali_stream.decode import rate
+    from dali_stream.decode.torchcodec_cuda import unavailable  # imported on use, because it imports DALI
+    from dali_stream.decode.trial import trial
+
+    refused[TORCHCODEC_CUDA] = refused[TORCHCODEC_CUDA] or unavailable(gpu)
+    try:
+        for decoder, reason in refused.items():
+            refused[decoder] = reason or trial(decoder, store, index, video, gpu)
+            if not refused[decoder]:
+                break
+        else:
+            return Route("torchcodec", "; ".join(dict.fromkeys(refused.values())))
+        kind = decoder, video, int(np.median(index.gop_lengths))
+        if kind not in measured.rates:
+            try:
+                clips = rate.request_clips(store, index, gpu, decoder)
+                measured.rates[kind] = rate.measure(clips, video, gpu, cameras, measured.threads, _MEASURED_S, decoder)
+            except DecodeError as error:
+                return Route("torchcodec", f"the speed of NVDEC could not be measured: {error}")
+    except (RuntimeError, MemoryError) as error:  # such as too little memory on the GPU
+        return Route("torchcodec", f"NVDEC could not be tried: {error}")
+    rates = measured.rates[kind]
     text = (
         f"NVDEC decodes {video_name(video)} of {video.height}×{video.width} at {rates.nvdec:.0f} frames/s here, and the CPU "
-        f"with {threads} threads at {rates.cpu:.0f}"
+        f"with {measured.threads} threads at {rates.cpu:.0f}"
     )
-    return Route(decoder if faster else "torchcodec", text)
+    return Route(decoder if rates.nvdec >= FASTER * rates.cpu else "torchcodec", text)
 
 
 def _torchcodec_instead(decode: str, why: str) -> Route:
@@ -180,6 +214,8 @@ def _warn_without_nvdec(gpu: int) -> None:
 def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> Route:
     """Return the route of a camera according to its first file, without decoding frames.
 
+    On a GPU, "auto" gives the decoder that a Loader tries first. The Loader takes the CPU instead if that is faster.
+
     Args:
         decode: One of `DECODE`.
         gpu: Number of the CUDA device, or None if batches are made on the CPU.
@@ -194,6 +230,8 @@ def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, 
         return Route("torchcodec", 'decode="torchcodec" asks for it')
     if decode == "auto" and gpu is None:
         return Route("torchcodec", "batches are made on the CPU, where FFmpeg decodes every codec")
+    if decode == "auto" and gpu is not None and not (refusal_of_torchcodec(gpu, video, index, store) or _lacks_torchcodec(gpu)):
+        return Route(TORCHCODEC_CUDA, f"NVDEC decodes {video_name(video)} of {video.height}×{video.width}")
     if decode == TORCHCODEC_CUDA:
         refused = refusal_of_torchcodec(gpu, video, index, store)
         route = Route(TORCHCODEC_CUDA, f'decode="{TORCHCODEC_CUDA}" asks for it')
@@ -202,3 +240,12 @@ def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, 
         where = "DALI's CPU decoder" if gpu is None else "NVDEC"
         route = Route("dali", f"{where} decodes {video_name(video)} of {video.height}×{video.width}")
     return _torchcodec_instead(decode, refused) if refused else route
+
+
+def _lacks_torchcodec(gpu: int) -> str:
+    """Return why torchcodec cannot decode on the GPU, also if it or DALI cannot be imported."""
+    try:
+        from dali_stream.decode.torchcodec_cuda import unavailable  # imported on use, because it imports DALI
+    except (DaliStreamError, ImportError, OSError, RuntimeError) as error:
+        return str(error)
+    return unavailable(gpu)

@@ -36,7 +36,7 @@ CLIP_FRAMES = 32
 """Number of frames of a clip, since opening a clip takes time.
 
 On an H100, 16 threads decoded 1,717 frames/s of 480×640 from clips of one frame, 9,085 from clips of 16, and 11,684 from clips
-of 64 (H.264 with GOP 2, 2026-11-26; report: benchmarks/results/nvdec_decoders_h100.json)."""
+of 64 (H.264 with GOP 2, 2026-11-26; report: benchmarks/results/h100/nvdec_decoders.json)."""
 _LEAST = (0, 14)  # minimum version of torchcodec
 _LEAST_CUDA = 13  # minimum major version of CUDA
 _CACHED = 100  # number of NVDEC decoders that torchcodec caches per GPU, the same as in DALI; each session uses one
@@ -103,13 +103,15 @@ class TorchcodecCudaDecoder(SampleDecoder):
         """Decode the frames of some samples. If they cannot be decoded together, decode each sample separately.
 
         Raises:
-            RouteChange: If NVDEC cannot decode a sample, and the CPU can.
+            RouteChange: If NVDEC cannot decode a sample, and the CPU can, or if the GPU's memory is not enough.
         """
         try:
             self._decode_together(store, requests, video, work)
             return
         except (DecodeError, DatasetError, StorageError) as error:
-            failure = error
+            failure = error.with_traceback(None)  # the traceback would keep the frames
+        except torch.OutOfMemoryError as error:
+            raise self._change(requests[0].file, f"the GPU's memory is not enough for {len(requests)} samples") from error
         if len(requests) > 1:
             for request in requests:
                 self._decode(store, [request], video, work)
@@ -121,8 +123,11 @@ class TorchcodecCudaDecoder(SampleDecoder):
             except DecodeError as error:
                 work.failed[request.row] = self.named(request.episode, request.frames, request.file, error)
                 return
+            except (DatasetError, StorageError) as error:
+                work.failed[request.row] = error.with_traceback(None)
+                return
             raise self._change(request.file, failure) from failure
-        work.failed[request.row] = failure.with_traceback(None)
+        work.failed[request.row] = failure
 
     def _decode_together(self, store: Store, requests: Sequence[Request], video: VideoFormat, work: SampleWork) -> None:
         """Decode each frame of each window once, and copy it to all steps that show it."""
@@ -167,6 +172,16 @@ def own_stream(gpu: int | None) -> Iterator[None]:
             stream.synchronize()
     finally:
         streams.put(stream)
+
+
+def release_decoders(gpu: int) -> None:
+    """Free the decoders that torchcodec keeps on a GPU, and the memory of their frames, after a trial."""
+    from torchcodec.decoders import set_nvdec_cache_capacity  # see `_streams`
+
+    set_nvdec_cache_capacity(0)
+    set_nvdec_cache_capacity(_CACHED)
+    with torch.cuda.device(gpu):
+        torch.cuda.empty_cache()
 
 
 @functools.cache

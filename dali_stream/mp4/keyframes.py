@@ -31,7 +31,4 @@ def has_other_keyframes(store: Store, index: VideoIndex, codec: str) -> bool:
 
 def other_keyframes_refusal(codec: str) -> str:
     """Return why a video with keyframes that are not IDR frames is not decoded with NVDEC."""
-    effect = "they do not reset the display order, so NVDEC would show other frames"
-    if codec == "h264":
-        effect = "DALI adds the parameter sets only before IDR frames, and NVDEC would decode nothing"
-    return f"{codec} with keyframes that are not IDR frames: {effect}"
+    return f"{codec} with keyframes that are not IDR frames: they do not reset the decoder, so NVDEC would show other frames"

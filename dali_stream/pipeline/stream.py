@@ -117,7 +117,7 @@ def _close_dropped(planner: Planner) -> None:
 
 
 class BatchSource:
-    """Batches of a loader from any position. If DALI fails to decode a camera, torchcodec continues with it.
+    """Batches of a loader from any position. If NVDEC fails to decode a camera, the CPU continues with it.
 
     Args:
         routes: {camera: decoder}.

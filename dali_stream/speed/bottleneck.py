@@ -323,12 +323,7 @@ def _change(key: str, times: Mapping[str, float], setup: Setup, work: Work) -> _
 def _decode_change(times: Mapping[str, float], setup: Setup, work: Work) -> _Change:
     on_cpu = [camera for camera, decoder in setup.videos.items() if decoder == "torchcodec"]
     if setup.gpu and on_cpu and setup.decode == "torchcodec":
-        return _Change('decode="auto", which decodes on the GPU what the GPU can decode')
-    if setup.gpu and on_cpu:
-        return _Change(
-            "videos that the GPU decodes (`dali-stream prepare URI OUT --codec hevc`), since the CPU decodes "
-            f"{on_cpu[0]} now; Loader.routes has the reason"
-        )
+        return _Change('decode="auto", which decodes on the GPU if that is faster')
     if memory := _frames_memory(times, setup):
         return memory
     shorter, more = _shorter_gop(times, setup), _more_decoding(setup)
@@ -381,8 +376,7 @@ def _graph_change(times: Mapping[str, float], setup: Setup) -> _Change:
         return _Change(text, lambda work: work.scaled(copy=_AS_BYTES))
     if not on_dali:
         return _more_cores(setup)
-    on_cpu = ', or decode="torchcodec", if `dali-stream doctor URI` measures that the CPU is faster'
-    return _Change(f"a GPU with more decode engines{on_cpu if setup.decode == 'auto' else ''}")
+    return _Change("a GPU with more decode engines")
 
 
 def _handover_change(setup: Setup) -> _Change:
@@ -413,9 +407,16 @@ def _more_cores(setup: Setup) -> _Change:
 
 def _more_decoding(setup: Setup) -> _Change:
     """Return the advice to use more cores. The advice also names a GPU, if the CPU decodes videos and all cores are in use."""
-    gpu = setup.videos and not setup.gpu and setup.num_threads >= setup.cores
+    if setup.gpu and setup.videos and "torchcodec" not in setup.videos.values():
+        return _Change("a GPU with more decode engines")
     change = _more_cores(setup)
-    return change._replace(text=change.text + (", or a GPU that decodes the videos" if gpu else ""))
+    if not setup.videos or setup.num_threads < setup.cores:
+        return change
+    if setup.gpu:
+        nvdec = "videos that NVDEC decodes faster (`dali-stream prepare URI OUT --for nvdec`); Loader.routes has the speeds"
+    else:
+        nvdec = "a GPU that decodes the videos"
+    return change._replace(text=f"{change.text}, or {nvdec}")
 
 
 def _reads_memory(setup: Setup) -> str:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from dali_stream.checks.arguments import positive
 from dali_stream.checks.none import NONE
 from dali_stream.dataset import Dataset
-from dali_stream.decode.refusal import refusal
-from dali_stream.decode.route import IMAGES, Route, choose
+from dali_stream.decode.refusal import refusal, refusal_of_torchcodec
+from dali_stream.decode.route import IMAGES, TORCHCODEC_CUDA, Route, choose
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
 from dali_stream.lerobot.dataset_files import CLOCKS
 from dali_stream.lerobot.episode_table import Files
@@ -332,7 +332,8 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None) -> C
     route = choose("auto", gpu, first, tables[0], store)
     # The end of a file cuts its last GOP short, so this GOP says nothing about the distance of keyframes.
     shortest = [int(table.gop_lengths[: max(len(table.keyframes) - 1, 1)].min()) for table in tables]
-    reasons = ((table.path, refusal(gpu, table.format(n), table)) for table in tables for n in range(len(table.configs)))
+    judge = refusal_of_torchcodec if route.decoder == TORCHCODEC_CUDA else refusal
+    reasons = ((table.path, judge(gpu, table.format(n), table)) for table in tables for n in range(len(table.configs)))
     return CameraReport(
         kind="video",
         height=first.height,
@@ -347,7 +348,9 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None) -> C
         b_frames=any(table.reordered for table in tables),
         open_gops=any(table.open_gops for table in tables),
         files_looked_at=len(tables),
-        route_change=next((f"{path}: {reason}" for path, reason in reasons if reason), "") if route.decoder == "dali" else "",
+        route_change=next((f"{path}: {reason}" for path, reason in reasons if reason), "")
+        if route.decoder != "torchcodec"
+        else "",
     )
 
 

@@ -113,7 +113,7 @@ def decode(clip: Clip, video: VideoFormat, dali: bool, gpu: int | None) -> npt.N
         clip: Packed clip.
         video: Format of the video.
         dali: Whether to decode with DALI instead of torchcodec.
-        gpu: Index of the CUDA device for DALI. None for the CPU.
+        gpu: Index of the CUDA device that decodes. None for the CPU.
     """
     if dali:
         from dali_stream.decode import dali as decoder
@@ -122,6 +122,6 @@ def decode(clip: Clip, video: VideoFormat, dali: bool, gpu: int | None) -> npt.N
     else:
         from dali_stream.decode.torchcodec import decode_clip
 
-        frames = decode_clip(clip, video)
+        frames = decode_clip(clip, video, "cpu" if gpu is None else f"cuda:{gpu}")
     frame: npt.NDArray[np.uint8] = frames[0]
     return frame

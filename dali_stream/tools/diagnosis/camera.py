@@ -15,7 +15,7 @@ from dali_stream.checks.none import NONE
 from dali_stream.decode import rate
 from dali_stream.decode.capability import capability
 from dali_stream.decode.refusal import refusal, smallest_coded_size
-from dali_stream.decode.route import FASTER, TORCHCODEC_CUDA
+from dali_stream.decode.route import FASTER
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, MemoryBudgetError, counted
 from dali_stream.mp4.clip import is_avc, pack
@@ -182,14 +182,12 @@ class Camera:
             self.decodes["torchcodec"] = partial(answers.decode, clip, self.video, False, None)
         for place, gpu in self.places.items() if self._decoders.dali else ():
             decoder = "DALI on the CPU" if gpu is None else f"NVDEC of {place}"
-            if refusal(None, self.video, table) if gpu is None else self.reports[place].route.decoder != "dali":
+            if refusal(None, self.video, table) if gpu is None else self.reports[place].route.decoder == "torchcodec":
                 continue
-            self.decodes[decoder] = partial(answers.decode, clip, self.video, True, gpu)
+            nvdec = "dali" if gpu is None else self.reports[place].route.decoder
+            self.decodes[decoder] = partial(answers.decode, clip, self.video, nvdec == "dali", gpu)
             if gpu is not None and self._decoders.torchcodec:
                 with contextlib.suppress(DecodeError):  # decoding the chosen frame reports the error
-                    from dali_stream.decode.torchcodec_cuda import unavailable  # imported on use, because it imports DALI
-
-                    nvdec = "dali" if unavailable(gpu) else TORCHCODEC_CUDA
                     clips = rate.request_clips(store, table, gpu, nvdec)
                     arguments = clips, self.video, gpu, len(dataset.videos), process.cores(), _MEASURED_S, nvdec
                     self.speeds[place] = partial(rate.measure, *arguments)
@@ -234,7 +232,7 @@ def check_routes(camera: Camera) -> dict[str, Result]:
 
 def _check_route(gpu: int | None, report: CameraReport) -> Result:
     route, size = report.route, (report.height, report.width)
-    on_nvdec = gpu is not None and route.decoder == "dali"
+    on_nvdec = gpu is not None and route.decoder != "torchcodec"
     text = route.reason if on_nvdec else f"{route.decoder}: {route.reason}"
     if report.route_change:
         text += f"; torchcodec from a later file: {report.route_change}"

@@ -118,8 +118,9 @@ def check_container(machine: Machine) -> Result:
     if devices not in ("", "none", "void") and not machine.gpus:
         remedy = "start the container with --gpus all (Docker), --nv (apptainer), or a claim to nvidia.com/gpu (Kubernetes)"
         return PROBLEM, f"{text}, and no GPU is usable", remedy
-    # libnvcuvid may be available nevertheless. The findings for the GPUs then show it.
-    if kind and machine.gpus and capabilities and not {"all", "video"} & set(known):
+    # libnvcuvid may be available nevertheless, as in a virtual machine that copies the variable.
+    has_nvdec = any(gpu["engines"] for gpu in machine.gpus)
+    if kind and machine.gpus and capabilities and not has_nvdec and not {"all", "video"} & set(known):
         remedy = "set NVIDIA_DRIVER_CAPABILITIES=video,compute,utility (on Kubernetes, in the pod's env)"
         return WARNING, f"{text}, which lacks video, so NVDEC is unavailable", remedy
     return OK, text, ""

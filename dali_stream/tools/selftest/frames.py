@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from dali_stream.decode import dali, torchcodec_cuda
-from dali_stream.decode.capability import capability
-from dali_stream.decode.refusal import refusal_of_file
+from dali_stream.decode.refusal import capability_refusal, refusal_of_file, refusal_of_torchcodec
 from dali_stream.decode.route import TORCHCODEC_CUDA
 from dali_stream.demo import stamp
 from dali_stream.demo.encode import CODECS, Codec, encode_video
@@ -133,23 +132,19 @@ def case(name: str, decoder: str, gpu: int | None) -> list[dict[str, Any]]:
             video = _write(CASES[name], Path(folder))
         except RuntimeError as error:
             return [{"refused": f"the video cannot be written: {str(error)[:200]}"}]
-        refused = _refusal(video, decoder, gpu)
-        if refused and decoder == TORCHCODEC_CUDA:
-            return [{"refused": refused}]
+        if decoder == TORCHCODEC_CUDA and (impossible := _impossible(video, gpu)):
+            return [{"refused": impossible}]
+        judge = refusal_of_file if decoder == "dali" else refusal_of_torchcodec
+        refused = judge(gpu, video.format, video.table, video.store)
         decode = functools.partial(DECODERS[decoder], gpu)
         rows = [{"refused": refused, **measure_shape(shape, [([video], _CASE_CLIPS)], decode)} for shape in SHAPES]
         times = _time_clips(video, decode, gpu)
         return [row | times for row in rows]
 
 
-def _refusal(video: Video, decoder: str, gpu: int | None) -> str:
-    form = video.format
-    if decoder == "dali":
-        return refusal_of_file(gpu, form, video.table, video.store)
-    if gpu is None:
-        return ""
-    supported = capability(gpu, form.codec, form.chroma, form.depth)
-    return torchcodec_cuda.unavailable(gpu) or supported.refusal(form.height, form.width)
+def _impossible(video: Video, gpu: int | None) -> str:
+    """Return why torchcodec cannot decode a video on NVDEC at all. The text is empty if it can, or without a GPU."""
+    return "" if gpu is None else torchcodec_cuda.unavailable(gpu) or capability_refusal(gpu, video.format)
 
 
 def _decode_with_dali(gpu: int | None, requests: Sequence[Request]) -> list[dali.Frames]:

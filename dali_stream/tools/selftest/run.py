@@ -333,7 +333,7 @@ def _routes(row: Report, cameras: int) -> str:
     """Check that the first cameras all have the same decoder, which is not torchcodec, and never changed it."""
     decoders = set(list(row["routes"].values())[:cameras])
     if row["route_changes"] or len(decoders) != 1 or decoders == {"torchcodec"}:
-        return f"a camera is not on the DALI route: {row['routes']}"
+        return f"a camera is not on the requested route: {row['routes']}"
     return ""
 
 
