@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.decode.audit import Audit
-from dali_stream.decode.decoder import Pool, RouteChange
+from dali_stream.decode.decoder import Pool
 from dali_stream.decode.refusal import refusal
 from dali_stream.decode.resize import resize
 from dali_stream.decode.sample_decoder import Request, SampleDecoder, SampleWork
@@ -130,7 +130,7 @@ class DaliDecoder(SampleDecoder):
             RouteChange: If DALI must not decode the file.
         """
         if reason := refusal(self._gpu, self.format(index, packet), index):
-            raise RouteChange([self.key], f"{self._source.data_store.where(index.path)}: {reason}")
+            raise self.change(index, reason)
 
     def make(self, store: Store, request: Request, work: Clips) -> None:
         """Pack the clip of a sample.
@@ -146,13 +146,9 @@ class DaliDecoder(SampleDecoder):
                 indices, for_nvdec = [request.file] * len(unique), self._gpu is not None
                 clip = pack(store, indices, unique.tolist(), for_nvdec=for_nvdec, timed=self._counters.timed)
         except UnsafeForNvdec as error:
-            where = self._source.data_store.where(request.file.path)
-            raise RouteChange([self.key], f"{where}: {error}") from error
-        except DecodeError as error:
-            work.failed[request.row] = self.named(request.episode, request.frames, request.file, error)
-            return
-        except (DatasetError, StorageError) as error:
-            work.failed[request.row] = error.with_traceback(None)
+            raise self.change(request.file, error) from error
+        except (DecodeError, DatasetError, StorageError) as error:
+            self.fail(work, request, error)
             return
         self._counters.add(clips=1, decoded_frames=clip.coded_frames)
         places = np.array(clip.frames, np.int32)

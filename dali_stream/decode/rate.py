@@ -21,7 +21,7 @@ from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
 
-_REQUESTS, _DECODED = 32, 64  # limits of a packed clip: requested frames, and approximate number of frames to decode
+_DECODED = 64  # approximate limit of the frames to decode for a packed clip
 _BYTES = 64 << 20  # limit of the requested frames of a packed clip, in bytes, since each thread decodes such a clip
 _CLIPS = 16  # minimum number of clips of a batch for DALI
 
@@ -67,10 +67,12 @@ def request_clips(store: Store, index: VideoIndex, gpu: int | None, decoder: str
         UnsafeForNvdec: If DALI would decode one of the clips wrongly on a GPU.
         DecodeError: If the file is damaged.
     """
+    from dali_stream.decode.torchcodec_cuda import CLIP_FRAMES  # imported on use, because it imports DALI
+
     lengths = index.gop_lengths
     # A frame in the middle of a GOP costs about half of the GOP.
     video = index.format()
-    most = min(_REQUESTS, _BYTES // (video.height * video.width * 3))
+    most = min(CLIP_FRAMES, _BYTES // (video.height * video.width * 3))
     count = max(1, min(int(_DECODED // ((float(np.median(lengths)) + 1) / 2)), most))
     packets = (index.keyframes + (lengths - 1) // 2)[:count].tolist()
     singles = [pack(store, [index], [packet], for_nvdec=gpu is not None) for packet in packets if decoder == "dali"]
@@ -134,8 +136,6 @@ def _with_torchcodec(clip: Clip, video: VideoFormat, num_threads: int, gpu: int 
     from dali_stream.decode.torchcodec import decode_clip_in_parts, frames_at_once
     from dali_stream.decode.torchcodec_cuda import device_name, own_stream
 
-    with own_stream(gpu):
-        pass  # creates the streams, because several threads could otherwise create them at the same time
     part = frames_at_once((video.height, video.width)) if gpu is None else len(clip.frames)
 
     def decode(_: int) -> int:

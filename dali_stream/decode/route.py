@@ -156,26 +156,14 @@ def _fastest(store: Store, index: VideoIndex, video: VideoFormat, gpu: int, came
     torchcodec is the first choice for NVDEC. On an H100, DALI delivered 117 frames/s of H.264 of 480×640 with a clip per frame,
     and torchcodec 9,085 with 16 frames per clip (`benchmarks/nvdec_decoders.py`).
     """
-    refused = {
-        TORCHCODEC_CUDA: refusal_of_torchcodec(gpu, video, index, store),
-        "dali": refusal_of_file(gpu, video, index, store),
-    }
-    if all(refused.values()):
-        return Route("torchcodec", refused["dali"])
-    from dali_stream.decode import rate
-    from dali_stream.decode.torchcodec_cuda import unavailable  # imported on use, because it imports DALI
-    from dali_stream.decode.trial import trial
-
-    refused[TORCHCODEC_CUDA] = refused[TORCHCODEC_CUDA] or unavailable(gpu)
     try:
-        for decoder, reason in refused.items():
-            refused[decoder] = reason or trial(decoder, store, index, video, gpu)
-            if not refused[decoder]:
-                break
-        else:
-            return Route("torchcodec", "; ".join(dict.fromkeys(refused.values())))
+        decoder, why = _nvdec_decoder(store, index, video, gpu)
+        if not decoder:
+            return Route("torchcodec", why)
         kind = decoder, video, int(np.median(index.gop_lengths))
         if kind not in measured.rates:
+            from dali_stream.decode import rate
+
             try:
                 clips = rate.request_clips(store, index, gpu, decoder)
                 measured.rates[kind] = rate.measure(clips, video, gpu, cameras, measured.threads, _MEASURED_S, decoder)
@@ -189,6 +177,21 @@ def _fastest(store: Store, index: VideoIndex, video: VideoFormat, gpu: int, came
         f"with {measured.threads} threads at {rates.cpu:.0f}"
     )
     return Route(decoder if rates.nvdec >= FASTER * rates.cpu else "torchcodec", text)
+
+
+def _nvdec_decoder(store: Store, index: VideoIndex, video: VideoFormat, gpu: int) -> tuple[str, str]:
+    """Return the first decoder that decodes a file correctly on NVDEC, or "" and the reasons why none does."""
+    reasons = list[str]()
+    for decoder, judge in ((TORCHCODEC_CUDA, refusal_of_torchcodec), ("dali", refusal_of_file)):
+        reason = judge(gpu, video, index, store) or (_lacks_torchcodec(gpu) if decoder == TORCHCODEC_CUDA else "")
+        if not reason:
+            from dali_stream.decode.trial import trial  # imported on use, because it imports DALI
+
+            reason = trial(decoder, store, index, video, gpu)
+        if not reason:
+            return decoder, ""
+        reasons.append(reason)
+    return "", "; ".join(dict.fromkeys(reasons))
 
 
 def _torchcodec_instead(decode: str, why: str) -> Route:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.checks.none import NONE
-from dali_stream.decode.decoder import named, succeeded
+from dali_stream.decode.decoder import RouteChange, named, succeeded
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.source import Source
@@ -95,6 +95,16 @@ class SampleDecoder(VideoFiles):
             else:
                 requests.append(Request(row, episode, frames[row], packets, index))
         return requests
+
+    def fail(self, work: SampleWork, request: Request, error: DaliStreamError) -> None:
+        """Add the error of a sample to `work`, without the traceback, which would keep packets and pixels."""
+        if isinstance(error, DecodeError):
+            error = self.named(request.episode, request.frames, request.file, error)
+        work.failed[request.row] = error.with_traceback(None)
+
+    def change(self, file: VideoIndex, reason: object) -> RouteChange:
+        """Return the error that moves the camera to the CPU."""
+        return RouteChange([self.key], f"{self._source.data_store.where(file.path)}: {reason}")
 
     def check(self, index: VideoIndex, packet: int) -> None:
         """Check whether this decoder may decode the file of a packet. Subclasses raise an error if it must not."""

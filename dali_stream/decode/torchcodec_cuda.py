@@ -11,6 +11,7 @@ import contextlib
 import functools
 import queue
 import re
+import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -20,7 +21,7 @@ import torchcodec
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.decode.capability import engines
 from dali_stream.decode.dali import SESSIONS_PER_ENGINE
-from dali_stream.decode.decoder import Pool, RouteChange
+from dali_stream.decode.decoder import Pool
 from dali_stream.decode.refusal import refusal_of_torchcodec
 from dali_stream.decode.sample_decoder import Int64, Request, SampleDecoder, SampleWork
 from dali_stream.decode.torchcodec import decode, decode_in_parts
@@ -39,6 +40,7 @@ On an H100, 16 threads decoded 1,717 frames/s of 480×640 from clips of one fram
 of 64 (H.264 with GOP 2, 2026-11-26; report: benchmarks/results/h100/nvdec_decoders.json)."""
 _LEAST = (0, 14)  # minimum version of torchcodec
 _LEAST_CUDA = 13  # minimum major version of CUDA
+_creating = threading.Lock()  # held while streams are created, since decode threads may need the first ones at the same time
 _CACHED = 100  # number of NVDEC decoders that torchcodec caches per GPU, the same as in DALI; each session uses one
 
 
@@ -72,8 +74,6 @@ class TorchcodecCudaDecoder(SampleDecoder):
     def __init__(self, source: Source, key: str, counters: Counters, gpu: int | None, any_size: bool = False) -> None:
         super().__init__(source, key, counters, any_size)
         self._gpu, self._device = gpu, device_name(gpu)
-        if gpu is not None:
-            _streams(gpu)  # created here, because several decode threads could otherwise create it at the same time
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> SampleWork:
         """See `Decoder.start`."""
@@ -94,10 +94,7 @@ class TorchcodecCudaDecoder(SampleDecoder):
             RouteChange: If NVDEC must not decode the file.
         """
         if reason := refusal_of_torchcodec(self._gpu, self.format(index, packet), index):
-            raise self._change(index, reason)
-
-    def _change(self, index: VideoIndex, reason: object) -> RouteChange:
-        return RouteChange([self.key], f"{self._source.data_store.where(index.path)}: {reason}")
+            raise self.change(index, reason)
 
     def _decode(self, store: Store, requests: Sequence[Request], video: VideoFormat, work: SampleWork) -> None:
         """Decode the frames of some samples. If they cannot be decoded together, decode each sample separately.
@@ -111,7 +108,7 @@ class TorchcodecCudaDecoder(SampleDecoder):
         except (DecodeError, DatasetError, StorageError) as error:
             failure = error.with_traceback(None)  # the traceback would keep the frames
         except torch.OutOfMemoryError as error:
-            raise self._change(requests[0].file, f"the GPU's memory is not enough for {len(requests)} samples") from error
+            raise self.change(requests[0].file, f"the GPU's memory is not enough for {len(requests)} samples") from error
         if len(requests) > 1:
             for request in requests:
                 self._decode(store, [request], video, work)
@@ -120,14 +117,11 @@ class TorchcodecCudaDecoder(SampleDecoder):
         if isinstance(failure, DecodeError):
             try:  # also if the clip is unsafe for NVDEC
                 decode(store, [request.file] * len(request.packets), request.packets.tolist(), video)
-            except DecodeError as error:
-                work.failed[request.row] = self.named(request.episode, request.frames, request.file, error)
+            except (DecodeError, DatasetError, StorageError) as error:
+                self.fail(work, request, error)
                 return
-            except (DatasetError, StorageError) as error:
-                work.failed[request.row] = error.with_traceback(None)
-                return
-            raise self._change(request.file, failure) from failure
-        work.failed[request.row] = failure
+            raise self.change(request.file, failure) from failure
+        self.fail(work, request, failure)
 
     def _decode_together(self, store: Store, requests: Sequence[Request], video: VideoFormat, work: SampleWork) -> None:
         """Decode each frame of each window once, and copy it to all steps that show it."""
@@ -164,7 +158,8 @@ def own_stream(gpu: int | None) -> Iterator[None]:
     if gpu is None:
         yield
         return
-    streams = _streams(gpu)
+    with _creating:
+        streams = _streams(gpu)
     stream = streams.get()
     try:
         with torch.cuda.stream(stream):
@@ -188,8 +183,8 @@ def release_decoders(gpu: int) -> None:
 def _streams(gpu: int) -> queue.LifoQueue[torch.cuda.Stream]:
     """Return the streams of a GPU, for all cameras and Loaders of this process: one per decoding session.
 
-    torch keeps freed memory per stream. The stream that was used last is taken first, so few streams keep memory if few threads
-    decode.
+    torch keeps freed memory per stream. The queue returns the stream that was used last, so few streams keep memory if few
+    threads decode.
     """
     from torchcodec.decoders import set_nvdec_cache_capacity  # imported on use: versions that `unavailable` refuses may lack it
 
