@@ -105,7 +105,8 @@ class BlockCache:
         path: Callable[[str, int], str],
         counters: Counters,
     ) -> None:
-        self._table, self._frames, self._block, self._look_ahead = schedule.table, schedule.frames, block, look_ahead
+        self._schedule, self._table, self._frames = schedule, schedule.table, schedule.frames
+        self._block, self._look_ahead = block, look_ahead
         self._windows = {camera: schedule.windows[camera] for camera in self._table.blocks.cameras}
         self._store, self._pool, self._path, self._counters = store, pool, path, counters
         self.room = self.bytes = self.evicted_early = 0
@@ -178,7 +179,7 @@ class BlockCache:
             if not self._table.is_open(samples.episode).all():
                 break
             # Frames that are cached now may be evicted before this batch is planned. Its own plan then fetches their blocks.
-            frames = {camera: np.unique(window.frames(samples)) for camera, window in self._windows.items()}
+            frames = {camera: np.unique(self._schedule.shown(camera, batch)) for camera in self._windows}
             rows = {camera: self._table.rows(each[~self._is_cached(camera, each)]) for camera, each in frames.items()}
             needed = self._needed(rows)
             missing = needed[~self._table.blocks.held(needed)]

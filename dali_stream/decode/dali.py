@@ -116,10 +116,10 @@ class DaliDecoder(SampleDecoder):
         self._gpu, self._size, self._audited = gpu, size, audited
         self._first: dict[str, object] = {}  # {path of a file: object of the task that audits its first sample}
 
-    def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Clips:
+    def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Clips:
         """See `Decoder.start`."""
-        clips = Clips(np.zeros(len(frames), np.bool_) if self._audited is None else self._audited(plan.samples))
-        requests = self.requests(clips, plan, frames, episodes)
+        clips = Clips(np.zeros(len(plan.samples.episode), np.bool_) if self._audited is None else self._audited(plan.samples))
+        requests = self.requests(clips, plan, episodes)
         clips.tasks += [pool.submit(self.make, store, request, clips) for request in requests]
         return clips
 

@@ -71,13 +71,12 @@ class Work(Protocol):
 class Decoder(Protocol):
     """Decoder of one camera of a dataset."""
 
-    def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Work:
+    def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Work:
         """Start the tasks of a batch.
 
         Args:
             pool: Decode threads.
             plan: Plan of the batch.
-            frames: Frame indices within the episodes, shape (B, T).
             episodes: Open episodes, with their rows and indices.
             store: Store of the encoded video.
         """
@@ -119,14 +118,14 @@ class VideoAndImages:
         self._key, self._slots, self._of = key, slots, {True: video, False: images}
         self._has_file = source.videos[key].file != NONE
 
-    def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Decoded:
+    def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
         """See `Decoder.start`."""
         planned, work = plan.frames[self._key], []
         for kind, decoder in self._of.items():
             mine = self._has_file[planned.episode] == kind
             part = {name: getattr(planned, name)[mine] for name in ("episode", "frame", "packet", "slot", "gop")}
             own = replace(plan, frames={self._key: replace(planned, **part)})
-            work.append(decoder.start(pool, own, frames, episodes, store))
+            work.append(decoder.start(pool, own, episodes, store))
         video, images = work
         return Decoded(self._slots, planned, video.tasks + images.tasks, video.failed | images.failed)
 

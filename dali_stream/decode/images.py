@@ -46,7 +46,7 @@ class ImageDecoder:
         self.key, self._source, self._counters, self._slots, self._size = key, source, counters, slots, size
         self._any_size, self._other_sizes = any_size, OtherSizes(source, key)
 
-    def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Decoded:
+    def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
         """See `Decoder.start`."""
         planned, tasks = plan.frames[self.key], []
         if len(planned.slot):

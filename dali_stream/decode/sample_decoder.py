@@ -83,17 +83,17 @@ class SampleDecoder(VideoFiles):
     def close(self) -> None:
         """Do nothing, because no decoded frames are kept."""
 
-    def requests(self, work: SampleWork, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes) -> list[Request]:
+    def requests(self, work: SampleWork, plan: BatchPlan, episodes: OpenEpisodes) -> list[Request]:
         """Return a request for each sample. Errors of samples that fail a check are added to `work`. See `Decoder.start`."""
-        requests = []
+        requests, shown = [], plan.shown[self.key]
         for row, episode in enumerate(plan.samples.episode.tolist()):
             packets = plan.packets[self.key][row]
             try:
-                index = self._locate(episodes, episode, frames[row], packets)
+                index = self._locate(episodes, episode, shown[row], packets)
             except DecodeError as error:
                 work.failed[row] = DecodeError(str(error))  # without the traceback, see `named`
             else:
-                requests.append(Request(row, episode, frames[row], packets, index))
+                requests.append(Request(row, episode, shown[row], packets, index))
         return requests
 
     def fail(self, work: SampleWork, request: Request, error: DaliStreamError) -> None:

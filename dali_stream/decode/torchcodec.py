@@ -97,14 +97,14 @@ class TorchcodecDecoder(VideoFiles):
         self._counters, self._slots, self._size = counters, slots, size
         self._present = source.videos[key].file != NONE
 
-    def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Decoded:
+    def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
         """See `Decoder.start`."""
         planned, episode = plan.frames[self.key], plan.samples.episode
         failed: dict[int, DaliStreamError] = {}
         present = self._present[episode]
         for row, t in np.argwhere((planned.show == NONE) & present[:, None]).tolist():
             if row not in failed:
-                failed[row] = self.missing(episodes, int(episode[row]), frames[row, t : t + 1])
+                failed[row] = self.missing(episodes, int(episode[row]), plan.shown[self.key][row, t : t + 1])
         gops = self._gops(planned, episodes) if len(planned.packet) else []
         tasks = [pool.submit(self._decode, store, task) for task in self._deal(gops)]
         return Decoded(self._slots, planned, tasks, failed)

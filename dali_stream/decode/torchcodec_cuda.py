@@ -23,7 +23,7 @@ from dali_stream.decode.capability import engines
 from dali_stream.decode.dali import SESSIONS_PER_ENGINE
 from dali_stream.decode.decoder import Pool
 from dali_stream.decode.refusal import refusal_of_torchcodec
-from dali_stream.decode.sample_decoder import Int64, Request, SampleDecoder, SampleWork
+from dali_stream.decode.sample_decoder import Request, SampleDecoder, SampleWork
 from dali_stream.decode.torchcodec import decode, decode_in_parts
 from dali_stream.errors import DatasetError, DecodeError, StorageError
 from dali_stream.lerobot.source import Source
@@ -75,13 +75,13 @@ class TorchcodecCudaDecoder(SampleDecoder):
         super().__init__(source, key, counters, any_size)
         self._gpu, self._device = gpu, device_name(gpu)
 
-    def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> SampleWork:
+    def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> SampleWork:
         """See `Decoder.start`."""
-        work = SampleWork(len(frames))
+        work = SampleWork(len(plan.samples.episode))
         together: dict[VideoFormat, list[Request]] = {}  # the requests of a task have frames of the same size
-        for request in self.requests(work, plan, frames, episodes):
+        for request in self.requests(work, plan, episodes):
             together.setdefault(self.format(request.file, int(request.packets[0])), []).append(request)
-        samples = max(CLIP_FRAMES // frames.shape[1], 1)
+        samples = max(CLIP_FRAMES // plan.shown[self.key].shape[1], 1)
         for video, requests in together.items():
             for start in range(0, len(requests), samples):
                 work.tasks.append(pool.submit(self._decode, store, requests[start : start + samples], video, work))

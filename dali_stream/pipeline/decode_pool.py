@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import numpy as np
-import numpy.typing as npt
-
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.decode.decoder import Decoder, VideoAndImages, Work
@@ -71,14 +68,11 @@ class DecodePool:
             decoders.append(ImageDecoder(dataset, key, self._counters, slots, size, any_size))
         return VideoAndImages(dataset, key, slots, *decoders) if len(decoders) == 2 else decoders[0]
 
-    def start(
-        self, plan: BatchPlan, frames: Mapping[str, npt.NDArray[np.int64]], episodes: OpenEpisodes, stores: Mapping[str, Store]
-    ) -> dict[str, Work]:
+    def start(self, plan: BatchPlan, episodes: OpenEpisodes, stores: Mapping[str, Store]) -> dict[str, Work]:
         """Start the decode tasks of a batch.
 
         Args:
             plan: Plan of the batch.
-            frames: {camera: frames of the samples' windows within their episodes, shape (B, T)}.
             episodes: Open episodes.
             stores: {camera: store from which its encoded video is read}. Other cameras are read from the dataset's store.
 
@@ -88,8 +82,7 @@ class DecodePool:
         self._count(plan)
         files = self._config.dataset.data_store
         return {
-            key: decoder.start(self._workers, plan, frames[key], episodes, stores.get(key, files))
-            for key, decoder in self.decoders.items()
+            key: decoder.start(self._workers, plan, episodes, stores.get(key, files)) for key, decoder in self.decoders.items()
         }
 
     def _count(self, plan: BatchPlan) -> None:

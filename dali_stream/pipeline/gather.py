@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from dali_stream.order.uniforms import uniforms
 from dali_stream.pipeline.config import DATASET, SAMPLE, SUBSTITUTE, Config
 from dali_stream.pipeline.planned_batch import Texts
 from dali_stream.schedule.episodes import EpisodeTable
+from dali_stream.schedule.plan import BatchPlan
 from dali_stream.schedule.samples import Samples
 
 Array = npt.NDArray[Any]
@@ -21,61 +23,55 @@ Names = Mapping[str, Sequence[Mapping[int, str]]]
 """See `Source.names`."""
 
 
-def readable(samples: Samples, failed: Mapping[int, DaliStreamError]) -> Samples:
-    """Return samples whose rows can all be gathered: those in `failed` become another sample of the batch.
+def readable(plan: BatchPlan, failed: Mapping[int, DaliStreamError]) -> BatchPlan:
+    """Return a plan whose rows can all be gathered: samples in `failed` become another sample of the batch.
 
     Args:
-        samples: Samples of the batch.
+        plan: Plan of the batch.
         failed: {sample whose episode cannot be read: error}.
 
     Raises:
         DaliStreamError: The first error, if no episode of the batch can be read.
     """
     if not failed:
-        return samples
+        return plan
+    samples = plan.samples
     good = np.setdiff1d(np.arange(len(samples.episode)), list(failed))
     if not len(good):
         raise failed[min(failed)]
     from_row = np.arange(len(samples.episode))
     from_row[list(failed)] = good[0]
-    return samples._replace(episode=samples.episode[from_row], frame=samples.frame[from_row])
+    return replace(
+        plan,
+        samples=samples._replace(episode=samples.episode[from_row], frame=samples.frame[from_row]),
+        is_pad={camera: mask[from_row] for camera, mask in plan.is_pad.items()},
+    )
 
 
-def shown_frames(config: Config, samples: Samples) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Return the frames in the windows of a batch, and the padding masks.
-
-    Args:
-        config: Configuration of the loader.
-        samples: Samples of the batch.
-
-    Returns:
-        {key with a window: frames within the episodes, shape (B, T)}, and {key of its mask: whether each step is outside the
-        episode, bool of shape (B, T)}.
-    """
-    shown, pads = {}, {}
-    which = config.dataset.dataset_of[samples.episode]
-    for key, offsets in config.windows.offsets.items():
-        lengths = config.dataset.lengths[samples.episode]
-        shown[key], pads[f"{key}_is_pad"] = windows.window(offsets[which], samples.frame, lengths)
-    return shown, pads
-
-
-def columns(config: Config, table: EpisodeTable, samples: Samples, shown: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the values of a batch except frames and padding masks.
+def columns(config: Config, table: EpisodeTable, plan: BatchPlan) -> dict[str, Array]:
+    """Return the values of a batch except frames. Text has dtype object.
 
     Args:
         config: Configuration of the loader.
         table: Table of the open episodes.
-        samples: Samples of the batch.
-        shown: {key with a window: frames within the episodes, shape (B, T)}.
+        plan: Plan of the batch, see `readable`.
 
     Returns:
-        {key: values of shape (B, ...)}. Text has dtype object.
+        {key: values of shape (B, ...), or (B, T, ...) with a window}, and {key of its mask: whether each step of a window is
+        outside the episode, bool of shape (B, T)}.
     """
-    dataset = config.dataset
-    keys = [key for key in dataset.features if key not in dataset.cameras]
-    values = {key: table.gather(key, samples.episode, shown.get(key, samples.frame)) for key in keys}
-    values |= {key: constant[dataset.dataset_of[samples.episode]] for key, constant in dataset.constants.items()}
+    dataset, samples = config.dataset, plan.samples
+    which, lengths = dataset.dataset_of[samples.episode], dataset.lengths[samples.episode]
+    values: dict[str, Array] = {}
+    for key in dataset.features:
+        is_pad, frames = plan.is_pad.get(key), samples.frame
+        if key in config.windows and is_pad is None:
+            frames, is_pad = windows.window(config.windows.of(key)[which], samples.frame, lengths)
+        if key in config.windows and is_pad is not None:
+            values[f"{key}_is_pad"] = is_pad
+        if key not in dataset.cameras:
+            values[key] = table.gather(key, samples.episode, frames)
+    values |= {key: constant[which] for key, constant in dataset.constants.items()}
     if config.augments:
         values[SAMPLE] = uniforms(config.arguments.seed, samples.epoch, samples.position)
     if config.max_substitutes is not None:

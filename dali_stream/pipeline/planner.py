@@ -165,11 +165,9 @@ class Planner:
         stores = reading.fetch(plan)
         errors = reading.episodes.failed
         failed = {row: errors[e] for row, e in enumerate(plan.samples.episode.tolist()) if e in errors} if errors else {}
-        batch = gather.readable(plan.samples, failed)
-        shown, pads = gather.shown_frames(config, batch)
         with timed("gather_s"):
-            values = gather.columns(config, self._schedule.table, batch, shown)
-            texts = gather.take_texts(config, self._schedule.table, batch, values, reading.names.result())
-        frames = {key: shown.get(key, batch.frame[:, None]) for key in config.dataset.cameras}
-        work = self.pool.start(plan, frames, reading.episodes, stores)
-        return PlannedBatch(plan.samples, values | pads, texts, work, failed)
+            readable = gather.readable(plan, failed)
+            values = gather.columns(config, self._schedule.table, readable)
+            texts = gather.take_texts(config, self._schedule.table, readable.samples, values, reading.names.result())
+        work = self.pool.start(plan, reading.episodes, stores)
+        return PlannedBatch(plan.samples, values, texts, work, failed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -53,6 +55,18 @@ class Uses:
         return next_use
 
 
+class Shown(NamedTuple):
+    """Frames that a batch shows through a window.
+
+    Attributes:
+        frames: Frames numbered over all episodes, shape (B, T). Steps outside the episode show its first or last frame.
+        is_pad: Whether each step is outside the episode, bool of shape (B, T).
+    """
+
+    frames: Int64
+    is_pad: npt.NDArray[np.bool_]
+
+
 class Window:
     """Window of frames around each sample, shared by all cameras with the same offsets.
 
@@ -71,8 +85,8 @@ class Window:
         self._dataset_of = None if len(self.offsets) == 1 else dataset_of
         self.uses = Uses()
 
-    def frames(self, samples: Samples) -> Int64:
-        """Return the frames that a batch shows, shape (B, T), numbered over all episodes."""
+    def shown(self, samples: Samples) -> Shown:
+        """Return the frames that a batch shows."""
         offsets = self.offsets[0] if self._dataset_of is None else self.offsets[self._dataset_of[samples.episode]]
-        frames, _ = window(offsets, samples.frame, self._table.lengths[samples.episode])
-        return self._table.first_frame[samples.episode][:, None] + frames
+        frames, is_pad = window(offsets, samples.frame, self._table.lengths[samples.episode])
+        return Shown(self._table.first_frame[samples.episode][:, None] + frames, is_pad)

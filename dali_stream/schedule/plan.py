@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.frames import FrameCache, FramePlan
-from dali_stream.schedule.look_ahead import Window
+from dali_stream.schedule.look_ahead import Shown, Window
 from dali_stream.schedule.samples import Samples
 
 Int64 = npt.NDArray[np.int64]
@@ -40,12 +40,16 @@ class BatchPlan:
 
     Attributes:
         samples: Samples of the batch.
+        shown: {camera: frames within their episodes that the batch shows, shape (B, T)}.
+        is_pad: {camera: whether each step of its window is outside the episode, bool of shape (B, T)}.
         frames: {camera whose frames are cached: plan of its frames}.
         packets: {other camera: packets of the frames that the batch shows, shape (B, T)}. `NONE` if a frame has no packet.
         decoded: {camera: rows of the frames that the batch decodes}.
     """
 
     samples: Samples
+    shown: dict[str, Int64]
+    is_pad: dict[str, npt.NDArray[np.bool_]]
     frames: dict[str, FramePlan]
     packets: dict[str, Int64]
     decoded: dict[str, Int64]
@@ -88,12 +92,12 @@ class Schedule:
         self.table = table
         self._batches, self._horizon = batches, max(limits.horizon // batch_size, 1)
         self._ahead: deque[Samples] = deque()  # batches that have been read from the order and not planned
+        self._shown: dict[int, dict[Window, Shown]] = {}  # {batch ahead: the frames that it shows}
         equal: dict[bytes, Window] = {}  # cameras with equal offsets share a window, which saves work and memory
         self.windows = {
             camera: equal.setdefault(values.tobytes(), Window(self.table, values, dataset_of))
             for camera, values in {**windows, **(uncached or {})}.items()
         }
-
         self.frames = {
             camera: FrameCache(table, camera, self.windows[camera], limits.kept, batch_size * each.shape[-1], limits.in_flight)
             for camera, each in windows.items()
@@ -112,6 +116,10 @@ class Schedule:
             self._read()
         return list(itertools.islice(self._ahead, most or count))
 
+    def shown(self, camera: str, batch: int) -> Int64:
+        """Return the frames of a camera that a batch ahead shows, numbered over all episodes, shape (B, T)."""
+        return self._shown[batch][self.windows[camera]].frames
+
     def plan(self) -> BatchPlan:
         """Plan the next batch. Its episodes must be open."""
         # Reading the whole horizon at once would delay the first batch, so each call reads a few batches.
@@ -119,30 +127,31 @@ class Schedule:
             if len(self._ahead) <= self._horizon:
                 self._read()
         samples = self._ahead.popleft()
-        shown = {window: window.frames(samples) for window in set(self.windows.values())}
-        frames = {
-            camera: cache.plan(samples.number, shown[self.windows[camera]], len(self._ahead))
-            for camera, cache in self.frames.items()
-        }
-        packets, decoded = {}, {}
+        shown = self._shown.pop(samples.number)
+        first, ahead = self.table.first_frame[samples.episode][:, None], len(self._ahead)
+        plan = BatchPlan(samples, {}, {}, {}, {}, {})
         for camera, window in self.windows.items():
-            if camera in frames:
-                plan = frames[camera]
-                decoded[camera] = self.table.first_row[plan.episode] + plan.frame
+            frames, plan.is_pad[camera] = shown[window]
+            plan.shown[camera] = frames - first
+            if camera in self.frames:
+                own = plan.frames[camera] = self.frames[camera].plan(samples.number, frames, ahead)
+                plan.decoded[camera] = self.table.first_row[own.episode] + own.frame
             else:
-                rows = self.table.rows(shown[window])
-                packets[camera], decoded[camera] = self.table.cameras[camera].packet[rows].astype(np.int64), np.unique(rows)
-        return BatchPlan(samples, frames, packets, decoded)
+                rows = self.table.rows(frames)
+                plan.packets[camera] = self.table.cameras[camera].packet[rows].astype(np.int64)
+                plan.decoded[camera] = np.unique(rows)
+        return plan
 
     def _read(self) -> None:
         """Read one more batch from the order, and register the uses of its frames."""
         samples = next(self._batches)
         self._ahead.append(samples)
+        shown = self._shown[samples.number] = {window: window.shown(samples) for window in set(self.windows.values())}
         if not self._evicts:
             return
         # The first batch ahead is the next one to plan, so the batch before it was planned last.
         now = self._ahead[0].number - 1
-        frames = {window: np.unique(window.frames(samples)) for window in set(self.windows.values())}
+        frames = {window: np.unique(each.frames) for window, each in shown.items()}
         for window, each in frames.items():
             window.uses.add(samples.number, each, now)
         for camera, cache in self.frames.items():
