@@ -171,8 +171,8 @@ def packed(dataset: dali_stream.Dataset, key: str, gpu: int | None, episode: np.
     episodes, opened = open_all(dataset)
     packets = np.stack([opened[e].cameras[key].packet[f] for e, f in zip(episode.tolist(), frame, strict=True)])
     with ThreadPoolExecutor(2) as pool:
-        step = SimpleNamespace(packets={key: packets}, samples=SimpleNamespace(episode=episode))
-        return camera.start(pool, step, frame, episodes, dataset.data_store)
+        step = SimpleNamespace(packets={key: packets}, shown={key: frame}, samples=SimpleNamespace(episode=episode))
+        return camera.start(pool, step, episodes, dataset.data_store)
 
 
 MARKED_AS_709 = ("-bsf:v", "h264_metadata=matrix_coefficients=1")  # no colr box
