@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
 from collections.abc import Callable
@@ -66,15 +67,12 @@ def test_batches_are_the_same_with_any_memory(
     dataset: Path, kept: int, num_threads: int, start: int, prefetch: int | None, steps: tuple[int, ...]
 ) -> None:
     """From the least budget that is accepted to one that keeps every frame, on any threads, resumed at any step."""
-    arguments = ARGUMENTS | {"delta_timestamps": {TOP: [step / 20 for step in steps]}}
-    with Loader(dataset, **arguments) as loader:
-        expected = read(loader, 2)
+    arguments, expected, least = windowed(dataset, steps)
     with Loader(dataset, **arguments) as loader:
         batches = itertools.chain(loader, loader)
         for _ in range(start):
             next(batches)
         state = loader.state_dict()
-    least = least_budget(dataset, arguments)
     budget = least + kept * 2 * FRAME
     with Loader(dataset, memory_budget=budget, num_threads=num_threads, prefetch=prefetch, **arguments) as loader:
         loader.load_state_dict(state)
@@ -83,6 +81,14 @@ def test_batches_are_the_same_with_any_memory(
     assert len(found) == len(expected) - start
     assert all(equal(mine, other) for mine, other in zip(found, expected[start:], strict=True))
     assert stats["frame_cache_bytes"] <= max(budget, 0)
+
+
+@functools.cache
+def windowed(dataset: Path, steps: tuple[int, ...]) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
+    """Arguments with a window, the batches of two epochs, and the least memory_budget, which all examples share."""
+    arguments = ARGUMENTS | {"delta_timestamps": {TOP: [step / 20 for step in steps]}}
+    with Loader(dataset, **arguments) as loader:
+        return arguments, read(loader, 2), least_budget(dataset, arguments)
 
 
 def least_budget(dataset: Path, arguments: dict[str, Any]) -> int:

@@ -7,9 +7,10 @@ within an episode, so they are painted once. For each frame, shadows and boxes a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -241,22 +242,36 @@ def _coverage(
     Returns:
         Window of the frame that contains the polygon, and the coverage of its pixels from 0 to 1, shape (h, w).
     """
-    margin = softness / 2 + grow
-    left, top = np.floor(polygon.min(axis=0) - margin).astype(int)
-    right, bottom = np.ceil(polygon.max(axis=0) + margin).astype(int)
-    window = slice(max(top, 0), max(min(bottom, size[0]), 0)), slice(max(left, 0), max(min(right, size[1]), 0))
-    columns = np.arange(window[1].start, window[1].stop, dtype=np.float32) + np.float32(0.5)
-    rows = np.arange(window[0].start, window[0].stop, dtype=np.float32) + np.float32(0.5)
-    following = np.concatenate([polygon[1:], polygon[:1]])
-    edges = following - polygon
+    # A polygon has few corners, and Python computes with them faster than NumPy, which starts an operation for each line.
+    corners = polygon.tolist()
+    following = corners[1:] + corners[:1]
     # The sign of the area makes the normals point inwards, for corners in either direction.
-    area = float((polygon[:, 0] * following[:, 1] - polygon[:, 1] * following[:, 0]).sum())
-    normals = np.stack([-edges[:, 1], edges[:, 0]], axis=1) * np.sign(area)
-    normals = (normals / np.maximum(np.linalg.norm(normals, axis=1, keepdims=True), 1e-9)).astype(np.float32)
-    offsets = (normals * polygon).sum(axis=1).astype(np.float32)
-    across = normals[:, 0, None] * columns - offsets[:, None]
-    distance = (across[:, None, :] + (normals[:, 1, None] * rows)[:, :, None]).min(axis=0)
-    return window, np.clip((distance + np.float32(grow)) / np.float32(softness) + np.float32(0.5), 0, 1)
+    area = sum(x * v - y * u for (x, y), (u, v) in zip(corners, following, strict=True))
+    sign = (area > 0) - (area < 0)
+    normals = []
+    for (x, y), (u, v) in zip(corners, following, strict=True):
+        length = max(math.sqrt((u - x) ** 2 + (v - y) ** 2), 1e-9)
+        normals.append(((y - v) * sign / length, (u - x) * sign / length))
+    normal = np.array(normals, np.float32)
+    offset = (normal * polygon).sum(axis=1, dtype=np.float64).astype(np.float32)
+    margin = softness / 2 + grow
+    (left, right), (top, bottom) = (
+        (math.floor(min(each) - margin), math.ceil(max(each) + margin)) for each in zip(*corners, strict=True)
+    )
+    window = slice(max(top, 0), max(min(bottom, size[0]), 0)), slice(max(left, 0), max(min(right, size[1]), 0))
+    rows, columns = (_centres(length)[part] for length, part in zip(size, window, strict=True))
+    across = normal[:, :1] * columns - offset[:, None]
+    coverage = (across[:, None, :] + (normal[:, 1:] * rows)[:, :, None]).min(axis=0)
+    coverage += np.float32(grow)
+    coverage /= np.float32(softness)
+    coverage += np.float32(0.5)
+    return window, np.clip(coverage, 0, 1, out=coverage)
+
+
+@cache
+def _centres(length: int) -> np.ndarray:
+    """Return the positions of the centres of pixels along a side of a frame, shape (length,)."""
+    return np.arange(length, dtype=np.float32) + np.float32(0.5)
 
 
 def _blend(image: np.ndarray, window: tuple[slice, slice], coverage: np.ndarray, colour: np.ndarray) -> None:
