@@ -61,7 +61,7 @@ def test_the_first_sample_of_each_file_is_audited(vp9_demo: Path) -> None:
 
 @pytest.mark.usefixtures("may_fall_back", "swapped")
 @pytest.mark.parametrize("augmented", [False, True])
-@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("window", [None, slow(WINDOW)])
 def test_a_swapped_frame_changes_the_route_and_is_not_delivered(
     vp9_demo: Path, caplog: pytest.LogCaptureFixture, augmented: bool, window: dict[str, list[float]] | None
 ) -> None:

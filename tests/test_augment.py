@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nvidia.dali import fn
 from support.batches import equal
 from support.datasets import SIDE, TOP
-from support.slow import examples
+from support.slow import examples, slow
 
 from dali_stream import Dataset, Loader, augment
 from dali_stream.order.uniforms import COUNT, uniforms
@@ -250,7 +250,7 @@ def jittered(dataset: Dataset, image_dtype: str = "float32", **ranges: Any) -> t
     return (frames, plain) if image_dtype == "float32" else (frames / 255, plain / 255)
 
 
-@pytest.mark.parametrize("image_dtype", ["float32", "uint8"])
+@pytest.mark.parametrize("image_dtype", ["float32", slow("uint8")])
 def test_colours_stay_between_0_and_1(dataset: Dataset, image_dtype: str) -> None:
     for name in ("brightness", "contrast", "saturation", "hue"):
         frames, _ = jittered(dataset, image_dtype, **{name: 0.9})

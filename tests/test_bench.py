@@ -16,6 +16,7 @@ import pytest
 from accelerate import PartialState
 from support.datasets import TOP
 from support.servers import Server
+from support.slow import slow_after
 
 from dali_stream import Dataset, Loader
 from dali_stream.cli import main
@@ -37,7 +38,7 @@ def bench(capsys: pytest.CaptureFixture[str], uri: object, *arguments: str) -> d
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("mode", "frames"), [("single", 2), ("sarm", 16), ("action_chunk", 2)])
+@pytest.mark.parametrize(("mode", "frames"), slow_after(1, [("single", 2), ("sarm", 16), ("action_chunk", 2)]))
 def test_rates_are_what_came_over_the_time_that_it_took(
     capsys: pytest.CaptureFixture[str], demo: Path, mode: str, frames: int
 ) -> None:
@@ -60,6 +61,7 @@ def test_rates_are_what_came_over_the_time_that_it_took(
     assert found["timeline"][-1]["s"] <= found["wallclock_s"]
 
 
+@pytest.mark.slow
 def test_later_epochs_are_timed_apart_if_all_frames_fit_in_memory(
     capsys: pytest.CaptureFixture[str], small: Path, seen: list[Any]
 ) -> None:
@@ -118,6 +120,7 @@ def test_bytes_of_the_network_and_of_the_cache_are_told_apart(
     assert warm["fetched_bytes"] < 0.05 * videos < warm["cached_bytes"]
 
 
+@pytest.mark.slow
 def test_reports_are_written_as_json_and_as_a_row(capsys: pytest.CaptureFixture[str], demo: Path, tmp_path: Path) -> None:
     found = bench(capsys, demo, "--source", "bucket", "--mode", "sarm", "--out-dir", str(tmp_path / "results"))
     path = tmp_path / "results/bucket-sarm-auto.json"
@@ -131,7 +134,7 @@ def test_reports_are_written_as_json_and_as_a_row(capsys: pytest.CaptureFixture[
     assert float(row["frames_per_s_node"]) == found["frames_per_s_node"]
 
 
-@pytest.mark.parametrize(("given", "size"), [((), [224, 224]), (("--image-size", "64x80"), [64, 80])])
+@pytest.mark.parametrize(("given", "size"), slow_after(1, [((), [224, 224]), (("--image-size", "64x80"), [64, 80])]))
 def test_frames_are_resized_as_in_the_example_of_the_readme(
     capsys: pytest.CaptureFixture[str], demo: Path, given: tuple[str, ...], size: list[int], seen: list[Any]
 ) -> None:

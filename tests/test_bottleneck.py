@@ -178,6 +178,7 @@ def test_only_what_holds_training_up_is_a_warning_and_of_one_rank(
     assert ("keeps up" in record.message) == slow
 
 
+@pytest.mark.slow
 def test_an_epoch_that_decodes_nothing_is_not_limited_by_decoding(demo: Path) -> None:
     with Loader(demo, batch_size=4, image_size=(96, 128), num_threads=1) as loader:
         for _ in loader:
@@ -228,6 +229,7 @@ def test_the_line_waits_for_an_epoch_like_those_to_come(demo: Path, caplog: pyte
     assert not any(text in record.message for text in ("Decoding", "decodes"))
 
 
+@pytest.mark.slow
 def test_the_end_of_a_resumed_epoch_is_no_whole_epoch(demo: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The epoch after it decodes everything, so the line waits for another one."""
     caplog.set_level(logging.INFO, "dali_stream")

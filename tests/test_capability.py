@@ -108,11 +108,11 @@ def test_a_mig_slice_without_engines(fake_driver: FakeDriver) -> None:
     [
         ("cuInit", 100, "CUDA_ERROR_NO_DEVICE", "--gpus all"),
         ("cuInit", 34, "CUDA_ERROR_STUB_LIBRARY", "LD_LIBRARY_PATH"),
-        ("cuInit", 802, "CUDA_ERROR_SYSTEM_NOT_READY", "nvidia-fabricmanager"),
-        ("cuInit", 803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "Restart"),
-        ("cuInit", 804, "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE", "cuda-compat"),
-        ("cuInit", 4711, "error 4711", "nvidia-smi"),
-        ("cuDeviceGetCount", 800, "CUDA_ERROR_NOT_PERMITTED", "/dev/nvidia"),
+        slow("cuInit", 802, "CUDA_ERROR_SYSTEM_NOT_READY", "nvidia-fabricmanager"),
+        slow("cuInit", 803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "Restart"),
+        slow("cuInit", 804, "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE", "cuda-compat"),
+        slow("cuInit", 4711, "error 4711", "nvidia-smi"),
+        slow("cuDeviceGetCount", 800, "CUDA_ERROR_NOT_PERMITTED", "/dev/nvidia"),
         ("cuDeviceGetName", 101, "CUDA_ERROR_INVALID_DEVICE", "CUDA_VISIBLE_DEVICES"),
     ],
 )
@@ -132,8 +132,8 @@ def test_a_driver_that_fails_says_how_and_what_to_do(
     ("call", "error", "reason"),
     [
         ("cuDeviceGet", 101, "CUDA_ERROR_INVALID_DEVICE (101) when GPU 0 was opened"),
-        ("cuDevicePrimaryCtxRetain", 2, "CUDA_ERROR_OUT_OF_MEMORY (2) when a context on GPU 0 was requested: free memory"),
-        ("cuDevicePrimaryCtxRetain", 46, "CUDA_ERROR_DEVICE_UNAVAILABLE"),
+        slow("cuDevicePrimaryCtxRetain", 2, "CUDA_ERROR_OUT_OF_MEMORY (2) when a context on GPU 0 was requested: free memory"),
+        slow("cuDevicePrimaryCtxRetain", 46, "CUDA_ERROR_DEVICE_UNAVAILABLE"),
         ("cuCtxPushCurrent_v2", 1, "CUDA_ERROR_INVALID_VALUE (1) when the context on GPU 0 was made current"),
         (
             "cuvidGetDecoderCaps",

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.killing import places_until_killed, start
+from support.slow import slow
 
 from dali_stream import Dataset, FrameSampler, Loader, Mixture
 
@@ -136,8 +137,8 @@ def ids(batch: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("shuffle", [True, "global", False])
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("shuffle", [True, slow("global"), slow(False)])
+@pytest.mark.parametrize("mixed", [False, slow(True)])
 def test_a_state_is_read_by_torch_and_from_json(
     mixed: bool, shuffle: bool | str, reader: str, rows: Dataset, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from support.datasets import SIDE, TOP, change_info, copied
 from support.programs import driver, failed, pictures, program
-from support.slow import slow
+from support.slow import slow, slow_after
 from support.videos import b_frames
 
 import dali_stream
@@ -206,7 +206,7 @@ def test_info_of_files_that_differ(made: Path, demo: Path, tmp_path: Path) -> No
     assert (camera.gop_min, camera.gop_max) == (2, 12)
 
 
-@pytest.mark.parametrize("arguments", [["info", "URI"], ["info", "URI", "--json"], ["demo", "--help"]])
+@pytest.mark.parametrize("arguments", slow_after(1, [["info", "URI"], ["info", "URI", "--json"], ["demo", "--help"]]))
 def test_info_and_help_load_neither_torch_nor_dali(made: Path, arguments: list[str]) -> None:
     code = "import sys; from dali_stream.cli import main; main(sys.argv[1:]); sys.stderr.write(' '.join(sys.modules))"
     command = [sys.executable, "-c", code, *(str(made) if argument == "URI" else argument for argument in arguments)]
@@ -333,6 +333,7 @@ def test_preview_lays_out_samples_below_and_windows_beside_each_other(made: Path
     assert all(a[3] + 30 < b[1] for a, b in pairwise(tops))  # room for two lines of text
 
 
+@pytest.mark.slow
 def test_preview_of_a_part_resized(made: Path, tmp_path: Path) -> None:
     options = ["--cameras", SIDE, "--episodes", "1,2-3", "--image-size", "240x320", "--batch-size", "40", "--seed", "3"]
     assert main(["preview", str(made), "--out", str(tmp_path / "s.png"), *options]) == 0

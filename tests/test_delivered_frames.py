@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import videos as data
 from support.skipping import skip_frame
-from support.slow import slow
+from support.slow import slow, slow_after
 from torchcodec import FrameBatch
 
 import dali_stream
@@ -49,7 +49,7 @@ def sampled(*numbers: int) -> dict[int, list[tuple[int, int]]]:
     return ranges
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", slow_after(3, CODECS))
 def test_a_frame_that_the_decoder_skips_is_not_replaced_by_its_neighbour(codec: str, tmp_path: Path) -> None:
     """One changed bit does that in each codec. FFmpeg reports no error, and only the time of the delivered frame is wrong."""
     root = data.recorded(tmp_path, CODECS[codec])

@@ -300,6 +300,7 @@ def test_blocks_move_only_by_contact() -> None:
         assert moved.any()
 
 
+@pytest.mark.slow
 def test_lengths_differ_and_lie_in_the_stated_range() -> None:
     lengths = [len(scene.record_episode(0, number, FPS)) for number in range(16)]
     assert len(set(lengths)) > 8

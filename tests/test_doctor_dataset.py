@@ -483,6 +483,7 @@ def test_frames_of_another_size_than_promised(demo_copy: Path) -> None:
     assert findings[SIDE].status == "ok"
 
 
+@pytest.mark.slow
 def test_a_decoder_that_crashes_takes_nothing_with_it(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     libraries = shadows(tmp_path)
     (libraries / "torchcodec/decoders/__init__.py").write_text("import os\ndef VideoDecoder(*a, **k): os.abort()\n")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.slow import slow
 
 import dali_stream
 
@@ -174,12 +175,12 @@ EPOCHS, STEPS = {"max_epochs": 3}, {"max_steps": 12}  # of 4 batches each
     ("hook", "saved", "first", "then"),
     [
         ("on_train_batch_end", 6, EPOCHS, EPOCHS),
-        ("on_train_batch_end", 6, STEPS, STEPS),
-        ("on_train_batch_end", 8, EPOCHS, EPOCHS),
-        ("on_train_batch_end", 8, STEPS, STEPS),
+        slow("on_train_batch_end", 6, STEPS, STEPS),
+        slow("on_train_batch_end", 8, EPOCHS, EPOCHS),
+        slow("on_train_batch_end", 8, STEPS, STEPS),
         ("on_train_epoch_end", 8, EPOCHS, EPOCHS),
-        ("on_train_epoch_end", 8, STEPS, STEPS),
-        ("on_train_epoch_end", 6, {"max_steps": 6}, STEPS),  # to the Trainer, that step ends the epoch
+        slow("on_train_epoch_end", 8, STEPS, STEPS),
+        slow("on_train_epoch_end", 6, {"max_steps": 6}, STEPS),  # to the Trainer, that step ends the epoch
     ],
 )
 def test_lightning_goes_on_from_every_kind_of_checkpoint(

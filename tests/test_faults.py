@@ -227,6 +227,7 @@ def test_closing_ends_a_read_that_waits() -> None:
         assert store.read(PATH, 0, 10) == CONTENT[:10]
 
 
+@pytest.mark.slow
 def test_a_request_that_is_left_behind_gives_its_slot_back() -> None:
     started = threading.Semaphore(0)
 
@@ -243,6 +244,7 @@ def test_a_request_that_is_left_behind_gives_its_slot_back() -> None:
         assert all("closed" in str(error.result()) for error in errors)
 
 
+@pytest.mark.slow
 def test_closing_ends_a_read_that_waits_for_a_slot() -> None:
     started = threading.Semaphore(0)
 

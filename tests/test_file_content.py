@@ -87,6 +87,7 @@ def changed(content: Any, made: list[tuple[int, Any, bool]]) -> Any:
     return content
 
 
+@pytest.mark.slow
 @given(made=changes())
 @examples(400)
 def test_any_changed_state_is_read_or_refused(made: list[tuple[int, Any, bool]], root: Path, saved: dict[str, Any]) -> None:

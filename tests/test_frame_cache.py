@@ -119,6 +119,7 @@ def test_little_memory_changes_no_batch(dataset: Path) -> None:
     assert stats["frame_cache_hits"] > 0
 
 
+@pytest.mark.slow
 def test_a_broken_packet_costs_only_the_batches_that_show_it(written: Callable[..., Path], tmp_path: Path) -> None:
     """Its neighbours are decoded beside it, and with it."""
     root = Path(shutil.copytree(written(episodes=2, size=(128, 160), codec="h264", gop=30), tmp_path / "broken"))

@@ -38,7 +38,7 @@ def orders(position: str, size: tuple[str, ...], *others: object) -> list[str]:
 
 
 @pytest.mark.parametrize("position", [slow("first"), "last"])
-@pytest.mark.parametrize("size", FORMS)
+@pytest.mark.parametrize("size", [slow(size) for size in FORMS])
 def test_bench(demo: Path, capsys: pytest.CaptureFixture[str], size: tuple[str, ...], position: str) -> None:
     options = ("--num-batches", 1, "--warmup", 1, "--batch-size", 4, "--json")
     assert main(["bench", *orders(position, size, demo, *options)]) == 0
@@ -52,6 +52,7 @@ def test_preview(demo: Path, tmp_path: Path, size: tuple[str, ...], position: st
     assert {pixels.shape for _, pixels in pictures(tmp_path / "a.png")} == {(96, 128, 3)}
 
 
+@pytest.mark.slow
 def test_size_of_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--size", "120", "128", "--root", str(tmp_path / "demo"), "--episodes", "1", "--codec", "h264"]) == 0
     info = json.loads((tmp_path / "demo/meta/info.json").read_text())

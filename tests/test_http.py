@@ -122,6 +122,7 @@ def test_a_file_that_changes_on_the_server_is_an_error_and_not_a_mixture(tmp_pat
         assert "changed during the run" in str(failure(store, "a", 100, 200))
 
 
+@pytest.mark.slow
 def test_no_more_than_32_requests_at_a_time_to_a_host() -> None:
     with Server(FILES, latency_s=0.03) as server, ThreadPoolExecutor(60) as pool:
         stores = [open_store(server.url), open_store(server.url)]

@@ -396,6 +396,7 @@ def test_each_image_of_overlapping_windows_is_decoded_once(odd: Path) -> None:
         assert loader.stats()["frame_cache_hits"] > 0
 
 
+@pytest.mark.slow
 def test_images_stay_within_the_memory_budget(tmp_path: Path) -> None:
     """12 episodes of 12 images, of some 46 KB each, and room for three; any budget delivers the same batches."""
     lengths, rng = (12,) * 12, np.random.default_rng(0)

@@ -84,6 +84,7 @@ def test_a_second_run_fetches_nothing(
     assert second["cached_bytes"] > first["cached_bytes"]
 
 
+@pytest.mark.slow
 def test_a_loader_finds_the_index_in_the_cache(
     server: Server, demo_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +146,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert seen == [(done, report.files) for done in range(report.files + 1)]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_while_the_server_says_nothing(server: Server, demo_copy: Path, tmp_path: Path) -> None:
     arrived = threading.Event()
 

@@ -153,6 +153,7 @@ def by_frame(loader: dali_stream.Loader, steps: int) -> dict[int, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_transforms_are_repeated_by_a_resumed_run(demo: Path) -> None:
     """On another number of ranks, and in every epoch with other numbers."""
     with transformed(demo) as loader:

@@ -180,6 +180,7 @@ def in_memory(small: Path) -> Any:
     files.rm("/loader-test", recursive=True)
 
 
+@pytest.mark.slow
 def test_the_same_batches_come_from_anywhere(small: Path, in_memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments: dict[str, Any] = {"image_dtype": "uint8", "delta_timestamps": {"action": WINDOWS["action"]}}
     with Loader(small, batch_size=16, **arguments) as loader:
@@ -193,6 +194,7 @@ def test_the_same_batches_come_from_anywhere(small: Path, in_memory: str, monkey
     assert Dataset(in_memory).fingerprint == Dataset(small).fingerprint
 
 
+@pytest.mark.slow
 def test_data_files_may_lie_elsewhere(small: Path, in_memory: str, tmp_path: Path) -> None:
     expected = batches_of(small)
     shutil.copytree(small / "meta", tmp_path / "meta-only/meta")

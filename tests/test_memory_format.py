@@ -27,7 +27,7 @@ def batches(root: Path, memory_format: str, graph: Any, **arguments: Any) -> lis
 
 @pytest.mark.parametrize("graph", GRAPH)
 @pytest.mark.parametrize("windows", [None, {TOP: [-0.1, 0.0, 0.1]}], ids=["single", "windows"])
-@pytest.mark.parametrize("image_dtype", ["float32", "uint8"])
+@pytest.mark.parametrize("image_dtype", ["float32", slow("uint8")])
 def test_frames_are_the_same_with_the_strides_asked_for(demo: Path, graph: str, windows: Any, image_dtype: str) -> None:
     arguments = {"image_dtype": image_dtype, "image_size": (24, 40), "delta_timestamps": windows}
     plain = batches(demo, "channels_last", GRAPH[graph], **arguments)

@@ -160,6 +160,7 @@ def test_masks_say_what_a_dataset_lacks(datasets: Mapping[str, Dataset]) -> None
     assert batch["matrix"].shape == (8, 2, 3)
 
 
+@pytest.mark.slow
 def test_weights_repeats_and_temperature_set_what_an_epoch_has(datasets: Mapping[str, Dataset]) -> None:
     frames = {name: len(dataset) for name, dataset in datasets.items()}
     for arguments, expected in (
@@ -337,6 +338,7 @@ def test_resumes_at_the_very_next_sample_on_other_ranks(datasets: Mapping[str, D
         loader.close()
 
 
+@pytest.mark.slow
 def test_streams_from_http_with_faults_and_a_local_one_beside(
     datasets: Mapping[str, Dataset], alone: Mapping[str, Mapping[int, dict[str, Any]]], demo: Path, h264_demo: Path
 ) -> None:

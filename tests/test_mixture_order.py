@@ -454,6 +454,7 @@ def test_the_order_is_the_same_in_every_version() -> None:
     assert golden() == GOLDEN
 
 
+@pytest.mark.slow
 def test_the_order_is_the_same_in_every_process() -> None:
     code = "import sys; sys.path.insert(0, 'tests'); from test_mixture_order import *; print(golden())"
     for hash_seed in ("1", "2"):

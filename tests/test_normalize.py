@@ -186,6 +186,7 @@ def test_statistics_that_are_missing_or_wrong(demo_copy: Path) -> None:
 # ---- statistics of one's own
 
 
+@pytest.mark.slow
 def test_statistics_of_the_selected_episodes(demo: Path) -> None:
     """Rows against NumPy; cameras against all of their frames."""
     dataset, rows = Dataset(demo, episodes=[1, 4]), read_rows(demo)
@@ -251,6 +252,7 @@ def test_the_command_writes_statistics_that_a_dataset_takes(
     assert error.endswith("which exists\n")
 
 
+@pytest.mark.slow
 def test_the_command_adds_statistics_to_a_dataset_without_any(demo_copy: Path) -> None:
     """At the place where LeRobot has them; the progress ends at the number of episodes."""
     path, done = demo_copy / "meta/stats.json", []
@@ -264,6 +266,7 @@ def test_the_command_adds_statistics_to_a_dataset_without_any(demo_copy: Path) -
         next(iter(loader))
 
 
+@pytest.mark.slow
 def test_statistics_decode_each_gop_of_an_episode_once(h264_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With GOPs of 12 frames, all of which are sampled."""
     decode, decoded = torchcodec.decode_in_parts, []

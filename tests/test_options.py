@@ -90,6 +90,7 @@ def test_seed_and_shuffle_choose_the_order(rows_only: Dataset) -> None:
     assert tuple(samples(batches_of(rows_only))) == orders[True, 0, 32, 8], "the defaults"
 
 
+@pytest.mark.slow
 def test_as_many_batches_are_made_ahead_as_asked_for(small: Path) -> None:
     expected = batches_of(Dataset(small), image_dtype="uint8", batch_size=4)
     for ahead in (1, 7):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.slow import examples, slow
+from support.slow import examples, slow, slow_after
 
 import dali_stream
 from dali_stream import Order
@@ -234,7 +234,7 @@ def sequences(waiting: list[list[Sample]], slots: list[list[Sample]]) -> Iterato
             yield (sample, *rest), p / len(remaining)
 
 
-@pytest.mark.parametrize(("episode_lengths", "pool"), [([1, 1, 2], 2), ([1, 3], 2), ([2, 2], 1), ([1, 2, 1], 8)])
+@pytest.mark.parametrize(("episode_lengths", "pool"), slow_after(1, [([1, 1, 2], 2), ([1, 3], 2), ([2, 2], 1), ([1, 2, 1], 8)]))
 def test_each_draw_is_uniform_over_what_remains_in_the_pool(episode_lengths: list[int], pool: int) -> None:
     expected: Counter[tuple[Sample, ...]] = Counter()
     episodes = [[(episode, frame) for frame in range(n)] for episode, n in enumerate(episode_lengths)]

@@ -14,6 +14,7 @@ from PIL import Image
 from support import videos as data
 from support.datasets import ODD_CAMERA, Column, build, image_file, video
 from support.routes import let_auto_take_dali
+from support.slow import slow
 
 from dali_stream import Dataset, DecodeError
 from dali_stream.cli import main
@@ -45,7 +46,7 @@ def check(root: Path | Dataset, size: tuple[int, int], **options: Any) -> None:
     assert data.identities(pixels) == list(zip(episode.tolist(), frame.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["h264", "image"])
+@pytest.mark.parametrize("kind", ["h264", slow("image")])
 def test_the_error_says_what_to_do_and_it_helps(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = written(tmp_path, kind)
     [camera] = Dataset(root).cameras

@@ -17,7 +17,7 @@ from support.batches import assert_same_but_for_frames
 from support.datasets import DEPTH, SIDE, TOP, change_episodes, change_info, copied, enrich, episode_table, tree, video, videos
 from support.programs import failed
 from support.servers import Server
-from support.slow import slow
+from support.slow import slow, slow_after
 from support.tools import FAST, assert_same_rows, prepared, runs, stub, table_of
 from support.videos import colourful, difference, probe, recorded
 
@@ -142,7 +142,7 @@ _SOURCES: dict[str, tuple[str, ...]] = {
 }
 
 
-_FAST = ("full range", "BT.709 10 bit")
+_FAST = ("full range",)
 
 
 @pytest.mark.parametrize("kind", [k if k in _FAST else slow(k) for k in _SOURCES])
@@ -163,6 +163,7 @@ def test_colours_stay_and_become_what_dali_converts_right(kind: str, tmp_path: P
             assert video_data.identities(batch[video_data.CAMERA]) == expected
 
 
+@pytest.mark.slow
 def test_frames_that_only_noise_tells_apart_are_no_mistake(tmp_path: Path) -> None:
     """Recordings of a camera at half the rate, or of a robot that stands still, have them."""
     noise = np.random.default_rng(0).normal(0, 2, (video_data.FRAMES, *video_data.SIZE, 3))
@@ -210,7 +211,7 @@ _WRONG = {
 }
 
 
-@pytest.mark.parametrize("how", _WRONG)
+@pytest.mark.parametrize("how", slow_after(3, _WRONG))
 def test_nothing_else_comes_out_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     change, said = _WRONG[how]
     root = recorded(tmp_path, video_data.mpeg4(12))

@@ -14,6 +14,7 @@ from huggingface_hub.utils import _xet
 from support import faults
 from support.clouds import Hub, Xet
 from support.datasets import tree
+from support.slow import slow_after
 from support.tools import prepared
 from support.videos import loader
 
@@ -101,7 +102,7 @@ def break_upload(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_xet, "get_xet_session", lambda: xet)
 
 
-@pytest.mark.parametrize("address", ADDRESSES[:2])
+@pytest.mark.parametrize("address", slow_after(1, ADDRESSES[:2]))
 @pytest.mark.parametrize("fault", [refuse(None, 500), refuse(*[None, 412] * 5), break_upload], ids=["500", "412", "upload"])
 def test_an_upload_that_fails_is_repeated(
     hub: Hub, small: Path, whole: dict[str, bytes], address: str, fault: Break, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,7 @@ def assert_right_frames(batch: dict[str, Any], cuts: Sequence[Sequence[int]], st
     assert videos.identities(batch[CAMERA].reshape(-1, *batch[CAMERA].shape[-3:])) == expected
 
 
+@pytest.mark.slow
 @examples(40, phases=PHASES)
 @given(
     cuts=st.lists(st.lists(st.integers(1, 15), min_size=1, max_size=3), min_size=2, max_size=FILES),
@@ -225,6 +226,7 @@ def test_an_episode_whose_rows_are_broken_on_the_disk_is_substituted(one_file_ea
         list(loader)  # a batch of this episode only
 
 
+@pytest.mark.slow
 def test_the_bytes_of_an_index_count_once_among_those_that_batches_need(one_file_each: Path) -> None:
     """The budget holds all decoded frames, and few rows and indices, which are read again in the second epoch."""
     options: dict[str, Any] = {"batch_size": 1, "consumers": 1, "episode_pool_size": 1, "image_size": (8, 8)}

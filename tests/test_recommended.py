@@ -157,6 +157,7 @@ def write_runs(dataset: Path, folder: Path) -> dict[str, str]:
     return {"1234": "1", "199": "1", "37": "1", f"{file}:augment_frames": f"{ROOT / file}:augment_frames"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", runnable())
 def test_each_command_runs(command: str, places: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     if " demo " in command:

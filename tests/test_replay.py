@@ -86,6 +86,7 @@ def test_a_batch_is_made_again_bit_for_bit(small: Path, arguments: dict[str, Any
     check(*delivered(small, **arguments))
 
 
+@pytest.mark.slow
 def test_augmentation_and_normalization_are_made_again(augmented: tuple[dict[str, Any], list[list[Batch]]]) -> None:
     check(*augmented, dali_graph=AUGMENTED["dali_graph"])
 
@@ -97,6 +98,7 @@ def test_each_rank_has_its_share(small: Path) -> None:
         check(config, batches, rank=rank)
 
 
+@pytest.mark.slow
 def test_a_batch_of_a_mixture_is_made_again(demo: Path, small: Path) -> None:
     parts: dict[str, Any] = {
         "both": Dataset(demo, episodes=[0, 1, 4], drop_n_last_frames=5).without(["observation.object_yaws"]),
@@ -218,6 +220,7 @@ def graph_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_preview_shows_the_batch_of_a_run(
     augmented: tuple[dict[str, Any], list[list[Batch]]], graph_file: Path, small: Path, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def test_all_indices_are_kept_for_a_global_shuffle_that_uses_all_files(
     assert (warnings, again) == ([], 0)
 
 
+@pytest.mark.slow
 def test_a_global_shuffle_is_told_neither_of_pools_nor_of_a_cache(many_files: Path, caplog: pytest.LogCaptureFixture) -> None:
     [warning], again = stream(many_files, caplog, shuffle="global", memory_budget="1MiB")
     assert again > 0

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from support.batches import check_identities, equal, samples
 from support.datasets import CAMERAS, TOP, change_info, copied, read_lengths
-from support.slow import examples, slow
+from support.slow import examples, slow, slow_after
 
 from dali_stream import Dataset, Loader, Mixture, Order, ResumeError, batch_at, tools
 from dali_stream.lerobot import v3
@@ -77,7 +77,7 @@ def test_every_state_of_two_epochs_leads_to_the_very_next_batch(rows: Dataset, s
             assert all(equal(a, b) for a, b in zip(rest, batches[taken:end], strict=True))
 
 
-@pytest.mark.parametrize("last_batch", LAST_BATCH)
+@pytest.mark.parametrize("last_batch", slow_after(1, LAST_BATCH))
 def test_every_step_of_two_epochs_leads_to_the_very_next_batch(rows: Dataset, last_batch: str) -> None:
     """As with a checkpoint that has only the number of steps: 8 samples a step, on 1, 2 and 4 ranks."""
     arguments: dict[str, Any] = {"last_batch": last_batch, "consumers": 8}
@@ -511,6 +511,7 @@ def test_the_part_of_a_dataset_that_differs_is_named(small: Path, tmp_path: Path
         loader.load_state_dict(mixed)
 
 
+@pytest.mark.slow
 def test_other_statistics_of_a_camera_are_allowed_by_name(
     small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,6 +20,7 @@ from support.batches import check_identities
 from support.datasets import TOP, copied, read_lengths
 from support.opened import open_all
 from support.routes import let_auto_take_dali, let_nvdec_answer
+from support.slow import slow_after
 from support.tools import table_of
 
 import dali_stream
@@ -198,7 +199,7 @@ FILES: dict[str, tuple[tuple[int, int], tuple[str, ...], str]] = {  # size, enco
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", slow_after(6, FILES))
 def test_the_route_goes_by_the_headers_of_a_file(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     size, arguments, reason = FILES[name]
     let_nvdec_answer(monkeypatch)

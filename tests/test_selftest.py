@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.datasets import TOP
 from support.driver import FakeDriver
+from support.slow import slow_after
 
 import dali_stream
 from dali_stream.cli import main
@@ -143,6 +144,7 @@ def test_epochs_through_the_loader_are_checked_frame_by_frame(vp9_demo: Path, tm
     assert found["wrong"] == found["epochs"] * 3 * rows["length"][0].as_py()
 
 
+@pytest.mark.slow
 def test_speed_is_measured_for_every_setting(vp9_demo: Path) -> None:
     settings = [{"per_clip": 1, "threads": 2, "prefetch": 1}, {"per_clip": 16, "threads": 2, "prefetch": 2}]
     rows = speed.speed(str(vp9_demo), "dali", None, settings, 0)
@@ -219,7 +221,7 @@ def test_videos_that_are_kept_from_nvdec_are_decoded_all_the_same() -> None:
     assert [row["wrong"] for row in rows] == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("case", frames.CASES)
+@pytest.mark.parametrize("case", slow_after(3, frames.CASES))
 def test_each_case_is_what_the_loader_keeps_from_nvdec(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(refusal, "capability", lambda *_: Capability(True, "", 7, (48, 48), (4096, 4096), 65536))
     video = frames._write(frames.CASES[case], tmp_path)
@@ -294,7 +296,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", [None, *WRONG])
+@pytest.mark.parametrize("what", slow_after(5, [None, *WRONG]))
 def test_whatever_is_wrong_fails_the_test(
     what: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

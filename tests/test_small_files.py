@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.datasets import EPISODE_TABLE, ROWS, Column, build, change_info
+from support.slow import slow
 
 MB = 1 << 20
 MEMORY = 16 * MB  # for rows
@@ -160,7 +161,7 @@ CASES: dict[Callable[[Path], None], str] = {
 }
 
 
-@pytest.mark.parametrize("change", CASES)
+@pytest.mark.parametrize("change", [slow(case) if case in (long_statistics, one_long_list) else case for case in CASES])
 def test_a_small_file_that_stands_for_a_large_one_is_refused(
     change: Callable[[Path], None], healthy: Path, tmp_path: Path
 ) -> None:
@@ -172,6 +173,7 @@ def test_a_small_file_that_stands_for_a_large_one_is_refused(
     assert CASES[change] in said
 
 
+@pytest.mark.slow
 def test_promised_rows_that_exceed_the_memory_are_read_in_pieces(healthy: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(healthy, tmp_path / "set"))
     many_promised_rows(root)

@@ -66,6 +66,7 @@ def test_the_revision_is_pinned_and_no_part_of_the_fingerprint(hub: Hub, small: 
     assert all(f"/resolve/{later.revision}/" not in r.path for r in hub.requests if r.path.endswith(".mp4"))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_at_another_commit_and_on_a_local_copy(
     hub: Hub, small: Path, tmp_path: Path, local: list[Batch], caplog: pytest.LogCaptureFixture
 ) -> None:

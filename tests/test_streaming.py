@@ -89,6 +89,7 @@ def test_b_frames_and_open_gops(written: Callable[..., Path], codec: str, gop: i
             check_identities(batch, SIDE, None, lengths)
 
 
+@pytest.mark.slow
 def test_nothing_is_fetched_twice_and_little_for_nothing(demo: Path, server: Server) -> None:
     with Loader(server.url, batch_size=32, last_batch="partial") as loader:
         for _ in range(3):

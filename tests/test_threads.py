@@ -24,7 +24,7 @@ import pytest
 from support.batches import equal, samples
 from support.datasets import TOP
 from support.servers import Server
-from support.slow import slow
+from support.slow import slow, slow_after
 
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader
 from dali_stream.pipeline import stream as stream_module
@@ -87,7 +87,7 @@ def broken(root: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------------------ ends
 
 
-@pytest.mark.parametrize("dali_graph", [None, lambda nodes: nodes], ids=["without DALI", "with DALI"])
+@pytest.mark.parametrize("dali_graph", slow_after(1, [None, lambda nodes: nodes]), ids=["without DALI", "with DALI"])
 def test_after_close(small: Path, dali_graph: Any) -> None:
     with nothing_left():
         loader = Loader(small, batch_size=8, dali_graph=dali_graph)
@@ -351,7 +351,7 @@ def test_control_c_while_pandas_is_imported_for_the_first_conversion(odd: Path) 
     assert "KeyboardInterrupt" in done.stderr
 
 
-@pytest.mark.parametrize("started", ["planner", "decode 1", "copy 0", "fetch 9", "request"])
+@pytest.mark.parametrize("started", slow_after(2, ["planner", "decode 1", "copy 0", "fetch 9", "request"]))
 def test_control_c_while_a_thread_starts(small: Path, monkeypatch: pytest.MonkeyPatch, started: str) -> None:
     """It comes when the system has the thread, but Python does not yet know that it runs."""
     launch = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
@@ -429,7 +429,7 @@ def test_a_refused_copy_of_a_loader_costs_it_nothing(demo: Path) -> None:
     assert all(equal(first, second) for first, second in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("how", slow_after(1, COPIES))
 def test_a_copy_of_a_dataset_has_files_of_its_own(demo: Path, how: str) -> None:
     file = f"videos/{TOP}/chunk-000/file-000.mp4"
     with nothing_left():

@@ -84,6 +84,7 @@ def test_frames_go_through_the_users_graph(demo: Path) -> None:
     assert torch.equal(changed[SIDE], plain[SIDE])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("anywhere")
 def test_a_damaged_frame_is_an_error_of_its_sample_or_is_substituted(h264_demo: Path, tmp_path: Path) -> None:
     root = copied(h264_demo, tmp_path)

@@ -72,6 +72,7 @@ def test_the_validation_error_is_that_of_the_saved_weights(program: Any, parts: 
     assert found == pytest.approx(float(torch.cat(wrong).mean()), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_learning_rate_warms_up_and_falls(program: Any, demo: Path, tmp_path: Path) -> None:
     run(program, demo, tmp_path, "--max-steps", 4, "--learning-rate", 0.5)
     found = [entry["learning_rate"] for entry in journal(tmp_path)]

@@ -113,7 +113,7 @@ def expected(roots: dict[str, Path]) -> dict[str, list[Batch]]:
 
 
 @pytest.mark.parametrize("shares", SHARES)
-@pytest.mark.parametrize("version", [*VERSIONS, "converted v2.0", "converted v2.1"])
+@pytest.mark.parametrize("version", [*VERSIONS, slow("converted v2.0"), slow("converted v2.1")])
 def test_the_same_batches(version: str, shares: str, roots: dict[str, Path], expected: dict[str, list[Batch]]) -> None:
     found = [batch for share in SHARES[shares] for batch in batches(roots[version], **share)]
     assert len(found) == len(expected[shares]) > 0
@@ -154,6 +154,7 @@ def test_no_byte_of_another_camera_is_read(roots: dict[str, Path]) -> None:
         }
 
 
+@pytest.mark.slow
 def test_more_files_than_are_kept_open(tmp_path: Path) -> None:
     lengths = [2, 1] * 200
     root = build(tmp_path / "many", lengths, {"wide": Column("float32", [2], np.zeros((600, 2)))}, version="v2.1")

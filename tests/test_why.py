@@ -183,6 +183,7 @@ def busy_machine() -> Iterator[None]:
         other.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="the use of the cores is read from /proc")
 def test_nothing_is_predicted_beside_other_processes(
     small: Path, busy_machine: None, capsys: pytest.CaptureFixture[str]

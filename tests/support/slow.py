@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,6 +13,12 @@ from hypothesis import settings
 def slow(*values: Any, id: str | None = None) -> Any:
     """Parameters with which a test is slow, beside others that run the same code."""
     return pytest.param(*values, id=id, marks=pytest.mark.slow)
+
+
+def slow_after(count: int, values: Iterable[Any]) -> list[Any]:
+    """The values, or tuples of values, of a parametrized test: it is slow with all but the first `count` of them."""
+    every = list(values)
+    return every[:count] + [slow(*value) if isinstance(value, tuple) else slow(value) for value in every[count:]]
 
 
 def examples(count: int, **options: Any) -> settings:
