@@ -294,7 +294,7 @@ def test_preview_shows_the_frames_that_it_names(made: Path, tmp_path: Path, caps
         assert said["index"] == lengths[: said["episode"]].sum() + said["frame"]
 
 
-@pytest.mark.parametrize("size", ["480x640", "96x128"])
+@pytest.mark.parametrize("size", [slow("480x640"), "96x128"])
 def test_preview_of_one_camera_is_a_grid(size: str, made: Path, tmp_path: Path) -> None:
     """As near to 4:3 as cells allow, not one column of eight; frames do not overlap."""
     assert main(["preview", str(made), "--out", str(tmp_path / "s.png"), "--cameras", TOP, "--image-size", size]) == 0
@@ -457,7 +457,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(
     assert "interrupted" in failed(capsys, ["demo", "--root", tmp_path / "new"], 130)
 
 
-@pytest.mark.parametrize("options", [[], slow(["--json"])])
+@pytest.mark.parametrize("options", slow_after(0, [[], ["--json"]]))
 def test_a_reader_that_leaves_is_no_reason_to_complain(made: Path, options: list[str]) -> None:
     command = [sys.executable, "-m", "dali_stream", "info", str(made), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support import videos as data
-from support.slow import slow
+from support.slow import slow, slow_after
 from torchcodec.decoders import VideoDecoder  # type: ignore[attr-defined]  # exported, but not by __all__
 
 from dali_stream.mp4.index import read_index
@@ -76,7 +76,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_after(4, LAYOUTS))
 def test_every_layout_of_a_file_leads_to_the_frame_asked_for(name: str, tmp_path: Path) -> None:
     video = data.encode(data.draw(), tmp_path / "video.mp4", LAYOUTS[name])
     delay = float(VideoDecoder(video).metadata.begin_stream_seconds)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from support.cluster import Cluster
+from support.slow import slow_after
 
 ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"
@@ -230,7 +231,7 @@ def cluster(tmp_path: Path) -> GpuCluster:
     return GpuCluster(tmp_path)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", slow_after(1, SCRIPTS))
 def test_slurm_starts_one_task_per_gpu_with_its_rank_and_the_capabilities(script: str, cluster: GpuCluster) -> None:
     arguments = ["two words", "", "$HOME", "--x=*"]
     done = cluster.run(script, "train", *arguments)
@@ -249,7 +250,7 @@ def test_slurm_starts_one_task_per_gpu_with_its_rank_and_the_capabilities(script
         assert "PYTHONPATH" not in env
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", slow_after(1, SCRIPTS))
 def test_slurm_runs_the_doctor_once_on_each_node_and_first(script: str, cluster: GpuCluster) -> None:
     assert cluster.run(script, "train").returncode == 0
     assert [(given, env["NODE"]) for given, env in cluster.calls("dali-stream")] == [(["doctor"], "0"), (["doctor"], "1")]
@@ -264,7 +265,7 @@ def test_slurm_does_not_train_where_a_node_is_not_well(script: str, cluster: Gpu
     assert not cluster.calls("train")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", slow_after(1, SCRIPTS))
 def test_slurm_mounts_the_cache_of_the_node_and_the_datasets_read_only(script: str, cluster: GpuCluster) -> None:
     assert cluster.run(script, "train", DATASET_DIR="/shared/datasets").returncode == 0
     assert cluster.cache.is_dir()
@@ -285,7 +286,7 @@ def test_slurm_mounts_the_cache_of_the_node_and_the_datasets_read_only(script: s
         assert all("--nv" in given and "/images/dali_stream.img" in given for given in steps)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", slow_after(1, SCRIPTS))
 def test_slurm_hands_the_token_on_without_writing_it(script: str, cluster: GpuCluster) -> None:
     done = cluster.run(script, "train")
     assert all(env["HF_TOKEN"] == TOKEN for _, env in cluster.calls("train"))

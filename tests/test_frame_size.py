@@ -105,7 +105,9 @@ def test_all_programs_are_found() -> None:
     assert {path.name for path in PROGRAMS} >= {"peers.py", "decode_floor.py", "plain_loop.py", "train.py"}
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "program", [slow(path) if "lightning" in path.name else path for path in PROGRAMS], ids=lambda path: path.stem
+)
 def test_programs(program: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for position in ("first", "last"):

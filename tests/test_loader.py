@@ -113,6 +113,7 @@ def test_every_value_is_that_of_the_file(demo: Path) -> None:
         assert batch["task"] == [names[number] for number in rows["task_index"][at]]
 
 
+@pytest.mark.slow
 def test_windows_of_rows_are_those_of_the_file(demo: Path) -> None:
     rows, lengths = read_rows(demo), np.array(list(read_lengths(demo).values()))
     first = np.cumsum([0, *lengths])

@@ -124,6 +124,7 @@ def test_batches_are_the_same_with_any_threads_and_memory(datasets: Mapping[str,
                 assert equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_camera_may_be_video_here_and_images_there(
     datasets: Mapping[str, Dataset], alone: Mapping[str, Mapping[int, dict[str, Any]]]
 ) -> None:

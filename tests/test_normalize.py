@@ -14,6 +14,7 @@ import torch
 from support.batches import equal
 from support.datasets import ODD_CAMERA, SIDE, TOP, read_rows, tree
 from support.servers import Server
+from support.slow import slow_after
 
 from dali_stream import Dataset, DatasetError, Loader
 from dali_stream.cli import main
@@ -40,7 +41,7 @@ def changed(root: Path, key: str, **statistics: Any) -> Path:
     return root
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_after(1, MODES))
 def test_rows_and_frames_by_each_mode(small: Path, mode: str) -> None:
     """Against the formula in float64, windows and scalars too; what is not named stays as it is."""
     dataset = Dataset(small, episodes=[1])

@@ -245,7 +245,7 @@ def test_each_draw_is_uniform_over_what_remains_in_the_pool(episode_lengths: lis
     assert chi_square(found, dict(expected)) < bound(len(expected))
 
 
-@pytest.mark.parametrize("frames", [5, *map(slow, (2, 8, 13))])
+@pytest.mark.parametrize("frames", [slow(frames) for frames in (2, 5, 8, 13)])
 def test_a_global_permutation_puts_every_frame_everywhere(frames: int) -> None:
     found = Counter(place for epoch in range(4000) for place in enumerate(read(Order([frames], "global", 1, epoch))))
     expected = {(at, (0, frame)): 1 / frames**2 for at in range(frames) for frame in range(frames)}
@@ -477,6 +477,7 @@ print(*seconds, peak / 1e3)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_a_hundred_million_frames_fit_the_stated_limits() -> None:
     """Issue 2: planned in under 5 s and 500 MB; one rank goes forward by a million positions in under 3 s."""

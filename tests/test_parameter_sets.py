@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import videos as data
-from support.slow import examples, slow
+from support.slow import examples, slow, slow_after
 from support.tools import table_of
 
 from dali_stream.errors import DecodeError
@@ -70,7 +70,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
-@pytest.mark.parametrize("name", [slow(name) if "720 lines" in name else name for name in KINDS])
+@pytest.mark.parametrize("name", slow_after(6, KINDS))
 def test_the_headers_say_what_ffmpeg_reads_in_them(name: str, tmp_path: Path) -> None:
     size, arguments, expected = KINDS[name]
     path = data.encode(data.draw((2,), size=size), tmp_path / "a.mp4", arguments)

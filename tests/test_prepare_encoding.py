@@ -142,10 +142,8 @@ _SOURCES: dict[str, tuple[str, ...]] = {
 }
 
 
-_FAST = ("full range",)
-
-
-@pytest.mark.parametrize("kind", [k if k in _FAST else slow(k) for k in _SOURCES])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", _SOURCES)
 def test_colours_stay_and_become_what_dali_converts_right(kind: str, tmp_path: Path) -> None:
     root = recorded(tmp_path, _SOURCES[kind], frames=colourful())
     report = prepared(root, tmp_path / "out", codec="h264", crf=8)

@@ -137,12 +137,14 @@ def test_a_loader_made_after_the_process_group_has_its_rank(two: list[dict[str, 
         assert found["destroyed"] == found["late"]
 
 
+@pytest.mark.slow
 def test_explicit_ranks_may_differ_from_the_process_group(two: list[dict[str, Any]], demo: Path) -> None:
     """As in tensor parallelism, where several processes need the same samples."""
     assert sorted(two[0]["explicit"]) == list(range(Dataset(demo).num_frames))
     assert two[0]["explicit"] == two[1]["explicit"]
 
 
+@pytest.mark.slow
 def test_world_size_without_rank_fails_without_a_process_group_too(two: list[dict[str, Any]], demo: Path) -> None:
     assert sorted(two[0]["before"]) == list(range(Dataset(demo).num_frames))  # neither variable is set: 0 of 1
     assert two[1]["before"].startswith("WORLD_SIZE is 2 in the environment, but RANK is not set. Set both, or make the Loader")

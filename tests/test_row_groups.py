@@ -72,6 +72,7 @@ def rows(data: bytes, groups: RowGroups, wanted: list[int]) -> pa.Table:
     return pq.ParquetFile(pa.BufferReader(data), metadata=metadata).read_row_groups(found)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from([*COLUMNS]), min_size=1, unique=True),
     st.integers(0, 20),

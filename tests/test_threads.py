@@ -558,6 +558,7 @@ def test_use_after_a_fork_is_refused_and_the_parent_goes_on(forks: subprocess.Co
     assert count == expected
 
 
+@pytest.mark.slow
 def test_a_loader_is_refused_in_a_forked_worker(forks: subprocess.CompletedProcess[str]) -> None:
     assert json.loads(forks.stdout.splitlines()[-1])["worker"] == 0, forks.stderr
 

@@ -171,6 +171,7 @@ def test_a_folder_that_another_run_writes_to_is_refused(
     assert f"another run is writing to {tmp_path}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_validation_gives_up_when_it_is_asked_to(
     program: Any, parts: Any, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +262,7 @@ def another_robot(root: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_chunks_of_a_mixture_are_drawn_as_each_robot_has_them(
     program: Any, parts: Any, demo: Path, demo_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

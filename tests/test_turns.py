@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.batches import equal
 from support.routes import let_auto_take_dali
+from support.slow import slow
 
 from dali_stream import DecodeError, Loader
 from dali_stream.decode import dali, turns
@@ -134,7 +135,7 @@ def check_a_route_change(root: Path, monkeypatch: pytest.MonkeyPatch, number: in
 
 
 @pytest.mark.usefixtures("one_device")
-@pytest.mark.parametrize("number", [30, 100])
+@pytest.mark.parametrize("number", [30, slow(100)])
 def test_a_route_change_after_some_batches_costs_none(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     check_a_route_change(vp9_demo, monkeypatch, number)
 
