@@ -197,7 +197,7 @@ class Loader:
         """
         config = self._config
         try:
-            routes = choose_routes(config.dataset, config.indices, decode, config.gpu, config.num_threads)
+            routes = choose_routes(config.source, config.indices, decode, config.gpu, config.num_threads)
         finally:
             self.dataset.close()
         self._check_budget(config)
@@ -428,7 +428,7 @@ class Loader:
         `bottleneck` interprets the times.
         """
         counters = self._counts()
-        counters["needed_bytes"] += self._config.indices.bytes_read if self._config.dataset.data_store.remote else 0
+        counters["needed_bytes"] += self._config.indices.bytes_read if self._config.source.data_store.remote else 0
         return counters | self._source.memory()
 
     def _counts(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ INDEX: Any = Index(nbytes=1000, size=lambda: np.full(100, 50), keyframes=np.aran
 # 40 episodes of 100 frames, of which the order draws from 10 at a time, in batches of 8 samples with 2 frames.
 REMOTE = Sizes(
     lengths=np.full(40, 100), batch_size=8, episodes=10, row_bytes=64, least_row_bytes=32, files={"top": 30},
-    indices={"top": INDEX}, windows={"top": np.array([0, 5])}, fetched=True, frame_bytes=1000, in_progress=300_000,
+    indices={"top": INDEX}, windows={"top": np.array([0, 5])}, fetched=True, frame_bytes=1000, in_progress_bytes=300_000,
 )  # fmt: skip
 LOCAL = replace(REMOTE, fetched=False)
 ROWS = 1500 * 64 * 5 // 4 + (1 << 20)  # of 10 episodes and half as much again, with a quarter and 1 MiB to spare
@@ -56,7 +56,7 @@ VIDEO = 1500 * 50 * 5 // 4
         (LOCAL, 8 << 20, Parts(4_388_608, 4_388_608, 4_388_608 * INDICES // (ROWS + INDICES), 4000, 16_384)),
         # The frames in progress leave no memory for others, so all of it is for rows and indices.
         (
-            replace(LOCAL, in_progress=4 << 20),
+            replace(LOCAL, in_progress_bytes=4 << 20),
             4 << 20,
             Parts(4 << 20, 4 << 20, (4 << 20) * INDICES // (ROWS + INDICES), 0, 8192),
         ),
@@ -79,14 +79,14 @@ def test_larger_budgets_that_help() -> None:
     assert reads_budget(divide(4 << 20, REMOTE), REMOTE) is None, "it holds what is in use"
     enough = frames_budget(REMOTE)
     assert enough == 4000 * 1000 + needed
-    assert divide(enough, REMOTE).frames == 4000
-    assert divide(enough - 1, REMOTE).frames < 4000
+    assert divide(enough, REMOTE).kept == 4000
+    assert divide(enough - 1, REMOTE).kept < 4000
 
 
 def test_all_frames_fit_even_if_a_batch_needs_more_than_they_do() -> None:
     """40 frames of 10 bytes, and batches of 8 samples whose blocks of video alone need more."""
     sizes = replace(REMOTE, lengths=np.full(4, 10), frame_bytes=10)
-    assert divide(frames_budget(sizes), sizes).frames == 40
+    assert divide(frames_budget(sizes), sizes).kept == 40
 
 
 def test_a_batch_needs_at_least_its_rows_indices_and_gops() -> None:

@@ -75,7 +75,9 @@ def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypat
         decoder = dali.DaliDecoder(dataset.source, key, Counters(), None, (128, 160), None)
         packets = np.stack([opened[e].cameras[key].packet[f] for e, f in zip(episode.tolist(), frames, strict=True)])
         with ThreadPoolExecutor(2) as pool:
-            step = SimpleNamespace(packets={key: packets}, shown={key: frames}, samples=SimpleNamespace(episode=episode))
+            step = SimpleNamespace(
+                packets={key: packets}, shown_in_episode={key: frames}, samples=SimpleNamespace(episode=episode)
+            )
             clips = decoder.start(pool, step, episodes, dataset.data_store)
         for row, (clip, places, order, _) in enumerate(clips.results):
             assert (np.diff(places) > 0).all()

@@ -49,7 +49,7 @@ def test_indices_of_files_in_use_have_room_beside_the_rows() -> None:
     index = SimpleNamespace(nbytes=10_000, size=lambda: np.full(100, 50), keyframes=np.arange(0, 100, 10), __len__=lambda: 100)
     sizes = Sizes(
         lengths=np.full(40, 100), batch_size=8, episodes=20, row_bytes=50, least_row_bytes=50, files={"top": 30},
-        indices={"top": index}, windows={"top": np.array([0])}, fetched=False, frame_bytes=0, in_progress=0,
+        indices={"top": index}, windows={"top": np.array([0])}, fetched=False, frame_bytes=0, in_progress_bytes=0,
     )  # type: ignore[dict-item]  # fmt: skip
     parts = divide(2 << 20, sizes)
     assert parts.indices >= 20 * index.nbytes * 1.5

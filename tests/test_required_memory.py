@@ -75,7 +75,7 @@ with Loader(root, device="cpu", dali_graph=graph, **arguments) as loader:
     before = resident()
     batches = iter(loader)
     batch = next(batches)
-    frames = len(batch["index"]) * loader._config.depth * len(loader.dataset.cameras)
+    frames = len(batch["index"]) * loader._config.in_progress * len(loader.dataset.cameras)
     while loader.stats()["decoded_frames"] < frames:  # a training step that lasts until the batches in progress are made
         pass
     print(json.dumps({"required": required, "grown": resident() - before}))

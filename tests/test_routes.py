@@ -172,7 +172,7 @@ def packed(dataset: dali_stream.Dataset, key: str, gpu: int | None, episode: np.
     episodes, opened = open_all(dataset)
     packets = np.stack([opened[e].cameras[key].packet[f] for e, f in zip(episode.tolist(), frame, strict=True)])
     with ThreadPoolExecutor(2) as pool:
-        step = SimpleNamespace(packets={key: packets}, shown={key: frame}, samples=SimpleNamespace(episode=episode))
+        step = SimpleNamespace(packets={key: packets}, shown_in_episode={key: frame}, samples=SimpleNamespace(episode=episode))
         return camera.start(pool, step, episodes, dataset.data_store)
 
 

@@ -88,7 +88,7 @@ class Run:
 
     @property
     def slots(self) -> int:
-        return self.limits.kept + self.limits.in_flight * self.batch_size * len(self.offsets)
+        return self.limits.kept + self.limits.in_progress * self.batch_size * len(self.offsets)
 
     def dropped(self, number: int) -> list[int]:
         return [slot % self.slots for batch, slot in sorted(self.drops) if batch == number]
@@ -144,7 +144,7 @@ def runs(draw: st.DrawFn) -> Run:
         batch_size=batch_size,
         limits=Limits(
             kept=draw(st.sampled_from([0, 1, 5, 30, int(lengths.sum())])),
-            in_flight=draw(st.integers(1, 4)),
+            in_progress=draw(st.integers(1, 4)),
             horizon=draw(st.sampled_from([0, 10, 1000])),
         ),
         reordered=draw(st.booleans()),
@@ -157,7 +157,7 @@ def runs(draw: st.DrawFn) -> Run:
     )
 
 
-# Batches whose frames are all cached do not mark their slots, which are dropped while these batches are in flight.
+# Batches whose frames are all cached do not mark their slots, which are dropped while these batches are in progress.
 ALL_CACHED = Run(np.array([6]), 1, np.array([0]), 2, Limits(6, 3, 0), drops=frozenset((10, slot) for slot in range(12)))
 
 
@@ -176,7 +176,7 @@ def test_each_slot_holds_the_frame_that_a_batch_shows(run: Run) -> None:
         for slot, episode, frame, packet in decode:
             assert 0 <= slot < run.slots
             assert packet == run.packets(episode)[0][frame]
-            assert touched[slot] <= number - run.limits.in_flight  # a batch that is not delivered may still be copied from it
+            assert touched[slot] <= number - run.limits.in_progress  # a batch that is not delivered may still be copied from it
             held[slot], touched[slot] = (episode, frame), number
         misses = 0
         for expected, slots in zip(run.shown(found), step.show.tolist(), strict=True):
@@ -194,7 +194,7 @@ def test_each_slot_holds_the_frame_that_a_batch_shows(run: Run) -> None:
 @examples(25, derandomize=False)
 @given(runs())
 def test_where_all_frames_fit_each_is_decoded_once_and_never_again(run: Run) -> None:
-    run.limits = Limits(int(run.lengths.sum()), run.limits.in_flight, 0)
+    run.limits = Limits(int(run.lengths.sum()), run.limits.in_progress, 0)
     run.lacking, run.drops = frozenset(), frozenset()
     batches = -(-int(run.lengths.sum()) // run.batch_size)
     run.plan(4 * batches)

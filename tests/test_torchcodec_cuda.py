@@ -267,7 +267,9 @@ def decoded(root: Path, rows: int) -> tuple[torchcodec_cuda.TorchcodecCudaDecode
     episode, frame = np.zeros(rows, np.int64), np.arange(rows)[:, None]
     packets = opened[0].cameras[decoder.key].packet[frame]
     with ThreadPoolExecutor(8) as pool:
-        step: Any = SimpleNamespace(packets={TOP: packets}, shown={TOP: frame}, samples=SimpleNamespace(episode=episode))
+        step: Any = SimpleNamespace(
+            packets={TOP: packets}, shown_in_episode={TOP: frame}, samples=SimpleNamespace(episode=episode)
+        )
         work = decoder.start(pool, step, episodes, dataset.data_store)
         for task in work.tasks:
             task.result()

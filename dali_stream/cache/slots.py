@@ -21,7 +21,8 @@ _COPY_BYTES = 2 << 20  # bytes of each thread's share of a copy: for fewer, waki
 class Slots:
     """Decoded frames of one camera. Decode threads write them, and the thread of the caller copies them into batches.
 
-    No lock is needed: in the schedule, a slot is never written while another batch reads or writes it. See `FrameCache`.
+    No lock is needed. A batch writes only slots that no other batch in progress shows or writes, see `FrameCache`. It may show
+    what an earlier batch writes, since `Finisher` waits for the tasks of the batches in their order.
 
     Args:
         count: Number of slots. The system allocates the memory of a slot when it is first written.

@@ -39,12 +39,12 @@ _FINISHED_EVERY = 16  # number of batches after which the blocks whose frames ar
 
 
 class _Block:
-    """Byte range of a file. `planned` is the batch that requested it last, perhaps ahead of the first batch that needs it."""
+    """Byte range of a file. `requested_by` is the batch that was planned when it was requested, perhaps for a later one."""
 
-    __slots__ = ("_lock", "data", "done", "planned", "start", "stop")
+    __slots__ = ("_lock", "data", "done", "requested_by", "start", "stop")
 
-    def __init__(self, planned: int, start: int, stop: int) -> None:
-        self.planned, self.start, self.stop = planned, start, stop
+    def __init__(self, requested_by: int, start: int, stop: int) -> None:
+        self.requested_by, self.start, self.stop = requested_by, start, stop
         self.data = b""
         self.done: Future[None]
         self._lock = threading.Lock()  # held by the decode task that repeats the request
@@ -63,10 +63,10 @@ class _Block:
             DaliStreamError: If the request has failed, and was repeated for this batch or made for it in the first place.
             CancelledError: If the threads that fetch were stopped.
         """
-        if self.planned < batch and self.done.exception():
+        if self.requested_by < batch and self.done.exception():
             with self._lock:
-                if self.planned < batch:
-                    self.planned = batch
+                if self.requested_by < batch:
+                    self.requested_by = batch
                     read(self)
                     self.done = Future()
                     self.done.set_result(None)
@@ -77,7 +77,7 @@ class _Block:
 class BlockCache:
     """Cache of the blocks of remote video files. Only the planner's thread may use it, but any thread may use its views.
 
-    For each batch, `view` is called once.
+    For each batch, `request` is called once.
 
     Args:
         schedule: Schedule of the batches, with the table of open episodes, the windows, and the caches of decoded frames.
@@ -92,7 +92,7 @@ class BlockCache:
         room: Bytes that encoded video may take.
         bytes: Bytes of the blocks that are in memory or being fetched.
         evicted_early: Number of blocks that were evicted although a later batch was known to need them.
-        requests: Requests that the last call of `view` has begun.
+        requests: Requests that the last call of `request` has begun.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class BlockCache:
         self._store, self._pool, self._path, self._counters = store, pool, path, counters
         self.room = self.bytes = self.evicted_early = 0
         self.requests: list[Future[None]] = []
-        self._now = NONE  # batch of the last call of `view`
+        self._now = NONE  # batch of the last call of `request`
         self._fetched = NONE  # last batch whose blocks were requested ahead
         # First batch whose call may fetch ahead. If the memory is full of blocks that are needed sooner, this is set to a later
         # batch, since the next batches would find the memory full as well.
@@ -129,7 +129,7 @@ class BlockCache:
             self.evicted_early += int(np.isin(held, used).sum())
             self._evict(held)
 
-    def view(self, samples: Samples, decoded: Mapping[str, Int64], ahead: Iterable[Samples]) -> Mapping[str, Store]:
+    def request(self, samples: Samples, decoded: Mapping[str, Int64], ahead: Iterable[Samples]) -> Mapping[str, Store]:
         """Begin to fetch the blocks that a batch and those after it need. Evict others if memory is short.
 
         Args:
@@ -158,7 +158,7 @@ class BlockCache:
                 f"memory_budget leaves {self.room} bytes for encoded video, of which {self.bytes} are in use, but a batch "
                 f"needs {blocks.sizes(missing).sum()} more. Use a larger memory_budget or a smaller batch_size"
             )
-        self._fetch(self._now, missing)
+        self._request(self._now, missing)
         views: dict[str, list[tuple[str, _Block]]] = {}
         for block in needed.tolist():
             camera, episode = blocks.owner(block)
@@ -188,7 +188,7 @@ class BlockCache:
                 # attempts that would fail.
                 self._retry_at = self._now + 1 + (batch - self._now) // 4
                 break
-            self._fetch(batch, missing)
+            self._request(batch, missing)
             self._fetched = batch
 
     def _make_room(self, missing: Int64, later_than: int) -> bool:
@@ -224,7 +224,7 @@ class BlockCache:
         self._evict(evicted)
         return True
 
-    def _fetch(self, batch: int, missing: Int64) -> None:
+    def _request(self, batch: int, missing: Int64) -> None:
         """Request the missing blocks of a batch. `_make_room` has made room for them.
 
         Args:

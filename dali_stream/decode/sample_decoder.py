@@ -85,7 +85,7 @@ class SampleDecoder(VideoFiles):
 
     def requests(self, work: SampleWork, plan: BatchPlan, episodes: OpenEpisodes) -> list[Request]:
         """Return a request for each sample. Errors of samples that fail a check are added to `work`. See `Decoder.start`."""
-        requests, shown = [], plan.shown[self.key]
+        requests, shown = [], plan.shown_in_episode[self.key]
         for row, episode in enumerate(plan.samples.episode.tolist()):
             packets = plan.packets[self.key][row]
             try:

@@ -104,7 +104,7 @@ class TorchcodecDecoder(VideoFiles):
         present = self._present[episode]
         for row, t in np.argwhere((planned.show == NONE) & present[:, None]).tolist():
             if row not in failed:
-                failed[row] = self.missing(episodes, int(episode[row]), plan.shown[self.key][row, t : t + 1])
+                failed[row] = self.missing(episodes, int(episode[row]), plan.shown_in_episode[self.key][row, t : t + 1])
         gops = self._gops(planned, episodes) if len(planned.packet) else []
         tasks = [pool.submit(self._decode, store, task) for task in self._deal(gops)]
         return Decoded(self._slots, planned, tasks, failed)
@@ -160,9 +160,9 @@ class TorchcodecDecoder(VideoFiles):
     def _decode(self, store: Store, gops: list[_Gop]) -> None:
         """Decode GOPs in a decode thread, and put their frames into slots.
 
-        If decoding fails, the first half of the frames is tried, until a single frame fails. Only this frame gets the error. If
-        a file cannot be read, all of its frames get the error.
-        The frames after it often fail, too, so they are tried in groups that begin with one frame and double.
+        If decoding fails, the first half of the frames is tried, until a single frame fails. Only this frame gets the error.
+        The frames after it often fail, too, so they are tried in groups that begin with one frame and double. If the frames of
+        a group are all in one file that cannot be read, all of them get the error.
         """
         frames = [_Frame(gop, i) for gop in gops for i in range(len(gop.packets))]
         start, count = 0, len(frames)

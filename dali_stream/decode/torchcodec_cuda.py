@@ -81,7 +81,7 @@ class TorchcodecCudaDecoder(SampleDecoder):
         together: dict[VideoFormat, list[Request]] = {}  # the requests of a task have frames of the same size
         for request in self.requests(work, plan, episodes):
             together.setdefault(self.format(request.file, int(request.packets[0])), []).append(request)
-        samples = max(CLIP_FRAMES // plan.shown[self.key].shape[1], 1)
+        samples = max(CLIP_FRAMES // plan.shown_in_episode[self.key].shape[1], 1)
         for video, requests in together.items():
             for start in range(0, len(requests), samples):
                 work.tasks.append(pool.submit(self._decode, store, requests[start : start + samples], video, work))

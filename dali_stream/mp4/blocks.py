@@ -12,7 +12,7 @@ from dali_stream.mp4.clip import is_avc
 from dali_stream.mp4.index import VideoIndex
 
 Int64 = npt.NDArray[np.int64]
-_HELD_BACK = 8  # packets after the requested one that a clip from an open GOP of H.264 usually needs, see `clip.span`
+_REACH = 8  # packets after the requested one that a clip from an open GOP of H.264 usually needs, see `clip.span`
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def cut(index: VideoIndex, packet: Int64, keyframe: Int64, size: int) -> Blocks:
     exists = packet >= 0
     if not exists.any():
         return Blocks(np.empty(0, np.int64), np.empty(0, np.int64), first, last)
-    reach = _HELD_BACK if index.open_gops and is_avc(index) else 0
+    reach = _REACH if index.open_gops and is_avc(index) else 0
     final = np.minimum(packet[exists] + reach, len(index) - 1)
     # GOPs are numbered over the whole file. `begin` has those at which decoding starts, and `group` assigns the frames to them.
     begin, group = np.unique(np.searchsorted(index.keyframes, keyframe[exists], side="right") - 1, return_inverse=True)

@@ -54,41 +54,41 @@ class _Run:
     """Packets of one file that are decoded one after the other, beginning with a keyframe.
 
     Args:
-        table: Index of the file.
+        index: Index of the file.
         start: Packet of the keyframe.
         stop: Last packet.
     """
 
-    __slots__ = ("ranks", "samples", "sizes", "table")
+    __slots__ = ("index", "packets", "ranks", "sizes")
 
     # Most runs have only a few frames, for which Python ints are faster than NumPy.
-    def __init__(self, table: VideoIndex, start: int, stop: int) -> None:
-        self.table = table
-        self.samples: Sequence[int] = range(start, stop + 1)
-        self.sizes: list[int] = table.size(slice(start, stop + 1)).tolist()
-        if table.open_gops:
+    def __init__(self, index: VideoIndex, start: int, stop: int) -> None:
+        self.index = index
+        self.packets: Sequence[int] = range(start, stop + 1)
+        self.sizes: list[int] = index.size(slice(start, stop + 1)).tolist()
+        if index.open_gops:
             # Frames of the first GOP that are displayed before its keyframe refer to frames before the run. No other frame
             # refers to them, so they are left out. If one of them is requested, `span` starts the run a GOP earlier.
             own = np.arange(start, stop + 1)
-            own = own[(table.gop_start(own) != start) | (table.pts(own) >= table.pts(start))]
-            self.samples, self.sizes = own.tolist(), table.size(own).tolist()
+            own = own[(index.gop_start(own) != start) | (index.pts(own) >= index.pts(start))]
+            self.packets, self.sizes = own.tolist(), index.size(own).tolist()
         self.ranks: Sequence[int] = range(len(self.sizes))  # place of each packet in display order within the run
-        if table.reordered:
+        if index.reordered:
             # Ranks are counted within the run. In display order of the whole file, frames that were left out would be gaps.
-            self.ranks = np.argsort(np.argsort(table.pts(np.array(self.samples)), kind="stable")).tolist()
+            self.ranks = np.argsort(np.argsort(index.pts(np.array(self.packets)), kind="stable")).tolist()
 
-    def rank(self, sample: int) -> int:
+    def rank(self, packet: int) -> int:
         """Return the place of a packet in display order within the run.
 
         Raises:
             DecodeError: If the packet was left out, because it refers to frames before the start of the file.
         """
-        if sample not in self.samples:
+        if packet not in self.packets:
             raise DecodeError(
                 "the frame depends on frames before the start of the file, which was cut in the middle of an open GOP. "
                 "Record or convert it again"
             )
-        return self.ranks[self.samples.index(sample)]
+        return self.ranks[self.packets.index(packet)]
 
     def read(self, store: Store) -> bytes:
         """Read the packets and return their bytes, in decode order.
@@ -96,16 +96,16 @@ class _Run:
         Raises:
             DecodeError: If the file has become shorter.
         """
-        table, samples = self.table, self.samples
-        first, last = samples[0], samples[-1]
+        index, packets = self.index, self.packets
+        first, last = packets[0], packets[-1]
         # One read is faster than a read for each packet, both remotely (a request each) and locally (a call each).
-        if last - first == len(samples) - 1 and table.is_contiguous(first, last):
-            begin = int(table.offset[first])
+        if last - first == len(packets) - 1 and index.is_contiguous(first, last):
+            begin = int(index.offset[first])
             parts = [(begin, begin + sum(self.sizes))]
         else:
-            offsets = table.offset[np.array(samples)].tolist()
+            offsets = index.offset[np.array(packets)].tolist()
             parts = [(begin, begin + size) for begin, size in zip(offsets, self.sizes, strict=True)]
-        data = [store.read(table.path, start, stop) for start, stop in parts]
+        data = [store.read(index.path, start, stop) for start, stop in parts]
         whole = data[0] if len(data) == 1 else b"".join(data)
         # A store returns fewer bytes if a range exceeds the file, and all later packets would then be at wrong offsets.
         if len(whole) != sum(self.sizes):
@@ -126,31 +126,31 @@ class _Run:
             UnsafeForNvdec: If `for_nvdec` is set and NVDEC would decode the frames wrongly.
             DecodeError: If a frame is damaged.
         """
-        table, at = self.table, 0
-        config = table.configs[table.config[self.samples[0]]]
+        index, at = self.index, 0
+        config = index.configs[index.config[self.packets[0]]]
         check, codec = checker(config), codec_of(config) if for_nvdec else ""
         look = codec in hidden.CODECS and not hidden_frames
         if check is None and not look:
             return
-        for sample, size in zip(self.samples, self.sizes, strict=True):
+        for packet, size in zip(self.packets, self.sizes, strict=True):
             if check and size and (wrong := check(data, at, at + size, at == 0)):
                 raise DecodeError(
-                    f"the encoded frame at bytes {table.offset[sample]} to "
-                    f"{table.offset[sample] + size} is damaged: {wrong}. Copy the file again, or exclude its episodes"
+                    f"the encoded frame at bytes {index.offset[packet]} to "
+                    f"{index.offset[packet] + size} is damaged: {wrong}. Copy the file again, or exclude its episodes"
                 )
             if look and hidden.hidden(codec, data[at : at + size]):
-                place = f"the {codec} packet at byte {table.offset[sample]} has hidden frames"
+                place = f"the {codec} packet at byte {index.offset[packet]} has hidden frames"
                 raise UnsafeForNvdec(f"{hidden.hidden_frames_refusal(codec)} ({place})")
             at += size
         if codec in keyframes.CODECS and not is_idr(config, data[: self.sizes[0]]):
-            place = f"the keyframe at byte {table.offset[self.samples[0]]}"
+            place = f"the keyframe at byte {index.offset[self.packets[0]]}"
             raise UnsafeForNvdec(f"{keyframes.other_keyframes_refusal(codec)} ({place})")
 
 
 def pack(
     store: Store,
-    tables: Sequence[VideoIndex],
-    samples: Sequence[int],
+    indices: Sequence[VideoIndex],
+    packets: Sequence[int],
     *,
     from_the_start: bool = False,
     for_nvdec: bool = False,
@@ -161,8 +161,8 @@ def pack(
 
     Args:
         store: Store of the files.
-        tables: Index of the file of each request. All requested packets must have the same sample description.
-        samples: Packet of each request in its file. Requests may be repeated.
+        indices: Index of the file of each request. All requested packets must have the same sample description.
+        packets: Packet of each request in its file. Requests may be repeated.
         from_the_start: Whether the clip starts at the first frame of the file. Default: False.
         for_nvdec: Whether to refuse frames that are decoded wrongly on NVDEC. Default: False.
         hidden_frames: Whether to accept hidden frames with `for_nvdec`, which only DALI decodes wrongly. Default: False.
@@ -180,65 +180,65 @@ def pack(
     """
     # Requests of the same file whose decoding starts at the same packet share a run, which ends with the last of their packets.
     stops: dict[tuple[int, int], int] = {}
-    by_id = {id(table): table for table in tables}
-    spans = [(0, max(sample, _stop(table, sample))) if from_the_start else span(table, sample)
-             for table, sample in zip(tables, samples, strict=True)]  # fmt: skip
-    keys = [(id(table), start) for table, (start, _) in zip(tables, spans, strict=True)]
+    by_id = {id(index): index for index in indices}
+    spans = [(0, max(packet, _stop(index, packet))) if from_the_start else span(index, packet)
+             for index, packet in zip(indices, packets, strict=True)]  # fmt: skip
+    keys = [(id(index), start) for index, (start, _) in zip(indices, spans, strict=True)]
     for key, (_, stop) in zip(keys, spans, strict=True):
         stops[key] = max(stops.get(key, 0), stop)
     # The keyframe of an open GOP need not reset the decoder (see `keyframes`), so the previous run would affect the frames of
     # the GOP.
-    if len(stops) > 1 and any(table.open_gops for table in by_id.values()):
+    if len(stops) > 1 and any(index.open_gops for index in by_id.values()):
         raise DecodeError("frames of open GOPs cannot share a clip with others, because each GOP prefix needs its own clip")
     runs = {key: _Run(by_id[key[0]], key[1], stop) for key, stop in stops.items()}
     # If a file has one sample description, it applies to all packets. Otherwise, the first and the last packet of each run are
     # compared. `read_index` rejects files whose description changes within a GOP, and most runs have one or two GOPs.
-    configs = {config(table, 0) for table in by_id.values() if len(table.configs) == 1}
-    mixed = [run for run in runs.values() if len(run.table.configs) > 1]
-    if len(configs.union(config(run.table, sample) for run in mixed for sample in (run.samples[0], run.samples[-1]))) > 1:
+    configs = {config(index, 0) for index in by_id.values() if len(index.configs) == 1}
+    mixed = [run for run in runs.values() if len(run.index.configs) > 1]
+    if len(configs.union(config(run.index, packet) for run in mixed for packet in (run.packets[0], run.packets[-1]))) > 1:
         raise DecodeError("frames of different sample descriptions (stsd) cannot share a clip")
     # The runs are displayed one after the other, so the index of a frame is its rank in its run plus the length of all earlier
     # runs.
-    before = dict(zip(runs, itertools.accumulate((len(run.samples) for run in runs.values()), initial=0), strict=False))
-    frames = [before[key] + runs[key].rank(sample) for key, sample in zip(keys, samples, strict=True)]
+    before = dict(zip(runs, itertools.accumulate((len(run.packets) for run in runs.values()), initial=0), strict=False))
+    frames = [before[key] + runs[key].rank(packet) for key, packet in zip(keys, packets, strict=True)]
     data = _mux(store, list(runs.values()), for_nvdec, hidden_frames, timed)
-    return Clip(data, frames, sum(len(run.samples) for run in runs.values()))
+    return Clip(data, frames, sum(len(run.packets) for run in runs.values()))
 
 
-def config(table: VideoIndex, sample: int) -> bytes:
+def config(index: VideoIndex, packet: int) -> bytes:
     """Return what all packets of a clip must have in common: the sample description, and the matrix and size of the track."""
-    return table.configs[table.config[sample]] + table.track_header
+    return index.configs[index.config[packet]] + index.track_header
 
 
-def span(table: VideoIndex, sample: int) -> tuple[int, int]:
+def span(index: VideoIndex, packet: int) -> tuple[int, int]:
     """Return the first and the last packet that decoding the frame of a packet requires.
 
     A frame that follows the keyframe of an open GOP, but is displayed before it, also depends on the previous GOP.
     """
-    start = int(table.gop_start(sample))
-    if not table.open_gops:
-        return start, sample
-    if table.pts(sample) < table.pts(start) and start > 0:
-        start = int(table.gop_start(start - 1))
+    start = int(index.gop_start(packet))
+    if not index.open_gops:
+        return start, packet
+    if index.pts(packet) < index.pts(start) and start > 0:
+        start = int(index.gop_start(start - 1))
     # FFmpeg drops no frames of a clip that starts at the beginning of the file (see `_stop`), so such a clip needs no further
     # packets.
-    return (start, _stop(table, sample)) if is_avc(table) and start > 0 else (start, sample)
+    return (start, _stop(index, packet)) if is_avc(index) and start > 0 else (start, packet)
 
 
-def is_avc(table: VideoIndex) -> bool:
+def is_avc(index: VideoIndex) -> bool:
     """Return whether the codec is H.264."""
-    return table.configs[0][4:8] in (b"avc1", b"avc3")
+    return index.configs[0][4:8] in (b"avc1", b"avc3")
 
 
-def _stop(table: VideoIndex, sample: int) -> int:
+def _stop(index: VideoIndex, packet: int) -> int:
     """Return the last packet to decode for a frame of an open GOP of H.264.
 
     FFmpeg delays the output of frames. If a clip does not start with an IDR frame, FFmpeg drops the frames that are still
     delayed when the clip ends. The clip therefore continues until `_HELD_BACK` frames with later display times are decoded.
     """
     # H.264 reorders at most 16 frames, so 64 packets are enough to find them.
-    later = np.flatnonzero(table.pts(slice(sample + 1, sample + 65)) > table.pts(sample))[:_HELD_BACK]
-    return sample + 1 + int(later[-1]) if len(later) else sample
+    later = np.flatnonzero(index.pts(slice(packet + 1, packet + 65)) > index.pts(packet))[:_HELD_BACK]
+    return packet + 1 + int(later[-1]) if len(later) else packet
 
 
 # Encoders with hierarchical B-frames delay frames by two or three. If FFmpeg delays more and decoding fails, the CPU route
@@ -247,16 +247,16 @@ _HELD_BACK = 4
 
 
 def _mux(store: Store, runs: list[_Run], for_nvdec: bool, hidden_frames: bool, timed: Timed) -> bytearray:
-    lengths = [len(run.samples) for run in runs]
+    lengths = [len(run.packets) for run in runs]
     n = sum(lengths)
-    table, first = runs[0].table, runs[0].samples[0]
+    index, first = runs[0].index, runs[0].packets[0]
     shifts = None
-    if any(run.table.reordered for run in runs):
+    if any(run.index.reordered for run in runs):
         # A shift is display time minus decode time. Both are counted from the start of the run, because the number of earlier
         # frames cancels out.
         shifts = np.ones(n, np.int64), np.array([rank - i for run in runs for i, rank in enumerate(run.ranks)]) * TICK
     head = file_head(
-        TIMESCALE, n * TICK, table.track_header, [table.configs[table.config[first]]],
+        TIMESCALE, n * TICK, index.track_header, [index.configs[index.config[first]]],
         np.array([size for run in runs for size in run.sizes], ">u4"),
         nbytes=sum([sum(run.sizes) for run in runs]),
         durations=([n], [TICK]),

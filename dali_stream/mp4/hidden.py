@@ -51,15 +51,15 @@ def hidden_frames(store: Store, table: VideoIndex, codec: str) -> tuple[int, int
     first = first[np.cumsum(table.size(first)) <= _BYTES]
     apart = table.offset[first][1:] != table.end[first][:-1]
     stretches = np.split(first, np.flatnonzero(apart) + 1)
-    for samples in stretches[:_READS]:
-        if not len(samples):
+    for packets in stretches[:_READS]:
+        if not len(packets):
             continue
-        begin, last = int(table.offset[samples[0]]), int(samples[-1])
+        begin, last = int(table.offset[packets[0]]), int(packets[-1])
         data = store.read(table.path, begin, int(table.end[last]))
-        for sample in samples.tolist():
-            at = int(table.offset[sample]) - begin
+        for packet in packets.tolist():
+            at = int(table.offset[packet]) - begin
             with contextlib.suppress(IndexError):  # the packet is damaged, which decoding it may report
-                count += hidden(codec, data[at : at + int(table.size(sample))])
+                count += hidden(codec, data[at : at + int(table.size(packet))])
                 seen += 1
     return count, seen
 

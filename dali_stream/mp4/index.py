@@ -131,25 +131,25 @@ class VideoIndex:
         """Return whether the packets from `first` to `last` are stored end to end in the file."""
         return self.contiguous or bool((self.offset[first + 1 : last + 1] == self.end[first:last]).all())
 
-    def decode_starts(self, samples: Int64) -> Int64:
+    def decode_starts(self, packets: Int64) -> Int64:
         """Return the keyframe at which decoding each packet starts.
 
         It is the keyframe of the packet's GOP. For a frame of an open GOP that is displayed before this keyframe, it is the
         keyframe of the previous GOP.
 
         Args:
-            samples: Packets, of any shape.
+            packets: Packets, of any shape.
         """
-        if not samples.size:
-            return samples
+        if not packets.size:
+            return packets
         # Only the keyframes of these packets are computed, since an episode is a small part of its file.
-        begin, end = self.keyframes.searchsorted(np.array([samples.min(), samples.max()]), "right").tolist()
+        begin, end = self.keyframes.searchsorted(np.array([packets.min(), packets.max()]), "right").tolist()
         keyframes = self.keyframes[max(begin - 1, 0) : max(end, 1)]
-        head: Int64 = keyframes[keyframes.searchsorted(samples, "right") - 1]
+        head: Int64 = keyframes[keyframes.searchsorted(packets, "right") - 1]
         if not self.open_gops:
             return head
         before = self.gop_start(np.maximum(head - 1, 0))
-        return np.where(self.pts(samples) < self.pts(head), before, head)
+        return np.where(self.pts(packets) < self.pts(head), before, head)
 
     def nearest(self, seconds: Float64) -> tuple[Int64, Float64, Float64]:
         """Find the packets whose display times are nearest to some times. Only displayed frames are found.

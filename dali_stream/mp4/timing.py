@@ -45,10 +45,10 @@ def find_packets(
         packets, shown = found
         if interval[0] <= shown[0] + tolerance and shown[-1] + tolerance < interval[1]:
             return packets
-    samples, away, shown = table.nearest(seconds)
+    packets, away, shown = table.nearest(seconds)
     at = shown + tolerance
     exists = (away <= tolerance) & (interval[0] <= at) & (at < interval[1])
-    return samples if exists.all() else np.where(exists, samples, NONE)
+    return packets if exists.all() else np.where(exists, packets, NONE)
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,14 +36,14 @@ class Config:
     """Immutable configuration of a loader.
 
     Attributes:
-        dataset: Selected episodes and features.
+        source: Selected episodes and features.
         orders: Orders of the epochs.
         batches: Division of an epoch into global batches.
         windows: Windows of the features.
         arguments: Arguments of the order.
         rank: Rank of this process.
         num_threads: Number of decode threads.
-        prefetch: Number of batches in progress. None for the number that `depth` computes.
+        prefetch: Number of batches in progress. None for the number that `in_progress` computes.
         memory_budget: Memory budget in bytes.
         image_size: Size (height, width) to which frames are resized. None for the recorded size.
         image_dtype: "float32" or "uint8".
@@ -56,7 +56,7 @@ class Config:
         substitutes: Log of the substituted samples.
     """
 
-    dataset: Source
+    source: Source
     orders: Orders
     batches: Batches
     windows: Windows
@@ -85,11 +85,11 @@ class Config:
 
     def frame_size(self, camera: str) -> tuple[int, int]:
         """Return the size (height, width) of a camera's frames after the CPU has decoded and resized them."""
-        return self.image_size or self.dataset.frame_size(camera)
+        return self.image_size or self.source.frame_size(camera)
 
     def frame_shape(self, camera: str) -> tuple[int, int, int]:
         """Return the shape (height, width, channels) of a camera's frames after the CPU has decoded and resized them."""
-        return *self.frame_size(camera), self.dataset.features[camera].channels
+        return *self.frame_size(camera), self.source.features[camera].channels
 
     def frame_bytes(self, camera: str) -> int:
         """Return the memory of a frame of shape `frame_shape` as uint8, in bytes."""
@@ -101,7 +101,7 @@ class Config:
         Args:
             routes: {camera: decoder}.
         """
-        return [key for key in self.dataset.cameras if routes[key].decoder == "torchcodec"]
+        return [key for key in self.source.cameras if routes[key].decoder == "torchcodec"]
 
     def uses_dali(self, on_cpu: Sequence[str]) -> bool:
         """Return whether a DALI graph makes the batches: for a GPU, for a user's function, or if DALI decodes a camera.
@@ -109,7 +109,7 @@ class Config:
         Args:
             on_cpu: Cameras that the CPU decodes.
         """
-        return self.gpu is not None or self.augments or len(on_cpu) < len(self.dataset.cameras)
+        return self.gpu is not None or self.augments or len(on_cpu) < len(self.source.cameras)
 
     @property
     def repeats(self) -> bool:
@@ -126,26 +126,26 @@ class Config:
         return self.audit > 0 and self.augments
 
     @property
-    def depth(self) -> int:
+    def in_progress(self) -> int:
         """Number of batches in progress: `prefetch`, or enough to keep all threads busy."""
         if self.prefetch is not None:
             return self.prefetch
-        frames = self.batches.batch_size * sum(map(self.windows.steps, self.dataset.cameras))
-        task = max((task_frames(self.dataset.features[key].frame_size) for key in self.dataset.cameras), default=TASK_FRAMES)
+        frames = self.batches.batch_size * sum(map(self.windows.steps, self.source.cameras))
+        task = max((task_frames(self.source.features[key].frame_size) for key in self.source.cameras), default=TASK_FRAMES)
         return batches_in_progress(self.num_threads, frames, task)
 
     @property
     def table_bytes(self) -> int:
         """Memory of the entries of a row in the tables that locate its frames, in bytes."""
-        cameras, remote = self.dataset.cameras, self.dataset.data_store.remote
-        return EpisodeTable.row_bytes(len(cameras), len(self.dataset.videos) if remote else 0)
+        cameras, remote = self.source.cameras, self.source.data_store.remote
+        return EpisodeTable.row_bytes(len(cameras), len(self.source.videos) if remote else 0)
 
     def squeezed(self, camera: str) -> bool:
         """Return whether a sample has a single frame of a camera, without a time axis.
 
         As in LeRobot, a window of one step has no time axis for videos, but it has one for images.
         """
-        return self.windows.steps(camera) == 1 and (camera not in self.windows or camera in self.dataset.videos)
+        return self.windows.steps(camera) == 1 and (camera not in self.windows or camera in self.source.videos)
 
     def sizes(self, on_cpu: Sequence[str]) -> Sizes:
         """Return the sizes that determine how memory_budget is divided. Read the index of each camera's first video file.
@@ -153,34 +153,36 @@ class Config:
         Args:
             on_cpu: Cameras that the CPU decodes.
         """
-        dataset, indices = self.dataset, {}
-        for camera, videos in dataset.videos.items():
+        source, indices = self.source, {}
+        for camera, videos in source.videos.items():
             with contextlib.suppress(DecodeError):  # the first batch that needs the file reports the error
                 first = int(np.argmax(videos.file != NONE))
-                indices[camera] = self.indices.of(camera, first, dataset.data_store)
+                indices[camera] = self.indices.of(camera, first, source.data_store)
         frame_bytes = {camera: self.frame_bytes(camera) for camera in on_cpu}
         table_bytes = self.table_bytes
         return Sizes(
-            lengths=dataset.lengths,
+            lengths=source.lengths,
             batch_size=self.batches.largest,
             episodes=self.orders.episodes_in_use(self.arguments, self.batches),
-            row_bytes=dataset.row_bytes + table_bytes,
-            least_row_bytes=dataset.row_bytes_without_objects + table_bytes,
-            files={camera: _count(videos.file) for camera, videos in dataset.videos.items()},
+            row_bytes=source.row_bytes + table_bytes,
+            least_row_bytes=source.row_bytes_without_objects + table_bytes,
+            files={camera: _count(videos.file) for camera, videos in source.videos.items()},
             indices=indices,
-            windows={camera: self.windows.widest(camera) for camera in dataset.videos},
-            fetched=dataset.data_store.remote,
+            windows={camera: self.windows.widest(camera) for camera in source.videos},
+            fetched=source.data_store.remote,
             frame_bytes=sum(frame_bytes.values()),
             scattered=self.arguments.shuffle == "global",
-            in_progress=self.depth * self.batches.largest * sum(self.windows.steps(c) * n for c, n in frame_bytes.items()),
+            in_progress_bytes=self.in_progress
+            * self.batches.largest
+            * sum(self.windows.steps(c) * n for c, n in frame_bytes.items()),
         )
 
     def columns(self) -> list[str]:
         """Return the keys of the values that are neither frames nor text. DALI passes these through as plain arrays."""
-        features = self.dataset.features.items()
+        features = self.source.features.items()
         keys = [key for key, f in features if not (f.is_camera or f.is_text)]
         keys += [f"{key}_is_pad" for key in self.windows.offsets]
-        keys += self.dataset.constants
+        keys += self.source.constants
         return keys + [SUBSTITUTE] * (self.max_substitutes is not None) + [SAMPLE] * self.augments
 
 

@@ -12,9 +12,9 @@ from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.observe.counters import Counters
 from dali_stream.pipeline import graph
 from dali_stream.pipeline.config import Config
+from dali_stream.pipeline.dali_iterator import Iterator, PipelineError, abandon
 from dali_stream.pipeline.external_source import ExternalSource
 from dali_stream.pipeline.finisher import Finisher
-from dali_stream.pipeline.iterator import Iterator, PipelineError, abandon
 from dali_stream.pipeline.planned_batch import PlannedBatch
 from dali_stream.pipeline.planner import Planner
 
@@ -42,9 +42,9 @@ class DaliBatches:
         self, config: Config, planner: Planner, counters: Counters, routes: dict[str, Route], user: graph.Graph | None
     ) -> None:
         self._config, self._counters, self._user = config, counters, user
-        self._source = ExternalSource(config, Finisher(config, planner, counters), routes)
-        pipeline, names = graph.build(config, self._source, routes, user)
-        self._iterator = Iterator(pipeline, names, planner.ready, self._source.prepare, turns(config.gpu))
+        self._external = ExternalSource(config, Finisher(config, planner, counters), routes)
+        pipeline, names = graph.build(config, self._external, routes, user)
+        self._iterator = Iterator(pipeline, names, planner.ready, self._external.prepare, turns(config.gpu))
 
     def next(self) -> dict[str, Any]:
         """Return the next batch, with frames channels first.
@@ -62,7 +62,7 @@ class DaliBatches:
             raise DaliStreamError(
                 f"An operator of the DALI pipeline failed: {error.explanation}. See the error that caused this one"
             ) from error.__cause__
-        planned = self._source.batches.popleft()
+        planned = self._external.batches.popleft()
         self._audit(planned, batch)
         for key, layout in self._iterator.layouts.items():
             if key in batch and layout.endswith("HWC"):
@@ -72,7 +72,7 @@ class DaliBatches:
 
     def _audit(self, planned: PlannedBatch, batch: dict[str, Any]) -> None:
         """Compare samples with the frames that FFmpeg decodes. Raises RouteChange if DALI delivered a different frame."""
-        for camera in self._source.on_dali:
+        for camera in self._external.on_dali:
             # A user's function may change the frames, so the decoded frames are additional outputs of the graph.
             frames: Any = batch.pop(graph.AUDITED + camera) if self._config.audits_apart else batch.get(camera)
             audits = ((row, clip.audit) for row, clip in enumerate(planned.frames[camera]) if clip.audit)
@@ -91,9 +91,9 @@ class DaliBatches:
         camera. If all of them can be decoded, the decoder is still considered the cause, unless the user gives a function for
         the graph: then one of its operators may have failed.
         """
-        failed, on_dali = {}, self._source.on_dali
+        failed, on_dali = {}, self._external.on_dali
         for camera in on_dali:
-            clips = [clip for batch in self._source.batches for clip in batch.frames[camera]]
+            clips = [clip for batch in self._external.batches for clip in batch.frames[camera]]
             try:
                 for i in range(0, len(clips), _TRIED):
                     dali.decode([(clip.clip, clip.frames) for clip in clips[i : i + _TRIED]], self._config.gpu, 1)

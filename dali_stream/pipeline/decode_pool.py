@@ -31,7 +31,7 @@ class DecodePool:
     Args:
         config: Configuration of the loader.
         routes: {camera: decoder}.
-        slots: {camera that the CPU decodes: number of slots for its frames}.
+        slot_counts: {camera that the CPU decodes: number of slots for its frames}.
         counters: Counters to add to.
 
     Attributes:
@@ -40,33 +40,33 @@ class DecodePool:
         copiers: Threads that copy frames together with the calling thread.
     """
 
-    def __init__(self, config: Config, routes: Mapping[str, Route], slots: Mapping[str, int], counters: Counters) -> None:
+    def __init__(self, config: Config, routes: Mapping[str, Route], slot_counts: Mapping[str, int], counters: Counters) -> None:
         self._config, self._counters = config, counters
-        self.slots = {key: Slots(count, config.frame_shape(key)) for key, count in slots.items()}
-        self.decoders = {key: self._decoder(key, routes[key]) for key in config.dataset.cameras}
+        self.slots = {key: Slots(count, config.frame_shape(key)) for key, count in slot_counts.items()}
+        self.decoders = {key: self._decoder(key, routes[key]) for key in config.source.cameras}
         self._decoded_bytes = 0
         self._workers = Workers("dali_stream decode", config.num_threads)
         self.copiers = Workers("dali_stream copy", copy_threads(config.num_threads) - 1, counters.copying)
 
     def _decoder(self, key: str, route: Route) -> Decoder:
-        config, dataset, size = self._config, self._config.dataset, self._config.frame_size(key)
+        config, source, size = self._config, self._config.source, self._config.frame_size(key)
         any_size = config.image_size is not None
         if route.decoder == TORCHCODEC_CUDA:
             from dali_stream.decode.torchcodec_cuda import TorchcodecCudaDecoder
 
-            return TorchcodecCudaDecoder(dataset, key, self._counters, config.gpu, any_size)
+            return TorchcodecCudaDecoder(source, key, self._counters, config.gpu, any_size)
         if key not in self.slots:
             from dali_stream.decode.dali import DaliDecoder
 
             choose = (lambda samples: audited(samples.position, samples.epoch, config.audit)) if config.audit else None
-            return DaliDecoder(dataset, key, self._counters, config.gpu, size, choose, any_size)
+            return DaliDecoder(source, key, self._counters, config.gpu, size, choose, any_size)
         slots = self.slots[key]
         decoders: list[Decoder] = []
-        if key in dataset.videos:
-            decoders.append(TorchcodecDecoder(dataset, key, self._counters, slots, size, any_size))
-        if key in dataset.images:
-            decoders.append(ImageDecoder(dataset, key, self._counters, slots, size, any_size))
-        return VideoAndImages(dataset, key, slots, *decoders) if len(decoders) == 2 else decoders[0]
+        if key in source.videos:
+            decoders.append(TorchcodecDecoder(source, key, self._counters, slots, size, any_size))
+        if key in source.images:
+            decoders.append(ImageDecoder(source, key, self._counters, slots, size, any_size))
+        return VideoAndImages(source, key, slots, *decoders) if len(decoders) == 2 else decoders[0]
 
     def start(self, plan: BatchPlan, episodes: OpenEpisodes, stores: Mapping[str, Store]) -> dict[str, Work]:
         """Start the decode tasks of a batch.
@@ -80,7 +80,7 @@ class DecodePool:
             {camera: tasks in progress}.
         """
         self._count(plan)
-        files = self._config.dataset.data_store
+        files = self._config.source.data_store
         return {
             key: decoder.start(self._workers, plan, episodes, stores.get(key, files)) for key, decoder in self.decoders.items()
         }
@@ -89,7 +89,7 @@ class DecodePool:
         """Count cache hits and evictions. Return free memory to the system after every `_TRIM_AFTER` bytes per thread."""
         for key, planned in plan.frames.items():
             self._counters.add(frame_cache_hits=planned.hits, frames_evicted_before_use=planned.evicted)
-            self._decoded_bytes += planned.decodes * math.prod(self._config.dataset.features[key].shape)
+            self._decoded_bytes += planned.decodes * math.prod(self._config.source.features[key].shape)
         if self._decoded_bytes >= _TRIM_AFTER * len(self._workers):
             self._decoded_bytes = 0
             trim_memory()

@@ -32,8 +32,8 @@ class ExternalSource:
 
     def __init__(self, config: Config, finisher: Finisher, routes: Mapping[str, Route]) -> None:
         self._config, self._finisher, self._on_cpu = config, finisher, config.on_cpu(routes)
-        self.on_dali = [key for key in config.dataset.cameras if routes[key].decoder == "dali"]
-        self._on_cuda = [key for key in config.dataset.cameras if routes[key].decoder == TORCHCODEC_CUDA]
+        self.on_dali = [key for key in config.source.cameras if routes[key].decoder == "dali"]
+        self._on_cuda = [key for key in config.source.cameras if routes[key].decoder == TORCHCODEC_CUDA]
         self.batches: deque[PlannedBatch] = deque()
 
     def prepare(self) -> None:

@@ -69,7 +69,7 @@ class Finisher:
             failed |= work.failed
             files |= {row: self._file(key, int(batch.samples.episode[row])) for row in work.failed}
         failed |= batch.failed
-        files |= {row: f"episode {config.dataset.episodes[batch.samples.episode[row]]}" for row in batch.failed}
+        files |= {row: f"episode {config.source.episodes[batch.samples.episode[row]]}" for row in batch.failed}
         rows = len(batch.samples.frame)
         self._counters.samples += rows
         self._counters.frames += sum(config.windows.steps(key) * (rows - self._missing(batch, key)) for key in batch.frames)
@@ -100,11 +100,11 @@ class Finisher:
 
     def _file(self, camera: str, episode: int) -> str:
         """Return the address of an episode's video file for messages, or the name of the camera if its frames are images."""
-        dataset = self._config.dataset
-        file = int(dataset.videos[camera].file[episode]) if camera in dataset.videos else NONE
-        return camera if file == NONE else dataset.data_store.where(dataset.path(camera, file))
+        source = self._config.source
+        file = int(source.videos[camera].file[episode]) if camera in source.videos else NONE
+        return camera if file == NONE else source.data_store.where(source.path(camera, file))
 
     def _missing(self, batch: PlannedBatch, camera: str) -> int:
         """Return the number of samples of a batch whose dataset lacks a camera."""
         mask = f"{camera}_is_missing"
-        return int(batch.columns[mask].sum()) if mask in self._config.dataset.constants else 0
+        return int(batch.columns[mask].sum()) if mask in self._config.source.constants else 0

@@ -60,18 +60,18 @@ def columns(config: Config, table: EpisodeTable, plan: BatchPlan) -> dict[str, A
         {key: values of shape (B, ...), or (B, T, ...) with a window}, and {key of its mask: whether each step of a window is
         outside the episode, bool of shape (B, T)}.
     """
-    dataset, samples = config.dataset, plan.samples
-    which, lengths = dataset.dataset_of[samples.episode], dataset.lengths[samples.episode]
+    source, samples = config.source, plan.samples
+    which, lengths = source.dataset_of[samples.episode], source.lengths[samples.episode]
     values: dict[str, Array] = {}
-    for key in dataset.features:
+    for key in source.features:
         is_pad, frames = plan.is_pad.get(key), samples.frame
         if key in config.windows and is_pad is None:
             frames, is_pad = windows.window(config.windows.of(key)[which], samples.frame, lengths)
         if key in config.windows and is_pad is not None:
             values[f"{key}_is_pad"] = is_pad
-        if key not in dataset.cameras:
+        if key not in source.cameras:
             values[key] = table.gather(key, samples.episode, frames)
-    values |= {key: constant[which] for key, constant in dataset.constants.items()}
+    values |= {key: constant[which] for key, constant in source.constants.items()}
     if config.augments:
         values[SAMPLE] = uniforms(config.arguments.seed, samples.epoch, samples.position)
     if config.max_substitutes is not None:
@@ -95,9 +95,9 @@ def take_texts(config: Config, table: EpisodeTable, samples: Samples, values: di
     Raises:
         DatasetError: If rows refer to a task or a subtask that the dataset lacks.
     """
-    dataset = config.dataset
-    which = dataset.dataset_of[samples.episode].tolist()
-    texts = {key: values.pop(key).tolist() for key, f in dataset.features.items() if f.is_text}
+    source = config.source
+    which = source.dataset_of[samples.episode].tolist()
+    texts = {key: values.pop(key).tolist() for key, f in source.features.items() if f.is_text}
     for key, tables in names.items():
         index = f"{key}_index"
         if index in values and (any(tables) or key == "task"):
@@ -106,11 +106,11 @@ def take_texts(config: Config, table: EpisodeTable, samples: Samples, values: di
                 texts[key] = [tables[d][n] for d, n in zip(which, numbers, strict=True)]
             except KeyError as error:
                 place = next(d for d, n in zip(which, numbers, strict=True) if n not in tables[d])
-                where = dataset.parts[place].dataset.names_place(key)
+                where = source.parts[place].dataset.names_place(key)
                 raise DatasetError(
                     f"{where}: rows of the dataset refer to {index} {error}, which is missing. The file has "
                     f"{len(tables[place])}. Copy the dataset again"
                 ) from error
-    if dataset_names := dataset.dataset_names:
+    if dataset_names := source.dataset_names:
         texts[DATASET] = [dataset_names[d] for d in which]
     return texts

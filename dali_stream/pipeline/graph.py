@@ -72,7 +72,7 @@ def build(
     pipeline = dali.empty_pipeline(config.batches.largest, config.gpu, threads, prefetch=1)
     with pipeline:
         nodes = _read(config, source, routes)
-        for camera in [camera for camera in config.dataset.cameras if camera in nodes]:
+        for camera in [camera for camera in config.source.cameras if camera in nodes]:
             # Frames that the CPU decodes are resized by the decode threads.
             size = None if routes[camera].decoder == "torchcodec" else config.image_size
             nodes[camera] = _scaled(nodes[camera], size, config.image_dtype)
@@ -92,7 +92,7 @@ def build(
         hint = "" if user is None else _HINT
         raise DaliStreamError(f"DALI does not build the graph: {dali.explanation(error).rstrip('.')}{hint}") from error
     used = _ancestors(nodes.values())
-    for camera in config.dataset.cameras if user is not None else ():
+    for camera in config.source.cameras if user is not None else ():
         if _place(camera_nodes[camera]) not in used:
             _log.warning("dali_graph drops %s, which is still decoded. Leave it out of the dataset's cameras", camera)
     return pipeline, list(nodes)
@@ -122,7 +122,7 @@ def _read(config: Config, source: ExternalSource, routes: Mapping[str, Route]) -
     kinds: list[Kind] = [(key, *_column(config, key)) for key in config.columns()]
     decoded: list[Kind] = []
     on_gpu: list[Kind] = []
-    for camera in config.dataset.cameras:
+    for camera in config.source.cameras:
         layout = "HWC" if config.squeezed(camera) else "FHWC"
         if routes[camera].decoder == "dali":
             kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, "")]  # clip, and frame indices in it
@@ -171,12 +171,12 @@ def _column(config: Config, key: str) -> tuple[Any, int, str]:
         return types.FLOAT, 1, ""
     if key == SUBSTITUTE and config.max_substitutes is not None:
         return types.BOOL, 0, ""
-    if key in config.dataset.constants:
-        constant = config.dataset.constants[key]
+    if key in config.source.constants:
+        constant = config.source.constants[key]
         return _TYPES[constant.dtype], constant.ndim - 1, ""
-    if key not in config.dataset.features:
+    if key not in config.source.features:
         return types.BOOL, 1, ""  # a pad mask
-    feature = config.dataset.features[key]
+    feature = config.source.features[key]
     return _TYPES[np.dtype(feature.numpy)], len(feature.row_shape) + (key in config.windows), ""
 
 

@@ -53,24 +53,24 @@ class Planner:
 
     def __init__(self, config: Config, routes: Mapping[str, Route], epoch: int, position: int, counters: Counters) -> None:
         self._config, self._counters = config, counters
-        dataset, on_cpu = config.dataset, config.on_cpu(routes)
-        on_nvdec = [key for key in dataset.cameras if key not in on_cpu]
+        source, on_cpu = config.source, config.on_cpu(routes)
+        on_nvdec = [key for key in source.cameras if key not in on_cpu]
         self.sizes = sizes = config.sizes(on_cpu)
         parts = divide(config.memory_budget, sizes)
         self._schedule = Schedule(
-            EpisodeTable(dataset.lengths, dataset.cameras, dataset.videos if dataset.data_store.remote else ()),
+            EpisodeTable(source.lengths, source.cameras, source.videos if source.data_store.remote else ()),
             samples(config.order, config.batches, config.rank, epoch, position),
             config.batches.largest,
             {key: config.windows.of(key) for key in on_cpu},
-            Limits(parts.frames, config.depth, order_horizon(parts, sizes)),
+            Limits(parts.kept, config.in_progress, order_horizon(parts, sizes)),
             {key: config.windows.of(key) for key in on_nvdec},
-            dataset.dataset_of,
+            source.dataset_of,
         )
         self._reading = Reading(config, sizes, parts, self._schedule, counters)
-        self.pool = DecodePool(config, routes, {key: self._schedule.frames[key].slots for key in on_cpu}, counters)
-        self.keeps_all = not on_nvdec and parts.frames >= int(dataset.lengths.sum())
+        self.pool = DecodePool(config, routes, {key: self._schedule.frames[key].slot_count for key in on_cpu}, counters)
+        self.keeps_all = not on_nvdec and parts.kept >= int(source.lengths.sum())
         self._planned: queue.Queue[PlannedBatch | BaseException] = queue.Queue()  # needs no size limit because of `_room`
-        self._room = threading.Semaphore(config.depth)
+        self._room = threading.Semaphore(config.in_progress)
         self.stopping = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)

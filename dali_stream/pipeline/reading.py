@@ -46,9 +46,10 @@ class Reading:
     """
 
     def __init__(self, config: Config, sizes: Sizes, parts: Parts, schedule: Schedule, counters: Counters) -> None:
-        dataset, remote = config.dataset, config.dataset.data_store.remote
+        source, remote = config.source, config.source.data_store.remote
         self.parts, self._schedule, self._counters = parts, schedule, counters
-        self._store, self._readers = dataset.data_store.session(), Workers("dali_stream fetch", FETCHERS if remote else 0)
+        # Without threads, `Workers` reads in the planner's thread, which is faster for local files.
+        self._store, self._readers = source.data_store.session(), Workers("dali_stream fetch", FETCHERS if remote else 0)
         self._look_ahead = look_ahead(config.batches.batch_size) if remote else 0
         self.video = video = BlockCache(
             schedule,
@@ -56,7 +57,7 @@ class Reading:
             self._look_ahead,
             self._store,
             self._readers,
-            lambda key, episode: dataset.path(key, config.indices.file(key, episode)),
+            lambda key, episode: source.path(key, config.indices.file(key, episode)),
             counters,
         )
 
@@ -66,7 +67,7 @@ class Reading:
             schedule.table.close(episode)
 
         self.episodes = OpenEpisodes(
-            dataset,
+            source,
             ReadLimits(
                 room=parts.opened,
                 more=parts.encoded - parts.opened,
@@ -85,11 +86,11 @@ class Reading:
             config.max_substitutes is not None,
             counters,
         )
-        self._names = dataset.names
+        self._names = source.names
         self.names: Future[dict[str, list[dict[int, str]]]] = Future()
         self._first: list[Future[None]] = []  # fetches for the first batch
         self._remedies = _reread_remedies(
-            reads_budget(parts, sizes), config.arguments.shuffle, remote, dataset.cache_dir is not None
+            reads_budget(parts, sizes), config.arguments.shuffle, remote, source.cache_dir is not None
         )
 
     def start(self) -> None:
@@ -108,7 +109,7 @@ class Reading:
 
     def open(self) -> None:
         """Open the episodes of the next batch, and those of later batches that are due. Wait for their reads."""
-        self.episodes.open(self._schedule.ahead(1, most=_SOON))
+        self.episodes.open(self._schedule.already_read(_SOON))  # `read_ahead` has read at least the next one
         # Encoded video may take the memory that rows and indices do not use. Their sizes are known now.
         self.video.room = self.parts.encoded - sum(self.episodes.bytes_by_kind)
 
@@ -121,7 +122,7 @@ class Reading:
         Raises:
             MemoryBudgetError: If memory_budget does not hold the encoded video of the batch.
         """
-        stores = self.video.view(plan.samples, plan.decoded, self._schedule.ahead(0, most=self._look_ahead))
+        stores = self.video.request(plan.samples, plan.decoded, self._schedule.already_read(self._look_ahead))
         if not plan.samples.number:
             self._first = self.video.requests
         self._count_again("evicted_early", self.video.evicted_early, "bytes are fetched")

@@ -102,7 +102,7 @@ def make_config(
         for camera in source.cameras:
             source.frame_size(camera)
     return Config(
-        dataset=source,
+        source=source,
         orders=orders,
         batches=Batches(orders.positions, batch_size, ranks.world_size, last_batch).checked(),
         windows=windows.Windows(offsets),
@@ -133,9 +133,9 @@ def make_normalizer(dataset: Dataset | Mixture, config: Config, modes: Modes) ->
     Raises:
         ValueError: If `modes` is invalid, or contains a camera although `image_dtype` is "uint8".
     """
-    left_out = [key for key in dataset.features if key not in config.dataset.features]
+    left_out = [key for key in dataset.features if key not in config.source.features]
     normalizer = Normalizer(dataset.without(left_out) if left_out else dataset, modes)
-    frames = [key for key in normalizer.modes if key in config.dataset.cameras]
+    frames = [key for key in normalizer.modes if key in config.source.cameras]
     if config.image_dtype != "float32" and frames:
         raise ValueError(f'image_dtype must be "float32" to normalize {frames[0]}, got {config.image_dtype!r}')
     return normalizer

@@ -38,7 +38,7 @@ def required_memory(config: Config, cameras: Sequence[str]) -> RequiredMemory:
     rows = batches.batch_size if batches.last_batch == "pad" else min(batches.batch_size, share)
     pixels = sum(config.windows.steps(camera) * config.frame_bytes(camera) for camera in cameras)
     value_bytes = np.dtype(np.uint8 if config.uses_dali(cameras) else config.image_dtype).itemsize
-    samples = 0 if config.dataset.dataset_names else min(config.depth * batches.batch_size, share)
+    samples = 0 if config.source.dataset_names else min(config.in_progress * batches.batch_size, share)
     with_current_frame = (camera for camera in cameras if (config.windows.of(camera) == 0).any())
     return RequiredMemory(rows * pixels * value_bytes, samples * sum(map(config.frame_bytes, with_current_frame)))
 

@@ -37,14 +37,14 @@ class Parts(NamedTuple):
         encoded: Bytes for rows, indices and the encoded video of remote data.
         opened: Bytes of `encoded` for rows and indices, unless one batch needs more.
         indices: Bytes of `opened` for indices.
-        frames: Number of decoded frames of each camera that may be cached for later batches.
+        kept: Number of decoded frames of each camera that may be cached for later batches.
         block: Bytes of a block of encoded video.
     """
 
     encoded: int
     opened: int
     indices: int
-    frames: int
+    kept: int
     block: int
 
 
@@ -63,7 +63,7 @@ class Sizes:
         windows: {camera with video files: its frame offsets}.
         fetched: Whether encoded video is cached in memory.
         frame_bytes: Bytes of a decoded frame, added up over the cameras that the CPU decodes.
-        in_progress: Bytes of the decoded frames of all batches in progress.
+        in_progress_bytes: Bytes of the decoded frames of all batches in progress.
         scattered: Whether each batch draws from episodes anywhere in the dataset, so that the files of all episodes are in use.
     """
 
@@ -77,7 +77,7 @@ class Sizes:
     windows: Mapping[str, Int64]
     fetched: bool
     frame_bytes: int
-    in_progress: int
+    in_progress_bytes: int
     scattered: bool = False
 
     @property
@@ -115,8 +115,8 @@ def divide(budget: int, sizes: Sizes) -> Parts:
         kept = frames if each else 0
         encoded = budget - frames * each
     else:
-        kept = max((room - sizes.in_progress) // each, 0)
-        encoded = budget - kept * each - (sizes.in_progress if kept else 0)
+        kept = max((room - sizes.in_progress_bytes) // each, 0)
+        encoded = budget - kept * each - (sizes.in_progress_bytes if kept else 0)
     return Parts(encoded, *_divide_encoded(encoded, sizes, budget), kept, _block(sizes, budget))
 
 
@@ -168,7 +168,7 @@ def look_ahead(batch_size: int) -> int:
 
 def order_horizon(parts: Parts, sizes: Sizes) -> int:
     """Return the number of samples that the order is read ahead, for decoded frames and for encoded video."""
-    return max(horizon(parts.frames, int(sizes.lengths.sum())), encoded_horizon(parts.encoded, sizes), LOOK_AHEAD)
+    return max(horizon(parts.kept, int(sizes.lengths.sum())), encoded_horizon(parts.encoded, sizes), LOOK_AHEAD)
 
 
 def horizon(kept: int, frames: int) -> int:

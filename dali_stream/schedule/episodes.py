@@ -1,4 +1,12 @@
-"""Table of the open episodes, with their rows and the locations of their frames."""
+"""Table of the open episodes, with their rows and the locations of their frames.
+
+Four kinds of numbers are stored in int64 arrays, and the schedule converts between them:
+
+frame       number of a frame, counted over all episodes. It identifies a frame, whether its episode is open or not.
+in episode  number of a frame within its episode, counted from 0
+row         place of a frame in `EpisodeTable`. A frame has a row only while its episode is open, and the row may change.
+slot        place of a decoded frame in memory, see `schedule.frames`
+"""
 
 from __future__ import annotations
 
@@ -9,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.checks.none import NONE as NONE  # other modules of this folder import it from here
+from dali_stream.checks.none import NONE
 
 if TYPE_CHECKING:
     from dali_stream.mp4.blocks import Blocks
@@ -55,7 +63,8 @@ class CameraTable:
     """One camera's frames, with an entry for each row of the table.
 
     Attributes:
-        packet: Packet of each frame. `NONE` if the frame has no packet.
+        packet: Packet of each frame. `NONE` if the frame has no packet. For frames that are images in rows, it is the number of
+            the frame within its episode.
         gop: Row of the first frame of each frame's GOP. The entry of that first frame itself is minus the number of frames of
             the GOP, so that one array holds both.
         first_block, block_count: First entry of the `BlockTable` that decoding each frame needs, and number of entries. The

@@ -14,7 +14,7 @@ The dataset has three episodes of 4, 6 and 4 frames, one camera, and GOPs of 2 f
 The cache may keep 3 decoded frames, one batch is in progress at a time, and the order is read 4 samples ahead.
 
 >>> table, windows = EpisodeTable(lengths, ["top"]), {"top": np.array([0])}
->>> schedule = Schedule(table, iter(batches), 2, windows, Limits(kept=3, in_flight=1, horizon=4))
+>>> schedule = Schedule(table, iter(batches), 2, windows, Limits(kept=3, in_progress=1, horizon=4))
 
 An episode is opened before the first batch that uses it is planned: its rows are read, and its frames are located.
 
@@ -41,6 +41,6 @@ batch 1 shows episode 0 frame 0, episode 1 frame 4
 After batch 1, no batch is known to show frame 0 of episode 0, so slot 2 is free. Two frames are cached for batch 2, which will
 decode nothing. Frames are numbered over all episodes: 13 is frame 3 of episode 2, and 9 is frame 5 of episode 1.
 
->>> schedule.frames["top"].kept()
+>>> schedule.frames["top"].next_uses()
 [(13, 2), (9, 2)]
 """

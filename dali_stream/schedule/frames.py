@@ -69,7 +69,9 @@ class FramePlan:
 class FrameCache:
     """Cache of one camera's decoded frames. It assigns slot numbers, and `dali_stream.cache.slots` stores the frames.
 
-    A slot is the place of one decoded frame in memory. Each frame of a batch has a slot until the batch is delivered. Up to
+    A slot is the place of one decoded frame in memory. Each frame of a batch has a slot until the batch is delivered. A batch
+    may show a slot that an earlier batch in progress is still decoding: batches are completed in order, so the frame is there
+    when the later batch is. Up to
     `kept` frames are cached for later batches: those with the nearest next uses.
 
     Args:
@@ -78,22 +80,24 @@ class FrameCache:
         window: Window of the camera.
         kept: Maximum number of frames that are kept for later batches.
         batch_frames: Maximum number of frames of a batch, B · T.
-        in_flight: Maximum number of batches that are planned and not delivered. Batch n - in_flight is delivered before batch n
-            is planned, so batch n may overwrite the slots of batch n - in_flight.
+        in_progress: Maximum number of batches that are planned and not delivered. Batch n - in_progress is delivered before
+            batch n is planned, so batch n may overwrite the slots of batch n - in_progress.
 
     Attributes:
-        slots: Number of slots, for cached frames and for the frames of the batches in flight.
+        slot_count: Number of slots, for cached frames and for the frames of the batches in progress.
         keeps_all: Whether the cache has room for every frame of the dataset, so that none is ever evicted.
     """
 
-    def __init__(self, table: EpisodeTable, camera: str, window: Window, kept: int, batch_frames: int, in_flight: int) -> None:
+    def __init__(
+        self, table: EpisodeTable, camera: str, window: Window, kept: int, batch_frames: int, in_progress: int
+    ) -> None:
         self._table, self._camera, self._window = table, table.cameras[camera], window
         self._kept = kept
         frames = int(table.lengths.sum())
         self.keeps_all, self._holds_most = kept >= frames, 2 * kept >= frames
-        self.slots = kept + in_flight * batch_frames
+        self.slot_count = kept + in_progress * batch_frames
         self._slot_of: dict[int, int] = {}  # {cached frame: its slot}
-        self._state = _Slots(self.slots, in_flight)
+        self._slots = _SlotAllocator(self.slot_count, in_progress)
         self._room = kept  # number of frames that may still be cached
         self._room_later = defaultdict[int, int](int)  # {batch: growth of `_room` when this batch is planned}
 
@@ -106,9 +110,9 @@ class FrameCache:
         """Return the slot of each frame, or `NONE` for frames that are not cached."""
         return np.fromiter(map(self._slot_of.get, frames.tolist(), itertools.repeat(NONE)), np.int64, len(frames))
 
-    def kept(self) -> list[tuple[int, int]]:
+    def next_uses(self) -> list[tuple[int, int]]:
         """Return (frame, batch that shows it next) for each cached frame. The batch is `NEVER` if none is known."""
-        return [(frame, int(self._state.next_use[slot])) for frame, slot in self._slot_of.items()]
+        return [(frame, int(self._slots.next_use[slot])) for frame, slot in self._slot_of.items()]
 
     def foresee(self, batch: int, frames: Int64) -> None:
         """Update the next uses of cached frames when another batch is read from the order.
@@ -120,7 +124,7 @@ class FrameCache:
         if not self.keeps_all:
             slots = self.slots_of(frames)
             slots = slots[slots >= 0]
-            self._state.next_use[slots] = np.minimum(self._state.next_use[slots], batch)
+            self._slots.next_use[slots] = np.minimum(self._slots.next_use[slots], batch)
 
     def drop(self, batch: int, slots: list[int]) -> None:
         """Remove cached frames that could not be read, so that the next batch that shows them decodes them.
@@ -132,9 +136,9 @@ class FrameCache:
         if not slots:
             return
         cached = np.unique(np.array(slots, np.int64))
-        cached = cached[self._state.frame[cached] != NONE]
-        # Any batch in flight may show these slots. In `plan`, a batch whose frames are all cached does not mark its slots.
-        self._state.touched[cached] = batch
+        cached = cached[self._slots.frame[cached] != NONE]
+        # Any batch in progress may show these slots. In `plan`, a batch whose frames are all cached does not mark its slots.
+        self._slots.touched[cached] = batch
         self._evict(batch, cached)
 
     def plan(self, batch: int, frames: Int64, ahead: int) -> FramePlan:
@@ -153,32 +157,32 @@ class FrameCache:
             # copy. `touched` need not be updated, since only `drop` frees slots.
             nothing = np.empty(0, np.int64)
             return FramePlan(show.reshape(frames.shape), nothing, nothing, nothing, nothing, nothing, len(show), 0, 0)
-        self._state.release(batch)
+        self._slots.release(batch)
         for at in [at for at in self._room_later if at <= batch]:
             self._room += self._room_later.pop(at)
         shown, place = np.unique(frames, return_inverse=True)
         slot = self.slots_of(shown)
         hit = slot >= 0
         # Hits are marked before `_choose` evicts, so that no frame of this batch is evicted for another one.
-        self._state.touched[slot[hit]] = batch
+        self._slots.touched[slot[hit]] = batch
         rows = self._table.rows(shown[~hit])
         present = self._camera.packet[rows] >= 0
-        wanted = rows[present]
-        beside = self._beside(wanted)
-        decode, keep, evicted = self._choose(batch, ahead, wanted, beside, shown[hit], slot[hit])
-        into = self._state.take(batch, len(decode))
-        self._keep(decode[keep], into[keep], batch)
-        self._state.free_later(batch, into[~keep])
-        slot[np.flatnonzero(~hit)[present]] = into[: len(wanted)]
-        packet, gop = self._camera.packet[decode].astype(np.int64), self._camera.gops(decode)
+        wanted_rows = rows[present]
+        beside_rows = self._beside(wanted_rows)
+        decode_rows, keep, evicted = self._choose(batch, ahead, wanted_rows, beside_rows, shown[hit], slot[hit])
+        into = self._slots.take(batch, len(decode_rows))
+        self._keep(decode_rows[keep], into[keep], batch)
+        self._slots.free_later(batch, into[~keep])
+        slot[np.flatnonzero(~hit)[present]] = into[: len(wanted_rows)]
+        packet, gop = self._camera.packet[decode_rows].astype(np.int64), self._camera.gops(decode_rows)
         # The decoders rely on this order, see `FramePlan`.
         order = np.lexsort((packet, gop))
-        decode, packet, gop = decode[order], packet[order], gop[order]
-        episode = self._table.episode[decode].astype(np.int64)
+        decode_rows, packet, gop = decode_rows[order], packet[order], gop[order]
+        episode = self._table.episode[decode_rows].astype(np.int64)
         return FramePlan(
             show=slot[place].reshape(frames.shape),
             episode=episode,
-            frame=decode - self._table.first_row[episode],
+            frame=decode_rows - self._table.first_row[episode],
             packet=packet,
             slot=into[order],
             gop=gop,
@@ -187,11 +191,11 @@ class FrameCache:
             evicted=evicted,
         )
 
-    def _beside(self, wanted: Int64) -> Int64:
-        """Return the rows of the frames in the same GOPs as `wanted` that are neither wanted nor cached."""
-        members = self._camera.members(np.unique(self._camera.gops(wanted)))
+    def _beside(self, wanted_rows: Int64) -> Int64:
+        """Return the rows of the frames in the same GOPs as `wanted_rows` that are neither wanted nor cached."""
+        members = self._camera.members(np.unique(self._camera.gops(wanted_rows)))
         others = self._camera.packet[members] >= 0
-        others[np.searchsorted(members, wanted)] = False
+        others[np.searchsorted(members, wanted_rows)] = False
         members = members[others]
         return members[self.slots_of(self._table.frames(members)) == NONE]
 
@@ -204,49 +208,49 @@ class FrameCache:
         return int((packet[last] - self._camera.packet[gop[starts]] + 1).sum())
 
     def _choose(
-        self, batch: int, ahead: int, wanted: Int64, beside: Int64, hits: Int64, hit_slots: Int64
+        self, batch: int, ahead: int, wanted_rows: Int64, beside_rows: Int64, hit_frames: Int64, hit_slots: Int64
     ) -> tuple[Int64, Mask, int]:
         """Choose which frames to decode and to cache. Evict cached frames whose next uses are farther away.
 
-        Cached frames, and evicted frames that a batch in flight still uses, occupy at most `kept` slots together. Each batch in
-        flight occupies at most B · T other slots. Therefore a slot is always free for each new frame.
+        Cached frames, and evicted frames that a batch in progress still uses, occupy at most `kept` slots together. Each batch
+        in progress occupies at most B · T other slots. Therefore a slot is always free for each new frame.
 
         Args:
             batch: Number of the batch.
             ahead: Number of later batches that have been read from the order.
-            wanted: Rows of the frames that the batch shows and that must be decoded.
-            beside: Rows of the other frames of the same GOPs that are not cached.
-            hits: Cached frames that the batch shows.
-            hit_slots: Slots of `hits`.
+            wanted_rows: Rows of the frames that the batch shows and that must be decoded.
+            beside_rows: Rows of the other frames of the same GOPs that are not cached.
+            hit_frames: Cached frames that the batch shows.
+            hit_slots: Slots of `hit_frames`.
 
         Returns:
-            Rows of the frames to decode, beginning with `wanted`, a mask of those to cache after the batch, and the number of
-            frames that were evicted although a later batch was known to show them.
+            Rows of the frames to decode, beginning with `wanted_rows`, a mask of those to cache after the batch, and the number
+            of frames that were evicted although a later batch was known to show them.
         """
-        coming = np.concatenate([wanted, beside])
-        keep, count, evicted = np.ones(len(coming), np.bool_), len(wanted), 0
+        coming_rows = np.concatenate([wanted_rows, beside_rows])
+        keep, count, evicted = np.ones(len(coming_rows), np.bool_), len(wanted_rows), 0
         if not self.keeps_all:
-            next_use = self._state.next_use
-            after = self._window.uses.next(self._table.frames(coming), batch)
-            next_use[hit_slots] = self._window.uses.next(hits, batch)
+            next_use = self._slots.next_use
+            after = self._window.uses.next(self._table.frames(coming_rows), batch)
+            next_use[hit_slots] = self._window.uses.next(hit_frames, batch)
             # A frame whose next use is unknown is shown after the batches ahead. Each of these adds about as many frames as
             # this batch, so the frame is not cached if it would be evicted before that. Frames that this batch shows are rarely
             # shown again before the next epoch, so in a full or a small cache, their next use must be known.
             known, stays = after < NEVER, next_use[hit_slots] < NEVER
             if ahead * count > _TURNOVERS * self._kept:
                 keep = known
-            elif len(coming) > self._room or not self._holds_most:
+            elif len(coming_rows) > self._room or not self._holds_most:
                 keep[:count] = known[:count]
             # Hits that no later batch is known to show make room for new frames.
             if keep.sum() > self._room + (~stays).sum():
                 # Rank cached frames, new frames and hits together, and keep those with the nearest next uses.
-                held = np.flatnonzero((self._state.frame != NONE) & (self._state.touched != batch))
+                held = np.flatnonzero((self._slots.frame != NONE) & (self._slots.touched != batch))
                 parts = next_use[held], after[keep], next_use[hit_slots[stays]]
                 near = nearest(np.concatenate(parts), max(self._kept - self._kept // _SLACK, 0))
                 near_held, near_coming, near_hits = np.split(near, np.cumsum([len(part) for part in parts])[:-1])
                 keep[keep], stays[stays] = near_coming, near_hits
                 evicted += self._evict(batch, held[~near_held])
-            # An evicted frame makes no room while a batch in flight uses its slot. During that time, fewer new frames are
+            # An evicted frame makes no room while a batch in progress uses its slot. During that time, fewer new frames are
             # cached.
             if (excess := int(keep.sum() - self._room - (~stays).sum())) > 0:
                 farthest = np.flatnonzero(keep)[np.argsort(-after[keep], kind="stable")]
@@ -260,21 +264,21 @@ class FrameCache:
         # decoded on the way to others and dropped.
         into = keep.copy()
         into[:count] = True
-        return coming[into], keep[into], evicted
+        return coming_rows[into], keep[into], evicted
 
     def _keep(self, rows: Int64, slots: Int64, batch: int) -> None:
         """Add frames to the cache."""
         frames = self._table.frames(rows)
         self._slot_of.update(zip(frames.tolist(), slots.tolist(), strict=True))
-        self._state.frame[slots] = frames
+        self._slots.frame[slots] = frames
         if not self.keeps_all:
-            self._state.next_use[slots] = self._window.uses.next(frames, batch)
+            self._slots.next_use[slots] = self._window.uses.next(frames, batch)
         self._room -= len(frames)
 
     def _evict(self, batch: int, slots: Int64) -> int:
         """Evict frames that the batch does not show. Return how many of them a later batch is known to show."""
-        # A slot cannot be reused while a batch in flight shows or writes it. The room grows once that batch is delivered.
-        free_from, count = np.unique(self._state.free_from(batch, slots), return_counts=True)
+        # A slot cannot be reused while a batch in progress shows or writes it. The room grows once that batch is delivered.
+        free_from, count = np.unique(self._slots.free_from(batch, slots), return_counts=True)
         for at, freed in zip(free_from.tolist(), count.tolist(), strict=True):
             if at == batch:
                 self._room += freed
@@ -283,19 +287,19 @@ class FrameCache:
         return self._forget(batch, slots)
 
     def _forget(self, batch: int, slots: Int64) -> int:
-        """Remove frames from the cache, and free their slots as soon as no batch in flight uses them.
+        """Remove frames from the cache, and free their slots as soon as no batch in progress uses them.
 
         Returns:
             Number of these frames that a later batch is known to show.
         """
-        for frame in self._state.frame[slots].tolist():
+        for frame in self._slots.frame[slots].tolist():
             del self._slot_of[frame]
-        self._state.frame[slots] = NONE
-        self._state.free_later(batch, slots)
-        return int((self._state.next_use[slots] < NEVER).sum())
+        self._slots.frame[slots] = NONE
+        self._slots.free_later(batch, slots)
+        return int((self._slots.next_use[slots] < NEVER).sum())
 
 
-class _Slots:
+class _SlotAllocator:
     """Contents of a camera's slots, and the slots that are free.
 
     Attributes:
@@ -304,11 +308,11 @@ class _Slots:
         touched: Last batch that writes or shows each slot.
     """
 
-    def __init__(self, count: int, in_flight: int) -> None:
-        self._in_flight = in_flight
+    def __init__(self, count: int, in_progress: int) -> None:
+        self._in_progress = in_progress
         self.frame = np.full(count, NONE, np.int64)
         self.next_use = np.full(count, NEVER, np.int64)
-        self.touched = np.full(count, -in_flight, np.int64)  # early enough for batch 0 to write all slots
+        self.touched = np.full(count, -in_progress, np.int64)  # early enough for batch 0 to write all slots
         # The free slots are a stack, so that slots that were used before are used first. The system allocates the memory of a
         # slot when it is first written, so a cache that is never full takes less memory.
         self._free = np.arange(count, dtype=np.int64)[::-1].copy()
@@ -330,7 +334,7 @@ class _Slots:
 
     def free_from(self, batch: int, slots: Int64) -> Int64:
         """Return the first batch that may write each slot. The batches that write or show it now are delivered by then."""
-        return np.maximum(self.touched[slots] + self._in_flight, batch)
+        return np.maximum(self.touched[slots] + self._in_progress, batch)
 
     def free_later(self, batch: int, slots: Int64) -> None:
         """Release slots, each as soon as it may be written again."""

@@ -25,12 +25,12 @@ class Limits:
 
     Attributes:
         kept: Maximum number of decoded frames of each camera that are cached for later batches.
-        in_flight: Maximum number of batches that are planned and not delivered yet.
+        in_progress: Maximum number of batches that are planned and not delivered yet.
         horizon: Number of samples that the order is read ahead.
     """
 
     kept: int
-    in_flight: int
+    in_progress: int
     horizon: int
 
 
@@ -40,7 +40,7 @@ class BatchPlan:
 
     Attributes:
         samples: Samples of the batch.
-        shown: {camera: frames within their episodes that the batch shows, shape (B, T)}.
+        shown_in_episode: {camera: frames that the batch shows, numbered within their episodes, shape (B, T)}.
         is_pad: {camera: whether each step of its window is outside the episode, bool of shape (B, T)}.
         frames: {camera whose frames are cached: plan of its frames}.
         packets: {other camera: packets of the frames that the batch shows, shape (B, T)}. `NONE` if a frame has no packet.
@@ -48,7 +48,7 @@ class BatchPlan:
     """
 
     samples: Samples
-    shown: dict[str, Int64]
+    shown_in_episode: dict[str, Int64]
     is_pad: dict[str, npt.NDArray[np.bool_]]
     frames: dict[str, FramePlan]
     packets: dict[str, Int64]
@@ -63,6 +63,8 @@ class BatchPlan:
 
 class Schedule:
     """Schedule of the batches, planned one after the other. The same arguments and observations always give the same plans.
+
+    `dali_stream.schedule.example` shows the plans of a small dataset.
 
     Args:
         table: Table of the open episodes, with the cameras of `windows` and `uncached`.
@@ -99,22 +101,23 @@ class Schedule:
             for camera, values in {**windows, **(uncached or {})}.items()
         }
         self.frames = {
-            camera: FrameCache(table, camera, self.windows[camera], limits.kept, batch_size * each.shape[-1], limits.in_flight)
+            camera: FrameCache(
+                table, camera, self.windows[camera], limits.kept, batch_size * each.shape[-1], limits.in_progress
+            )
             for camera, each in windows.items()
         }
         # If nothing is ever evicted, next uses need not be recorded.
         self._evicts = bool(table.blocks.cameras) or not all(cache.keeps_all for cache in self.frames.values())
 
-    def ahead(self, count: int, most: int | None = None) -> list[Samples]:
-        """Return the batches that `plan` will plan next. Read them from the order if necessary.
-
-        Args:
-            count: Number of batches.
-            most: Maximum number of batches to return if more than `count` have been read already. Default: `count`.
-        """
+    def ahead(self, count: int) -> list[Samples]:
+        """Return the batches that `plan` will plan next. Read them from the order if necessary."""
         while len(self._ahead) < count:
             self._read()
-        return list(itertools.islice(self._ahead, most or count))
+        return self.already_read(count)
+
+    def already_read(self, most: int) -> list[Samples]:
+        """Return up to `most` of the batches that `plan` will plan next. Read no further ones from the order."""
+        return list(itertools.islice(self._ahead, most))
 
     def shown(self, camera: str, batch: int) -> Int64:
         """Return the frames of a camera that a batch ahead shows, numbered over all episodes, shape (B, T)."""
@@ -132,7 +135,7 @@ class Schedule:
         plan = BatchPlan(samples, {}, {}, {}, {}, {})
         for camera, window in self.windows.items():
             frames, plan.is_pad[camera] = shown[window]
-            plan.shown[camera] = frames - first
+            plan.shown_in_episode[camera] = frames - first
             if camera in self.frames:
                 own = plan.frames[camera] = self.frames[camera].plan(samples.number, frames, ahead)
                 plan.decoded[camera] = self.table.first_row[own.episode] + own.frame

@@ -164,10 +164,10 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool, m
         num_threads=config.num_threads,
         cores=process.cores(),
         gpu=config.gpu is not None,
-        remote=config.dataset.data_store.remote,
-        cached=config.dataset.cache_dir is not None,
+        remote=config.source.data_store.remote,
+        cached=config.source.cache_dir is not None,
         decode=source.decode,
-        videos={key: source.routes[key].decoder for key in config.dataset.videos},
+        videos={key: source.routes[key].decoder for key in config.source.videos},
         image_size=config.image_size,
         image_dtype=config.image_dtype,
         normalize=normalize,
@@ -188,7 +188,7 @@ def _advice(
 ) -> tuple[int, Decodes, Decodes] | None:
     """Return the effect of doubling the memory budget. See `Setup.advice`."""
     larger = replace(config, memory_budget=2 * config.memory_budget)
-    if not fits(larger.memory_budget) or divide(larger.memory_budget, sizes).frames > most_simulated:
+    if not fits(larger.memory_budget) or divide(larger.memory_budget, sizes).kept > most_simulated:
         return None
     now, then = (decodes_of(each, on_cpu, batches=_SIMULATED, sizes=sizes)[warm] for each in (config, larger))
     return (larger.memory_budget, now, then) if then.decoded <= (1 - _WORTH) * now.decoded else None

@@ -50,14 +50,14 @@ def decodes_of(
     """
     sizes = sizes or config.sizes(cameras)
     parts, found = divide(config.memory_budget, sizes), dict[tuple[bytes, int], tuple[Decodes, Decodes]]()
-    limits = Limits(parts.frames, config.depth, order_horizon(parts, sizes))
+    limits = Limits(parts.kept, config.in_progress, order_horizon(parts, sizes))
     total, frames = np.zeros((2, 2)), 0
     for camera, index in sizes.indices.items():
         if camera in cameras:
             offsets, length = config.windows.widest(camera), gop or median_gop([index])
             key = offsets.tobytes(), length
             if key not in found:
-                lengths = config.dataset.lengths
+                lengths = config.source.lengths
                 found[key] = decodes(lengths, config.order, config.batches, offsets, length, limits, config.rank, batches)
             total, frames = total + np.array(found[key]) * len(offsets), frames + len(offsets)
     first, later = (total / max(frames, 1)).tolist()

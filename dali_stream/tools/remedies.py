@@ -322,7 +322,7 @@ class _Study:
         self._check_busy()  # before anything is rewritten
         self._as_bytes = self._changed(image_dtype="uint8") if config.gpu is None and config.image_dtype == "float32" else None
         self._on_gpu = self._changed(device="cuda") if config.gpu is None and torch.cuda.is_available() else None
-        self._rewritten = self._rewrite() if config.dataset.videos else []
+        self._rewritten = self._rewrite() if config.source.videos else []
         others = [each for each in (self._as_bytes, self._on_gpu, *(each for each, _, _ in self._rewritten)) if each]
         for number in range(_ROUNDS):
             # Every other round is in reverse order, so that a load that grows or shrinks slows down all of them.
@@ -381,10 +381,10 @@ class _Study:
             yield _Proposal('image_dtype="uint8"', "conversion in the model", rounds, {"image_dtype": "uint8"})
         if self._on_gpu:
             yield _Proposal('device="cuda"', "time of the GPU's decoders", self._on_gpu.speeds(now), {"device": "cuda"})
-        if config.dataset.data_store.remote:
+        if config.source.data_store.remote:
             rounds = base.speeds(now, lambda work: work.scaled(network=0.5))
             yield _Proposal("twice the bandwidth", "a faster connection, or nearer storage", rounds)
-            if config.dataset.cache_dir is None:
+            if config.source.cache_dir is None:
                 cached = base.speeds(now, lambda work: work.scaled(network=0.0))
                 rounds = [(first, later) for (first, _), (_, later) in zip(base.speeds(now), cached, strict=True)]
                 yield _Proposal("cache_dir=DIR", "disk space for the files", rounds)
@@ -537,7 +537,7 @@ def _epoch(config: Config, graph: bool, growths: list[dict[str, float]]) -> _Epo
         growths: Growth of the counters in each measurement.
     """
     growth = {key: sum(each[key] for each in growths) for key in growths[0]}
-    work = work_of(growth, config.num_threads, cores(), config.dataset.data_store.remote, graph)
+    work = work_of(growth, config.num_threads, cores(), config.source.data_store.remote, graph)
     seconds = (growth["wait_s"] + growth["training_s"]) / growth["batches"]
     decodes = Decodes(*(growth[key] / max(growth["frames"], 1) for key in ("decoded_frames", "stored_frames")))
     return _Epoch(seconds, replace(work, step=0.0), decodes, growth["fetched_bytes"] / growth["samples"])

@@ -316,7 +316,7 @@ def _cached(camera: Camera) -> tuple[int, float, float] | None:
         windows={camera.key: window},
         fetched=dataset.data_store.remote,
         frame_bytes=frame_bytes,
-        in_progress=2 * batches.largest * frame_bytes,
+        in_progress_bytes=2 * batches.largest * frame_bytes,
     )
 
     def order(epoch: int) -> Order:
@@ -325,7 +325,7 @@ def _cached(camera: Camera) -> tuple[int, float, float] | None:
     best = None
     for budget in _BUDGETS:
         with contextlib.suppress(MemoryBudgetError):
-            kept = divide(budget, sizes).frames
+            kept = divide(budget, sizes).kept
             limits = Limits(kept, 2, horizon(kept, frames))
             first, later = decodes(dataset.lengths, order, batches, window, median_gop(camera.tables), limits)
             best = budget, first.decoded, later.decoded

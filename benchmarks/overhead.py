@@ -1,0 +1,163 @@
+"""Measure the CPU time per frame that a Loader needs beside decoding and resizing.
+
+    python benchmarks/overhead.py [--threads 1 2 4 8 16 32 64] [--decode-ms 2.3] [--memory-budget 256MiB] [--batch-size 64]
+                                  [--episodes 48] [--seconds 6] [--rounds 3] [--json]
+
+The program writes a demo dataset with two cameras of 224×224 pixels. torchcodec's decoder is replaced by one that sleeps for
+`--decode-ms` per requested frame, and then returns gray frames. A thread that sleeps needs no core, so two cores show how a
+Loader works with many decode threads. All else is what a Loader does: it plans, packs clips, keeps frames in slots, and copies
+batches of uint8. In each round, the numbers of threads take turns, each with a new Loader whose cache is filled first.
+
+ideal     frames per second if each thread did nothing but sleep
+cpu_us    CPU time of the process per delivered frame, in µs, and the parts of it by kind of thread: the planner, the decode
+          threads, and the thread that iterates with its helpers, which copy
+planner   share of the time in which the planner's thread used a core
+switches  voluntary switches of a thread per delivered frame, that is, how often a thread waited
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from argument_types import count, positive
+
+import dali_stream
+from dali_stream.decode import torchcodec
+from dali_stream.demo import write_demo
+from dali_stream.mp4.clip import TICK, TIMESCALE, Clip
+from dali_stream.tools import environment
+from dali_stream.tools.bench.measure import endless, take
+
+SIZE = (224, 224)
+KINDS = {"dali_stream planner": "planner", "dali_stream decode": "decode"}  # {prefix of a thread's name: kind}
+
+
+class Frames(NamedTuple):
+    """What `VideoDecoder.get_frames_at` returns, as far as it is used."""
+
+    data: torch.Tensor
+    pts_seconds: torch.Tensor
+
+
+class Sleeper:
+    """Decoder that sleeps instead of decoding. It has the attributes of torchcodec's `VideoDecoder` that are used."""
+
+    def __init__(self, decode_s: float) -> None:
+        self._decode_s = decode_s
+        self._gray = torch.full((torchcodec.task_frames(SIZE) * 2, *SIZE, 3), 128, dtype=torch.uint8)
+        self.metadata = argparse.Namespace(height=SIZE[0], width=SIZE[1], rotation=0)
+
+    def get_frames_at(self, indices: list[int]) -> Frames:
+        time.sleep(self._decode_s * len(indices))
+        return Frames(self._gray[: len(indices)], torch.tensor(indices) * (TICK / TIMESCALE))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--threads", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--decode-ms", type=positive, default=2.3, help="time that decoding a frame takes")
+    parser.add_argument("--memory-budget", default="256MiB")
+    parser.add_argument("--batch-size", type=count, default=64)
+    parser.add_argument("--episodes", type=count, default=48, help="episodes of about 100 frames in the dataset")
+    parser.add_argument("--seconds", type=positive, default=6, help="duration of each measurement")
+    parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    arguments = parser.parse_args()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            write_demo(Path(folder) / "demo", episodes=arguments.episodes, size=SIZE)
+            result = measure(Path(folder) / "demo", arguments)
+    except (dali_stream.DaliStreamError, ValueError) as error:
+        print(f"overhead: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(environment.report_json(result))
+    return 0
+
+
+def measure(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure all numbers of threads in turns, and print a line for each."""
+    sleeper = Sleeper(arguments.decode_ms / 1e3)
+
+    def opened(clip: Clip, device: str = "cpu") -> Sleeper:
+        return sleeper
+
+    torchcodec._open = opened  # type: ignore[assignment]
+    found: dict[int, list[dict[str, float]]] = {threads: [] for threads in arguments.threads}
+    for _ in range(arguments.rounds):
+        for threads, rounds in found.items():
+            rounds.append(measured(root, threads, arguments))
+    results = []
+    for threads, rounds in found.items():
+        medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+        ideal = threads / (arguments.decode_ms / 1e3) / medians["stored_per_frame"]
+        results.append({"threads": threads, "ideal_frames_per_s": ideal, "share": medians["frames_per_s"] / ideal, **medians})
+        print(
+            f"{threads:3d} threads: {medians['frames_per_s']:6.0f} frames/s, {results[-1]['share']:.2f} of the ideal; CPU "
+            f"{medians['cpu_us']:.0f} µs per frame (planner {medians['planner_us']:.0f}, decode {medians['decode_us']:.0f}, "
+            f"copy {medians['copy_us']:.0f}); planner {medians['planner_share']:.2f} of its time; "
+            f"{medians['switches']:.2f} switches"
+        )
+    settings = {
+        name: getattr(arguments, name) for name in ("decode_ms", "memory_budget", "batch_size", "episodes", "seconds", "rounds")
+    }
+    return {**settings, "image_size": SIZE, "results": results, **environment.ran_on("cpu")}
+
+
+def measured(root: Path, threads: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """Measure one Loader with this number of decode threads."""
+    with dali_stream.Loader(
+        root,
+        batch_size=arguments.batch_size,
+        image_size=SIZE,
+        image_dtype="uint8",
+        num_threads=threads,
+        memory_budget=arguments.memory_budget,
+        device="cpu",
+    ) as loader:
+        batches = endless(loader)
+        take(batches, len(loader))  # one epoch, which fills the cache
+        before, switches, started = cpu_times(), _switches(), time.perf_counter()
+        first, frames = loader.stats(), 0
+        while time.perf_counter() < started + arguments.seconds:
+            frames += len(next(batches)["index"]) * len(loader.dataset.cameras)
+        took, after, stats = time.perf_counter() - started, cpu_times(), loader.stats()
+        used = {kind: after[kind] - before[kind] for kind in after}
+        per_frame = {f"{kind}_us": 1e6 * seconds / frames for kind, seconds in used.items()}
+        return {
+            "frames_per_s": frames / took,
+            "stored_per_frame": (stats["stored_frames"] - first["stored_frames"]) / frames,
+            "cpu_us": sum(per_frame.values()),
+            **per_frame,
+            "planner_share": used["planner"] / took,
+            "switches": (_switches() - switches) / frames,
+        }
+
+
+def cpu_times() -> dict[str, float]:
+    """Return the CPU seconds of this process by kind of thread."""
+    seconds = Counter[str](planner=0, decode=0, copy=0)
+    for thread in threading.enumerate():
+        kind = next((kind for prefix, kind in KINDS.items() if thread.name.startswith(prefix)), "copy")
+        assert thread.native_id is not None
+        # The first number is the time on a core in ns. Those in stat count ticks of 10 ms.
+        seconds[kind] += int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
+    return dict(seconds)
+
+
+def _switches() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+
+
+if __name__ == "__main__":
+    sys.exit(main())
