@@ -430,7 +430,7 @@ def test_a_video_backend_without_effect_is_told(train: Train, caplog: pytest.Log
 def test_transforms_on_the_gpu_are_refused(train: Train, demo: Path, tmp_path: Path, script: Any) -> None:
     lerobot.patch()
     config = lerobot_script.config(demo, tmp_path)
-    config.source.image_transforms = SimpleNamespace(enable=True, backend="gpu")
+    config.dataset.image_transforms = SimpleNamespace(enable=True, backend="gpu")
     with pytest.raises(ValueError, match=r"--dataset\.image_transforms\.backend must be dataloader with a Loader, got 'gpu'"):
         script.train(config)
 
@@ -438,7 +438,7 @@ def test_transforms_on_the_gpu_are_refused(train: Train, demo: Path, tmp_path: P
 def test_another_folder_of_the_new_streaming_class_is_refused(train: Train, demo: Path, tmp_path: Path, script: Any) -> None:
     lerobot.patch()
     config = lerobot_script.config(demo, tmp_path)
-    config.source.streaming_data_root = "s3://bucket/data"
+    config.dataset.streaming_data_root = "s3://bucket/data"
     with pytest.raises(
         ValueError, match=r"--dataset\.streaming_data_root must not be given with a Loader, .* got 's3://bucket/data'"
     ):

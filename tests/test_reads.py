@@ -154,10 +154,10 @@ def test_a_read_ahead_that_fails_while_its_batch_waits_for_it_is_repeated(
     one_file_each: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server answers the read-ahead of episode 5's video, with an error, only when the batch that needs it is planned."""
-    planned, view = threading.Event(), BlockCache.view
+    planned, request = threading.Event(), BlockCache.request
 
     def noted(self: BlockCache, samples: Samples, *arguments: Any) -> object:
-        stores = view(self, samples, *arguments)
+        stores = request(self, samples, *arguments)
         if samples.number == 5:
             planned.set()
         return stores
@@ -166,7 +166,7 @@ def test_a_read_ahead_that_fails_while_its_batch_waits_for_it_is_repeated(
         assert planned.wait(30)
         faults.status(403)(handler, data, fields)
 
-    monkeypatch.setattr(BlockCache, "view", noted)
+    monkeypatch.setattr(BlockCache, "request", noted)
     path = v2_path(V2_VIDEO, 5, CAMERA)
     with (
         Server(one_file_each, faults={path: [None] * 3 + [refuse]}) as server,

@@ -21,7 +21,7 @@ from dali_stream.decode import dali, turns
 from dali_stream.decode.dali import DaliDecoder
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.errors import DaliStreamError
-from dali_stream.pipeline import dali_batches, iterator
+from dali_stream.pipeline import dali_batches, dali_iterator
 from dali_stream.pipeline.finisher import Finisher
 
 
@@ -31,7 +31,7 @@ def one_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     shared, at_once, iterators = turns.Turns(), [], set[Any]()
     begin = shared.begin
 
-    def checked(own: iterator.Iterator) -> None:
+    def checked(own: dali_iterator.Iterator) -> None:
         begin(own)
         iterators.add(own)
         at_once.extend(other for other in iterators if other is not own and other._running)

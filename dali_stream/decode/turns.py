@@ -47,8 +47,7 @@ class Turns:
 
 
 _turns: dict[int | None, Turns] = {}
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_turns.clear)  # a thread of the parent may have held a lock
+os.register_at_fork(after_in_child=_turns.clear)  # a thread of the parent may have held a lock
 
 
 def turns(device: int | None) -> Turns:

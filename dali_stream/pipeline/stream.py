@@ -37,8 +37,7 @@ def _leave_to_the_parent() -> None:
             stream._batches.abandon()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_the_parent)
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class BatchStream:
