@@ -3,43 +3,41 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-import subprocess
-import sys
+import signal
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.batches import samples
+from support.killing import start
 from support.servers import Server
 
-from dali_stream import Loader
+from dali_stream import Dataset, Loader
 from dali_stream.demo import write_demo
 
 KILLS = 20
 ARGUMENTS: dict[str, Any] = {"batch_size": 4, "consumers": 8, "episode_pool_size": 2, "seed": 5}
 
-# Streams until it is killed, or to the end of the epoch that it is in. A line holds a batch and the state behind it, as a
-# training program saves its step and the loader's state together.
-CHILD = """
-import json, os, sys
-from dali_stream import Dataset, Loader
 
-url, cache, journal, arguments, last = sys.argv[1:]
-lines = open(journal).read().split("\\n")[:-1]
-out = os.open(journal, os.O_WRONLY | os.O_APPEND)
-dataset = Dataset(url, cache_dir=cache, cache_bytes="1500kB")
-with Loader(dataset, **json.loads(arguments)) as loader:
-    if lines:
-        loader.load_state_dict(json.loads(lines[-1])["state"])
-    print("ready", flush=True)
-    while True:
-        for batch in loader:
-            line = {"samples": batch["index"].tolist(), "state": loader.state_dict()}
-            os.write(out, json.dumps(line).encode() + b"\\n")
-        if last == "last":
-            break
-"""
+def stream(url: str, cache: Path, journal: Path, ends: bool, pipe: Connection) -> None:
+    """Streams until it is killed, or to the end of the epoch that it is in. A line of the journal holds a batch and the state
+    after it, as a training program saves its step and the loader's state together."""
+    lines = journal.read_text().split("\n")[:-1]
+    out = os.open(journal, os.O_WRONLY | os.O_APPEND)
+    dataset = Dataset(url, cache_dir=cache, cache_bytes="1500kB")
+    with Loader(dataset, **ARGUMENTS) as loader:
+        if lines:
+            loader.load_state_dict(json.loads(lines[-1])["state"])
+        pipe.send("ready")
+        while True:
+            for batch in loader:
+                line = {"samples": batch["index"].tolist(), "state": loader.state_dict()}
+                os.write(out, json.dumps(line).encode() + b"\n")
+            if ends:
+                break
 
 
 @pytest.mark.slow
@@ -48,11 +46,16 @@ def test_killed_runs_together_are_the_uninterrupted_order(tmp_path: Path) -> Non
     journal.touch()
     moments = random.Random(7)
     with Server(root, bytes_per_s=500_000) as server:  # so slow that most kills hit something that is being fetched
-        command = [sys.executable, "-c", CHILD, server.url, str(cache), str(journal), json.dumps(ARGUMENTS)]
         for _ in range(KILLS):
-            _kill([*command, "endless"], moments.uniform(0.0, 0.8))
-        done = subprocess.run([*command, "last"], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+            process, pipe = start(stream, server.url, cache, journal, False)
+            assert pipe.recv() == "ready"
+            process.join(moments.uniform(0.0, 0.8))
+            process.kill()
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
+        process, _ = start(stream, server.url, cache, journal, True)
+        process.join()
+        assert process.exitcode == 0
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     found = [index for line in lines for index in line["samples"]]
     with Loader(root, **ARGUMENTS) as loader:
@@ -61,16 +64,3 @@ def test_killed_runs_together_are_the_uninterrupted_order(tmp_path: Path) -> Non
             expected += samples(loader)
     assert found == expected
     assert sum(path.stat().st_blocks * 512 for path in cache.rglob("*-*") if path.is_file()) <= 1_500_000  # sparse files
-
-
-def _kill(command: list[str], after_s: float) -> None:
-    """Runs the child, and kills it so long after it has begun to stream."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        begun = child.stdout.readline()
-        try:
-            child.wait(after_s)
-        except subprocess.TimeoutExpired:
-            child.kill()
-        assert begun, child.communicate()[1]
-        assert child.wait() == -9, child.communicate()[1]

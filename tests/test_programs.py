@@ -182,6 +182,33 @@ def test_interpreter_says_where_it_is_held(demo: Path) -> None:
 
 
 @pytest.mark.slow
+def test_overhead_beside_a_decoder_that_sleeps() -> None:
+    """Nothing is decoded, so threads that sleep 20 ms per frame deliver at most their ideal rate, and use little CPU time."""
+    arguments = (
+        "--threads",
+        1,
+        4,
+        "--decode-ms",
+        20,
+        "--episodes",
+        2,
+        "--seconds",
+        1,
+        "--rounds",
+        1,
+        "--batch-size",
+        8,
+        "--json",
+    )
+    result = json.loads(run("benchmarks/overhead.py", *arguments).splitlines()[-1])
+    assert [each["threads"] for each in result["results"]] == [1, 4]
+    for each in result["results"]:
+        assert each["ideal_frames_per_s"] * each["stored_per_frame"] == pytest.approx(each["threads"] / 0.02)
+        assert each["cpu_us"] == pytest.approx(each["planner_us"] + each["decode_us"] + each["copy_us"])
+        assert min(each["planner_us"], each["decode_us"], each["copy_us"]) > 0
+
+
+@pytest.mark.slow
 def test_trace_cost(run_here: Callable[..., str], demo: Path) -> None:
     """The program replaces all functions that record, so that nothing is recorded without them."""
     out = run_here("benchmarks/trace_cost.py", demo, "--rounds", 1, "--batch-size", 8, "--image-size", "32x40", "--json")
