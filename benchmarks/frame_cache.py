@@ -27,7 +27,7 @@ from dali_stream.tools import environment
 
 GIB = 1 << 30
 BATCH_SIZE = 64
-IN_FLIGHT = 2
+IN_PROGRESS = 2
 
 
 class Memory(NamedTuple):
@@ -71,7 +71,7 @@ def main() -> int:
         ]
     if arguments.json:
         settings = {key: value for key, value in vars(arguments).items() if key != "json"}
-        report: dict[str, Any] = {"cases": cases, "batch_size": BATCH_SIZE, "in_flight": IN_FLIGHT, "arguments": settings}
+        report: dict[str, Any] = {"cases": cases, "batch_size": BATCH_SIZE, "in_flight": IN_PROGRESS, "arguments": settings}
         print(environment.report_json(report | environment.ran_on("cpu")))
     return 0
 
@@ -85,7 +85,7 @@ def decodes(lengths: np.ndarray, gop: int, steps: int, memory: Memory, most: int
         return Order(lengths, True, 0, epoch, memory.consumers, memory.pool)
 
     kept = min(memory.bytes // (memory.size[0] * memory.size[1] * 3), frames)
-    windows, limits = {"camera": -30 * np.arange(steps)[::-1]}, Limits(kept, IN_FLIGHT, horizon(kept, frames))
+    windows, limits = {"camera": -30 * np.arange(steps)[::-1]}, Limits(kept, IN_PROGRESS, horizon(kept, frames))
     planner = Schedule(EpisodeTable(lengths, windows), samples(order, batches, 0, 0, 0), BATCH_SIZE, windows, limits)
     decoded = shown = 0
     for _ in itertools.repeat(None, min(batches.count(0), most or batches.count(0))):

@@ -9,8 +9,10 @@ Loader works with many decode threads. All else is what a Loader does: it plans,
 batches of uint8. In each round, the numbers of threads take turns, each with a new Loader whose cache is filled first.
 
 ideal     frames per second if each thread did nothing but sleep
-cpu_us    CPU time of the process per delivered frame, in µs, and the parts of it by kind of thread: the planner, the decode
-          threads, and the thread that iterates with its helpers, which copy
+stored_per_frame   number of frames that are decoded per delivered frame, which grows with the threads, since the batches in
+                   progress take more of the budget
+cpu_us    CPU time of Python's threads per delivered frame, in µs, and the parts of it by kind of thread: the planner, the
+          decode threads, and the thread that iterates with its helpers, which copy
 planner   share of the time in which the planner's thread used a core
 switches  voluntary switches of a thread per delivered frame, that is, how often a thread waited
 """
@@ -100,6 +102,8 @@ def measure(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     results = []
     for threads, rounds in found.items():
         medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+        if not medians["stored_per_frame"]:
+            raise ValueError("memory_budget holds all frames, so that none is decoded. Use a smaller one, or more episodes")
         ideal = threads / (arguments.decode_ms / 1e3) / medians["stored_per_frame"]
         results.append({"threads": threads, "ideal_frames_per_s": ideal, "share": medians["frames_per_s"] / ideal, **medians})
         print(

@@ -134,7 +134,8 @@ def test_reports_are_written_as_json_and_as_a_row(capsys: pytest.CaptureFixture[
     assert float(row["frames_per_s_node"]) == found["frames_per_s_node"]
 
 
-@pytest.mark.parametrize(("given", "size"), slow_after(0, [((), [224, 224]), (("--image-size", "64x80"), [64, 80])]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("given", "size"), [((), [224, 224]), (("--image-size", "64x80"), [64, 80])])
 def test_frames_are_resized_as_in_the_example_of_the_readme(
     capsys: pytest.CaptureFixture[str], demo: Path, given: tuple[str, ...], size: list[int], seen: list[Any]
 ) -> None:

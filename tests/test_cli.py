@@ -457,7 +457,8 @@ def test_ctrl_c_is_one_line_and_exit_code_130(
     assert "interrupted" in failed(capsys, ["demo", "--root", tmp_path / "new"], 130)
 
 
-@pytest.mark.parametrize("options", slow_after(0, [[], ["--json"]]))
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--json"]])
 def test_a_reader_that_leaves_is_no_reason_to_complain(made: Path, options: list[str]) -> None:
     command = [sys.executable, "-m", "dali_stream", "info", str(made), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:

@@ -135,7 +135,7 @@ def test_arguments_of_public_classes_exist() -> None:
 
 
 def with_python() -> list[Any]:
-    """The pages with blocks of Python. That of the functions calls the doctor, who starts processes that import everything."""
+    """The pages with blocks of Python. All but two are slow."""
     names = [str(path.relative_to(ROOT)) for path in PAGES if "```python" in path.read_text()]
     return [name if name in ("README.md", "docs/api/loader.md") else slow(name) for name in names]
 

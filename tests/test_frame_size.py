@@ -37,8 +37,9 @@ def orders(position: str, size: tuple[str, ...], *others: object) -> list[str]:
 # ----------------------------------------------------------------------- dali-stream
 
 
-@pytest.mark.parametrize("position", [slow("first"), "last"])
-@pytest.mark.parametrize("size", [slow(size) for size in FORMS])
+@pytest.mark.slow
+@pytest.mark.parametrize("position", ["first", "last"])
+@pytest.mark.parametrize("size", FORMS)
 def test_bench(demo: Path, capsys: pytest.CaptureFixture[str], size: tuple[str, ...], position: str) -> None:
     options = ("--num-batches", 1, "--warmup", 1, "--batch-size", 4, "--json")
     assert main(["bench", *orders(position, size, demo, *options)]) == 0

@@ -113,6 +113,14 @@ def test_every_value_is_that_of_the_file(demo: Path) -> None:
         assert batch["task"] == [names[number] for number in rows["task_index"][at]]
 
 
+def test_each_camera_has_a_mask_of_its_own(small: Path) -> None:
+    """Also where their windows are the same."""
+    with Loader(small, batch_size=4, delta_timestamps={key: [-0.05, 0.0] for key in (TOP, SIDE)}) as loader:
+        batch = next(iter(loader))
+    batch[f"{TOP}_is_pad"][:] = True
+    assert not batch[f"{SIDE}_is_pad"].all()
+
+
 @pytest.mark.slow
 def test_windows_of_rows_are_those_of_the_file(demo: Path) -> None:
     rows, lengths = read_rows(demo), np.array(list(read_lengths(demo).values()))

@@ -105,8 +105,7 @@ class BlockCache:
         path: Callable[[str, int], str],
         counters: Counters,
     ) -> None:
-        self._schedule, self._table, self._frames = schedule, schedule.table, schedule.frames
-        self._block, self._look_ahead = block, look_ahead
+        self._table, self._frames, self._block, self._look_ahead = schedule.table, schedule.frames, block, look_ahead
         self._windows = {camera: schedule.windows[camera] for camera in self._table.blocks.cameras}
         self._store, self._pool, self._path, self._counters = store, pool, path, counters
         self.room = self.bytes = self.evicted_early = 0
@@ -158,7 +157,7 @@ class BlockCache:
                 f"memory_budget leaves {self.room} bytes for encoded video, of which {self.bytes} are in use, but a batch "
                 f"needs {blocks.sizes(missing).sum()} more. Use a larger memory_budget or a smaller batch_size"
             )
-        self._request(self._now, missing)
+        self._submit(self._now, missing)
         views: dict[str, list[tuple[str, _Block]]] = {}
         for block in needed.tolist():
             camera, episode = blocks.owner(block)
@@ -179,7 +178,7 @@ class BlockCache:
             if not self._table.is_open(samples.episode).all():
                 break
             # Frames that are cached now may be evicted before this batch is planned. Its own plan then fetches their blocks.
-            frames = {camera: np.unique(self._schedule.shown(camera, batch)) for camera in self._windows}
+            frames = {camera: np.unique(window.shown(samples).frames) for camera, window in self._windows.items()}
             rows = {camera: self._table.rows(each[~self._is_cached(camera, each)]) for camera, each in frames.items()}
             needed = self._needed(rows)
             missing = needed[~self._table.blocks.held(needed)]
@@ -188,7 +187,7 @@ class BlockCache:
                 # attempts that would fail.
                 self._retry_at = self._now + 1 + (batch - self._now) // 4
                 break
-            self._request(batch, missing)
+            self._submit(batch, missing)
             self._fetched = batch
 
     def _make_room(self, missing: Int64, later_than: int) -> bool:
@@ -224,7 +223,7 @@ class BlockCache:
         self._evict(evicted)
         return True
 
-    def _request(self, batch: int, missing: Int64) -> None:
+    def _submit(self, batch: int, missing: Int64) -> None:
         """Request the missing blocks of a batch. `_make_room` has made room for them.
 
         Args:

@@ -242,7 +242,7 @@ def _coverage(
     Returns:
         Window of the frame that contains the polygon, and the coverage of its pixels from 0 to 1, shape (h, w).
     """
-    # A polygon has few corners, and Python computes with them faster than NumPy, which starts an operation for each line.
+    # A polygon has few corners, and Python computes with them faster than NumPy, whose operations have a fixed cost.
     corners = polygon.tolist()
     following = corners[1:] + corners[:1]
     # The sign of the area makes the normals point inwards, for corners in either direction.

@@ -36,30 +36,30 @@ def hidden(codec: str, data: bytes) -> int:
     return int(not data[0] & 0x10)
 
 
-def hidden_frames(store: Store, table: VideoIndex, codec: str) -> tuple[int, int]:
+def hidden_frames(store: Store, index: VideoIndex, codec: str) -> tuple[int, int]:
     """Return the number of hidden frames and the number of examined packets, at the beginning of a file.
 
     Args:
         store: Store of the file.
-        table: Index of the file.
+        index: Index of the file.
         codec: Codec of the file. Both numbers are 0 if it is not in `CODECS`.
     """
     if codec not in CODECS:
         return 0, 0
     count = seen = 0
-    first = np.arange(min(len(table), _FRAMES))
-    first = first[np.cumsum(table.size(first)) <= _BYTES]
-    apart = table.offset[first][1:] != table.end[first][:-1]
+    first = np.arange(min(len(index), _FRAMES))
+    first = first[np.cumsum(index.size(first)) <= _BYTES]
+    apart = index.offset[first][1:] != index.end[first][:-1]
     stretches = np.split(first, np.flatnonzero(apart) + 1)
     for packets in stretches[:_READS]:
         if not len(packets):
             continue
-        begin, last = int(table.offset[packets[0]]), int(packets[-1])
-        data = store.read(table.path, begin, int(table.end[last]))
+        begin, last = int(index.offset[packets[0]]), int(packets[-1])
+        data = store.read(index.path, begin, int(index.end[last]))
         for packet in packets.tolist():
-            at = int(table.offset[packet]) - begin
+            at = int(index.offset[packet]) - begin
             with contextlib.suppress(IndexError):  # the packet is damaged, which decoding it may report
-                count += hidden(codec, data[at : at + int(table.size(packet))])
+                count += hidden(codec, data[at : at + int(index.size(packet))])
                 seen += 1
     return count, seen
 

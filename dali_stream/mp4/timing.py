@@ -22,12 +22,12 @@ Interval = tuple[float, float]  # from_timestamp of an episode and of the next o
 
 
 def find_packets(
-    table: VideoIndex, interval: Interval, timestamp: npt.NDArray[Any], fps: float, tolerance_s: float | None = None
+    index: VideoIndex, interval: Interval, timestamp: npt.NDArray[Any], fps: float, tolerance_s: float | None = None
 ) -> Int64:
     """Return the packets with the frames of an episode's rows.
 
     Args:
-        table: Index of the file that contains the episode.
+        index: Index of the file that contains the episode.
         interval: Time range [start, stop) of the episode in the file, in seconds.
         timestamp: Time of each row since the start of the episode, in seconds, shape (n,).
         fps: Frames per second of the dataset.
@@ -41,11 +41,11 @@ def find_packets(
     seconds = _seconds(interval, timestamp)
     # Times are rounded, so the first frame may be displayed slightly before its episode starts. With the tolerance added, it
     # belongs to this episode and not to the previous one.
-    if found := table.consecutive(seconds, tolerance):
+    if found := index.consecutive(seconds, tolerance):
         packets, shown = found
         if interval[0] <= shown[0] + tolerance and shown[-1] + tolerance < interval[1]:
             return packets
-    packets, away, shown = table.nearest(seconds)
+    packets, away, shown = index.nearest(seconds)
     at = shown + tolerance
     exists = (away <= tolerance) & (interval[0] <= at) & (at < interval[1])
     return packets if exists.all() else np.where(exists, packets, NONE)
@@ -60,7 +60,7 @@ class EpisodeTimes:
         frame_index: `frame_index` of each row, shape (L,).
     """
 
-    table: VideoIndex
+    index: VideoIndex
     interval: Interval
     seconds: npt.NDArray[Any]
     frame_index: npt.NDArray[Any]
@@ -74,12 +74,12 @@ class EpisodeTimes:
 
     def nearest(self, rows: Any) -> tuple[Int64, Float64, Float64]:
         """Find the frames that are nearest to some rows. See `VideoIndex.nearest`."""
-        return self.table.nearest(_seconds(self.interval, self.seconds[rows]))
+        return self.index.nearest(_seconds(self.interval, self.seconds[rows]))
 
     def count_frames(self) -> int:
         """Return the number of displayed frames of the file that belong to the episode. See `find_packets`."""
-        displayed = self.table.displayed
-        at = self.table.shown_at[displayed.start : displayed.stop] / self.table.timescale + self.tolerance
+        displayed = self.index.displayed
+        at = self.index.shown_at[displayed.start : displayed.stop] / self.index.timescale + self.tolerance
         return int(((self.interval[0] <= at) & (at < self.interval[1])).sum())
 
 
@@ -94,10 +94,10 @@ def explain(episode: EpisodeTimes, frame: int, *, prepares: bool = False) -> str
     interval, tolerance, fps = episode.interval, episode.tolerance, episode.fps
     timestamp = float(episode.seconds[frame])
     [packet], [away], [shown] = episode.nearest([frame])
-    number = int(np.flatnonzero(episode.table.displayed_packets == packet)[0])
+    number = int(np.flatnonzero(episode.index.displayed_packets == packet)[0])
     nearest = (
         f"timestamp {timestamp:.4f} s after from_timestamp {interval[0]:.4f} s asks for {interval[0] + timestamp:.4f} s of the "
-        f"file. The nearest frame, number {number} of {len(episode.table.displayed)}, is at {shown:.4f} s"
+        f"file. The nearest frame, number {number} of {len(episode.index.displayed)}, is at {shown:.4f} s"
     )
     advice = what_helps(episode, prepares=prepares)
     if away <= tolerance:
@@ -126,7 +126,7 @@ def what_helps(episode: EpisodeTimes, *, prepares: bool = False) -> str:
     half = math.floor(0.5e4 / fps) / 1e4  # half the duration of a frame in seconds, rounded down to four digits
 
     def packets_of(seconds: npt.NDArray[Any], tolerance: float) -> Int64:
-        return find_packets(episode.table, episode.interval, seconds, fps, tolerance)
+        return find_packets(episode.index, episode.interval, seconds, fps, tolerance)
 
     def helps(seconds: npt.NDArray[Any], tolerance: float) -> bool:
         packets = packets_of(seconds, tolerance)

@@ -26,6 +26,8 @@ Names = Mapping[str, Sequence[Mapping[int, str]]]
 def readable(plan: BatchPlan, failed: Mapping[int, DaliStreamError]) -> BatchPlan:
     """Return a plan whose rows can all be gathered: samples in `failed` become another sample of the batch.
 
+    Only `samples` and `is_pad` are replaced, so the result is for `columns` and `take_texts`, and not for decoders.
+
     Args:
         plan: Plan of the batch.
         failed: {sample whose episode cannot be read: error}.
@@ -64,10 +66,12 @@ def columns(config: Config, table: EpisodeTable, plan: BatchPlan) -> dict[str, A
     which, lengths = source.dataset_of[samples.episode], source.lengths[samples.episode]
     values: dict[str, Array] = {}
     for key in source.features:
-        is_pad, frames = plan.is_pad.get(key), samples.frame
-        if key in config.windows and is_pad is None:
-            frames, is_pad = windows.window(config.windows.of(key)[which], samples.frame, lengths)
-        if key in config.windows and is_pad is not None:
+        frames = samples.frame
+        if key in config.windows:
+            if key in plan.is_pad:
+                is_pad = plan.is_pad[key].copy()  # cameras may share a mask, and a user may change one of them in place
+            else:
+                frames, is_pad = windows.window(config.windows.of(key)[which], samples.frame, lengths)
             values[f"{key}_is_pad"] = is_pad
         if key not in source.cameras:
             values[key] = table.gather(key, samples.episode, frames)

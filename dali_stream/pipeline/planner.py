@@ -35,7 +35,8 @@ class Planner:
     `_run` and `_plan` run in the planner's thread, and nothing else changes the schedule or the table of open episodes, so they
     need no locks. The other methods run in the thread of the caller. Two objects connect these threads: the queue `_planned`
     passes planned batches to the caller, and the semaphore `_room` limits the batches in progress. Slots can be reused without
-    locks because of `_room`: when batch n is planned, the caller has copied the frames of batch n - depth.
+    locks because of `_room`: when batch n is planned, the caller has copied the frames of batch
+    n - config.in_progress.
 
     Args:
         config: Configuration of the loader.

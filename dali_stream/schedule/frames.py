@@ -70,9 +70,9 @@ class FrameCache:
     """Cache of one camera's decoded frames. It assigns slot numbers, and `dali_stream.cache.slots` stores the frames.
 
     A slot is the place of one decoded frame in memory. Each frame of a batch has a slot until the batch is delivered. A batch
-    may show a slot that an earlier batch in progress is still decoding: batches are completed in order, so the frame is there
-    when the later batch is. Up to
-    `kept` frames are cached for later batches: those with the nearest next uses.
+    may show a slot that an earlier batch in progress is still decoding: batches are completed in order, so the frame has been
+    written before the later batch is copied. Up to `kept` frames are cached for later batches, those with the nearest next
+    uses.
 
     Args:
         table: Table of the open episodes.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.frames import FrameCache, FramePlan
-from dali_stream.schedule.look_ahead import Shown, Window
+from dali_stream.schedule.look_ahead import Window
 from dali_stream.schedule.samples import Samples
 
 Int64 = npt.NDArray[np.int64]
@@ -94,7 +94,6 @@ class Schedule:
         self.table = table
         self._batches, self._horizon = batches, max(limits.horizon // batch_size, 1)
         self._ahead: deque[Samples] = deque()  # batches that have been read from the order and not planned
-        self._shown: dict[int, dict[Window, Shown]] = {}  # {batch ahead: the frames that it shows}
         equal: dict[bytes, Window] = {}  # cameras with equal offsets share a window, which saves work and memory
         self.windows = {
             camera: equal.setdefault(values.tobytes(), Window(self.table, values, dataset_of))
@@ -119,10 +118,6 @@ class Schedule:
         """Return up to `most` of the batches that `plan` will plan next. Read no further ones from the order."""
         return list(itertools.islice(self._ahead, most))
 
-    def shown(self, camera: str, batch: int) -> Int64:
-        """Return the frames of a camera that a batch ahead shows, numbered over all episodes, shape (B, T)."""
-        return self._shown[batch][self.windows[camera]].frames
-
     def plan(self) -> BatchPlan:
         """Plan the next batch. Its episodes must be open."""
         # Reading the whole horizon at once would delay the first batch, so each call reads a few batches.
@@ -130,7 +125,8 @@ class Schedule:
             if len(self._ahead) <= self._horizon:
                 self._read()
         samples = self._ahead.popleft()
-        shown = self._shown.pop(samples.number)
+        # The look-ahead has computed these frames, too, but for all batches ahead they would take much memory.
+        shown = {window: window.shown(samples) for window in set(self.windows.values())}
         first, ahead = self.table.first_frame[samples.episode][:, None], len(self._ahead)
         plan = BatchPlan(samples, {}, {}, {}, {}, {})
         for camera, window in self.windows.items():
@@ -149,12 +145,11 @@ class Schedule:
         """Read one more batch from the order, and register the uses of its frames."""
         samples = next(self._batches)
         self._ahead.append(samples)
-        shown = self._shown[samples.number] = {window: window.shown(samples) for window in set(self.windows.values())}
         if not self._evicts:
             return
         # The first batch ahead is the next one to plan, so the batch before it was planned last.
         now = self._ahead[0].number - 1
-        frames = {window: np.unique(each.frames) for window, each in shown.items()}
+        frames = {window: np.unique(window.shown(samples).frames) for window in set(self.windows.values())}
         for window, each in frames.items():
             window.uses.add(samples.number, each, now)
         for camera, cache in self.frames.items():
