@@ -21,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.slow import examples
 
-from dali_stream.storage.cache import BLOCK, DiskCache
+from dali_stream.storage.cache import CACHE_BLOCK, DiskCache
 
-BLOB = np.random.default_rng(0).bytes(300 * BLOCK)
+BLOB = np.random.default_rng(0).bytes(300 * CACHE_BLOCK)
 SEGMENT = 256  # blocks
 SIZE = 1234
 
@@ -31,7 +31,9 @@ SIZE = 1234
 def cut(file: str, first: int, last: int) -> bytes:
     """What a remote file has in these blocks; another file has other bytes."""
     shift = 1 + sum(file.encode(errors="surrogatepass")) % 1000
-    return b"".join(BLOB[at : at + BLOCK] for at in (shift + number % SEGMENT * BLOCK for number in range(first, last)))
+    return b"".join(
+        BLOB[at : at + CACHE_BLOCK] for at in (shift + number % SEGMENT * CACHE_BLOCK for number in range(first, last))
+    )
 
 
 def keep(cache: DiskCache, file: str, first: int, last: int) -> None:
@@ -96,8 +98,8 @@ def test_what_was_written_is_found_and_nothing_else(steps: list) -> None:
 
 def test_the_last_block_of_a_file_may_be_short(folder: Path) -> None:
     cache = DiskCache(folder, None)
-    cache.write("f", "v1", 3, b"x" * (BLOCK + 5), SIZE)
-    assert cache.read("f", "v1", 2, 6) == [None, b"x" * BLOCK, b"x" * 5, None]
+    cache.write("f", "v1", 3, b"x" * (CACHE_BLOCK + 5), SIZE)
+    assert cache.read("f", "v1", 2, 6) == [None, b"x" * CACHE_BLOCK, b"x" * 5, None]
 
 
 @pytest.mark.parametrize("first", [0, 3 * SEGMENT])
@@ -113,8 +115,8 @@ def test_another_version_of_a_file_takes_its_place(folder: Path) -> None:
     old, new = DiskCache(folder, None), DiskCache(folder, None)
     keep(old, "f", 0, 4)
     assert new.read("f", "v2", 0, 4) == [None] * 4
-    new.write("f", "v2", 1, b"n" * BLOCK, 7)
-    assert new.read("f", "v2", 0, 2) == [None, b"n" * BLOCK]
+    new.write("f", "v2", 1, b"n" * CACHE_BLOCK, 7)
+    assert new.read("f", "v2", 0, 2) == [None, b"n" * CACHE_BLOCK]
     assert hits(old, "f", 0, 4) == set()
     assert new.size("f") == 7
     assert len(segments(folder)) == 1
@@ -129,7 +131,7 @@ def test_a_later_run_finds_what_an_earlier_one_wrote(folder: Path) -> None:
 
 
 def test_the_least_recently_used_goes(folder: Path) -> None:
-    cache = DiskCache(folder, 16 * BLOCK)
+    cache = DiskCache(folder, 16 * CACHE_BLOCK)
     for age, file in enumerate("cba"):
         keep(cache, file, 0, 4)
         newest = max(segments(folder), key=lambda path: path.stat().st_mtime_ns)
@@ -137,11 +139,11 @@ def test_the_least_recently_used_goes(folder: Path) -> None:
     assert whole(cache, "c", 1, 2)  # and is used now
     keep(cache, "d", 0, 4)
     assert [whole(cache, file, 0, 4) for file in "abcd"] == [True, False, True, True]
-    assert total(folder) <= 16 * BLOCK
+    assert total(folder) <= 16 * CACHE_BLOCK
 
 
 def test_what_is_above_the_limit_is_not_kept_and_costs_nothing_else(folder: Path) -> None:
-    cache = DiskCache(folder, 4 * BLOCK)
+    cache = DiskCache(folder, 4 * CACHE_BLOCK)
     keep(cache, "small", 0, 1)
     keep(cache, "large", 0, 4)  # with its header
     assert whole(cache, "small", 0, 1)
@@ -152,27 +154,27 @@ def test_a_lower_limit_holds_from_the_start(folder: Path) -> None:
     cache = DiskCache(folder, None)
     for number in range(100):
         keep(cache, f"f{number}", 0, 1)
-    assert total(folder) > 100 * BLOCK
-    DiskCache(folder, 50 * BLOCK)
-    assert 40 * BLOCK < total(folder) <= 50 * BLOCK
+    assert total(folder) > 100 * CACHE_BLOCK
+    DiskCache(folder, 50 * CACHE_BLOCK)
+    assert 40 * CACHE_BLOCK < total(folder) <= 50 * CACHE_BLOCK
 
 
 def test_a_lost_count_is_made_again(folder: Path) -> None:
-    keep(DiskCache(folder, 10 * BLOCK), "f", 0, 6)
+    keep(DiskCache(folder, 10 * CACHE_BLOCK), "f", 0, 6)
     for count in (b"", b"nonsense", b"0\n"):
         (folder / "usage").write_bytes(count)
-        keep(DiskCache(folder, 10 * BLOCK), "g", 0, 5)
-        assert total(folder) <= 10 * BLOCK
+        keep(DiskCache(folder, 10 * CACHE_BLOCK), "g", 0, 5)
+        assert total(folder) <= 10 * CACHE_BLOCK
 
 
 def test_all_segments_are_looked_at_rarely(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks, walk = [], os.walk
     monkeypatch.setattr(os, "walk", lambda path: (looks.append(path), walk(path))[1])
-    cache = DiskCache(folder, 200 * BLOCK)
+    cache = DiskCache(folder, 200 * CACHE_BLOCK)
     for number in range(600):
         keep(cache, f"f{number}", 0, 1)
     assert len(looks) < 60
-    assert total(folder) <= 200 * BLOCK
+    assert total(folder) <= 200 * CACHE_BLOCK
 
 
 # -- damage
@@ -251,7 +253,7 @@ def test_a_link_in_place_of_the_blocks_is_refused_up_front(folder: Path, tmp_pat
     assert whole(cache, "f", 0, 6)
 
 
-@pytest.mark.parametrize("limit", [None, 20 * BLOCK])
+@pytest.mark.parametrize("limit", [None, 20 * CACHE_BLOCK])
 @pytest.mark.parametrize("level", ["blocks", "group"])
 def test_a_link_that_takes_the_place_of_a_folder_is_not_followed(
     folder: Path, tmp_path: Path, warnings: Callable[[], list[str]], level: str, limit: int | None
@@ -327,7 +329,7 @@ def test_a_segment_whose_writer_died_is_written_again(folder: Path, warnings: Ca
 
 
 def test_files_that_are_no_segments_are_left_alone(folder: Path) -> None:
-    cache = DiskCache(folder, 5 * BLOCK)
+    cache = DiskCache(folder, 5 * CACHE_BLOCK)
     keep(cache, "f", 0, 1)
     strangers = [folder / "notes", folder / "blocks" / "notes", segments(folder)[0].with_name("notes")]
     for path in strangers:

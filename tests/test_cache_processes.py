@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from test_cache import cut, keep, segments, total, whole
 
-from dali_stream.storage.cache import BLOCK, DiskCache
+from dali_stream.storage.cache import CACHE_BLOCK, DiskCache
 
-LIMIT = 40 * BLOCK
+LIMIT = 40 * CACHE_BLOCK
 HANG = 120  # seconds; only a hang takes so long
 # Each process is forked from one that has imported what they use, which takes longer than what they do.
 FORKSERVER = multiprocessing.get_context("forkserver")

@@ -33,7 +33,7 @@ from dali_stream import Dataset
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.lerobot.file_names import guessed_files
 from dali_stream.storage import open_store
-from dali_stream.storage.cache import BLOCK
+from dali_stream.storage.cache import CACHE_BLOCK
 
 FILES = {"data/a b#c%.bin": CONTENT, "small.bin": SMALL, "empty": b""}
 BIG = "data/a b#c%.bin"
@@ -359,7 +359,7 @@ def test_the_cache_spares_what_an_earlier_run_has_read(tmp_path: Path) -> None:
         assert store.traffic.cached_bytes == 4000
         assert store.traffic.fetched_bytes == 1  # the file is still what it was
         assert open_store(server.url, cache_dir=tmp_path).read(BIG, 500, 20_000) == CONTENT[500:20_000]
-        assert server.requests[-1].range == f"bytes={BLOCK}-{2 * BLOCK - 1}"
+        assert server.requests[-1].range == f"bytes={CACHE_BLOCK}-{2 * CACHE_BLOCK - 1}"
 
 
 def test_a_read_past_the_end_counts_the_bytes_that_are_there(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache, partial
 
-BLOCK = 1 << 14  # bytes per block
+CACHE_BLOCK = 1 << 14  # bytes per block
 _PER_SEGMENT = 256  # blocks per segment
 _FIXED = struct.Struct("<8s16sQ16sQ")  # magic, hash of the file's name, number of the segment, hash of its version, file size
 _CRC = struct.Struct("<I")  # CRC-32 of _FIXED
@@ -55,7 +55,7 @@ class DiskCache:
     are trusted.
 
     In all methods, `file` identifies a remote file, and `version` identifies its content. A segment contains blocks of one
-    version. Blocks are numbered from 0 and have `BLOCK` bytes. Only the last block of a file may be shorter.
+    version. Blocks are numbered from 0 and have `CACHE_BLOCK` bytes. Only the last block of a file may be shorter.
 
     Args:
         folder: Path to the cache's folder, which is created if it does not exist.
@@ -124,12 +124,12 @@ class DiskCache:
             data: Bytes of the blocks.
             size: Size of the remote file in bytes.
         """
-        view, pieces = memoryview(data), list(_pieces(first, first + -(-len(data) // BLOCK)))
+        view, pieces = memoryview(data), list(_pieces(first, first + -(-len(data) // CACHE_BLOCK)))
         if first >= _PER_SEGMENT and not os.path.exists(self._path(file, 0)):
             pieces.insert(0, (0, first, first))  # `size` reads segment 0, so it is created without blocks
         for number, a, b in pieces:
-            at = (number * _PER_SEGMENT + a - first) * BLOCK if number else 0  # segment 0 is always the first piece
-            part, path = view[at : at + (b - a) * BLOCK], self._path(file, number)
+            at = (number * _PER_SEGMENT + a - first) * CACHE_BLOCK if number else 0  # segment 0 is always the first piece
+            part, path = view[at : at + (b - a) * CACHE_BLOCK], self._path(file, number)
             write = partial(_write, path, _fixed(_hash(file), number, _hash(version), size), a, part)
             size_on_disk = _BLOCKS + len(part) + _PAGE  # an upper bound, since the disk allocates whole pages
             self._guarded(write if self._limit is None else partial(self._reserve, size_on_disk, write))
@@ -250,12 +250,12 @@ def _read(path: str, digest: bytes, number: int, version: bytes, first: int, las
         status, (written, _, header) = os.fstat(handle), _header(handle, digest, number)
         if written != version:
             return [None] * (last - first)
-        view = memoryview(os.pread(handle, (last - first) * BLOCK, _BLOCKS + first * BLOCK))
+        view = memoryview(os.pread(handle, (last - first) * CACHE_BLOCK, _BLOCKS + first * CACHE_BLOCK))
         blocks: list[bytes | None] = []
         for at in range(first, last):
             length, crc = _ENTRY.unpack_from(header, _ENTRIES + at * _ENTRY.size)
-            block = view[(at - first) * BLOCK :][:length]
-            if length > BLOCK or len(block) != length or (length and zlib.crc32(block) != crc):
+            block = view[(at - first) * CACHE_BLOCK :][:length]
+            if length > CACHE_BLOCK or len(block) != length or (length and zlib.crc32(block) != crc):
                 raise _DamagedError(f"block {at} has another length or checksum")
             blocks.append(bytes(block) if length else None)
         if abs(time.time() - status.st_mtime) > _NOTE_USE_S:
@@ -266,11 +266,11 @@ def _read(path: str, digest: bytes, number: int, version: bytes, first: int, las
 
 def _write(path: str, header: bytes, first: int, data: memoryview) -> None:
     """Write blocks of a segment, and then their entries, so that readers never see an entry without its block."""
-    blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
+    blocks = [data[at : at + CACHE_BLOCK] for at in range(0, len(data), CACHE_BLOCK)]
     entries = b"".join(_ENTRY.pack(len(block), zlib.crc32(block)) for block in blocks)
     with suppress(FileNotFoundError), _opened_segment(path, os.O_RDWR) as handle:
         if os.pread(handle, len(header), 0) == header:
-            return _put(handle, (data, _BLOCKS + first * BLOCK), (entries, _ENTRIES + first * _ENTRY.size))
+            return _put(handle, (data, _BLOCKS + first * CACHE_BLOCK), (entries, _ENTRIES + first * _ENTRY.size))
         # The segment has another version. It is replaced and not overwritten, because other processes may still write to it.
         os.unlink(path)
     folder = os.path.dirname(path)
@@ -280,7 +280,7 @@ def _write(path: str, header: bytes, first: int, data: memoryview) -> None:
             os.mkdir(missing)
     # FileExistsError: another process has just created the segment. These blocks are then not cached.
     with suppress(FileExistsError), _opened_segment(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:
-        _put(handle, (data, _BLOCKS + first * BLOCK), (header.ljust(_ENTRIES + first * _ENTRY.size, b"\0") + entries, 0))
+        _put(handle, (data, _BLOCKS + first * CACHE_BLOCK), (header.ljust(_ENTRIES + first * _ENTRY.size, b"\0") + entries, 0))
     return None
 
 

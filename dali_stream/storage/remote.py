@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from dali_stream.errors import DatasetError, StorageError
-from dali_stream.storage.cache import BLOCK, DiskCache
+from dali_stream.storage.cache import CACHE_BLOCK, DiskCache
 from dali_stream.storage.retry import (
     AGAIN,
     Deadline,
@@ -324,7 +324,7 @@ class RemoteStore(Store):
 
     def _read_cached(self, cache: DiskCache, path: str, start: int, stop: int) -> bytes:
         """Read a range in whole blocks from the cache. Missing blocks are fetched and cached."""
-        first, last, fetched = start // BLOCK, -(-stop // BLOCK), 0
+        first, last, fetched = start // CACHE_BLOCK, -(-stop // CACHE_BLOCK), 0
         name = self._name(path)
 
         def read() -> list[bytes | None]:
@@ -338,7 +338,7 @@ class RemoteStore(Store):
                 blocks = read()
                 for is_cached, run in itertools.groupby(range(first, last), lambda number: blocks[number - first] is not None):
                     numbers = list(run)
-                    begin, end = numbers[0] * BLOCK, (numbers[-1] + 1) * BLOCK
+                    begin, end = numbers[0] * CACHE_BLOCK, (numbers[-1] + 1) * CACHE_BLOCK
                     known_end = min(end, self._sizes.get(path, end))
                     if is_cached or begin >= known_end:  # cached, or beyond the end of the file, whose size is known by now
                         continue
@@ -346,10 +346,10 @@ class RemoteStore(Store):
                     if tag := self._tag(cache, path):
                         cache.write(name, tag, numbers[0], data, self._sizes[path])
                     for number in numbers:
-                        at = number * BLOCK - begin
-                        blocks[number - first] = data[at : at + BLOCK]
+                        at = number * CACHE_BLOCK - begin
+                        blocks[number - first] = data[at : at + CACHE_BLOCK]
                     # Only the requested bytes count, since the blocks at both ends may have more.
                     fetched += max(min(begin + len(data), stop) - max(begin, start), 0)
-        data = b"".join(block for block in blocks if block)[start - first * BLOCK : stop - first * BLOCK]
+        data = b"".join(block for block in blocks if block)[start - first * CACHE_BLOCK : stop - first * CACHE_BLOCK]
         self._traffic.add(cached_bytes=len(data) - fetched)
         return data

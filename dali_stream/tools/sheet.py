@@ -52,7 +52,7 @@ _STRIP_HEIGHT, _PLOT_HEIGHT = 56, 150  # heights of a plot below frames, and of 
 
 
 @dataclass(frozen=True)
-class Window:
+class Series:
     """Frames of a camera, or values of a numeric feature, in the window of one sample.
 
     Attributes:
@@ -73,8 +73,8 @@ class Window:
 class Sample:
     """Content of a cell. `dataset` is empty if the batch is not from a mixture."""
 
-    strips: Sequence[Window]
-    values: Sequence[Window]
+    strips: Sequence[Series]
+    values: Sequence[Series]
     dataset: str
     task: str
     episode: int
@@ -95,14 +95,14 @@ def samples(
     """
     count = len(batch["index"])
 
-    def split(key: str, data: npt.NDArray[Any]) -> list[Window]:
+    def split(key: str, data: npt.NDArray[Any]) -> list[Series]:
         """Return the window of each sample. `data` has shape (B, T, ...)."""
         seconds = windows.get(key, [0.0])
         if data.shape[1] != len(seconds):  # a `dali_graph` has changed the window
             seconds = [0.0] * data.shape[1]
         padded = batch.get(f"{key}_is_pad", np.zeros(data.shape[:2], bool)).tolist()
         missing = batch.get(f"{key}_is_missing", np.zeros(count, bool)).tolist()
-        return [Window(key, *each) for each in zip(data.copy(), [seconds] * count, padded, missing, strict=True)]
+        return [Series(key, *each) for each in zip(data.copy(), [seconds] * count, padded, missing, strict=True)]
 
     strips = [split(key, _pixels(batch[key])) for key in cameras]
     numbers = {key: batch[key].cpu().double().numpy() for key in plots}
@@ -197,7 +197,7 @@ class _Page:
         """Draw a line of text, with control characters escaped. If it is wider than `width` pixels, it gets an ellipsis."""
         self._pen.text((left, top), _cut(text, width, size), colour, font(size))
 
-    def draw_header(self, strips: Sequence[Window], left: int, top: int, windowed: bool) -> None:
+    def draw_header(self, strips: Sequence[Series], left: int, top: int, windowed: bool) -> None:
         """Draw the names of the cameras, and below them the times of the steps if `windowed`."""
         for strip in strips:
             width, step_width = _width(strip), strip.data.shape[2]
@@ -207,7 +207,7 @@ class _Page:
                 self.text(left + step * (step_width + STEP_GAP), top + line(SMALL), _time(seconds), DIM, SMALL, step_width)
             left += width + CAMERA_GAP
 
-    def draw_strips(self, strips: Sequence[Window], left: int, top: int) -> Iterator[dict[str, Any]]:
+    def draw_strips(self, strips: Sequence[Series], left: int, top: int) -> Iterator[dict[str, Any]]:
         """Draw the frames of a sample."""
         for strip in strips:
             height, width = strip.data.shape[1:3]
@@ -223,7 +223,7 @@ class _Page:
             left += CAMERA_GAP - STEP_GAP
 
     def draw_values(
-        self, values: Sequence[Window], ranges: Sequence[tuple[float, float]], left: int, top: int, width: int, height: int
+        self, values: Sequence[Series], ranges: Sequence[tuple[float, float]], left: int, top: int, width: int, height: int
     ) -> Iterator[dict[str, Any]]:
         """Plot the values of a sample: lines over the steps of a window, or one bar per dimension for a single step."""
         for each, (least, most) in zip(values, ranges, strict=True):
@@ -239,7 +239,7 @@ class _Page:
             yield {"key": each.key, "box": box}
             top += height + 6
 
-    def _draw_lines(self, values: Window, box: tuple[int, int, int, int], least: float, most: float) -> None:
+    def _draw_lines(self, values: Series, box: tuple[int, int, int, int], least: float, most: float) -> None:
         """Draw each dimension of a window as a line, and underline the steps outside the episode."""
         left, top, right, bottom = box
         if least < 0 < most:
@@ -254,7 +254,7 @@ class _Page:
         for step in np.flatnonzero(values.padded).tolist():
             self._pen.rectangle((edges[step], bottom - 3, edges[step + 1], bottom - 1), fill=PAD)
 
-    def _draw_bars(self, values: Window, box: tuple[int, int, int, int], least: float, most: float) -> None:
+    def _draw_bars(self, values: Series, box: tuple[int, int, int, int], least: float, most: float) -> None:
         """Draw each dimension of one step as a bar. Bars begin at 0, or at the end of the range that is closest to 0."""
         left, top, right, bottom = box
         [numbers] = values.data
@@ -275,7 +275,7 @@ class _Page:
         self.text(left, top, "  ·  ".join(filter(None, (sample.dataset, indices))), DIM, SMALL, width)
 
 
-def _width(strip: Window) -> int:
+def _width(strip: Series) -> int:
     steps, _, width = strip.data.shape[:3]
     return steps * (width + STEP_GAP) - STEP_GAP
 
@@ -345,7 +345,7 @@ def episodes(dataset: Dataset, keys: Sequence[str], most: int) -> list[Sample]:
     for number in spread(dataset.num_episodes, most):
         rows, length = reader.read(number)[number], int(dataset.lengths[number])
         seconds = (np.arange(length) / dataset.fps).tolist()
-        values = [Window(key, rows[key].reshape(length, -1).astype(float), seconds, [False] * length) for key in keys]
+        values = [Series(key, rows[key].reshape(length, -1).astype(float), seconds, [False] * length) for key in keys]
         task = f"{counted(length, 'frame')}, {length / dataset.fps:.1f} s"
         shown.append(Sample([], values, "", task, int(dataset.episodes[number]), 0, int(rows["index"][0])))
     return shown

@@ -73,7 +73,7 @@ class Plan:
             ) from error
 
 
-class Source(NamedTuple):
+class FileProperties(NamedTuple):
     """Properties of a source file, which the plan needs.
 
     Attributes:
@@ -197,7 +197,7 @@ def path_of(template: str, number: int, head: Json, key: str = "") -> str:
     return template.format(chunk_index=chunk, file_index=file, video_key=key)
 
 
-class Planner:
+class FilePlanner:
     """Assigns episodes to output files. The constructor reads the index or footer of all source files that are copied.
 
     A file that cannot be read gets a kind of its own, so that only the task that copies it fails.
@@ -218,27 +218,27 @@ class Planner:
             if spec["mode"] == "copy":
                 self._surveyed[camera] = self._look(self._table.video[camera], self._look_at_video)
 
-    def _look(self, files: Files, look: Callable[[str], Source]) -> dict[str, Source]:
+    def _look(self, files: Files, look: Callable[[str], FileProperties]) -> dict[str, FileProperties]:
         used = set(files.index[self._order].tolist())
         jobs = {path: functools.partial(look, path) for number, path in enumerate(files.paths) if number in used}
         with contextlib.closing(in_threads(jobs, reading_threads(self._store.remote), self._store.close)) as reads:
             return {path: source.result() for path, source in reads}
 
-    def _look_at_rows(self, path: str) -> Source:
+    def _look_at_rows(self, path: str) -> FileProperties:
         try:
             footer = rows.read_footer(self._store, path)
             rows.check_columns(self._store, self._head["features"], footer)
         except DatasetError:
-            return Source(path, 1)
+            return FileProperties(path, 1)
         schema = rows.without(footer.schema, self._head["without"], self._head["is_v2"])
-        return Source(content_hash(schema.serialize().to_pybytes() + footer.codec.encode()), footer.row_bytes)
+        return FileProperties(content_hash(schema.serialize().to_pybytes() + footer.codec.encode()), footer.row_bytes)
 
-    def _look_at_video(self, path: str) -> Source:
+    def _look_at_video(self, path: str) -> FileProperties:
         try:
             index = read_index(self._store, path)
-            return Source(packets.kind(index), float(index.size().mean()))
+            return FileProperties(packets.kind(index), float(index.size().mean()))
         except DaliStreamError:
-            return Source(path, 1)
+            return FileProperties(path, 1)
 
     def tasks(self, frame_bytes: Mapping[str, float], dropped: Mapping[int, str]) -> list[Json]:
         """Return the tasks.
@@ -289,10 +289,10 @@ class Planner:
             frame_bytes: Size of an encoded frame in bytes. It is not used for sources that are copied.
             camera: Key of the camera. Default: "", for rows.
         """
-        surveyed, unknown = self._surveyed.get(camera, {}), Source("", frame_bytes)
+        surveyed, unknown = self._surveyed.get(camera, {}), FileProperties("", frame_bytes)
         template, default_mb, place = (VIDEO_PATH, VIDEO_MB, "video") if camera else (DATA_PATH, DATA_MB, "data")
 
-        def source(episode: Json) -> Source:
+        def source(episode: Json) -> FileProperties:
             return surveyed.get(episode.get(place, ""), unknown)
 
         def nbytes(episode: Json) -> float:

@@ -224,7 +224,7 @@ def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: A
         return out_plan
     if place.remote and place.sizes().keys() - {".gitattributes"}:  # a new repository has this file
         raise ValueError(f"OUT must be an empty place, got {place.address}, which is not empty, and holds no unfinished run")
-    planner = plan.Planner(dataset, head)
+    planner = plan.FilePlanner(dataset, head)
 
     def run_all(function: Callable[[Json, Json], Json], tasks: list[Json]) -> Iterator[tuple[Json, Json]]:
         for each, result in run_of(function, head | shared, tasks):

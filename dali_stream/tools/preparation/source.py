@@ -58,7 +58,7 @@ def open_cached(address: str, options: str, revision: str | None) -> Store:
     return open_store(address, json.loads(options), revision=revision)
 
 
-class Window(StoreView):
+class LoadedRange(StoreView):
     """Store that reads from memory within the last loaded range. One thread may load while others read."""
 
     def __init__(self, store: Store) -> None:

@@ -19,7 +19,7 @@ from dali_stream.lerobot.rows import check_counting, check_rising
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.tools.preparation import packets, quality, rows
 from dali_stream.tools.preparation.place import Json
-from dali_stream.tools.preparation.source import Window, locate, open_cached, refuse_sound
+from dali_stream.tools.preparation.source import LoadedRange, locate, open_cached, refuse_sound
 
 Times = npt.NDArray[np.float32]
 
@@ -56,7 +56,7 @@ class TaskInput:
         self.spec: Json = job["cameras"].get(self.camera, {"mode": "rows"})
         revision = None if job["data_files_root"] else job["revision"]
         self.store = open_cached(job["data_files_root"] or job["uri"], json.dumps(job["storage_options"]), revision)
-        self.window = Window(self.store)
+        self.window = LoadedRange(self.store)
         self.fps, self.regular = float(job["fps"]), bool(job["regular"])
         self.new_tolerance_s: float | None = None if self.regular else job["tolerance_s"]
         self.footer = functools.lru_cache(4)(lambda path: rows.read_footer(self.store, path))
