@@ -22,7 +22,6 @@ import typer
 from packaging.requirements import Requirement
 from support.datasets import SIDE, TOP, build
 from support.servers import Server
-from support.slow import slow
 from test_docs import BLOCK, DOCUMENTS, code
 from test_install import write_wheel
 
@@ -105,16 +104,14 @@ def test_the_program_takes_each_command(command: str) -> None:
         GROUP.commands[name].make_context(name, words)
 
 
-QUICK = ("info", "preview", "receipt", "stats")  # the others take seconds
 # The first needs a GPU, and the second takes minutes; test_selftest.py runs parts of it.
 NOT_HERE = ("dali-stream selftest", "dali-stream selftest --device cpu")
 
 
-def runnable() -> list[Any]:
+def runnable() -> list[str]:
     absent = "lerobot-train", "--executor", "hf://buckets/owner/robot"  # they need LeRobot, a cluster, and a bucket of the Hub
     here = (command for command in ALL if command not in NOT_HERE and not any(word in command.split() for word in absent))
-    commands = sorted({command.replace("path/to/dataset", "URI") for command in here})
-    return [command if command.split()[1] in QUICK else slow(command) for command in commands]
+    return sorted({command.replace("path/to/dataset", "URI") for command in here})
 
 
 @pytest.fixture
