@@ -8,13 +8,13 @@ The program writes a demo dataset with two cameras of 224×224 pixels. torchcode
 Loader works with many decode threads. All else is what a Loader does: it plans, packs clips, keeps frames in slots, and copies
 batches of uint8. In each round, the numbers of threads take turns, each with a new Loader whose cache is filled first.
 
-ideal     frames per second if each thread did nothing but sleep
-stored_per_frame   number of frames that are decoded per delivered frame, which grows with the threads, since the batches in
-                   progress take more of the budget
-cpu_us    CPU time of Python's threads per delivered frame, in µs, and the parts of it by kind of thread: the planner, the
-          decode threads, and the thread that iterates with its helpers, which copy
-planner   share of the time in which the planner's thread used a core
-switches  voluntary switches of a thread per delivered frame, that is, how often a thread waited
+ideal_frames_per_s  frames per second if each thread did nothing but sleep
+stored_per_frame    number of frames that are decoded per delivered frame. It grows with the threads, since the batches in
+                    progress take more of the budget
+cpu_us              CPU time of Python's threads per delivered frame, in µs. Its parts are `planner_us`, `decode_us`, and
+                    `copy_us` of the thread that iterates and of its helpers
+planner_share       share of the time in which the planner's thread used a core
+switches            voluntary switches of a thread per delivered frame, that is, how often a thread waited
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KINDS = {"dali_stream planner": "planner", "dali_stream decode": "decode"}  # {p
 
 
 class Frames(NamedTuple):
-    """What `VideoDecoder.get_frames_at` returns, as far as it is used."""
+    """Result of `get_frames_at`, with the attributes of torchcodec's `FrameBatch` that are used."""
 
     data: torch.Tensor
     pts_seconds: torch.Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -48,11 +48,11 @@ class BatchPlan:
     """
 
     samples: Samples
-    shown_in_episode: dict[str, Int64]
-    is_pad: dict[str, npt.NDArray[np.bool_]]
-    frames: dict[str, FramePlan]
-    packets: dict[str, Int64]
-    decoded: dict[str, Int64]
+    shown_in_episode: dict[str, Int64] = field(default_factory=dict)
+    is_pad: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
+    frames: dict[str, FramePlan] = field(default_factory=dict)
+    packets: dict[str, Int64] = field(default_factory=dict)
+    decoded: dict[str, Int64] = field(default_factory=dict)
 
     def __str__(self) -> str:
         shown = zip(self.samples.episode.tolist(), self.samples.frame.tolist(), strict=True)
@@ -125,10 +125,10 @@ class Schedule:
             if len(self._ahead) <= self._horizon:
                 self._read()
         samples = self._ahead.popleft()
-        # The look-ahead has computed these frames, too, but for all batches ahead they would take much memory.
+        # The look-ahead has computed these frames as well. Keeping them until now would take memory for each batch ahead.
         shown = {window: window.shown(samples) for window in set(self.windows.values())}
         first, ahead = self.table.first_frame[samples.episode][:, None], len(self._ahead)
-        plan = BatchPlan(samples, {}, {}, {}, {}, {})
+        plan = BatchPlan(samples)
         for camera, window in self.windows.items():
             frames, plan.is_pad[camera] = shown[window]
             plan.shown_in_episode[camera] = frames - first

@@ -16,7 +16,7 @@ def slow(*values: Any, id: str | None = None) -> Any:
 
 
 def slow_after(count: int, values: Iterable[Any]) -> list[Any]:
-    """The values, or tuples of values, of a parametrized test: it is slow with all but the first `count` of them."""
+    """The values, or tuples of values, of a parametrized test. The test is slow with each value after the first `count`."""
     every = list(values)
     return every[:count] + [slow(*value) if isinstance(value, tuple) else slow(value) for value in every[count:]]
 

@@ -30,8 +30,8 @@ _RUNTIMES = {  # container runtime: environment variables and files in its conta
 _GIB, _SMALL_SHM, _LITTLE_DISK = 1 << 30, 1 << 28, 1 << 30
 
 
-class Resources(NamedTuple):
-    """Resources of this process, for the report. Sizes are in bytes. Unknown limits are None."""
+class ProcessLimits(NamedTuple):
+    """Limits of this process, for the report. Sizes are in bytes. Unknown limits are None."""
 
     system: str
     processor: str
@@ -78,11 +78,11 @@ class Machine:
         return next(path for path in (folder, *folder.parents) if path.exists())
 
     @functools.cached_property
-    def limits(self) -> Resources:
-        """Resources of this process."""
+    def limits(self) -> ProcessLimits:
+        """Limits of this process."""
         shm, writable = self.root / "dev/shm", self.folder.is_dir() and os.access(self.folder, os.W_OK)
         total_kib = re.search(r"MemTotal:\s*(\d+) kB", read_text(self.root / "proc/meminfo"))
-        return Resources(
+        return ProcessLimits(
             system=f"{platform.system()} {platform.release()}",
             processor=process.processor(),
             container=container(self.environment, self.root),
