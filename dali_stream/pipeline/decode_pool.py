@@ -22,7 +22,7 @@ from dali_stream.system.workers import Workers
 
 # Bytes of decoded frames (RGB at full size) per thread after which free memory is returned to the system. This takes some
 # milliseconds, so it is not done for every batch.
-_TRIM_AFTER = 128 << 20
+_TRIM_AFTER = 64 << 20
 
 
 class DecodePool:
