@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
@@ -103,6 +104,14 @@ def test_every_program_writes_its_report_without_paths() -> None:
         written = [line for line in text.splitlines() if "json.dump" in line and inner.get(name, "\n") not in line]
         assert written == [], name
     assert sum("environment.report_json(" in text for text in programs.values()) >= 8
+
+
+def test_the_modules_and_tests_of_the_mutants_exist() -> None:
+    tree = ast.parse((ROOT / "benchmarks/mutation.py").read_text())
+    [parts] = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PARTS"]
+    for modules, tests in ast.literal_eval(parts).values():
+        assert [name for name in modules if not (ROOT / "dali_stream" / name).exists()] == []
+        assert [name for name in tests.split() if not (ROOT / f"tests/test_{name}.py").exists()] == []
 
 
 def test_single_frame_pipeline_crops_every_camera(demo: Path, run_here: Callable[..., str]) -> None:
