@@ -50,8 +50,8 @@ Int64 = npt.NDArray[np.int64]
 # Maximum size of the RGB frames at full size that a decode thread keeps in memory, in bytes. In glibc, threads have heaps of
 # 64 MiB. A freed, aligned block in a heap is not reused for a block of the same size while a small block next to it is in use
 # (glibc bug 14581, fixed in 2.38). If a heap is full, glibc allocates in the heap of the main thread, which then grows. With
-# blocks of 30 MiB, a heap holds only two, and the process grew by gigabytes. With 15 MiB, it exceeded its usual memory by 160 MB
-# once, on 2 busy cores. Blocks of 8 MiB take no more CPU time.
+# blocks of 30 MiB, a heap holds only two, and the process grew by gigabytes. With 15 MiB, it once exceeded its usual memory by
+# 160 MB, on 2 busy cores. Blocks of 8 MiB take no more CPU time.
 PART_BYTES = 8 << 20
 
 
