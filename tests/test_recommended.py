@@ -12,7 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +115,11 @@ def runnable() -> list[str]:
 
 
 @pytest.fixture
-def places(small: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+def places(
+    written: Callable[..., Path], demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, str]]:
     """Values of the placeholders. A bucket is a server on loopback."""
+    small = written(episodes=2, size=(120, 128), fps=10)  # few frames, since many of the commands encode all of them
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "pipelines"))
     (tmp_path / "mixture.yaml").write_text(f"datasets:\n  one: {{uri: {small}}}\n  two: {{uri: {small}}}\n")
@@ -159,6 +162,8 @@ def write_runs(dataset: Path, folder: Path) -> dict[str, str]:
 def test_each_command_runs(command: str, places: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     if " demo " in command:
         places["URI"] = "new"  # it is written
+    if " why " in command:
+        places["URI"] = places["OTHER_URI"]  # which has enough frames for two batches
     if " index " in command:
         places["URI"] = places["s3://bucket/dataset"]
     if "--config" in command or "--state" in command:
@@ -168,6 +173,8 @@ def test_each_command_runs(command: str, places: dict[str, str], capsys: pytest.
     words = [places.get(word, word) for word in shlex.split(command)[1:]]
     if words[0] == "demo" and "--episodes" not in words:
         words += ["--episodes", "2"]
+    if words[0] == "prepare" and not {"--jobs", "--executor", "--status"} & {*words}:
+        words += ["--jobs", "1"]  # the import of torch takes longer than the work of a second process saves
     if words[0] == "why" and "--anyway" not in words:
         words.append("--anyway")  # whatever else this machine does
     assert main(words) == 0, capsys.readouterr().err

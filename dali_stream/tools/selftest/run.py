@@ -293,7 +293,7 @@ class _Run:
             result = run_step(step, time_limit_s=min(limit, left), **job[1]) if left > 0 else {"out_of_time": True}
             return None if result.pop("out_of_time", False) and left < limit else result
 
-        with ThreadPoolExecutor(max(1, min(8, process.cores() // 2)) if step in _AT_A_TIME else 1) as pool:
+        with ThreadPoolExecutor(min(8, process.cores()) if step in _AT_A_TIME else 1) as pool:
             for number, (label, result) in enumerate(zip(jobs, pool.map(run, jobs.values()), strict=True), 1):
                 self._progress(name, number, len(jobs))
                 if result is None:
