@@ -51,6 +51,8 @@ figures: install ## draw the pictures in docs/ from the demo dataset and from th
 	    benchmarks/results/peers_windows_g1_2cores.json --out docs/figures/peers.svg
 	$(VENV)/bin/python benchmarks/diagrams.py path --out docs/figures/path.svg
 	$(VENV)/bin/python benchmarks/diagrams.py cache --report benchmarks/results/frame_cache.json --out docs/figures/frame_cache.svg
+	$(VENV)/bin/python benchmarks/diagrams.py disk --report benchmarks/results/disk_frames_2cores.json \
+	    --out docs/figures/disk_frames.svg
 	$(VENV)/bin/python benchmarks/diagrams.py shares --out docs/figures/shares.svg
 	$(VENV)/bin/python benchmarks/diagrams.py trace --report benchmarks/results/trace_g1_2cores.json --out docs/figures/trace.svg
 	$(VENV)/bin/python benchmarks/prepare.py chart benchmarks/results/prepare_speed_2cores.json --out docs/figures/prepare.svg

@@ -1,9 +1,11 @@
 """Draw the figures of the README and the documentation that are not charts of loaders.
 
-They show the path of a frame, the savings of the frame cache, the shares of a mixture, and the work of threads.
+They show the path of a frame, the savings of the frame cache in memory and on disk, the shares of a mixture, and the work of
+threads.
 
     python benchmarks/diagrams.py path --out docs/figures/path.svg
     python benchmarks/diagrams.py cache --report benchmarks/results/frame_cache.json --out docs/figures/frame_cache.svg
+    python benchmarks/diagrams.py disk --report benchmarks/results/disk_frames_2cores.json --out docs/figures/disk_frames.svg
     python benchmarks/diagrams.py shares --out docs/figures/shares.svg
     python benchmarks/diagrams.py trace --report benchmarks/results/trace_g1_2cores.json --out docs/figures/trace.svg
 
@@ -95,6 +97,29 @@ def cache(report: dict[str, Any]) -> str:
         x += 150
     parts.append(text(x, y + 11, f"600 episodes of 250 to 500 frames, batch 64; {report['date']}", "small", DIM))
     return svg("Decoded frames per delivered frame, by GOP, window and memory for decoded frames", y + 12 + MARGIN, parts)
+
+
+def disk(report: dict[str, Any]) -> str:
+    """Draw the frames per second of epochs without and with the frame cache on a disk."""
+    names = {"without": "without the cache", "filling": "first epoch, fills it", "warm": "later epochs", "cold": "cold"}
+    left, right = 250, 70
+    each = [(dataset["dataset"], place) for dataset in report["datasets"] for place in dataset["folders"]]
+    rates = {dataset: place["frames_per_s"] for dataset, place in each if place["folder"] == "disk"}
+    scale = (WIDTH - left - right) / max(rate[name] for rate in rates.values() for name in names)
+    budget = report["arguments"]["memory_budget"]
+    heading = f"Frames per second at 224×224, where memory_budget is {budget}"
+    parts = [text(MARGIN, 40, heading, "title", weight=600)]
+    y = 52
+    for dataset, rate in rates.items():
+        for name, label in names.items():
+            colour, width = OTHER if name == "without" else OWN, rate[name] * scale
+            parts.append(text(left - 10, y + 15, f"{dataset}, {label}", anchor="end"))
+            parts.append(f'<rect x="{left}" y="{y}" width="{width:.1f}" height="{BAR}" rx="2" fill="{colour}"/>')
+            parts.append(text(left + width + 8, y + 15, f"{rate[name]:.0f}"))
+            y += 26
+        y += 10
+    parts.append(text(MARGIN, y + 8, f"{report['machine']['cores']} cores; {report['date']}", "small", DIM))
+    return svg(heading, y + 8 + MARGIN, parts)
 
 
 def shares() -> str:
@@ -191,14 +216,15 @@ def svg(title: str, height: float, parts: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("drawing", choices=("path", "cache", "shares", "trace"))
-    parser.add_argument("--report", type=Path, help="report of frame_cache.py for `cache`, or a trace for `trace`")
+    parser.add_argument("drawing", choices=("path", "cache", "disk", "shares", "trace"))
+    parser.add_argument("--report", type=Path, help="report of frame_cache.py or disk_frames.py, or a trace")
     parser.add_argument("--out", type=new_file, required=True, help="the SVG")
     arguments = parser.parse_args()
-    if (arguments.drawing in ("cache", "trace")) != (arguments.report is not None):
-        parser.error("`cache` and `trace` need --report, and the other drawings do not take it")
+    if (arguments.drawing in ("cache", "disk", "trace")) != (arguments.report is not None):
+        parser.error("`cache`, `disk` and `trace` need --report, and the other drawings do not take it")
     reports = [json.loads(arguments.report.read_text())] if arguments.report else []
-    arguments.out.write_text({"path": path, "cache": cache, "shares": shares, "trace": trace}[arguments.drawing](*reports))
+    drawings = {"path": path, "cache": cache, "disk": disk, "shares": shares, "trace": trace}
+    arguments.out.write_text(drawings[arguments.drawing](*reports))
 
 
 if __name__ == "__main__":

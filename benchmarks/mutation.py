@@ -53,8 +53,7 @@ PARTS = {  # name of the part: its modules, and its test files
     "schedule": (["schedule"], "budget reads schedule plan bottleneck required_memory options"),
     "cache": (
         ["cache"],
-        "slots reads frame_cache cache windows open_files loader memory_format row_groups streaming "
-        "stream_faults",
+        "slots reads frame_cache cache windows open_files loader memory_format row_groups streaming stream_faults",
     ),
     "decode": (
         ["decode"],

@@ -107,6 +107,11 @@ class Loader:
             with the same ranks and batch size. Default: "raise".
         max_substitutes: Maximum share of a batch that may be replaced, above 0 and up to 1. If more samples cannot be read or
             decoded, a DecodeError that contains the first error is raised. Default: 1.0.
+        frame_cache: Folder for decoded frames on disk, which all ranks of the machine and later runs share. Frames that are
+            there are read and not decoded. Batches are the same with and without it. Frames that NVDEC decodes are not cached.
+            With a folder in /dev/shm, the frames are in memory, once per machine. Default: none.
+        frame_cache_bytes: Maximum size of `frame_cache`, in bytes or as a text such as "200GiB". When it is reached, no more
+            frames are added. Default: no limit, but for a folder in memory a quarter of the memory of the machine or cgroup.
         rank, world_size: Rank of this process, and number of ranks. Default: those of torch.distributed or Accelerate if
             initialized, otherwise of the environment variables `RANK` and `WORLD_SIZE`, otherwise 0 and 1. Iterating raises an
             error if torch.distributed has been initialized with other values since. Explicit values are not checked in this
@@ -152,6 +157,8 @@ class Loader:
         last_batch: str = "drop",
         on_error: str = "raise",
         max_substitutes: float = 1.0,
+        frame_cache: str | os.PathLike[str] | None = None,
+        frame_cache_bytes: int | str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
@@ -180,6 +187,8 @@ class Loader:
             last_batch=last_batch,
             on_error=on_error,
             max_substitutes=max_substitutes,
+            frame_cache=frame_cache,
+            frame_cache_bytes=frame_cache_bytes,
         )
         self.normalizer = make_normalizer(self.dataset, self._config, normalize)
         self._counters, self._recent = Counters(), bottleneck.Recent()
@@ -393,6 +402,8 @@ class Loader:
         - `decoded_frames`: Number of frames decoded, including frames that are decoded only to reach other frames.
         - `stored_frames`: Number of decoded frames that the CPU resized and put into memory.
         - `frame_cache_hits`: Number of delivered frames that an earlier batch had decoded.
+        - `frame_cache_disk_hits`: Number of frames that were read from `frame_cache` and not decoded.
+        - `frame_cache_disk_written_bytes`: Bytes of the frames that were added to `frame_cache`.
         - `frames_evicted_before_use`: Number of decoded frames that memory_budget did not hold until their next use.
         - `indices_read_again`: Number of indices of video files that were read again, since memory_budget did not hold them.
         - `padded`, `substituted`, `audited`: Number of samples that were added as padding, substituted, and audited.
@@ -410,8 +421,10 @@ class Loader:
         - `starved_s`, `graph_s`: Parts of `wait_s` for waiting for frames, and for copying them and running the DALI graph.
         - `rows_s`, `gather_s`, `plan_s`: Reading rows or waiting for them, gathering them into batches, and all other work of
           the planner thread.
-        - `read_s`, `pack_s`, `decode_s`, `resize_s`: Reading encoded video or waiting for it, packing it into clips, decoding,
-          and resizing and storing, added up over the decode threads. The sum is up to `num_threads` seconds per second.
+        - `read_s`, `pack_s`, `decode_s`, `resize_s`, `write_s`: Reading encoded video or waiting for it, or reading
+          `frame_cache`, packing video into clips, decoding, resizing and storing, and writing `frame_cache`, added up over the
+          decode threads.
+          The sum is up to `num_threads` seconds per second.
         - `decode_cpu_s`, `plan_cpu_s`, `copy_cpu_s`: CPU time of the decode threads, of the planner thread, and of copying.
         - `first_batch_s`: Time from construction to the first batch. None before it.
 
@@ -443,6 +456,8 @@ class Loader:
         - `wait_share`: Share of the time that the training loop waited for batches, 0 to 1.
         - `decodes_per_frame`: Number of frames decoded per frame delivered.
         - `frame_cache_hit_share`: Share of the delivered frames that an earlier batch had decoded, 0 to 1.
+        - `frame_cache_disk_hit_share`: Share of the delivered frames that were read from `frame_cache`, 0 to 1.
+        - `frame_cache_disk_written_bytes`: Bytes that were added to `frame_cache`.
         - `network_bytes`, `disk_cache_bytes`: Bytes read over the network and from `cache_dir`.
         - `requests`, `retries`, `failed_checksums`: Requests over the network, repeated requests, and damaged files of
           `cache_dir`. If `retries` is not small compared with `requests`, the network or the server fails.
@@ -522,6 +537,8 @@ class Loader:
                 self._counters.add(batches=1, wait_s=now - started)
                 if self._counters.first_batch_s is None:
                     self._counters.first_batch_s = now - self._constructed
+                    if self._config.frame_folder is not None and _log.isEnabledFor(logging.INFO):
+                        _log.info("%s", self._config.frame_folder_text(self._config.on_cpu(self._source.routes)))
                 self._position = batches.span(self._position)[1]
                 self._recent.add(self._counters.batches, self._counts)
                 if self._counters.batches % bottleneck.JUDGED == 0 and not self._bottleneck_logged:

@@ -113,7 +113,10 @@ def test_commands_and_their_options_exist() -> None:
     assert {m[1] for _, m in named} >= {"info", "preview", "demo", "index", "prepare"}
     assert [(where, m[0]) for where, m in named if m[1] not in commands] == []
     for where, m in named:
-        options = {option for parameter in commands[m[1]].params for option in parameter.opts}
+        command, words = commands[m[1]], m[2].split()
+        if hasattr(command, "commands"):  # a group of commands
+            command = command.commands[words[0]]
+        options = {option for parameter in command.params for option in parameter.opts}
         if m[1] == "lerobot-train":  # takes LeRobot's arguments, and names those of the Loader
             assert set(re.findall(r"--loader\.(\w+)", m[2])) <= set(ARGUMENTS), (where, m[0])
             continue
@@ -518,6 +521,8 @@ def test_the_diagrams_are_what_the_program_draws(monkeypatch: pytest.MonkeyPatch
     report = json.loads((ROOT / "benchmarks/results/frame_cache.json").read_text())
     assert (ROOT / "docs/figures/path.svg").read_text() == diagrams.path()
     assert (ROOT / "docs/figures/frame_cache.svg").read_text() == diagrams.cache(report)
+    report = json.loads((ROOT / "benchmarks/results/disk_frames_2cores.json").read_text())
+    assert (ROOT / "docs/figures/disk_frames.svg").read_text() == diagrams.disk(report)
     assert (ROOT / "docs/figures/shares.svg").read_text() == diagrams.shares()
     report = json.loads((ROOT / "benchmarks/results/trace_g1_2cores.json").read_text())
     assert (ROOT / "docs/figures/trace.svg").read_text() == diagrams.trace(report)

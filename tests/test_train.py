@@ -302,7 +302,8 @@ def test_help_says_what_the_defaults_are(program: Any, capsys: pytest.CaptureFix
     text = " ".join(capsys.readouterr().out.partition("options:")[2].split())
     options = {option.split()[0]: option for option in re.split(r" (?=--[a-z-]+ )", text)}
     assert {name for name, option in options.items() if "(default: " not in option} == {
-        "-h,", "--help", "--out", "--resume", "--from-scratch", "--dummy", "--data-files-root", "--cache-dir"
+        "-h,", "--help", "--out", "--resume", "--from-scratch", "--dummy", "--data-files-root", "--cache-dir",
+        "--frame-cache",
     }  # fmt: skip
     for name, default in {"--max-steps": 20000, "--val-episodes": 0, "--seed": 0, "--image-size": "224x224"}.items():
         assert options[name].endswith(f"(default: {default})")

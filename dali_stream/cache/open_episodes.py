@@ -13,12 +13,13 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.cache.frame_files import FrameFiles, RecordName, image_name, video_name
 from dali_stream.cache.indices import IndexCache, size_of
 from dali_stream.cache.locate import locate
 from dali_stream.cache.pinned import Key, PinnedCache
@@ -88,6 +89,7 @@ class OpenEpisodes:
         table: Table of the open episodes.
         close: Function that removes an episode from the table.
         substitutes: Whether samples of episodes that cannot be read are substituted, so that these episodes are no error.
+        files: {camera: its frames on disk}.
         counters: Counters to add to.
 
     Attributes:
@@ -106,9 +108,11 @@ class OpenEpisodes:
         table: EpisodeTable,
         close: Callable[[int], None],
         substitutes: bool,
+        files: Mapping[str, FrameFiles],
         counters: Counters,
     ) -> None:
-        self.table, self._close = table, close
+        self.table, self._close_in_table, self._frames = table, close, files
+        self._image_names: dict[tuple[str, int], RecordName] = {}  # {(camera whose frames are images, open episode): name}
         self._source, self._limits, self._indices, self._substitutes = source, limits, indices, substitutes
         self.failed: dict[int, DaliStreamError] = {}
         self._store, self._readers, self._counters = store, readers, counters
@@ -219,6 +223,22 @@ class OpenEpisodes:
                 if episode in self._rows and self._has_indices(episode):
                     self.table.open(self._located(episode))
         self._due = max(self._due, self._last_due())
+
+    def look_on_disk(self) -> None:
+        """Find out again which frames of the open episodes are on disk, since other processes add frames."""
+        for episode in np.flatnonzero(self.table.first_row != NONE).tolist() if self._frames else ():
+            rows = self.table.rows_of(episode)
+            for camera, files in self._frames.items():
+                if (name := self.record_name(camera, episode)) is not None:
+                    own = self.table.cameras[camera]
+                    own.stored[rows] = files.stored(name, own.packet[rows])
+
+    def record_name(self, camera: str, episode: int) -> RecordName | None:
+        """Return the name under which the frames of an open episode are stored on disk. None if it has no readable frames."""
+        if self._indices.file(camera, episode) == NONE:
+            return self._image_names.get((camera, episode))
+        index = self._index_or_none(camera, episode)
+        return None if index is None else video_name(index)
 
     def index(self, camera: str, episode: int) -> VideoIndex:
         """Return the index of an episode's file. Raises DecodeError if the file or the episode cannot be read, see `failed`."""
@@ -388,7 +408,18 @@ class OpenEpisodes:
         """Locate the frames of an episode whose rows were read."""
         source, rows, block = self._source, self._rows.pop(episode), self._limits.block
         cameras = {c: locate(source, c, episode, rows, self._index_or_none(c, episode), block) for c in source.cameras}
+        for camera, files in self._frames.items():
+            if camera in source.images and camera in rows:
+                self._image_names[camera, episode] = image_name(rows[camera])
+            if (name := self.record_name(camera, episode)) is not None:
+                packet = cameras[camera].packet
+                cameras[camera] = replace(cameras[camera], stored=files.stored(name, packet))
         return OpenEpisode(episode, cameras, rows)
+
+    def _close(self, episode: int) -> None:
+        self._close_in_table(episode)
+        for camera in self._source.images:
+            self._image_names.pop((camera, episode), None)
 
     def _index_or_none(self, camera: str, episode: int) -> VideoIndex | None:
         try:

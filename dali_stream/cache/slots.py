@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,9 @@ from dali_stream.system.workers import Workers
 
 Frames = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
+# The system reads a file 1.6 times as fast into memory whose address is a multiple of 64, on an AMD EPYC, 2026-11-26. NumPy's
+# arrays begin 16 bytes after one.
+_ALIGNMENT = 64
 _COPY_BYTES = 2 << 20  # bytes of each thread's share of a copy: for fewer, waking the thread costs more than it saves
 
 
@@ -30,7 +35,9 @@ class Slots:
     """
 
     def __init__(self, count: int, shape: tuple[int, int, int]) -> None:
-        self._frames = np.empty((count + 1, *shape), np.uint8)
+        memory = np.empty((count + 1) * math.prod(shape) + _ALIGNMENT, np.uint8)
+        aligned = memory[-memory.ctypes.data % _ALIGNMENT :][: (count + 1) * math.prod(shape)]
+        self._frames = aligned.reshape(count + 1, *shape)
         self._frames[-1] = 0  # slot -1 is a black frame
         self._errors: dict[int, DaliStreamError] = {}
         self._unread: deque[int] = deque()
@@ -42,6 +49,14 @@ class Slots:
         if self._errors:
             for slot in slots:
                 self._errors.pop(slot, None)
+
+    def fill(self, slots: Sequence[int], read: Callable[[list[Frames]], list[bool]]) -> list[bool]:
+        """Let `read` write the frames of slots in place. Return its result: which frames it has written."""
+        filled = read([self._frames[slot] for slot in slots])
+        if self._errors:
+            for slot in itertools.compress(slots, filled):
+                self._errors.pop(slot, None)
+        return filled
 
     def fail(self, slot: int, error: DaliStreamError) -> None:
         """Record that the frame of a slot cannot be read or decoded. Only samples that show this frame fail with the error."""

@@ -324,8 +324,11 @@ class BlockCache:
         return blocks, next_use[used][index]
 
     def _is_cached(self, camera: str, frames: Int64) -> Mask:
+        """Return which frames need no encoded video, because they are decoded already, in memory or on disk."""
         cache = self._frames.get(camera)
-        return np.zeros(len(frames), np.bool_) if cache is None else cache.slots_of(frames) != NONE
+        if cache is None:
+            return np.zeros(len(frames), np.bool_)
+        return (cache.slots_of(frames) != NONE) | self._table.cameras[camera].stored[self._table.rows(frames)]
 
     def _is_idle(self) -> Mask:
         """Return a mask of the held blocks that the planned batch neither needs nor fetches. Only these may be evicted."""

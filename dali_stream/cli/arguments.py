@@ -39,6 +39,13 @@ StorageOptions = Annotated[
     str | None,
     typer.Option(metavar="JSON", help="Storage options such as credentials, for example '{\"anon\": true}' for public S3."),
 ]
+# Options of the commands that make a Loader.
+FrameCache = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Keep decoded frames in this folder, for all ranks and for later runs.")
+]
+FrameCacheBytes = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Size limit of --frame-cache, such as 200GiB. Default: none on a disk.")
+]
 # Options of the commands that locate the frames of rows.
 Clock = Annotated[
     str | None,

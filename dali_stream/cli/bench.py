@@ -52,6 +52,8 @@ def bench(
     data_files_root: arguments.DataFilesRoot = None,
     cache_dir: arguments.CacheDir = None,
     storage_options: arguments.StorageOptions = None,
+    frame_cache: arguments.FrameCache = None,
+    frame_cache_bytes: arguments.FrameCacheBytes = None,
     clock: arguments.Clock = None,
     tolerance_s: arguments.ToleranceS = None,
     out_dir: Annotated[
@@ -80,7 +82,8 @@ def bench(
     size = None if image_size == "recorded" else arguments.size("--image-size", image_size)
     loader: dict[str, Any] = {
         "batch_size": batch_size, "num_threads": num_threads, "decode": decode, "image_size": size, "image_dtype": image_dtype,
-        "consumers": consumers, "memory_budget": memory_budget,
+        "consumers": consumers, "memory_budget": memory_budget, "frame_cache": frame_cache,
+        "frame_cache_bytes": frame_cache_bytes,
     }  # fmt: skip
     settings: dict[str, Any] = {"mode": mode, "num_batches": num_batches, "warmup": warmup, "loader": loader, "action": action}
     with arguments.opened_mixture(uris, storage_options=storage_options, **place) as dataset:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -15,12 +15,19 @@ from dali_stream.mixture import open_all
 from dali_stream.tools.description import CameraReport, DatasetReport
 from dali_stream.tools.mixture import MixtureReport, describe_mixture
 
+if TYPE_CHECKING:
+    from dali_stream.tools.stored_frames import Fill
+
 _TASKS, _MISSING = 20, 20  # maximum numbers of tasks and of missing files in the text
 
 
 def info(
     uris: arguments.Uris,
     episodes: arguments.Episodes = None,
+    image_size: Annotated[
+        str | None,
+        typer.Option(metavar="HxW|recorded", help="Also measure what a frame cache on disk takes for frames of this size."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     revision: arguments.Revision = None,
     data_files_root: arguments.DataFilesRoot = None,
@@ -32,7 +39,8 @@ def info(
     """Describe a dataset: episodes, features, cameras, and the decoder that this machine uses for each camera.
 
     The command reads metadata, the index of up to 32 video files per camera, and the rows of one episode per camera. It lists
-    missing and broken files, and decodes no frame. The exit code is 1 if a file is missing or broken, or if a row has no frame.
+    missing and broken files, and decodes no frame without --image-size. The exit code is 1 if a file is missing or broken, or
+    if a row has no frame.
 
     For several datasets or a mixture file, show the share of each dataset, how often an epoch repeats it, and which features
     differ.
@@ -45,12 +53,24 @@ def info(
         return
     with arguments.opened(uris[0], storage_options=storage_options, **place) as dataset:
         report = dali_stream.tools.describe(dataset)
+        fill = _fill(dataset, image_size) if image_size else None
     if as_json:
-        console.print_json(report.as_dict())
+        console.print_json(report.as_dict() | ({"frame_cache": fill._asdict()} if fill else {}))
     else:
         _say(report)
+        if fill:
+            console.say(
+                f"frame cache for {image_size}: {fill.size / 1e9:.3g} GB, filled in {_duration(fill.seconds)} at "
+                f"{fill.frames_per_s:.0f} frames/s"
+            )
     if not report.whole:
         raise typer.Exit(1)
+
+
+def _fill(dataset: dali_stream.Dataset, image_size: str) -> Fill:
+    from dali_stream.tools import stored_frames
+
+    return stored_frames.estimate(dataset, None if image_size == "recorded" else arguments.size("--image-size", image_size))
 
 
 def _mixture(arguments: dict[str, Any], as_json: bool) -> None:

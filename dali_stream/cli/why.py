@@ -44,6 +44,8 @@ def why(
     data_files_root: arguments.DataFilesRoot = None,
     cache_dir: arguments.CacheDir = None,
     storage_options: arguments.StorageOptions = None,
+    frame_cache: arguments.FrameCache = None,
+    frame_cache_bytes: arguments.FrameCacheBytes = None,
     clock: arguments.Clock = None,
     tolerance_s: arguments.ToleranceS = None,
     anyway: Annotated[bool, typer.Option("--anyway", help="Predict even if other processes use the cores.")] = False,
@@ -65,7 +67,8 @@ def why(
     loader = {
         "image_size": arguments.size("--image-size", image_size), "image_dtype": image_dtype, "batch_size": batch_size,
         "delta_timestamps": arguments.windows("--window", window or []), "num_threads": num_threads,
-        "memory_budget": memory_budget, "consumers": consumers, "device": device,
+        "memory_budget": memory_budget, "consumers": consumers, "device": device, "frame_cache": frame_cache,
+        "frame_cache_bytes": frame_cache_bytes,
     }  # fmt: skip
     with console.progress(enabled=not as_json) as show:
         report = study(

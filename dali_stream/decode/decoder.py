@@ -124,7 +124,8 @@ class VideoAndImages:
         for kind, decoder in self._of.items():
             mine = self._has_file[planned.episode] == kind
             part = {name: getattr(planned, name)[mine] for name in ("episode", "frame", "packet", "slot", "gop")}
-            own = replace(plan, frames={self._key: replace(planned, **part)})
+            reads = planned.reads.chosen(self._has_file[planned.reads.episode] == kind)
+            own = replace(plan, frames={self._key: replace(planned, **part, reads=reads)})
             work.append(decoder.start(pool, own, episodes, store))
         video, images = work
         return Decoded(self._slots, planned, video.tasks + images.tasks, video.failed | images.failed)

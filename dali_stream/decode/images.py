@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import io
 import struct
+from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
+from dali_stream.cache.frame_files import FrameFiles, RecordName
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.decode.decoder import TASK_FRAMES, Decoded, OtherSizes, Pool, even_tasks, named
 from dali_stream.decode.resize import resize
+from dali_stream.decode.stored import StoredReader
 from dali_stream.errors import DecodeError, FrameSizeError
 from dali_stream.lerobot.features import CHANNELS, Feature
 from dali_stream.lerobot.source import Source
 from dali_stream.observe.counters import Counters
+from dali_stream.schedule.frames import Reads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store, lfs
 
@@ -38,43 +43,86 @@ class ImageDecoder:
         slots: Slots into which the decoder puts frames.
         size: Size (height, width) of the frames in batches, in pixels.
         any_size: Whether images may have another size than `meta/info.json` says, since they are resized.
+        files: See `TorchcodecDecoder`.
     """
 
     def __init__(
-        self, source: Source, key: str, counters: Counters, slots: Slots, size: tuple[int, int], any_size: bool
+        self,
+        source: Source,
+        key: str,
+        counters: Counters,
+        slots: Slots,
+        size: tuple[int, int],
+        any_size: bool,
+        files: FrameFiles | None = None,
     ) -> None:
         self.key, self._source, self._counters, self._slots, self._size = key, source, counters, slots, size
         self._any_size, self._other_sizes = any_size, OtherSizes(source, key)
+        self._files, self._stored = files, None if files is None else StoredReader(files, slots, counters)
 
     def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
         """See `Decoder.start`."""
-        planned, tasks = plan.frames[self.key], []
+        planned = plan.frames[self.key]
+        tasks = self._read(pool, planned.reads, episodes)
         if len(planned.slot):
             encoded = episodes.table.gather(self.key, planned.episode, planned.frame)
             task = even_tasks(np.arange(1, len(planned.slot) + 1), TASK_FRAMES)
             for part in (task == number for number in np.unique(task)):
                 own = encoded[part], planned.episode[part], planned.frame[part], planned.slot[part].tolist()
-                tasks.append(pool.submit(self._decode, *own))
+                tasks.append(pool.submit(self._decode, self._names(planned.episode[part], episodes), *own))
         return Decoded(self._slots, planned, tasks, {})
 
     def close(self) -> None:
-        """Free the slots."""
+        """Free the slots, and close the files of the frame cache."""
         self._slots.free()
+        if self._files is not None:
+            self._files.close()
 
-    def _decode(self, encoded: Array, episode: Int64, frame: Int64, slots: list[int]) -> None:
-        timed = self._counters.timed
+    def _names(self, episode: Int64, episodes: OpenEpisodes) -> dict[int, RecordName]:
+        """Return {episode: name of its file in the frame cache on disk}, which is empty if there is no frame cache on disk."""
+        names = {e: episodes.record_name(self.key, e) for e in np.unique(episode).tolist()} if self._files is not None else {}
+        return {e: name for e, name in names.items() if name is not None}
+
+    def _read(self, pool: Pool, reads: Reads, episodes: OpenEpisodes) -> list[Future[None]]:
+        """Start the tasks that read frames from disk. Those that are missing or damaged there are decoded."""
+        if self._stored is None or not len(reads.slot):
+            return []
+        encoded, names = episodes.table.gather(self.key, reads.episode, reads.frame), self._names(reads.episode, episodes)
+
+        def decode_instead(numbers: list[int]) -> None:
+            own = encoded[numbers], reads.episode[numbers], reads.frame[numbers], reads.slot[numbers].tolist()
+            self._decode(names, *own)
+
+        return self._stored.start(pool, reads, names, decode_instead)
+
+    def _decode(self, names: Mapping[int, RecordName], encoded: Array, episode: Int64, frame: Int64, slots: list[int]) -> None:
+        timed, decoded = self._counters.timed, 0
         with timed("decode_s"):
             for i, slot in enumerate(slots):
+                name = names.get(int(episode[i]))
+                if self._stored is not None and name and self._stored.read_added(name, [int(frame[i])], [slot])[0]:
+                    continue
+                decoded += 1
                 try:
                     feature = self._source.part_of(int(episode[i])).features[self.key]
                     pixels = decode(encoded[i], feature, self._any_size)
                     height, width, _ = pixels.shape
                     self._other_sizes.add(int(episode[i]), (height, width), f"episode {self._source.episodes[episode[i]]}")
                     with timed("resize_s"):
-                        self._slots.put([slot], resize(pixels[None], self._size))
+                        resized = resize(pixels[None], self._size)
+                        self._slots.put([slot], resized)
+                    if self._files is not None and self._files.is_open and name:
+                        with timed("write_s"):
+                            self._write(self._files, name, int(episode[i]), int(frame[i]), np.ascontiguousarray(resized[0]))
                 except DecodeError as error:
                     self._slots.fail(slot, named(self._source, self.key, int(episode[i]), frame[i : i + 1], error))
-        self._counters.add(clips=1, decoded_frames=len(slots), stored_frames=len(slots))
+        self._counters.add(clips=1, decoded_frames=decoded, stored_frames=decoded)
+
+    def _write(self, files: FrameFiles, name: RecordName, episode: int, frame: int, pixels: Array) -> None:
+        """Add a frame to the frame cache on disk."""
+        if files.write(name, frame, pixels):
+            files.written.append((episode, frame))
+            self._counters.add(frame_cache_disk_written_bytes=pixels.nbytes)
 
 
 def decode(data: bytes, feature: Feature, any_size: bool = False) -> npt.NDArray[np.uint8]:

@@ -6,20 +6,24 @@ therefore compared with the requested time.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from dali_stream.cache.frame_files import FrameFiles, video_name
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.none import NONE
 from dali_stream.decode.decoder import Decoded, Pool, even_tasks, named, task_frames
 from dali_stream.decode.resize import resize
+from dali_stream.decode.stored import StoredReader
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.lerobot.source import Source
@@ -28,7 +32,7 @@ from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.keyframes import has_other_keyframes
 from dali_stream.observe.counters import Counters, Timed, untimed
-from dali_stream.schedule.frames import FramePlan
+from dali_stream.schedule.frames import FramePlan, Reads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 
@@ -90,13 +94,23 @@ class TorchcodecDecoder(VideoFiles):
         slots: Slots into which the decoder puts frames.
         size: Size (height, width) of the frames in batches, in pixels.
         any_size: See `VideoFiles`.
+        files: Frames on disk, from which the decoder reads frames and to which it adds those that it decodes. None if there is
+            no frame cache on disk.
     """
 
     def __init__(
-        self, source: Source, key: str, counters: Counters, slots: Slots, size: tuple[int, int], any_size: bool = False
+        self,
+        source: Source,
+        key: str,
+        counters: Counters,
+        slots: Slots,
+        size: tuple[int, int],
+        any_size: bool = False,
+        files: FrameFiles | None = None,
     ) -> None:
         super().__init__(source, key, any_size)
-        self._counters, self._slots, self._size = counters, slots, size
+        self._counters, self._slots, self._size, self._files = counters, slots, size, files
+        self._stored = None if files is None else StoredReader(files, slots, counters)
         self._present = source.videos[key].file != NONE
 
     def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
@@ -108,12 +122,15 @@ class TorchcodecDecoder(VideoFiles):
             if row not in failed:
                 failed[row] = self.missing(episodes, int(episode[row]), plan.shown_in_episode[self.key][row, t : t + 1])
         gops = self._gops(planned, episodes) if len(planned.packet) else []
-        tasks = [pool.submit(self._decode, store, task) for task in self._deal(gops)]
+        tasks = self._read(pool, planned.reads, episodes)
+        tasks += [pool.submit(self._decode, store, task) for task in self._deal(gops)]
         return Decoded(self._slots, planned, tasks, failed)
 
     def close(self) -> None:
-        """Free the slots."""
+        """Free the slots, and close the files of the frame cache."""
         self._slots.free()
+        if self._files is not None:
+            self._files.close()
 
     def _gops(self, plan: FramePlan, episodes: OpenEpisodes) -> list[_Gop]:
         starts = np.flatnonzero(np.diff(plan.gop, prepend=NONE)).tolist()
@@ -126,7 +143,23 @@ class TorchcodecDecoder(VideoFiles):
             if episode in indices
         ]
 
-    def _usable(self, plan: FramePlan, episodes: OpenEpisodes) -> dict[int, VideoIndex]:
+    def _read(self, pool: Pool, reads: Reads, episodes: OpenEpisodes) -> list[Future[None]]:
+        """Start the tasks that read frames from disk."""
+        if self._stored is None or not len(reads.slot):
+            return []
+        indices = self._usable(reads, episodes)
+        names = {episode: video_name(index) for episode, index in indices.items()}
+        return self._stored.start(pool, reads, names, functools.partial(self._decode_instead, reads, indices))
+
+    def _decode_instead(self, reads: Reads, indices: dict[int, VideoIndex], numbers: list[int]) -> None:
+        """Decode frames that could not be read from disk. `numbers` are their numbers in `reads`."""
+        for episode, own in itertools.groupby(numbers, lambda number: int(reads.episode[number])):
+            chosen = list(own)
+            values = (column[chosen].tolist() for column in (reads.frame, reads.packet, reads.slot))
+            # The blocks of encoded video for these frames were not fetched, so the file is read.
+            self._decode(self._source.data_store, [_Gop(indices[episode], episode, *values)])
+
+    def _usable(self, plan: FramePlan | Reads, episodes: OpenEpisodes) -> dict[int, VideoIndex]:
         """Return the index of each episode's file. If a file contradicts the metadata, its frames' slots get the error."""
         indices = {}
         starts = np.flatnonzero(np.diff(plan.episode, prepend=NONE)).tolist()  # GOPs of one episode are consecutive
@@ -137,7 +170,8 @@ class TorchcodecDecoder(VideoFiles):
                 self.checked(index, plan.packet[own], episode)
             except DecodeError as error:
                 for frame, slot in zip(plan.frame[own], plan.slot[own].tolist(), strict=True):
-                    self._slots.fail(slot, named(self._source, self.key, episode, frame, error))
+                    if slot != NONE:
+                        self._slots.fail(slot, named(self._source, self.key, episode, frame, error))
             else:
                 indices[episode] = index
         return indices
@@ -167,6 +201,8 @@ class TorchcodecDecoder(VideoFiles):
         a group are all in one file that cannot be read, all of them get the error.
         """
         frames = [_Frame(gop, i) for gop in gops for i in range(len(gop.packets))]
+        if self._stored is not None:
+            frames = list(_still_missing(self._stored, frames))
         start, count = 0, len(frames)
         failed = 0  # end of the frames of which at least one must fail, because they failed together
         while start < len(frames):
@@ -178,6 +214,8 @@ class TorchcodecDecoder(VideoFiles):
                     failed, count = start + len(part), len(part) // 2
                     continue
                 for gop, i in part:  # a single frame, or frames of one file that cannot be read
+                    if gop.slots[i] == NONE:
+                        continue
                     if isinstance(error, DecodeError):
                         error = self.named(gop.episode, np.array([gop.frames[i]]), gop.file, error)
                     self._slots.fail(gop.slots[i], error.with_traceback(None))  # it would keep packets and pixels
@@ -197,10 +235,40 @@ class TorchcodecDecoder(VideoFiles):
             with timed("decode_s"):
                 for requests, tensor, more in decode_in_parts(store, indices, packets, video, part, timed):
                     with timed("resize_s"):
-                        self._slots.put([slots[i] for i in requests], resize(tensor.numpy(), self._size))
+                        resized = resize(tensor.numpy(), self._size)
+                        self._put([slots[i] for i in requests], resized)
+                    if self._files is not None and self._files.is_open:
+                        self._write(self._files, [frames[i] for i in requests], resized)
                     decoded, stored = decoded + more, stored + len(requests)
         finally:
             self._counters.add(clips=1, decoded_frames=decoded, stored_frames=stored)
+
+    def _put(self, slots: list[int], frames: Frames) -> None:
+        """Put frames into slots, except those for the frame cache on disk only."""
+        own = [i for i, slot in enumerate(slots) if slot != NONE]
+        if len(own) < len(slots):
+            slots, frames = [slots[i] for i in own], frames[own]
+        if slots:
+            self._slots.put(slots, frames)
+
+    def _write(self, files: FrameFiles, frames: list[_Frame], pixels: Frames) -> None:
+        """Add frames to the frame cache on disk."""
+        written = 0
+        with self._counters.timed("write_s"):
+            for (gop, i), frame in zip(frames, pixels, strict=True):
+                if files.write(video_name(gop.file), gop.packets[i], np.ascontiguousarray(frame)):
+                    files.written.append((gop.episode, gop.frames[i]))
+                    written += frame.nbytes
+        self._counters.add(frame_cache_disk_written_bytes=written)
+
+
+def _still_missing(stored: StoredReader, frames: list[_Frame]) -> Iterator[_Frame]:
+    """Yield the frames that must be decoded, because they were not added to the frame cache on disk meanwhile."""
+    for _, group in itertools.groupby(frames, lambda frame: id(frame.gop.file)):
+        own = list(group)
+        packets, slots = [gop.packets[i] for gop, i in own], [gop.slots[i] for gop, i in own]
+        there = stored.read_added(video_name(own[0].gop.file), packets, slots)
+        yield from (frame for frame, is_there in zip(own, there, strict=True) if not is_there)
 
 
 def decode(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ class VideoIndex:
         open_gops: Whether some frames follow a keyframe but are displayed before it. Decoding them requires the previous GOP.
         longest_gop: Number of frames of the longest GOP.
         index_bytes: Size in bytes of the `moov` box from which the index was read.
+        content: Hash of the `moov` box and of the file's identity, see `Store.identity`: 32 hexadecimal digits. Files with the
+            same hash have the same frames.
     """
 
     path: str
@@ -77,6 +80,7 @@ class VideoIndex:
     open_gops: bool
     longest_gop: int
     index_bytes: int
+    content: str
 
     def __len__(self) -> int:
         return len(self.offset)
@@ -225,6 +229,7 @@ def video_index(
     config: npt.NDArray[np.integer[Any]],
     index_bytes: int,
     displayed: range | None = None,
+    content: str = "",
 ) -> VideoIndex:
     """Return an index, with its columns compressed. See `VideoIndex` for the arguments.
 
@@ -259,6 +264,7 @@ def video_index(
         open_gops=reordered and bool((np.minimum.reduceat(pts, keyframes) < pts[keyframes]).any()),
         longest_gop=int(np.diff(np.append(keyframes, n)).max()),
         index_bytes=index_bytes,
+        content=content,
     )  # fmt: skip
 
 
@@ -308,9 +314,10 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
         begin, length = int(offset[keyframes[1]]), int(size[keyframes[1]])
         if is_intra_refresh(configs[0], store.read(path, begin, begin + min(length, SLICE_HEAD))):
             keyframes = keyframes[:1]  # only the first keyframe of a file with intra refresh is decodable on its own
+    content = hashlib.blake2b(moov + store.identity(path).encode(), digest_size=16).hexdigest()
     index = video_index(
         path, configs, track_header(moov, track), timescale, offset=offset, size=size, pts=pts, keyframes=keyframes,
-        config=config, index_bytes=len(moov), displayed=displayed,
+        config=config, index_bytes=len(moov), displayed=displayed, content=content,
     )  # fmt: skip
     _check(index)
     return index

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from dali_stream.observe.tracing import record
 
 _CPU = {  # {stage: attribute to which its CPU seconds are added}
-    **dict.fromkeys(("read_s", "pack_s", "decode_s", "resize_s"), "decode_cpu_s"),
+    **dict.fromkeys(("read_s", "pack_s", "decode_s", "resize_s", "write_s"), "decode_cpu_s"),
     **dict.fromkeys(("rows_s", "gather_s", "plan_s"), "plan_cpu_s"),
     "graph_s": "copy_cpu_s",
 }
@@ -28,7 +28,8 @@ class Counters:
     Attributes:
         batches, first_batch_s: Number of batches that the loader delivered, and seconds from its construction to the first
             batch, or None before it.
-        read_s, pack_s, decode_s, resize_s: Seconds of the stages of the decode threads, added up over the threads.
+        read_s, pack_s, decode_s, resize_s, write_s: Seconds of the stages of the decode threads, added up over the threads.
+            `read_s` includes reading the frame cache on disk, and `write_s` is writing to it.
         rows_s, gather_s, plan_s: Seconds of the stages of the planner thread.
         starved_s, graph_s, training_s, wait_s: Seconds of the thread that iterates. `wait_s` includes the first two.
         decode_cpu_s, plan_cpu_s, copy_cpu_s: CPU seconds of the decode threads, of the planner thread, and of `graph_s` and the
@@ -44,11 +45,14 @@ class Counters:
     decoded_frames: int = 0
     stored_frames: int = 0
     frame_cache_hits: int = 0
+    frame_cache_disk_hits: int = 0
+    frame_cache_disk_written_bytes: int = 0
     frames_evicted_before_use: int = 0
     read_s: float = 0.0
     pack_s: float = 0.0
     decode_s: float = 0.0
     resize_s: float = 0.0
+    write_s: float = 0.0
     rows_s: float = 0.0
     gather_s: float = 0.0
     plan_s: float = 0.0

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.cache.frame_files import FrameFiles, FrameFolder, pixel_key
 from dali_stream.cache.indices import IndexCache
 from dali_stream.checks.none import NONE
 from dali_stream.decode.decoder import TASK_FRAMES, task_frames
@@ -53,6 +54,7 @@ class Config:
         gpu: Index of the CUDA device. None for CPU batches.
         augments: Whether the user gives a function for the DALI graph.
         audit: Average number of samples per audit. 0 turns audits off.
+        frame_folder: Folder of the frame cache on disk. None if there is none.
         substitutes: Log of the substituted samples.
     """
 
@@ -73,6 +75,7 @@ class Config:
     gpu: int | None
     augments: bool
     audit: int
+    frame_folder: FrameFolder | None = None
     substitutes: Substitutes = field(default_factory=Substitutes)
 
     def order(self, epoch: int) -> EpochOrder:
@@ -94,6 +97,27 @@ class Config:
     def frame_bytes(self, camera: str) -> int:
         """Return the memory of a frame of shape `frame_shape` as uint8, in bytes."""
         return math.prod(self.frame_shape(camera))
+
+    def frame_files(self, cameras: Sequence[str]) -> dict[str, FrameFiles]:
+        """Return {camera: its frames on disk}, which is empty if there is no frame cache on disk."""
+        if self.frame_folder is None:
+            return {}
+        keys = {c: pixel_key(self.frame_shape(c), c in self.source.videos, c in self.source.images) for c in cameras}
+        return {camera: FrameFiles(self.frame_folder, key, self.frame_bytes(camera)) for camera, key in keys.items()}
+
+    def frame_folder_text(self, on_cpu: Sequence[str]) -> str:
+        """Return how full the frame cache on disk is, for the log.
+
+        Args:
+            on_cpu: Cameras that the CPU decodes.
+        """
+        assert self.frame_folder is not None
+        needed = int(self.source.lengths.sum()) * sum(map(self.frame_bytes, on_cpu))
+        sizes = ", ".join(dict.fromkeys("{}×{}".format(*self.frame_size(camera)) for camera in on_cpu))
+        return (
+            f"frame_cache {self.frame_folder.path} has {self.frame_folder.size() / 1e9:.3g} GB. All frames of this dataset "
+            f"take {needed / 1e9:.3g} GB at {sizes}"
+        )
 
     def on_cpu(self, routes: Mapping[str, Route]) -> list[str]:
         """Return the cameras that the CPU decodes.

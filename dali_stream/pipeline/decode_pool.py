@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from dali_stream.cache.frame_files import FrameFiles
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.decode.decoder import Decoder, VideoAndImages, Work
@@ -32,6 +33,7 @@ class DecodePool:
         config: Configuration of the loader.
         routes: {camera: decoder}.
         slot_counts: {camera that the CPU decodes: number of slots for its frames}.
+        files: {camera: its frames on disk}.
         counters: Counters to add to.
 
     Attributes:
@@ -40,8 +42,15 @@ class DecodePool:
         copiers: Threads that copy frames together with the calling thread.
     """
 
-    def __init__(self, config: Config, routes: Mapping[str, Route], slot_counts: Mapping[str, int], counters: Counters) -> None:
-        self._config, self._counters = config, counters
+    def __init__(
+        self,
+        config: Config,
+        routes: Mapping[str, Route],
+        slot_counts: Mapping[str, int],
+        files: Mapping[str, FrameFiles],
+        counters: Counters,
+    ) -> None:
+        self._config, self._files, self._counters = config, files, counters
         self.slots = {key: Slots(count, config.frame_shape(key)) for key, count in slot_counts.items()}
         self.decoders = {key: self._decoder(key, routes[key]) for key in config.source.cameras}
         self._decoded_bytes = 0
@@ -60,12 +69,12 @@ class DecodePool:
 
             choose = (lambda samples: audited(samples.position, samples.epoch, config.audit)) if config.audit else None
             return DaliDecoder(source, key, self._counters, config.gpu, size, choose, any_size)
-        slots = self.slots[key]
+        slots, files = self.slots[key], self._files.get(key)
         decoders: list[Decoder] = []
         if key in source.videos:
-            decoders.append(TorchcodecDecoder(source, key, self._counters, slots, size, any_size))
+            decoders.append(TorchcodecDecoder(source, key, self._counters, slots, size, any_size, files))
         if key in source.images:
-            decoders.append(ImageDecoder(source, key, self._counters, slots, size, any_size))
+            decoders.append(ImageDecoder(source, key, self._counters, slots, size, any_size, files))
         return VideoAndImages(source, key, slots, *decoders) if len(decoders) == 2 else decoders[0]
 
     def start(self, plan: BatchPlan, episodes: OpenEpisodes, stores: Mapping[str, Store]) -> dict[str, Work]:

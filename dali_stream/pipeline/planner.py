@@ -67,8 +67,11 @@ class Planner:
             {key: config.windows.of(key) for key in on_nvdec},
             source.dataset_of,
         )
-        self._reading = Reading(config, sizes, parts, self._schedule, counters)
-        self.pool = DecodePool(config, routes, {key: self._schedule.frames[key].slot_count for key in on_cpu}, counters)
+        self._files = config.frame_files(on_cpu)
+        self._looked_in = epoch  # last epoch in which the frame cache on disk was searched for frames of other processes
+        self._reading = Reading(config, sizes, parts, self._schedule, self._files, counters)
+        slots = {key: self._schedule.frames[key].slot_count for key in on_cpu}
+        self.pool = DecodePool(config, routes, slots, self._files, counters)
         self.keeps_all = not on_nvdec and parts.kept >= int(source.lengths.sum())
         self._planned: queue.Queue[PlannedBatch | BaseException] = queue.Queue()  # needs no size limit because of `_room`
         self._room = threading.Semaphore(config.in_progress)
@@ -159,9 +162,15 @@ class Planner:
         # their rows and started the decode tasks, which hold the packets, indices and blocks that they need.
         with timed("rows_s"):
             reading.open()
-        number = self._schedule.ahead(1)[0].number
+        [samples] = self._schedule.ahead(1)
         for key, slots in self.pool.slots.items():
-            self._schedule.frames[key].drop(number, slots.take_unread())
+            self._schedule.frames[key].drop(samples.number, slots.take_unread())
+        if samples.epoch > self._looked_in:
+            self._looked_in = samples.epoch
+            reading.episodes.look_on_disk()
+        for key, files in self._files.items():
+            self._schedule.table.set_stored(key, files.take_written())
+            self._schedule.frames[key].stores = files.is_open
         plan = self._schedule.plan()
         stores = reading.fetch(plan)
         errors = reading.episodes.failed

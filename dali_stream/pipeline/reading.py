@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 
+from dali_stream.cache.frame_files import FrameFiles
 from dali_stream.cache.open_episodes import OpenEpisodes, ReadLimits
 from dali_stream.cache.video import BlockCache
 from dali_stream.checks.arguments import budget_text
@@ -36,6 +37,7 @@ class Reading:
         sizes: Sizes of the dataset and of its batches.
         parts: Division of `memory_budget`.
         schedule: Schedule of the batches. Nothing else opens and closes episodes in its table.
+        files: {camera: its frames on disk}.
         counters: Counters to add to.
 
     Attributes:
@@ -45,7 +47,15 @@ class Reading:
         names: Result of `Source.names`, which `start` requests.
     """
 
-    def __init__(self, config: Config, sizes: Sizes, parts: Parts, schedule: Schedule, counters: Counters) -> None:
+    def __init__(
+        self,
+        config: Config,
+        sizes: Sizes,
+        parts: Parts,
+        schedule: Schedule,
+        files: Mapping[str, FrameFiles],
+        counters: Counters,
+    ) -> None:
         source, remote = config.source, config.source.data_store.remote
         self.parts, self._schedule, self._counters = parts, schedule, counters
         # Without threads, `Workers` reads in the planner's thread, which is faster for local files.
@@ -84,6 +94,7 @@ class Reading:
             schedule.table,
             close,
             config.max_substitutes is not None,
+            files,
             counters,
         )
         self._names = source.names

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from dali_stream.cache.frame_files import FrameFolder
 from dali_stream.cache.indices import IndexCache
-from dali_stream.checks.arguments import from_zero, one_of, picture_size, positive, share
+from dali_stream.checks.arguments import byte_count, from_zero, one_of, picture_size, positive, share
 from dali_stream.dataset import Dataset
 from dali_stream.mixture import Mixture
 from dali_stream.normalize import Modes, Normalizer
@@ -65,6 +66,8 @@ def make_config(
     last_batch: str,
     on_error: str,
     max_substitutes: float,
+    frame_cache: str | os.PathLike[str] | None,
+    frame_cache_bytes: int | str | None,
 ) -> Config:
     """Return the configuration of a Loader's pipeline.
 
@@ -73,7 +76,7 @@ def make_config(
         ranks: Rank of this process, and number of ranks.
         order: Arguments shuffle, seed, consumers and episode_pool_size of the Loader.
         batch_size, delta_timestamps, dali_graph, image_size, image_dtype, memory_format, device, num_threads, prefetch,
-            memory_budget, audit, last_batch, on_error, max_substitutes: See `Loader`.
+            memory_budget, audit, last_batch, on_error, max_substitutes, frame_cache, frame_cache_bytes: See `Loader`.
 
     Raises:
         ValueError: If an argument is invalid.
@@ -119,7 +122,25 @@ def make_config(
         gpu=process.gpu(device),
         augments=dali_graph is not None,
         audit=from_zero("audit", audit),
+        frame_folder=_frame_folder(frame_cache, frame_cache_bytes, cores.ranks.count),
     )
+
+
+def _frame_folder(folder: str | os.PathLike[str] | None, limit: int | str | None, ranks: int) -> FrameFolder | None:
+    """Return the folder of the frame cache on disk, or None if none is given.
+
+    On a file system in memory, the default limit is a quarter of the memory of this machine or cgroup: a process that exceeds
+    the memory of its cgroup is ended, and gets no error.
+    """
+    if folder is None:
+        if limit is not None:
+            raise ValueError(f"frame_cache_bytes={limit!r} needs frame_cache, the folder whose size it limits")
+        return None
+    size = None if limit is None else byte_count(limit, "frame_cache_bytes")
+    memory = memory_limit.memory_limit()
+    if size is None and memory is not None and memory_limit.is_in_memory(folder):
+        size = memory.size // 4
+    return FrameFolder(folder, size, ranks)
 
 
 def make_normalizer(dataset: Dataset | Mixture, config: Config, modes: Modes) -> Normalizer:

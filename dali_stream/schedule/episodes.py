@@ -36,11 +36,13 @@ class Located:
         packet: Number of each frame's packet in the decode order of the file, shape (L,). `NONE` if the frame has no packet.
         keyframe: Number of the packet at which decoding each frame begins, shape (L,). Frames of one GOP are adjacent.
         blocks: Blocks of the encoded video. None if it is read in place.
+        stored: Whether each frame is in the frame cache on disk, bool of shape (L,). None if none is.
     """
 
     packet: npt.NDArray[np.integer]
     keyframe: npt.NDArray[np.integer]
     blocks: Blocks | None = None
+    stored: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,14 @@ class CameraTable:
             the frame within its episode.
         gop: Row of the first frame of each frame's GOP. The entry of that first frame itself is minus the number of frames of
             the GOP, so that one array holds both.
+        stored: Whether each frame is in the frame cache on disk, so that it is read and not decoded.
         first_block, block_count: First entry of the `BlockTable` that decoding each frame needs, and number of entries. The
             number is 0 if the frame has no packet. The arrays are empty if encoded video is read in place.
     """
 
     packet: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     gop: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    stored: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     first_block: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     block_count: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
 
@@ -249,7 +253,7 @@ class EpisodeTable:
             cameras: Number of cameras.
             fetched: Number of cameras whose encoded video is fetched in blocks.
         """
-        return 4 * (1 + 2 * cameras + 2 * fetched)
+        return 4 + 9 * cameras + 8 * fetched
 
     def is_open(self, episodes: Int64) -> npt.NDArray[np.bool_]:
         """Return a mask of the episodes that are open, with the shape of `episodes`."""
@@ -279,6 +283,13 @@ class EpisodeTable:
     def rows_with_blocks(self, camera: str) -> Int64:
         """Return the rows of all frames whose encoded video is in blocks."""
         return np.flatnonzero(self.cameras[camera].block_count[: self._rows.used])
+
+    def set_stored(self, camera: str, frames: Collection[tuple[int, int]]) -> None:
+        """Note that frames, given as (episode, frame), were added to the frame cache on disk. Closed episodes are ignored."""
+        if frames:
+            episode, frame = np.array(list(frames), np.int64).T
+            is_open = self.is_open(episode)
+            self.cameras[camera].stored[self.first_row[episode[is_open]] + frame[is_open]] = True
 
     def gather(self, key: str, episode: Int64, frame: Int64) -> npt.NDArray[Any]:
         """Return values of a column.
@@ -315,6 +326,7 @@ class EpisodeTable:
             table.packet[rows] = located.packet
             table.gop[rows] = np.repeat(first + starts, frames)
             table.gop[first + starts] = -frames
+            table.stored[rows] = False if located.stored is None else located.stored
             if camera in self.blocks.cameras:
                 table.block_count[rows] = 0
                 if (cut := located.blocks) is not None:
@@ -357,6 +369,7 @@ class EpisodeTable:
             self.columns[key] = _copied(self.columns[key], rows, capacity)
         for camera, table in self.cameras.items():
             table.packet, table.gop = _copied(table.packet, rows, capacity), _copied(table.gop, rows, capacity)
+            table.stored = _copied(table.stored, rows, capacity)
             if camera in self.blocks.cameras:
                 table.first_block = _copied(table.first_block, rows, capacity)
                 table.block_count = _copied(table.block_count, rows, capacity)

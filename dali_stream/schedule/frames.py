@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,23 +26,48 @@ _SLACK = 256  # a full cache evicts 1/256 of its frames more than necessary, so 
 _TURNOVERS = 2  # a frame without a known next use is assumed to be evicted before a full cache was replaced this many times
 
 
+class Reads(NamedTuple):
+    """Frames that are read from the frame cache on disk, sorted by episode.
+
+    Attributes:
+        episode: Episode of each frame, shape (n,).
+        frame: Index of each frame within its episode, shape (n,).
+        packet: Packet of each frame, shape (n,).
+        slot: Slot that each frame is read into, shape (n,).
+    """
+
+    episode: Int64
+    frame: Int64
+    packet: Int64
+    slot: Int64
+
+    def chosen(self, mask: Mask) -> Reads:
+        """Return the frames for which a mask is True."""
+        return Reads(*(values[mask] for values in self))
+
+
+_NOTHING = np.empty(0, np.int64)
+NO_READS = Reads(_NOTHING, _NOTHING, _NOTHING, _NOTHING)
+
+
 @dataclass(frozen=True)
 class FramePlan:
     """Plan of one camera for one batch.
 
     The plan decodes frame `frame[i]` of episode `episode[i]`, which is packet `packet[i]` of its file, into slot `slot[i]`.
-    Frames of one GOP are adjacent and in decode order.
+    Frames of one GOP are adjacent and in decode order. Frames without a slot are decoded for the frame cache on disk only.
 
     Attributes:
         show: Slot of each frame of the batch, shape (B, T). `NONE` if the frame has no packet.
         episode: Episode of each frame to decode, shape (n,).
         frame: Index of each frame to decode within its episode, shape (n,).
         packet: Packet of each frame to decode, shape (n,).
-        slot: Slot that each frame is decoded into, shape (n,).
+        slot: Slot that each frame is decoded into, shape (n,). `NONE` if the frame has no slot.
         gop: Number that identifies the GOP of each frame, shape (n,).
         hits: Number of the B · T frames that were cached, so that they need not be decoded.
         decodes: Number of frames that are decoded, including those that are only decoded to reach others.
         evicted: Number of frames that were evicted although a later batch was known to show them.
+        reads: Frames that are read from the frame cache on disk.
     """
 
     show: Int64
@@ -53,6 +79,7 @@ class FramePlan:
     hits: int
     decodes: int
     evicted: int
+    reads: Reads = NO_READS
 
     def __str__(self) -> str:
         def listed(values: Int64) -> str:
@@ -63,6 +90,8 @@ class FramePlan:
             f"decode episode {self.episode[own][0]} frames {listed(self.frame[own])} into slots {listed(self.slot[own])}"
             for own in gops
         ]
+        if len(self.reads.slot):
+            lines.append(f"read frames {listed(self.reads.frame)} into slots {listed(self.reads.slot)}")
         return "\n".join([*lines, f"show slots {listed(self.show)}"])
 
 
@@ -86,6 +115,8 @@ class FrameCache:
     Attributes:
         slot_count: Number of slots, for cached frames and for the frames of the batches in progress.
         keeps_all: Whether the cache has room for every frame of the dataset, so that none is ever evicted.
+        stores: Whether decoded frames are added to the frame cache on disk. Other frames of a decoded GOP are then decoded as
+            well, since a later batch, or another process, reads them from there.
     """
 
     def __init__(
@@ -100,6 +131,7 @@ class FrameCache:
         self._slots = _SlotAllocator(self.slot_count, in_progress)
         self._room = kept  # number of frames that may still be cached
         self._room_later = defaultdict[int, int](int)  # {batch: growth of `_room` when this batch is planned}
+        self.stores = False
 
     @property
     def cached(self) -> int:
@@ -155,8 +187,7 @@ class FrameCache:
         if self.keeps_all and len(show := self.slots_of(frames.reshape(-1))) and show.min() >= 0:
             # In later epochs of a dataset that fits in memory, planning must be cheap, to leave the cores to the threads that
             # copy. `touched` need not be updated, since only `drop` frees slots.
-            nothing = np.empty(0, np.int64)
-            return FramePlan(show.reshape(frames.shape), nothing, nothing, nothing, nothing, nothing, len(show), 0, 0)
+            return FramePlan(show.reshape(frames.shape), _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING, len(show), 0, 0)
         self._slots.release(batch)
         for at in [at for at in self._room_later if at <= batch]:
             self._room += self._room_later.pop(at)
@@ -167,13 +198,22 @@ class FrameCache:
         self._slots.touched[slot[hit]] = batch
         rows = self._table.rows(shown[~hit])
         present = self._camera.packet[rows] >= 0
-        wanted_rows = rows[present]
+        new_rows = rows[present]
+        stored = self._camera.stored[new_rows]
+        wanted_rows, read_rows = new_rows[~stored], new_rows[stored]
         beside_rows = self._beside(wanted_rows)
         decode_rows, keep, evicted = self._choose(batch, ahead, wanted_rows, beside_rows, shown[hit], slot[hit])
         into = self._slots.take(batch, len(decode_rows))
         self._keep(decode_rows[keep], into[keep], batch)
         self._slots.free_later(batch, into[~keep])
-        slot[np.flatnonzero(~hit)[present]] = into[: len(wanted_rows)]
+        read_into = self._read_into(batch, read_rows)
+        new_slots = np.empty(len(new_rows), np.int64)
+        new_slots[~stored], new_slots[stored] = into[: len(wanted_rows)], read_into
+        slot[np.flatnonzero(~hit)[present]] = new_slots
+        if self.stores:  # and the frames for the disk only
+            others = beside_rows[~np.isin(beside_rows, decode_rows)]
+            decode_rows = np.concatenate([decode_rows, others])
+            into = np.concatenate([into, np.full(len(others), NONE)])
         packet, gop = self._camera.packet[decode_rows].astype(np.int64), self._camera.gops(decode_rows)
         # The decoders rely on this order, see `FramePlan`.
         order = np.lexsort((packet, gop))
@@ -189,12 +229,30 @@ class FrameCache:
             hits=int(hit[place].sum()),
             decodes=self._decodes(packet, gop),
             evicted=evicted,
+            reads=self._reads(read_rows, read_into),
         )
 
+    def _read_into(self, batch: int, rows: Int64) -> Int64:
+        """Allocate the slots of frames that are read from disk. They are cached only if there is room, since nothing is gained
+        by evicting a frame that must be decoded."""
+        slots = self._slots.take(batch, len(rows))
+        kept = max(min(self._room, len(rows)), 0)
+        self._keep(rows[:kept], slots[:kept], batch)
+        self._slots.free_later(batch, slots[kept:])
+        return slots
+
+    def _reads(self, rows: Int64, slots: Int64) -> Reads:
+        if not len(rows):
+            return NO_READS
+        episode = self._table.episode[rows].astype(np.int64)
+        return Reads(episode, rows - self._table.first_row[episode], self._camera.packet[rows].astype(np.int64), slots)
+
     def _beside(self, wanted_rows: Int64) -> Int64:
-        """Return the rows of the frames in the same GOPs as `wanted_rows` that are neither wanted nor cached."""
+        """Return the rows of the frames in the same GOPs as `wanted_rows` that are neither wanted, nor cached, nor on disk."""
+        if not len(wanted_rows):
+            return wanted_rows
         members = self._camera.members(np.unique(self._camera.gops(wanted_rows)))
-        others = self._camera.packet[members] >= 0
+        others = (self._camera.packet[members] >= 0) & ~self._camera.stored[members]
         others[np.searchsorted(members, wanted_rows)] = False
         members = members[others]
         return members[self.slots_of(self._table.frames(members)) == NONE]

@@ -27,6 +27,10 @@ class NumberedStores(Store):
         store, path = self._of(path)
         return store.size(path)
 
+    def identity(self, path: str) -> str:
+        store, path = self._of(path)
+        return store.identity(path)
+
     def read(self, path: str, start: int, stop: int) -> bytes:
         store, path = self._of(path)
         return store.read(path, start, stop)

@@ -63,8 +63,8 @@ class OpenFile:
 
     __slots__ = ("number", "used")
 
-    def __init__(self, path: Path) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, path: Path, flags: int) -> None:
+        self.number = os.open(path, flags, 0o666)
         self.used = 0
 
     def __reduce__(self) -> NoReturn:
@@ -84,10 +84,11 @@ class OpenFiles:
 
     Args:
         root: Folder of the files.
+        flags: Flags of `os.open`. Default: those to read a file.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, flags: int = os.O_RDONLY | os.O_CLOEXEC) -> None:
+        self._root, self._flags = root, flags
         self._files: OrderedDict[str, OpenFile] = OrderedDict()  # least recently used first
         with _lock:
             _all.add(self)
@@ -122,7 +123,7 @@ class OpenFiles:
 
     def _opened(self, path: str) -> OpenFile:
         try:
-            return OpenFile(self._root / path)
+            return OpenFile(self._root / path, self._flags)
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
@@ -130,7 +131,7 @@ class OpenFiles:
         with _lock:
             evicted = _evict(0)
         del evicted
-        return OpenFile(self._root / path)
+        return OpenFile(self._root / path, self._flags)
 
 
 _lock = threading.Lock()

@@ -91,6 +91,10 @@ class Store(abc.ABC):
         """Return a text that identifies the content of a file that was read, or an empty string if it is unknown."""
         return ""
 
+    def identity(self, path: str) -> str:
+        """Return a text that changes if the content of a file that was read is replaced: its size and its version."""
+        return f"{self.size(path)} {self.version(path)}"
+
     @abc.abstractmethod
     def close(self) -> None:
         """Close all handles. The next read opens them again."""
@@ -126,6 +130,9 @@ class StoreView(Store):
 
     def size(self, path: str) -> int:
         return self.store.size(path)
+
+    def identity(self, path: str) -> str:
+        return self.store.identity(path)
 
     def exists(self, path: str) -> bool:
         return self.store.exists(path)

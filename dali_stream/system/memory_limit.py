@@ -44,6 +44,16 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
     return min(limits, default=None)
 
 
+def is_in_memory(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a folder, which need not exist yet, is on a file system in memory, such as /dev/shm."""
+    path = Path(folder).expanduser().absolute()
+    with contextlib.suppress(OSError):  # no Linux
+        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+        below = [(len(place), kind) for place, kind in mounts if path.is_relative_to(place.replace("\\040", " "))]
+        return max(below, default=(0, ""))[1] in ("tmpfs", "ramfs")
+    return False
+
+
 def fits(size: int | None) -> bool:
     """Return whether each rank of this machine may use `size` bytes. False if `size` is None."""
     limit = memory_limit()

@@ -26,7 +26,7 @@ import torch
 
 from dali_stream.checks.arguments import budget_text
 from dali_stream.dataset import Dataset
-from dali_stream.errors import DaliStreamError
+from dali_stream.errors import DaliStreamError, MemoryBudgetError
 from dali_stream.loader import Loader
 from dali_stream.mixture import Mixture
 from dali_stream.run.mixture_file import is_mixture_file
@@ -322,8 +322,10 @@ class _Study:
         self._check_busy()  # before anything is rewritten
         self._as_bytes = self._changed(image_dtype="uint8") if config.gpu is None and config.image_dtype == "float32" else None
         self._on_gpu = self._changed(device="cuda") if config.gpu is None and torch.cuda.is_available() else None
+        self._stored = self._with_frames_on_disk() if self.decodes()[1].decoded and config.frame_folder is None else None
         self._rewritten = self._rewrite() if config.source.videos else []
-        others = [each for each in (self._as_bytes, self._on_gpu, *(each for each, _, _ in self._rewritten)) if each]
+        rewritten = (each for each, _, _ in self._rewritten)
+        others = [each for each in (self._as_bytes, self._on_gpu, self._stored, *rewritten) if each]
         for number in range(_ROUNDS):
             # Every other round is in reverse order, so that a load that grows or shrinks slows down all of them.
             in_turns = [self.base, *others] if number else others
@@ -371,6 +373,12 @@ class _Study:
                 price = f"{budget_text(budget)} of memory instead of {budget_text(config.memory_budget)}"
                 rounds = base.speeds(self.decodes(memory_budget=budget))
                 yield _Proposal(f'memory_budget="{budget_text(budget)}"', price, rounds, {"memory_budget": budget})
+        if self._stored:
+            size = sum(config.frame_bytes(camera) for camera in self._on_cpu) * self._whole.num_frames
+            price = f"{size / 1e9:.3g} GB on a local disk, for all ranks of the machine"
+            # The first epoch decodes each frame once, whatever the memory holds, as in the measured part.
+            decodes = self._stored.rounds[0].first.decodes, Decodes(0.0, 0.0)
+            yield _Proposal("frame_cache=DIR", price, self._stored.speeds(decodes), {"frame_cache": "DIR"})
         if count > config.num_threads:
             rounds = base.speeds(now, lambda work: work.with_threads(count))
             yield _Proposal(f"num_threads={count}", "none", rounds, {"num_threads": count})
@@ -397,6 +405,24 @@ class _Study:
                 price = f"a copy of the dataset, about {sample_bytes * self._whole.num_frames / 1e6:.3g} MB of video"
                 rounds = self._after_rewrite(measurement, now, then, sample_bytes)
                 yield _Proposal(_command(options), price, rounds, prepare=options)
+
+    def _with_frames_on_disk(self) -> _Measurement | None:
+        """Return a measurement of a part with a frame cache on disk, or None if memory_budget must hold the whole part.
+
+        As in the whole dataset, memory holds a share of the frames, and the others are read from the disk.
+        """
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory())
+        measurement = self._changed(frame_cache=folder)
+        budget = self._config.memory_budget * measurement.part.num_frames // self._whole.num_frames
+        while budget < self._config.memory_budget:
+            measurement.changed["memory_budget"] = budget
+            try:
+                with Loader(measurement.part, **self._options | measurement.changed):
+                    measurement.name = "streaming a part of the dataset with frame_cache"
+                    return measurement
+            except MemoryBudgetError:  # it does not hold a batch
+                budget *= 2
+        return None
 
     def _after_rewrite(
         self, measurement: _Measurement, now: Sequence[Decodes], then: Sequence[Decodes], sample_bytes: float

@@ -57,6 +57,8 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     add("--revision", help="branch, tag or commit of a dataset on the Hub (default: its main branch)")
     add("--data-files-root", help="address of data/ and videos/, if they are not beside meta/")
     add("--cache-dir", help="folder for fetched bytes of a remote dataset")
+    add("--frame-cache", help="folder for decoded frames, which all processes of a machine and later runs share")
+    add("--frame-cache-bytes", help="size limit of --frame-cache, such as 200GiB (default: none on a disk)")
     add("--clock", choices=("timestamp", "frame_index"), help="column that locates the frame of a row; frame_index for "
         "wall-clock timestamps (default: timestamp)")  # fmt: skip
     add("--tolerance-s", type=float, help="largest distance of a frame from its row's time in seconds (default: a quarter of a "

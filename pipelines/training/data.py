@@ -73,6 +73,8 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
         "delta_timestamps": {ACTION: [step / fps for step in range(arguments.chunk)]},
         "device": str(accelerator.device),
         "num_threads": arguments.num_threads,
+        "frame_cache": arguments.frame_cache,
+        "frame_cache_bytes": arguments.frame_cache_bytes,
     }
     plain = common | {"image_size": size}
     own = (plain if mixed else common) | {  # the augmentation also resizes, but requires frames of one size

@@ -34,7 +34,7 @@ def open_all(dataset: Dataset) -> tuple[OpenEpisodes, list[OpenEpisode]]:
     table = Recorded(dataset.lengths, dataset.cameras)
     source, reads = dataset.source, (dataset.data_store.session(), Workers("", 0), RowMemory())
     indices, limits = IndexCache(source), ReadLimits(1 << 40)
-    episodes = OpenEpisodes(source, limits, indices, *reads, table, table.close, False, Counters())
+    episodes = OpenEpisodes(source, limits, indices, *reads, table, table.close, False, {}, Counters())
     numbers = np.arange(len(dataset.lengths))
     batch = Samples(0, 0, Order(dataset.lengths), numbers, episode=numbers, frame=np.zeros_like(numbers), padded=0)
     episodes.read_ahead([batch])

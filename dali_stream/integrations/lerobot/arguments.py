@@ -47,6 +47,8 @@ ARGUMENTS: dict[str, Callable[[str], Any]] = {
     "num_threads": _integer,
     "prefetch": _integer,
     "memory_budget": str,
+    "frame_cache": str,
+    "frame_cache_bytes": str,
     "audit": _integer,
     "last_batch": str,
     "on_error": str,

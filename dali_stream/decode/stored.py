@@ -1,0 +1,88 @@
+"""Reading of frames from the frame cache on disk in place of decoding them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.cache.frame_files import FrameFiles, RecordName
+from dali_stream.cache.slots import Slots
+from dali_stream.checks.none import NONE
+from dali_stream.decode.decoder import Pool, even_tasks
+from dali_stream.observe.counters import Counters
+from dali_stream.schedule.frames import Reads
+
+Int64 = npt.NDArray[np.int64]
+_TASK_FRAMES = 64  # frames of a task, of 150 KB each if they are 224×224: about 5 ms
+
+
+class StoredReader:
+    """Reader of one camera's frames that are on disk.
+
+    Args:
+        files: Frames of the camera on disk.
+        slots: Slots into which the frames are put.
+        counters: Counters of the Loader.
+    """
+
+    def __init__(self, files: FrameFiles, slots: Slots, counters: Counters) -> None:
+        self._files, self._slots, self._counters = files, slots, counters
+
+    def start(
+        self, pool: Pool, reads: Reads, names: Mapping[int, RecordName], decode: Callable[[list[int]], None]
+    ) -> list[Future[None]]:
+        """Start the tasks that read the frames of a batch.
+
+        Args:
+            pool: Decode threads.
+            reads: Frames to read.
+            names: {episode: name of its file of records}. Frames of other episodes are not read.
+            decode: Function that decodes the frames that are missing or damaged on disk. It gets their numbers in `reads`, and
+                runs in a decode thread.
+        """
+        if not len(reads.slot):
+            return []
+        own = np.flatnonzero(np.isin(reads.episode, list(names)))
+        if not len(own):
+            return []
+        task = even_tasks(np.arange(1, len(own) + 1), _TASK_FRAMES)
+        return [pool.submit(self._read, reads, own[task == number].tolist(), names, decode) for number in np.unique(task)]
+
+    def _read(
+        self, reads: Reads, numbers: list[int], names: Mapping[int, RecordName], decode: Callable[[list[int]], None]
+    ) -> None:
+        damaged = []
+        with self._counters.timed("read_s"):
+            for episode, group in itertools.groupby(numbers, lambda number: int(reads.episode[number])):
+                own = list(group)
+                packets, slots = reads.packet[own].tolist(), reads.slot[own].tolist()
+                filled = self._slots.fill(slots, functools.partial(self._files.read, names[episode], packets))
+                damaged += [number for number, is_filled in zip(own, filled, strict=True) if not is_filled]
+        self._counters.add(frame_cache_disk_hits=len(numbers) - len(damaged))
+        if damaged:
+            decode(damaged)
+
+    def read_added(self, name: RecordName, numbers: Sequence[int], slots: Sequence[int]) -> list[bool]:
+        """Read frames that were added after the batch was planned, by another batch or by another process.
+
+        Args:
+            name: Name of the file of records.
+            numbers: Number of each record.
+            slots: Slot of each frame. `NONE` for frames that need not be read.
+
+        Returns:
+            Whether each frame need not be decoded.
+        """
+        there = self._files.stored(name, np.array(numbers))
+        own = [i for i in np.flatnonzero(there).tolist() if slots[i] != NONE]
+        if own:
+            read = functools.partial(self._files.read, name, [numbers[i] for i in own])
+            with self._counters.timed("read_s"):
+                there[own] = self._slots.fill([slots[i] for i in own], read)
+            self._counters.add(frame_cache_disk_hits=int(there[own].sum()))
+        return there.tolist()

@@ -1,0 +1,353 @@
+"""Frame cache on disk: batches stay the same, frames are decoded once, and whatever is wrong with a record is found."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.batches import equal
+from support.datasets import ODD_CAMERA, copied
+from support.killing import start
+from support.servers import Server
+
+from dali_stream import Loader, Mixture
+from dali_stream.cli import main
+
+TOP, SIDE = "observation.images.top", "observation.images.side"
+SIZE = (64, 80)
+FRAME = 64 * 80 * 3
+ARGUMENTS: dict[str, Any] = {"batch_size": 16, "image_size": SIZE, "image_dtype": "uint8", "device": "cpu", "consumers": 4}
+
+
+def run(root: object, folder: Path | None, epochs: int = 2, **arguments: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The batches of some epochs of a new Loader, and its counters."""
+    with Loader(root, **(ARGUMENTS | {"frame_cache": folder} | arguments)) as loader:  # type: ignore[arg-type]
+        batches = list(itertools.chain.from_iterable(itertools.repeat(loader, epochs)))
+        return batches, loader.stats()
+
+
+def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
+    return len(found) == len(expected) and all(equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def records(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "key.json")
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "little memory": {"memory_budget": "2MiB"},
+    "windows": {"delta_timestamps": {TOP: [-0.1, 0.0, 0.25]}},
+    "global": {"shuffle": "global"},
+    "second rank of two": {"rank": 1, "world_size": 2},
+    "padded": {"last_batch": "pad"},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_batches_are_those_without_it_and_nothing_is_decoded_twice(small: Path, tmp_path: Path, setting: str) -> None:
+    expected, _ = run(small, None, **SETTINGS[setting])
+    found, first = run(small, tmp_path / "frames", **SETTINGS[setting])
+    assert same(found, expected)
+    assert first["frame_cache_disk_written_bytes"] > 0
+    again, later = run(small, tmp_path / "frames", **SETTINGS[setting])
+    assert same(again, expected)
+    assert later["decoded_frames"] == 0
+    assert later["frame_cache_disk_hits"] > 0
+
+
+def test_each_frame_is_decoded_once_whatever_the_memory(small: Path, tmp_path: Path) -> None:
+    _, stats = run(small, tmp_path, epochs=3, memory_budget="2MiB", last_batch="partial", prefetch=1)
+    with Loader(small, **ARGUMENTS) as loader:
+        frames = loader.dataset.num_frames * 2
+    assert frames <= stats["decoded_frames"] < 1.1 * frames
+    assert stats["frame_cache_disk_written_bytes"] == frames * FRAME
+
+
+def test_two_ranks_decode_each_frame_once_together(small: Path, tmp_path: Path) -> None:
+    alone, _ = run(small, None, 1, rank=1, world_size=2)
+    shares = [run(small, tmp_path, 1, rank=rank, world_size=2) for rank in (0, 1)]
+    assert same(shares[1][0], alone)
+    with Loader(small, **ARGUMENTS) as loader:
+        frames = loader.dataset.num_frames * 2
+    assert sum(stats["decoded_frames"] for _, stats in shares) < 1.1 * frames
+
+
+def test_bytes_that_change_on_disk_are_found(small: Path, tmp_path: Path) -> None:
+    expected, _ = run(small, tmp_path)
+    rng = random.Random(0)
+    for path in records(tmp_path):
+        data = bytearray(path.read_bytes())
+        for _ in range(40):
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+    found, stats = run(small, tmp_path)
+    assert same(found, expected)
+    assert stats["decoded_frames"] > 0
+    assert run(small, tmp_path)[1]["decoded_frames"] == 0, "what was damaged is written again"
+
+
+@pytest.mark.parametrize("left", [0, 1000, 0.5])
+def test_files_that_become_shorter_are_decoded_again(small: Path, tmp_path: Path, left: float) -> None:
+    expected, _ = run(small, tmp_path)
+    for path in records(tmp_path):
+        os.truncate(path, int(left * path.stat().st_size) if left < 1 else int(left))
+    found, _ = run(small, tmp_path)
+    assert same(found, expected)
+
+
+def test_a_limit_is_kept_and_changes_no_batch(small: Path, tmp_path: Path) -> None:
+    limit = 200 * FRAME
+    expected, _ = run(small, None)
+    found, stats = run(small, tmp_path, frame_cache_bytes=limit)
+    assert same(found, expected)
+    assert 0 < stats["frame_cache_disk_written_bytes"] <= limit
+    assert sum(path.stat().st_blocks * 512 for path in records(tmp_path)) <= limit
+
+
+def test_remote_video_is_not_fetched_for_frames_that_are_there(small: Path, tmp_path: Path) -> None:
+    with Server(small) as server:
+        expected, _ = run(server.url, None, memory_budget="2MiB")
+        run(server.url, tmp_path, memory_budget="2MiB")
+        asked = len(server.requests)
+        found, stats = run(server.url, tmp_path, memory_budget="2MiB")
+        video = [path for path in list(server.requests)[asked:] if str(path).endswith(".mp4")]
+    assert same(found, expected)
+    assert stats["decoded_frames"] == 0
+    assert len(video) <= 8, "only the indices of the files"
+
+
+def test_a_file_that_is_replaced_is_decoded_anew(small: Path, tmp_path: Path) -> None:
+    root = copied(small, tmp_path / "copy")
+    run(root, tmp_path / "frames")
+    for path in root.rglob("*.mp4"):
+        os.utime(path, ns=(1, 1))
+    _, stats = run(root, tmp_path / "frames")
+    assert stats["decoded_frames"] > 0
+
+
+def test_a_limit_without_a_folder_is_an_error(small: Path) -> None:
+    with pytest.raises(ValueError, match=r"frame_cache_bytes='1GB' needs frame_cache"):
+        Loader(small, frame_cache_bytes="1GB")
+
+
+def test_a_file_in_place_of_the_folder_is_an_error(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"frame_cache must be a folder that can be created, got "):
+        Loader(small, frame_cache=tmp_path / "file")
+
+
+def test_images_in_rows_are_decoded_once(odd: Path, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"batch_size": 4, "memory_budget": "2MiB", "last_batch": "partial"}
+    for size in ((60, 64), None):
+        expected, _ = run(odd, None, **arguments, image_size=size)
+        found, first = run(odd, tmp_path, **arguments, image_size=size)
+        assert same(found, expected)
+        assert 21 <= first["decoded_frames"] < 42
+        again, later = run(odd, tmp_path, **arguments, image_size=size)
+        assert same(again, expected)
+        assert later["decoded_frames"] == 0
+
+
+def test_damaged_images_on_disk_are_decoded_again(odd: Path, tmp_path: Path) -> None:
+    expected, _ = run(odd, tmp_path, batch_size=4)
+    for path in records(tmp_path):
+        os.truncate(path, path.stat().st_size // 2)
+    found, stats = run(odd, tmp_path, batch_size=4)
+    assert same(found, expected)
+    assert stats["decoded_frames"] > 0
+
+
+def test_a_mixture_of_video_and_images_shares_one_folder(small: Path, odd: Path, tmp_path: Path) -> None:
+    def mixture() -> Mixture:
+        keys = {"video": {TOP: "camera"}, "images": {ODD_CAMERA: "camera"}}
+        return Mixture({"video": small, "images": odd}, keys=keys, missing="pad", nearest=True)
+
+    expected, _ = run(mixture(), None, 1)
+    found, first = run(mixture(), tmp_path, 1)
+    again, later = run(mixture(), tmp_path, 1)
+    assert same(found, expected)
+    assert same(again, expected)
+    assert first["frame_cache_disk_written_bytes"] > 0
+    assert later["decoded_frames"] == 0
+    assert later["frame_cache_disk_hits"] > 0
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_resumed_run_with_other_ranks_reads_the_same_folder(small: Path, tmp_path: Path, world_size: int) -> None:
+    with Loader(small, **ARGUMENTS) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        rest = list(batches)
+    with Loader(small, **ARGUMENTS, frame_cache=tmp_path) as loader:
+        next(iter(loader))
+    for rank in range(world_size):
+        ranks = {"rank": rank, "world_size": world_size, "batch_size": ARGUMENTS["batch_size"] // world_size}
+        with Loader(small, **(ARGUMENTS | ranks), frame_cache=tmp_path) as loader:
+            loader.load_state_dict(state)
+            found = list(loader)
+        assert [batch["index"].tolist() for batch in found] == [batch["index"].tolist()[rank::world_size] for batch in rest]
+        for batch, whole in zip(found, rest, strict=True):
+            assert (batch[TOP] == whole[TOP][rank::world_size]).all()
+
+
+def test_frames_that_cannot_be_decoded_are_substituted_alike(small: Path, tmp_path: Path) -> None:
+    root = copied(small, tmp_path / "copy")
+    path = sorted(root.rglob("*.mp4"))[0]
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 2000] = bytes(2000)
+    path.write_bytes(data)
+    expected, without = run(root, None, on_error="substitute")
+    assert without["substituted"] > 0
+    for _ in range(2):
+        found, stats = run(root, tmp_path / "frames", on_error="substitute")
+        assert same(found, expected)
+        assert stats["substituted"] == without["substituted"]
+
+
+def test_a_folder_that_is_removed_meanwhile_changes_no_batch(
+    small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = run(small, None, 3)
+    run(small, tmp_path / "frames", 1)
+    found = []
+    with Loader(small, **ARGUMENTS, frame_cache=tmp_path / "frames", memory_budget="2MiB") as loader:
+        for epoch in range(3):
+            for number, batch in enumerate(loader):
+                found.append(batch)
+                if (epoch, number) == (0, 1):
+                    shutil.rmtree(tmp_path / "frames")
+    assert same(found, expected)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len([text for text in warnings if "frame_cache" in text]) <= 1
+
+
+def run_with_a_full_disk(root: Path, folder: Path, limit: int, log: Path, pipe: Connection) -> None:
+    """No file may be larger than `limit`, as if the disk were full then."""
+    logging.basicConfig(filename=log)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    found, stats = run(root, folder, 3)
+    expected, _ = run(root, None, 3)
+    pipe.send((same(found, expected), stats["frame_cache_disk_written_bytes"]))
+
+
+def test_a_full_disk_is_one_warning_and_changes_no_batch(small: Path, tmp_path: Path) -> None:
+    run(small, tmp_path / "whole")
+    limit = max(path.stat().st_size for path in records(tmp_path / "whole")) - 8 * 20
+    process, pipe = start(run_with_a_full_disk, small, tmp_path / "frames", limit, tmp_path / "log")
+    is_same, written = pipe.recv()
+    process.join()
+    assert is_same
+    assert written > 0
+    [warning] = [line for line in (tmp_path / "log").read_text().splitlines() if "frame_cache" in line]
+    assert warning.endswith(": File too large. No more frames are added")
+
+
+def test_a_folder_that_cannot_be_written_is_read(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This test may run as root, who may write everywhere."""
+    expected, _ = run(small, tmp_path)
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    found, stats = run(small, tmp_path)
+    assert same(found, expected)
+    assert stats["decoded_frames"] == 0
+
+
+def write_until_killed(root: Path, folder: Path, rank: int, pipe: Connection) -> None:
+    with Loader(root, **(ARGUMENTS | {"rank": rank, "world_size": 2}), frame_cache=folder) as loader:
+        pipe.send("ready")
+        for _ in itertools.repeat(None):
+            list(loader)
+
+
+@pytest.mark.slow
+def test_after_kills_of_two_writers_no_frame_is_wrong(demo: Path, tmp_path: Path) -> None:
+    moments, found = random.Random(3), 0
+    expected, _ = run(demo, None, 1)
+    for _ in range(15):  # of two writers each
+        writers = [start(write_until_killed, demo, tmp_path / "frames", rank) for rank in (0, 1)]
+        for _, pipe in writers:
+            assert pipe.recv() == "ready"
+        for process, _ in writers:
+            process.join(moments.uniform(0.0, 0.3))
+            process.kill()
+            process.join()
+        found = max(found, len(records(tmp_path / "frames")))
+        shutil.copytree(tmp_path / "frames", tmp_path / "copy")
+        assert same(run(demo, tmp_path / "copy", 1)[0], expected)
+        shutil.rmtree(tmp_path / "copy")
+        if found and moments.random() < 0.5:
+            shutil.rmtree(tmp_path / "frames")
+    assert found > 0
+
+
+@pytest.mark.slow
+def test_each_of_a_thousand_changed_bits_is_found(small: Path, tmp_path: Path) -> None:
+    """Of a record, a changed bit is found when it is read. Of a checksum too: the frame is then another one, or is missing."""
+    expected, _ = run(small, tmp_path, 1, last_batch="partial")
+    files, rng, changed = records(tmp_path), random.Random(1), 0
+    while changed < 1000:
+        places: set[tuple[int, int]] = set()  # file and record
+        for _ in range(100):
+            number = rng.randrange(len(files))
+            size = files[number].stat().st_size
+            at, count = rng.randrange(size), size // (FRAME + 8)
+            place = at // FRAME if at < count * FRAME else (at - count * FRAME) // 8
+            if (number, place) in places:
+                continue
+            places.add((number, place))
+            with files[number].open("r+b") as file:
+                file.seek(at)
+                byte = file.read(1)[0]
+                file.seek(at)
+                file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+        found, stats = run(small, tmp_path, 1, last_batch="partial")
+        assert same(found, expected)
+        assert stats["frame_cache_disk_written_bytes"] >= len(places) * FRAME, (
+            "each damaged frame was decoded and written again"
+        )
+        changed += len(places)
+
+
+# ---------------------------------------------------------------------------------------------------------- dali-stream frames
+
+
+def test_the_command_fills_lists_and_removes(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "frames"
+    fill = ["frames", "fill", str(small), "--frame-cache", str(folder), "--image-size", "64x80"]
+    assert main(fill) == 0
+    assert run(small, folder)[1]["decoded_frames"] == 0
+    capsys.readouterr()
+    assert main(fill) == 0
+    assert "0 B added" in capsys.readouterr().out
+    (folder / "mine.txt").write_text("of somebody else")
+    assert main(["frames", "list", str(folder), "--json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)["frames"]
+    assert found["key"]["frames"] == "64×80×3 uint8"
+    own = [path for path in folder.rglob("*") if path.is_file() and path.name != "mine.txt"]
+    assert found["size"] == sum(path.stat().st_blocks * 512 for path in own)
+    assert main(["frames", "list", str(folder)]) == 0
+    assert found["name"] in capsys.readouterr().out
+    assert main(["frames", "remove", str(folder), found["name"]]) == 0
+    assert [path.name for path in folder.iterdir()] == ["mine.txt"]
+    assert main(["frames", "remove", str(folder), found["name"]]) == 2
+
+
+def test_frames_of_another_size_are_kept_apart(small: Path, tmp_path: Path) -> None:
+    expected, _ = run(small, None, image_size=(32, 40))
+    run(small, tmp_path)
+    found, stats = run(small, tmp_path, image_size=(32, 40))
+    assert same(found, expected)
+    assert stats["decoded_frames"] > 0
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
