@@ -1,14 +1,16 @@
 """Measure how long the interpreter is held per delivered frame, which limits how many decode threads can work at once.
 
     python benchmarks/interpreter.py URI [--over http|s3 [--latency-ms 50] [--megabytes-per-s 40]] [--mode single|sarm]
-                                         [--batch-size 64] [--seconds 6] [--rounds 3] [--json]
+                                         [--batch-size 64] [--seconds 6] [--rounds 3]
+                                         [--frame-cache DIR --memory-budget 256MiB] [--json]
 
 py-spy (https://github.com/benfred/py-spy) samples a Loader with one decode thread 500 times per second, in its first epoch and
 with frames resized to 224×224. It counts the samples in which any thread of the process holds the interpreter. The time that
 these samples represent, divided by the number of delivered frames, is the cost of a frame. The report lists the cost by
 function. The cost of a function includes the functions that it calls. A thread that is preempted by the system still holds the
 interpreter. The samples of a thread are therefore reduced in proportion to the time that it waited for a core, according to
-/proc/*/schedstat. With --over, URI is a local folder, which another process serves as in benchmarks/remote.py.
+/proc/*/schedstat. With --over, URI is a local folder, which another process serves as in benchmarks/remote.py. With
+--frame-cache, the folder is first filled with all frames, so that the Loader reads frames and decodes none.
 """
 
 from __future__ import annotations
@@ -50,8 +52,11 @@ def main() -> int:
     parser.add_argument("--batch-size", type=count, default=64)
     parser.add_argument("--seconds", type=count, default=6, help="duration of a round")
     parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--frame-cache", help="folder of a frame cache, which is filled first")
+    parser.add_argument("--memory-budget", help="default: that of a Loader")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
+    loader = {"frame_cache": arguments.frame_cache, "memory_budget": arguments.memory_budget}
     spy = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
     if spy is None:
         print("interpreter: needs the program py-spy; install it (pip install py-spy)", file=sys.stderr)
@@ -60,7 +65,7 @@ def main() -> int:
         network = arguments.latency_ms / 1e3, arguments.megabytes_per_s * 1e6
         here = nullcontext(({"uri": arguments.uri}, None))
         with served(Path(arguments.uri), arguments.over, *network) if arguments.over else here as (opened, _):
-            result = measure(opened, arguments.mode, arguments.batch_size, arguments.seconds, arguments.rounds, spy)
+            result = measure(opened, arguments.mode, arguments.batch_size, arguments.seconds, arguments.rounds, spy, loader)
     except (dali_stream.DaliStreamError, ValueError) as error:
         print(f"interpreter: {error}", file=sys.stderr)
         return 1
@@ -75,7 +80,9 @@ def main() -> int:
     return 0
 
 
-def measure(place: dict[str, Any], mode: str, batch_size: int, seconds: int, rounds: int, spy: str) -> dict[str, Any]:
+def measure(
+    place: dict[str, Any], mode: str, batch_size: int, seconds: int, rounds: int, spy: str, options: dict[str, Any]
+) -> dict[str, Any]:
     """Return the medians over the rounds, and the cost of functions over all rounds together.
 
     Args:
@@ -85,22 +92,22 @@ def measure(place: dict[str, Any], mode: str, batch_size: int, seconds: int, rou
         seconds: Duration of a round in seconds.
         rounds: Number of rounds.
         spy: Path of py-spy.
+        options: Other arguments of the Loader.
 
     Raises:
         DaliStreamError: If the dataset cannot be read, or py-spy cannot trace this process.
     """
     dataset = dali_stream.Dataset(**place)
     costs, rates, functions, waiting = [], [], dict[str, float](), []
+    loader_arguments: dict[str, Any] = options | {
+        "batch_size": batch_size, "delta_timestamps": windows(mode, dataset), "image_size": (224, 224), "num_threads": 1,
+        "decode": "torchcodec", "device": "cpu",
+    }  # fmt: skip
+    if options["frame_cache"]:
+        with dali_stream.Loader(dataset, **loader_arguments | {"last_batch": "partial"}) as loader:
+            take(iter(loader), len(loader))
     for _ in range(rounds):
-        with dali_stream.Loader(
-            dataset,
-            batch_size=batch_size,
-            delta_timestamps=windows(mode, dataset),
-            image_size=(224, 224),
-            num_threads=1,
-            decode="torchcodec",
-            device="cpu",
-        ) as loader:
+        with dali_stream.Loader(dataset, **loader_arguments) as loader:
             stream = endless(loader)
             take(stream, 5)  # after these batches, the queue of prepared batches is full
             stacks, sample_count, rate = watched(stream, lambda loader=loader: loader.stats()["frames"], seconds, spy)
@@ -120,6 +127,8 @@ def measure(place: dict[str, Any], mode: str, batch_size: int, seconds: int, rou
         "mode": mode,
         "batch_size": batch_size,
         "seconds": seconds,
+        "memory_budget": options["memory_budget"],
+        "frame_cache": bool(options["frame_cache"]),
         **environment.ran_on("cpu"),
     }
 

@@ -400,8 +400,8 @@ class Loader:
         - `frames`: Number of frames delivered, without the frames of cameras that a dataset lacks.
         - `clips`: Number of clips that were packed or decoded for these frames.
         - `decoded_frames`: Number of frames decoded, including frames that are decoded only to reach other frames.
-        - `stored_frames`: Number of decoded frames that the CPU resized and put into memory.
-        - `frame_cache_hits`: Number of delivered frames that an earlier batch had decoded.
+        - `stored_frames`: Number of decoded frames that the CPU resized and put into memory or `frame_cache`.
+        - `frame_cache_hits`: Number of delivered frames that were in memory, since an earlier batch had decoded or read them.
         - `frame_cache_disk_hits`: Number of frames that were read from `frame_cache` and not decoded.
         - `frame_cache_disk_written_bytes`: Bytes of the frames that were added to `frame_cache`.
         - `frames_evicted_before_use`: Number of decoded frames that memory_budget did not hold until their next use.
@@ -411,7 +411,7 @@ class Loader:
 
         Memory in use, in bytes:
 
-        - `row_bytes`, `index_bytes`, `encoded_bytes`, `frame_cache_bytes`: Memory of rows, indices of video files, encoded
+        - `row_bytes`, `index_bytes`, `encoded_bytes`, `decoded_bytes`: Memory of rows, indices of video files, encoded
           video of remote data, and cached decoded frames.
         - `resident_bytes`: Sum of these four.
 
@@ -455,7 +455,7 @@ class Loader:
         - `samples_per_s`: Samples delivered per second.
         - `wait_share`: Share of the time that the training loop waited for batches, 0 to 1.
         - `decodes_per_frame`: Number of frames decoded per frame delivered.
-        - `frame_cache_hit_share`: Share of the delivered frames that an earlier batch had decoded, 0 to 1.
+        - `frame_cache_hit_share`: Share of the delivered frames that were in memory, 0 to 1.
         - `frame_cache_disk_hit_share`: Share of the delivered frames that were read from `frame_cache`, 0 to 1.
         - `frame_cache_disk_written_bytes`: Bytes that were added to `frame_cache`.
         - `network_bytes`, `disk_cache_bytes`: Bytes read over the network and from `cache_dir`.
@@ -464,7 +464,7 @@ class Loader:
         - `substituted`, `route_changes`: Samples that were substituted, and replaced decoders.
         - `evicted_early`, `indices_read_again`, `frames_evicted_before_use`: Blocks of encoded video, indices and decoded
           frames that memory_budget did not hold until their next use.
-        - `row_bytes`, `index_bytes`, `encoded_bytes`, `frame_cache_bytes`, `resident_bytes`: Memory in use now, see `stats`.
+        - `row_bytes`, `index_bytes`, `encoded_bytes`, `decoded_bytes`, `resident_bytes`: Memory in use now, see `stats`.
 
         Rates and shares are 0 if no batch was delivered since the last call. The first call covers the time since construction.
         Decodes and cache hits are counted when a batch is made, up to `prefetch` batches before its delivery.
@@ -537,7 +537,7 @@ class Loader:
                 self._counters.add(batches=1, wait_s=now - started)
                 if self._counters.first_batch_s is None:
                     self._counters.first_batch_s = now - self._constructed
-                    if self._config.frame_folder is not None and _log.isEnabledFor(logging.INFO):
+                    if self._config.frame_folder is not None and not self._config.rank and _log.isEnabledFor(logging.INFO):
                         _log.info("%s", self._config.frame_folder_text(self._config.on_cpu(self._source.routes)))
                 self._position = batches.span(self._position)[1]
                 self._recent.add(self._counters.batches, self._counts)

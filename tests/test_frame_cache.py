@@ -45,7 +45,7 @@ def test_each_frame_is_decoded_once_and_never_again(dataset: Path) -> None:
         # episode into the next is decoded for each of them.
         frames, across = 2 * loader.dataset.num_frames, 2 * (loader.dataset.num_episodes - 1)
         assert frames <= stats["decoded_frames"] <= frames + across * max(KINDS.values())
-        assert stats["frame_cache_bytes"] == frames * FRAME
+        assert stats["decoded_bytes"] == frames * FRAME
         second = read(loader)
         later = loader.stats()
     assert later["decoded_frames"] == stats["decoded_frames"]
@@ -80,7 +80,7 @@ def test_batches_are_the_same_with_any_memory(
         stats = loader.stats()
     assert len(found) == len(expected) - start
     assert all(equal(mine, other) for mine, other in zip(found, expected[start:], strict=True))
-    assert stats["frame_cache_bytes"] <= max(budget, 0)
+    assert stats["decoded_bytes"] <= max(budget, 0)
 
 
 @functools.cache

@@ -9,18 +9,23 @@ import os
 import random
 import resource
 import shutil
+from collections import deque
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from support import videos
 from support.batches import equal
 from support.datasets import ODD_CAMERA, copied
 from support.killing import start
-from support.servers import Server
+from support.servers import Handler, Server
 
-from dali_stream import Loader, Mixture
+from dali_stream import DecodeError, Loader, Mixture, StorageError
 from dali_stream.cli import main
+from dali_stream.storage.local import LocalStore
+from dali_stream.system.memory_limit import is_in_memory
 
 TOP, SIDE = "observation.images.top", "observation.images.side"
 SIZE = (64, 80)
@@ -230,7 +235,84 @@ def test_a_folder_that_is_removed_meanwhile_changes_no_batch(
                     shutil.rmtree(tmp_path / "frames")
     assert same(found, expected)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    # Files that are open stay usable, so there may be no warning at all.
     assert len([text for text in warnings if "frame_cache" in text]) <= 1
+
+
+def test_videos_with_equal_indices_and_times_are_kept_apart(tmp_path: Path) -> None:
+    """Packets of a constant picture may have the same sizes, whatever its colour."""
+    places = [tmp_path / name for name in ("red", "blue")]
+    for place, colour in zip(places, ((255, 0, 0), (0, 0, 255)), strict=True):
+        videos.recorded(place, videos.mpeg4(12), frames=np.full((sum(videos.EPISODES), *videos.SIZE, 3), colour, np.uint8))
+        for path in place.rglob("*.mp4"):
+            os.utime(path, (1, 1))
+    assert len({path.stat().st_size for place in places for path in place.rglob("data/**/*.mp4")}) == 1
+    arguments: dict[str, Any] = {"image_size": None, "shuffle": False, "memory_budget": "2MiB"}
+    for place in places:
+        expected, _ = run(place / "data", None, 1, **arguments)
+        assert same(run(place / "data", tmp_path / "frames", 1, **arguments)[0], expected)
+
+
+def test_images_of_a_wrong_size_stay_an_error(odd: Path, tmp_path: Path) -> None:
+    """Although frames of that size, resized from them, are there."""
+    root = copied(odd, tmp_path)
+    info = json.loads((root / "meta/info.json").read_text())
+    info["features"][ODD_CAMERA]["shape"] = [60, 64, 3]
+    (root / "meta/info.json").write_text(json.dumps(info))
+    run(root, tmp_path / "frames", batch_size=4, image_size=(60, 64))
+    for folder in (None, tmp_path / "frames"):
+        with pytest.raises(DecodeError, match="the image must be RGB of 60×64"):
+            run(root, folder, batch_size=4, image_size=None)
+
+
+def test_frames_for_the_disk_only_make_no_batch_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a GOP cannot be read, and only the last batches show it."""
+    root = videos.recorded(tmp_path, videos.h264(250))
+    [path] = root.rglob("*.mp4")
+    read, limit = LocalStore.read, path.stat().st_size * 2 // 3
+
+    def fails(store: LocalStore, name: str, start: int, stop: int) -> bytes:
+        if name.endswith(".mp4") and start < limit < stop < path.stat().st_size:
+            raise StorageError("a bad sector")
+        return read(store, name, start, stop)
+
+    monkeypatch.setattr(LocalStore, "read", fails)
+    good = {}
+    for folder in (None, tmp_path / "frames"):
+        with videos.loader(root, batch_size=4, shuffle=False, prefetch=1, memory_budget="400kB", frame_cache=folder) as loader:
+            with pytest.raises(StorageError, match="a bad sector"):
+                deque(loader, maxlen=0)
+            good[folder] = loader.stats()["batches"]
+    assert good[None] > 0
+    assert good[tmp_path / "frames"] == good[None]
+
+
+def test_files_without_a_version_are_not_stored(small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def without_a_version(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        rest = {name: value for name, value in fields.items() if name not in ("ETag", "Last-Modified")}
+        handler.reply(206 if "Content-Range" in rest else 200, data, rest)
+
+    expected, _ = run(small, None)
+    with Server(small, faults=itertools.repeat(without_a_version)) as server:
+        found, stats = run(server.url, tmp_path)
+    assert same(found, expected)
+    assert stats["frame_cache_disk_written_bytes"] == 0
+    assert len([record for record in caplog.records if "has no version" in record.getMessage()]) == 1
+
+
+def test_a_key_that_was_not_written_to_its_end_is_repaired(small: Path, tmp_path: Path) -> None:
+    run(small, tmp_path, 1)
+    [key] = tmp_path.glob("*/key.json")
+    key.write_text("")
+    run(small, tmp_path, 1)
+    assert "torchcodec" in json.loads(key.read_text())
+
+
+def test_a_link_into_memory_is_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/dev/shm")
+    assert is_in_memory(tmp_path / "link/frames")
+    assert is_in_memory("/dev/shm/frames")
+    assert not is_in_memory(Path(__file__))
 
 
 def run_with_a_full_disk(root: Path, folder: Path, limit: int, log: Path, pipe: Connection) -> None:

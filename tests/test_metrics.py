@@ -21,7 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dali_stream import Dataset, FrameSampler, Loader
 
-MEMORY = ("row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes")
+MEMORY = ("row_bytes", "index_bytes", "encoded_bytes", "decoded_bytes")
 
 
 def test_metrics_are_of_what_happened_since_the_last_call(small: Path, tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_metrics_are_of_what_happened_since_the_last_call(small: Path, tmp_path:
     assert {name for name, value in idle.items() if value} == {
         "row_bytes",
         "index_bytes",
-        "frame_cache_bytes",
+        "decoded_bytes",
         "resident_bytes",
     }
     with SummaryWriter(str(tmp_path)) as board:

@@ -250,8 +250,8 @@ def test_stats_are_plain_and_plausible(demo: Path) -> None:
     assert stats["starved_s"] + stats["graph_s"] <= stats["wait_s"], "the parts of a thread's time do not overlap"
     assert (stats["substituted"], stats["padded"], stats["route_changes"]) == (0, 0, 0)
     held = stats["row_bytes"] + stats["index_bytes"] + stats["encoded_bytes"]
-    assert 0 < held == stats["resident_bytes"] - stats["frame_cache_bytes"] < 10e6
-    assert stats["frame_cache_bytes"] <= loader.dataset.num_frames * len(loader.dataset.cameras) * 128 * 160 * 3
+    assert 0 < held == stats["resident_bytes"] - stats["decoded_bytes"] < 10e6
+    assert stats["decoded_bytes"] <= loader.dataset.num_frames * len(loader.dataset.cameras) * 128 * 160 * 3
 
 
 def test_everything_public_is_listed_and_there(monkeypatch: pytest.MonkeyPatch) -> None:

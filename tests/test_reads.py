@@ -88,7 +88,7 @@ def test_all_that_a_batch_shows_is_read_in_time_and_within_the_budget(
                     assert_right_frames(batch, cuts)
                     held = loader.stats()
                     # Rows for the next batches may come shortly before video makes room for them.
-                    assert held["encoded_bytes"] + held["frame_cache_bytes"] <= budget
+                    assert held["encoded_bytes"] + held["decoded_bytes"] <= budget
                     assert held["resident_bytes"] <= budget + held["row_bytes"] + held["index_bytes"]
                     seen += batch["index"].tolist()
                 assert sorted(seen) == list(range(sum(map(sum, cuts))))

@@ -3,11 +3,11 @@
     <folder>/1f0c…/key.json    what determines the pixels of the frames in this folder, in words
     <folder>/1f0c…/9b/9b41…    frames of one video file, or of the images of one episode
 
-A file of records is named by what its frames are decoded from. For a video file, the name is a hash of its index, its size and
-its version, and each packet has a record. For images in rows, it is a hash of all images of an episode, and each image has a
-record. Record k of n, of `record` bytes, is at `k * record`. A record that was never written takes no space. Its checksum is at
-`n * record + 8 * k`: the XXH3 hash of the record with 64 bits, seeded with the name of the file and k, or 0 if it has no
-frame.
+A file of records is named by what its frames are decoded from. For a video file, the name is a hash of its index and of
+`Store.identity`, and each packet has a record. For images in rows, it is a hash of all images of an episode, and each image
+has a record. Record k of n, of `record` bytes, is at `k * record`. A record that was never written takes no space. Its
+checksum is at `n * record + 8 * k`: the XXH3 hash of the record with 64 bits, seeded with the name of the file and k, or 0 if
+it has no frame.
 
 There are no locks. Processes that write the same frame write the same bytes, and the checksum is written after the record. If a
 process dies or a disk loses data, the checksum does not match the record, and the frame is decoded again. A checksum detects
@@ -36,11 +36,14 @@ import xxhash
 from dali_stream.checks.arguments import budget_text
 from dali_stream.checks.none import NONE
 from dali_stream.mp4.index import VideoIndex
+from dali_stream.storage import Store
 from dali_stream.storage.open_files import OpenFiles
 
 Frame = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
 _CHECKSUM = 8  # bytes of a checksum
+_SAMPLE = 64 << 10  # maximum number of bytes of a video's first packet in its name
+_SHARE = 16  # smallest part of the free space that a process may take, as 1/16
 _LEAST_FREE = 64  # frames that must fit at least, since the size of the folder is counted again whenever it may be reached
 _FOLLOW_NOT = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK, because opening a named pipe would block
 _log = logging.getLogger("dali_stream")
@@ -58,9 +61,19 @@ class RecordName(NamedTuple):
     records: int
 
 
-def video_name(index: VideoIndex) -> RecordName:
-    """Return the name under which the frames of a video file are stored."""
-    return RecordName(index.content, len(index))
+def video_name(store: Store, index: VideoIndex) -> RecordName | None:
+    """Return the name under which the frames of a video file are stored. None if the store cannot tell versions apart.
+
+    Args:
+        store: Store that has read the index.
+        index: Index of the file.
+    """
+    # The sizes of all packets are in the hash of the index, so files with equal names have equal frames, unless they were
+    # replaced on purpose. Videos of a constant picture may have equal sizes, but not an equal first packet.
+    start, stop = int(index.offset[0]), int(index.end[0])
+    identity = store.identity(index.path, start, min(stop, start + _SAMPLE))
+    content = xxhash.xxh3_128_hexdigest(f"{index.moov_hash} {identity}".encode())
+    return RecordName(content, len(index)) if identity else None
 
 
 def image_name(images: npt.NDArray[np.object_]) -> RecordName:
@@ -72,37 +85,38 @@ def image_name(images: npt.NDArray[np.object_]) -> RecordName:
     return RecordName(digest.hexdigest(), len(images))
 
 
-def pixel_key(shape: tuple[int, int, int], video: bool, images: bool) -> dict[str, str]:
-    """Return what determines the pixels of stored frames, besides the encoded video or images.
+def pixel_key(shape: tuple[int, int, int], video: bool, images: bool, any_size: bool) -> dict[str, str]:
+    """Return a description of everything that determines the pixels of stored frames, besides the encoded video or images.
 
     Args:
         shape: Shape (height, width, channels) of the frames.
         video: Whether frames are decoded from video.
         images: Whether frames are decoded from images in rows.
+        any_size: Whether images of another size than the metadata says are resized. Otherwise, they are an error.
     """
     import PIL
     import torch
     import torchcodec
 
-    decoders = {"torchcodec": torchcodec.__version__, "FFmpeg": str(torchcodec.ffmpeg_major_version)} if video else {}
-    return (
-        decoders
-        | ({"Pillow": PIL.__version__} if images else {})
-        | {
-            "frames": "×".join(map(str, shape)) + " uint8",
-            "resized with": "torch.nn.functional.interpolate, bilinear, antialias",
-            "torch": torch.__version__,
-            "processor": platform.machine(),
-            "layout": "1",
-        }
-    )
+    key = {
+        "frames": "×".join(map(str, shape)) + " uint8",
+        "resized with": "torch.nn.functional.interpolate, bilinear, antialias",
+        "torch": torch.__version__,
+        "processor": platform.machine(),
+        "layout": "1",
+    }
+    if video:
+        key |= {"torchcodec": torchcodec.__version__, "FFmpeg": str(torchcodec.ffmpeg_major_version)}
+    if images:
+        key |= {"Pillow": PIL.__version__, "images of another size": "resized" if any_size else "refused"}
+    return key
 
 
 class FrameFolder:
     """Folder of a frame cache, and the limit of its size.
 
     If the folder can no longer be written (full, read-only or removed), a warning is logged, and no more frames are added.
-    Frames that are there are still read.
+    Stored frames are still read.
 
     Args:
         folder: Path to the folder, which is created if it does not exist.
@@ -131,6 +145,7 @@ class FrameFolder:
             _log.warning("frame_cache %s cannot be written. Frames that it has are read, and no others are added", self.path)
         self._lock = threading.Lock()
         self._allowed = 0  # bytes that may be added before the size of the folder is counted again
+        self._counts = False  # whether a thread counts it
 
     def size(self) -> int:
         """Return the size of all files in the folder, in bytes on disk."""
@@ -146,19 +161,24 @@ class FrameFolder:
         if self._limit is None or not self.is_open:
             return self.is_open
         with self._lock:
-            if self._allowed < size:
-                free = self._limit - self.size()
-                if free < _LEAST_FREE * size:
-                    self.is_open = False
-                    _log.info(
-                        "frame_cache %s has reached its limit of %s: no more frames are added",
-                        self.path,
-                        budget_text(self._limit),
-                    )
-                    return False
-                # Other processes add frames as well. All of them together may take half of what is free until they count again.
-                self._allowed = max(free // (2 * self._sharers), size)
-            self._allowed -= size
+            if self._allowed >= size:
+                self._allowed -= size
+                return True
+            if self._counts:
+                return False  # rather than wait for the other thread
+            self._counts = True
+        free = self._limit - self.size()
+        with self._lock:
+            self._counts = False
+            if free < _LEAST_FREE * size:
+                self.is_open = False
+                _log.info(
+                    "frame_cache %s has reached its limit of %s: no more frames are added", self.path, budget_text(self._limit)
+                )
+                return False
+            # Other processes add frames as well. Those of this run together may take half of what is free until they count
+            # again, and each process at most a sixteenth.
+            self._allowed = max(free // max(2 * self._sharers, _SHARE), size) - size
             return True
 
     def failed(self, error: OSError) -> None:
@@ -178,21 +198,23 @@ class FrameFiles:
         record: Bytes of a frame.
 
     Attributes:
-        written: (episode, frame) of each frame that this process has added. The decoder appends to it.
+        added: (episode, frame) of each frame that was stored after its batch was planned. The decoder appends to it.
     """
 
     def __init__(self, folder: FrameFolder, key: Mapping[str, str], record: int) -> None:
         words = json.dumps(key, indent=1, sort_keys=True, ensure_ascii=False)
         self._folder, self._record = folder, record
         self._root = folder.path / hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
-        self._readers = OpenFiles(self._root)
-        self.written: deque[tuple[int, int]] = deque()
+        self._readers = OpenFiles(self._root, os.O_RDONLY | _FOLLOW_NOT)
+        self.added: deque[tuple[int, int]] = deque()
         self._writers = OpenFiles(self._root, os.O_WRONLY | os.O_CREAT | _FOLLOW_NOT)
         if folder.is_open:
             try:
                 self._root.mkdir(exist_ok=True)
-                if not (self._root / "key.json").exists():
-                    (self._root / "key.json").write_text(words + "\n")
+                # Each run writes it again, so its time is that of the last use.
+                unfinished = self._root / f"key.json.{os.getpid()}"
+                unfinished.write_text(words + "\n")
+                unfinished.replace(self._root / "key.json")
             except OSError as error:
                 folder.failed(error)
 
@@ -201,12 +223,12 @@ class FrameFiles:
         """Whether frames can be added."""
         return self._folder.is_open
 
-    def take_written(self) -> list[tuple[int, int]]:
-        """Return the frames that were added since the last call. See `written`."""
-        return [self.written.popleft() for _ in range(len(self.written))]
+    def take_added(self) -> list[tuple[int, int]]:
+        """Return the frames that were added since the last call. See `added`."""
+        return [self.added.popleft() for _ in range(len(self.added))]
 
     def stored(self, name: RecordName, numbers: npt.NDArray[np.integer]) -> Mask:
-        """Return which records are there, with the shape of `numbers`. Their frames are not checked.
+        """Return which records have a frame, with the shape of `numbers`. Their frames are not checked.
 
         Args:
             name: Name of the file.

@@ -10,6 +10,7 @@ fetched.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -39,6 +40,7 @@ from dali_stream.storage import Store
 from dali_stream.system.workers import Workers
 
 Int64 = npt.NDArray[np.int64]
+_log = logging.getLogger("dali_stream")
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class OpenEpisodes:
 
     Attributes:
         table: See above.
+        store: See above.
         failed: {episode of the next batch whose rows or indices cannot be read: error}. It is open without rows and packets.
     """
 
@@ -112,11 +115,12 @@ class OpenEpisodes:
         counters: Counters,
     ) -> None:
         self.table, self._close_in_table, self._frames = table, close, files
-        self._image_names: dict[tuple[str, int], RecordName] = {}  # {(camera whose frames are images, open episode): name}
+        self._told = False  # whether a file without a version was logged
+        self._names: dict[tuple[str, int], RecordName] = {}  # {(camera, open episode): name of its frames on disk}
         self._source, self._limits, self._indices, self._substitutes = source, limits, indices, substitutes
         self.failed: dict[int, DaliStreamError] = {}
-        self._store, self._readers, self._counters = store, readers, counters
-        self._reader = SourceRows(source, self._store, memory)
+        self.store, self._readers, self._counters = store, readers, counters
+        self._reader = SourceRows(source, self.store, memory)
         self._cache = PinnedCache(limits.room, limits.index_share)
         self._files = {camera: videos.file for camera, videos in source.videos.items()}
         self._row_bytes = source.row_bytes_of * ROW_SPARE[0] // ROW_SPARE[1] + limits.table_bytes  # by dataset
@@ -229,22 +233,19 @@ class OpenEpisodes:
         for episode in np.flatnonzero(self.table.first_row != NONE).tolist() if self._frames else ():
             rows = self.table.rows_of(episode)
             for camera, files in self._frames.items():
-                if (name := self.record_name(camera, episode)) is not None:
-                    own = self.table.cameras[camera]
+                own, name = self.table.cameras[camera], self.record_name(camera, episode)
+                if name is not None and not own.stored[rows].all():
                     own.stored[rows] = files.stored(name, own.packet[rows])
 
     def record_name(self, camera: str, episode: int) -> RecordName | None:
-        """Return the name under which the frames of an open episode are stored on disk. None if it has no readable frames."""
-        if self._indices.file(camera, episode) == NONE:
-            return self._image_names.get((camera, episode))
-        index = self._index_or_none(camera, episode)
-        return None if index is None else video_name(index)
+        """Return the name under which the frames of an open episode are stored on disk. None if they are not stored."""
+        return self._names.get((camera, episode))
 
     def index(self, camera: str, episode: int) -> VideoIndex:
         """Return the index of an episode's file. Raises DecodeError if the file or the episode cannot be read, see `failed`."""
         if episode in self.failed:
             raise DecodeError(str(self.failed[episode]))
-        return self._indices.of(camera, episode, self._store)
+        return self._indices.of(camera, episode, self.store)
 
     def _release(self, number: int) -> None:
         """Unpin the batches before batch `number`, and close the episodes that could not be read for them."""
@@ -327,13 +328,13 @@ class OpenEpisodes:
             rows = self._reader.read(key[1])
         # The result may be needed only much later. Until then, it must not keep whole row groups in memory.
         group = rows.release(key[1])
-        if self._store.remote and not again:
+        if self.store.remote and not again:
             self._counters.add(needed_bytes=group.take_bytes())
         return rows
 
     def _read_index(self, key: Key, batch: int, again: bool) -> VideoIndex | DecodeError:
         with span("fetch index", batch):
-            return self._indices.load(*key, self._store)
+            return self._indices.load(*key, self.store)
 
     def _keep_index(self, key: Key, index: VideoIndex | DecodeError) -> None:
         self._indices.cached[key] = index
@@ -409,17 +410,28 @@ class OpenEpisodes:
         source, rows, block = self._source, self._rows.pop(episode), self._limits.block
         cameras = {c: locate(source, c, episode, rows, self._index_or_none(c, episode), block) for c in source.cameras}
         for camera, files in self._frames.items():
-            if camera in source.images and camera in rows:
-                self._image_names[camera, episode] = image_name(rows[camera])
-            if (name := self.record_name(camera, episode)) is not None:
-                packet = cameras[camera].packet
-                cameras[camera] = replace(cameras[camera], stored=files.stored(name, packet))
+            index = self._index_or_none(camera, episode)
+            if index is not None:
+                name = video_name(self.store, index)
+                if name is None and not self._told:
+                    self._told = True
+                    _log.warning(
+                        "frame_cache: %s has no version that the server sends (ETag or Last-Modified), so the frames of such "
+                        "files are not stored",
+                        self.store.where(index.path),
+                    )
+            else:
+                feature = source.part_of(episode).features.get(camera)
+                name = image_name(rows[camera]) if feature is not None and feature.is_image else None
+            if name is not None:
+                self._names[camera, episode] = name
+                cameras[camera] = replace(cameras[camera], stored=files.stored(name, cameras[camera].packet))
         return OpenEpisode(episode, cameras, rows)
 
     def _close(self, episode: int) -> None:
         self._close_in_table(episode)
-        for camera in self._source.images:
-            self._image_names.pop((camera, episode), None)
+        for camera in self._frames:
+            self._names.pop((camera, episode), None)
 
     def _index_or_none(self, camera: str, episode: int) -> VideoIndex | None:
         try:

@@ -30,12 +30,12 @@ def show(
     if as_json:
         console.print_json({"frames": [each._asdict() for each in found]})
         return
-    table = console.table("name", "frames", "versions", "videos", "on disk", "last use", right=("videos", "on disk"))
+    table = console.table("name", "frames", "versions", "files", "on disk", "last use", right=("files", "on disk"))
     for each in found:
         versions = ", ".join(f"{name} {each.key[name]}" for name in ("torch", "torchcodec", "FFmpeg") if name in each.key)
         used = datetime.datetime.fromtimestamp(each.used).strftime("%Y-%m-%d %H:%M")
         size = console.megabytes(each.size)
-        table.add_row(each.name, each.key.get("frames", ""), versions, str(each.videos), size, used)
+        table.add_row(each.name, each.key.get("frames", ""), versions, str(each.files), size, used)
     console.results().print(table)
 
 
@@ -86,4 +86,6 @@ def fill(
     ):
         stats = stored_frames.fill(dataset, bar, **loader)
     added = console.megabytes(stats["frame_cache_disk_written_bytes"])
+    if stats["substituted"]:
+        console.say(f"{stats['substituted']} samples have frames that cannot be decoded, and were left out")
     console.say(f"{frame_cache}: {added} added, {stats['frame_cache_disk_hits']} of {stats['frames']} frames were read from it")

@@ -131,8 +131,9 @@ class VideoAndImages:
         return Decoded(self._slots, planned, video.tasks + images.tasks, video.failed | images.failed)
 
     def close(self) -> None:
-        """Free the slots."""
-        self._slots.free()
+        """See `Decoder.close`."""
+        for decoder in self._of.values():
+            decoder.close()
 
 
 class RouteChange(DaliStreamError):

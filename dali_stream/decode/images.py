@@ -100,7 +100,7 @@ class ImageDecoder:
         with timed("decode_s"):
             for i, slot in enumerate(slots):
                 name = names.get(int(episode[i]))
-                if self._stored is not None and name and self._stored.read_added(name, [int(frame[i])], [slot])[0]:
+                if self._stored is not None and name and self._is_there(self._stored, name, slot, episode[i], frame[i]):
                     continue
                 decoded += 1
                 try:
@@ -118,10 +118,14 @@ class ImageDecoder:
                     self._slots.fail(slot, named(self._source, self.key, int(episode[i]), frame[i : i + 1], error))
         self._counters.add(clips=1, decoded_frames=decoded, stored_frames=decoded)
 
+    def _is_there(self, stored: StoredReader, name: RecordName, slot: int, episode: np.int64, frame: np.int64) -> bool:
+        """Read a frame that was added meanwhile. Return False if it must be decoded."""
+        return stored.read_added(name, [int(frame)], [slot], [(int(episode), int(frame))])[0]
+
     def _write(self, files: FrameFiles, name: RecordName, episode: int, frame: int, pixels: Array) -> None:
         """Add a frame to the frame cache on disk."""
         if files.write(name, frame, pixels):
-            files.written.append((episode, frame))
+            files.added.append((episode, frame))
             self._counters.add(frame_cache_disk_written_bytes=pixels.nbytes)
 
 

@@ -41,17 +41,15 @@ class StoredReader:
         Args:
             pool: Decode threads.
             reads: Frames to read.
-            names: {episode: name of its file of records}. Frames of other episodes are not read.
+            names: {episode of the frames: name of its file of records}.
             decode: Function that decodes the frames that are missing or damaged on disk. It gets their numbers in `reads`, and
                 runs in a decode thread.
         """
         if not len(reads.slot):
             return []
-        own = np.flatnonzero(np.isin(reads.episode, list(names)))
-        if not len(own):
-            return []
-        task = even_tasks(np.arange(1, len(own) + 1), _TASK_FRAMES)
-        return [pool.submit(self._read, reads, own[task == number].tolist(), names, decode) for number in np.unique(task)]
+        task = even_tasks(np.arange(1, len(reads.slot) + 1), _TASK_FRAMES)
+        parts = (np.flatnonzero(task == number).tolist() for number in np.unique(task))
+        return [pool.submit(self._read, reads, part, names, decode) for part in parts]
 
     def _read(
         self, reads: Reads, numbers: list[int], names: Mapping[int, RecordName], decode: Callable[[list[int]], None]
@@ -67,13 +65,16 @@ class StoredReader:
         if damaged:
             decode(damaged)
 
-    def read_added(self, name: RecordName, numbers: Sequence[int], slots: Sequence[int]) -> list[bool]:
+    def read_added(
+        self, name: RecordName, numbers: Sequence[int], slots: Sequence[int], places: Sequence[tuple[int, int]]
+    ) -> list[bool]:
         """Read frames that were added after the batch was planned, by another batch or by another process.
 
         Args:
             name: Name of the file of records.
             numbers: Number of each record.
             slots: Slot of each frame. `NONE` for frames that need not be read.
+            places: (episode, frame) of each frame.
 
         Returns:
             Whether each frame need not be decoded.
@@ -85,4 +86,5 @@ class StoredReader:
             with self._counters.timed("read_s"):
                 there[own] = self._slots.fill([slots[i] for i in own], read)
             self._counters.add(frame_cache_disk_hits=int(there[own].sum()))
+        self._files.added.extend(itertools.compress(places, there.tolist()))
         return there.tolist()

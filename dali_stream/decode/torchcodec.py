@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dali_stream.cache.frame_files import FrameFiles, video_name
+from dali_stream.cache.frame_files import FrameFiles, RecordName
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.none import NONE
@@ -65,13 +65,15 @@ class _Gop(NamedTuple):
     Attributes:
         file: Index of the file.
         episode: Episode of the frames.
+        name: Name of the file's frames on disk. None if they are not stored.
         frames: Frame indices within the episode.
         packets: Packet of each frame.
-        slots: Slot into which each frame is put.
+        slots: Slot into which each frame is put. `NONE` for frames that are decoded for the frame cache on disk only.
     """
 
     file: VideoIndex
     episode: int
+    name: RecordName | None
     frames: list[int]
     packets: list[int]
     slots: list[int]
@@ -138,7 +140,7 @@ class TorchcodecDecoder(VideoFiles):
         indices = self._usable(plan, episodes)
         columns = [values.tolist() for values in (plan.frame, plan.packet, plan.slot)]
         return [
-            _Gop(indices[episode], episode, *(values[start:stop] for values in columns))
+            _Gop(indices[episode], episode, episodes.record_name(self.key, episode), *(each[start:stop] for each in columns))
             for episode, start, stop in zip(plan.episode[starts].tolist(), starts, stops, strict=True)
             if episode in indices
         ]
@@ -148,16 +150,26 @@ class TorchcodecDecoder(VideoFiles):
         if self._stored is None or not len(reads.slot):
             return []
         indices = self._usable(reads, episodes)
-        names = {episode: video_name(index) for episode, index in indices.items()}
-        return self._stored.start(pool, reads, names, functools.partial(self._decode_instead, reads, indices))
+        reads = reads.chosen(np.isin(reads.episode, list(indices)))
+        found = {episode: episodes.record_name(self.key, episode) for episode in indices}
+        names = {episode: name for episode, name in found.items() if name is not None}
+        decode = functools.partial(self._decode_instead, episodes.store, reads, indices, names)
+        return self._stored.start(pool, reads, names, decode)
 
-    def _decode_instead(self, reads: Reads, indices: dict[int, VideoIndex], numbers: list[int]) -> None:
+    def _decode_instead(
+        self,
+        store: Store,
+        reads: Reads,
+        indices: Mapping[int, VideoIndex],
+        names: Mapping[int, RecordName],
+        numbers: list[int],
+    ) -> None:
         """Decode frames that could not be read from disk. `numbers` are their numbers in `reads`."""
         for episode, own in itertools.groupby(numbers, lambda number: int(reads.episode[number])):
             chosen = list(own)
             values = (column[chosen].tolist() for column in (reads.frame, reads.packet, reads.slot))
             # The blocks of encoded video for these frames were not fetched, so the file is read.
-            self._decode(self._source.data_store, [_Gop(indices[episode], episode, *values)])
+            self._decode(store, [_Gop(indices[episode], episode, names[episode], *values)])
 
     def _usable(self, plan: FramePlan | Reads, episodes: OpenEpisodes) -> dict[int, VideoIndex]:
         """Return the index of each episode's file. If a file contradicts the metadata, its frames' slots get the error."""
@@ -202,7 +214,7 @@ class TorchcodecDecoder(VideoFiles):
         """
         frames = [_Frame(gop, i) for gop in gops for i in range(len(gop.packets))]
         if self._stored is not None:
-            frames = list(_still_missing(self._stored, frames))
+            frames = list(self._still_missing(self._stored, frames))
         start, count = 0, len(frames)
         failed = 0  # end of the frames of which at least one must fail, because they failed together
         while start < len(frames):
@@ -210,12 +222,14 @@ class TorchcodecDecoder(VideoFiles):
             try:
                 self._decode_together(store, part)
             except (DecodeError, DatasetError, StorageError) as error:
+                # No batch needs the frames for the disk only. They may be why others failed.
+                if any(gop.slots[i] == NONE for gop, i in part):
+                    frames = frames[:start] + [frame for frame in frames[start:] if frame.gop.slots[frame.number] != NONE]
+                    continue
                 if len(part) > 1 and (isinstance(error, DecodeError) or len({gop.file.path for gop, _ in part}) > 1):
                     failed, count = start + len(part), len(part) // 2
                     continue
                 for gop, i in part:  # a single frame, or frames of one file that cannot be read
-                    if gop.slots[i] == NONE:
-                        continue
                     if isinstance(error, DecodeError):
                         error = self.named(gop.episode, np.array([gop.frames[i]]), gop.file, error)
                     self._slots.fail(gop.slots[i], error.with_traceback(None))  # it would keep packets and pixels
@@ -224,6 +238,18 @@ class TorchcodecDecoder(VideoFiles):
                 rest = failed - start - len(part)
                 count = (rest + 1) // 2 if rest > 0 else 2 * count
             start += len(part)
+
+    def _still_missing(self, stored: StoredReader, frames: list[_Frame]) -> Iterator[_Frame]:
+        """Yield the frames that must be decoded, because they were not added to the frame cache on disk meanwhile."""
+        for name, group in itertools.groupby(frames, lambda frame: frame.gop.name):
+            own = list(group)
+            if name is None:
+                yield from own
+                continue
+            places = [(gop.episode, gop.frames[i]) for gop, i in own]
+            packets, slots = [gop.packets[i] for gop, i in own], [gop.slots[i] for gop, i in own]
+            is_there = stored.read_added(name, packets, slots, places)
+            yield from (frame for frame, there in zip(own, is_there, strict=True) if not there)
 
     def _decode_together(self, store: Store, frames: list[_Frame]) -> None:
         """Decode frames with one clip if possible, and put them into slots. Raises DecodeError if one of them fails."""
@@ -256,19 +282,10 @@ class TorchcodecDecoder(VideoFiles):
         written = 0
         with self._counters.timed("write_s"):
             for (gop, i), frame in zip(frames, pixels, strict=True):
-                if files.write(video_name(gop.file), gop.packets[i], np.ascontiguousarray(frame)):
-                    files.written.append((gop.episode, gop.frames[i]))
+                if gop.name is not None and files.write(gop.name, gop.packets[i], np.ascontiguousarray(frame)):
+                    files.added.append((gop.episode, gop.frames[i]))
                     written += frame.nbytes
         self._counters.add(frame_cache_disk_written_bytes=written)
-
-
-def _still_missing(stored: StoredReader, frames: list[_Frame]) -> Iterator[_Frame]:
-    """Yield the frames that must be decoded, because they were not added to the frame cache on disk meanwhile."""
-    for _, group in itertools.groupby(frames, lambda frame: id(frame.gop.file)):
-        own = list(group)
-        packets, slots = [gop.packets[i] for gop, i in own], [gop.slots[i] for gop, i in own]
-        there = stored.read_added(video_name(own[0].gop.file), packets, slots)
-        yield from (frame for frame, is_there in zip(own, there, strict=True) if not is_there)
 
 
 def decode(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import find, read_moov
@@ -59,8 +59,7 @@ class VideoIndex:
         open_gops: Whether some frames follow a keyframe but are displayed before it. Decoding them requires the previous GOP.
         longest_gop: Number of frames of the longest GOP.
         index_bytes: Size in bytes of the `moov` box from which the index was read.
-        content: Hash of the `moov` box and of the file's identity, see `Store.identity`: 32 hexadecimal digits. Files with the
-            same hash have the same frames.
+        moov_hash: Hash of the `moov` box, 32 hexadecimal digits.
     """
 
     path: str
@@ -80,7 +79,7 @@ class VideoIndex:
     open_gops: bool
     longest_gop: int
     index_bytes: int
-    content: str
+    moov_hash: str
 
     def __len__(self) -> int:
         return len(self.offset)
@@ -229,7 +228,7 @@ def video_index(
     config: npt.NDArray[np.integer[Any]],
     index_bytes: int,
     displayed: range | None = None,
-    content: str = "",
+    moov_hash: str = "",
 ) -> VideoIndex:
     """Return an index, with its columns compressed. See `VideoIndex` for the arguments.
 
@@ -264,7 +263,7 @@ def video_index(
         open_gops=reordered and bool((np.minimum.reduceat(pts, keyframes) < pts[keyframes]).any()),
         longest_gop=int(np.diff(np.append(keyframes, n)).max()),
         index_bytes=index_bytes,
-        content=content,
+        moov_hash=moov_hash,
     )  # fmt: skip
 
 
@@ -314,10 +313,10 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
         begin, length = int(offset[keyframes[1]]), int(size[keyframes[1]])
         if is_intra_refresh(configs[0], store.read(path, begin, begin + min(length, SLICE_HEAD))):
             keyframes = keyframes[:1]  # only the first keyframe of a file with intra refresh is decodable on its own
-    content = hashlib.blake2b(moov + store.identity(path).encode(), digest_size=16).hexdigest()
     index = video_index(
         path, configs, track_header(moov, track), timescale, offset=offset, size=size, pts=pts, keyframes=keyframes,
-        config=config, index_bytes=len(moov), displayed=displayed, content=content,
+        config=config, index_bytes=len(moov), displayed=displayed,
+        moov_hash=xxhash.xxh3_128_hexdigest(moov),
     )  # fmt: skip
     _check(index)
     return index

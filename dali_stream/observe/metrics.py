@@ -10,7 +10,7 @@ _EVENTS = (
     *("requests", "retries", "failed_checksums", "substituted", "route_changes"),
     *("evicted_early", "indices_read_again", "frames_evicted_before_use"),
 )
-_MEMORY = ("row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes", "resident_bytes")
+_MEMORY = ("row_bytes", "index_bytes", "encoded_bytes", "decoded_bytes", "resident_bytes")
 
 
 def metrics(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, float]:

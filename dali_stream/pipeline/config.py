@@ -102,8 +102,12 @@ class Config:
         """Return {camera: its frames on disk}, which is empty if there is no frame cache on disk."""
         if self.frame_folder is None:
             return {}
-        keys = {c: pixel_key(self.frame_shape(c), c in self.source.videos, c in self.source.images) for c in cameras}
+        keys = {c: self._pixel_key(c) for c in cameras}
         return {camera: FrameFiles(self.frame_folder, key, self.frame_bytes(camera)) for camera, key in keys.items()}
+
+    def _pixel_key(self, camera: str) -> dict[str, str]:
+        video, images = camera in self.source.videos, camera in self.source.images
+        return pixel_key(self.frame_shape(camera), video, images, any_size=self.image_size is not None)
 
     def frame_folder_text(self, on_cpu: Sequence[str]) -> str:
         """Return how full the frame cache on disk is, for the log.

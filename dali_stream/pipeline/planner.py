@@ -24,7 +24,7 @@ from dali_stream.schedule.samples import samples
 from dali_stream.system.workers import join_started
 
 _log = logging.getLogger("dali_stream")
-MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes")  # keys of `Loader.stats`
+MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "decoded_bytes")  # keys of `Loader.stats`
 
 
 class Planner:
@@ -169,7 +169,7 @@ class Planner:
             self._looked_in = samples.epoch
             reading.episodes.look_on_disk()
         for key, files in self._files.items():
-            self._schedule.table.set_stored(key, files.take_written())
+            self._schedule.table.set_stored(key, files.take_added())
             self._schedule.frames[key].stores = files.is_open
         plan = self._schedule.plan()
         stores = reading.fetch(plan)

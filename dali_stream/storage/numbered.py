@@ -27,9 +27,9 @@ class NumberedStores(Store):
         store, path = self._of(path)
         return store.size(path)
 
-    def identity(self, path: str) -> str:
+    def identity(self, path: str, start: int, stop: int) -> str:
         store, path = self._of(path)
-        return store.identity(path)
+        return store.identity(path, start, stop)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         store, path = self._of(path)

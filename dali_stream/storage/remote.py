@@ -170,6 +170,10 @@ class RemoteStore(Store):
         """Return the tag of a file that was read, or an empty string if it is unknown."""
         return self._tags.get(path, "")
 
+    def identity(self, path: str, start: int, stop: int) -> str:
+        """See `Store.identity`. The name of a frozen file identifies its content, also if no request has returned its tag."""
+        return self._name(path) if self.frozen else super().identity(path, start, stop)
+
     def session(self) -> RemoteStore:
         """Return a view of this store for one of several users. It shares versions, connections and counts with the store.
 

@@ -91,9 +91,19 @@ class Store(abc.ABC):
         """Return a text that identifies the content of a file that was read, or an empty string if it is unknown."""
         return ""
 
-    def identity(self, path: str) -> str:
-        """Return a text that changes if the content of a file that was read is replaced: its size and its version."""
-        return f"{self.size(path)} {self.version(path)}"
+    def identity(self, path: str, start: int, stop: int) -> str:
+        """Return a text that differs for files of another content. Empty if this store cannot tell.
+
+        The text contains the path, the size, and the version of a file that was read.
+
+        Args:
+            path: Path of the file.
+            start: First byte of a typical part of the file. Without versions, as on a local disk, the text contains a hash of
+                the part.
+            stop: End of the part.
+        """
+        version = self.version(path)
+        return f"{path} {self.size(path)} {version}" if version else ""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -131,8 +141,8 @@ class StoreView(Store):
     def size(self, path: str) -> int:
         return self.store.size(path)
 
-    def identity(self, path: str) -> str:
-        return self.store.identity(path)
+    def identity(self, path: str, start: int, stop: int) -> str:
+        return self.store.identity(path, start, stop)
 
     def exists(self, path: str) -> bool:
         return self.store.exists(path)

@@ -46,7 +46,7 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
 
 def is_in_memory(folder: str | os.PathLike[str]) -> bool:
     """Return whether a folder, which need not exist yet, is on a file system in memory, such as /dev/shm."""
-    path = Path(folder).expanduser().absolute()
+    path = Path(folder).expanduser().resolve()
     with contextlib.suppress(OSError):  # no Linux
         mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
         below = [(len(place), kind) for place, kind in mounts if path.is_relative_to(place.replace("\\040", " "))]

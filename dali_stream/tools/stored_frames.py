@@ -17,6 +17,7 @@ from dali_stream.loader import Loader
 from dali_stream.mixture import Mixture
 
 _BATCH, _MEASURED = 32, 20  # batch size and number of batches that `estimate` measures
+_MOST = 1 << 16  # characters of a key, far more than it has
 _NAME = re.compile(r"[0-9a-f]{16}")  # folder of the frames with the same key
 
 
@@ -26,14 +27,14 @@ class StoredFrames(NamedTuple):
     Attributes:
         name: Name of their folder.
         key: Description of everything that determines their pixels, besides the video files. See `pixel_key`.
-        videos: Number of video files with stored frames.
+        files: Number of video files, or of episodes of images, with stored frames.
         size: Bytes on disk.
-        used: Time of the last read or write, in seconds since 1970.
+        used: Time at which the last run began to use them, or at which frames were last added, in seconds since 1970.
     """
 
     name: str
     key: dict[str, str]
-    videos: int
+    files: int
     size: int
     used: float
 
@@ -83,7 +84,8 @@ def fill(dataset: Dataset | Mixture, progress: Callable[[int, int], None], **arg
     Returns:
         Result of `Loader.stats`.
     """
-    with Loader(dataset, **arguments, shuffle=False, last_batch="partial", image_dtype="uint8", device="cpu") as loader:
+    options = {"shuffle": False, "last_batch": "partial", "image_dtype": "uint8", "device": "cpu", "on_error": "substitute"}
+    with Loader(dataset, **arguments | options) as loader:
         batches = len(loader)
         for number, _ in enumerate(loader, 1):
             progress(number, batches)
@@ -138,19 +140,24 @@ def _keys(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, dict[str, str]
         raise ValueError(f"the frame cache must be a folder, got {str(folder)!r}")
     for place in sorted(root.iterdir()):
         if _NAME.fullmatch(place.name) and not place.is_symlink():
-            with suppress(OSError, ValueError):  # without a key, it is not a folder of a frame cache
-                key = json.loads((place / "key.json").read_text())
+            with suppress(OSError, ValueError, RecursionError):  # without a key, it is not a folder of a frame cache
+                with open(place / "key.json", opener=_opened) as file:
+                    key = json.loads(file.read(_MOST))
                 if isinstance(key, dict) and "layout" in key:
                     yield place, {str(name): str(value) for name, value in key.items()}
 
 
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # O_NONBLOCK, because opening a named pipe would block
+
+
 def _looked_at(place: Path, key: dict[str, str]) -> StoredFrames:
-    size, videos, used = 0, 0, 0.0
+    size, files, used = 0, 0, 0.0
     for group, _, names in os.walk(place):
         for name in names:
             with suppress(OSError):  # removed meanwhile
                 status = os.lstat(os.path.join(group, name))
                 size += status.st_blocks * 512
-                used = max(used, status.st_mtime, status.st_atime)
-                videos += name != "key.json"
-    return StoredFrames(place.name, key, videos, size, used)
+                used = max(used, status.st_mtime)
+                files += not name.startswith("key.json")
+    return StoredFrames(place.name, key, files, size, used)
