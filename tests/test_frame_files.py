@@ -426,6 +426,17 @@ def test_the_command_fills_lists_and_removes(small: Path, tmp_path: Path, capsys
     assert main(["frames", "remove", str(folder), found["name"]]) == 2
 
 
+def test_info_estimates_the_size_of_one_dataset(small: Path, odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", str(small), "--image-size", "64x80", "--json"]) == 0
+    fill = json.loads(capsys.readouterr().out)["frame_cache"]
+    with Loader(small, **ARGUMENTS) as loader:
+        frames = 2 * loader.dataset.num_frames
+    assert fill["size"] == frames * FRAME
+    assert fill["seconds"] == pytest.approx(frames / fill["frames_per_s"])
+    assert main(["info", str(small), str(odd), "--image-size", "64x80"]) == 2
+    assert "must be given for one dataset, got several" in " ".join(capsys.readouterr().err.split())
+
+
 def test_frames_of_another_size_are_kept_apart(small: Path, tmp_path: Path) -> None:
     expected, _ = run(small, None, image_size=(32, 40))
     run(small, tmp_path)

@@ -49,6 +49,9 @@ def info(
     place |= arguments.located_by(clock, tolerance_s)
     place |= {"episodes": arguments.numbers("--episodes", episodes)}
     if mixed := arguments.mixture_arguments(uris, storage_options=storage_options, **place):
+        if image_size:
+            message = "must be given for one dataset, got several. Run the command for each of them"
+            raise typer.BadParameter(message, param_hint="--image-size")
         _mixture(mixed, as_json)
         return
     with arguments.opened(uris[0], storage_options=storage_options, **place) as dataset:
