@@ -150,7 +150,7 @@ def test_the_command_predicts_what_each_remedy_brings(written: Callable[..., Pat
     for speed in (report["first"], report["later"], *(each["first"] for each in remedies.values())):
         low, high = speed["range"]
         assert low <= speed["batches_per_s"] <= high
-    assert {'memory_budget="8MiB"', 'memory_budget="16MiB"', "prepare --for cpu"} <= set(remedies)
+    assert {'memory_budget="8MiB"', 'memory_budget="16MiB"', "frame_cache=DIR", "prepare --for cpu"} <= set(remedies)
     assert "prepare --for cpu --size 64x80" in remedies
     assert remedies['memory_budget="16MiB"']["later"]["decodes"] < remedies['memory_budget="8MiB"']["later"]["decodes"]
     assert remedies["prepare --for cpu"]["first"]["decodes"] < report["first"]["decodes"]

@@ -23,6 +23,7 @@ import logging
 import os
 import platform
 import threading
+import uuid
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,7 +38,7 @@ from dali_stream.checks.arguments import budget_text
 from dali_stream.checks.none import NONE
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
-from dali_stream.storage.open_files import OpenFiles
+from dali_stream.storage.open_files import NO_FOLLOW, OpenFiles
 
 Frame = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
@@ -45,7 +46,6 @@ _CHECKSUM = 8  # bytes of a checksum
 _SAMPLE = 64 << 10  # maximum number of bytes of a video's first packet in its name
 _SHARE = 16  # smallest part of the free space that a process may take, as 1/16
 _LEAST_FREE = 64  # frames that must fit at least, since the size of the folder is counted again whenever it may be reached
-_FOLLOW_NOT = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK, because opening a named pipe would block
 _log = logging.getLogger("dali_stream")
 
 
@@ -205,14 +205,14 @@ class FrameFiles:
         words = json.dumps(key, indent=1, sort_keys=True, ensure_ascii=False)
         self._folder, self._record = folder, record
         self._root = folder.path / hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
-        self._readers = OpenFiles(self._root, os.O_RDONLY | _FOLLOW_NOT)
+        self._readers = OpenFiles(self._root, os.O_RDONLY | NO_FOLLOW)
         self.added: deque[tuple[int, int]] = deque()
-        self._writers = OpenFiles(self._root, os.O_WRONLY | os.O_CREAT | _FOLLOW_NOT)
+        self._writers = OpenFiles(self._root, os.O_WRONLY | os.O_CREAT | NO_FOLLOW)
         if folder.is_open:
             try:
                 self._root.mkdir(exist_ok=True)
                 # Each run writes it again, so its time is that of the last use.
-                unfinished = self._root / f"key.json.{os.getpid()}"
+                unfinished = self._root / f"key.json.{uuid.uuid4().hex}"
                 unfinished.write_text(words + "\n")
                 unfinished.replace(self._root / "key.json")
             except OSError as error:
@@ -239,7 +239,7 @@ class FrameFiles:
             own = numbers[exists]
             first, count = int(own.min()), int(np.ptp(own)) + 1
             checksums = np.zeros(count, "<u8")
-            with suppress(OSError):  # there is no file yet, or it cannot be read
+            with suppress(OSError):  # no file exists yet, or it cannot be read
                 file = self._readers.get(_path(name))
                 data = os.pread(file.number, _CHECKSUM * count, self._record * name.records + _CHECKSUM * first)
                 whole = len(data) // _CHECKSUM  # somebody may have shortened the file
@@ -248,7 +248,7 @@ class FrameFiles:
         return stored
 
     def read(self, name: RecordName, numbers: list[int], frames: list[Frame]) -> list[bool]:
-        """Read frames into arrays. Return which of them are there and undamaged. The others are undefined.
+        """Read frames into arrays. Return which of them have an undamaged record. The others are undefined.
 
         Args:
             name: Name of the file.

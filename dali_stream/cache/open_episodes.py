@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -240,6 +240,11 @@ class OpenEpisodes:
     def record_name(self, camera: str, episode: int) -> RecordName | None:
         """Return the name under which the frames of an open episode are stored on disk. None if they are not stored."""
         return self._names.get((camera, episode))
+
+    def record_names(self, camera: str, episodes: Iterable[int]) -> dict[int, RecordName]:
+        """Return {open episode: name under which its frames are stored on disk}. Episodes without such a name are left out."""
+        names = {episode: self.record_name(camera, episode) for episode in episodes}
+        return {episode: name for episode, name in names.items() if name is not None}
 
     def index(self, camera: str, episode: int) -> VideoIndex:
         """Return the index of an episode's file. Raises DecodeError if the file or the episode cannot be read, see `failed`."""

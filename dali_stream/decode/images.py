@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from dali_stream.cache.frame_files import FrameFiles, RecordName
+from dali_stream.cache.frame_files import RecordName
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.decode.decoder import TASK_FRAMES, Decoded, OtherSizes, Pool, even_tasks, named
 from dali_stream.decode.resize import resize
-from dali_stream.decode.stored import StoredReader
+from dali_stream.decode.stored import StoredFrames
 from dali_stream.errors import DecodeError, FrameSizeError
 from dali_stream.lerobot.features import CHANNELS, Feature
 from dali_stream.lerobot.source import Source
@@ -43,7 +43,7 @@ class ImageDecoder:
         slots: Slots into which the decoder puts frames.
         size: Size (height, width) of the frames in batches, in pixels.
         any_size: Whether images may have another size than `meta/info.json` says, since they are resized.
-        files: See `TorchcodecDecoder`.
+        stored: See `TorchcodecDecoder`.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class ImageDecoder:
         slots: Slots,
         size: tuple[int, int],
         any_size: bool,
-        files: FrameFiles | None = None,
+        stored: StoredFrames | None = None,
     ) -> None:
         self.key, self._source, self._counters, self._slots, self._size = key, source, counters, slots, size
         self._any_size, self._other_sizes = any_size, OtherSizes(source, key)
-        self._files, self._stored = files, None if files is None else StoredReader(files, slots, counters)
+        self._stored = stored
 
     def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
         """See `Decoder.start`."""
@@ -66,28 +66,25 @@ class ImageDecoder:
         tasks = self._read(pool, planned.reads, episodes)
         if len(planned.slot):
             encoded = episodes.table.gather(self.key, planned.episode, planned.frame)
+            names = episodes.record_names(self.key, np.unique(planned.episode).tolist())
             task = even_tasks(np.arange(1, len(planned.slot) + 1), TASK_FRAMES)
             for part in (task == number for number in np.unique(task)):
                 own = encoded[part], planned.episode[part], planned.frame[part], planned.slot[part].tolist()
-                tasks.append(pool.submit(self._decode, self._names(planned.episode[part], episodes), *own))
+                tasks.append(pool.submit(self._decode, names, *own))
         return Decoded(self._slots, planned, tasks, {})
 
     def close(self) -> None:
         """Free the slots, and close the files of the frame cache."""
         self._slots.free()
-        if self._files is not None:
-            self._files.close()
-
-    def _names(self, episode: Int64, episodes: OpenEpisodes) -> dict[int, RecordName]:
-        """Return {episode: name of its file in the frame cache on disk}, which is empty if there is no frame cache on disk."""
-        names = {e: episodes.record_name(self.key, e) for e in np.unique(episode).tolist()} if self._files is not None else {}
-        return {e: name for e, name in names.items() if name is not None}
+        if self._stored is not None:
+            self._stored.close()
 
     def _read(self, pool: Pool, reads: Reads, episodes: OpenEpisodes) -> list[Future[None]]:
         """Start the tasks that read frames from disk. Those that are missing or damaged there are decoded."""
         if self._stored is None or not len(reads.slot):
             return []
-        encoded, names = episodes.table.gather(self.key, reads.episode, reads.frame), self._names(reads.episode, episodes)
+        encoded = episodes.table.gather(self.key, reads.episode, reads.frame)
+        names = episodes.record_names(self.key, np.unique(reads.episode).tolist())
 
         def decode_instead(numbers: list[int]) -> None:
             own = encoded[numbers], reads.episode[numbers], reads.frame[numbers], reads.slot[numbers].tolist()
@@ -111,22 +108,15 @@ class ImageDecoder:
                     with timed("resize_s"):
                         resized = resize(pixels[None], self._size)
                         self._slots.put([slot], resized)
-                    if self._files is not None and self._files.is_open and name:
-                        with timed("write_s"):
-                            self._write(self._files, name, int(episode[i]), int(frame[i]), np.ascontiguousarray(resized[0]))
+                    if self._stored is not None:
+                        self._stored.add([(name, int(frame[i]), (int(episode[i]), int(frame[i])), resized[0])])
                 except DecodeError as error:
                     self._slots.fail(slot, named(self._source, self.key, int(episode[i]), frame[i : i + 1], error))
         self._counters.add(clips=1, decoded_frames=decoded, stored_frames=decoded)
 
-    def _is_there(self, stored: StoredReader, name: RecordName, slot: int, episode: np.int64, frame: np.int64) -> bool:
+    def _is_there(self, stored: StoredFrames, name: RecordName, slot: int, episode: np.int64, frame: np.int64) -> bool:
         """Read a frame that was added meanwhile. Return False if it must be decoded."""
         return stored.read_added(name, [int(frame)], [slot], [(int(episode), int(frame))])[0]
-
-    def _write(self, files: FrameFiles, name: RecordName, episode: int, frame: int, pixels: Array) -> None:
-        """Add a frame to the frame cache on disk."""
-        if files.write(name, frame, pixels):
-            files.added.append((episode, frame))
-            self._counters.add(frame_cache_disk_written_bytes=pixels.nbytes)
 
 
 def decode(data: bytes, feature: Feature, any_size: bool = False) -> npt.NDArray[np.uint8]:

@@ -1,10 +1,10 @@
-"""Reading of frames from the frame cache on disk in place of decoding them."""
+"""Frames on disk, as decode threads use them: they read frames in place of decoding them, and add those that they decode."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -21,12 +21,12 @@ Int64 = npt.NDArray[np.int64]
 _TASK_FRAMES = 64  # frames of a task, of 150 KB each if they are 224×224: about 5 ms
 
 
-class StoredReader:
-    """Reader of one camera's frames that are on disk.
+class StoredFrames:
+    """Frames of one camera on disk. Decode threads read them into slots, and add frames.
 
     Args:
-        files: Frames of the camera on disk.
-        slots: Slots into which the frames are put.
+        files: Files of the frames.
+        slots: Slots into which frames are read.
         counters: Counters of the Loader.
     """
 
@@ -88,3 +88,24 @@ class StoredReader:
             self._counters.add(frame_cache_disk_hits=int(there[own].sum()))
         self._files.added.extend(itertools.compress(places, there.tolist()))
         return there.tolist()
+
+    def add(self, frames: Iterable[tuple[RecordName | None, int, tuple[int, int], npt.NDArray[np.uint8]]]) -> None:
+        """Add decoded frames, if frames can still be added.
+
+        Args:
+            frames: Name of the file of records, number of the record, (episode, frame), and pixels of shape (H, W, C) of each
+                frame. A frame without a name is not added.
+        """
+        if not self._files.is_open:
+            return
+        written = 0
+        with self._counters.timed("write_s"):
+            for name, number, place, pixels in frames:
+                if name is not None and self._files.write(name, number, np.ascontiguousarray(pixels)):
+                    self._files.added.append(place)
+                    written += pixels.nbytes
+        self._counters.add(frame_cache_disk_written_bytes=written)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()

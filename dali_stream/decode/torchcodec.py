@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dali_stream.cache.frame_files import FrameFiles, RecordName
+from dali_stream.cache.frame_files import RecordName
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.none import NONE
 from dali_stream.decode.decoder import Decoded, Pool, even_tasks, named, task_frames
 from dali_stream.decode.resize import resize
-from dali_stream.decode.stored import StoredReader
+from dali_stream.decode.stored import StoredFrames
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.lerobot.source import Source
@@ -96,8 +96,8 @@ class TorchcodecDecoder(VideoFiles):
         slots: Slots into which the decoder puts frames.
         size: Size (height, width) of the frames in batches, in pixels.
         any_size: See `VideoFiles`.
-        files: Frames on disk, from which the decoder reads frames and to which it adds those that it decodes. None if there is
-            no frame cache on disk.
+        stored: Frames on disk, from which the decoder reads frames and to which it adds those that it decodes. None if there
+            is no frame cache on disk.
     """
 
     def __init__(
@@ -108,11 +108,10 @@ class TorchcodecDecoder(VideoFiles):
         slots: Slots,
         size: tuple[int, int],
         any_size: bool = False,
-        files: FrameFiles | None = None,
+        stored: StoredFrames | None = None,
     ) -> None:
         super().__init__(source, key, any_size)
-        self._counters, self._slots, self._size, self._files = counters, slots, size, files
-        self._stored = None if files is None else StoredReader(files, slots, counters)
+        self._counters, self._slots, self._size, self._stored = counters, slots, size, stored
         self._present = source.videos[key].file != NONE
 
     def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
@@ -131,8 +130,8 @@ class TorchcodecDecoder(VideoFiles):
     def close(self) -> None:
         """Free the slots, and close the files of the frame cache."""
         self._slots.free()
-        if self._files is not None:
-            self._files.close()
+        if self._stored is not None:
+            self._stored.close()
 
     def _gops(self, plan: FramePlan, episodes: OpenEpisodes) -> list[_Gop]:
         starts = np.flatnonzero(np.diff(plan.gop, prepend=NONE)).tolist()
@@ -151,8 +150,7 @@ class TorchcodecDecoder(VideoFiles):
             return []
         indices = self._usable(reads, episodes)
         reads = reads.chosen(np.isin(reads.episode, list(indices)))
-        found = {episode: episodes.record_name(self.key, episode) for episode in indices}
-        names = {episode: name for episode, name in found.items() if name is not None}
+        names = episodes.record_names(self.key, indices)
         decode = functools.partial(self._decode_instead, episodes.store, reads, indices, names)
         return self._stored.start(pool, reads, names, decode)
 
@@ -239,7 +237,7 @@ class TorchcodecDecoder(VideoFiles):
                 count = (rest + 1) // 2 if rest > 0 else 2 * count
             start += len(part)
 
-    def _still_missing(self, stored: StoredReader, frames: list[_Frame]) -> Iterator[_Frame]:
+    def _still_missing(self, stored: StoredFrames, frames: list[_Frame]) -> Iterator[_Frame]:
         """Yield the frames that must be decoded, because they were not added to the frame cache on disk meanwhile."""
         for name, group in itertools.groupby(frames, lambda frame: frame.gop.name):
             own = list(group)
@@ -263,8 +261,11 @@ class TorchcodecDecoder(VideoFiles):
                     with timed("resize_s"):
                         resized = resize(tensor.numpy(), self._size)
                         self._put([slots[i] for i in requests], resized)
-                    if self._files is not None and self._files.is_open:
-                        self._write(self._files, [frames[i] for i in requests], resized)
+                    if self._stored is not None:
+                        self._stored.add(
+                            (gop.name, gop.packets[i], (gop.episode, gop.frames[i]), pixels)
+                            for (gop, i), pixels in zip((frames[i] for i in requests), resized, strict=True)
+                        )
                     decoded, stored = decoded + more, stored + len(requests)
         finally:
             self._counters.add(clips=1, decoded_frames=decoded, stored_frames=stored)
@@ -276,16 +277,6 @@ class TorchcodecDecoder(VideoFiles):
             slots, frames = [slots[i] for i in own], frames[own]
         if slots:
             self._slots.put(slots, frames)
-
-    def _write(self, files: FrameFiles, frames: list[_Frame], pixels: Frames) -> None:
-        """Add frames to the frame cache on disk."""
-        written = 0
-        with self._counters.timed("write_s"):
-            for (gop, i), frame in zip(frames, pixels, strict=True):
-                if gop.name is not None and files.write(gop.name, gop.packets[i], np.ascontiguousarray(frame)):
-                    files.added.append((gop.episode, gop.frames[i]))
-                    written += frame.nbytes
-        self._counters.add(frame_cache_disk_written_bytes=written)
 
 
 def decode(

@@ -11,6 +11,7 @@ from dali_stream.cache.slots import Slots
 from dali_stream.decode.decoder import Decoder, VideoAndImages, Work
 from dali_stream.decode.images import ImageDecoder
 from dali_stream.decode.route import TORCHCODEC_CUDA, Route
+from dali_stream.decode.stored import StoredFrames
 from dali_stream.decode.torchcodec import TorchcodecDecoder
 from dali_stream.observe.counters import Counters
 from dali_stream.order.audited import audited
@@ -70,11 +71,12 @@ class DecodePool:
             choose = (lambda samples: audited(samples.position, samples.epoch, config.audit)) if config.audit else None
             return DaliDecoder(source, key, self._counters, config.gpu, size, choose, any_size)
         slots, files = self.slots[key], self._files.get(key)
+        stored = None if files is None else StoredFrames(files, slots, self._counters)
         decoders: list[Decoder] = []
         if key in source.videos:
-            decoders.append(TorchcodecDecoder(source, key, self._counters, slots, size, any_size, files))
+            decoders.append(TorchcodecDecoder(source, key, self._counters, slots, size, any_size, stored))
         if key in source.images:
-            decoders.append(ImageDecoder(source, key, self._counters, slots, size, any_size, files))
+            decoders.append(ImageDecoder(source, key, self._counters, slots, size, any_size, stored))
         return VideoAndImages(source, key, slots, *decoders) if len(decoders) == 2 else decoders[0]
 
     def start(self, plan: BatchPlan, episodes: OpenEpisodes, stores: Mapping[str, Store]) -> dict[str, Work]:

@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache, partial
 
+from dali_stream.storage.open_files import NO_FOLLOW
+
 CACHE_BLOCK = 1 << 14  # bytes per block
 _PER_SEGMENT = 256  # blocks per segment
 _FIXED = struct.Struct("<8s16sQ16sQ")  # magic, hash of the file's name, number of the segment, hash of its version, file size
@@ -42,7 +44,6 @@ _PAGE = 4096  # smallest allocation of a file system, in bytes
 _FULL = 0.9  # fraction of the limit that remains after an eviction; evictions scan all segments, so they should be rare
 # The modification time of a segment records its last use, for eviction. It is updated at most once in this time, in seconds:
 _NOTE_USE_S = 60.0
-_NO_FOLLOW = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK, because opening a named pipe would block
 
 _logger = logging.getLogger("dali_stream")
 
@@ -143,7 +144,7 @@ class DiskCache:
         """
         handle = -1
         with suppress(OSError, AttributeError):  # open file description locks (F_OFD_SETLK) exist only on Linux
-            handle = os.open(os.path.join(self._folder, "locks"), os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o666)
+            handle = os.open(os.path.join(self._folder, "locks"), os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o666)
             # A file has 2**22 bytes of `locks`, at a position that depends on its hash. If the positions of two files overlap,
             # their fetches wait for each other, which is harmless.
             start = (int.from_bytes(_hash(file)[:5], "little") << 22) + first % (1 << 22)
@@ -320,7 +321,7 @@ def _header(handle: int, digest: bytes, number: int) -> tuple[bytes, int, bytes]
 @contextmanager
 def _opened(path: str, how: int) -> Iterator[int]:
     try:
-        handle = os.open(path, how | _NO_FOLLOW, 0o666)
+        handle = os.open(path, how | NO_FOLLOW, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _DamagedError("the segment is a symbolic link") from None

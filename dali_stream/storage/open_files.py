@@ -53,6 +53,9 @@ def _to_keep(files: int, newest: int, allowed: int) -> int:
     return max(min(allowed // 2, files - max(newest - allowed * 3 // 4, 0)), 1)
 
 
+NO_FOLLOW = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK, because opening a named pipe would block
+
+
 class OpenFile:
     """Open file. It is closed with its last reference, so another thread can finish reading a file that is evicted.
 

@@ -233,7 +233,7 @@ def why(
         whole = stack.enter_context(closing(_opened(uri, arguments)))
         full = stack.enter_context(Loader(whole, **options))
         study = _Study(uri, arguments, options, whole, full, stack, progress, anyway)
-        decodes = study.decodes()
+        decodes = study.now
         base = study.base.speeds(decodes)
         remedies = [_remedy(each, base, epochs) for each in study.remedies(decodes)]
     helping = sorted((each for each in remedies if each.gain >= _GAIN), key=lambda each: -each.gain)
@@ -304,6 +304,7 @@ class _Study:
 
     Attributes:
         base: Measurement of the loader without a remedy.
+        now: Decodes of the first epoch and of later ones, without a remedy.
         notes: See `WhyReport`.
     """
 
@@ -322,7 +323,8 @@ class _Study:
         self._check_busy()  # before anything is rewritten
         self._as_bytes = self._changed(image_dtype="uint8") if config.gpu is None and config.image_dtype == "float32" else None
         self._on_gpu = self._changed(device="cuda") if config.gpu is None and torch.cuda.is_available() else None
-        self._stored = self._with_frames_on_disk() if self.decodes()[1].decoded and config.frame_folder is None else None
+        self.now = self.decodes()
+        self._stored = self._with_frames_on_disk() if self.now[1].decoded and config.frame_folder is None else None
         self._rewritten = self._rewrite() if config.source.videos else []
         rewritten = (each for each, _, _ in self._rewritten)
         others = [each for each in (self._as_bytes, self._on_gpu, self._stored, *rewritten) if each]

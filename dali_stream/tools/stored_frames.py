@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 from dali_stream.dataset import Dataset
 from dali_stream.loader import Loader
 from dali_stream.mixture import Mixture
+from dali_stream.storage.open_files import NO_FOLLOW
 
 _BATCH, _MEASURED = 32, 20  # batch size and number of batches that `estimate` measures
 _MOST = 1 << 16  # characters of a key, far more than it has
 _NAME = re.compile(r"[0-9a-f]{16}")  # folder of the frames with the same key
 
 
-class StoredFrames(NamedTuple):
+class FrameGroup(NamedTuple):
     """Frames of one size and of the same versions in a frame cache.
 
     Attributes:
@@ -39,7 +40,7 @@ class StoredFrames(NamedTuple):
     used: float
 
 
-def stored(folder: str | os.PathLike[str]) -> list[StoredFrames]:
+def stored(folder: str | os.PathLike[str]) -> list[FrameGroup]:
     """Return what a frame cache holds, the most recently used frames first.
 
     Raises:
@@ -53,7 +54,7 @@ def remove(folder: str | os.PathLike[str], names: list[str]) -> int:
 
     Args:
         folder: Folder of the frame cache.
-        names: Names of the frames to remove, see `StoredFrames.name`.
+        names: Names of the frames to remove, see `FrameGroup.name`.
 
     Returns:
         Number of bytes on disk that were removed.
@@ -141,17 +142,13 @@ def _keys(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, dict[str, str]
     for place in sorted(root.iterdir()):
         if _NAME.fullmatch(place.name) and not place.is_symlink():
             with suppress(OSError, ValueError, RecursionError):  # without a key, it is not a folder of a frame cache
-                with open(place / "key.json", opener=_opened) as file:
+                with open(place / "key.json", opener=lambda path, flags: os.open(path, flags | NO_FOLLOW)) as file:
                     key = json.loads(file.read(_MOST))
                 if isinstance(key, dict) and "layout" in key:
                     yield place, {str(name): str(value) for name, value in key.items()}
 
 
-def _opened(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # O_NONBLOCK, because opening a named pipe would block
-
-
-def _looked_at(place: Path, key: dict[str, str]) -> StoredFrames:
+def _looked_at(place: Path, key: dict[str, str]) -> FrameGroup:
     size, files, used = 0, 0, 0.0
     for group, _, names in os.walk(place):
         for name in names:
@@ -160,4 +157,4 @@ def _looked_at(place: Path, key: dict[str, str]) -> StoredFrames:
                 size += status.st_blocks * 512
                 used = max(used, status.st_mtime)
                 files += not name.startswith("key.json")
-    return StoredFrames(place.name, key, files, size, used)
+    return FrameGroup(place.name, key, files, size, used)
