@@ -276,11 +276,11 @@ class OpenEpisodes:
 
     def _pin(self, samples: Samples) -> _Pinned:
         """Add a batch to the look-ahead, and pin its rows and indices."""
-        episodes = np.unique(samples.episode)
-        keys: list[Key] = [("", episode) for episode in episodes.tolist()]
+        episodes = sorted(set(samples.episode.tolist()))  # faster than `np.unique` for so few
+        keys: list[Key] = [("", episode) for episode in episodes]
         for camera, files in self._files.items():
-            keys += [(camera, file) for file in np.unique(files[episodes]).tolist() if file != NONE]
-        batch = _Pinned(samples.number, samples.epoch, episodes.tolist(), keys)
+            keys += [(camera, file) for file in sorted(set(files[episodes].tolist())) if file != NONE]
+        batch = _Pinned(samples.number, samples.epoch, episodes, keys)
         self._cache.pin(keys)
         self._pinned.append(batch)
         self._requested = batch.number

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from dali_stream.cache.frame_files import FrameFiles, RecordName
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.none import NONE
-from dali_stream.decode.decoder import Pool, even_tasks
+from dali_stream.decode.decoder import Pool
 from dali_stream.observe.counters import Counters
 from dali_stream.schedule.frames import Reads
 
@@ -47,21 +47,21 @@ class StoredFrames:
         """
         if not len(reads.slot):
             return []
-        task = even_tasks(np.arange(1, len(reads.slot) + 1), _TASK_FRAMES)
-        parts = (np.flatnonzero(task == number).tolist() for number in np.unique(task))
+        count = len(reads.slot)
+        tasks = -(-count // _TASK_FRAMES)
+        parts = (range(count * task // tasks, count * (task + 1) // tasks) for task in range(tasks))
         return [pool.submit(self._read, reads, part, names, decode) for part in parts]
 
-    def _read(
-        self, reads: Reads, numbers: list[int], names: Mapping[int, RecordName], decode: Callable[[list[int]], None]
-    ) -> None:
+    def _read(self, reads: Reads, part: range, names: Mapping[int, RecordName], decode: Callable[[list[int]], None]) -> None:
         damaged = []
+        episodes, packets, slots = (column[part.start : part.stop].tolist() for column in (reads.episode, reads.packet, reads.slot))
         with self._counters.timed("read_s"):
-            for episode, group in itertools.groupby(numbers, lambda number: int(reads.episode[number])):
-                own = list(group)
-                packets, slots = reads.packet[own].tolist(), reads.slot[own].tolist()
-                filled = self._slots.fill(slots, functools.partial(self._files.read, names[episode], packets))
-                damaged += [number for number, is_filled in zip(own, filled, strict=True) if not is_filled]
-        self._counters.add(frame_cache_disk_hits=len(numbers) - len(damaged))
+            for episode, group in itertools.groupby(range(len(part)), episodes.__getitem__):
+                own = list(group)  # adjacent, since frames are sorted by episode
+                places = slice(own[0], own[-1] + 1)
+                filled = self._slots.fill(slots[places], functools.partial(self._files.read, names[episode], packets[places]))
+                damaged += [part[i] for i, is_filled in zip(own, filled, strict=True) if not is_filled]
+        self._counters.add(frame_cache_disk_hits=len(part) - len(damaged))
         if damaged:
             decode(damaged)
 

@@ -149,8 +149,9 @@ class TorchcodecDecoder(VideoFiles):
         if self._stored is None or not len(reads.slot):
             return []
         indices = self._usable(reads, episodes)
-        reads = reads.chosen(np.isin(reads.episode, list(indices)))
         names = episodes.record_names(self.key, indices)
+        if unusable := set(reads.episode.tolist()) - set(indices):
+            reads = reads.chosen(~np.isin(reads.episode, list(unusable)))
         decode = functools.partial(self._decode_instead, episodes.store, reads, indices, names)
         return self._stored.start(pool, reads, names, decode)
 

@@ -34,6 +34,7 @@ class VideoFiles:
         self.key, self._source, self._any_size = key, source, any_size
         self._other_sizes = OtherSizes(source, key)
         self._formats: dict[bytes, VideoFormat] = {}
+        self._agreeing: set[tuple[int, bytes]] = set()  # (dataset, sample description that agrees with its metadata)
 
     def checked(self, index: VideoIndex, packets: Int64, episode: int) -> None:
         """Compare the sample descriptions of an episode's packets with the metadata.
@@ -48,7 +49,10 @@ class VideoFiles:
         else:
             packets = packets[:1]
         for packet in packets.tolist():
-            self._check_size(index, self.format(index, packet), episode)
+            kind = int(self._source.dataset_of[episode]), config(index, packet)
+            if kind not in self._agreeing:
+                self._check_size(index, self.format(index, packet), episode)
+                self._agreeing.add(kind)
 
     def missing(self, episodes: OpenEpisodes, episode: int, frames: Int64) -> DecodeError:
         """Return the error for frames of an episode that have no packet. It explains the first one."""

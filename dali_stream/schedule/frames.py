@@ -143,7 +143,10 @@ class FrameCache:
         return np.fromiter(map(self._slot_of.get, frames.tolist(), itertools.repeat(NONE)), np.int64, len(frames))
 
     def next_uses(self) -> list[tuple[int, int]]:
-        """Return (frame, batch that shows it next) for each cached frame. The batch is `NEVER` if none is known."""
+        """Return (frame, batch that shows it next) for each cached frame. The batch is `NEVER` if none is known.
+
+        The batch may be in the past if it decoded nothing.
+        """
         return [(frame, int(self._slots.next_use[slot])) for frame, slot in self._slot_of.items()]
 
     def foresee(self, batch: int, frames: Int64) -> None:
@@ -202,7 +205,7 @@ class FrameCache:
         stored = self._camera.stored[new_rows]
         wanted_rows, read_rows = new_rows[~stored], new_rows[stored]
         beside_rows = self._beside(wanted_rows)
-        decode_rows, keep, evicted = self._choose(batch, ahead, wanted_rows, beside_rows, shown[hit], slot[hit])
+        decode_rows, keep, evicted = self._choose(batch, ahead, wanted_rows, beside_rows, slot[hit])
         into = self._slots.take(batch, len(decode_rows))
         self._keep(decode_rows[keep], into[keep], batch)
         self._slots.free_later(batch, into[~keep])
@@ -210,7 +213,7 @@ class FrameCache:
         new_slots = np.empty(len(new_rows), np.int64)
         new_slots[~stored], new_slots[stored] = into[: len(wanted_rows)], read_into
         slot[np.flatnonzero(~hit)[present]] = new_slots
-        if self.stores:  # and the frames for the disk only
+        if self.stores and len(beside_rows):  # and the frames for the disk only
             others = beside_rows[~np.isin(beside_rows, decode_rows)]
             decode_rows = np.concatenate([decode_rows, others])
             into = np.concatenate([into, np.full(len(others), NONE)])
@@ -266,7 +269,7 @@ class FrameCache:
         return int((packet[last] - self._camera.packet[gop[starts]] + 1).sum())
 
     def _choose(
-        self, batch: int, ahead: int, wanted_rows: Int64, beside_rows: Int64, hit_frames: Int64, hit_slots: Int64
+        self, batch: int, ahead: int, wanted_rows: Int64, beside_rows: Int64, hit_slots: Int64
     ) -> tuple[Int64, Mask, int]:
         """Choose which frames to decode and to cache. Evict cached frames whose next uses are farther away.
 
@@ -278,19 +281,22 @@ class FrameCache:
             ahead: Number of later batches that have been read from the order.
             wanted_rows: Rows of the frames that the batch shows and that must be decoded.
             beside_rows: Rows of the other frames of the same GOPs that are not cached.
-            hit_frames: Cached frames that the batch shows.
-            hit_slots: Slots of `hit_frames`.
+            hit_slots: Slots of the cached frames that the batch shows.
 
         Returns:
             Rows of the frames to decode, beginning with `wanted_rows`, a mask of those to cache after the batch, and the number
             of frames that were evicted although a later batch was known to show them.
         """
         coming_rows = np.concatenate([wanted_rows, beside_rows])
+        if not len(wanted_rows):  # no frame needs the slot of another one
+            return coming_rows, np.empty(0, np.bool_), 0
         keep, count, evicted = np.ones(len(coming_rows), np.bool_), len(wanted_rows), 0
         if not self.keeps_all:
             next_use = self._slots.next_use
             after = self._window.uses.next(self._table.frames(coming_rows), batch)
-            next_use[hit_slots] = self._window.uses.next(hit_frames, batch)
+            # A batch that decodes nothing does not update the next uses of the frames that it shows.
+            passed = np.flatnonzero((self._slots.frame != NONE) & (next_use <= batch))
+            next_use[passed] = self._window.uses.next(self._slots.frame[passed], batch)
             # A frame whose next use is unknown is shown after the batches ahead. Each of these adds about as many frames as
             # this batch, so the frame is not cached if it would be evicted before that. Frames that this batch shows are rarely
             # shown again before the next epoch, so in a full or a small cache, their next use must be known.
@@ -326,6 +332,8 @@ class FrameCache:
 
     def _keep(self, rows: Int64, slots: Int64, batch: int) -> None:
         """Add frames to the cache."""
+        if not len(rows):
+            return
         frames = self._table.frames(rows)
         self._slot_of.update(zip(frames.tolist(), slots.tolist(), strict=True))
         self._slots.frame[slots] = frames
@@ -362,7 +370,7 @@ class _SlotAllocator:
 
     Attributes:
         frame: Frame that is cached in each slot. `NONE` if none is.
-        next_use: Batch that shows that frame next. `NEVER` if none is known.
+        next_use: Batch that shows that frame next. `NEVER` if none is known. If that batch decoded nothing, it may be in the past.
         touched: Last batch that writes or shows each slot.
     """
 
@@ -397,9 +405,11 @@ class _SlotAllocator:
     def free_later(self, batch: int, slots: Int64) -> None:
         """Release slots, each as soon as it may be written again."""
         free_from = self.free_from(batch, slots)
-        self._give_back(slots[free_from == batch])
-        for at in np.unique(free_from[free_from > batch]).tolist():
-            self._later[at].append(slots[free_from == at])
+        for at in set(free_from.tolist()):
+            if at == batch:
+                self._give_back(slots[free_from == at])
+            else:
+                self._later[at].append(slots[free_from == at])
 
     def _give_back(self, slots: Int64) -> None:
         self._free[self._free_count : self._free_count + len(slots)] = slots
