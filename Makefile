@@ -48,7 +48,8 @@ figures: install ## draw the pictures in docs/ from the demo dataset and from th
 	$(VENV)/bin/dali-stream preview --config .demo/replay/run.json --epoch 0 --batch 5 --batch-size 3 --plots \
 	    --dali-graph pipelines/action_chunks.py:augment_frames --out docs/figures/replay.png
 	$(VENV)/bin/python benchmarks/peers_chart.py benchmarks/results/peers_g1_2cores.json \
-	    benchmarks/results/peers_windows_g1_2cores.json --out docs/figures/peers.svg
+	    benchmarks/results/peers_windows_g1_2cores.json --frame-cache benchmarks/results/disk_frames_2cores.json \
+	    --out docs/figures/peers.svg
 	$(VENV)/bin/python benchmarks/diagrams.py path --out docs/figures/path.svg
 	$(VENV)/bin/python benchmarks/diagrams.py cache --report benchmarks/results/frame_cache.json --out docs/figures/frame_cache.svg
 	$(VENV)/bin/python benchmarks/diagrams.py disk --report benchmarks/results/disk_frames_2cores.json \

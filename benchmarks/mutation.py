@@ -50,10 +50,11 @@ from cosmic_ray.work_item import MutationSpec
 ROOT = Path(__file__).parents[1]
 PARTS = {  # name of the part: its modules, and its test files
     "order": (["order"], "order mixture_order batches windows resume selection augment options"),
-    "schedule": (["schedule"], "budget reads schedule plan bottleneck required_memory options"),
+    "schedule": (["schedule"], "budget reads schedule plan bottleneck required_memory options frame_files"),
     "cache": (
         ["cache"],
-        "slots reads frame_cache cache windows open_files loader memory_format row_groups streaming stream_faults",
+        "slots pinned_cache reads frame_cache frame_files cache windows open_files loader memory_format row_groups streaming "
+        "stream_faults substitutes",
     ),
     "decode": (
         ["decode"],

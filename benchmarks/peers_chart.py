@@ -1,8 +1,9 @@
 """Draw a bar chart of reports of peers.py, as an SVG that is readable on any background.
 
-    python benchmarks/peers_chart.py REPORT.json ... --out CHART.svg
+    python benchmarks/peers_chart.py REPORT.json ... [--frame-cache REPORT.json] --out CHART.svg
 
-The chart has a panel per report, with a bar per loader. A bar shows the median of the rounds, and a line from the slowest to
+The chart has a panel per report, with a bar per loader. `--frame-cache` adds a panel with the first dataset of a report of
+disk_frames.py: epochs of a dataset that does not fit in memory, without and with a frame cache on disk. A bar shows the median of the rounds, and a line from the slowest to
 the fastest round. A loader whose second epoch was measured separately has two bars. The footer names loaders that failed, the
 machine, the dataset, versions and the date. `make figures` draws docs/figures/peers.svg.
 """
@@ -45,8 +46,14 @@ NEW_STREAMING = "lerobot-new-streaming"  # of its settings, the chart shows the 
 NOT_RUN = ("no GPU", "no LeRobot")  # beginnings of the error of a side that was not run
 SECOND_EPOCH = (
     "Second epoch: all frames of this recording fit in memory_budget. "
-    "A larger dataset runs every epoch at the first epoch's rate."
+    "A larger dataset runs every epoch at the first epoch's rate without frame_cache."
 )
+EPOCHS = {  # of the report of disk_frames.py
+    "without": "no frame cache, every epoch",
+    "filling": "frame_cache, first epoch",
+    "warm": "frame_cache, later epochs",
+    "cold": "the same, not in page cache",
+}
 Report = dict[str, Any]
 
 
@@ -58,10 +65,12 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("reports", type=Path, nargs="+", help="reports of peers.py; each becomes a panel")
+    parser.add_argument("--frame-cache", type=Path, metavar="REPORT", help="report of disk_frames.py, for another panel")
     parser.add_argument("--out", type=new_file, required=True, help="the SVG")
     arguments = parser.parse_args(argv)
     try:
-        arguments.out.write_text(chart([read(path) for path in arguments.reports]))
+        on_disk = None if arguments.frame_cache is None else read_frame_cache(arguments.frame_cache)
+        arguments.out.write_text(chart([read(path) for path in arguments.reports], on_disk))
     except (OSError, ValueError) as error:
         print(f"peers_chart: {error}", file=sys.stderr)
         return 1
@@ -80,7 +89,17 @@ def read(path: Path) -> Report:
     return report
 
 
-def chart(reports: list[Report]) -> str:
+def read_frame_cache(path: Path) -> Report:
+    """Read a report of disk_frames.py. Raises ValueError if the file is none."""
+    try:
+        report: Report = json.loads(path.read_text())
+        list(frame_cache_bars(report, 0, 1.0)), frame_cache_title(report)  # these raise if an entry that they need is missing
+    except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
+        raise ValueError(f"{path} must be a report of disk_frames.py: {type(error).__name__}: {error}") from error
+    return report
+
+
+def chart(reports: list[Report], on_disk: Report | None = None) -> str:
     """Return the SVG. It depends only on the reports, so that a test can compare it with the committed chart."""
     fastest = max(max(rounds) for report in reports for side in ran(report) for _, _, rounds in epochs(side))
     scale = (WIDTH - LEFT - RIGHT) / fastest
@@ -95,7 +114,12 @@ def chart(reports: list[Report]) -> str:
                 parts += bar(side, epoch, y, scale)
                 y += ROW
         y += 10
-    for line in footer(reports):
+    if on_disk:
+        y += LINE
+        parts.append(text(MARGIN, y, frame_cache_title(on_disk), "title", weight=600))
+        parts += frame_cache_bars(on_disk, y + 10, scale)
+        y += 20 + ROW * len(EPOCHS)
+    for line in [*footer(reports), *([f"Last panel: {circumstances(on_disk)}"] if on_disk else [])]:
         y += LINE
         parts.append(text(MARGIN, y, line, "small", DIM))
     height = y + MARGIN
@@ -118,15 +142,35 @@ def epochs(side: Report) -> list[tuple[str, float, list[float]]]:
 def bar(side: Report, epoch: tuple[str, float, list[float]], y: int, scale: float) -> Iterator[str]:
     """Yield the elements of a bar: the name of the loader, the bar, the range of its rounds, and the number."""
     suffix, rate, rounds = epoch
+    figure = f"{rate:.0f}" if side["frames"]["equal"] else f"{rate:.0f}, WRONG FRAMES"
+    yield from labelled(named(side) + suffix, figure, rate, rounds, y, scale, is_ours=side["name"] == "dali_stream")
+
+
+def labelled(
+    label: str, figure: str, rate: float, rounds: list[float], y: int, scale: float, is_ours: bool
+) -> Iterator[str]:
+    """Yield the elements of a bar, with a label before it and a figure after it."""
     middle, length = y + BAR // 2, rate * scale
     slowest, fastest = (LEFT + limit * scale for limit in (min(rounds), max(rounds)))
-    is_ours = side["name"] == "dali_stream"
     weight = 600 if is_ours else 400
-    yield text(LEFT - 10, middle + 5, named(side) + suffix, anchor="end", weight=weight)
+    yield text(LEFT - 10, middle + 5, label, anchor="end", weight=weight)
     yield f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" rx="2" fill="{OWN if is_ours else OTHER}"/>'
     yield f'<path d="M{slowest:.1f} {middle}H{fastest:.1f}" stroke="{INK}" stroke-width="1.5"/>'
-    wrong = "" if side["frames"]["equal"] else ", WRONG FRAMES"
-    yield text(max(LEFT + length, fastest) + 8, middle + 5, f"{rate:.0f}{wrong}", weight=weight)
+    yield text(max(LEFT + length, fastest) + 8, middle + 5, figure, weight=weight)
+
+
+def frame_cache_bars(report: Report, y: int, scale: float) -> Iterator[str]:
+    """Yield the bars of the first dataset of a report of disk_frames.py, with the cache on a disk."""
+    place = next(place for place in report["datasets"][0]["folders"] if place["folder"] == "disk")
+    for number, (name, label) in enumerate(EPOCHS.items()):
+        rate = place["frames_per_s"][name]
+        yield from labelled(label, f"{rate:.0f}", rate, place["rounds"][name], y + ROW * number, scale, is_ours=True)
+
+
+def frame_cache_title(report: Report) -> str:
+    """Return a line with the request of disk_frames.py, and the memory."""
+    (height, width), budget = report["arguments"]["image_size"], report["arguments"]["memory_budget"]
+    return f"Single frames, memory_budget={budget}, too small for all: uint8 frames/s of {height}×{width}, batch 64"
 
 
 def text(
@@ -195,13 +239,14 @@ def footer(reports: list[Report]) -> list[str]:
 def circumstances(report: Report) -> str:
     """Return the dataset, machine, versions and date of a report as text."""
     on, by_package = report["machine"], {"LeRobot": "", **report["versions"]}
-    for side in report["peers"]:
+    for side in report.get("peers", ()):
         by_package["LeRobot"] = by_package["LeRobot"] or side["versions"].get("lerobot", "")
     versions = [
         f"{name} {by_package[name].partition('+')[0]}" for name in ("torch", "torchcodec", "LeRobot") if by_package[name]
     ]
     machine = f"{on['processor']}, {on['cores']} cores, {on['gpu'] or 'no GPU'}"
-    return f"Dataset {report['root']}; {machine}; {', '.join(versions)}; {report['date']}."
+    dataset = report["root"] if "root" in report else report["datasets"][0]["dataset"]
+    return f"Dataset {dataset}; {machine}; {', '.join(versions)}; {report['date']}."
 
 
 if __name__ == "__main__":

@@ -119,6 +119,20 @@ def test_a_limit_is_kept_and_changes_no_batch(small: Path, tmp_path: Path) -> No
     assert sum(path.stat().st_blocks * 512 for path in records(tmp_path)) <= limit
 
 
+@pytest.mark.parametrize("records_allowed", [300, 2000])
+def test_two_ranks_keep_a_limit_together(small: Path, tmp_path: Path, records_allowed: int) -> None:
+    limit = records_allowed * FRAME
+    ranks = [
+        Loader(small, **(ARGUMENTS | {"rank": rank, "world_size": 2}), frame_cache=tmp_path, frame_cache_bytes=limit)
+        for rank in (0, 1)
+    ]
+    with ranks[0], ranks[1]:
+        for _ in range(2):
+            for _ in zip(*ranks, strict=True):
+                assert sum(path.stat().st_blocks * 512 for path in records(tmp_path)) <= limit
+    assert all(rank.stats()["frame_cache_disk_written_bytes"] > 0 for rank in ranks)
+
+
 def test_remote_video_is_not_fetched_for_frames_that_are_there(small: Path, tmp_path: Path) -> None:
     with Server(small) as server:
         expected, _ = run(server.url, None, memory_budget="2MiB")

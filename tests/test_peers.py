@@ -370,6 +370,26 @@ def test_the_chart_shows_both_epochs(chart: Any, tmp_path: Path) -> None:
     assert "float32 frames/s of 224×200, batch 64" in said
 
 
+def test_the_chart_shows_epochs_with_a_frame_cache(chart: Any, tmp_path: Path) -> None:
+    peers, on_disk = (ROOT / f"benchmarks/results/{name}_2cores.json" for name in ("peers_g1", "disk_frames"))
+    report = json.loads(on_disk.read_text())
+    for place in report["datasets"][0]["folders"]:
+        rate = 100.0 if place["folder"] == "disk" else 7.0
+        place["frames_per_s"] = {"without": rate, "filling": rate, "warm": 4 * rate, "cold": 2 * rate}
+        place["rounds"] = {name: [value] for name, value in place["frames_per_s"].items()}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    drawing = [str(peers), "--frame-cache", str(tmp_path / "report.json"), "--out", str(tmp_path / "chart.svg")]
+    assert chart.main(drawing) == 0
+    bars, said = drawn(tmp_path / "chart.svg")
+    last = [*bars.values()][-4:]
+    assert [figure for _, figure in last] == ["100", "100", "400", "200"]
+    assert [width / last[2][0] for width, _ in last] == pytest.approx([0.25, 0.25, 1, 0.5], abs=1e-2)
+    assert "memory_budget=256MiB" in said
+    assert f"Last panel: Dataset g1; {report['machine']['processor']}" in said
+    (tmp_path / "report.json").write_text('{"datasets": []}')
+    assert chart.main(drawing) == 1
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"peers": []}', '{"peers": [{"name": "a"}]}'])
 def test_a_chart_of_no_report_is_refused(chart: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     (tmp_path / "report.json").write_text(content)
