@@ -282,7 +282,7 @@ def test_a_value_that_its_feature_cannot_have_is_an_error_with_a_remedy(tmp_path
     assert delivered(dataset.without(["x"]), "index").tolist() == [3, 4]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("dtype", ["binary", "bytes", "language", "timestamp[s]", None, ["float32"], {}])
+@pytest.mark.parametrize("dtype", ["binary", "bytes", "timestamp[s]", None, ["float32"], {}])
 def test_a_column_of_another_dtype_is_passed_over_with_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: object
 ) -> None:

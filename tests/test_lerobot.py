@@ -99,11 +99,10 @@ def test_frames_have_the_dtype_of_the_dataset(demo: Path) -> None:
             assert next(iter(loader))[TOP].dtype == dtype
 
 
-@pytest.mark.parametrize("key", ["observation.depth", "language_persistent"])
-def test_a_feature_that_is_not_delivered_is_an_error(key: str, demo: Path) -> None:
+def test_a_feature_that_is_not_delivered_is_an_error(demo: Path) -> None:
     dataset = MapDataset(demo)
-    dataset.meta.features[key] = {"dtype": "language", "shape": (1,)}
-    with pytest.raises(ValueError, match=rf"no features but those that a Loader delivers, got {key}"):
+    dataset.meta.features["observation.depth"] = {"dtype": "video", "shape": (1,)}
+    with pytest.raises(ValueError, match=r"no features but those that a Loader delivers, got observation\.depth"):
         lerobot.make_loader(dataset, batch_size=4)
 
 

@@ -448,5 +448,7 @@ class OpenEpisodes:
 def _bytes_of(columns: Columns) -> int:
     """Return the memory that an episode's rows may take in the `EpisodeTable`, in bytes."""
     arrays = sum(values.nbytes for values in columns.values())
-    objects = sum(len(value) for values in columns.values() if values.dtype == object for value in values.flat)
+    # Rows may share an object.
+    different = {id(value): len(value) for values in columns.values() if values.dtype == object for value in values.flat}
+    objects = sum(different.values())
     return arrays * ROW_SPARE[0] // ROW_SPARE[1] + objects

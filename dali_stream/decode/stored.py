@@ -54,7 +54,8 @@ class StoredFrames:
 
     def _read(self, reads: Reads, part: range, names: Mapping[int, RecordName], decode: Callable[[list[int]], None]) -> None:
         damaged = []
-        episodes, packets, slots = (column[part.start : part.stop].tolist() for column in (reads.episode, reads.packet, reads.slot))
+        own_part = slice(part.start, part.stop)
+        episodes, packets, slots = (column[own_part].tolist() for column in (reads.episode, reads.packet, reads.slot))
         with self._counters.timed("read_s"):
             for episode, group in itertools.groupby(range(len(part)), episodes.__getitem__):
                 own = list(group)  # adjacent, since frames are sorted by episode

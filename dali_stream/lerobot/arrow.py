@@ -6,6 +6,7 @@ becomes int64.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,7 @@ def to_numpy(
 
     Returns:
         Array of shape (L, *shape), or (L,) if the shape of the feature is (1,) or (). Images are encoded, as objects of type
-        bytes, and strings are objects of type str.
+        bytes. Strings are objects of type str, and annotations are JSON texts of type bytes, see `parse_annotations`.
 
     Raises:
         DatasetError: If a value is missing, if its shape or dtype differs from the feature, or if it does not fit into the
@@ -48,6 +49,9 @@ def to_numpy(
         StorageError: If an image cannot be read.
     """
     advice = ". Record or convert the dataset again" + (", or leave the feature out with Dataset.without" if leave_out else "")
+    if feature.is_language:
+        # Row by row, because pyarrow 26 cannot combine chunks of structs with fields of type null.
+        return _objects(_annotations(column, where, advice), bytes, where, advice)
     array = _storage(column.combine_chunks() if column.num_chunks != 1 else column.chunk(0))
     if feature.is_image:
         return _objects(_encoded(array, where, image), bytes, where, advice)
@@ -71,6 +75,38 @@ def to_numpy(
     else:
         values = _numbers(array, feature, where, dtype or feature.numpy, advice)
     return values.reshape(len(column), *shape)
+
+
+def parse_annotations(text: bytes) -> list[dict[str, Any]] | None:
+    """Return the annotations of a row of a language column. They are new objects, which a caller may change."""
+    values: list[dict[str, Any]] | None = json.loads(text)
+    return values
+
+
+def _annotations(column: pa.ChunkedArray, where: str, advice: str) -> list[bytes]:
+    """Return the annotations of each row as a JSON text.
+
+    They are those of LeRobot's items: times are rounded to float32, and calls of tools in columns of type JSON are parsed. All
+    rows of an episode usually have the same persistent annotations, so equal consecutive rows share one text.
+    """
+    kind = column.type
+    # LeRobot's writer lets pyarrow infer the types, so a file without annotations has lists of nulls.
+    if not (_is_list(kind) and (pa.types.is_struct(kind.value_type) or pa.types.is_null(kind.value_type))):
+        raise DatasetError(f"{where} must hold lists of structs, as LeRobot writes language columns, got {kind}{advice}")
+    texts: list[bytes] = []
+    before: pa.Scalar | None = None
+    for row in column:
+        if before is None or not row.equals(before):
+            before, values = row, row.as_py()
+            for each in values or ():
+                if each.get("timestamp") is not None:
+                    each["timestamp"] = float(np.float32(each["timestamp"]))
+                if each.get("tool_calls") is not None:
+                    each["tool_calls"] = [json.loads(call) if isinstance(call, str) else call for call in each["tool_calls"]]
+            texts.append(json.dumps(values, ensure_ascii=False).encode())
+        else:
+            texts.append(texts[-1])
+    return texts
 
 
 def _storage(array: pa.Array) -> pa.Array:

@@ -107,4 +107,4 @@ def _kind(feature: Feature) -> tuple[Any, ...]:
         return "camera", feature.channels
     shape = feature.row_shape
     # Scalars and vectors of all widths are compatible, since shorter ones are padded. Matrices and text must have equal shapes.
-    return ("string" if feature.is_text else feature.numpy), None if len(shape) < 2 and not feature.is_text else shape
+    return (feature.dtype if feature.is_text else feature.numpy), None if len(shape) < 2 and not feature.is_text else shape

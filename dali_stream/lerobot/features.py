@@ -18,7 +18,7 @@ class Feature(dict[str, Any]):
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype in LeRobot: "video", "image", "string", "bool", "float32", "int64", ..."""
+        """Name of the dtype in LeRobot: "video", "image", "string", "language", "bool", "float32", "int64", ..."""
         return str(self["dtype"])
 
     @property
@@ -42,9 +42,15 @@ class Feature(dict[str, Any]):
         return self.dtype == "image"
 
     @property
+    def is_language(self) -> bool:
+        """Whether the values are lists of annotations (dicts), as in LeRobot's columns `language_persistent` and
+        `language_events`."""
+        return self.dtype == "language"
+
+    @property
     def is_text(self) -> bool:
-        """Whether the values are strings."""
-        return self.dtype == "string"
+        """Whether the values are Python objects in a batch: strings, or lists of annotations, see `is_language`."""
+        return self.dtype == "string" or self.is_language
 
     @property
     def is_float(self) -> bool:
@@ -79,8 +85,13 @@ class Feature(dict[str, Any]):
 
     @property
     def object_bytes(self) -> int:
-        """Approximate memory of the images or strings of one row: half a byte per value of an image, 64 bytes per string."""
-        return math.prod(self.shape) // 2 if self.is_image else 64 * math.prod(self.shape) if self.is_text else 0
+        """Approximate memory of the images or text of one row.
+
+        It is half a byte per value of an image, 64 bytes per string, and 256 bytes per list of annotations.
+        """
+        if self.is_image:
+            return math.prod(self.shape) // 2
+        return math.prod(self.shape) * (256 if self.is_language else 64 if self.is_text else 0)
 
     @property
     def frame_size(self) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from dali_stream.system.log_records import DATASET_LOG
 
 INFO = "meta/info.json"
 TABULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
-DTYPES = (*TABULAR, "video", "image", "string")
+DTYPES = (*TABULAR, "video", "image", "string", "language")
 FRAME_INDEX = "frame_index"  # the only feature that a dataset may lack: it then counts the rows of each episode
 _V3_FIELDS = {"video_key": "", "chunk_index": ":03d", "file_index": ":03d"}
 _V2_FIELDS = {

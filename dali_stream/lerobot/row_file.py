@@ -24,6 +24,7 @@ _GAP = 8 << 10  # maximum gap between two columns that are read in one request, 
 _LARGE = 32 << 20  # above this size of the columns in bytes, pyarrow plans the reads and sends several requests at a time
 _FEW_ROWS = 1 << 20  # number of rows that is plausible for a row group of any dataset
 _FAR = 1 << 20  # maximum gap if only episode indices are read, so that a file with many row groups takes few requests
+_ANNOTATIONS = 1024  # number of annotations that a row of a language column may have, on average
 _FEW_VALUES = 1 << 20  # number of values that a column may have in any row group
 _VALUE_BYTES = 16  # maximum size of a number in a file, in bytes, with its levels
 _PLAUSIBLE_RATIO = 8  # size of rows in memory, relative to the size of their file, that needs no explanation
@@ -72,7 +73,7 @@ class RowFile:
                 f"Missing column {missing[0]} in {store.where(self._path)}. The dataset's meta/info.json has it as a feature"
             )
         self._leaves = {key: leaves for key, leaves in _leaves(parquet).items() if key in self._columns}
-        self._values = {key: 1 if f.is_image else math.prod(f.shape) for key, f in features.items()} | {_EPISODE: 1}
+        self._values = {key: _values(feature) for key, feature in features.items()} | {_EPISODE: 1}
         self._objects = {key for key, feature in features.items() if feature.is_image or feature.is_text}
         promised, row_bytes = int(table.length.sum()), sum(feature.row_bytes for feature in features.values())
         # A file may contain rows of episodes that were removed from the metadata, but not a thousand times its own size.
@@ -239,6 +240,11 @@ class RowFile:
             runs[-1].append(self._names[place])
             before = place
         return runs
+
+
+def _values(feature: Feature) -> int:
+    """Return how many values of a feature a Parquet column may have for each row."""
+    return 1 if feature.is_image else _ANNOTATIONS if feature.is_language else math.prod(feature.shape)
 
 
 def read_schema(dataset: DatasetFiles, store: Store, number: int) -> pa.Schema:

@@ -74,9 +74,11 @@ class SourceRows:
 
 
 def _nothing(feature: Feature, length: int) -> npt.NDArray[Any]:
-    """Return the rows of a feature that a dataset lacks: zeros, empty strings, or empty bytes for images."""
+    """Return the rows of a feature that a dataset lacks: zeros, empty strings, no annotations, or empty bytes for images."""
     if feature.is_camera:
         return np.full(length, b"", object)
+    if feature.is_language:
+        return np.full(length, b"[]", object)
     if feature.is_text:
         return np.full((length, *feature.row_shape), "", object)
     return np.zeros((length, *feature.row_shape), feature.numpy)

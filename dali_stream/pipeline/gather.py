@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import DaliStreamError, DatasetError
+from dali_stream.lerobot.arrow import parse_annotations
 from dali_stream.order import windows
 from dali_stream.order.uniforms import uniforms
 from dali_stream.pipeline.config import DATASET, SAMPLE, SUBSTITUTE, Config
@@ -94,14 +95,18 @@ def take_texts(config: Config, table: EpisodeTable, samples: Samples, values: di
         names: Names of tasks and subtasks, see `Source.names`.
 
     Returns:
-        {key: one string per sample}.
+        {key: one string per sample, or its annotations for a language column}.
 
     Raises:
         DatasetError: If rows refer to a task or a subtask that the dataset lacks.
     """
     source = config.source
     which = source.dataset_of[samples.episode].tolist()
-    texts = {key: values.pop(key).tolist() for key, f in source.features.items() if f.is_text}
+    texts: Texts = {}
+    for key, feature in source.features.items():
+        if feature.is_text:
+            own = values.pop(key).tolist()
+            texts[key] = [parse_annotations(text) for text in own] if feature.is_language else own
     for key, tables in names.items():
         index = f"{key}_index"
         if index in values and (any(tables) or key == "task"):

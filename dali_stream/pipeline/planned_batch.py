@@ -13,8 +13,8 @@ from dali_stream.pipeline.config import Config
 from dali_stream.schedule.samples import Samples
 
 Array = npt.NDArray[Any]
-Texts = dict[str, list[str]]
-"""{key: one string per sample}."""
+Texts = dict[str, list[Any]]
+"""{key: one string per sample, or a list of annotations per sample for a language column}."""
 
 
 @dataclass

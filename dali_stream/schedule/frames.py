@@ -370,7 +370,8 @@ class _SlotAllocator:
 
     Attributes:
         frame: Frame that is cached in each slot. `NONE` if none is.
-        next_use: Batch that shows that frame next. `NEVER` if none is known. If that batch decoded nothing, it may be in the past.
+        next_use: Batch that shows that frame next. `NEVER` if none is known. It may be in the past, if that batch decoded
+            nothing.
         touched: Last batch that writes or shows each slot.
     """
 

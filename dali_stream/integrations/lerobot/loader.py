@@ -46,7 +46,7 @@ def make_loader(
         Loader. Its `dataset` is a `Dataset` of the same files.
 
     Raises:
-        ValueError: If the dataset has a feature that a Loader does not deliver, such as depth or language, or a transform that
+        ValueError: If the dataset has a feature that a Loader does not deliver, such as depth, or a transform that
             is defined in neither LeRobot nor torchvision.
         DatasetError: See `Dataset`.
     """
