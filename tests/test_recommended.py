@@ -178,7 +178,7 @@ def test_each_command_runs(command: str, places: dict[str, str], capsys: pytest.
         places["URI"] = places["OTHER_URI"]  # which has enough frames for two batches
     if " frames list " in command or " frames remove " in command:
         places["NAME"] = fill(places["URI"], places["DIR"])
-    if " index " in command:
+    if " --index " in command:
         places["URI"] = places["s3://bucket/dataset"]
     if "--config" in command or "--state" in command:
         places |= write_runs(Path(places["URI"]), tmp_path)

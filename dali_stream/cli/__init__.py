@@ -24,7 +24,6 @@ from dali_stream.cli.bench import bench
 from dali_stream.cli.demo import demo
 from dali_stream.cli.doctor import doctor
 from dali_stream.cli.frames import frames
-from dali_stream.cli.index import index
 from dali_stream.cli.info import info
 from dali_stream.cli.lerobot_train import lerobot_train
 from dali_stream.cli.prepare import prepare
@@ -50,7 +49,6 @@ app.command(short_help="Measure data loading alone.")(bench)
 app.command(short_help="Make a small dataset, stream and measure it.")(demo)
 app.command(short_help="Diagnose this machine and a dataset.")(doctor)
 app.add_typer(frames, name="frames", short_help="List, remove and fill the frame cache on disk.")
-app.command(short_help="Read a remote dataset's index into a cache.")(index)
 app.command(short_help="Describe a dataset.")(info)
 app.command(
     short_help="Run LeRobot's training script on a Loader.",
