@@ -22,8 +22,8 @@ from dali_stream.schedule.budget import horizon
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.plan import Limits, Schedule
 from dali_stream.schedule.samples import samples
-from dali_stream.speed.decodes import plan_next
 from dali_stream.tools import environment
+from dali_stream.tools.decodes import plan_next
 
 GIB = 1 << 30
 BATCH_SIZE = 64

@@ -1,4 +1,4 @@
-"""Measure the time of `dali-stream index` for a bucket with many objects.
+"""Measure the time of `dali-stream info URI --index` for a bucket with many objects.
 
     python benchmarks/index.py ROOT [--objects 10000] [--rounds 1] [--json]
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dali_stream.speed.bottleneck import STAGES
+from dali_stream.run.bottleneck import STAGES
 
 COLUMNS = {  # entry of a report: name with its unit, and the size of this unit in the unit of the report
     "frames_per_s_node": ("frames/s", 1), "samples_per_s": ("samples/s", 1), "first_batch_latency_s": ("first batch, s", 1),

@@ -24,12 +24,11 @@ from dali_stream.observe.tracing import profiled, record
 from dali_stream.order import Shuffle
 from dali_stream.order.state import STATE_VERSION, check_state, check_version, noted
 from dali_stream.pipeline.stream import Batch, BatchSource
-from dali_stream.run import description
+from dali_stream.run import bottleneck, description
+from dali_stream.run.bottleneck import Bottleneck
 from dali_stream.run.loader_config import make_config, make_normalizer, open_dataset
 from dali_stream.run.required_memory import check_memory
 from dali_stream.schedule.budget import divide
-from dali_stream.speed import bottleneck
-from dali_stream.speed.bottleneck import Bottleneck
 from dali_stream.system import process
 from dali_stream.system.log_records import note_given
 from dali_stream.system.memory_limit import memory_limit
@@ -474,12 +473,12 @@ class Loader:
         return metrics(before, now)
 
     def bottleneck(self, since: Mapping[str, Any] | None = None) -> Bottleneck | None:
-        """Return the stage that limits this loader, and the change that would help most. Print the result to read it as text.
+        """Return the stage that limits this loader, and the changes that apply. Print the result to read it as text.
 
         The last 200 batches are judged. Batches of the first epoch are never judged together with later ones, whose frames may
         be in memory already. A Loader logs the result once, after 200 batches. If memory_budget holds all decoded frames, the
-        Loader logs the result after the first epoch, since only the first epoch decodes. This method may simulate a larger
-        memory_budget, which can take about 10 s. The log leaves such a simulation out if it takes more than about 1 s.
+        Loader logs the result after the first epoch, since only the first epoch decodes. Everything is measured, and nothing is
+        predicted: `dali-stream why URI` predicts what each change would bring.
 
         Args:
             since: Earlier result of `stats()`. If given, all batches after it are judged instead.
@@ -487,15 +486,11 @@ class Loader:
         Returns:
             Stage and advice, or None before the second batch.
         """
-        return self._bottleneck(since or self._recent.since, bottleneck.MOST_SIMULATED)
-
-    def _bottleneck(self, since: Mapping[str, Any] | None, most_simulated: int) -> Bottleneck | None:
-        """Return the result of `bottleneck`. See `setup_of` for `most_simulated`."""
+        since = since or self._recent.since
         if since is None:
             return None
         growth = {key: value - (since[key] or 0) for key, value in self._counts().items() if key != "first_batch_s"}
-        normalizes = bool(self.normalizer.modes)
-        setup = bottleneck.setup_of(self._config, self._source, normalizes, self._recent.warm, most_simulated)
+        setup = bottleneck.setup_of(self._config, self._source, bool(self.normalizer.modes), self._recent.warm)
         return bottleneck.find(growth, setup)
 
     def close(self) -> None:
@@ -573,7 +568,7 @@ class Loader:
         """
         typical = self._recent.warm or not self._source.keeps_all
         enough = self._recent.batches >= bottleneck.JUDGED // 2
-        if typical and enough and (limit := self._bottleneck(self._recent.since, bottleneck.MOST_LOGGED)):
+        if typical and enough and (limit := self.bottleneck()):
             self._bottleneck_logged = True
             held_up = limit.stage != "training" and self._config.rank == 0
             level = logging.WARNING if held_up else logging.INFO

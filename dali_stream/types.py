@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dali_stream.order.shares import Shares
     from dali_stream.pipeline.graph import Graph
     from dali_stream.pipeline.stream import Batch
-    from dali_stream.speed.bottleneck import Bottleneck
+    from dali_stream.run.bottleneck import Bottleneck
 
 __all__ = [
     "Batch",
@@ -36,7 +36,7 @@ __all__ = [
 
 _MODULE_OF = {
     "Batch": "pipeline.stream",
-    "Bottleneck": "speed.bottleneck",
+    "Bottleneck": "run.bottleneck",
     "EpisodeFilter": "lerobot.selection",
     "Feature": "lerobot.features",
     "Frames": "lerobot.frame_ranges",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dali_stream import Loader, Mixture
-from dali_stream.speed.decodes import Decodes, decodes_of
+from dali_stream.tools.decodes import Decodes, decodes_of
 
 SETTINGS: dict[str, Any] = {"batch_size": 8, "image_size": (64, 80), "image_dtype": "uint8", "device": "cpu"}
 

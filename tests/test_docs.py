@@ -110,7 +110,7 @@ def test_programs_have_the_options_that_are_named() -> None:
 def test_commands_and_their_options_exist() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # a group's
     named = in_code(r"dali-stream +([a-z-]+)([^\n#]*)")
-    assert {m[1] for _, m in named} >= {"info", "preview", "demo", "index", "prepare"}
+    assert {m[1] for _, m in named} >= {"info", "preview", "demo", "prepare"}
     assert [(where, m[0]) for where, m in named if m[1] not in commands] == []
     for where, m in named:
         command, words = commands[m[1]], m[2].split()

@@ -85,7 +85,7 @@ def test_a_healthy_machine_without_a_gpu(healthy: dict[str, Any]) -> None:
     assert set(report["software"]) == {
         "python", "dali", "dali_builds", "torch", "torch_cuda", "torchcodec", "ffmpeg", "ffmpeg_program",
     }  # fmt: skip
-    assert report["software"]["ffmpeg"]["decoders"]["h264"] == "h264"
+    assert 4 <= report["software"]["ffmpeg"] <= 8
     assert report["machine"]["cores"] >= 1
 
 

@@ -1,4 +1,4 @@
-"""`dali-stream index`, on a server that says what it was asked for."""
+"""`dali-stream info URI --index`, on a server that says what it was asked for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def server(demo_copy: Path) -> Iterator[Server]:
 
 def index(capsys: pytest.CaptureFixture[str], server: Server, cache: Path, *more: str, code: int = 0) -> dict[str, Any]:
     """Runs the command with `--json`."""
-    assert main(["index", server.url, "--cache-dir", str(cache), "--json", *more]) == code
+    assert main(["info", server.url, "--index", "--cache-dir", str(cache), "--json", *more]) == code
     return json.loads(capsys.readouterr().out)
 
 
@@ -120,7 +120,7 @@ def test_broken_files_are_named_and_the_others_read(
     assert list(report["broken"]) == sorted([videos[0], videos[-1], rows[0]])
     assert "Invalid Parquet file" in report["broken"][rows[0]]
     assert "no such file" in report["broken"][videos[-1]]
-    assert main(["index", server.url, "--cache-dir", str(tmp_path / "cache")]) == 1
+    assert main(["info", server.url, "--index", "--cache-dir", str(tmp_path / "cache")]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"{report['files']} files: ")
     assert sum(line.startswith("broken: ") and f"{server.url}/" in line for line in said) == 3
@@ -155,7 +155,7 @@ def test_ctrl_c_ends_it_while_the_server_says_nothing(server: Server, demo_copy:
         hang(*answer)
 
     server.set_faults({path: [stall] * 9 for path in files(demo_copy, "*.mp4")})
-    command = [sys.executable, "-m", "dali_stream", "index", server.url, "--cache-dir", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "dali_stream", "info", server.url, "--index", "--cache-dir", str(tmp_path / "cache")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         assert arrived.wait(HANG)
         running.send_signal(signal.SIGINT)
@@ -171,7 +171,9 @@ def test_a_server_that_is_gone_ends_it(server: Server, demo_copy: Path, tmp_path
 
 
 def test_a_local_dataset_needs_none(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = failed(capsys, ["index", demo, "--cache-dir", tmp_path / "cache"], 2)
-    assert "is local. Only remote datasets have a cache" in said
-    assert "--cache-dir" in failed(capsys, ["index", demo], 2)
+    line = ["info", demo, "--index", "--cache-dir", tmp_path / "cache"]
+    assert "is local. Only remote datasets have a cache" in failed(capsys, line, 2)
+    assert "--cache-dir" in failed(capsys, ["info", demo, "--index"], 2)
+    assert "--image-size" in failed(capsys, [*line, "--image-size", "48x64"], 2)
+    assert "--index" in failed(capsys, [*line, tmp_path], 2)
     assert not (tmp_path / "cache").exists()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dali_stream.speed.bottleneck import STAGES
+from dali_stream.run.bottleneck import STAGES
 
 ROOT = Path(__file__).parents[1]
 MATRIX = ROOT / "benchmarks/slurm/matrix.sh"

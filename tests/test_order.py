@@ -122,6 +122,16 @@ def test_an_episode_in_a_part_of_many_frames_is_found() -> None:
     assert list(zip(*(found.tolist() for found in order.find(1)), strict=True)) == shown
 
 
+def test_positions_of_an_episode_among_20_million_frames() -> None:
+    """Held against `read`, which says the same of a few of them."""
+    lengths = np.random.default_rng(0).integers(200, 327, 76_000)
+    order = Order(lengths, seed=1, epoch=5)
+    position, frame = order.find(37)
+    assert np.sort(frame).tolist() == list(range(lengths[37]))
+    for number in (0, 100, len(position) - 1):
+        assert [each.item() for each in order.read(int(position[number]), 1)] == [37, frame[number]]
+
+
 @pytest.mark.parametrize("episode", [-1, 3])
 def test_an_episode_that_does_not_exist_is_refused(episode: int) -> None:
     with pytest.raises(ValueError, match=f"below 3, got {episode}"):

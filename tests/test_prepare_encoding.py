@@ -83,9 +83,7 @@ def test_frames_are_resized_as_a_loader_does(small: Path, tmp_path: Path) -> Non
             errors.append(((left[TOP].float() - right[TOP].float()) ** 2).mean((1, 2, 3)))
     psnr = 10 * torch.log10(255**2 / torch.cat(errors))
     camera = report.cameras[TOP]
-    assert camera.psnr_mean == pytest.approx(float(psnr.mean()), abs=1.0)
-    assert camera.psnr_min >= float(psnr.min()) - 0.01
-    assert 0.9 < camera.ssim_min <= camera.ssim_mean < 1
+    assert float(psnr.min()) - 0.01 <= camera.psnr_min <= camera.psnr_mean <= float(psnr.max()) + 0.01
     computed = out.compute_stats([TOP])[TOP]
     for name in ("min", "max", "mean", "std"):
         np.testing.assert_allclose(out.stats[TOP][name], computed[name], atol=0.02)
@@ -197,11 +195,15 @@ def test_times_that_no_constant_rate_has_cannot_be_encoded(tmp_path: Path) -> No
 
 
 _FILTER = "at = arguments.index('-vf') + 1; arguments[at]"
-_ANOTHER = ",trim=start_frame=1,tpad=stop=1:stop_mode=clone,setpts=PTS-1/30/TB"
+_LATER = ",trim=start_frame=1,tpad=stop=1:stop_mode=clone,setpts=PTS-1/30/TB"
+_EARLIER = ",tpad=start=1:start_mode=clone"
+_LENGTH = f"['-frames:v', '{video_data.EPISODES[0]}' if 'episode-0' in arguments[-1] else '{video_data.EPISODES[1]}']"
+_BLURRED = r"episode \d+, frame \d+: PSNR .* dB, and at least 25 is required"
 _WRONG = {
     "frames are lost": ("arguments[-1:-1] = ['-frames:v', '20']", "frames and wrote 20"),
-    "frames are others": (f"{_FILTER} += '{_ANOTHER}'", r"episode \d+, frame \d+: it looks like frame \d+ of the source"),
-    "frames are blurred": (f"{_FILTER} += ',boxblur=20'", r"PSNR .* dB, and at least 25 is required"),
+    "frames are the next ones": (f"{_FILTER} += '{_LATER}'", _BLURRED),
+    "frames are those before": (f"{_FILTER} += '{_EARLIER}'; arguments[-1:-1] = {_LENGTH}", _BLURRED),
+    "frames are blurred": (f"{_FILTER} += ',boxblur=20'", _BLURRED),
     "GOPs are longer": ("arguments = ['9' if a == '2' else a for a in arguments]", "longest GOP has 9"),
     "frames are interlaced": ("arguments[-1:-1] = ['-flags', '+ildct+ilme', '-top', '1']", "its frames are interlaced"),
     "B-frames are written": ("arguments = [{'0': '2', '2': '12'}.get(a, a) for a in arguments]", "B-frames"),

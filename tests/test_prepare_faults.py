@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import obstore
 import psutil
+import pyarrow.parquet as pq
 import pytest
 from support import videos as video_data
 from support.clouds import S3
@@ -24,9 +25,10 @@ from support.datasets import Camera, Column, build, tree
 from support.slurm import write_slurm
 from support.tools import prepared
 
-from dali_stream import Dataset
+from dali_stream import DaliStreamError, Dataset
 from dali_stream.cli import main
 from dali_stream.tools import prepare
+from dali_stream.tools.preparation import rows
 
 EPISODES, FRAMES = 64, 4
 KILLS = int(os.environ.get("PREPARE_KILLS", "3"))
@@ -153,6 +155,23 @@ def test_a_disk_that_is_full_costs_the_files_that_do_not_fit(many: Path, tmp_pat
     assert not (tmp_path / "out/meta/info.json").exists()
     assert prepared(many, tmp_path / "out", file_mb=FILE_MB).written == len(report.failed)
     assert tree(tmp_path / "out") == whole
+
+
+def test_rows_that_the_disk_has_changed_are_refused(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = rows.write
+
+    def changing(path: Path, *arguments: Any) -> None:
+        write(path, *arguments)
+        chunk = pq.ParquetFile(path).metadata.row_group(0).column(0)
+        data = bytearray(path.read_bytes())
+        data[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 1
+        path.write_bytes(data)
+
+    monkeypatch.setattr(rows, "write", changing)
+    with pytest.raises(DaliStreamError, match="its rows differ from the source's"):
+        prepared(many, tmp_path / "out")
+    assert not (tmp_path / "out/meta/info.json").exists()
+    assert not list((tmp_path / "out/data").rglob("*.parquet"))
 
 
 def _interrupt(status: Any) -> None:

@@ -1,4 +1,4 @@
-"""A batch of a run is made again from the run's description, bit for bit, and an episode's samples are found in its order."""
+"""A batch of a run is made again from the run's description, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ from support.programs import failed, pictures
 from support.servers import Server
 
 import dali_stream
-from dali_stream import Dataset, Loader, Mixture, Order, ResumeError, augment, batch_at
+from dali_stream import Dataset, Loader, Mixture, ResumeError, augment, batch_at
 from dali_stream.cli import main
 from dali_stream.order.state import STATE_VERSION
-from dali_stream.tools import receipt
 
 OPTIONS: dict[str, Any] = {"batch_size": 40, "seed": 7, "device": "cpu", "num_threads": 2, "image_size": (48, 64)}
 CHUNK = [step / 20 for step in range(6)]
@@ -339,10 +337,6 @@ def test_an_error_of_a_graph_has_its_place(
         (["preview", "--config", "RUN", "--state", "TENSOR"], "--state must be a checkpoint with a dict, got a Tensor"),
         (["preview", "--config", "RUN", "--state", "CLASS"], "must be a checkpoint that torch.load(weights_only=True) reads"),
         (["preview", "--config", "RUN", "--state", "nothing.pt"], "--state must be a file that can be read, got 'nothing.pt'"),
-        (["receipt", "--episode", "0"], "--config must be given"),
-        (["receipt", "--episode", "0", "--config", "RUN"], "until must be a saved state of the run, got None"),
-        (["receipt", "--episode", "9", "--config", "RUN", "--state", "STATE"], "episode must be one of the 2 episodes"),
-        (["receipt", "--episode", "0", "--config", "RUN", "--state", "STATE", "--dataset", "x"], "the run has only one"),
     ],
 )
 def test_what_is_missing_is_said(
@@ -363,104 +357,3 @@ def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pa
         (folder / "run.json").write_text(json.dumps(loader.describe()))
         (folder / "state.json").write_text(json.dumps(loader.state_dict() | {"epoch": 1}))
     return folder / "run.json", folder / "state.json"
-
-
-# ---------------------------------------------------------------------------------------------------------- the receipt
-
-
-def trained(
-    dataset: Any, log: Path, steps: int, ranks: int, **arguments: Any
-) -> tuple[dict[str, Any], dict[str, Any], list[list[Batch]]]:
-    """Description and state of a run after some steps with a log of every third, and the batches of each step on all ranks."""
-    options: dict[str, Any] = OPTIONS | {"batch_size": 4, "consumers": 4, "episode_pool_size": 2} | arguments
-    loaders = [Loader(dataset, **options, rank=rank, world_size=ranks) for rank in range(ranks)]
-    epochs = zip(*(itertools.chain.from_iterable(itertools.repeat(loader)) for loader in loaders), strict=True)
-    seen, lines = [], []
-    for step, batches in enumerate(itertools.islice(epochs, steps), 1):
-        seen.append(list(batches))
-        state = loaders[0].state_dict()
-        if step % 3 == 0:
-            lines.append({"step": step, "loss": 1.0, "epoch": state["epoch"], "position": state["position"]})
-    log.write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, {"step": 3, "val_error": 1}]))
-    config, state = through_a_file(loaders[0].describe()), through_a_file(loaders[0].state_dict())
-    for loader in loaders:
-        loader.close()
-    return config, state, seen
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("last_batch", ["drop", "partial", "pad"])
-@pytest.mark.parametrize("shuffle", [True, "global", False])
-def test_a_receipt_lists_every_sample_and_its_step(
-    odd: Path, tmp_path: Path, shuffle: bool | str, last_batch: str, ranks: int
-) -> None:
-    """3 to 6 batches an epoch of 21 frames; the run ends within an epoch."""
-    dataset, log = Dataset(odd, cameras=[], drop_n_first_frames=1), tmp_path / "metrics.jsonl"
-    config, state, seen = trained(dataset, log, 11, ranks, shuffle=shuffle, last_batch=last_batch)
-    for episode in (0, 1, 3):  # the second has one frame, which is dropped
-        expected: Counter[tuple[int, int]] = Counter()
-        for step, batches in enumerate(seen, 1):
-            for batch in batches:
-                own = (batch["episode_index"] == episode).nonzero().flatten()
-                expected.update((step, frame) for frame in batch["frame_index"][own].tolist())
-        found = receipt(config, episode, until=state, log=log)
-        assert found.samples == expected.total()
-        listed = Counter(pair for epoch in found.epochs for pair in zip(epoch.steps, epoch.frames, strict=True))
-        rest = expected - listed
-        assert not listed - expected
-        assert rest.total() == sum(len(epoch.padded) for epoch in found.epochs)
-        assert all(last_batch == "pad" for _ in rest)
-
-
-def test_a_receipt_of_a_mixture(demo: Path, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mixture = Mixture(
-        {"a": Dataset(demo, cameras=[], episodes=[1, 3]), "b": Dataset(small, cameras=[])}, repeats={"a": 0.5, "b": 1.5}
-    )
-    config, state, seen = trained(mixture, tmp_path / "log", 80, 1, image_size=None)
-    (tmp_path / "run.json").write_text(json.dumps(config))
-    torch.save({"loader": state}, tmp_path / "checkpoint.pt")
-    for name, episode in (("a", 3), ("b", 0), ("a", 0)):
-        line = ["receipt", "--config", tmp_path / "run.json", "--state", tmp_path / "checkpoint.pt", "--dataset", name]
-        line += ["--episode", episode, "--json", "--log", tmp_path / "log"]
-        assert main([*map(str, line)]) == 0
-        found = json.loads(capsys.readouterr().out)
-        expected = [
-            (step, frame)
-            for step, [batch] in enumerate(seen, 1)
-            for of, index, frame in zip(batch["dataset"], batch["episode_index"], batch["frame_index"].tolist(), strict=True)
-            if (of, int(index)) == (name, episode)
-        ]
-        listed = [pair for epoch in found["epochs"] for pair in zip(epoch["steps"], epoch["frames"], strict=True)]
-        assert Counter(map(tuple, listed)) == Counter(expected)
-        assert found["selected"] == bool(expected)
-    with pytest.raises(ValueError, match="dataset must be one of a, b, got ''"):
-        receipt(config, 0, until=state)
-
-
-def test_steps_that_the_log_does_not_tell_are_none(odd: Path, tmp_path: Path) -> None:
-    """Between two entries that are fewer batches apart than steps."""
-    config, state, _ = trained(Dataset(odd, cameras=[]), tmp_path / "log", 9, 1)
-    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    lines[1]["step"], lines[2]["step"] = 7, 10
-    (tmp_path / "log").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    steps = [step for epoch in receipt(config, 3, until=state, log=tmp_path / "log").epochs for step in epoch.steps]
-    assert {step for step in steps if step is not None} <= {1, 2, 3, 8, 9, 10}
-    assert None in steps
-    assert {step for epoch in receipt(config, 3, until=state).epochs for step in epoch.steps} == {None}  # without a log
-
-
-def test_a_receipt_says_what_was_done(run: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["receipt", "--config", str(run[0]), "--state", str(run[1]), "--episode", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "episode 1: " in said
-    assert "up to epoch 1, position 0" in said
-
-
-def test_positions_of_an_episode_among_20_million_frames() -> None:
-    """Held against `read`, which says the same of a few of them."""
-    lengths = np.random.default_rng(0).integers(200, 327, 76_000)
-    order = Order(lengths, seed=1, epoch=5)
-    position, frame = order.find(37)
-    assert np.sort(frame).tolist() == list(range(lengths[37]))
-    for number in (0, 100, len(position) - 1):
-        assert [each.item() for each in order.read(int(position[number]), 1)] == [37, frame[number]]

@@ -253,7 +253,7 @@ from dali_stream.order import Order
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.plan import Schedule, Limits
 from dali_stream.schedule.samples import samples
-from dali_stream.speed.decodes import plan_next
+from dali_stream.tools.decodes import plan_next
 lengths = np.full(1_000_000, 100)
 order = lambda epoch: Order(lengths, True, 0, epoch, 32, 8)
 found = samples(order, Batches(100_000_000, 64, 8, "drop"), 0, 0, {position})

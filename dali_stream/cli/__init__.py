@@ -24,12 +24,10 @@ from dali_stream.cli.bench import bench
 from dali_stream.cli.demo import demo
 from dali_stream.cli.doctor import doctor
 from dali_stream.cli.frames import frames
-from dali_stream.cli.index import index
 from dali_stream.cli.info import info
 from dali_stream.cli.lerobot_train import lerobot_train
 from dali_stream.cli.prepare import prepare
 from dali_stream.cli.preview import preview
-from dali_stream.cli.receipt import receipt
 from dali_stream.cli.selftest import selftest
 from dali_stream.cli.stats import stats
 from dali_stream.cli.why import why
@@ -51,7 +49,6 @@ app.command(short_help="Measure data loading alone.")(bench)
 app.command(short_help="Make a small dataset, stream and measure it.")(demo)
 app.command(short_help="Diagnose this machine and a dataset.")(doctor)
 app.add_typer(frames, name="frames", short_help="List, remove and fill the frame cache on disk.")
-app.command(short_help="Read a remote dataset's index into a cache.")(index)
 app.command(short_help="Describe a dataset.")(info)
 app.command(
     short_help="Run LeRobot's training script on a Loader.",
@@ -59,7 +56,6 @@ app.command(
 )(lerobot_train)
 app.command(short_help="Rewrite a dataset for training.")(prepare)
 app.command(short_help="Draw a batch as the model sees it.")(preview)
-app.command(short_help="Say when a run has seen an episode.")(receipt)
 app.command(short_help="Compute the statistics that normalize needs.")(stats)
 app.command(short_help="Test NVDEC through DALI on this machine.")(selftest)
 app.command(short_help="Say why a Loader is slow, and what would help.")(why)

@@ -1,4 +1,4 @@
-"""`dali-stream info`: describes a dataset, or the datasets of a mixture."""
+"""`dali-stream info`: describes a dataset, or the datasets of a mixture. With --index, reads the index of a remote dataset."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ from dali_stream.tools.description import CameraReport, DatasetReport
 from dali_stream.tools.mixture import MixtureReport, describe_mixture
 
 if TYPE_CHECKING:
+    from dali_stream.tools.indexing import IndexReport
     from dali_stream.tools.stored_frames import Fill
 
-_TASKS, _MISSING = 20, 20  # maximum numbers of tasks and of missing files in the text
+_TASKS, _MISSING, _BROKEN = 20, 20, 20  # maximum numbers of tasks and of missing and broken files in the text
 
 
 def info(
     uris: arguments.Uris,
     episodes: arguments.Episodes = None,
+    cameras: arguments.Cameras = None,
     image_size: Annotated[
         str | None,
         typer.Option(metavar="HxW|recorded", help="Also measure what a frame cache on disk takes for frames of this size."),
     ] = None,
+    index: Annotated[
+        bool,
+        typer.Option("--index", help="Instead, read the index of every file of a remote dataset into --cache-dir."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     revision: arguments.Revision = None,
     data_files_root: arguments.DataFilesRoot = None,
@@ -44,17 +50,27 @@ def info(
 
     For several datasets or a mixture file, show the share of each dataset, how often an epoch repeats it, and which features
     differ.
+
+    With --index, the indices of all video and Parquet files are read into the cache, so that training starts without waiting
+    for them. After an interruption, the same command resumes. The exit code is 1 if a file is broken.
     """
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     place |= arguments.located_by(clock, tolerance_s)
-    place |= {"episodes": arguments.numbers("--episodes", episodes)}
+    place |= {"episodes": arguments.numbers("--episodes", episodes), "cameras": arguments.names(cameras)}
+    if index and cache_dir is None:
+        raise typer.BadParameter("must be given with --index, got none", param_hint="--cache-dir")
+    if index and image_size:
+        raise typer.BadParameter("must be given without --index", param_hint="--image-size")
     if mixed := arguments.mixture_arguments(uris, storage_options=storage_options, **place):
-        if image_size:
+        if image_size or index:
             message = "must be given for one dataset, got several. Run the command for each of them"
-            raise typer.BadParameter(message, param_hint="--image-size")
+            raise typer.BadParameter(message, param_hint="--index" if index else "--image-size")
         _mixture(mixed, as_json)
         return
     with arguments.opened(uris[0], storage_options=storage_options, **place) as dataset:
+        if index:
+            _index(dataset, as_json)
+            return
         report = dali_stream.tools.describe(dataset)
         fill = _fill(dataset, image_size) if image_size else None
     if as_json:
@@ -74,6 +90,28 @@ def _fill(dataset: dali_stream.Dataset, image_size: str) -> Fill:
     from dali_stream.tools import stored_frames
 
     return stored_frames.estimate(dataset, None if image_size == "recorded" else arguments.size("--image-size", image_size))
+
+
+def _index(dataset: dali_stream.Dataset, as_json: bool) -> None:
+    with console.progress("reading indices") as show:
+        report = dali_stream.tools.index(dataset, show)
+    if as_json:
+        console.print_json(report.as_dict())
+    else:
+        _say_index(report)
+    if report.broken:
+        raise typer.Exit(1)
+
+
+def _say_index(report: IndexReport) -> None:
+    console.say(
+        f"{counted(report.files, 'file')}: {console.megabytes(report.fetched_bytes)} fetched, "
+        f"{console.megabytes(report.cached_bytes)} from the cache"
+    )
+    for error in list(report.broken.values())[:_BROKEN]:
+        console.say(f"broken: {error}")
+    if len(report.broken) > _BROKEN:
+        console.say(f"and {len(report.broken) - _BROKEN} more broken files; --json lists all")
 
 
 def _mixture(arguments: dict[str, Any], as_json: bool) -> None:

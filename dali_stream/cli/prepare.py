@@ -170,13 +170,10 @@ def _say(out: str, report: PrepareReport, as_json: bool) -> None:
 
 
 def _print(out: str, report: PrepareReport) -> None:
-    table = console.table(
-        "camera", "files", "bytes", "encoder", "PSNR min", "mean", "SSIM min", "mean ", right=("files", "bytes")
-    )
+    table = console.table("camera", "files", "bytes", "encoder", "PSNR min", "mean", right=("files", "bytes"))
     for key, camera in report.cameras.items():
         psnr = ["" if value is None else f"{value:.1f} dB" for value in (camera.psnr_min, camera.psnr_mean)]
-        ssim = ["" if value is None else f"{value:.4f}" for value in (camera.ssim_min, camera.ssim_mean)]
-        table.add_row(key, str(camera.files), console.megabytes(camera.bytes), camera.encoder or "copied", *psnr, *ssim)
+        table.add_row(key, str(camera.files), console.megabytes(camera.bytes), camera.encoder or "copied", *psnr)
     if report.cameras:
         console.results().print(table)
     for title, broken in (("file", report.failed), ("left-out episode", report.dropped)):

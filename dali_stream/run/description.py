@@ -224,7 +224,7 @@ _DESCRIPTION: Fields = {
 }  # fmt: skip
 _STATE: Fields = {"version": (INTEGER,), "dataset": (TEXT, DICT), "order": (DICT,)}
 _GRAPH: Fields = {"function": (TEXT,), "arguments": (DICT, NULL)}
-PLACE: Fields = {"epoch": (whole(0, MOST_EPOCHS - 1),), "position": (_POSITION,)}
+_PLACE: Fields = {"epoch": (whole(0, MOST_EPOCHS - 1),), "position": (_POSITION,)}
 
 
 def checked(config: object) -> dict[str, Any]:
@@ -248,16 +248,10 @@ def checked(config: object) -> dict[str, Any]:
         check_fields(f"dataset {name!r} of the config" if name else "dataset of the config", part, _SOURCE, ("uri",))
     check_fields("loader of the config", described["loader"], _LOADER, _NEEDED)
     state = {key: value for key, value in described["state"].items() if key in _STATE}
-    for part, content, fields in (("dali_graph", None, _GRAPH), ("begin", None, PLACE), ("state", state, _STATE)):
+    for part, content, fields in (("dali_graph", None, _GRAPH), ("begin", None, _PLACE), ("state", state, _STATE)):
         if described[part] is not None:
             check_fields(f"{part} of the config", content or described[part], fields, tuple(fields))
     return described
-
-
-def checked_place(name: str, content: Mapping[str, Any]) -> tuple[int, int]:
-    """Return (epoch, position) of a state. Raises ValueError if they are missing or out of range."""
-    place = check_fields(name, {key: content[key] for key in PLACE if key in content}, PLACE, tuple(PLACE))
-    return place["epoch"], place["position"]
 
 
 def open_described(described: Mapping[str, Any], where: Mapping[str, Any] | None = None) -> Dataset | Mixture:
@@ -320,10 +314,11 @@ def last_batch(config: Mapping[str, Any], state: Mapping[str, Any], frames: int)
         frames: Number of positions of an epoch.
 
     Raises:
-        ValueError: If no batch had been delivered.
+        ValueError: If no batch had been delivered, or if epoch or position are missing or out of range.
     """
-    epoch, position = checked_place("state", state)
-    batches = batches_of(config, frames)
+    place = check_fields("state", {key: state[key] for key in _PLACE if key in state}, _PLACE, tuple(_PLACE))
+    epoch, position = place["epoch"], place["position"]
+    batches = _batches_of(config, frames)
     if not position and epoch:
         return epoch - 1, batches.count(0) - 1
     if not position or config["begin"] == {"epoch": epoch, "position": position}:
@@ -333,7 +328,7 @@ def last_batch(config: Mapping[str, Any], state: Mapping[str, Any], frames: int)
     return epoch, batches.count(0) - batches.count(position) - 1
 
 
-def batches_of(config: Mapping[str, Any], frames: int) -> Batches:
+def _batches_of(config: Mapping[str, Any], frames: int) -> Batches:
     """Return the batches of a run's epoch, which has `frames` positions."""
     loader = config["loader"]
     return Batches(frames, loader["batch_size"], loader["world_size"], loader["last_batch"])
@@ -352,7 +347,7 @@ def position_of(config: Mapping[str, Any], epoch: int, batch: int, frames: int) 
         ValueError: If the epoch has no such batch, or a Loader with another global batch delivered it.
     """
     epoch, batch = epoch_number(epoch), from_zero("batch", batch)
-    batches, begin = batches_of(config, frames), config["begin"]
+    batches, begin = _batches_of(config, frames), config["begin"]
     first, start = 0, 0
     if begin is not None and epoch == begin["epoch"]:
         start = begin["position"]

@@ -1,13 +1,12 @@
 """Storage options of s3://, gs:// and az://.
 
-Options may have obstore's names or fsspec's. If botocore is installed, it looks up the credentials for AWS, as AWS's own tools
-do.
+Options have obstore's names. A few common ones may have the names of s3fs, gcsfs and adlfs. If botocore is installed, it looks
+up the credentials for AWS, as AWS's own tools do.
 """
 
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import re
 import urllib.error
@@ -31,61 +30,56 @@ _REFRESH = timedelta(minutes=10)  # interval at which obstore asks for credentia
 
 
 class _Cloud(NamedTuple):
-    """Storage options of one kind of bucket.
+    """One kind of bucket.
 
     Attributes:
         store: Class of obstore.
-        names: Name in obstore of each option of s3fs, gcsfs, adlfs and botocore, or an empty string if renaming the option is
-            not enough. Options that are not listed are passed to obstore.
+        names: Name in obstore of each common option. Other options are passed to obstore.
+        instead: What to give instead of options of s3fs, gcsfs and adlfs that are not read.
         hint: Instructions for the user on how to provide credentials.
     """
 
     store: Any
     names: dict[str, str]
+    instead: dict[str, str]
     hint: str
 
 
+_TIMEOUTS = "'timeout', or 'client_options' with 'connect_timeout'"
 _S3 = _Cloud(
     S3Store,
     {
         "anon": "skip_signature",
         "endpoint_url": "endpoint",
         "key": "access_key_id",
-        "profile": "",
-        "region_name": "region",
-        "requester_pays": "request_payer",
         "secret": "secret_access_key",
         "token": "session_token",
+    },
+    {
+        "config_kwargs": _TIMEOUTS,
+        "profile": "the environment variable AWS_PROFILE",
+        "region_name": "'region'",
+        "requester_pays": "'request_payer'",
     },
     f"Give storage_options={{'key': …, 'secret': …}} or AWS's environment or, after `{install_command('s3')}`, its "
     "config files, or for a public bucket {'anon': True}",
 )
+_PROJECT = "'client_options' with {'default_headers': {'x-goog-user-project': PROJECT}}"
 _GS = _Cloud(
     GCSStore,
-    {"anon": "skip_signature", "endpoint_url": "base_url", "project": "", "requester_pays": "", "token": ""},
+    {"anon": "skip_signature", "endpoint_url": "base_url", "token": "application_credentials"},
+    {"project": _PROJECT, "requester_pays": _PROJECT},
     "Run `gcloud auth application-default login`, or give storage_options={'token': PATH}, or for a public bucket "
-    "{'token': 'anon'}",
+    "{'anon': True}",
 )
 _AZ = _Cloud(
     AzureStore,
-    {
-        "account_key": "account_key",
-        "account_name": "account_name",
-        "anon": "skip_signature",
-        "connection_string": "",
-        "endpoint_url": "endpoint",
-        "sas_token": "sas_key",
-    },
+    {"account_name": "account_name", "anon": "skip_signature", "endpoint_url": "endpoint"},
+    {"connection_string": "'account_name', 'account_key' and 'endpoint'", "credential": "'account_key' or 'sas_key'"},
     "Give storage_options={'account_name': …, 'account_key': …} or Azure's environment, or for a public container "
     "{'anon': True}",
 )
 CLOUDS = {"s3": _S3, "s3a": _S3, "gs": _GS, "gcs": _GS, "az": _AZ, "abfs": _AZ, "abfss": _AZ}
-_CONNECTION = {  # keys of Azure's connection strings
-    "AccountKey": "account_key",
-    "AccountName": "account_name",
-    "BlobEndpoint": "endpoint",
-    "SharedAccessSignature": "sas_key",
-}
 
 
 @dataclass(frozen=True)
@@ -99,7 +93,6 @@ class Bucket:
         folder: Path of the folder in the bucket.
         config: Options of obstore's store.
         client: Options of obstore's client.
-        profile: Profile in AWS's config files. Default: the profile that the environment names.
         endpoint: URL of the server without credentials. Empty for the default server of the cloud.
     """
 
@@ -109,7 +102,6 @@ class Bucket:
     folder: str
     config: dict[str, Any]
     client: dict[str, Any]
-    profile: str | None = None
 
     @property
     def endpoint(self) -> str:
@@ -124,8 +116,7 @@ class Bucket:
         """Return obstore's store with credentials, which may be requested over the network.
 
         Raises:
-            StorageError: If no credentials are found, if the profile does not exist, or if a profile is set and botocore is not
-                installed.
+            StorageError: If no credentials are found, or if the profile that the environment names does not exist.
         """
         return self.store(*_as_aws(self)) if CLOUDS[self.scheme] is _S3 else self.store(self.config)
 
@@ -156,82 +147,65 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
     parts = urlsplit(address)
     cloud, settings = CLOUDS[parts.scheme], {key: value for key, value in options.items() if value is not None}
     client = _client(settings, patience)
-    profile = settings.pop("profile", None) if cloud is _S3 else None
-    if cloud is _GS:
-        _google(settings, client)
     shown, (user, _, name) = cleaned(address).rstrip("/"), parts.netloc.rpartition("@")
-    if cloud is _AZ:
-        pairs = (item.partition("=") for item in settings.pop("connection_string", "").split(";"))
-        settings |= {_CONNECTION[key]: value for key, _, value in pairs if key in _CONNECTION}
-        if user:  # abfs://container@account.dfs.core.windows.net/folder
-            settings.setdefault("account_name", name.partition(".")[0])
-            name, shown = user, f"{parts.scheme}://{user}@{name}{parts.path}".rstrip("/")
+    if cloud is _AZ and user:  # abfs://container@account.dfs.core.windows.net/folder
+        settings.setdefault("account_name", name.partition(".")[0])
+        name, shown = user, f"{parts.scheme}://{user}@{name}{parts.path}".rstrip("/")
     if not name:
         raise ValueError(f"address must name a bucket, such as {parts.scheme}://bucket/folder, got {shown!r}")
+    if cloud is _GS and settings.get("token") == "anon":
+        del settings["token"]
+        settings["anon"] = True
     config = {
         cloud.names.get(key) or _PREFIX.sub("", key.lower(), 1): value if isinstance(value, bool) else str(value)
         for key, value in settings.items()
     }
     if config.get("skip_signature"):
         config = {key: value for key, value in config.items() if key not in _SIGNING}
-    bucket = Bucket(parts.scheme, shown, name, parts.path.strip("/"), config, client, profile)
+    bucket = Bucket(parts.scheme, shown, name, parts.path.strip("/"), config, client)
     try:
         bucket.store(config)
         return bucket
     except Exception as error:  # not shown to the user, because its text contains the values of the options
         unknown = re.search(r"key: '?(\w+)", str(error))
-        problem = (
-            f"unknown storage_options {unknown[1]}" if unknown else "obstore does not accept the values of storage_options"
-        )
-        if "Account must be specified" in str(error):
-            problem = "storage_options must have account_name"
-    known = ", ".join(sorted([*cloud.names, "timeout", "client_options"]))
-    raise ValueError(f"{shown}: {problem}. Allowed for {parts.scheme}://: {known}, and the names of obstore's options")
+        no_account = "Account must be specified" in str(error)
+    if no_account:
+        raise ValueError(f"{shown}: storage_options must have account_name, got none")
+    if not unknown:
+        raise ValueError(f"{shown}: storage_options must have values that obstore accepts. Check them")
+    known = ", ".join(sorted([*cloud.names, "timeout", "client_kwargs", "client_options"]))
+    instead = f". Give {cloud.instead[unknown[1]]} instead" if unknown[1] in cloud.instead else ""
+    raise ValueError(
+        f"{shown}: storage_options must be {known} or options of obstore's {cloud.store.__name__}, got {unknown[1]!r}{instead}"
+    )
 
 
 def _client(options: dict[str, Any], patience: Patience) -> dict[str, Any]:
-    """Return the options of obstore's client, and remove the options of s3fs and botocore from `options`.
+    """Return the options of obstore's client, and remove them from `options`.
+
+    The entries of `client_kwargs`, which is an option of s3fs, are moved to `options`.
 
     Raises:
-        ValueError: If `client_kwargs` or `config_kwargs` have unknown keys.
+        ValueError: If `client_kwargs` has unknown keys.
     """
-    kwargs, limits = dict(options.pop("client_kwargs", {})), dict(options.pop("config_kwargs", {}))
-    options |= {name: kwargs.pop(name) for name in ("endpoint_url", "region_name") if name in kwargs}
+    kwargs = dict(options.pop("client_kwargs", {}))
+    for name, own in (("endpoint_url", "endpoint_url"), ("region_name", "region")):
+        if name in kwargs:
+            options[own] = kwargs.pop(name)
+    if kwargs:
+        raise ValueError(
+            f"client_kwargs in storage_options must be endpoint_url or region_name, got {', '.join(kwargs)}. Options of "
+            "obstore's client belong in client_options"
+        )
     silent_s = silence_s(options)
     options.pop("timeout", None)
-    connect_s, read_s = limits.pop("connect_timeout", silent_s), limits.pop("read_timeout", silent_s)
-    if unknown := [*kwargs, *limits]:
-        raise ValueError(
-            f"Unknown storage_options in client_kwargs or config_kwargs: {', '.join(unknown)}. Allowed: endpoint_url, "
-            "region_name, connect_timeout and read_timeout"
-        )
     return {
-        "connect_timeout": timedelta(seconds=min(connect_s, patience.first_s)),
-        "read_timeout": timedelta(seconds=min(read_s, patience.total_s / 3)),  # leaves time for further attempts
+        "connect_timeout": timedelta(seconds=min(silent_s, patience.first_s)),
+        "read_timeout": timedelta(seconds=min(silent_s, patience.total_s / 3)),  # leaves time for further attempts
         "timeout": timedelta(seconds=patience.total_s),
         "pool_max_idle_per_host": str(PER_HOST),
         **options.pop("client_options", {}),
     }
-
-
-def _google(options: dict[str, Any], client: dict[str, Any]) -> None:
-    """Translate gcsfs's options `token`, `project` and `requester_pays`, in place.
-
-    Raises:
-        ValueError: If the requester pays and no project is set.
-    """
-    token, project, pays = (options.pop(name, None) for name in ("token", "project", "requester_pays"))
-    if token == "anon":
-        options["skip_signature"] = True
-    elif isinstance(token, Mapping):
-        options["service_account_key"] = json.dumps(dict(token))
-    elif token not in (None, "google_default", "cloud"):
-        options["application_credentials"] = token
-    if pays:
-        payer = pays if isinstance(pays, str) else project
-        if not payer:
-            raise ValueError("storage_options with requester_pays must name the project that pays, {'project': …}")
-        client["default_headers"] = {"x-goog-user-project": payer}
 
 
 def _as_aws(bucket: Bucket) -> tuple[dict[str, Any], Callable[[], Any] | None]:
@@ -242,22 +216,17 @@ def _as_aws(bucket: Bucket) -> tuple[dict[str, Any], Callable[[], Any] | None]:
         not signed, if the options contain the credentials, or if botocore is not installed.
 
     Raises:
-        StorageError: If the profile does not exist, if a profile is set and botocore is not installed, or if botocore finds no
-            credentials.
+        StorageError: If the profile that the environment names does not exist, or if botocore finds no credentials.
     """
     environment = os.environ.get
     try:
         import botocore.exceptions
         import botocore.session
     except ImportError:
-        if bucket.profile is not None:
-            raise StorageError(
-                f"{bucket.address}: a profile needs botocore, which is not installed. Run `{install_command('s3')}`"
-            ) from None
         session, scoped, region = None, {}, environment("AWS_DEFAULT_REGION")
     else:
         try:
-            session = botocore.session.Session(profile=bucket.profile)
+            session = botocore.session.Session()
             scoped, region = session.get_scoped_config(), session.get_config_variable("region")
         except botocore.exceptions.ProfileNotFound:
             raise StorageError(f"{bucket.address}: AWS's config files have no profile of this name. Check it") from None

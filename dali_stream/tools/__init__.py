@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from dali_stream.tools.diagnosis.report import Area, Status
     from dali_stream.tools.indexing import IndexReport, index
     from dali_stream.tools.preparation import PreparedCamera, PrepareReport, PrepareStatus, prepare
-    from dali_stream.tools.receipts import Receipt, Seen, receipt
     from dali_stream.tools.remedies import Remedy, Speed, WhyReport, why
 
 __all__ = [
@@ -25,9 +24,7 @@ __all__ = [
     "PrepareReport",
     "PrepareStatus",
     "PreparedCamera",
-    "Receipt",
     "Remedy",
-    "Seen",
     "Speed",
     "Status",
     "WhyReport",
@@ -35,7 +32,6 @@ __all__ = [
     "doctor",
     "index",
     "prepare",
-    "receipt",
     "why",
 ]
 
@@ -45,7 +41,6 @@ _MODULES = {
     "diagnosis.report": ("Area", "Status"),
     "indexing": ("IndexReport", "index"),
     "preparation": ("PreparedCamera", "PrepareReport", "PrepareStatus", "prepare"),
-    "receipts": ("Receipt", "Seen", "receipt"),
     "remedies": ("Remedy", "Speed", "WhyReport", "why"),
 }
 

@@ -1,4 +1,4 @@
-"""`index`: reads the index of every file into the cache before training."""
+"""`dali-stream info URI --index`: reads the index of every file into the cache before training."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`why`: why a loader is slow, and the predicted effect of each remedy.
 
 A part of the dataset is streamed to measure the work per batch on this machine. The loader's schedule is replayed for the
-whole dataset to count the decoded frames. The model of `speed.model` computes batches per second from both. A remedy that
+whole dataset to count the decoded frames. The model of `tools.speed_model` computes batches per second from both. A remedy that
 changes the work per frame, such as another codec, is measured on a part of the dataset.
 """
 
@@ -30,11 +30,11 @@ from dali_stream.errors import DaliStreamError, MemoryBudgetError
 from dali_stream.loader import Loader
 from dali_stream.mixture import Mixture
 from dali_stream.run.mixture_file import is_mixture_file
-from dali_stream.speed.decodes import Decodes, decodes_of
-from dali_stream.speed.model import Work, predicted, work_of
 from dali_stream.system.memory_limit import fits
 from dali_stream.system.process import cores
+from dali_stream.tools.decodes import Decodes, decodes_of
 from dali_stream.tools.preparation import prepare
+from dali_stream.tools.speed_model import Work, predicted, work_of
 
 if TYPE_CHECKING:
     from dali_stream.pipeline.config import Config

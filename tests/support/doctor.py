@@ -28,22 +28,13 @@ ABSENT, ABORTS, HANGS = (
 )
 BROKEN = "raise ImportError('libX.so: undefined symbol')"
 
-_LOADS_FFMPEG = """
-import contextlib, ctypes
-__version__ = "0.13.0"
-for version in range(62, 57, -1):
-    with contextlib.suppress(OSError):
-        ctypes.CDLL(f"libavcodec.so.{version}")
-        break
-"""
-
 
 def shadows(folder: Path, *, torch: str | None = None, torchcodec: str | None = None, dali: str | None = None) -> Path:
     """A folder for PYTHONPATH with packages that stand before the real ones: their code, or small ones that work."""
     healthy = f"__version__ = '2.13.0+cu126'\n{TORCH.format(cuda='12.6', gpu=True)}"
     for name, code in {
         "torch/__init__.py": torch or healthy,
-        "torchcodec/__init__.py": torchcodec or _LOADS_FFMPEG,
+        "torchcodec/__init__.py": torchcodec or "__version__, ffmpeg_major_version = '0.13.0', 7\n",
         "torchcodec/decoders/__init__.py": "",
         "nvidia/__init__.py": "",
         "nvidia/dali/__init__.py": dali or "__version__ = '2.4.0'\n",

@@ -174,7 +174,7 @@ class _Clock:
                 for row in rows[:: -(-batches // POINTS)]
             ],
         }
-        bottleneck = self._loader.bottleneck(before)  # after the measurement, since it may take a second
+        bottleneck = self._loader.bottleneck(before)
         return measured | {"bottleneck": asdict(bottleneck) if bottleneck else None}
 
     def _next(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from dali_stream.dataset import Dataset
 from dali_stream.mixture import Mixture
-from dali_stream.speed.bottleneck import STAGES
+from dali_stream.run.bottleneck import STAGES
 from dali_stream.system import process
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import Mode, Progress, measure

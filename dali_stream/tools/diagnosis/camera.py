@@ -26,8 +26,8 @@ from dali_stream.order import Order, default_pools
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import Sizes, divide, horizon
 from dali_stream.schedule.plan import Limits
-from dali_stream.speed.decodes import decodes, median_gop
 from dali_stream.system import process
+from dali_stream.tools.decodes import decodes, median_gop
 from dali_stream.tools.description import LOOK_AT, CameraReport, contradictions, describe_video, find_frames
 from dali_stream.tools.diagnosis import answers
 from dali_stream.tools.diagnosis.frames import FLAT, LEAST_PSNR_DB, Decoders, Deep, flat_colour, psnr

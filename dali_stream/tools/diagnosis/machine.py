@@ -20,13 +20,6 @@ from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.isolated import Answer
 
 CAPABILITIES = ("all", "compat32", "compute", "display", "graphics", "ngx", "utility", "video")
-_RUNTIMES = {  # container runtime: environment variables and files in its containers
-    "apptainer": ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"),
-    "enroot": ("ENROOT_ROOTFS", "etc/enroot"),
-    "kubernetes": ("KUBERNETES_SERVICE_HOST",),
-    "podman": ("run/.containerenv",),
-    "docker": (".dockerenv",),
-}
 _GIB, _SMALL_SHM, _LITTLE_DISK = 1 << 30, 1 << 28, 1 << 30
 
 
@@ -35,7 +28,6 @@ class ProcessLimits(NamedTuple):
 
     system: str
     processor: str
-    container: str | None
     cores: int
     cpu_quota: float | None
     memory: int
@@ -85,7 +77,6 @@ class Machine:
         return ProcessLimits(
             system=f"{platform.system()} {platform.release()}",
             processor=process.processor(),
-            container=container(self.environment, self.root),
             cores=len(os.sched_getaffinity(0)),
             cpu_quota=cpu_quota(self.root),
             memory=int(total_kib[1]) << 10 if total_kib else 0,
@@ -95,32 +86,25 @@ class Machine:
         )
 
 
-def container(environment: Mapping[str, str], root: Path = Path("/")) -> str | None:
-    """Return the name of the container runtime of this process, such as "docker", or None if no container is detected."""
-    for name, marks in _RUNTIMES.items():
-        if any(environment.get(mark) or (root / mark).exists() for mark in marks):
-            return name
-    match = re.search(r"docker|kubepods|containerd|libpod|lxc", read_text(root / "proc/1/cgroup"))
-    return match[0] if match else None
-
-
-def check_container(machine: Machine) -> Result:
-    """Check that a container makes its GPUs and NVDEC available to this process."""
-    kind, environment = machine.limits.container, machine.environment
+def check_container(machine: Machine) -> Result | None:
+    """Check that NVIDIA's container toolkit makes GPUs and NVDEC available. None if its environment variables are not set."""
+    environment, texts = machine.environment, []
     capabilities, devices = (environment.get(f"NVIDIA_{name}", "") for name in ("DRIVER_CAPABILITIES", "VISIBLE_DEVICES"))
     known = [word for word in re.split(r"[,\s]+", capabilities) if word in CAPABILITIES]
-    text = kind or "none"
     if "NVIDIA_DRIVER_CAPABILITIES" in environment:
-        text += f"; NVIDIA_DRIVER_CAPABILITIES has {', '.join(known) or 'nothing'}"
+        texts.append(f"NVIDIA_DRIVER_CAPABILITIES has {', '.join(known) or 'nothing'}")
     if "NVIDIA_VISIBLE_DEVICES" in environment:
         named = f"{len(devices.split(','))} of the machine's GPUs"
-        text += f"; NVIDIA_VISIBLE_DEVICES names {(devices or 'none') if devices in ('all', 'none', 'void', '') else named}"
+        texts.append(f"NVIDIA_VISIBLE_DEVICES names {(devices or 'none') if devices in ('all', 'none', 'void', '') else named}")
+    if not texts:
+        return None
+    text = "; ".join(texts)
     if devices not in ("", "none", "void") and not machine.gpus:
         remedy = "start the container with --gpus all (Docker), --nv (apptainer), or a claim to nvidia.com/gpu (Kubernetes)"
         return PROBLEM, f"{text}, and no GPU is usable", remedy
     # libnvcuvid may be available nevertheless, as in a virtual machine that copies the variable.
     has_nvdec = any(gpu["engines"] for gpu in machine.gpus)
-    if kind and machine.gpus and capabilities and not has_nvdec and not {"all", "video"} & set(known):
+    if machine.gpus and capabilities and not has_nvdec and not {"all", "video"} & set(known):
         remedy = "set NVIDIA_DRIVER_CAPABILITIES=video,compute,utility (on Kubernetes, in the pod's env)"
         return WARNING, f"{text}, which lacks video, so NVDEC is unavailable", remedy
     return OK, text, ""

@@ -19,7 +19,7 @@ from dali_stream.tools.diagnosis.rows import Rows
 from dali_stream.tools.isolated import call
 
 # Each group runs in one process. After a crash or hang, the remaining questions of the group are skipped.
-_QUESTIONS = ((answers.driver, answers.nvdec), (answers.dali,), (answers.torch, answers.torchcodec, answers.ffmpeg))
+_QUESTIONS = ((answers.driver, answers.nvdec), (answers.dali,), (answers.torch, answers.torchcodec))
 MACHINE: tuple[Area, ...] = ("gpu", "software", "machine")
 """Areas whose checks get a `Machine`. Checks of "dataset" get `Rows`, and checks of "camera" get a `Camera`."""
 CHECKS: Mapping[str, Mapping[str, Check[Any]]] = {
@@ -32,7 +32,6 @@ CHECKS: Mapping[str, Mapping[str, Check[Any]]] = {
         "DALI": software.check_dali,
         "torch": software.check_torch,
         "torchcodec": software.check_torchcodec,
-        "FFmpeg": software.check_ffmpeg,
         "ffmpeg program": software.check_ffmpeg_program,
     },
     "machine": {
@@ -141,8 +140,6 @@ def _ask(limit_s: float, cache_dir: str | os.PathLike[str] | None) -> Machine:
     with ThreadPoolExecutor(len(_QUESTIONS)) as pool:
         groups = pool.map(lambda questions: zip(questions, call(questions, limit_s).answers, strict=True), _QUESTIONS)
         known = {question.__name__: answer for group in groups for question, answer in group}
-    if known["ffmpeg"].error:  # torch or torchcodec has crashed
-        [known["ffmpeg"]] = call([answers.ffmpeg], limit_s).answers
     return Machine(gpu.read_gpus(known["driver"], known["nvdec"]), known, cache_dir)
 
 

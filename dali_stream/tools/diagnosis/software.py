@@ -10,7 +10,6 @@ from typing import Any
 
 from dali_stream.system.install import install_command, requirements
 from dali_stream.tools import environment
-from dali_stream.tools.diagnosis import answers
 from dali_stream.tools.diagnosis.machine import Machine
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.isolated import Answer
@@ -30,7 +29,7 @@ def versions(machine: Machine) -> dict[str, Any]:
         **{library: machine.answers[library].value.get("version") for library in ("dali", "torch", "torchcodec")},
         "dali_builds": _dali_builds(),
         "torch_cuda": machine.answers["torch"].value.get("cuda"),
-        "ffmpeg": machine.answers["ffmpeg"].value or None,
+        "ffmpeg": machine.answers["torchcodec"].value.get("ffmpeg"),
         "ffmpeg_program": environment.ffmpeg_program(),
     }
 
@@ -92,15 +91,14 @@ def check_torch(machine: Machine) -> Result:
 
 
 def check_torchcodec(machine: Machine) -> Result:
-    """Check that torchcodec loads with the installed torch and FFmpeg."""
+    """Check that torchcodec loads with the installed torch and FFmpeg's shared libraries."""
     answer = machine.answers["torchcodec"]
     if not answer.error:
-        return _new_enough("torchcodec", answer.value["version"], f"{answer.value['version']}, fits torch")
+        version, ffmpeg = answer.value["version"], answer.value["ffmpeg"]
+        return _new_enough("torchcodec", version, f"{version}, fits torch and FFmpeg {ffmpeg}")
     if answer.kind == "skipped":
         return PROBLEM, "not checked, since torch does not load", "repair torch first"
-    remedy = "install a version that fits torch (constraints.txt has a pair that does)"
-    if not machine.answers["ffmpeg"].value:
-        remedy = f"{_INSTALL_FFMPEG}: none were found"
+    remedy = f"{_INSTALL_FFMPEG}, and a torchcodec that fits torch (constraints.txt has a pair that does)"
     return _unloadable(answer, "torchcodec.decoders", remedy)
 
 
@@ -122,30 +120,6 @@ def _new_enough(package: str, version: str, text: str) -> Result:
 
 def _major_minor(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:2]))
-
-
-def check_ffmpeg(machine: Machine) -> dict[str, Result]:
-    """Check that torchcodec can load this version of FFmpeg's libraries, and that they decode each codec on a CPU."""
-    ffmpeg = machine.answers["ffmpeg"].value
-    if not ffmpeg:
-        return {"FFmpeg": (PROBLEM, "no shared libraries of FFmpeg 4 to 8 were found", _INSTALL_FFMPEG)}
-    text = f"{ffmpeg['version']}, libraries in {ffmpeg['path'].rpartition('/')[0]}"
-    fits = 4 <= ffmpeg["libavcodec"] - 54 <= 8
-    software = {codec: name for codec, name in ffmpeg["decoders"].items() if name in answers.CODECS[codec]}
-    names = [codec if name == codec else f"{codec} ({name})" for codec, name in software.items()]
-    results: dict[str, Result] = {
-        "FFmpeg": (OK, text, "") if fits else (PROBLEM, text, _INSTALL_FFMPEG),
-        "decoders": (OK, f"FFmpeg on the CPU: {', '.join(names) or 'none'}", ""),
-    }
-    # LeRobot writes AV1. Without libdav1d or libaom, FFmpeg decodes AV1 only with special hardware.
-    for codec in (codec for codec in ffmpeg["decoders"] if codec not in software):
-        status, library = (PROBLEM, " with libdav1d") if codec == "av1" else (WARNING, "")
-        text = f"FFmpeg has no {codec} decoder that works on a CPU"
-        results[f"decoder {codec}"] = status, text, f"install a build of FFmpeg{library} that has one"
-    if software.get("av1", "libdav1d") != "libdav1d":
-        text = f"FFmpeg decodes AV1 with {software['av1']}, which is slower than libdav1d"
-        results["decoder av1"] = WARNING, text, "use an FFmpeg with libdav1d"
-    return results
 
 
 def check_ffmpeg_program(machine: Machine) -> Result:

@@ -7,8 +7,6 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch.nn.functional import avg_pool2d
 
 from dali_stream.decode.refusal import smallest_coded_size
 from dali_stream.errors import DaliStreamError, DecodeError
@@ -21,10 +19,7 @@ from dali_stream.storage import Store
 from dali_stream.tools.preparation.source import read_packets
 
 FLOOR = 25.0  # minimum PSNR of a compared frame over RGB, in dB; lossy codecs with sensible settings have 30 to 50
-# Two frames of the source count as different if their distance is more than this multiple of the encoding error. Recordings
-# repeat frames with different noise, and the encoded second frame may then look more like the first one.
-DIFFERS = 4.0
-COMPARED = 8  # maximum number of compared frames per episode, which are evenly spread from the first to the last
+_EVERY = 4  # frames are compared with their neighbours in every fourth row and column
 _LOSSLESS = 100.0  # PSNR of equal frames in dB, since JSON has no infinity
 Frames = npt.NDArray[np.uint8]
 
@@ -85,46 +80,52 @@ def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Non
             raise DecodeError(f"the encoded frame {where} is damaged: {wrong}. Copy the file again")
 
 
-def compare(where: str, frame: int, own: Frames, new: Frames, neighbours: list[tuple[int, Frames]]) -> tuple[float, float]:
-    """Compare an encoded frame with the encoder's input, and with neighbouring frames.
+class MovingFrame:
+    """Frame of an episode that differs most from both of its neighbours. If another frame takes its place, its PSNR is lowest.
+
+    Attributes:
+        number: Index of the frame within its episode.
+        frame: Copy of the frame, uint8, shape (H, W, 3).
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.frame: Frames = np.empty((0, 0, 3), np.uint8)
+        self._last, self._count, self._distance, self._most = self.frame, 0, 0.0, 0.0
+
+    def add(self, frames: Frames) -> None:
+        """Add the next frames of the episode, shape (n, H, W, 3)."""
+        for frame in frames:
+            if not self._count:
+                self.frame = frame.copy()
+            else:
+                distance = _difference(frame[::_EVERY, ::_EVERY], self._last[::_EVERY, ::_EVERY])
+                if min(distance, self._distance) > self._most:
+                    self.number, self.frame, self._most = self._count - 1, self._last, min(distance, self._distance)
+                self._distance = distance
+            self._last, self._count = frame.copy(), self._count + 1
+
+
+def check_psnr(where: str, frame: int, own: Frames, new: Frames) -> float:
+    """Return the PSNR of an encoded frame against the encoder's input, over RGB in dB.
 
     Args:
         where: File, camera and episode, for the message.
         frame: Index of the frame within its episode.
         own, new: Frame before and after encoding, uint8, shape (H, W, 3).
-        neighbours: Index and content of the frames before and after it.
-
-    Returns:
-        PSNR over RGB in dB, and SSIM.
 
     Raises:
-        DaliStreamError: If the encoded frame looks like a neighbour, or differs too much from the input.
+        DaliStreamError: If it is less than `FLOOR`.
     """
     error = _difference(new, own)
-    for number, other in neighbours:
-        distance = _difference(new, other)
-        if distance < error and _difference(own, other) > DIFFERS * distance:
-            raise DaliStreamError(f"{where}, frame {frame}: it looks like frame {number} of the source")
     psnr = min(10 * math.log10(255**2 / error), _LOSSLESS) if error else _LOSSLESS
     if psnr < FLOOR:
         raise DaliStreamError(
             f"{where}, frame {frame}: PSNR against the source is {psnr:.1f} dB, and at least {FLOOR:g} is required. "
             "Give a lower --crf"
         )
-    return psnr, ssim(own, new)
+    return psnr
 
 
 def _difference(a: Frames, b: Frames) -> float:
     return float(np.mean(np.square(a.astype(np.float32) - b)))
-
-
-def ssim(a: Frames, b: Frames) -> float:
-    """Return the structural similarity of two frames, as the mean over RGB and windows of 7×7 pixels (Wang et al., 2004)."""
-    x, y = (torch.from_numpy(frame.copy()).permute(2, 0, 1).double()[None] for frame in (a, b))
-    mean_x, mean_y = avg_pool2d(x, 7, 1), avg_pool2d(y, 7, 1)
-    unbiased = 49 / 48
-    var_x, var_y = ((avg_pool2d(v * v, 7, 1) - m * m) * unbiased for v, m in ((x, mean_x), (y, mean_y)))
-    both = (avg_pool2d(x * y, 7, 1) - mean_x * mean_y) * unbiased
-    c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
-    similarity = (2 * mean_x * mean_y + c1) * (2 * both + c2) / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))
-    return float(similarity.mean())

@@ -6,7 +6,6 @@ The metadata, columns and compression of the source are kept.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from dali_stream.errors import DatasetError
 from dali_stream.lerobot.parquet import parquet_errors
 from dali_stream.lerobot.row_search import RowSearch, data_files
 from dali_stream.storage import Store
-from dali_stream.tools.preparation.place import Json, content_hash
+from dali_stream.tools.preparation.place import Json
 from dali_stream.tools.work import grouped
 
 ROW_GROUP = 32 << 20  # default size of a row group, in bytes
@@ -236,7 +235,7 @@ class EpisodeRows:
         return rows
 
 
-def write(path: Path, schema: pa.Schema, codec: str, tables: Iterable[pa.Table], rows_per_group: int) -> list[str]:
+def write(path: Path, schema: pa.Schema, codec: str, tables: Iterable[pa.Table], rows_per_group: int) -> None:
     """Write episodes to a file.
 
     Args:
@@ -245,30 +244,24 @@ def write(path: Path, schema: pa.Schema, codec: str, tables: Iterable[pa.Table],
         codec: Compression of the columns.
         tables: Rows of each episode.
         rows_per_group: Maximum number of rows of a row group. An episode that is longer is split evenly over row groups.
-
-    Returns:
-        Digest of each row group. See `digest`.
     """
-    digests: list[str] = []
     with pq.ParquetWriter(path, schema, compression=codec, write_page_index=True, write_page_checksum=True) as writer:
         for group in grouped(tables, rows_per_group, len):
             whole = pa.concat_tables(group)
             size = -(-len(whole) // -(-len(whole) // rows_per_group))
             for start in range(0, len(whole), size):
                 writer.write_table(whole.slice(start, size), row_group_size=size)
-                digests.append(digest(whole.slice(start, size)))
-    return digests
 
 
-def digest(table: pa.Table) -> str:
-    """Return a digest of all values of a table, bit for bit.
-
-    The digest is that of the table as a Parquet file without compression and encodings, so it does not depend on chunks.
-    """
-    out = io.BytesIO()
-    plain = table.combine_chunks().replace_schema_metadata()
-    pq.write_table(plain, out, row_group_size=max(len(table), 1), compression="none", use_dictionary=False, store_schema=False)
-    return content_hash(out.getbuffer())
+def is_as_written(path: Path, schema: pa.Schema, count: int) -> bool:
+    """Return whether a file has the schema and number of rows that were written, and every page has its checksum."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            for group in range(file.num_row_groups):
+                file.read_row_group(group, use_threads=False)
+            return bool(file.metadata.num_rows == count and file.schema_arrow.equals(schema, check_metadata=True))
+    except (OSError, pa.ArrowException):
+        return False
 
 
 def without(schema: pa.Schema, columns: Collection[str], is_v2: bool) -> pa.Schema:

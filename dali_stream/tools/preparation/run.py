@@ -41,9 +41,8 @@ class PreparedCamera:
         files: Number of MP4 files.
         bytes: Size of these files, in bytes.
         encoder: FFmpeg's name of the encoder. Empty if packets were copied.
-        psnr_min, psnr_mean: PSNR over RGB of the compared frames, in dB, against the frames that a Loader delivers from the
-            source. None if packets were copied.
-        ssim_min, ssim_mean: Structural similarity of the same frames. None if packets were copied.
+        psnr_min, psnr_mean: PSNR over RGB of one frame of each episode, in dB, against the frame that a Loader delivers from
+            the source. The frame is the one that differs most from its neighbours. None if packets were copied.
     """
 
     files: int
@@ -51,8 +50,6 @@ class PreparedCamera:
     encoder: str
     psnr_min: float | None
     psnr_mean: float | None
-    ssim_min: float | None
-    ssim_mean: float | None
 
 
 @dataclass(frozen=True)
@@ -294,24 +291,18 @@ def _report(out_plan: plan.Plan, notes: dict[str, Json], failed: dict[str, str],
     cameras = {}
     for key, spec in out_plan.header["cameras"].items():
         own = [notes[each["path"]] for each in out_plan.tasks if each.get("camera") == key and each["path"] in notes]
+        psnr = [value for note in own for value in note.get("psnr", {}).values()]
         cameras[key] = PreparedCamera(
             files=len(own),
             bytes=sum(note["bytes"] for note in own),
             encoder="" if spec["mode"] == "copy" else spec["encoder"]["name"],
-            **_quality(own, "psnr"),
-            **_quality(own, "ssim"),
+            psnr_min=min(psnr, default=None),
+            psnr_mean=statistics.fmean(psnr) if psnr else None,
         )
     rows = [each for each in out_plan.tasks if "camera" not in each]
     lengths = [episode["length"] for each in rows for episode in each["episodes"]]
     nbytes = sum(note["bytes"] for note in notes.values())
     return PrepareReport(len(lengths), sum(lengths), len(rows), nbytes, written, cameras, failed, out_plan.header["dropped"])
-
-
-def _quality(notes: list[Json], name: str) -> dict[str, float | None]:
-    """Return the minimum and the mean quality of a camera's episodes. They are None if packets were copied."""
-    pairs = [pair for note in notes for pair in note.get(name, {}).values()]
-    mean = statistics.fmean(mean for _, mean in pairs) if pairs else None
-    return {f"{name}_min": min((least for least, _ in pairs), default=None), f"{name}_mean": mean}
 
 
 def _verify(place: Place, report: PrepareReport, options: Json | None) -> None:

@@ -101,7 +101,7 @@ def encode(task: TaskInput, file: Path) -> Json:
     """
     encoder, size, frame = Encoder(**task.spec["encoder"]), tuple(task.spec["size"]), round(TIMESCALE / task.fps)
     read = task.rows(None if task.spec["mode"] == "images" else _CLOCKS).read
-    runs, pts, episodes, samples = list[Run](), list[Int64](), list[_Episode](), list[dict[int, quality.Frames]]()
+    runs, pts, episodes, compared = list[Run](), list[Int64](), list[_Episode](), list[quality.MovingFrame]()
     first = tick = 0
     with contextlib.closing(LocalStore(str(file.parent))) as scratch:
         for episode in task.episodes:
@@ -110,9 +110,9 @@ def encode(task: TaskInput, file: Path) -> Json:
             ticks = np.round(_grid(task, number, times) * TIMESCALE / task.fps).astype(np.int64)
             tick -= 0 if runs else int(ticks[0])  # a file begins with a frame, and the first rows may have been removed
             pts.append(tick + ticks)
-            samples.append({})
+            compared.append(quality.MovingFrame())
             with task.naming(episode):
-                frames = _resized(_frames(task, episode, table), size, length, samples[-1])
+                frames = _resized(_frames(task, episode, table), size, compared[-1])
                 runs.append(Run(_encode_episode(scratch, f"episode-{number}.mp4", frames, size, encoder), 0, length))
             if (count := len(runs[-1].index)) != length:
                 where = f"{task.where}: {task.camera}, episode {number}"
@@ -124,25 +124,20 @@ def encode(task: TaskInput, file: Path) -> Json:
         index = _verify(task, scratch, file, track, digest, episodes)
         if why := quality.refusal(scratch, index, encoder.codec, task.spec["gop"]):
             raise DecodeError(f"{task.where}: {task.camera}: {encoder.name} did not meet the request: {why}")
-        note: Json = _times_of(episodes, task.fps) | {name: {} for name in ("psnr", "ssim", "stats")}
-        for episode, kept in zip(episodes, samples, strict=True):
-            for name, value in _compare(task, scratch, index, episode, kept).items():
+        note: Json = _times_of(episodes, task.fps) | {name: {} for name in ("psnr", "stats")}
+        for episode, moving in zip(episodes, compared, strict=True):
+            for name, value in _compare(task, scratch, index, episode, moving).items():
                 note[name][episode.number] = value
     return note
 
 
-def _compare(task: TaskInput, store: LocalStore, index: VideoIndex, episode: _Episode, kept: dict[int, quality.Frames]) -> Json:
-    """Return the PSNR and SSIM of an episode's encoded frames, each as (minimum, mean), and the statistics of the frames."""
-    where, length = f"{task.where}: {task.camera}, episode {episode.number}", len(episode.packets)
-    sampled, compared = spread(length, MAX_IMAGES), spread(length, quality.COMPARED)
-    wanted = sorted({*sampled, *compared})
+def _compare(task: TaskInput, store: LocalStore, index: VideoIndex, episode: _Episode, moving: quality.MovingFrame) -> Json:
+    """Return the PSNR of an encoded frame of an episode, and the statistics of its encoded frames."""
+    where, sampled = f"{task.where}: {task.camera}, episode {episode.number}", spread(len(episode.packets), MAX_IMAGES)
+    wanted = sorted({*sampled, moving.number})
     frames = torchcodec.decode(store, [index] * len(wanted), episode.packets[wanted].tolist(), index.format())[0]
-    figures = []
-    for frame in compared:
-        near = [(other, kept[other]) for other in (frame - 1, frame + 1) if other in kept]
-        figures.append(quality.compare(where, frame, kept[frame], frames[wanted.index(frame)], near))
-    psnr, ssim = zip(np.min(figures, 0).tolist(), np.mean(figures, 0).tolist(), strict=True)
-    return {"psnr": psnr, "ssim": ssim, "stats": image_stats([image_histogram(frames[np.isin(wanted, sampled)])])}
+    psnr = quality.check_psnr(where, moving.number, moving.frame, frames[wanted.index(moving.number)])
+    return {"psnr": psnr, "stats": image_stats([image_histogram(frames[np.isin(wanted, sampled)])])}
 
 
 def trial(job: Json, first: Json) -> Json:
@@ -161,7 +156,8 @@ def trial(job: Json, first: Json) -> Json:
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(LocalStore(folder)) as scratch:
         try:
             parts = itertools.islice(_frames(task, episode, task.rows().read(episode)), _TRIAL // _PART)
-            index = _encode_episode(scratch, "trial.mp4", _resized(parts, size, 1, {}), size, Encoder(**task.spec["encoder"]))
+            frames = _resized(parts, size, quality.MovingFrame())
+            index = _encode_episode(scratch, "trial.mp4", frames, size, Encoder(**task.spec["encoder"]))
             return {"frame_bytes": float(index.size().mean())}
         except (DatasetError, DecodeError):  # the task that writes the file reports this error
             return {"frame_bytes": math.prod(size) / 10}
@@ -231,22 +227,11 @@ def _parts(index: VideoIndex, shown: Int64) -> Iterator[Int64]:
             start = stop
 
 
-def _resized(
-    frames: Iterator[quality.Frames], size: tuple[int, int], length: int, kept: dict[int, quality.Frames]
-) -> Iterator[quality.Frames]:
-    """Yield frames, resized as in a Loader.
-
-    Args:
-        frames: Frames of an episode.
-        size: (height, width) of the result.
-        length: Number of frames of the episode.
-        kept: Receives copies of the frames that are compared later, and of their neighbours, by index.
-    """
-    wanted = {frame + step for frame in spread(length, quality.COMPARED) for step in (-1, 0, 1)}
-    number = itertools.count()
+def _resized(frames: Iterator[quality.Frames], size: tuple[int, int], moving: quality.MovingFrame) -> Iterator[quality.Frames]:
+    """Yield the frames of an episode, resized to (height, width) as in a Loader. Also add them to `moving`."""
     for part in frames:
         part = resize(part, size)
-        kept |= {n: frame.copy() for frame, n in zip(part, number, strict=False) if n in wanted}
+        moving.add(part)
         yield part
 
 

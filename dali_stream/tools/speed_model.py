@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dali_stream.schedule.budget import copy_threads
 
 if TYPE_CHECKING:
-    from dali_stream.speed.decodes import Decodes
+    from dali_stream.tools.decodes import Decodes
 
 # If threads wait for bytes for at least this share of the time, the network is assumed to be busy all the time.
 _WAITING = 0.3

@@ -1,4 +1,4 @@
-"""Analysis of a loader's times: which stage limits it, and which change would help most.
+"""Analysis of a loader's times: which stage limits it, and which changes apply.
 
     thread that iterates   training_s, wait_s = starved_s + graph_s + rest     wall = training_s + wait_s
     planner thread         rows_s, gather_s, plan_s                            at most wall
@@ -6,21 +6,20 @@
 
 If the training loop waits for batches, the largest part of `wait_s` shows why. If it is `graph_s` or the rest, the thread that
 iterates is the limit. If it is `starved_s`, the frames are late. Then the limit is the longest stage of the planner thread or
-of the decode threads, whichever are busier. If both are idle most of the time, `prefetch` is too small. `speed.model`
-predicts the gain of the change.
+of the decode threads, whichever are busier. If both are idle most of the time, `prefetch` is too small.
+
+Everything is computed from measured times and counts. `tools.why` predicts the gains of changes, in a process of its own.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from dali_stream.checks.arguments import budget_text
-from dali_stream.schedule.budget import Sizes, divide, frames_budget, reads_budget
-from dali_stream.speed.decodes import Decodes, decodes_of
-from dali_stream.speed.model import Work, work_of
+from dali_stream.schedule.budget import divide, frames_budget, reads_budget
 from dali_stream.system import process
 from dali_stream.system.memory_limit import fits
 
@@ -42,14 +41,6 @@ _SNAPSHOT_EVERY = 20  # number of batches between snapshots; taking a snapshot t
 _WORTH = 0.05  # more memory is worth its cost if it saves more than this share of the decodes or of the fetched bytes
 _LONG_GOP = 2.5  # minimum number of decoded frames per delivered frame for which re-encoding with a GOP of 2 is worthwhile
 _SHORT_GOP = 1.5  # decoded frames per delivered frame with a GOP of 2 and no cache
-_SIMULATED = 100  # number of batches that are simulated with each memory budget
-# Maximum number of cached frames of a camera with which a larger memory budget is simulated, for the log, and for a call of
-# `Loader.bottleneck`. Training waits for the log: with this number, for about 1 s, or 2.5 s with a mixture of 50 datasets.
-MOST_LOGGED, MOST_SIMULATED = 1 << 15, 1 << 18
-# Time to copy a frame as uint8, divided by that as float32. It was 0.21 to 0.32 in `benchmarks/results/why_2cores.json`, less
-# than the 0.4 of the bytes read and written, since the division by 255 also takes time.
-_AS_BYTES = 0.28
-_SAID = 1.05  # smallest gain that the text mentions
 
 
 class Recent:
@@ -118,9 +109,6 @@ class Setup:
             CPU decodes no frames, or if this machine has less memory.
         reads_budget: Memory budget that would hold the rows, indices and encoded video in use, in bytes. None if the current
             budget holds them, or if this machine has less memory.
-        advice: Function that simulates a larger memory budget. It returns the larger budget in bytes, and the decodes with
-            the current and the larger budget. It returns None if the larger budget saves too little, exceeds the memory of this
-            machine, or holds too many frames to simulate it.
         block_bytes: Size of a block of encoded video in bytes.
     """
 
@@ -141,11 +129,10 @@ class Setup:
     repeats: bool = True
     frames_budget: int | None = None
     reads_budget: int | None = None
-    advice: Callable[[], tuple[int, Decodes, Decodes] | None] = lambda: None
     block_bytes: int = 1 << 16
 
 
-def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool, most_simulated: int) -> Setup:
+def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool) -> Setup:
     """Return the settings of a loader.
 
     Args:
@@ -153,7 +140,6 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool, m
         source: Batches of the loader.
         normalize: Whether the loader normalizes the batches.
         warm: See `Setup`.
-        most_simulated: Maximum number of frames of a camera that a simulated larger budget may hold.
     """
     # While batches are in progress, only the planner may read indices, so the planner's sizes are used.
     on_cpu = config.on_cpu(source.routes)
@@ -178,20 +164,8 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool, m
         repeats=config.repeats,
         frames_budget=frames if fits(frames) else None,
         reads_budget=reads if fits(reads := reads_budget(parts, sizes)) else None,
-        advice=lambda: _advice(config, on_cpu, sizes, warm, most_simulated) if frames else None,
         block_bytes=parts.block,
     )
-
-
-def _advice(
-    config: Config, on_cpu: Sequence[str], sizes: Sizes, warm: bool, most_simulated: int
-) -> tuple[int, Decodes, Decodes] | None:
-    """Return the effect of doubling the memory budget. See `Setup.advice`."""
-    larger = replace(config, memory_budget=2 * config.memory_budget)
-    if not fits(larger.memory_budget) or divide(larger.memory_budget, sizes).kept > most_simulated:
-        return None
-    now, then = (decodes_of(each, on_cpu, batches=_SIMULATED, sizes=sizes)[warm] for each in (config, larger))
-    return (larger.memory_budget, now, then) if then.decoded <= (1 - _WORTH) * now.decoded else None
 
 
 @dataclass(frozen=True)
@@ -203,14 +177,15 @@ class Bottleneck:
             "gather" or "plan" (planner thread), "graph" (copying frames into batches, and DALI), "handover" (from DALI to a
             batch), or "prefetch" if training waits although no stage is busy.
         share: Share of the time of its threads that the stage takes, 0 to 1.
-        text: Two or three sentences: the stage, its share, and the change that would help most, with its predicted gain.
-        gain: Batches per second after the change in `text`, divided by those now, as `speed.model` predicts. 1 if unknown.
+        text: Two or three sentences: the stage, its share, and the changes that apply.
+        shares: Measured share of each stage in the time of its threads, {stage: 0 to 1}. "starved" is the share in which the
+            thread that iterates waits for frames.
     """
 
     stage: str
     share: float
     text: str
-    gain: float = 1.0
+    shares: dict[str, float]
 
     def __str__(self) -> str:
         return self.text
@@ -229,186 +204,165 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
     wall = times["wait_s"] + times["training_s"]
     if wall <= 0:
         return None
-    wait = times["wait_s"] / wall
+    shares, wait = _shares(times, wall, setup.num_threads), times["wait_s"] / wall
     if wait < KEEPS_UP:
         text = f"Loading keeps up: the training loop waits for batches {_percent(wait)} of the time."
-        return Bottleneck("training", 1 - wait, f"{text} A faster loader would not help.")
-    work = work_of(times, setup.num_threads, setup.cores, setup.remote, setup.uses_dali)
-    starved, graph = times["starved_s"] / wall, times["graph_s"] / wall
-    handover = wait - starved - graph
+        return Bottleneck("training", 1 - wait, f"{text} A faster loader would not help.", shares)
+    starved, graph, handover = shares["starved"], shares["graph"], shares["handover"]
     if starved >= max(graph, handover):
-        stage, share, text, change = _upstream(times, setup, wall, work)
+        stage, share, text, changes = _upstream(times, setup, shares, wait)
     elif graph >= handover:
         resizes = " and resizes" if setup.image_size else ""
         decodes = f", which decodes{resizes} the videos," if "dali" in setup.videos.values() else ""
         name = f"The DALI graph{decodes}" if setup.uses_dali else "Copying frames into batches"
-        stage, share, text, change = "graph", graph, f"{name} takes {_percent(graph)} of the time", _graph_change(times, setup)
+        stage, share, changes = "graph", graph, [_graph_change(times, setup)]
+        text = f"{name} takes {_percent(graph)} of the time"
     else:
-        stage, share, change = "handover", handover, _handover_change(setup)
+        stage, share, changes = "handover", handover, [_handover_change(setup)]
         text = f"Handing batches over takes {_percent(handover)} of the time"
-    gain = change.gain(work)
-    more = f" (about {gain:.1f} times as many batches per second)" if gain >= _SAID else ""
-    text += f", and training waits for batches {_percent(wait)} of the time. What would help most: {change.text}{more}."
+    text += f", and training waits for batches {_percent(wait)} of the time. What may help: {', or '.join(changes)}"
+    text += " (`dali-stream why URI` predicts by how much)."
     if stage in ("read", "pack", "decode", "resize") and setup.keeps_all:
         later = "nothing" if setup.repeats else "only frames that no earlier batch has shown"
         text += f" Later epochs decode {later}, since memory_budget holds all decoded frames."
-    return Bottleneck(stage, share, text, gain)
+    return Bottleneck(stage, share, text, shares)
 
 
-def _upstream(times: Mapping[str, float], setup: Setup, wall: float, work: Work) -> tuple[str, float, str, _Change]:
+def _shares(times: Mapping[str, float], wall: float, num_threads: int) -> dict[str, float]:
+    """Return the share of each stage in the time of its threads. See `Bottleneck.shares`."""
+    threads = {"iteration": 1, "planner": 1, "decode threads": num_threads}
+    shares = {
+        key.removesuffix("_s"): times[key] / wall / threads[thread] for thread, stages in STAGES.items() for key in stages
+    }
+    return shares | {"handover": (times["wait_s"] - times["starved_s"] - times["graph_s"]) / wall}
+
+
+def _upstream(
+    times: Mapping[str, float], setup: Setup, shares: Mapping[str, float], wait: float
+) -> tuple[str, float, str, list[str]]:
     """Return the stage of the planner thread or of the decode threads that delays the frames.
 
     Args:
         times: See `find`.
         setup: Settings of the loader.
-        wall: Time that has passed, in seconds.
-        work: Work of a batch.
+        shares: See `Bottleneck`.
+        wait: Share of the time in which training waits for batches.
 
     Returns:
-        Stage, its share, a clause that says both, and the change that would help most.
+        Stage, its share, a clause that says both, and the changes that apply.
     """
-    pool = {key: times[key] / wall / setup.num_threads for key in STAGES["decode threads"]}
-    planner = {key: times[key] / wall for key in STAGES["planner"]}
-    busy = {"pool": sum(pool.values()), "planner": sum(planner.values())}
-    if max(busy.values()) < _IDLE:
-        text = f"The decode threads work {_percent(busy['pool'])} and the planner {_percent(busy['planner'])} of the time"
-        wait = times["wait_s"] / wall
-        return "prefetch", wait, text, _Change("a larger prefetch, which makes more batches at a time")
-    if busy["pool"] >= busy["planner"]:
-        shares, names = pool, STAGES["decode threads"]
+    pool, planner = ([key.removesuffix("_s") for key in STAGES[threads]] for threads in ("decode threads", "planner"))
+    pool_busy, planner_busy = (sum(shares[stage] for stage in stages) for stages in (pool, planner))
+    if max(pool_busy, planner_busy) < _IDLE:
+        text = f"The decode threads work {_percent(pool_busy)} and the planner {_percent(planner_busy)} of the time"
+        return "prefetch", wait, text, ["a larger prefetch, which makes more batches at a time"]
+    if pool_busy >= planner_busy:
+        stages, names = pool, STAGES["decode threads"]
         threads = f"{setup.num_threads} decode thread{'s' * (setup.num_threads > 1)}"
     else:
-        shares, names, threads = planner, STAGES["planner"], "planner thread"
-    key = max(shares, key=lambda name: shares[name])
-    text = f"{names[key].capitalize()} takes {_percent(shares[key])} of the time of the {threads}"
-    return key.removesuffix("_s"), shares[key], text, _change(key, times, setup, work)
+        stages, names, threads = planner, STAGES["planner"], "planner thread"
+    stage = max(stages, key=lambda name: shares[name])
+    text = f"{names[f'{stage}_s'].capitalize()} takes {_percent(shares[stage])} of the time of the {threads}"
+    return stage, shares[stage], text, _changes(stage, times, setup)
 
 
-class _Change(NamedTuple):
-    """Change that would help.
-
-    Attributes:
-        text: Description of the change that completes "What would help most: ...".
-        then: Function from the work of a batch to the work after the change. None if the effect is unknown.
-    """
-
-    text: str
-    then: Callable[[Work], Work] | None = None
-
-    def gain(self, work: Work) -> float:
-        """Return the predicted batches per second after the change, divided by those before. 1 if unknown."""
-        then = self.then(work).seconds if self.then else 0.0
-        return work.seconds / then if then else 1.0
-
-
-def _change(key: str, times: Mapping[str, float], setup: Setup, work: Work) -> _Change:
-    """Return the change for a stage of the planner thread or of the decode threads."""
-    if key in ("decode_s", "resize_s"):
-        return _decode_change(times, setup, work)
-    if key == "read_s" or (key == "rows_s" and setup.remote):
-        return _fetch_change(times, setup)
-    if key == "pack_s" and (shorter := _shorter_gop(times, setup)):
-        return shorter
+def _changes(stage: str, times: Mapping[str, float], setup: Setup) -> list[str]:
+    """Return the changes for a stage of the planner thread or of the decode threads."""
+    if stage in ("decode", "resize"):
+        return _decode_changes(times, setup)
+    if stage == "read" or (stage == "rows" and setup.remote):
+        return [_fetch_change(times, setup)]
+    if stage == "pack" and (shorter := _shorter_gop(times, setup)):
+        return [shorter]
     rows = f"{_reads_memory(setup)}, which keeps more rows in memory" if setup.reads_budget else "a faster disk"
-    return _Change(
+    return [
         {
-            "pack_s": "fewer cameras, since packing holds Python's interpreter and threads cannot share it",
-            "rows_s": rows,
-            "gather_s": "fewer features or shorter windows (delta_timestamps)",
-            "plan_s": "fewer cameras or shorter windows (delta_timestamps), since one thread plans them all",
-        }[key]
-    )
+            "pack": "fewer cameras, since packing holds Python's interpreter and threads cannot share it",
+            "rows": rows,
+            "gather": "fewer features or shorter windows (delta_timestamps)",
+            "plan": "fewer cameras or shorter windows (delta_timestamps), since one thread plans them all",
+        }[stage]
+    ]
 
 
-def _decode_change(times: Mapping[str, float], setup: Setup, work: Work) -> _Change:
+def _decode_changes(times: Mapping[str, float], setup: Setup) -> list[str]:
     on_cpu = [camera for camera, decoder in setup.videos.items() if decoder == "torchcodec"]
     if setup.gpu and on_cpu and setup.decode == "torchcodec":
-        return _Change('decode="auto", which decodes on the GPU if that is faster')
-    if memory := _frames_memory(times, setup):
-        return memory
-    shorter, more = _shorter_gop(times, setup), _more_decoding(setup)
-    return max(filter(None, (shorter, more)), key=lambda change: change.gain(work))
+        return ['decode="auto", which decodes on the GPU if that is faster']
+    changes = (_frames_memory(times, setup), _shorter_gop(times, setup), _more_decoding(setup))
+    return [change for change in changes if change]
 
 
-def _frames_memory(times: Mapping[str, float], setup: Setup) -> _Change | None:
-    """Return the advice to use a larger memory_budget, which saves decodes. None if it would save only a few."""
-    if setup.frames_budget is not None:
-        budget = f'memory_budget="{budget_text(setup.frames_budget)}", which holds all decoded frames'
-        evicted, misses = times["frames_evicted_before_use"], times["frames"] - times["frame_cache_hits"]
-        if setup.warm and setup.repeats:
-            return _Change(f"{budget}, so that later epochs decode nothing", lambda work: work.scaled(decode=0.0, store=0.0))
-        if evicted > _WORTH * misses:
-            again = min(evicted / misses, 1) if misses else 1.0
-            reason = f"since {_percent(again)} of the decodes repeat what was evicted before its next use"
-            return _Change(f"{budget}, {reason}", lambda work: work.scaled(decode=1 - again, store=1 - again))
-    elif advice := setup.advice():
-        larger, now, then = advice
-        decodes = f"with which {then.decoded:.2f} frames instead of {now.decoded:.2f} are decoded for each one delivered"
-        return _Change(f'memory_budget="{budget_text(larger)}", {decodes}', lambda work: work.decoding(now, then))
-    return None
+def _frames_memory(times: Mapping[str, float], setup: Setup) -> str | None:
+    """Return the advice to hold all decoded frames in memory. None if that would save only a few decodes."""
+    if setup.frames_budget is None:
+        return None
+    budget = f'memory_budget="{budget_text(setup.frames_budget)}", which holds all decoded frames'
+    if setup.warm and setup.repeats:
+        return f"{budget}, so that later epochs decode nothing"
+    evicted, misses = times["frames_evicted_before_use"], times["frames"] - times["frame_cache_hits"]
+    if evicted <= _WORTH * misses:
+        return None
+    again = min(evicted / misses, 1) if misses else 1.0
+    return f"{budget}, since {_percent(again)} of the decodes repeat what was evicted before its next use"
 
 
-def _fetch_change(times: Mapping[str, float], setup: Setup) -> _Change:
+def _fetch_change(times: Mapping[str, float], setup: Setup) -> str:
     if not setup.remote:
-        return _Change("a faster disk, such as a local SSD with a copy of the dataset")
+        return "a faster disk, such as a local SSD with a copy of the dataset"
     if setup.reads_budget and times["evicted_early"] * setup.block_bytes > _WORTH * times["fetched_bytes"]:
-        evicted = f"{times['evicted_early']:.0f} blocks of video were evicted before their last use"
-        return _Change(f"{_reads_memory(setup)}, since {evicted}")
+        return f"{_reads_memory(setup)}, since {times['evicted_early']:.0f} blocks of video were evicted before their last use"
     if not setup.cached:
-        text = "cache_dir on a local disk, which later epochs and runs read instead of the network"
-        return _Change(text, lambda work: work.scaled(network=0.0))
+        return "cache_dir on a local disk, which later epochs and runs read instead of the network"
     rate = times["fetched_bytes"] / 1e6 / (times["wait_s"] + times["training_s"])
-    return _Change(f"a faster connection, or storage that is nearer, since {rate:.3g} MB/s come over the network now")
+    return f"a faster connection, or storage that is nearer, since {rate:.3g} MB/s come over the network now"
 
 
-def _graph_change(times: Mapping[str, float], setup: Setup) -> _Change:
+def _graph_change(times: Mapping[str, float], setup: Setup) -> str:
     on_dali = "dali" in setup.videos.values()
     if on_dali and (shorter := _shorter_gop(times, setup)):
-        return _Change(shorter.text)
+        return shorter
     if on_dali and not setup.gpu:
-        return _Change('decode="torchcodec", since DALI decodes on the CPU here')
+        return 'decode="torchcodec", since DALI decodes on the CPU here'
     if setup.dali_graph:
-        return _Change("fewer or cheaper operators in your dali_graph" + ("" if setup.gpu else ", which run on the CPU here"))
+        return "fewer or cheaper operators in your dali_graph" + ("" if setup.gpu else ", which run on the CPU here")
     if setup.image_size is None:
-        return _Change("image_size, since whole frames go through the graph now")
+        return "image_size, since whole frames go through the graph now"
     if not setup.gpu and setup.image_dtype == "float32":
-        text = 'image_dtype="uint8", with the conversion to floats in the model: a quarter of the bytes is moved'
-        return _Change(text, lambda work: work.scaled(copy=_AS_BYTES))
+        return 'image_dtype="uint8", with the conversion to floats in the model: a quarter of the bytes is moved'
     if not on_dali:
         return _more_cores(setup)
-    return _Change("a GPU with more decode engines")
+    return "a GPU with more decode engines"
 
 
-def _handover_change(setup: Setup) -> _Change:
+def _handover_change(setup: Setup) -> str:
     if setup.normalize:
-        return _Change("normalisation inside the model, since normalize= works on the thread that asks for batches")
-    return _Change("whole epochs, since after a loop that is left early the next one starts with a cold pipeline")
+        return "normalisation inside the model, since normalize= works on the thread that asks for batches"
+    return "whole epochs, since after a loop that is left early the next one starts with a cold pipeline"
 
 
-def _shorter_gop(times: Mapping[str, float], setup: Setup) -> _Change | None:
+def _shorter_gop(times: Mapping[str, float], setup: Setup) -> str | None:
     """Return the advice to re-encode the videos with shorter GOPs. None if few frames are decoded per delivered frame."""
     decoded = times["decoded_frames"] / times["frames"] if times["frames"] else 0.0
     if decoded < _LONG_GOP or not setup.videos:
         return None
     codec = "hevc" if setup.gpu else "h264"
-    return _Change(
+    return (
         f"shorter GOPs (`dali-stream prepare URI OUT --codec {codec} --gop 2`), since {decoded:.1f} frames are decoded for "
-        f"each one delivered, and about {_SHORT_GOP} with a GOP of 2",
-        lambda work: work.scaled(decode=_SHORT_GOP / decoded),
+        f"each one delivered, and about {_SHORT_GOP} with a GOP of 2"
     )
 
 
-def _more_cores(setup: Setup) -> _Change:
+def _more_cores(setup: Setup) -> str:
     if setup.num_threads < setup.cores:
-        text = f"num_threads={setup.cores}, as many as this process has cores"
-        return _Change(text, lambda work: work.with_threads(setup.cores))
-    return _Change(f"more CPU cores than the {setup.cores} of this process")
+        return f"num_threads={setup.cores}, as many as this process has cores"
+    return f"more CPU cores than the {setup.cores} of this process"
 
 
-def _more_decoding(setup: Setup) -> _Change:
+def _more_decoding(setup: Setup) -> str:
     """Return the advice to use more cores. The advice also names a GPU, if the CPU decodes videos and all cores are in use."""
     if setup.gpu and setup.videos and "torchcodec" not in setup.videos.values():
-        return _Change("a GPU with more decode engines")
+        return "a GPU with more decode engines"
     change = _more_cores(setup)
     if not setup.videos or setup.num_threads < setup.cores:
         return change
@@ -416,7 +370,7 @@ def _more_decoding(setup: Setup) -> _Change:
         nvdec = "videos that NVDEC decodes faster (`dali-stream prepare URI OUT --for nvdec`); Loader.routes has the speeds"
     else:
         nvdec = "a GPU that decodes the videos"
-    return change._replace(text=f"{change.text}, or {nvdec}")
+    return f"{change}, or {nvdec}"
 
 
 def _reads_memory(setup: Setup) -> str:
