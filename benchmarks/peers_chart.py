@@ -146,9 +146,7 @@ def bar(side: Report, epoch: tuple[str, float, list[float]], y: int, scale: floa
     yield from labelled(named(side) + suffix, figure, rate, rounds, y, scale, is_ours=side["name"] == "dali_stream")
 
 
-def labelled(
-    label: str, figure: str, rate: float, rounds: list[float], y: int, scale: float, is_ours: bool
-) -> Iterator[str]:
+def labelled(label: str, figure: str, rate: float, rounds: list[float], y: int, scale: float, is_ours: bool) -> Iterator[str]:
     """Yield the elements of a bar, with a label before it and a figure after it."""
     middle, length = y + BAR // 2, rate * scale
     slowest, fastest = (LEFT + limit * scale for limit in (min(rounds), max(rounds)))

@@ -294,9 +294,16 @@ class FrameCache:
         if not self.keeps_all:
             next_use = self._slots.next_use
             after = self._window.uses.next(self._table.frames(coming_rows), batch)
-            # A batch that decodes nothing does not update the next uses of the frames that it shows.
+            # A batch that decodes nothing does not update the next uses of the frames that it shows. Of these frames, those
+            # whose next use was unknown at the time are removed now.
             passed = np.flatnonzero((self._slots.frame != NONE) & (next_use <= batch))
+            known_until = next_use[passed] + ahead
             next_use[passed] = self._window.uses.next(self._slots.frame[passed], batch)
+            gone = passed[(next_use[passed] > known_until) & (self._slots.touched[passed] != batch)]
+            # Unlike in `_evict`, these frames make room at once. Until the batch that has shown them is delivered, their slots
+            # are among the B · T other slots of that batch.
+            self._room += len(gone)
+            evicted += self._forget(batch, gone)
             # A frame whose next use is unknown is shown after the batches ahead. Each of these adds about as many frames as
             # this batch, so the frame is not cached if it would be evicted before that. Frames that this batch shows are rarely
             # shown again before the next epoch, so in a full or a small cache, their next use must be known.
@@ -319,9 +326,7 @@ class FrameCache:
             if (excess := int(keep.sum() - self._room - (~stays).sum())) > 0:
                 farthest = np.flatnonzero(keep)[np.argsort(-after[keep], kind="stable")]
                 keep[farthest[:excess]] = False
-            gone = hit_slots[~stays]
-            # Unlike in `_evict`, these frames make room at once. Until this batch is delivered, their slots are among the B · T
-            # other slots of this batch.
+            gone = hit_slots[~stays]  # they make room at once, too
             self._room += len(gone)
             evicted += self._forget(batch, gone)
         # All wanted frames get a slot. Other frames of a GOP get one only to be cached: otherwise they are not decoded, or

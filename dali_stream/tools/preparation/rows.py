@@ -297,6 +297,17 @@ def with_frame_index(schema: pa.Schema) -> pa.Schema:
     return schema.append(pa.field("frame_index", pa.int64())).with_metadata(described or None)
 
 
+def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return a table with the types and the metadata of a schema.
+
+    Columns that have the type already are not cast, since pyarrow 26 cannot cast a slice of lists whose structs have fields of
+    type null, as in language columns of LeRobot.
+    """
+    columns = (table[field.name] for field in schema)
+    values = [each if each.type == field.type else each.cast(field.type) for each, field in zip(columns, schema, strict=True)]
+    return pa.table(values, schema)
+
+
 def replaced(table: pa.Table, columns: Mapping[str, pa.Array]) -> pa.Table:
     """Return a table with new values in some columns. Existing columns keep their type, and others are appended."""
     for name, values in columns.items():

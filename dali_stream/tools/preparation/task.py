@@ -95,9 +95,9 @@ def _write_rows(task: TaskInput, file: Path) -> Json:
                 stats[episode["new"]] = {
                     key: table_stats(np.array(table[key].to_pylist()))
                     for key, feature in job["features"].items()
-                    if key in table.column_names and feature.get("dtype") not in ("image", "video", "string")
+                    if key in table.column_names and feature.get("dtype") not in ("image", "video", "string", "language")
                 }
-            yield table.replace_schema_metadata(schema.metadata).cast(schema)
+            yield rows.cast(table, schema)
 
     rows.write(file, schema, first.codec, changed(), task.rows_per_group)
     if not rows.is_as_written(file, schema, sum(episode["length"] for episode in task.episodes)):
