@@ -3,9 +3,10 @@
     python benchmarks/peers_chart.py REPORT.json ... [--frame-cache REPORT.json] --out CHART.svg
 
 The chart has a panel per report, with a bar per loader. `--frame-cache` adds a panel with the first dataset of a report of
-disk_frames.py: epochs of a dataset that does not fit in memory, without and with a frame cache on disk. A bar shows the median of the rounds, and a line from the slowest to
-the fastest round. A loader whose second epoch was measured separately has two bars. The footer names loaders that failed, the
-machine, the dataset, versions and the date. `make figures` draws docs/figures/peers.svg.
+disk_frames.py: epochs of a dataset that does not fit in memory, without and with a frame cache on disk. A bar shows the median
+of the rounds, and a line from the slowest to the fastest round. A loader whose second epoch was measured separately has two
+bars. The footer names loaders that failed, the machine, the dataset, versions and the date. `make figures` draws
+docs/figures/peers.svg.
 """
 
 from __future__ import annotations
