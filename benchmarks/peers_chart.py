@@ -45,10 +45,8 @@ KINDS = {  # names before the number of workers
 }
 NEW_STREAMING = "lerobot-new-streaming"  # of its settings, the chart shows the fastest
 NOT_RUN = ("no GPU", "no LeRobot")  # beginnings of the error of a side that was not run
-SECOND_EPOCH = (
-    "Second epoch: all frames of this recording fit in memory_budget. "
-    "A larger dataset runs every epoch at the first epoch's rate without frame_cache."
-)
+SECOND_EPOCH = "Second epoch: all frames of this recording fit in memory_budget. A larger dataset "
+LARGER = {False: "runs every epoch at the first epoch's rate.", True: "runs as in the last panel."}  # by: is there such a panel
 EPOCHS = {  # of the report of disk_frames.py
     "without": "no frame cache, every epoch",
     "filling": "frame_cache, first epoch",
@@ -120,7 +118,7 @@ def chart(reports: list[Report], on_disk: Report | None = None) -> str:
         parts.append(text(MARGIN, y, frame_cache_title(on_disk), "title", weight=600))
         parts += frame_cache_bars(on_disk, y + 10, scale)
         y += 20 + ROW * len(EPOCHS)
-    for line in [*footer(reports), *([f"Last panel: {circumstances(on_disk)}"] if on_disk else [])]:
+    for line in footer(reports, on_disk):
         y += LINE
         parts.append(text(MARGIN, y, line, "small", DIM))
     height = y + MARGIN
@@ -215,7 +213,7 @@ def listed(reports: list[Report]) -> str:
     )
 
 
-def footer(reports: list[Report]) -> list[str]:
+def footer(reports: list[Report], on_disk: Report | None = None) -> list[str]:
     """Return the lines below the bars: loaders that failed, and the circumstances of the measurement."""
     failed: dict[str, list[str]] = {}
     for report in reports:
@@ -231,8 +229,9 @@ def footer(reports: list[Report]) -> list[str]:
             "New streaming: StreamingLeRobotDataset after LeRobot 0.6.1, with the fastest of its settings that were measured."
         )
     if any(len(epochs(side)) > 1 for report in reports for side in ran(report)):
-        lines.append(SECOND_EPOCH)
-    return [*lines, *dict.fromkeys(circumstances(report) for report in reports)]
+        lines.append(SECOND_EPOCH + LARGER[on_disk is not None])
+    lines += dict.fromkeys(circumstances(report) for report in reports)
+    return [*lines, f"Last panel: {circumstances(on_disk)}"] if on_disk else lines
 
 
 def circumstances(report: Report) -> str:
