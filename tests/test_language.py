@@ -155,10 +155,7 @@ def test_they_have_no_window(root: Path) -> None:
     "values", [pa.array([1] * 10), pa.array(["text"] * 10), pa.array([["text"]] * 10)], ids=["numbers", "text", "lists"]
 )
 def test_a_column_of_another_kind_is_an_error_with_a_remedy(tmp_path: Path, values: pa.Array) -> None:
-    root = write(tmp_path / "set")
-    table = pq.read_table(root / ROWS)
-    place = table.column_names.index("language_events")
-    pq.write_table(table.set_column(place, "language_events", values), root / ROWS)
+    root = with_events(write(tmp_path / "set"), values)
     with (
         pytest.raises(DatasetError, match=r"language_events must hold lists of structs, .*Dataset\.without"),
         Loader(root, batch_size=2) as loader,
@@ -166,13 +163,74 @@ def test_a_column_of_another_kind_is_an_error_with_a_remedy(tmp_path: Path, valu
         next(iter(loader))
 
 
+def with_events(root: Path, values: pa.Array) -> Path:
+    table = pq.read_table(root / ROWS)
+    place = table.column_names.index("language_events")
+    pq.write_table(table.set_column(place, "language_events", values), root / ROWS)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("annotations", "said"),
+    [
+        ([{"role": "user", "tool_calls": ["not JSON"]}], "Expecting value"),
+        ([{"role": "user", "tool_calls": ["[" * 100_000]}], "recursion"),
+        ([{"role": "user", "tool_calls": 7}], "not iterable"),
+        ([{"role": "user", "timestamp": "soon"}], "could not convert"),
+        ([{"role": b"bytes"}], "not JSON serializable"),
+    ],
+)
+def test_a_broken_annotation_is_an_error_of_its_episode(tmp_path: Path, annotations: object, said: str) -> None:
+    root = with_events(write(tmp_path / "set"), pa.array([annotations] * sum(LENGTHS)))
+    with (
+        pytest.raises(DatasetError, match=rf"episode \d: language_events must hold annotations .*{said}.*Dataset\.without"),
+        Loader(root, batch_size=2) as loader,
+    ):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (pa.nulls(10), None),
+        (pa.array([[None]] * 10), [None]),
+        (pa.array([[{"content": "\\ud83d"}]] * 10), [{"content": "\\ud83d"}]),
+        (pa.array([[{"timestamp": 1e300}]] * 10), [{"timestamp": float("inf")}]),
+        (pa.array([[{"tool_calls": ['"\\ud83d"']}]] * 10), [{"tool_calls": ["\ud83d"]}]),
+    ],
+    ids=["nulls", "null annotation", "text", "large time", "lone surrogate"],
+)
+def test_unusual_annotations_are_delivered(tmp_path: Path, values: pa.Array, expected: object) -> None:
+    with Loader(with_events(write(tmp_path / "set"), values), batch_size=2) as loader:
+        for batch in loader:
+            assert batch["language_events"] == [expected] * 2
+
+
+def test_substitutes_have_annotations_of_their_own(tmp_path: Path) -> None:
+    root = write(tmp_path / "set", version="v2.1")
+    (root / "data/chunk-000/episode_000001.parquet").write_bytes(b"PAR1")
+    with Loader(root, batch_size=5, shuffle=False, on_error="substitute", max_substitutes=0.9) as loader:
+        batches = list(loader)
+    for batch in batches:
+        assert len({id(annotations) for annotations in batch["language_persistent"]}) == 5
+    assert any(batch["is_substitute"].any() for batch in batches)
+
+
+def test_annotations_that_repeat_in_each_row_stay_within_the_budget(tmp_path: Path) -> None:
+    """LeRobot's writer puts all episodes of a file into one row group, whose encoding hides the repetition."""
+    lengths, many = [50] * 40, [annotation(f"step {step} " + "x" * 50, timestamp=0.0) for step in range(20)]
+    columns = {"language_persistent": Column("language", [1], pa.array([many] * sum(lengths)))}
+    root = build(tmp_path / "set", lengths, columns, rows_per_group=sum(lengths))
+    with Loader(root, batch_size=50, memory_budget="8MiB", consumers=2, episode_pool_size=2) as loader:
+        for batch in loader:
+            assert batch["language_persistent"] == [many] * 50
+        assert loader.stats()["row_bytes"] < 8 << 20
+
+
 def test_a_column_that_would_take_far_more_memory_than_the_file_is_an_error(tmp_path: Path) -> None:
     """A few kilobytes may encode millions of equal annotations."""
-    root = write(tmp_path / "set")
-    table = pq.read_table(root / ROWS)
-    place, kind = table.column_names.index("language_events"), storage_of(TYPES["language_events"])
-    bomb = pa.array([[annotation("a")] * 200_000] * 10, kind)
-    pq.write_table(table.set_column(place, "language_events", bomb), root / ROWS)
+    bomb = pa.array([[annotation("a")] * 200_000] * 10, storage_of(TYPES["language_events"]))
+    root = with_events(write(tmp_path / "set"), bomb)
     with pytest.raises(DatasetError, match="Invalid column language_events"), Loader(root, batch_size=2) as loader:
         next(iter(loader))
 

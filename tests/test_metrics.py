@@ -168,7 +168,7 @@ def test_each_record_has_rank_and_host(
         return noted()
 
     host = socket.gethostname()
-    for rank, text in enumerate([resumed(), resumed(rank=1, world_size=2)]):
+    for rank, text in enumerate([resumed(rank=0, world_size=1), resumed(rank=1, world_size=2)]):
         assert [line.split()[:2] for line in text.splitlines()] == [[str(rank), host]] * 2
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")

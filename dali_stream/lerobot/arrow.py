@@ -91,22 +91,33 @@ def _annotations(column: pa.ChunkedArray, where: str, advice: str) -> list[bytes
     """
     kind = column.type
     # LeRobot's writer lets pyarrow infer the types, so a file without annotations has lists of nulls.
-    if not (_is_list(kind) and (pa.types.is_struct(kind.value_type) or pa.types.is_null(kind.value_type))):
+    item = kind.value_type if _is_list(kind) else kind
+    if not (pa.types.is_null(item) or (pa.types.is_struct(item) and _is_list(kind))):
         raise DatasetError(f"{where} must hold lists of structs, as LeRobot writes language columns, got {kind}{advice}")
     texts: list[bytes] = []
     before: pa.Scalar | None = None
     for row in column:
         if before is None or not row.equals(before):
             before, values = row, row.as_py()
-            for each in values or ():
-                if each.get("timestamp") is not None:
-                    each["timestamp"] = float(np.float32(each["timestamp"]))
-                if each.get("tool_calls") is not None:
-                    each["tool_calls"] = [json.loads(call) if isinstance(call, str) else call for call in each["tool_calls"]]
-            texts.append(json.dumps(values, ensure_ascii=False).encode())
+            try:
+                for each in filter(None, values or ()):
+                    if each.get("timestamp") is not None:
+                        each["timestamp"] = _float32(each["timestamp"])
+                    if each.get("tool_calls") is not None:
+                        each["tool_calls"] = [
+                            json.loads(call) if isinstance(call, str) else call for call in each["tool_calls"]
+                        ]
+                texts.append(json.dumps(values).encode())
+            except (TypeError, ValueError, RecursionError) as error:  # bytes, dates, or a text that is not JSON
+                raise DatasetError(f"{where} must hold annotations as LeRobot writes them: {error}{advice}") from error
         else:
             texts.append(texts[-1])
     return texts
+
+
+def _float32(value: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
 
 
 def _storage(array: pa.Array) -> pa.Array:

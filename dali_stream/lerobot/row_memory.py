@@ -23,7 +23,7 @@ class DecodedGroups:
     """Decoded row groups of a file.
 
     Attributes:
-        columns: {key: values of all rows}. Columns of images, of text and with errors are not converted to NumPy yet.
+        columns: {key: values of all rows}. Columns of images, of strings and with errors are not converted to NumPy yet.
         nbytes: Memory of the columns in bytes.
         bytes_read: Number of bytes that were read for the columns and that `take_bytes` has not returned yet.
         lengths: Number of rows of each selected episode that is complete in these row groups, {episode: rows}.

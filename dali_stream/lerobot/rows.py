@@ -255,7 +255,8 @@ class RowReader:
         where = f"{self._store.where(path)}: episode_index"
         index = to_numpy(columns["episode_index"], EPISODE_INDEX, where, leave_out=False)
         for key, feature in self.features.items():
-            if key in columns and not (feature.is_image or feature.is_text):
+            # Annotations repeat in each row of an episode, and take far less memory after the conversion.
+            if key in columns and (feature.is_language or not (feature.is_image or feature.is_text)):
                 with suppress(DatasetError), parquet_errors(self._store, path):  # raised again for the broken episodes
                     columns[key] = to_numpy(columns[key], feature, "", dtype=_exact(key, feature))
         return DecodedGroups(columns, index, self._dataset, bytes_read)

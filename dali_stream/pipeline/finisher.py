@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from concurrent.futures import CancelledError
 
@@ -80,8 +81,11 @@ class Finisher:
             # The choice of a substitute depends on the batch only, so a resumed run has the same ones.
             for row, error in sorted(failed.items()):
                 config.substitutes.add(batch.samples.epoch, files[row], error)
-                for values in (*batch.columns.values(), *batch.texts.values(), *batch.frames.values()):
-                    values[row] = values[good[row % len(good)]]
+                of = good[row % len(good)]
+                for values in (*batch.columns.values(), *batch.frames.values()):
+                    values[row] = values[of]
+                for texts in batch.texts.values():
+                    texts[row] = copy.deepcopy(texts[of])  # annotations, which the user may change
                 batch.columns[SUBSTITUTE][row] = True
             self._counters.substituted += len(failed)
 

@@ -294,12 +294,11 @@ class FrameCache:
         if not self.keeps_all:
             next_use = self._slots.next_use
             after = self._window.uses.next(self._table.frames(coming_rows), batch)
-            # A batch that decodes nothing does not update the next uses of the frames that it shows. Of these frames, those
-            # whose next use was unknown at the time are removed now.
+            # A batch that decodes nothing does not update the next uses of the frames that it shows. Those of these frames that
+            # no later batch is known to show are removed now.
             passed = np.flatnonzero((self._slots.frame != NONE) & (next_use <= batch))
-            known_until = next_use[passed] + ahead
             next_use[passed] = self._window.uses.next(self._slots.frame[passed], batch)
-            gone = passed[(next_use[passed] > known_until) & (self._slots.touched[passed] != batch)]
+            gone = passed[(next_use[passed] == NEVER) & (self._slots.touched[passed] != batch)]
             # Unlike in `_evict`, these frames make room at once. Until the batch that has shown them is delivered, their slots
             # are among the B · T other slots of that batch.
             self._room += len(gone)

@@ -45,6 +45,7 @@ class _Cloud(NamedTuple):
     hint: str
 
 
+_GCSFS_TOKENS = ("google_default", "cloud", "cache", "browser")  # words that gcsfs reads as a `token`
 _TIMEOUTS = "'timeout', or 'client_options' with 'connect_timeout'"
 _S3 = _Cloud(
     S3Store,
@@ -153,9 +154,17 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
         name, shown = user, f"{parts.scheme}://{user}@{name}{parts.path}".rstrip("/")
     if not name:
         raise ValueError(f"address must name a bucket, such as {parts.scheme}://bucket/folder, got {shown!r}")
-    if cloud is _GS and settings.get("token") == "anon":
-        del settings["token"]
-        settings["anon"] = True
+    if cloud is _GS and "token" in settings:
+        token = settings["token"]
+        if token == "anon":
+            del settings["token"]
+            settings["anon"] = True
+        elif not isinstance(token, (str, os.PathLike)) or token in _GCSFS_TOKENS:
+            kind = repr(token) if isinstance(token, str) else f"a {type(token).__name__}"
+            raise ValueError(
+                f"{shown}: token in storage_options must be 'anon' or the path to a file of credentials, got {kind}. Leave it "
+                "out to use the default credentials of this machine, or give 'service_account_key', a JSON text"
+            )
     config = {
         cloud.names.get(key) or _PREFIX.sub("", key.lower(), 1): value if isinstance(value, bool) else str(value)
         for key, value in settings.items()
@@ -167,16 +176,17 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
         bucket.store(config)
         return bucket
     except Exception as error:  # not shown to the user, because its text contains the values of the options
-        unknown = re.search(r"key: '?(\w+)", str(error))
+        named = re.search(r"key: '?(\w+)", str(error))
+        unknown = named[1] if named and named[1] in config else None  # anything else may be a part of a value
         no_account = "Account must be specified" in str(error)
     if no_account:
         raise ValueError(f"{shown}: storage_options must have account_name, got none")
     if not unknown:
         raise ValueError(f"{shown}: storage_options must have values that obstore accepts. Check them")
     known = ", ".join(sorted([*cloud.names, "timeout", "client_kwargs", "client_options"]))
-    instead = f". Give {cloud.instead[unknown[1]]} instead" if unknown[1] in cloud.instead else ""
+    instead = f". Give {cloud.instead[unknown]} instead" if unknown in cloud.instead else ""
     raise ValueError(
-        f"{shown}: storage_options must be {known} or options of obstore's {cloud.store.__name__}, got {unknown[1]!r}{instead}"
+        f"{shown}: storage_options must be {known} or options of obstore's {cloud.store.__name__}, got {unknown!r}{instead}"
     )
 
 

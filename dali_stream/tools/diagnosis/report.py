@@ -49,7 +49,7 @@ class DoctorReport:
         findings: Findings in the order in which the report lists them.
         gpus: Index, name, memory in bytes, compute capability, NVDEC engines and supported formats of each GPU.
         software: Versions by name. Unknown versions are None.
-        machine: Cores, memory, disk and container. See `machine.Limits`.
+        machine: Cores, memory and disk. See `machine.ProcessLimits`.
         dataset: Address, size and cameras of the dataset. None without a dataset, or if it cannot be opened.
     """
 

@@ -113,7 +113,7 @@ def prepare(
     Without options, rows and encoded frames are copied without a change, except for a `frame_index` that does not count the
     rows of each episode from 0.
 
-    Each file is written under a temporary name, verified against the source, and then moved into place or uploaded. At the end,
+    Each file is written under a temporary name, verified, and then moved into place or uploaded. At the end,
     the metadata, the rows and the places of all frames are read as a Loader reads them, without decoding frames again. The same
     call continues an interrupted run, and does nothing for a finished one. With software encoders of the same version, the
     output is identical byte for byte, whatever the executor, the number of jobs and the interruptions.

@@ -101,7 +101,7 @@ def _write_rows(task: TaskInput, file: Path) -> Json:
 
     rows.write(file, schema, first.codec, changed(), task.rows_per_group)
     if not rows.is_as_written(file, schema, sum(episode["length"] for episode in task.episodes)):
-        raise DaliStreamError(f"{task.where}: its rows differ from the source's. Check the disk")
+        raise DaliStreamError(f"{task.where}: its rows are not as they were written. Check the disk")
     return {"stats": stats, "rows": True, "times": times, "recounted": recounted}
 
 
