@@ -332,7 +332,13 @@ def test_a_forked_process_is_told_that_it_cannot_read(objects: Objects) -> None:
         ("s3://", {}, "address must name a bucket, .*, got"),
         ("gs://robots", {"requester_pays": True}, "got 'requester_pays'. Give 'client_options' with .*x-goog-user-project"),
         ("gs://robots", {"consistency": "md5"}, "options of obstore's GCSStore, got 'consistency'$"),
-        ("gs://robots", {"token": {"private_key": "s3cret"}}, "storage_options must have values that obstore accepts"),
+        (
+            "gs://robots",
+            {"token": {"private_key": "s3cret"}},
+            "token in storage_options must be 'anon' or the path .*, got a dict",
+        ),
+        ("gs://robots", {"token": "google_default"}, "got 'google_default'. Leave it out"),
+        ("s3://robots", {"allow_http": "key: s3cret"}, "must have values that obstore accepts"),
         ("az://robots", {}, "must have account_name"),
         ("az://robots", {"account_name": "a", "block": 2}, "options of obstore's AzureStore, got 'block'$"),
         (

@@ -177,7 +177,7 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
         return bucket
     except Exception as error:  # not shown to the user, because its text contains the values of the options
         named = re.search(r"key: '?(\w+)", str(error))
-        unknown = named[1] if named and named[1] in config else None  # anything else may be a part of a value
+        unknown = named[1] if named and named[1] in {**config, **client} else None  # anything else may be a part of a value
         no_account = "Account must be specified" in str(error)
     if no_account:
         raise ValueError(f"{shown}: storage_options must have account_name, got none")
