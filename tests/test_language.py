@@ -33,7 +33,7 @@ def annotation(content: str | None, **more: Any) -> dict[str, Any]:
 
 
 def persistent(episode: int) -> list[dict[str, Any]]:
-    """What all rows of an episode have."""
+    """The annotations that all rows of an episode have."""
     return [annotation(f"step {step} of episode {episode}", timestamp=float(np.float32(0.1 * step))) for step in range(4)]
 
 
