@@ -168,7 +168,7 @@ def test_rows_that_the_disk_has_changed_are_refused(many: Path, tmp_path: Path, 
         path.write_bytes(data)
 
     monkeypatch.setattr(rows, "write", changing)
-    with pytest.raises(DaliStreamError, match="its rows differ from the source's"):
+    with pytest.raises(DaliStreamError, match="its rows are not as they were written"):
         prepared(many, tmp_path / "out")
     assert not (tmp_path / "out/meta/info.json").exists()
     assert not list((tmp_path / "out/data").rglob("*.parquet"))
