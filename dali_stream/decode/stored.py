@@ -49,20 +49,19 @@ class StoredFrames:
             return []
         count = len(reads.slot)
         tasks = -(-count // _TASK_FRAMES)
-        parts = (range(count * task // tasks, count * (task + 1) // tasks) for task in range(tasks))
+        parts = (slice(count * task // tasks, count * (task + 1) // tasks) for task in range(tasks))
         return [pool.submit(self._read, reads, part, names, decode) for part in parts]
 
-    def _read(self, reads: Reads, part: range, names: Mapping[int, RecordName], decode: Callable[[list[int]], None]) -> None:
+    def _read(self, reads: Reads, part: slice, names: Mapping[int, RecordName], decode: Callable[[list[int]], None]) -> None:
         damaged = []
-        own_part = slice(part.start, part.stop)
-        episodes, packets, slots = (column[own_part].tolist() for column in (reads.episode, reads.packet, reads.slot))
+        episodes, packets, slots = (column[part].tolist() for column in (reads.episode, reads.packet, reads.slot))
         with self._counters.timed("read_s"):
-            for episode, group in itertools.groupby(range(len(part)), episodes.__getitem__):
+            for episode, group in itertools.groupby(range(len(episodes)), episodes.__getitem__):
                 own = list(group)  # adjacent, since frames are sorted by episode
                 places = slice(own[0], own[-1] + 1)
                 filled = self._slots.fill(slots[places], functools.partial(self._files.read, names[episode], packets[places]))
-                damaged += [part[i] for i, is_filled in zip(own, filled, strict=True) if not is_filled]
-        self._counters.add(frame_cache_disk_hits=len(part) - len(damaged))
+                damaged += [part.start + i for i, is_filled in zip(own, filled, strict=True) if not is_filled]
+        self._counters.add(frame_cache_disk_hits=len(episodes) - len(damaged))
         if damaged:
             decode(damaged)
 

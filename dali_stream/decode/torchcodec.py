@@ -96,8 +96,8 @@ class TorchcodecDecoder(VideoFiles):
         slots: Slots into which the decoder puts frames.
         size: Size (height, width) of the frames in batches, in pixels.
         any_size: See `VideoFiles`.
-        stored: Frames on disk, from which the decoder reads frames and to which it adds those that it decodes. None if there
-            is no frame cache on disk.
+        stored: Frames on disk, from which the decoder reads frames and to which it adds those that it decodes. None without a
+            frame cache on disk.
     """
 
     def __init__(

@@ -154,17 +154,11 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
         name, shown = user, f"{parts.scheme}://{user}@{name}{parts.path}".rstrip("/")
     if not name:
         raise ValueError(f"address must name a bucket, such as {parts.scheme}://bucket/folder, got {shown!r}")
-    if cloud is _GS and "token" in settings:
-        token = settings["token"]
-        if token == "anon":
-            del settings["token"]
-            settings["anon"] = True
-        elif not isinstance(token, (str, os.PathLike)) or token in _GCSFS_TOKENS:
-            kind = repr(token) if isinstance(token, str) else f"a {type(token).__name__}"
-            raise ValueError(
-                f"{shown}: token in storage_options must be 'anon' or the path to a file of credentials, got {kind}. Leave it "
-                "out to use the default credentials of this machine, or give 'service_account_key', a JSON text"
-            )
+    if cloud is _GS and settings.get("token") == "anon":
+        del settings["token"]
+        settings["anon"] = True
+    if cloud is _GS:
+        _check_token(settings.get("token", ""), shown)
     config = {
         cloud.names.get(key) or _PREFIX.sub("", key.lower(), 1): value if isinstance(value, bool) else str(value)
         for key, value in settings.items()
@@ -188,6 +182,16 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
     raise ValueError(
         f"{shown}: storage_options must be {known} or options of obstore's {cloud.store.__name__}, got {unknown!r}{instead}"
     )
+
+
+def _check_token(token: object, shown: str) -> None:
+    """Check the option `token` of Google Cloud. Raises ValueError if it is not a path, such as for another form of gcsfs."""
+    if not isinstance(token, (str, os.PathLike)) or token in _GCSFS_TOKENS:
+        kind = repr(token) if isinstance(token, str) else f"a {type(token).__name__}"
+        raise ValueError(
+            f"{shown}: token in storage_options must be 'anon' or the path to a file of credentials, got {kind}. Leave it out "
+            "to use the default credentials of this machine, or give 'service_account_key', a JSON text"
+        )
 
 
 def _client(options: dict[str, Any], patience: Patience) -> dict[str, Any]:

@@ -30,7 +30,7 @@ BROKEN = "raise ImportError('libX.so: undefined symbol')"
 
 
 def shadows(folder: Path, *, torch: str | None = None, torchcodec: str | None = None, dali: str | None = None) -> Path:
-    """A folder for PYTHONPATH with packages that stand before the real ones: their code, or small ones that work."""
+    """A folder for PYTHONPATH whose packages Python imports instead of the real ones: given code, or small ones that work."""
     healthy = f"__version__ = '2.13.0+cu126'\n{TORCH.format(cuda='12.6', gpu=True)}"
     for name, code in {
         "torch/__init__.py": torch or healthy,
@@ -82,5 +82,5 @@ def found(report: Mapping[str, Any], name: str) -> dict[str, str]:
 
 
 def bad(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(status, name) of what is not ok, but for the machine that the tests run on."""
+    """(status, name) of findings that are not ok, except those about the machine that the tests run on."""
     return [(f["status"], f["name"]) for f in report["findings"] if f["status"] != "ok" and f["area"] != "machine"]

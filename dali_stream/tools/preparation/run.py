@@ -42,7 +42,7 @@ class PreparedCamera:
         bytes: Size of these files, in bytes.
         encoder: FFmpeg's name of the encoder. Empty if packets were copied.
         psnr_min, psnr_mean: PSNR over RGB of one frame of each episode, in dB, against the frame that a Loader delivers from
-            the source. The frame is the one that differs most from its neighbours. None if packets were copied.
+            the source. It is measured with the frame that differs most from its neighbours. None if packets were copied.
     """
 
     files: int
