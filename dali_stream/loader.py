@@ -209,9 +209,9 @@ class Loader:
         finally:
             self.dataset.close()
         self._check_budget(config)
-        on_cpu = config.on_cpu(routes)
-        check_memory(config, on_cpu, memory_limit())
-        if config.uses_dali(on_cpu):
+        cached = config.cached(routes)
+        check_memory(config, cached, memory_limit())
+        if config.uses_dali(cached):
             importlib.import_module("dali_stream.pipeline.dali_batches")
         return BatchSource(routes, dali_graph, decode, self._counters)
 
@@ -533,7 +533,7 @@ class Loader:
                 if self._counters.first_batch_s is None:
                     self._counters.first_batch_s = now - self._constructed
                     if self._config.frame_folder is not None and not self._config.rank and _log.isEnabledFor(logging.INFO):
-                        _log.info("%s", self._config.frame_folder_text(self._config.on_cpu(self._source.routes)))
+                        _log.info("%s", self._config.frame_folder_text(self._config.cached(self._source.routes)))
                 self._position = batches.span(self._position)[1]
                 self._recent.add(self._counters.batches, self._counts)
                 if self._counters.batches % bottleneck.JUDGED == 0 and not self._bottleneck_logged:

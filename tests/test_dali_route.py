@@ -79,7 +79,7 @@ def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypat
                 packets={key: packets}, shown_in_episode={key: frames}, samples=SimpleNamespace(episode=episode)
             )
             clips = decoder.start(pool, step, episodes, dataset.data_store)
-        for row, (clip, places, order, _) in enumerate(clips.results):
+        for row, (clip, places, order, _) in enumerate(clips.packed):
             assert (np.diff(places) > 0).all()
             ffmpeg = VideoDecoder(clip.tobytes(), dimension_order="NHWC")
             shown = ffmpeg.get_frames_at(places.tolist()).data.numpy()[order]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -158,7 +158,7 @@ def test_hidden_frames_are_kept_from_nvdec(
 
     clips = packed(dataset, TOP, 0, np.array([0, 1, 0, 1]), np.array([[3], [20], [40], [29]]))
     if not hides:
-        assert all(clip.frames.size == 1 for clip in clips.results)
+        assert all(clip.frames.size == 1 for clip in clips.packed)
         return
     with pytest.raises(
         RouteChange, match=rf"{TOP}: .*{FIRST}: av1 with hidden frames: .* packet at byte \d+ has hidden frames"
@@ -326,16 +326,21 @@ def test_a_gpu_decodes_what_passes_the_trial(h264_demo: Path, monkeypatch: pytes
     assert tried == []
 
 
-@pytest.mark.parametrize("nvdec", [1499.0, 1500.0])
-def test_auto_takes_nvdec_only_if_it_is_one_and_a_half_times_as_fast(
+@pytest.mark.parametrize("nvdec", [999.0, 1000.0, 1499.0, 1500.0])
+def test_auto_takes_nvdec_only_if_it_is_as_fast_as_the_cpu_and_dali_only_if_it_is_faster(
     nvdec: float, h264_demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchcodec's decoder for NVDEC is measured if it can run, and DALI's otherwise, or if torchcodec's frames are wrong."""
+
+    def measure(*arguments: Any) -> Rates:
+        measured.append(arguments[2:])
+        return Rates(nvdec, 1000.0, arguments[-1])
+
     let_nvdec_answer(monkeypatch)
     monkeypatch.setattr(route, "capabilities", lambda _: {})
     measured, released = list[tuple[object, ...]](), list[int]()
     monkeypatch.setattr("dali_stream.decode.torchcodec_cuda.release_decoders", released.append)
-    monkeypatch.setattr("dali_stream.decode.rate.measure", lambda *rest: measured.append(rest[2:]) or Rates(nvdec, 1000.0))
+    monkeypatch.setattr("dali_stream.decode.rate.measure", measure)
     dataset = dali_stream.Dataset(h264_demo)
     cases: list[tuple[str, dict[str, str], str]] = [
         ("", {}, "torchcodec-cuda"),
@@ -346,9 +351,10 @@ def test_auto_takes_nvdec_only_if_it_is_one_and_a_half_times_as_fast(
         monkeypatch.setattr("dali_stream.decode.torchcodec_cuda.unavailable", lambda _, answer=unavailable: answer)
         monkeypatch.setattr("dali_stream.decode.trial.trial", lambda tried, *_, answers=wrong: answers.get(tried, ""))
         chosen = route.choose_routes(dataset.source, IndexCache(dataset.source), "auto", 0, 8)
-        assert {found.decoder for found in chosen.values()} == {decoder if nvdec == 1500 else "torchcodec"}
+        faster = nvdec >= (1500 if decoder == "dali" else 1000)
+        assert {found.decoder for found in chosen.values()} == {decoder if faster else "torchcodec"}
         assert measured == [(0, 2, 8, 0.4, decoder)]  # once for both cameras: GPU, cameras, threads and seconds
-        assert released == ([0] if decoder == "torchcodec-cuda" and nvdec < 1500 else [])
+        assert released == ([0] if decoder == "torchcodec-cuda" and not faster else [])
         measured.clear()
         released.clear()
 

@@ -1,13 +1,12 @@
-"""Frames in progress: when a batch is ready, and how many frames a thread decodes at once."""
+"""Frames in progress: how they are copied into batches, and how many of them a thread decodes at once."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
-from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,47 +15,9 @@ from dali_stream import DaliStreamError
 from dali_stream.cache import slots as slots_module
 from dali_stream.cache.slots import Slots
 from dali_stream.decode import torchcodec
-from dali_stream.decode.decoder import Decoded, even_tasks, succeeded, task_frames
+from dali_stream.decode.decoder import even_tasks, task_frames
 from dali_stream.decode.torchcodec import frames_at_once
-from dali_stream.errors import DecodeError
 from dali_stream.system.workers import Workers
-
-
-def task(state: str) -> Future[None]:
-    """A task that waits, runs, was cancelled, has failed or is done."""
-    made: Future[None] = Future()
-    if state == "cancelled":
-        made.cancel()
-    elif state != "waits":
-        made.set_running_or_notify_cancel()
-    if state == "failed":
-        made.set_exception(DecodeError("damaged"))
-    elif state == "done":
-        made.set_result(None)
-    return made
-
-
-@pytest.mark.parametrize("state", ["waits", "runs", "cancelled", "failed", "done"])
-def test_a_batch_is_ready_once_all_of_its_tasks_are_done(state: str) -> None:
-    assert succeeded(task(state)) == (state == "done")
-    plan: Any = SimpleNamespace(show=np.array([[0]]))
-    assert Decoded(Slots(1, (2, 2, 3)), plan, [task("done"), task(state)], {}).ready() == (state == "done")
-
-
-def test_a_batch_with_a_frame_that_failed_is_not_ready() -> None:
-    slots, plan = Slots(4, (2, 2, 3)), cast(Any, SimpleNamespace(show=np.array([[0, -1], [2, 3]])))
-    assert not Decoded(slots, plan, [task("done")], {0: DecodeError("damaged")}).ready()
-    slots.fail(3, DecodeError("damaged"))
-    assert not Decoded(slots, plan, [task("done")], {}).ready()
-    slots.put([3], np.zeros((1, 2, 2, 3), np.uint8))
-    assert Decoded(slots, plan, [task("done")], {}).ready()
-
-
-def test_a_batch_is_ready_although_a_frame_of_another_one_has_failed() -> None:
-    slots, plan = Slots(4, (2, 2, 3)), cast(Any, SimpleNamespace(show=np.array([[0, -1], [2, 3]])))
-    slots.fail(1, DecodeError("damaged"))
-    assert Decoded(slots, plan, [task("done")], {}).ready()
-
 
 SHAPE = (2, 3, 4, 5, 3)  # of two windows with three steps each
 LAYOUTS: dict[str, Callable[[type[np.generic]], Any]] = {

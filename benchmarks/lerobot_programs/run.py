@@ -5,16 +5,19 @@
 SPEC.json contains an object with the entries
     side       "loader" for `dali-stream lerobot-train`, "stock" for the unchanged script, or "ordered" for the script in the
                order of a Loader. For "ordered", the script's DataLoader gets a FrameSampler. It also gets a separate generator,
-               because otherwise each new iterator of a DataLoader draws a number from torch's global generator.
+               because otherwise each new iterator of a DataLoader draws a number from torch's global generator. "repeated" is
+               the unchanged script, which gets its first batch again in each step.
     trains     whether the policy is trained; if false, a step only preprocesses a batch
     kill_at    step, counted from the start of this process, at which the process kills itself, or null
     seed, drop_n_last_frames   arguments of the FrameSampler
+    records    "times" to record nothing but the times of batches, on any number of threads, for measurements of speed
     out        path of the output file, to which the rank is appended. Each line of the file is a JSON object: the indices and
                the time of a batch, the loss of a step, or a message that LeRobot logs about its evaluation.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -44,8 +47,15 @@ class Recorder:
         self._file.write(json.dumps(entry) + "\n")
 
     def cycle(self, loader: Any) -> Iterator[Any]:
-        for batch in self._cycle(loader):
+        batches = self._cycle(loader)
+        if self._spec["side"] == "repeated":
+            batches = itertools.repeat(next(batches))
+        for batch in batches:
             self._steps += 1
+            if self._spec.get("records") == "times":
+                self.record(time=time.perf_counter())
+                yield batch
+                continue
             if self._steps == self._spec["kill_at"]:
                 os.kill(os.getpid(), signal.SIGKILL)
             frames = [value for key, value in batch.items() if "image" in key and torch.is_tensor(value) and value.ndim > 3]
@@ -57,7 +67,8 @@ class Recorder:
         if not self._spec["trains"]:
             return tracker, {}
         result = self._update(tracker, *arguments, **named)
-        self.record(loss=result[0].metrics["loss"].val)
+        if self._spec.get("records") != "times":
+            self.record(loss=result[0].metrics["loss"].val)
         return result
 
     def init_logging(self, *arguments: Any, **named: Any) -> None:
@@ -99,7 +110,8 @@ def ordered(spec: dict[str, Any]) -> type[torch.utils.data.DataLoader[Any]]:
 
 def main(spec: dict[str, Any], words: list[str]) -> int:
     """Run the script. Return its exit code."""
-    torch.set_num_threads(1)  # so that floating-point sums are always computed in the same order
+    if spec.get("records") != "times":
+        torch.set_num_threads(1)  # so that floating-point sums are always computed in the same order
     with Path(f"{spec['out']}.{os.environ.get('RANK', '0')}").open("w", buffering=1) as file:
         Recorder(spec, file)
         if spec["side"] == "loader":

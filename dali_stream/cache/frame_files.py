@@ -85,7 +85,7 @@ def image_name(images: npt.NDArray[np.object_]) -> RecordName:
     return RecordName(digest.hexdigest(), len(images))
 
 
-def pixel_key(shape: tuple[int, int, int], video: bool, images: bool, any_size: bool) -> dict[str, str]:
+def pixel_key(shape: tuple[int, int, int], video: bool, images: bool, any_size: bool, nvdec: bool = False) -> dict[str, str]:
     """Return a description of everything that determines the pixels of stored frames, besides the encoded video or images.
 
     Args:
@@ -93,6 +93,7 @@ def pixel_key(shape: tuple[int, int, int], video: bool, images: bool, any_size: 
         video: Whether frames are decoded from video.
         images: Whether frames are decoded from images in rows.
         any_size: Whether images of another size than the metadata says are resized. Otherwise, they are an error.
+        nvdec: Whether video is decoded and resized on a GPU, which rounds differently. Default: False.
     """
     import PIL
     import torch
@@ -107,6 +108,8 @@ def pixel_key(shape: tuple[int, int, int], video: bool, images: bool, any_size: 
     }
     if video:
         key |= {"torchcodec": torchcodec.__version__, "FFmpeg": str(torchcodec.ffmpeg_major_version)}
+    if video and nvdec:
+        key |= {"decoded and resized on": "NVDEC"}
     if images:
         key |= {"Pillow": PIL.__version__, "images of another size": "resized" if any_size else "refused"}
     return key

@@ -72,11 +72,6 @@ class Slots:
         """Free the memory. The slots cannot be used afterwards."""
         self._frames = self._frames[:0].copy()
 
-    def has_failed(self, show: Int64) -> bool:
-        """Return whether a frame of a batch cannot be decoded. The batch's tasks must have ended. See `gather` for `show`."""
-        # A slot keeps its error until it is written again, so other slots may have errors that do not concern this batch.
-        return bool(self._errors) and any(slot in self._errors for slot in show.reshape(-1).tolist())
-
     def gather(self, show: Int64, out: npt.NDArray[Any], helpers: Workers) -> dict[int, DaliStreamError]:
         """Copy the frames of a batch.
 

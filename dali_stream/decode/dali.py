@@ -7,18 +7,22 @@ pipeline. In this module, `gpu` is the number of a CUDA device, or None for the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.open_episodes import OpenEpisodes
+from dali_stream.checks.none import NONE
 from dali_stream.decode.audit import Audit
-from dali_stream.decode.decoder import Pool
+from dali_stream.decode.capability import SESSIONS_PER_ENGINE
+from dali_stream.decode.decoder import Pool, named
 from dali_stream.decode.refusal import refusal
 from dali_stream.decode.resize import resize
-from dali_stream.decode.sample_decoder import Request, SampleDecoder, SampleWork
 from dali_stream.decode.turns import turns
+from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import Clip, UnsafeForNvdec, pack
@@ -28,6 +32,7 @@ from dali_stream.schedule.plan import BatchPlan
 from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
 from dali_stream.system.install import install_command
+from dali_stream.system.workers import Workers
 
 try:
     from nvidia.dali import fn, types
@@ -46,11 +51,6 @@ Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 Audited = Callable[[Samples], npt.NDArray[np.bool_]]
 Encoded = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]  # bytes of a clip, and indices of its frames, increasing
-
-SESSIONS_PER_ENGINE = 3
-"""Maximum number of decoding sessions per NVDEC engine.
-
-On an H100 with 7 engines, torchcodec was faster with 16 threads than with 4. More were not tried."""
 
 STREAMS, CONCURRENCY = StreamPolicy.SINGLE, OperatorConcurrency.BACKEND
 """Settings of all pipelines, which `empty_pipeline` reads when it is called.
@@ -76,20 +76,48 @@ class Packed(NamedTuple):
     audit: Audit | None
 
 
-class Clips(SampleWork):
-    """`Work` of `DaliDecoder`. Each result is a `Packed`.
+class Request(NamedTuple):
+    """Frames and packets of one sample, which is a window of one episode.
+
+    Attributes:
+        row: Row of the sample in the batch.
+        episode: Episode of the sample.
+        frames: Frame indices of the window within the episode, shape (T,).
+        packets: Packets of these frames in the file, shape (T,).
+        file: Index of the file.
+    """
+
+    row: int
+    episode: int
+    frames: Array
+    packets: Array
+    file: VideoIndex
+
+
+class Clips:
+    """`Work` of `DaliDecoder`.
 
     Args:
         audited: Mask of the samples that are audited, shape (B,).
+
+    Attributes:
+        packed: Clip of each sample, or None for a sample in `failed`.
     """
 
     def __init__(self, audited: npt.NDArray[np.bool_]) -> None:
-        super().__init__(len(audited))
         self.audited = audited
+        self.packed: list[Packed | None] = [None] * len(audited)
+        self.tasks: list[Future[None]] = []
+        self.failed: dict[int, DaliStreamError] = {}
+
+    def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> list[Packed | None]:
+        return self.packed
 
 
-class DaliDecoder(SampleDecoder):
+class DaliDecoder(VideoFiles):
     """`Decoder` of a camera's video that packs one clip per sample. DALI's graph decodes the clips.
+
+    It keeps no decoded frames, so each batch decodes all frames of its samples.
 
     Args:
         source: Episodes of the Loader.
@@ -112,25 +140,19 @@ class DaliDecoder(SampleDecoder):
         audited: Audited | None,
         any_size: bool = False,
     ) -> None:
-        super().__init__(source, key, counters, any_size)
-        self._gpu, self._size, self._audited = gpu, size, audited
+        super().__init__(source, key, any_size)
+        self._counters, self._gpu, self._size, self._audited = counters, gpu, size, audited
         self._first: dict[str, object] = {}  # {path of a file: object of the task that audits its first sample}
 
     def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Clips:
         """See `Decoder.start`."""
         clips = Clips(np.zeros(len(plan.samples.episode), np.bool_) if self._audited is None else self._audited(plan.samples))
-        requests = self.requests(clips, plan, episodes)
+        requests = self._requests(clips, plan, episodes)
         clips.tasks += [pool.submit(self.make, store, request, clips) for request in requests]
         return clips
 
-    def check(self, index: VideoIndex, packet: int) -> None:
-        """Check whether DALI may decode a file.
-
-        Raises:
-            RouteChange: If DALI must not decode the file.
-        """
-        if reason := refusal(self._gpu, self.format(index, packet), index):
-            raise self.change(index, reason)
+    def close(self) -> None:
+        """Do nothing, because no decoded frames are kept."""
 
     def make(self, store: Store, request: Request, work: Clips) -> None:
         """Pack the clip of a sample.
@@ -148,7 +170,7 @@ class DaliDecoder(SampleDecoder):
         except UnsafeForNvdec as error:
             raise self.change(request.file, error) from error
         except (DecodeError, DatasetError, StorageError) as error:
-            self.fail(work, request, error)
+            self._fail(work, request, error)
             return
         self._counters.add(clips=1, decoded_frames=clip.coded_frames)
         places = np.array(clip.frames, np.int32)
@@ -157,7 +179,44 @@ class DaliDecoder(SampleDecoder):
         mark = object()  # `setdefault` is atomic, so only one task finds its own object in the dict
         is_first = self._audited is not None and self._first.setdefault(request.file.path, mark) is mark
         audit = self._audit(store, request) if is_first or work.audited[request.row] else None
-        work.results[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order, audit)
+        work.packed[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order, audit)
+
+    def _requests(self, work: Clips, plan: BatchPlan, episodes: OpenEpisodes) -> list[Request]:
+        """Return a request for each sample. Errors of samples that fail a check are added to `work`. See `Decoder.start`."""
+        requests, shown = [], plan.shown_in_episode[self.key]
+        for row, episode in enumerate(plan.samples.episode.tolist()):
+            packets = plan.packets[self.key][row]
+            try:
+                index = self._locate(episodes, episode, shown[row], packets)
+            except DecodeError as error:
+                work.failed[row] = DecodeError(str(error))  # without the traceback, see `named`
+            else:
+                requests.append(Request(row, episode, shown[row], packets, index))
+        return requests
+
+    def _fail(self, work: Clips, request: Request, error: DaliStreamError) -> None:
+        """Add the error of a sample to `work`, without the traceback, which would keep packets and pixels."""
+        if isinstance(error, DecodeError):
+            error = self.named(request.episode, request.frames, request.file, error)
+        work.failed[request.row] = error.with_traceback(None)
+
+    def _locate(self, episodes: OpenEpisodes, episode: int, frames: Int64, packets: Int64) -> VideoIndex:
+        """Return the index of the episode's file, after all checks that are possible without decoding.
+
+        Raises:
+            DecodeError: If a frame has no packet, or the file differs from the metadata.
+            RouteChange: If DALI must not decode the file.
+        """
+        if (packets == NONE).any():
+            raise self.missing(episodes, episode, frames[packets == NONE])
+        try:
+            index = episodes.index(self.key, episode)
+            self.checked(index, packets, episode)
+        except DecodeError as error:
+            raise named(self._source, self.key, episode, frames, error) from error
+        if reason := refusal(self._gpu, self.format(index, int(packets[0])), index):
+            raise self.change(index, reason)
+        return index
 
     def _audit(self, store: Store, request: Request) -> Audit:
         """Decode the frames of a sample on the CPU for an audit."""

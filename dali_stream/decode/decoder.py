@@ -1,4 +1,4 @@
-"""Interface of the decoders. Implementations are in `torchcodec`, `torchcodec_cuda`, `dali` and `images`."""
+"""Interface of the decoders. Implementations are in `torchcodec`, `dali` and `images`."""
 
 from __future__ import annotations
 
@@ -49,10 +49,6 @@ class Work(Protocol):
     tasks: list[Future[None]]
     failed: dict[int, DaliStreamError]
 
-    def ready(self) -> bool:
-        """Return whether `collect` would return without waiting and without errors."""
-        ...
-
     def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Any:
         """Return the frames, and add samples without frames to `failed`.
 
@@ -62,8 +58,7 @@ class Work(Protocol):
             copiers: Threads that help to copy.
 
         Returns:
-            Frames of shape (B, T, H, W, C) and type `dtype`. The decoders of `dali` and `torchcodec_cuda` return a list with
-            one item per sample instead.
+            Frames of shape (B, T, H, W, C) and type `dtype`. The decoder of `dali` returns a list of clips instead.
         """
         ...
 
@@ -92,10 +87,6 @@ class Decoded:
 
     def __init__(self, slots: Slots, plan: FramePlan, tasks: list[Future[None]], failed: dict[int, DaliStreamError]) -> None:
         self._slots, self._plan, self.tasks, self.failed = slots, plan, tasks, failed
-
-    def ready(self) -> bool:
-        done = not self.failed and all(map(succeeded, self.tasks))
-        return done and not self._slots.has_failed(self._plan.show)
 
     def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Array:
         frames = buffers.take((*self._plan.show.shape, *self._slots.shape), dtype)
@@ -171,11 +162,6 @@ class OtherSizes:
             "%s: %s: frames are %d×%d, and not %s as meta/info.json says. All frames are resized to image_size",
             *(self._key, where, *size, stated),
         )
-
-
-def succeeded(task: Future[None]) -> bool:
-    """Return whether a task has ended without an error."""
-    return task.done() and not task.cancelled() and not task.exception()
 
 
 def task_frames(size: tuple[int, int]) -> int:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dali_stream.decode.capability import engines
+from dali_stream.decode.decoder import task_frames
 from dali_stream.decode.turns import turns
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.clip import Clip, pack
@@ -23,6 +24,7 @@ from dali_stream.storage import Store
 
 _DECODED = 64  # approximate limit of the frames to decode for a packed clip
 _BYTES = 64 << 20  # limit of the requested frames of a packed clip, in bytes, since each thread decodes such a clip
+_FASTER = 1.5  # minimum ratio of DALI's speed to that of the CPU
 _CLIPS = 16  # minimum number of clips of a batch for DALI
 
 
@@ -33,10 +35,17 @@ class Rates:
     Attributes:
         nvdec: Speed of NVDEC.
         cpu: Speed of the CPU, with torchcodec.
+        decoder: Decoder of NVDEC, "dali" or "torchcodec-cuda". Default: "dali".
     """
 
     nvdec: float
     cpu: float
+    decoder: str = "dali"
+
+    @property
+    def nvdec_is_faster(self) -> bool:
+        """Whether `decode="auto"` takes NVDEC. Frames that DALI decodes are not cached, so DALI must be 1.5 times as fast."""
+        return self.nvdec >= self.cpu * (_FASTER if self.decoder == "dali" else 1.0)
 
     def __str__(self) -> str:
         return f"NVDEC {self.nvdec:.0f} frames/s, the CPU {self.cpu:.0f}"
@@ -67,12 +76,10 @@ def request_clips(store: Store, index: VideoIndex, gpu: int | None, decoder: str
         UnsafeForNvdec: If DALI would decode one of the clips wrongly on a GPU.
         DecodeError: If the file is damaged.
     """
-    from dali_stream.decode.torchcodec_cuda import CLIP_FRAMES  # imported on use, because it imports DALI
-
     lengths = index.gop_lengths
     # A frame in the middle of a GOP costs about half of the GOP.
     video = index.format()
-    most = min(CLIP_FRAMES, _BYTES // (video.height * video.width * 3))
+    most = min(task_frames((video.height, video.width)), _BYTES // (video.height * video.width * 3))
     count = max(1, min(int(_DECODED // ((float(np.median(lengths)) + 1) / 2)), most))
     packets = (index.keyframes + (lengths - 1) // 2)[:count].tolist()
     singles = [pack(store, [index], [packet], for_nvdec=gpu is not None) for packet in packets if decoder == "dali"]
@@ -102,7 +109,7 @@ def measure(
         nvdec = _with_dali(clips.singles, gpu, threads, cameras)
     else:
         nvdec = _with_torchcodec(clips.packed, video, threads, gpu)
-    return Rates(_rate(nvdec, seconds / 2), _rate(_with_torchcodec(clips.packed, video, threads), seconds / 2))
+    return Rates(_rate(nvdec, seconds / 2), _rate(_with_torchcodec(clips.packed, video, threads), seconds / 2), decoder)
 
 
 def _with_dali(clips: list[Clip], gpu: int | None, num_threads: int, cameras: int) -> Callable[[], int]:

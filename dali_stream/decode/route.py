@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 TORCHCODEC_CUDA = "torchcodec-cuda"
 DECODE = ("auto", "dali", "torchcodec", TORCHCODEC_CUDA)
 _MEASURED_S = 0.4  # time for measuring the speed of both decoders, in seconds
-FASTER = 1.5  # minimum ratio of NVDEC's speed to that of the CPU, whose decoder also keeps frames for later batches
 _log = logging.getLogger("dali_stream")
 
 
@@ -80,7 +79,7 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
         StorageError: If a file cannot be fetched.
     """
     if decode == TORCHCODEC_CUDA:
-        from dali_stream.decode.torchcodec_cuda import unavailable  # imported on use, because it imports DALI
+        from dali_stream.decode.torchcodec_cuda import unavailable  # imported on use, because it imports torchcodec
 
         if why := unavailable(gpu):
             raise ValueError(f'decode="{TORCHCODEC_CUDA}": {why}')
@@ -108,13 +107,14 @@ def _choose_for_camera(
     """
     present = source.videos[key].file != NONE
     try:
-        if not present.all() and decode != "torchcodec":
-            why = "a dataset of the mixture has no video of the camera, and NVDEC would need a clip of each sample"
-            return _torchcodec_instead(decode, why)
+        why = "a dataset of the mixture has no video of the camera, and DALI would need a clip of each sample"
+        not_dali = "" if present.all() else why
+        if decode == "dali" and not_dali:
+            return _torchcodec_instead(decode, not_dali)
         _, first = np.unique(source.dataset_of[present], return_index=True)
         routes = []
         for episode in np.flatnonzero(present)[first].tolist():
-            routes.append(_choose_for_episode(key, source, indices, episode, decode, gpu, measured))
+            routes.append(_choose_for_episode(key, source, indices, episode, decode, gpu, measured, not_dali))
             if routes[-1].decoder == "torchcodec":
                 return routes[-1]
         if len({route.decoder for route in routes}) > 1:
@@ -125,15 +125,25 @@ def _choose_for_camera(
 
 
 def _choose_for_episode(
-    key: str, source: Source, indices: IndexCache, episode: int, decode: str, gpu: int | None, measured: Measured
+    key: str,
+    source: Source,
+    indices: IndexCache,
+    episode: int,
+    decode: str,
+    gpu: int | None,
+    measured: Measured,
+    not_dali: str,
 ) -> Route:
-    """Return the route of a camera according to the file that contains an episode, after a trial. See `choose_routes`."""
+    """Return the route of a camera according to the file that contains an episode, after a trial.
+
+    See `choose_routes` and `_nvdec_decoder` for the arguments.
+    """
     store = source.data_store
     try:
         index = indices.of(key, episode, store)
         video = VideoFiles(source, key).format(index, 0)
         if decode == "auto" and gpu is not None:
-            return _fastest(store, index, video, gpu, len(source.videos), measured)
+            return _fastest(store, index, video, gpu, len(source.videos), measured, not_dali)
         route = choose(decode, gpu, video, index, store)
         if route.decoder != "torchcodec":
             from dali_stream.decode.trial import trial  # imported on use, because it imports DALI
@@ -150,14 +160,16 @@ def _choose_for_episode(
         return Route("torchcodec", f"the file of its first episode cannot be read: {error}")
 
 
-def _fastest(store: Store, index: VideoIndex, video: VideoFormat, gpu: int, cameras: int, measured: Measured) -> Route:
-    """Return the fastest route for a file on this machine. NVDEC is used only if it is `FASTER` times as fast as the CPU.
+def _fastest(
+    store: Store, index: VideoIndex, video: VideoFormat, gpu: int, cameras: int, measured: Measured, not_dali: str
+) -> Route:
+    """Return the fastest route for a file on this machine.
 
     torchcodec is the first choice for NVDEC. On an H100, DALI delivered 117 frames/s of H.264 of 480×640 with a clip per frame,
     and torchcodec 9,085 with 16 frames per clip (`benchmarks/nvdec_decoders.py`).
     """
     try:
-        decoder, why = _nvdec_decoder(store, index, video, gpu)
+        decoder, why = _nvdec_decoder(store, index, video, gpu, not_dali)
         if not decoder:
             return Route("torchcodec", why)
         kind = decoder, video, int(np.median(index.gop_lengths))
@@ -176,14 +188,17 @@ def _fastest(store: Store, index: VideoIndex, video: VideoFormat, gpu: int, came
         f"NVDEC decodes {video_name(video)} of {video.height}×{video.width} at {rates.nvdec:.0f} frames/s here, and the CPU "
         f"with {measured.threads} threads at {rates.cpu:.0f}"
     )
-    return Route(decoder if rates.nvdec >= FASTER * rates.cpu else "torchcodec", text)
+    return Route(decoder if rates.nvdec_is_faster else "torchcodec", text)
 
 
-def _nvdec_decoder(store: Store, index: VideoIndex, video: VideoFormat, gpu: int) -> tuple[str, str]:
-    """Return the first decoder that decodes a file correctly on NVDEC, or "" and the reasons why none does."""
+def _nvdec_decoder(store: Store, index: VideoIndex, video: VideoFormat, gpu: int, not_dali: str) -> tuple[str, str]:
+    """Return the first decoder that decodes a file correctly on NVDEC, or "" and the reasons why none does.
+
+    `not_dali` is a reason that the file does not show why DALI must not decode it, or "".
+    """
     reasons = list[str]()
     for decoder, judge in ((TORCHCODEC_CUDA, refusal_of_torchcodec), ("dali", refusal_of_file)):
-        reason = judge(gpu, video, index, store) or (_lacks_torchcodec(gpu) if decoder == TORCHCODEC_CUDA else "")
+        reason = judge(gpu, video, index, store) or (_lacks_torchcodec(gpu) if decoder == TORCHCODEC_CUDA else not_dali)
         if not reason:
             from dali_stream.decode.trial import trial  # imported on use, because it imports DALI
 
@@ -248,7 +263,7 @@ def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, 
 def _lacks_torchcodec(gpu: int) -> str:
     """Return why torchcodec cannot decode on the GPU, also if it or DALI cannot be imported."""
     try:
-        from dali_stream.decode.torchcodec_cuda import unavailable  # imported on use, because it imports DALI
+        from dali_stream.decode.torchcodec_cuda import unavailable  # imported on use, because it imports torchcodec
     except (DaliStreamError, ImportError, OSError, RuntimeError) as error:
         return str(error)
     return unavailable(gpu)

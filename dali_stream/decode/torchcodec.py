@@ -1,4 +1,6 @@
-"""Decoding of packed clips with torchcodec, on the CPU. One thread decodes a clip, and keeps no state for the next one.
+"""Decoding of packed clips with torchcodec, on the CPU or on NVDEC.
+
+One thread decodes a clip, and keeps no state for the next one.
 
 A decoder may skip a damaged frame without an error, and return the next frame instead. The time of each returned frame is
 therefore compared with the requested time.
@@ -22,7 +24,8 @@ from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.none import NONE
 from dali_stream.decode.decoder import Decoded, Pool, even_tasks, named, task_frames
-from dali_stream.decode.resize import resize
+from dali_stream.decode.refusal import refusal_of_torchcodec
+from dali_stream.decode.resize import resize, resize_on_gpu
 from dali_stream.decode.stored import StoredFrames
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
@@ -39,6 +42,8 @@ from dali_stream.storage import Store
 try:
     import torchcodec
     from torchcodec.decoders import VideoDecoder
+
+    from dali_stream.decode.torchcodec_cuda import device_name, own_stream
 except (ImportError, OSError, RuntimeError) as error:
     raise DaliStreamError(
         f"torchcodec cannot be loaded ({(str(error).strip() or type(error).__name__).splitlines()[0]}). It needs FFmpeg's "
@@ -57,6 +62,7 @@ Int64 = npt.NDArray[np.int64]
 # blocks of 30 MiB, a heap holds only two, and the process grew by gigabytes. With 15 MiB, it once exceeded its usual memory by
 # 160 MB, on 2 busy cores. Blocks of 8 MiB take no more CPU time.
 PART_BYTES = 8 << 20
+_GPU_PART_BYTES = 16 << 20  # the same for a GPU, where resizing takes four times as much in addition
 
 
 class _Gop(NamedTuple):
@@ -87,7 +93,7 @@ class _Frame(NamedTuple):
 
 
 class TorchcodecDecoder(VideoFiles):
-    """`Decoder` of a camera's video that decodes on the CPU and puts the frames into slots.
+    """`Decoder` of a camera's video that puts the frames into slots. It decodes on the CPU, or on NVDEC.
 
     Args:
         source: Episodes of the Loader.
@@ -98,6 +104,7 @@ class TorchcodecDecoder(VideoFiles):
         any_size: See `VideoFiles`.
         stored: Frames on disk, from which the decoder reads frames and to which it adds those that it decodes. None without a
             frame cache on disk.
+        gpu: CUDA device whose NVDEC decodes. Default: None, to decode on the CPU.
     """
 
     def __init__(
@@ -109,9 +116,10 @@ class TorchcodecDecoder(VideoFiles):
         size: tuple[int, int],
         any_size: bool = False,
         stored: StoredFrames | None = None,
+        gpu: int | None = None,
     ) -> None:
         super().__init__(source, key, any_size)
-        self._counters, self._slots, self._size, self._stored = counters, slots, size, stored
+        self._counters, self._slots, self._size, self._stored, self._gpu = counters, slots, size, stored, gpu
         self._present = source.videos[key].file != NONE
 
     def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
@@ -171,7 +179,11 @@ class TorchcodecDecoder(VideoFiles):
             self._decode(store, [_Gop(indices[episode], episode, names[episode], *values)])
 
     def _usable(self, plan: FramePlan | Reads, episodes: OpenEpisodes) -> dict[int, VideoIndex]:
-        """Return the index of each episode's file. If a file contradicts the metadata, its frames' slots get the error."""
+        """Return the index of each episode's file. If a file contradicts the metadata, its frames' slots get the error.
+
+        Raises:
+            RouteChange: If NVDEC must not decode a file.
+        """
         indices = {}
         starts = np.flatnonzero(np.diff(plan.episode, prepend=NONE)).tolist()  # GOPs of one episode are consecutive
         for start, stop in itertools.pairwise([*starts, len(plan.episode)]):
@@ -184,6 +196,9 @@ class TorchcodecDecoder(VideoFiles):
                     if slot != NONE:
                         self._slots.fail(slot, named(self._source, self.key, episode, frame, error))
             else:
+                video = self.format(index, int(plan.packet[start]))
+                if self._gpu is not None and (reason := refusal_of_torchcodec(self._gpu, video, index)):
+                    raise self.change(index, reason)
                 indices[episode] = index
         return indices
 
@@ -210,6 +225,9 @@ class TorchcodecDecoder(VideoFiles):
         If decoding fails, the first half of the frames is tried, until a single frame fails. Only this frame gets the error.
         The frames after it often fail, too, so they are tried in groups that begin with one frame and double. If the frames of
         a group are all in one file that cannot be read, all of them get the error.
+
+        Raises:
+            RouteChange: If NVDEC cannot decode a frame, and the CPU can, or if the GPU's memory is not enough.
         """
         frames = [_Frame(gop, i) for gop in gops for i in range(len(gop.packets))]
         if self._stored is not None:
@@ -220,6 +238,8 @@ class TorchcodecDecoder(VideoFiles):
             part = frames[start : start + count]
             try:
                 self._decode_together(store, part)
+            except torch.OutOfMemoryError as error:
+                raise self.change(part[0].gop.file, f"the GPU's memory is not enough for {len(part)} frames") from error
             except (DecodeError, DatasetError, StorageError) as error:
                 # No batch needs the frames for the disk only. They may be why others failed.
                 if any(gop.slots[i] == NONE for gop, i in part):
@@ -229,6 +249,8 @@ class TorchcodecDecoder(VideoFiles):
                     failed, count = start + len(part), len(part) // 2
                     continue
                 for gop, i in part:  # a single frame, or frames of one file that cannot be read
+                    if isinstance(error, DecodeError) and self._gpu is not None:
+                        error = self._on_cpu(store, gop.file, gop.packets[i], error)
                     if isinstance(error, DecodeError):
                         error = self.named(gop.episode, np.array([gop.frames[i]]), gop.file, error)
                     self._slots.fail(gop.slots[i], error.with_traceback(None))  # it would keep packets and pixels
@@ -237,6 +259,16 @@ class TorchcodecDecoder(VideoFiles):
                 rest = failed - start - len(part)
                 count = (rest + 1) // 2 if rest > 0 else 2 * count
             start += len(part)
+
+    def _on_cpu(
+        self, store: Store, file: VideoIndex, packet: int, error: DecodeError
+    ) -> DecodeError | DatasetError | StorageError:
+        """Return the CPU's error for a frame that NVDEC cannot decode. Raises RouteChange if the CPU can decode it."""
+        try:
+            decode(store, [file], [packet], self.format(file, packet))
+        except (DecodeError, DatasetError, StorageError) as on_cpu:
+            return on_cpu
+        raise self.change(file, error) from error
 
     def _still_missing(self, stored: StoredFrames, frames: list[_Frame]) -> Iterator[_Frame]:
         """Yield the frames that must be decoded, because they were not added to the frame cache on disk meanwhile."""
@@ -255,12 +287,14 @@ class TorchcodecDecoder(VideoFiles):
         indices = [gop.file for gop, _ in frames]
         packets, slots = [gop.packets[i] for gop, i in frames], [gop.slots[i] for gop, i in frames]
         video, decoded, stored = self.format(indices[0], packets[0]), 0, 0
-        part, timed = frames_at_once((video.height, video.width)), self._counters.timed
+        part, timed = frames_at_once((video.height, video.width), self._gpu), self._counters.timed
+        device = device_name(self._gpu)
         try:
-            with timed("decode_s"):
-                for requests, tensor, more in decode_in_parts(store, indices, packets, video, part, timed):
+            with own_stream(self._gpu), timed("decode_s"):
+                for requests, tensor, more in decode_in_parts(store, indices, packets, video, part, timed, device):
                     with timed("resize_s"):
-                        resized = resize(tensor.numpy(), self._size)
+                        on_cpu = self._gpu is None
+                        resized = resize(tensor.numpy(), self._size) if on_cpu else resize_on_gpu(tensor, self._size)
                         self._put([slots[i] for i in requests], resized)
                     if self._stored is not None:
                         self._stored.add(
@@ -472,6 +506,10 @@ def _first_line(error: Exception) -> str:
     return re.sub(r"^\w+, \S+\.(cpp|h):\d+, ", "", line)
 
 
-def frames_at_once(size: tuple[int, int]) -> int:
-    """Return how many frames of this size (height, width) a decode thread may keep in memory before they are resized."""
-    return int(np.clip(PART_BYTES // (size[0] * size[1] * 3), 1, task_frames(size)))
+def frames_at_once(size: tuple[int, int], gpu: int | None = None) -> int:
+    """Return how many frames of this size (height, width) a decode thread may keep in memory before they are resized.
+
+    The memory is that of the GPU, or that of the CPU for None.
+    """
+    part = PART_BYTES if gpu is None else _GPU_PART_BYTES
+    return int(np.clip(part // (size[0] * size[1] * 3), 1, task_frames(size)))

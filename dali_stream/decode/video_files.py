@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.cache.open_episodes import OpenEpisodes
-from dali_stream.decode.decoder import OtherSizes, named
+from dali_stream.decode.decoder import OtherSizes, RouteChange, named
 from dali_stream.errors import DecodeError, FrameSizeError
 from dali_stream.lerobot.dataset_files import CLOCKS
 from dali_stream.lerobot.source import Source
@@ -104,6 +104,10 @@ class VideoFiles:
                 "of cameras"
             )
         self._other_sizes.add(episode, (video.height, video.width), where)
+
+    def change(self, index: VideoIndex, reason: object) -> RouteChange:
+        """Return the error that moves the camera from NVDEC to the CPU because of a file."""
+        return RouteChange([self.key], f"{self._source.data_store.where(index.path)}: {reason}")
 
     def named(self, episode: int, frames: Array, index: VideoIndex, error: DecodeError) -> DecodeError:
         """Return an error whose message starts with the camera, the episode, the frames and the file."""

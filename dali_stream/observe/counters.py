@@ -100,6 +100,17 @@ class Counters:
             record(stage.removesuffix("_s"), started, stopped)
             self._thread.inner = outer_wall + stopped - started, outer_cpu + ended - began
 
+    def starved(self, began: float, ready_at: float) -> None:
+        """Move the part of `graph_s` in which the frames of a batch were not ready to `starved_s`.
+
+        Args:
+            began: Time of `time.perf_counter` at which the batch was requested.
+            ready_at: Time at which its frames were decoded.
+        """
+        if ready_at > began:
+            self.add(starved_s=ready_at - began, graph_s=began - ready_at)
+            record("starved", began, ready_at)
+
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
         """Add the CPU seconds of the block to `copy_cpu_s`. Threads that help to copy use this."""

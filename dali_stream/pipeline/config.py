@@ -15,7 +15,7 @@ from dali_stream.cache.frame_files import FrameFiles, FrameFolder, pixel_key
 from dali_stream.cache.indices import IndexCache
 from dali_stream.checks.none import NONE
 from dali_stream.decode.decoder import TASK_FRAMES, task_frames
-from dali_stream.decode.route import Route
+from dali_stream.decode.route import TORCHCODEC_CUDA, Route
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.source import Source
 from dali_stream.order.batches import Batches
@@ -87,57 +87,62 @@ class Config:
         return self.arguments.state() | self.orders.state | ({"seed": self.arguments.seed} if self.augments else {})
 
     def frame_size(self, camera: str) -> tuple[int, int]:
-        """Return the size (height, width) of a camera's frames after the CPU has decoded and resized them."""
+        """Return the size (height, width) of a camera's frames after decoding and resizing."""
         return self.image_size or self.source.frame_size(camera)
 
     def frame_shape(self, camera: str) -> tuple[int, int, int]:
-        """Return the shape (height, width, channels) of a camera's frames after the CPU has decoded and resized them."""
+        """Return the shape (height, width, channels) of a camera's frames after decoding and resizing."""
         return *self.frame_size(camera), self.source.features[camera].channels
 
     def frame_bytes(self, camera: str) -> int:
         """Return the memory of a frame of shape `frame_shape` as uint8, in bytes."""
         return math.prod(self.frame_shape(camera))
 
-    def frame_files(self, cameras: Sequence[str]) -> dict[str, FrameFiles]:
-        """Return {camera: its frames on disk}, which is empty if there is no frame cache on disk."""
+    def frame_files(self, routes: Mapping[str, Route]) -> dict[str, FrameFiles]:
+        """Return {camera: its frames on disk}, which is empty if there is no frame cache on disk.
+
+        Args:
+            routes: {camera: decoder}.
+        """
         if self.frame_folder is None:
             return {}
-        keys = {c: self._pixel_key(c) for c in cameras}
+        keys = {camera: self._pixel_key(camera, routes[camera]) for camera in self.cached(routes)}
         return {camera: FrameFiles(self.frame_folder, key, self.frame_bytes(camera)) for camera, key in keys.items()}
 
-    def _pixel_key(self, camera: str) -> dict[str, str]:
+    def _pixel_key(self, camera: str, route: Route) -> dict[str, str]:
         video, images = camera in self.source.videos, camera in self.source.images
-        return pixel_key(self.frame_shape(camera), video, images, any_size=self.image_size is not None)
+        shape, any_size = self.frame_shape(camera), self.image_size is not None
+        return pixel_key(shape, video, images, any_size, nvdec=route.decoder == TORCHCODEC_CUDA)
 
-    def frame_folder_text(self, on_cpu: Sequence[str]) -> str:
+    def frame_folder_text(self, cached: Sequence[str]) -> str:
         """Return how full the frame cache on disk is, for the log.
 
         Args:
-            on_cpu: Cameras that the CPU decodes.
+            cached: Cameras whose decoded frames are cached.
         """
         assert self.frame_folder is not None
-        needed = int(self.source.lengths.sum()) * sum(map(self.frame_bytes, on_cpu))
-        sizes = ", ".join(dict.fromkeys("{}×{}".format(*self.frame_size(camera)) for camera in on_cpu))
+        needed = int(self.source.lengths.sum()) * sum(map(self.frame_bytes, cached))
+        sizes = ", ".join(dict.fromkeys("{}×{}".format(*self.frame_size(camera)) for camera in cached))
         return (
             f"frame_cache {self.frame_folder.path} has {self.frame_folder.size() / 1e9:.3g} GB. All frames of this dataset "
             f"take {needed / 1e9:.3g} GB at {sizes}"
         )
 
-    def on_cpu(self, routes: Mapping[str, Route]) -> list[str]:
-        """Return the cameras that the CPU decodes.
+    def cached(self, routes: Mapping[str, Route]) -> list[str]:
+        """Return the cameras whose decoded frames are cached. These are all cameras that DALI does not decode.
 
         Args:
             routes: {camera: decoder}.
         """
-        return [key for key in self.source.cameras if routes[key].decoder == "torchcodec"]
+        return [key for key in self.source.cameras if routes[key].decoder != "dali"]
 
-    def uses_dali(self, on_cpu: Sequence[str]) -> bool:
+    def uses_dali(self, cached: Sequence[str]) -> bool:
         """Return whether a DALI graph makes the batches: for a GPU, for a user's function, or if DALI decodes a camera.
 
         Args:
-            on_cpu: Cameras that the CPU decodes.
+            cached: Cameras whose decoded frames are cached.
         """
-        return self.gpu is not None or self.augments or len(on_cpu) < len(self.source.cameras)
+        return self.gpu is not None or self.augments or len(cached) < len(self.source.cameras)
 
     @property
     def repeats(self) -> bool:
@@ -175,18 +180,18 @@ class Config:
         """
         return self.windows.steps(camera) == 1 and (camera not in self.windows or camera in self.source.videos)
 
-    def sizes(self, on_cpu: Sequence[str]) -> Sizes:
+    def sizes(self, cached: Sequence[str]) -> Sizes:
         """Return the sizes that determine how memory_budget is divided. Read the index of each camera's first video file.
 
         Args:
-            on_cpu: Cameras that the CPU decodes.
+            cached: Cameras whose decoded frames are cached.
         """
         source, indices = self.source, {}
         for camera, videos in source.videos.items():
             with contextlib.suppress(DecodeError):  # the first batch that needs the file reports the error
                 first = int(np.argmax(videos.file != NONE))
                 indices[camera] = self.indices.of(camera, first, source.data_store)
-        frame_bytes = {camera: self.frame_bytes(camera) for camera in on_cpu}
+        frame_bytes = {camera: self.frame_bytes(camera) for camera in cached}
         table_bytes = self.table_bytes
         return Sizes(
             lengths=source.lengths,

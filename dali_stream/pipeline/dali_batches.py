@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from dali_stream.decode import dali
@@ -10,6 +11,7 @@ from dali_stream.decode.route import Route
 from dali_stream.decode.turns import turns
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.observe.counters import Counters
+from dali_stream.observe.tracing import begin_batch
 from dali_stream.pipeline import graph
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.dali_iterator import Iterator, PipelineError, abandon
@@ -44,7 +46,7 @@ class DaliBatches:
         self._config, self._counters, self._user = config, counters, user
         self._external = ExternalSource(config, Finisher(config, planner, counters), routes)
         pipeline, names = graph.build(config, self._external, routes, user)
-        self._iterator = Iterator(pipeline, names, planner.ready, self._external.prepare, turns(config.gpu))
+        self._iterator = Iterator(pipeline, names, planner.pool.starter, self._external.prepare, turns(config.gpu))
 
     def next(self) -> dict[str, Any]:
         """Return the next batch, with frames channels first.
@@ -54,15 +56,18 @@ class DaliBatches:
             DaliStreamError: If the batch could not be made.
         """
         try:
-            with self._counters.timed("graph_s"):  # without the time that `Finisher` waits, which counts as `starved_s`
+            with self._counters.timed("graph_s"):
+                began = time.perf_counter()
                 [batch] = next(self._iterator)
+                planned = self._external.batches.popleft()
+                begin_batch(planned.samples.number)
         except PipelineError as error:
             if change := self._route_change(error.explanation):
                 raise change from error.__cause__
             raise DaliStreamError(
                 f"An operator of the DALI pipeline failed: {error.explanation}. See the error that caused this one"
             ) from error.__cause__
-        planned = self._external.batches.popleft()
+        self._counters.starved(began, planned.ready_at)
         self._audit(planned, batch)
         for key, layout in self._iterator.layouts.items():
             if key in batch and layout.endswith("HWC"):

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from dali_stream.decode import dali  # before DALI itself, since its error message says how to install DALI
 from dali_stream.decode.turns import Turns
 from dali_stream.errors import DaliStreamError
+from dali_stream.system.workers import Workers
 
 # isort: split
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
@@ -35,19 +37,19 @@ class PipelineError(Exception):
 
 
 class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
-    """DALIGenericIterator that does not wait for the input of the next batch before it returns a batch.
+    """DALIGenericIterator that starts the next run of the pipeline in another thread.
 
-    The original starts the pipeline's next run before it returns a batch. It therefore waits for the frames of the next batch,
-    and an error in them loses the batch that it was about to return. This class starts the next run early only if its input is
-    ready. Otherwise it starts the run when the next batch is requested. It also keeps the layouts of the outputs, which the
-    original drops, since a layout tells which axis of a frame has the channels.
+    The original starts the next run before it returns a batch. It therefore waits for the frames of the next batch and copies
+    them while the GPU has no work, and an error in them loses the batch that it was about to return. Here, the other thread
+    does this work during the training step, and an error is raised when the next batch is requested. This class also keeps
+    the layouts of the outputs, which the original drops, since a layout tells which axis of a frame has the channels.
 
     Args:
         pipeline: Built pipeline.
         names: Names of its outputs.
-        ready: Function that returns whether the input of the next run is ready.
-        prepare: Function that waits for the input of the next run. It is called before each run, without the lock of `turns`,
-            so that other pipelines can run while this one waits for its input. Its errors are raised unchanged.
+        thread: Thread that starts the runs.
+        prepare: Function that waits for the input of the next run. The thread calls it before each run, without the lock of
+            `turns`, so that other pipelines can run while this one waits for its input. Its errors are raised unchanged.
         turns: Lock that lets only one pipeline of the device run at a time.
 
     Attributes:
@@ -55,23 +57,20 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
     """
 
     def __init__(
-        self, pipeline: Pipeline, names: list[str], ready: Callable[[], bool], prepare: Callable[[], None], turns: Turns
+        self, pipeline: Pipeline, names: list[str], thread: Workers, prepare: Callable[[], None], turns: Turns
     ) -> None:
         self.layouts: dict[str, str] = {}
-        # `_owes_run` is True if a run was not started early, since its input was not ready.
-        self._input_ready, self._prepare, self._owes_run = ready, prepare, False
+        self._thread, self._prepare = thread, prepare
+        self._started: Future[None] | None = None  # start of the next run
         self._turns, self._running = turns, False
         self._outputs: Any = None  # outputs or error of a run that was waited for, possibly by another iterator
         super().__init__([pipeline], names, prepare_first_batch=False)
 
     def _schedule_runs(self, release_outputs: bool = True) -> None:
-        if self._ever_scheduled and not self._input_ready():
-            self._owes_run = True
-        else:
-            self._run(release_outputs)
+        self._started = self._thread.submit(self._run, release_outputs)
 
     def _run(self, release_outputs: bool = True) -> None:
-        """Start a run of the pipeline."""
+        """Start a run of the pipeline, in the other thread."""
         self._prepare()
         with self._turns.lock, _named_errors():
             self._turns.begin(self)
@@ -88,13 +87,15 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
                 self._outputs = error
 
     def _take_outputs(self) -> Any:
-        """Return the outputs of the run in progress, or of a run that another iterator has waited for.
-
-        If no run was started early, start one first.
-        """
-        if self._owes_run or not self._ever_scheduled:
-            self._run(release_outputs=self._ever_scheduled)
-            self._owes_run = False
+        """Return the outputs of the run in progress, or of a run that another iterator has waited for."""
+        started = self._started
+        if started is None:  # the first run, or one after an error
+            started = self._started = self._thread.submit(self._run, self._ever_scheduled)
+        try:
+            started.result()
+        finally:
+            if started.done():  # otherwise Ctrl-C has interrupted the wait
+                self._started = None
         with self._turns.lock, _named_errors():
             self.finish_run()
             outputs, self._outputs = self._outputs, None

@@ -33,14 +33,15 @@ class DecodePool:
     Args:
         config: Configuration of the loader.
         routes: {camera: decoder}.
-        slot_counts: {camera that the CPU decodes: number of slots for its frames}.
+        slot_counts: {camera whose decoded frames are cached: number of slots for them}.
         files: {camera: its frames on disk}.
         counters: Counters to add to.
 
     Attributes:
         decoders: {camera: decoder}.
-        slots: {camera that the CPU decodes: its decoded frames}.
+        slots: {camera: its cached frames}.
         copiers: Threads that copy frames together with the calling thread.
+        starter: Thread that starts the runs of the DALI graph.
     """
 
     def __init__(
@@ -57,14 +58,11 @@ class DecodePool:
         self._decoded_bytes = 0
         self._workers = Workers("dali_stream decode", config.num_threads)
         self.copiers = Workers("dali_stream copy", copy_threads(config.num_threads) - 1, counters.copying)
+        self.starter = Workers("dali_stream graph", 1, counters.copying)
 
     def _decoder(self, key: str, route: Route) -> Decoder:
         config, source, size = self._config, self._config.source, self._config.frame_size(key)
         any_size = config.image_size is not None
-        if route.decoder == TORCHCODEC_CUDA:
-            from dali_stream.decode.torchcodec_cuda import TorchcodecCudaDecoder
-
-            return TorchcodecCudaDecoder(source, key, self._counters, config.gpu, any_size)
         if key not in self.slots:
             from dali_stream.decode.dali import DaliDecoder
 
@@ -74,7 +72,8 @@ class DecodePool:
         stored = None if files is None else StoredFrames(files, slots, self._counters)
         decoders: list[Decoder] = []
         if key in source.videos:
-            decoders.append(TorchcodecDecoder(source, key, self._counters, slots, size, any_size, stored))
+            gpu = config.gpu if route.decoder == TORCHCODEC_CUDA else None
+            decoders.append(TorchcodecDecoder(source, key, self._counters, slots, size, any_size, stored, gpu))
         if key in source.images:
             decoders.append(ImageDecoder(source, key, self._counters, slots, size, any_size, stored))
         return VideoAndImages(source, key, slots, *decoders) if len(decoders) == 2 else decoders[0]
@@ -109,10 +108,12 @@ class DecodePool:
         """Cancel tasks that have not begun. Return without waiting for the others."""
         self._workers.stop()
         self.copiers.stop()
+        self.starter.stop()
 
     def join(self) -> None:
         """Wait for the threads to end, after `stop`, and free the decoded frames."""
         self._workers.join()
+        self.starter.join()  # before the copiers, to which it may submit work
         self.copiers.join()
         # Memory is freed explicitly, since DALI may keep references to the decoders for a while.
         for decoder in self.decoders.values():

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from dali_stream.decode.route import TORCHCODEC_CUDA, Route
+from dali_stream.decode.route import Route
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.finisher import Finisher
 from dali_stream.pipeline.planned_batch import PlannedBatch, with_time_axis
@@ -31,9 +31,8 @@ class ExternalSource:
     """
 
     def __init__(self, config: Config, finisher: Finisher, routes: Mapping[str, Route]) -> None:
-        self._config, self._finisher, self._on_cpu = config, finisher, config.on_cpu(routes)
+        self._config, self._finisher, self._cached = config, finisher, config.cached(routes)
         self.on_dali = [key for key in config.source.cameras if routes[key].decoder == "dali"]
-        self._on_cuda = [key for key in config.source.cameras if routes[key].decoder == TORCHCODEC_CUDA]
         self.batches: deque[PlannedBatch] = deque()
 
     def prepare(self) -> None:
@@ -58,18 +57,8 @@ class ExternalSource:
         return tuple(arrays)
 
     def frames(self) -> tuple[Array, ...]:
-        """Return the frames of the same batch that the CPU decoded, uint8 of shape (B, H, W, C) or (B, T, H, W, C) per camera.
+        """Return the decoded frames of the same batch, uint8 of shape (B, H, W, C) or (B, T, H, W, C) per camera.
 
         This method is an external source of the graph. The memory is reused once nothing refers to it.
         """
-        return tuple(with_time_axis(self._config, key, self.batches[-1].frames[key]) for key in self._on_cpu)
-
-    def gpu_frames(self) -> tuple[list[Any], ...]:
-        """Return the frames of the same batch that torchcodec decoded on a GPU, as a list of DLPack capsules per camera.
-
-        Each capsule contains the frames of one sample, uint8 of shape (H, W, 3) or (T, H, W, 3). This method is an external
-        source of the graph.
-        """
-        batch, squeezed = self.batches[-1], self._config.squeezed
-        # With stream=-1, torch does not synchronize streams. No synchronization is needed, since the frames are complete.
-        return tuple([(f[0] if squeezed(key) else f).__dlpack__(stream=-1) for f in batch.frames[key]] for key in self._on_cuda)
+        return tuple(with_time_axis(self._config, key, self.batches[-1].frames[key]) for key in self._cached)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from concurrent.futures import CancelledError
 
 import numpy as np
@@ -18,7 +19,7 @@ from dali_stream.pipeline.planner import Planner
 
 
 class Finisher:
-    """Finisher of a planner's batches. It works in the thread of the caller.
+    """Finisher of a planner's batches. It works in the thread that calls it.
 
     Args:
         config: Configuration of the loader.
@@ -62,9 +63,9 @@ class Finisher:
         failed: dict[int, DaliStreamError] = {}
         files: dict[int, str] = {}  # {sample that failed: its file}
         # The tasks of all cameras are waited for before anything is copied, so that no waiting counts as copying.
-        with self._counters.timed("starved_s"):
-            for task in itertools.chain.from_iterable(work.tasks for work in batch.work.values()):
-                task.result()
+        for task in itertools.chain.from_iterable(work.tasks for work in batch.work.values()):
+            task.result()
+        batch.ready_at = time.perf_counter()
         for key, work in batch.work.items():
             batch.frames[key] = work.collect(self._buffers, self._dtype, self._planner.pool.copiers)
             failed |= work.failed

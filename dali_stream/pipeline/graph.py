@@ -17,7 +17,6 @@ import numpy as np
 from dali_stream.checks.text import listed
 from dali_stream.decode import dali  # before DALI itself, since its error message says how to install DALI
 from dali_stream.decode.capability import engines
-from dali_stream.decode.route import TORCHCODEC_CUDA
 from dali_stream.errors import DaliStreamError
 from dali_stream.pipeline.config import SAMPLE, SUBSTITUTE
 
@@ -73,8 +72,8 @@ def build(
     with pipeline:
         nodes = _read(config, source, routes)
         for camera in [camera for camera in config.source.cameras if camera in nodes]:
-            # Frames that the CPU decodes are resized by the decode threads.
-            size = None if routes[camera].decoder == "torchcodec" else config.image_size
+            # Other decoders resize frames in the decode threads.
+            size = config.image_size if routes[camera].decoder == "dali" else None
             nodes[camera] = _scaled(nodes[camera], size, config.image_dtype)
         camera_nodes = nodes
         if user is not None:
@@ -121,14 +120,11 @@ def _read(config: Config, source: ExternalSource, routes: Mapping[str, Route]) -
     """Return the arrays of the external source as nodes on the pipeline's device. Clips are decoded."""
     kinds: list[Kind] = [(key, *_column(config, key)) for key in config.columns()]
     decoded: list[Kind] = []
-    on_gpu: list[Kind] = []
     for camera in config.source.cameras:
         layout = "HWC" if config.squeezed(camera) else "FHWC"
         if routes[camera].decoder == "dali":
             kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, "")]  # clip, and frame indices in it
             kinds += [] if config.squeezed(camera) else [(camera, types.INT32, 1, "")]  # order of the steps
-        elif routes[camera].decoder == TORCHCODEC_CUDA:
-            on_gpu.append((camera, types.UINT8, len(layout), layout))
         else:
             decoded.append((camera, types.UINT8, len(layout), layout))
     # Each key has one node, except for an encoded camera, which has two or three.
@@ -152,10 +148,7 @@ def _read(config: Config, source: ExternalSource, routes: Mapping[str, Route]) -
     for camera, node in _source(source.frames, decoded, no_copy=True) if decoded else ():
         divided = config.gpu is None and config.image_dtype == "float32"
         nodes[camera] = placed(node if divided else fn.copy(node))
-    # The frames are complete, and the source refers to them until this run of the pipeline has ended. With cuda_stream=1, DALI
-    # copies them on a stream of its own and waits for it, according to its documentation. On an H100, 8,736 frames were right.
-    place = {"device": "cpu"} if config.gpu is None else {"device": "gpu", "cuda_stream": 1}
-    return nodes | (dict(_source(source.gpu_frames, on_gpu, **place)) if on_gpu else {})
+    return nodes
 
 
 def _source(call: Callable[[], tuple[Any, ...]], kinds: list[Kind], **options: Any) -> list[tuple[str, DataNode]]:

@@ -28,6 +28,7 @@ class PlannedBatch:
         work: {camera: decode tasks in progress}.
         failed: {sample whose episode cannot be read: error}. Its columns and texts are those of another sample.
         frames: {camera: frames of shape (B, T, H, W, C), or a list with one item per sample, see `Work.collect`}.
+        ready_at: Time of `time.perf_counter` at which all frames were decoded.
     """
 
     samples: Samples
@@ -36,6 +37,7 @@ class PlannedBatch:
     work: dict[str, Work]
     failed: dict[int, DaliStreamError]
     frames: dict[str, Any] = field(default_factory=dict)
+    ready_at: float = 0.0
 
 
 def with_time_axis(config: Config, camera: str, frames: Array) -> Array:

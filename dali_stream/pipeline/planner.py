@@ -54,25 +54,25 @@ class Planner:
 
     def __init__(self, config: Config, routes: Mapping[str, Route], epoch: int, position: int, counters: Counters) -> None:
         self._config, self._counters = config, counters
-        source, on_cpu = config.source, config.on_cpu(routes)
-        on_nvdec = [key for key in source.cameras if key not in on_cpu]
-        self.sizes = sizes = config.sizes(on_cpu)
+        source, cached = config.source, config.cached(routes)
+        on_dali = [key for key in source.cameras if key not in cached]
+        self.sizes = sizes = config.sizes(cached)
         parts = divide(config.memory_budget, sizes)
         self._schedule = Schedule(
             EpisodeTable(source.lengths, source.cameras, source.videos if source.data_store.remote else ()),
             samples(config.order, config.batches, config.rank, epoch, position),
             config.batches.largest,
-            {key: config.windows.of(key) for key in on_cpu},
+            {key: config.windows.of(key) for key in cached},
             Limits(parts.kept, config.in_progress, order_horizon(parts, sizes)),
-            {key: config.windows.of(key) for key in on_nvdec},
+            {key: config.windows.of(key) for key in on_dali},
             source.dataset_of,
         )
-        self._files = config.frame_files(on_cpu)
+        self._files = config.frame_files(routes)
         self._looked_in = epoch  # last epoch in which the frame cache on disk was searched for frames of other processes
         self._reading = Reading(config, sizes, parts, self._schedule, self._files, counters)
-        slots = {key: self._schedule.frames[key].slot_count for key in on_cpu}
+        slots = {key: self._schedule.frames[key].slot_count for key in cached}
         self.pool = DecodePool(config, routes, slots, self._files, counters)
-        self.keeps_all = not on_nvdec and parts.kept >= int(source.lengths.sum())
+        self.keeps_all = not on_dali and parts.kept >= int(source.lengths.sum())
         self._planned: queue.Queue[PlannedBatch | BaseException] = queue.Queue()  # needs no size limit because of `_room`
         self._room = threading.Semaphore(config.in_progress)
         self.stopping = False
@@ -89,23 +89,15 @@ class Planner:
         Raises:
             DaliStreamError: If the batch could not be planned. No further batch is planned.
         """
-        with self._counters.timed("starved_s"):
-            batch = self._planned.get()
-            if isinstance(batch, PlannedBatch):
-                begin_batch(batch.samples.number)
+        batch = self._planned.get()
         if isinstance(batch, BaseException):
             raise batch
+        begin_batch(batch.samples.number)
         return batch
 
     def done(self) -> None:
         """Report that the frames of the batch that `take` returned last were copied, so that another batch may be planned."""
         self._room.release()
-
-    def ready(self) -> bool:
-        """Return whether the next batch has been planned and decoded without an error. Do not wait for it."""
-        with self._planned.mutex:
-            batch = self._planned.queue[0] if self._planned.queue else None
-        return isinstance(batch, PlannedBatch) and all(work.ready() for work in batch.work.values())
 
     def memory(self) -> dict[str, int]:
         """Return the memory in use in bytes, with the keys `MEMORY`.
@@ -134,9 +126,9 @@ class Planner:
     def _join(self) -> None:
         # The planner's thread ends first, since it submits jobs to the other threads.
         join_started(self._thread)
+        self._planned.put(closed())  # for a thread that waits in `take`
         self.pool.join()
         self._reading.join()
-        self._planned.put(closed())  # for a thread that waits in `take`
 
     def _run(self) -> None:
         try:

@@ -65,7 +65,7 @@ class BatchStream:
         _streams.add(self)
         try:
             self.planner.start()  # first, so that the first batches are decoded while DALI builds its pipeline
-            if config.uses_dali(config.on_cpu(routes)):
+            if config.uses_dali(config.cached(routes)):
                 from dali_stream.pipeline.dali_batches import DaliBatches
 
                 self._batches = DaliBatches(config, self.planner, counters, routes, user)

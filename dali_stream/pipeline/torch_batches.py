@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,10 @@ class TorchBatches:
         Raises:
             DaliStreamError: If the batch could not be made, or the loader was closed.
         """
-        with self._counters.timed("graph_s"):  # without the time that `Finisher` waits, which counts as `starved_s`
+        with self._counters.timed("graph_s"):
+            began = time.perf_counter()
             batch = self._finisher.next()
+            self._counters.starved(began, batch.ready_at)
             columns = {key: torch.from_numpy(batch.columns[key]) for key in self._config.columns()}
             frames = {
                 key: torch.from_numpy(with_time_axis(self._config, key, values)).movedim(-1, -3)

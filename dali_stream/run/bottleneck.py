@@ -142,8 +142,8 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool) -
         warm: See `Setup`.
     """
     # While batches are in progress, only the planner may read indices, so the planner's sizes are used.
-    on_cpu = config.on_cpu(source.routes)
-    sizes = source.sizes or config.sizes(on_cpu)
+    cached = config.cached(source.routes)
+    sizes = source.sizes or config.sizes(cached)
     parts, enough = divide(config.memory_budget, sizes), frames_budget(sizes)
     frames = enough if sizes.frame_bytes > 0 and config.memory_budget < enough else None
     return Setup(
@@ -158,7 +158,7 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool) -
         image_dtype=config.image_dtype,
         normalize=normalize,
         dali_graph=config.augments,
-        uses_dali=config.uses_dali(on_cpu),
+        uses_dali=config.uses_dali(cached),
         warm=warm,
         keeps_all=source.keeps_all,
         repeats=config.repeats,

@@ -32,7 +32,7 @@ def required_memory(config: Config, cameras: Sequence[str]) -> RequiredMemory:
 
     Args:
         config: Configuration of the loader.
-        cameras: Cameras that the CPU decodes.
+        cameras: Cameras whose decoded frames are cached.
     """
     batches, share = config.batches, config.batches.frames // config.batches.world_size
     rows = batches.batch_size if batches.last_batch == "pad" else min(batches.batch_size, share)
@@ -48,7 +48,7 @@ def check_memory(config: Config, cameras: Sequence[str], limit: MemoryLimit | No
 
     Args:
         config: Configuration of the loader.
-        cameras: Cameras that the CPU decodes.
+        cameras: Cameras whose decoded frames are cached.
         limit: Memory limit of this process. None if it is unknown.
 
     Raises:

@@ -314,7 +314,7 @@ class _Study:
     ) -> None:  # fmt: skip
         self._uri, self._arguments, self._options, self._progress = uri, arguments, options, progress
         self._whole, self._full, self._config, self._stack, self._anyway = whole, full, full._config, stack, anyway
-        self._on_cpu = self._config.on_cpu(full.routes)
+        self._cached = self._config.cached(full.routes)
         self._busy: list[tuple[float, float]] = []  # seconds of other processes, and of all cores, in each measurement
         self.notes: list[str] = []
         config = self._config
@@ -359,9 +359,9 @@ class _Study:
             changed: Arguments of the Loader that change.
         """
         if not changed:
-            return decodes_of(self._config, self._on_cpu, gop)
+            return decodes_of(self._config, self._cached, gop)
         with Loader(self._whole, **self._options | changed) as loader:
-            return decodes_of(loader._config, self._on_cpu, gop)
+            return decodes_of(loader._config, self._cached, gop)
 
     def remedies(self, now: tuple[Decodes, Decodes]) -> Iterator[_Proposal]:
         """Yield the remedies that apply. Their gains are computed later.
@@ -376,7 +376,7 @@ class _Study:
                 rounds = base.speeds(self.decodes(memory_budget=budget))
                 yield _Proposal(f'memory_budget="{budget_text(budget)}"', price, rounds, {"memory_budget": budget})
         if self._stored:
-            size = sum(config.frame_bytes(camera) for camera in self._on_cpu) * self._whole.num_frames
+            size = sum(config.frame_bytes(camera) for camera in self._cached) * self._whole.num_frames
             price = f"{size / 1e9:.3g} GB on a local disk, for all ranks of the machine"
             # The first epoch decodes each frame once, whatever the memory holds, as in the measured part.
             decodes = self._stored.rounds[0].first.decodes, Decodes(0.0, 0.0)
@@ -521,7 +521,7 @@ class _Study:
                     raise ValueError(f"dataset must have 2 batches of {size} samples or more. Give a smaller batch_size")
                 first.append(_growth(loader))
                 later.append(_growth(loader))
-                config, graph = loader._config, loader._config.uses_dali(loader._config.on_cpu(loader.routes))
+                config, graph = loader._config, loader._config.uses_dali(loader._config.cached(loader.routes))
         ended, seconds = _cpu_seconds(), time.perf_counter() - started
         if began and ended:
             others = (ended[0] - began[0]) - (ended[1] - began[1])

@@ -15,7 +15,6 @@ from dali_stream.checks.none import NONE
 from dali_stream.decode import rate
 from dali_stream.decode.capability import capability
 from dali_stream.decode.refusal import refusal, smallest_coded_size
-from dali_stream.decode.route import FASTER
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, MemoryBudgetError, counted
 from dali_stream.mp4.clip import is_avc, pack
@@ -390,5 +389,5 @@ def _check_speed(answer: Answer) -> Result:
     if answer.error:
         return WARNING, f"it could not be measured: {answer.reason}", 'use Loader(decode="torchcodec") if the Loader fails, too'
     rates: rate.Rates = answer.value
-    ratio, takes = rates.nvdec / rates.cpu, "NVDEC" if rates.nvdec >= FASTER * rates.cpu else "the CPU"
+    ratio, takes = rates.nvdec / rates.cpu, "NVDEC" if rates.nvdec_is_faster else "the CPU"
     return OK, f'{rates}: NVDEC has {ratio:.2f} of the CPU\'s speed, so decode="auto" takes {takes}', ""

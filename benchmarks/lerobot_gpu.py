@@ -1,0 +1,109 @@
+"""Compare the steps per second of LeRobot's training script on a GPU with a Loader, and with its own DataLoader.
+
+    python benchmarks/lerobot_gpu.py NAME=ROOT [NAME=ROOT ...] [--cores 4 16] [--batch-size 64] [--steps 60] [--rounds 2]
+                                     [--image-size HxW] [--device cuda] [--out FILE]
+
+It trains ACT of LeRobot's default size, without pretrained weights, at the recorded frame size. Each run is a process that is
+restricted to some cores. LeRobot's DataLoader gets a worker per core, and the Loader a decode thread per core. The side
+"repeated" trains on its first batch only, which shows the speed of the GPU without data loading. With --image-size, LeRobot
+resizes with torchvision's Resize in its workers. Run the program in an environment with LeRobot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from argument_types import count, new_file
+from lerobot_programs.trainable import trainable
+
+from dali_stream.checks.frame_size import frame_size, join_sizes
+from dali_stream.decode.torchcodec_cuda import device_name
+from dali_stream.system import process
+from dali_stream.tools import environment
+
+SIDES = ("stock", "loader", "repeated")
+WARMUP = 6  # steps before the timed ones
+RUN = Path(__file__).parent / "lerobot_programs" / "run.py"
+ACT = ["--policy.type=act", "--policy.pretrained_backbone_weights=null", "--policy.push_to_hub=false", "--wandb.enable=false"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("data", nargs="+", metavar="NAME=ROOT")
+    parser.add_argument("--cores", type=count, nargs="+", default=[4, 16])
+    parser.add_argument("--batch-size", type=count, default=64)
+    parser.add_argument("--steps", type=count, default=60)
+    parser.add_argument("--rounds", type=count, default=2)
+    parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
+    parser.add_argument("--image-size", type=frame_size, metavar="HxW", help="default: the recorded size")
+    parser.add_argument("--policy", nargs="*", default=[], metavar="KEY=VALUE", help="further arguments of the policy")
+    parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N")
+    parser.add_argument("--out", type=new_file, help="write the report to this file after each run")
+    arguments = parser.parse_args(join_sizes())
+    words = {key: str(value) for key, value in vars(arguments).items() if key not in ("data", "out")}
+    report: dict[str, Any] = {"arguments": words, **environment.ran_on(device_name(process.gpu(arguments.device))), "rows": []}
+    with tempfile.TemporaryDirectory() as place:
+        given = (each.partition("=")[::2] for each in arguments.data)
+        datasets = {name: trainable(name, Path(root), Path(place)) for name, root in given}
+        for turn, (name, root), cores, side in itertools.product(
+            range(arguments.rounds), datasets.items(), arguments.cores, arguments.sides
+        ):
+            if side == "repeated" and (turn or cores != max(arguments.cores)):
+                continue
+            row = {"data": name, "cores": cores, "side": side, **run(Path(place), name, root, cores, side, arguments)}
+            report["rows"].append(row)
+            print(row, flush=True)
+            if arguments.out:
+                arguments.out.write_text(environment.report_json(report, indent=1) + "\n")
+
+
+def run(place: Path, name: str, root: Path, cores: int, side: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the steps per second of a run, and its medians of LeRobot's own times per step, in seconds."""
+    folder = Path(tempfile.mkdtemp(dir=place))
+    spec = {"side": side, "trains": True, "kill_at": None, "out": str(folder / "out"), "records": "times"}
+    (folder / "spec.json").write_text(json.dumps(spec))
+    command = [
+        *(sys.executable, str(RUN), str(folder / "spec.json"), "--", *ACT, *(f"--policy.{each}" for each in arguments.policy)),
+        *(f"--policy.device={arguments.device}", f"--dataset.repo_id=local/{name}", f"--dataset.root={root}"),
+        *(f"--output_dir={folder / 'run'}", f"--steps={arguments.steps}", f"--batch_size={arguments.batch_size}"),
+        *("--save_checkpoint=false", "--log_freq=10", f"--num_workers={cores}"),
+        *resized(side, arguments.image_size),
+    ]
+    used = sorted(os.sched_getaffinity(0))[:cores]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, preexec_fn=lambda: os.sched_setaffinity(0, used)
+    )
+    if done.returncode:
+        return {"error": (done.stderr or done.stdout)[-1500:]}
+    entries = [json.loads(line) for line in (folder / "out.0").read_text().splitlines()]
+    times = [entry["time"] for entry in entries if "time" in entry][WARMUP:]
+    steps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    return {
+        "steps_per_s": round(len(steps) / (times[-1] - times[0]), 2),
+        "samples_per_s": round(len(steps) * arguments.batch_size / (times[-1] - times[0])),
+        "median_step_s": round(statistics.median(steps), 4),
+    }
+
+
+def resized(side: str, size: tuple[int, int] | None) -> list[str]:
+    """Return the arguments that resize frames."""
+    if size is None:
+        return []
+    if side == "loader":
+        return [f"--loader.image_size={size[0]}x{size[1]}"]
+    resize = f"{{resize: {{weight: 1.0, type: Resize, kwargs: {{size: [{size[0]}, {size[1]}]}}}}}}"
+    transforms = "--dataset.image_transforms"
+    return [f"{transforms}.enable=true", f"{transforms}.max_num_transforms=1", f"{transforms}.tfs={resize}"]
+
+
+if __name__ == "__main__":
+    main()
