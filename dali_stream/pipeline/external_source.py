@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 class ExternalSource:
-    """External source of the DALI graph. DALI calls its methods in the thread of the caller, once per run, after `prepare`.
+    """External source of the DALI graph. DALI calls its methods in the thread that starts a run, once per run, after `prepare`.
 
     Args:
         config: Configuration of the loader.
