@@ -15,7 +15,7 @@ SELFTEST_NEEDS := import dali_stream.cli, dali_stream.tools.selftest, torchcodec
 export PYTHON DALI_EXTRA
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo train-demo bench figures docs test test-slow test-gpu test-lerobot check lint format clean
+.PHONY: help install demo train-demo bench figures docs test test-repo test-slow test-gpu test-lerobot check lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,8 +67,11 @@ docs: install ## build the documentation site in site/
 # there are, and which files come first.
 SEVERAL := -n auto --maxprocesses 8 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
-test: install ## run the tests, without the slow ones
-	$(RUN) pytest -q -m 'not slow' $(SEVERAL) $(ARGS)
+test: install ## run the tests of the library, without the slow ones
+	$(RUN) pytest -q -m 'not slow' --ignore tests/repo $(SEVERAL) $(ARGS)
+
+test-repo: install ## run the tests of documents, Dockerfiles and benchmarks, without the slow ones
+	$(RUN) pytest -q -m 'not slow' tests/repo $(SEVERAL) $(ARGS)
 
 # And the property tests with all of their examples. pytest exits 5 where no test is marked slow: nothing failed.
 test-slow: install ## run the slow tests

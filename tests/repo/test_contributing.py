@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 CHANGES = re.findall(r"^### (Change \d): [^\n]*\n(.*?)(?=^##)", TEXT, re.MULTILINE | re.DOTALL)
 

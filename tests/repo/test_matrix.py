@@ -18,7 +18,7 @@ import pytest
 
 from dali_stream.run.bottleneck import STAGES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MATRIX = ROOT / "benchmarks/slurm/matrix.sh"
 SHORT = {"BATCH_SIZE": "4", "NUM_BATCHES": "2", "WARMUP": "1", "DEVICE": "cpu"}
 

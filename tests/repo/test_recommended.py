@@ -29,7 +29,7 @@ from dali_stream import Loader
 from dali_stream.cli import app, main
 from dali_stream.system.install import install_command
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXTRAS = ("cuda12", "cuda13", "s3", "train")
 GROUP: Any = typer.main.get_command(app)
 FILES = [path for folder in ("dali_stream", "pipelines", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]

@@ -30,9 +30,8 @@ import dali_stream
 from dali_stream.cli import app, main
 from dali_stream.integrations.lerobot.arguments import ARGUMENTS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-MOST_WORDS = 650  # code and links counted
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *PAGES]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -153,12 +152,6 @@ def test_python_code_runs(page: str, demo: Path, tmp_path: Path, monkeypatch: py
     with Server(demo) as server:
         for _, text in code("python", [ROOT / page]):
             exec(compile(text.replace("s3://bucket/dataset", server.url), page, "exec"), namespace)
-
-
-def test_a_page_of_a_trainer_is_short() -> None:
-    pages = [path for path in PAGES if path.parent.name == "trainers"]
-    assert pages
-    assert [path.name for path in pages if len(path.read_text().split()) > 300] == []
 
 
 def test_a_page_begins_with_a_sentence() -> None:
@@ -373,10 +366,6 @@ def test_targets_of_make_exist() -> None:
 
 
 # ----------------------------------------------------------------------- the README
-
-
-def test_the_readme_is_short() -> None:
-    assert len(README.read_text().split()) <= MOST_WORDS
 
 
 class Stopped(Exception):

@@ -15,7 +15,7 @@ import yaml
 from support.cluster import Cluster
 from support.slow import slow_after
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 CAPABILITIES = {"video", "compute", "utility"}
 SCRIPTS = ("enroot.sbatch", "apptainer.sbatch")

@@ -17,7 +17,7 @@ import pytest
 
 from dali_stream.system import process
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "benchmarks/peer_programs"
 SHORT = ["--batch-size", "8", "--batches", "3", "--rounds", "2", "--warmup", "1", "--check", "3", "--device", "cpu"]
 

@@ -15,7 +15,7 @@ from support.slow import examples, slow
 
 from dali_stream import Dataset
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 VALUES = [1, 2, 4, 8, 16, 32, 64]
 
 

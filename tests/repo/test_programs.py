@@ -20,7 +20,7 @@ from support.datasets import CAMERAS, read_lengths
 from dali_stream import Dataset, Loader
 from dali_stream.tools import environment
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REPORTS = sorted(path for path in (ROOT / "benchmarks/results").rglob("*") if path.is_file())
 # What begins at the root of a file system, in a home or outside the working folder. Addresses (https://...) do not.
 FOLDER = re.compile(r"""(?:^|[\s"'(=:,\[])(?:file://)?(?:~\w*|\.\.)?/(?!/)\w""", re.MULTILINE)
