@@ -44,7 +44,7 @@ class DaliBatches:
         self, config: Config, planner: Planner, counters: Counters, routes: dict[str, Route], user: graph.Graph | None
     ) -> None:
         self._config, self._counters, self._user = config, counters, user
-        self._external = ExternalSource(config, Finisher(config, planner, counters), routes)
+        self._external = ExternalSource(config, Finisher(config, planner), routes)
         pipeline, names = graph.build(config, self._external, routes, user)
         self._iterator = Iterator(pipeline, names, planner.pool.starter, self._external.prepare, turns(config.gpu))
 
@@ -73,6 +73,7 @@ class DaliBatches:
             if key in batch and layout.endswith("HWC"):
                 frames = batch[key].movedim(-1, -3)
                 batch[key] = frames.contiguous() if self._config.memory_format == "contiguous" else frames
+        self._counters.add(**planned.counts)
         return planned.texts | batch  # DALI has no strings
 
     def _audit(self, planned: PlannedBatch, batch: dict[str, Any]) -> None:

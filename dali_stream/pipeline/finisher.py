@@ -12,7 +12,6 @@ import numpy as np
 from dali_stream.cache.buffers import Buffers
 from dali_stream.checks.none import NONE
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.observe.counters import Counters
 from dali_stream.pipeline.config import SUBSTITUTE, Config
 from dali_stream.pipeline.planned_batch import PlannedBatch, closed
 from dali_stream.pipeline.planner import Planner
@@ -24,7 +23,6 @@ class Finisher:
     Args:
         config: Configuration of the loader.
         planner: Planner of the batches.
-        counters: Counters to add to.
         dtype: Dtype of decoded frames: uint8, or float32 for values divided by 255. Default: uint8.
         channels_first: Whether the channels of frames precede height and width in memory. Default: False.
     """
@@ -33,11 +31,10 @@ class Finisher:
         self,
         config: Config,
         planner: Planner,
-        counters: Counters,
         dtype: type[np.generic] = np.uint8,
         channels_first: bool = False,
     ) -> None:
-        self._config, self._planner, self._counters, self._dtype = config, planner, counters, dtype
+        self._config, self._planner, self._dtype = config, planner, dtype
         self._buffers = Buffers(channels_first)
 
     def next(self) -> PlannedBatch:
@@ -54,7 +51,6 @@ class Finisher:
                 raise closed() from error
             raise
         self._planner.done()
-        self._counters.padded += batch.samples.padded
         return batch
 
     def _finish(self, batch: PlannedBatch) -> None:
@@ -73,8 +69,8 @@ class Finisher:
         failed |= batch.failed
         files |= {row: f"episode {config.source.episodes[batch.samples.episode[row]]}" for row in batch.failed}
         rows = len(batch.samples.frame)
-        self._counters.samples += rows
-        self._counters.frames += sum(config.windows.steps(key) * (rows - self._missing(batch, key)) for key in batch.frames)
+        shown = sum(config.windows.steps(key) * (rows - self._missing(batch, key)) for key in batch.frames)
+        batch.counts = {"samples": rows, "frames": shown, "padded": batch.samples.padded, "substituted": len(failed)}
         if failed:
             if self._planner.stopping:  # reads fail because another thread closes the loader
                 raise closed()
@@ -88,7 +84,6 @@ class Finisher:
                 for texts in batch.texts.values():
                     texts[row] = copy.deepcopy(texts[of])  # annotations, which the user may change
                 batch.columns[SUBSTITUTE][row] = True
-            self._counters.substituted += len(failed)
 
     def _substitutes(self, rows: int, failed: dict[int, DaliStreamError]) -> list[int]:
         """Return the samples that may substitute others. Raises the first error if all failed, or DecodeError if too many."""

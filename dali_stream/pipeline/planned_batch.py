@@ -29,6 +29,7 @@ class PlannedBatch:
         failed: {sample whose episode cannot be read: error}. Its columns and texts are those of another sample.
         frames: {camera: frames of shape (B, T, H, W, C), or a list with one item per sample, see `Work.collect`}.
         ready_at: Time of `time.perf_counter` at which all frames were decoded.
+        counts: {attribute of `Counters`: amount to add when the batch is delivered}.
     """
 
     samples: Samples
@@ -38,6 +39,7 @@ class PlannedBatch:
     failed: dict[int, DaliStreamError]
     frames: dict[str, Any] = field(default_factory=dict)
     ready_at: float = 0.0
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 def with_time_axis(config: Config, camera: str, frames: Array) -> Array:

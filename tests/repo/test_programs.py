@@ -96,6 +96,7 @@ def test_every_program_writes_its_report_without_paths() -> None:
         "scale_dataset.py": "info.json",
         "mutation.py": "self.tests",
         "lerobot_train.py": "spec.json",
+        "lerobot_gpu.py": "spec.json",
         "disk_frames.py": "json.dumps(",
         "same_batches.py": "",  # it has no report
         "prepare.py": "executors.run_tasks",
