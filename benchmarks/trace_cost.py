@@ -39,6 +39,7 @@ USERS = (
     "loader",
     "system.workers",
     "pipeline.planner",
+    "pipeline.dali_batches",
     "cache.slots",
     "cache.video",
     "cache.open_episodes",

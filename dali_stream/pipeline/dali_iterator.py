@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
 from dali_stream.decode import dali  # before DALI itself, since its error message says how to install DALI
 from dali_stream.decode.turns import Turns
 from dali_stream.errors import DaliStreamError
+from dali_stream.pipeline.planned_batch import closed
 from dali_stream.system.workers import Workers
 
 # isort: split
@@ -93,6 +94,8 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
             started = self._started = self._thread.submit(self._run, self._ever_scheduled)
         try:
             started.result()
+        except CancelledError as error:
+            raise closed() from error
         finally:
             if started.done():  # otherwise Ctrl-C has interrupted the wait
                 self._started = None
