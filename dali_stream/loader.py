@@ -107,7 +107,7 @@ class Loader:
         max_substitutes: Maximum share of a batch that may be replaced, above 0 and up to 1. If more samples cannot be read or
             decoded, a DecodeError that contains the first error is raised. Default: 1.0.
         frame_cache: Folder for decoded frames on disk, which all ranks of the machine and later runs share. Frames that are
-            there are read and not decoded. Batches are the same with and without it. Frames that NVDEC decodes are not cached.
+            there are read and not decoded. Batches are the same with and without it. Frames that DALI decodes are not stored.
             With a folder in /dev/shm, the frames are in memory, once per machine. Default: none.
         frame_cache_bytes: Maximum size of `frame_cache`, in bytes or as a text such as "200GiB". When it is reached, no more
             frames are added. Default: no limit, but for a folder in memory a quarter of the memory of the machine or cgroup.
@@ -208,6 +208,8 @@ class Loader:
             routes = choose_routes(config.source, config.indices, decode, config.gpu, config.num_threads)
         finally:
             self.dataset.close()
+        if decode == "auto":
+            routes = config.with_stored(routes)
         self._check_budget(config)
         cached = config.cached(routes)
         check_memory(config, cached, memory_limit())
@@ -399,7 +401,7 @@ class Loader:
         - `frames`: Number of frames delivered, without the frames of cameras that a dataset lacks.
         - `clips`: Number of clips that were packed or decoded for these frames.
         - `decoded_frames`: Number of frames decoded, including frames that are decoded only to reach other frames.
-        - `stored_frames`: Number of decoded frames that the CPU resized and put into memory or `frame_cache`.
+        - `stored_frames`: Number of decoded frames that were resized and put into memory or `frame_cache`.
         - `frame_cache_hits`: Number of delivered frames that were in memory, since an earlier batch had decoded or read them.
         - `frame_cache_disk_hits`: Number of frames that were read from `frame_cache` and not decoded.
         - `frame_cache_disk_written_bytes`: Bytes of the frames that were added to `frame_cache`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from dali_stream.cache.indices import IndexCache
 from dali_stream.decode import route, torchcodec, torchcodec_cuda
 from dali_stream.decode.capability import Capability
 from dali_stream.mp4.index import read_index
+from dali_stream.observe.counters import Counters
 from dali_stream.pipeline import decode_pool
 
 FPS = 20
@@ -322,3 +324,62 @@ def test_a_camera_that_a_dataset_of_a_mixture_lacks(h264_demo: Path, demo: Path)
         assert all(itertools.starmap(equal, zip(ours, expected, strict=True)))
     with pytest.raises(ValueError, match='decode="dali": a dataset of the mixture has no video of the camera'):
         Loader(mixture, decode="dali", **arguments)
+
+
+@pytest.mark.parametrize(("decoder", "gpu_index"), [("torchcodec-cuda", 1), ("torchcodec", None)])
+def test_only_the_route_to_nvdec_decodes_on_the_gpu(
+    decoder: str, gpu_index: int | None, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = list[Any]()
+    monkeypatch.setattr(decode_pool, "TorchcodecDecoder", lambda *arguments: given.append(arguments[-1]))
+    with Loader(demo, batch_size=8, device="cpu") as loader:
+        config = dataclasses.replace(loader._config, gpu=1)
+    routes = dict.fromkeys(CAMERAS, route.Route(decoder, ""))
+    decode_pool.DecodePool(config, routes, dict.fromkeys(CAMERAS, 1), {}, Counters())
+    assert given == [gpu_index] * len(CAMERAS)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_auto_takes_the_cpu_if_the_cache_on_disk_has_its_frames(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = route.choose
+    monkeypatch.setattr(route, "choose", lambda decode, *rest: choose("torchcodec-cuda" if decode == "auto" else decode, *rest))
+    dataset = Dataset(demo, episodes=[0])
+    arguments: dict[str, Any] = {"batch_size": 8, "device": "cpu", "frame_cache": tmp_path}
+
+    def decoders(decode: str = "auto") -> set[str]:
+        with Loader(dataset, decode=decode, **arguments) as loader:
+            list(loader)
+            return {each.decoder for each in loader.routes.values()}
+
+    assert decoders() == {"torchcodec-cuda"}
+    assert decoders("torchcodec") == {"torchcodec"}
+    assert decoders() == {"torchcodec"}
+    assert decoders("torchcodec-cuda") == {"torchcodec-cuda"}
+
+
+def test_an_error_in_the_next_batch_leaves_this_batch(demo: Path, tmp_path: Path) -> None:
+    """With a graph, whose runs start in another thread. A batch is counted when it is returned."""
+    root = copied(demo, tmp_path)
+    path = root / "videos" / TOP / "chunk-000" / "file-000.mp4"
+    table = read_index(Dataset(root).data_store, str(path.relative_to(root)))
+    content, start = bytearray(path.read_bytes()), int(table.offset[16])
+    content[start : start + 4] = bytes(4)
+    path.write_bytes(content)
+    dataset = Dataset(root, episodes=[0])
+    arguments: dict[str, Any] = {"batch_size": 8, "shuffle": False, "device": "cpu", "dali_graph": lambda nodes: nodes}
+    with Loader(dataset, **arguments) as loader:
+        batches = iter(loader)
+        assert [next(batches)["frame_index"].tolist() for _ in range(2)] == [list(range(8)), list(range(8, 16))]
+        with pytest.raises(DecodeError, match="episode 0, frame 16: "):
+            next(batches)
+        assert loader.stats()["samples"] == 16
+    with Loader(dataset, on_error="substitute", **arguments) as loader:
+        batches = iter(loader)
+        for _ in range(2):
+            next(batches)
+        loader._source._stream._batches._iterator._started.exception()  # type: ignore[union-attr]  # the next one is finished
+        assert loader.stats()["substituted"] == 0
+        next(batches)
+        assert loader.stats()["substituted"] >= 1

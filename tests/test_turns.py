@@ -87,7 +87,7 @@ def test_an_error_of_a_run_that_another_loader_waited_for_is_raised_where_it_bel
                 raise RuntimeError("Critical error in pipeline: Error encountered: broken")
             return share(pipe, *arguments)
 
-        own._run()  # ahead of time
+        own._started.result()  # the run of the next batch has begun
         monkeypatch.setattr(type(own._pipes[0]), "share_outputs", fail)
         next(other)
         with pytest.raises(DaliStreamError, match="broken"):
@@ -177,8 +177,7 @@ def test_clips_are_not_decoded_beside_the_run_of_a_loader(vp9_demo: Path, monkey
         next(batches)
         next(iter(other))
         own = loader._source._stream._batches._iterator  # type: ignore[union-attr]
-        if not own._running:
-            own._run()  # ahead of time
+        own._started.result()  # the run of the next batch has begun
         with pytest.raises(DecodeError):
             dali.decode([(np.zeros(100, np.uint8), np.zeros(1, np.int32))], None, 1)
         assert not own._running

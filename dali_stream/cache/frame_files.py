@@ -85,6 +85,9 @@ def image_name(images: npt.NDArray[np.object_]) -> RecordName:
     return RecordName(digest.hexdigest(), len(images))
 
 
+NVDEC = "decoded and resized on"  # entry of the key of frames that NVDEC decoded
+
+
 def pixel_key(shape: tuple[int, int, int], video: bool, images: bool, any_size: bool, nvdec: bool = False) -> dict[str, str]:
     """Return a description of everything that determines the pixels of stored frames, besides the encoded video or images.
 
@@ -109,7 +112,7 @@ def pixel_key(shape: tuple[int, int, int], video: bool, images: bool, any_size: 
     if video:
         key |= {"torchcodec": torchcodec.__version__, "FFmpeg": str(torchcodec.ffmpeg_major_version)}
     if video and nvdec:
-        key |= {"decoded and resized on": "NVDEC"}
+        key |= {NVDEC: "NVDEC"}
     if images:
         key |= {"Pillow": PIL.__version__, "images of another size": "resized" if any_size else "refused"}
     return key
@@ -192,6 +195,21 @@ class FrameFolder:
             _log.warning("cannot write to frame_cache %s: %s. No more frames are added", self.path, error.strerror or error)
 
 
+def has_frames(folder: FrameFolder, key: Mapping[str, str]) -> bool:
+    """Return whether a folder has frames with these pixels. See `pixel_key`."""
+    with suppress(OSError):
+        return any(path.is_dir() for path in (folder.path / _name(_words(key))).iterdir())
+    return False
+
+
+def _words(key: Mapping[str, str]) -> str:
+    return json.dumps(key, indent=1, sort_keys=True, ensure_ascii=False)
+
+
+def _name(words: str) -> str:
+    return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
+
+
 class FrameFiles:
     """Stored frames of one shape. Safe to use from several threads and processes.
 
@@ -205,9 +223,9 @@ class FrameFiles:
     """
 
     def __init__(self, folder: FrameFolder, key: Mapping[str, str], record: int) -> None:
-        words = json.dumps(key, indent=1, sort_keys=True, ensure_ascii=False)
+        words = _words(key)
         self._folder, self._record = folder, record
-        self._root = folder.path / hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
+        self._root = folder.path / _name(words)
         self._readers = OpenFiles(self._root, os.O_RDONLY | NO_FOLLOW)
         self.added: deque[tuple[int, int]] = deque()
         self._writers = OpenFiles(self._root, os.O_WRONLY | os.O_CREAT | NO_FOLLOW)

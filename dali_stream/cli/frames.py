@@ -24,6 +24,7 @@ def show(
     Frames of another size, or of another version of torch, torchcodec or FFmpeg, are never used. They stay until they are
     removed.
     """
+    from dali_stream.cache.frame_files import NVDEC
     from dali_stream.tools.stored_frames import stored
 
     found = stored(folder)
@@ -33,6 +34,7 @@ def show(
     table = console.table("name", "frames", "versions", "files", "on disk", "last use", right=("files", "on disk"))
     for each in found:
         versions = ", ".join(f"{name} {each.key[name]}" for name in ("torch", "torchcodec", "FFmpeg") if name in each.key)
+        versions += f", {each.key[NVDEC]}" if NVDEC in each.key else ""
         used = datetime.datetime.fromtimestamp(each.used).strftime("%Y-%m-%d %H:%M")
         size = console.megabytes(each.size)
         table.add_row(each.name, each.key.get("frames", ""), versions, str(each.files), size, used)

@@ -140,14 +140,19 @@ def _with_dali(clips: list[Clip], gpu: int | None, num_threads: int, cameras: in
 
 def _with_torchcodec(clip: Clip, video: VideoFormat, num_threads: int, gpu: int | None = None) -> Callable[[], int]:
     """Return a function that decodes the clip once in each of `num_threads` threads, and returns the frame count."""
+    from dali_stream.decode.resize import resize_on_gpu
     from dali_stream.decode.torchcodec import decode_clip_in_parts, frames_at_once
     from dali_stream.decode.torchcodec_cuda import device_name, own_stream
 
-    part = frames_at_once((video.height, video.width)) if gpu is None else len(clip.frames)
+    size = video.height, video.width
+    part = frames_at_once(size, gpu)
 
     def decode(_: int) -> int:
+        decoded = 0
         with own_stream(gpu):
-            return sum(len(frames) for _, frames, _ in decode_clip_in_parts(clip, video, part, device_name(gpu)))
+            for _requests, frames, _more in decode_clip_in_parts(clip, video, part, device_name(gpu)):
+                decoded += len(frames if gpu is None else resize_on_gpu(frames, size))  # the copy to the CPU's memory counts
+        return decoded
 
     def run() -> int:
         with ThreadPoolExecutor(num_threads, thread_name_prefix="dali_stream speed") as pool:

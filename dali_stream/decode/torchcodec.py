@@ -290,11 +290,10 @@ class TorchcodecDecoder(VideoFiles):
         part, timed = frames_at_once((video.height, video.width), self._gpu), self._counters.timed
         device = device_name(self._gpu)
         try:
-            with own_stream(self._gpu), timed("decode_s"):
+            with timed("decode_s"), own_stream(self._gpu):
                 for requests, tensor, more in decode_in_parts(store, indices, packets, video, part, timed, device):
                     with timed("resize_s"):
-                        on_cpu = self._gpu is None
-                        resized = resize(tensor.numpy(), self._size) if on_cpu else resize_on_gpu(tensor, self._size)
+                        resized = self._resized(tensor, frames[0].gop.file)
                         self._put([slots[i] for i in requests], resized)
                     if self._stored is not None:
                         self._stored.add(
@@ -304,6 +303,15 @@ class TorchcodecDecoder(VideoFiles):
                     decoded, stored = decoded + more, stored + len(requests)
         finally:
             self._counters.add(clips=1, decoded_frames=decoded, stored_frames=stored)
+
+    def _resized(self, tensor: torch.Tensor, file: VideoIndex) -> Frames:
+        """Return decoded frames in the size of batches, in the CPU's memory. Raises RouteChange if the GPU fails."""
+        if self._gpu is None:
+            return resize(tensor.numpy(), self._size)
+        try:
+            return resize_on_gpu(tensor, self._size)
+        except RuntimeError as error:  # such as too little memory
+            raise self.change(file, f"the GPU could not resize frames or copy them: {error}") from error
 
     def _put(self, slots: list[int], frames: Frames) -> None:
         """Put frames into slots, except those for the frame cache on disk only."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.cache.frame_files import FrameFiles, FrameFolder, pixel_key
+from dali_stream.cache.frame_files import FrameFiles, FrameFolder, has_frames, pixel_key
 from dali_stream.cache.indices import IndexCache
 from dali_stream.checks.none import NONE
 from dali_stream.decode.decoder import TASK_FRAMES, task_frames
@@ -108,6 +108,19 @@ class Config:
             return {}
         keys = {camera: self._pixel_key(camera, routes[camera]) for camera in self.cached(routes)}
         return {camera: FrameFiles(self.frame_folder, key, self.frame_bytes(camera)) for camera, key in keys.items()}
+
+    def with_stored(self, routes: Mapping[str, Route]) -> dict[str, Route]:
+        """Return the routes, with the CPU for a camera of which the frame cache on disk has frames that the CPU decoded.
+
+        Such frames are stored apart from those of NVDEC, which would have to decode them again.
+        """
+        changed = dict(routes)
+        if self.frame_folder is not None:
+            on_cpu = Route("torchcodec", f"frame_cache {self.frame_folder.path} has frames that the CPU decoded")
+            for camera, route in routes.items():
+                if route.decoder == TORCHCODEC_CUDA and has_frames(self.frame_folder, self._pixel_key(camera, on_cpu)):
+                    changed[camera] = on_cpu
+        return changed
 
     def _pixel_key(self, camera: str, route: Route) -> dict[str, str]:
         video, images = camera in self.source.videos, camera in self.source.images

@@ -44,7 +44,8 @@ class DaliBatches:
         self, config: Config, planner: Planner, counters: Counters, routes: dict[str, Route], user: graph.Graph | None
     ) -> None:
         self._config, self._counters, self._user = config, counters, user
-        self._external = ExternalSource(config, Finisher(config, planner), routes)
+        self._finisher = Finisher(config, planner, counters)
+        self._external = ExternalSource(config, self._finisher, routes)
         pipeline, names = graph.build(config, self._external, routes, user)
         self._iterator = Iterator(pipeline, names, planner.pool.starter, self._external.prepare, turns(config.gpu))
 
@@ -67,13 +68,12 @@ class DaliBatches:
             raise DaliStreamError(
                 f"An operator of the DALI pipeline failed: {error.explanation}. See the error that caused this one"
             ) from error.__cause__
-        self._counters.starved(began, planned.ready_at)
         self._audit(planned, batch)
         for key, layout in self._iterator.layouts.items():
             if key in batch and layout.endswith("HWC"):
                 frames = batch[key].movedim(-1, -3)
                 batch[key] = frames.contiguous() if self._config.memory_format == "contiguous" else frames
-        self._counters.add(**planned.counts)
+        self._finisher.delivered(planned, began)
         return planned.texts | batch  # DALI has no strings
 
     def _audit(self, planned: PlannedBatch, batch: dict[str, Any]) -> None:

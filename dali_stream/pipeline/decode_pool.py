@@ -55,6 +55,7 @@ class DecodePool:
         self._config, self._files, self._counters = config, files, counters
         self.slots = {key: Slots(count, config.frame_shape(key)) for key, count in slot_counts.items()}
         self.decoders = {key: self._decoder(key, routes[key]) for key in config.source.cameras}
+        self._on_cpu = {key for key, route in routes.items() if route.decoder == "torchcodec"}
         self._decoded_bytes = 0
         self._workers = Workers("dali_stream decode", config.num_threads)
         self.copiers = Workers("dali_stream copy", copy_threads(config.num_threads) - 1, counters.copying)
@@ -99,7 +100,8 @@ class DecodePool:
         """Count cache hits and evictions. Return free memory to the system after every `_TRIM_AFTER` bytes per thread."""
         for key, planned in plan.frames.items():
             self._counters.add(frame_cache_hits=planned.hits, frames_evicted_before_use=planned.evicted)
-            self._decoded_bytes += planned.decodes * math.prod(self._config.source.features[key].shape)
+            if key in self._on_cpu:
+                self._decoded_bytes += planned.decodes * math.prod(self._config.source.features[key].shape)
         if self._decoded_bytes >= _TRIM_AFTER * len(self._workers):
             self._decoded_bytes = 0
             trim_memory()

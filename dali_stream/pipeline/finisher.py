@@ -12,6 +12,7 @@ import numpy as np
 from dali_stream.cache.buffers import Buffers
 from dali_stream.checks.none import NONE
 from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.observe.counters import Counters
 from dali_stream.pipeline.config import SUBSTITUTE, Config
 from dali_stream.pipeline.planned_batch import PlannedBatch, closed
 from dali_stream.pipeline.planner import Planner
@@ -23,6 +24,7 @@ class Finisher:
     Args:
         config: Configuration of the loader.
         planner: Planner of the batches.
+        counters: Counters to add to.
         dtype: Dtype of decoded frames: uint8, or float32 for values divided by 255. Default: uint8.
         channels_first: Whether the channels of frames precede height and width in memory. Default: False.
     """
@@ -31,10 +33,11 @@ class Finisher:
         self,
         config: Config,
         planner: Planner,
+        counters: Counters,
         dtype: type[np.generic] = np.uint8,
         channels_first: bool = False,
     ) -> None:
-        self._config, self._planner, self._dtype = config, planner, dtype
+        self._config, self._planner, self._counters, self._dtype = config, planner, counters, dtype
         self._buffers = Buffers(channels_first)
 
     def next(self) -> PlannedBatch:
@@ -52,6 +55,18 @@ class Finisher:
             raise
         self._planner.done()
         return batch
+
+    def delivered(self, batch: PlannedBatch, began: float) -> None:
+        """Count a batch that is returned to the user, and log its substitutes. It may have been finished long before.
+
+        Args:
+            batch: Batch.
+            began: Time of `time.perf_counter` at which it was requested.
+        """
+        self._counters.starved(began, batch.ready_at)
+        self._counters.add(**batch.counts)
+        for file, error in batch.substituted:
+            self._config.substitutes.add(batch.samples.epoch, file, error)
 
     def _finish(self, batch: PlannedBatch) -> None:
         """Wait for the frames of a batch and gather them. Substitute samples that failed, if this is allowed."""
@@ -77,7 +92,7 @@ class Finisher:
             good = self._substitutes(rows, failed)
             # The choice of a substitute depends on the batch only, so a resumed run has the same ones.
             for row, error in sorted(failed.items()):
-                config.substitutes.add(batch.samples.epoch, files[row], error)
+                batch.substituted.append((files[row], error))
                 of = good[row % len(good)]
                 for values in (*batch.columns.values(), *batch.frames.values()):
                     values[row] = values[of]

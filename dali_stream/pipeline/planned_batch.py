@@ -30,6 +30,7 @@ class PlannedBatch:
         frames: {camera: frames of shape (B, T, H, W, C), or a list with one item per sample, see `Work.collect`}.
         ready_at: Time of `time.perf_counter` at which all frames were decoded.
         counts: {attribute of `Counters`: amount to add when the batch is delivered}.
+        substituted: File and error of each sample that was substituted.
     """
 
     samples: Samples
@@ -40,6 +41,7 @@ class PlannedBatch:
     frames: dict[str, Any] = field(default_factory=dict)
     ready_at: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
+    substituted: list[tuple[str, DaliStreamError]] = field(default_factory=list)
 
 
 def with_time_axis(config: Config, camera: str, frames: Array) -> Array:

@@ -27,7 +27,7 @@ class TorchBatches:
     def __init__(self, config: Config, planner: Planner, counters: Counters) -> None:
         self._config, self._counters = config, counters
         dtype = np.float32 if config.image_dtype == "float32" else np.uint8
-        self._finisher = Finisher(config, planner, dtype, channels_first=config.memory_format == "contiguous")
+        self._finisher = Finisher(config, planner, counters, dtype, channels_first=config.memory_format == "contiguous")
 
     def next(self) -> dict[str, Any]:
         """Return the next batch, with frames channels first.
@@ -38,14 +38,13 @@ class TorchBatches:
         with self._counters.timed("graph_s"):
             began = time.perf_counter()
             batch = self._finisher.next()
-            self._counters.starved(began, batch.ready_at)
-            self._counters.add(**batch.counts)
             columns = {key: torch.from_numpy(batch.columns[key]) for key in self._config.columns()}
             frames = {
                 key: torch.from_numpy(with_time_axis(self._config, key, values)).movedim(-1, -3)
                 for key, values in batch.frames.items()
             }
-            return batch.texts | columns | frames
+        self._finisher.delivered(batch, began)
+        return batch.texts | columns | frames
 
     def abandon(self) -> None:
         """Do nothing, since without DALI no pipeline is left to the parent of a forked process."""

@@ -105,8 +105,8 @@ class Setup:
         warm: Whether the batches follow a whole epoch of the same loader.
         keeps_all: Whether `memory_budget` holds all decoded frames, so that each is decoded once.
         repeats: Whether each epoch shows the frames of the epochs before it. See `Config.repeats`.
-        frames_budget: Memory budget that would hold all decoded frames, in bytes. None if the current budget holds them, if the
-            CPU decodes no frames, or if this machine has less memory.
+        frames_budget: Memory budget that would hold all decoded frames, in bytes. None if the current budget holds them, if
+            DALI decodes all cameras, or if this machine has less memory.
         reads_budget: Memory budget that would hold the rows, indices and encoded video in use, in bytes. None if the current
             budget holds them, or if this machine has less memory.
         block_bytes: Size of a block of encoded video in bytes.

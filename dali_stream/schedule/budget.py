@@ -62,7 +62,7 @@ class Sizes:
         indices: {camera with video files: index of its first file}. Cameras whose first file is broken are missing.
         windows: {camera with video files: its frame offsets}.
         fetched: Whether encoded video is cached in memory.
-        frame_bytes: Bytes of a decoded frame, added up over the cameras that the CPU decodes.
+        frame_bytes: Bytes of a decoded frame, added up over the cameras whose frames are cached.
         in_progress_bytes: Bytes of the decoded frames of all batches in progress.
         scattered: Whether each batch draws from episodes anywhere in the dataset, so that the files of all episodes are in use.
     """

@@ -43,7 +43,7 @@ def decodes_of(
 
     Args:
         config: Configuration of the loader.
-        cameras: Cameras that the CPU decodes.
+        cameras: Cameras whose decoded frames are cached.
         gop: Number of frames of each GOP. Default: that of each camera.
         batches: Number of simulated batches of a long epoch after the cache is full. Default: 400.
         sizes: Sizes of the dataset and of its batches. Default: those of `config`, for which indices are read.
