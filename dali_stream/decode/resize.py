@@ -43,7 +43,7 @@ def resize_on_gpu(frames: torch.Tensor, size: tuple[int, int]) -> Frames:
     of `resize` by 1.
 
     Args:
-        frames: Frames of shape (n, H, W, 3), uint8, on a GPU. With frames on a CPU, the same code runs there.
+        frames: Frames of shape (n, H, W, 3), uint8, on a GPU. In tests, frames are on the CPU, and so is the result.
         size: New size (height, width) in pixels.
 
     Returns:

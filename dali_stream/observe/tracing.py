@@ -47,8 +47,8 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     """Record what the Loaders of this process do inside the block, and write it to a file at the end.
 
     Open the file at https://ui.perfetto.dev. Each thread is a row: the thread that iterates, the planner, the decode threads,
-    the threads that copy and, for remote data, the threads that fetch. Spans contain the number of the batch. Arrows lead from
-    each fetch to the batch for which it was made.
+    the threads that copy, with DALI the thread that starts its runs and, for remote data, the threads that fetch. Spans contain
+    the number of the batch. Arrows lead from each fetch to the batch for which it was made.
 
     Args:
         path: Path to the JSON file. An existing file is replaced.

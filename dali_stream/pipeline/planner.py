@@ -33,7 +33,7 @@ class Planner:
     The constructor starts no threads, so nothing is left if it raises an exception.
 
     `_run` and `_plan` run in the planner's thread, and nothing else changes the schedule or the table of open episodes, so they
-    need no locks. `take` and `done` run in the thread that makes batches, which is the caller's or, with DALI, the one that
+    need no locks. `take` and `done` run in the thread that makes batches: the caller's or, with DALI, the thread that
     starts its runs. Two objects connect these threads: the queue `_planned` passes batches on, and the semaphore `_room`
     limits the batches in progress. Slots can be reused without locks because of `_room`: when batch n is planned, the frames of
     batch n - config.in_progress were copied.
