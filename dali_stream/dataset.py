@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -267,6 +268,14 @@ class Dataset(DatasetFiles):
         version of the format. It includes `clock` and `tolerance_s` unless both have their defaults.
         """
         return self.identity.fingerprint
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Schemas of the tools that annotations call, a copy of `tools` in `meta/info.json`. Empty if it has none.
+
+        For such a dataset, LeRobot returns the schema of its tool `say` instead.
+        """
+        return copy.deepcopy(self.info.tools)
 
     @property
     def source(self) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -11,11 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from support.datasets import ROWS, Column, build
 from support.servers import Server
 
 from dali_stream import Dataset, DatasetError, Loader, Mixture
 from dali_stream.cli import main
+from dali_stream.tools import sheet
 
 LENGTHS = (6, 4)
 KEYS = ("language_persistent", "language_events")
@@ -249,3 +252,40 @@ def test_commands_know_them(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     first, second = (pq.read_table(place / ROWS) for place in (root, tmp_path / "copy"))
     assert first.schema.field("language_events") == second.schema.field("language_events")
     assert first["language_events"].to_pylist() == second["language_events"].to_pylist()
+
+
+def test_a_dataset_has_the_tools_that_it_declares(tmp_path: Path) -> None:
+    root = write(tmp_path / "set")
+    assert Dataset(root).tools == []
+    path, tools = root / "meta/info.json", [{"type": "function", "function": {"name": "say"}}]
+    info = json.loads(path.read_text())
+    path.write_text(json.dumps(info | {"tools": tools}))
+    dataset = Dataset(root)
+    dataset.tools[0].clear()
+    assert dataset.tools == tools
+    path.write_text(json.dumps(info | {"tools": ["say"]}))
+    with pytest.raises(DatasetError, match=r"^Invalid tools in .*info.json: must be a list of JSON objects, got \['say'\]"):
+        Dataset(root)
+
+
+def test_a_preview_has_the_first_line_of_each_column(tmp_path: Path) -> None:
+    root = write(tmp_path / "set")
+    with Loader(root, batch_size=4, shuffle=False) as loader:
+        shown = sheet.samples(next(iter(loader)), [], {})
+    # The annotations are at 0, 0.1, 0.2 and 0.3 s, and a row has that of its time.
+    now = [f"assistant: step {step} of episode 0" for step in range(4)]
+    events = {1: ["assistant: what is on the table?"]}
+    heights = list[int]()
+    for notes in (shown, [dataclasses.replace(sample, notes=()) for sample in shown]):
+        sheet.save(tmp_path / "sheet.png", "title", notes, columns=2)
+        with Image.open(tmp_path / "sheet.png") as image:
+            heights.append(image.height)
+    assert heights[0] > heights[1]
+    assert [sample.notes for sample in shown] == [[now[row], *events.get(row, [])] for row in range(4)]
+    shown = sheet.samples(
+        {"index": np.arange(1), "language_events": [[annotation(None)]]}
+        | dict.fromkeys(("episode_index", "frame_index"), np.zeros(1, np.int64)),
+        [],
+        {},
+    )
+    assert shown[0].notes == ["1 without text"]

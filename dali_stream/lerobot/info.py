@@ -45,6 +45,7 @@ class Info:
         chunk: Number of episodes in a chunk of v2.x. 0 if the paths do not depend on it.
         splits: Splits of the dataset. Empty if the file has none.
         left_out: Features that cannot be read, {key: reason}.
+        tools: Schemas of the tools that annotations call. Empty if the file has none.
     """
 
     version: str
@@ -57,6 +58,7 @@ class Info:
     chunk: int = 0
     splits: dict[str, Any] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def is_v2(self) -> bool:
@@ -117,6 +119,7 @@ def read_info(store: Store) -> Info:
         if version.startswith("v2.") and _names_chunk(f"{data_path}{video_path}")
         else 0,
         left_out=left_out,
+        tools=_tools(info.get("tools"), store),
     )
 
 
@@ -158,6 +161,13 @@ def _fps(value: Any, store: Store) -> float:
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number <= 100_000:
         raise DatasetError(f"Invalid fps in {store.where(INFO)}: must be above 0 and at most 100000, got {str(value)[:40]}")
     return number
+
+
+def _tools(value: Any, store: Store) -> list[dict[str, Any]]:
+    tools = [] if value is None else value
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DatasetError(f"Invalid tools in {store.where(INFO)}: must be a list of JSON objects, got {str(value)[:40]}")
+    return tools
 
 
 def _count(value: Any, name: str, store: Store) -> int | None:

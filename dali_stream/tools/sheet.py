@@ -71,7 +71,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Sample:
-    """Content of a cell. `dataset` is empty if the batch is not from a mixture."""
+    """Content of a cell. `dataset` is empty if the batch is not from a mixture. `notes` has a line per language column."""
 
     strips: Sequence[Series]
     values: Sequence[Series]
@@ -80,6 +80,7 @@ class Sample:
     episode: int
     frame: int
     index: int
+    notes: Sequence[str] = ()
 
 
 def samples(
@@ -109,10 +110,20 @@ def samples(
     values = [split(key, each.reshape(count, len(windows.get(key, [0.0])), -1)) for key, each in numbers.items()]
     captions = [batch.get(key) or [""] * count for key in ("dataset", "task")]
     captions += [batch[key].tolist() for key in ("episode_index", "frame_index", "index")]
+    times = batch["timestamp"].tolist() if "timestamp" in batch else [math.inf] * count
+    columns = [values for values in batch.values() if isinstance(values, list) and any(isinstance(v, list) for v in values)]
+    captions.append([[_note(column[n], times[n]) for column in columns if column[n]] for n in range(count)])
     return [
         Sample([camera[n] for camera in strips], [feature[n] for feature in values], *caption)
         for n, caption in enumerate(zip(*captions, strict=True))
     ]
+
+
+def _note(annotations: Sequence[Mapping[str, Any] | None], now: float) -> str:
+    """Return the role and the first line of the last annotation up to a time in seconds, or else of the first annotation."""
+    told = [each for each in annotations if each and each.get("content")]
+    past = [each for each in told if (each.get("timestamp") or 0.0) <= now + 1e-6] or told[:1]
+    return f"{past[-1].get('role')}: {past[-1]['content'].splitlines()[0]}" if past else f"{len(annotations)} without text"
 
 
 def image_keys(batch: Mapping[str, Any], dataset: Dataset | Mixture) -> list[str]:
@@ -145,7 +156,7 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = 
     """
     strips = shown[0].strips  # all samples have frames of the same sizes, so all cells are alike
     width = max(LEAST_CELL, sum(_width(strip) + CAMERA_GAP for strip in strips) - CAMERA_GAP)
-    tasks = [_wrapped(sample.task, width) for sample in shown]
+    tasks = [[*_wrapped(sample.task, width), *sample.notes] for sample in shown]
     ranges = [
         _range(np.concatenate([values.data for values in feature]))
         for feature in zip(*(sample.values for sample in shown), strict=True)
