@@ -21,7 +21,7 @@ from dali_stream.order.batches import Batches
 from dali_stream.order.windows import window
 from dali_stream.schedule.budget import horizon
 from dali_stream.schedule.episodes import EpisodeTable, Located, OpenEpisode
-from dali_stream.schedule.frames import FramePlan
+from dali_stream.schedule.frame_plan import FramePlan
 from dali_stream.schedule.plan import Limits, Schedule
 from dali_stream.schedule.samples import Samples, samples
 

@@ -25,7 +25,7 @@ from dali_stream.errors import DecodeError, FrameSizeError
 from dali_stream.lerobot.features import CHANNELS, Feature
 from dali_stream.lerobot.source import Source
 from dali_stream.observe.counters import Counters
-from dali_stream.schedule.frames import Reads
+from dali_stream.schedule.frame_plan import Reads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store, lfs
 

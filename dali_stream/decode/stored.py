@@ -15,7 +15,7 @@ from dali_stream.cache.slots import Slots
 from dali_stream.checks.none import NONE
 from dali_stream.decode.decoder import Pool
 from dali_stream.observe.counters import Counters
-from dali_stream.schedule.frames import Reads
+from dali_stream.schedule.frame_plan import Reads
 
 Int64 = npt.NDArray[np.int64]
 _TASK_FRAMES = 64  # frames of a task, of 150 KB each if they are 224×224: about 5 ms

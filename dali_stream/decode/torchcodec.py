@@ -35,7 +35,7 @@ from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.keyframes import has_other_keyframes
 from dali_stream.observe.counters import Counters, Timed, untimed
-from dali_stream.schedule.frames import FramePlan, Reads
+from dali_stream.schedule.frame_plan import FramePlan, Reads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,81 +16,14 @@ import numpy.typing as npt
 from dali_stream.checks.none import NONE
 from dali_stream.schedule.belady import nearest
 from dali_stream.schedule.episodes import EpisodeTable
+from dali_stream.schedule.frame_plan import NO_READS, NOTHING, FramePlan, Reads
 from dali_stream.schedule.look_ahead import NEVER, Window
+from dali_stream.schedule.slot_allocator import SlotAllocator
 
 Int64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 _SLACK = 256  # a full cache evicts 1/256 of its frames more than necessary, so that it rarely ranks all of them
 _TURNOVERS = 2  # a frame without a known next use is assumed to be evicted before a full cache was replaced this many times
-
-
-class Reads(NamedTuple):
-    """Frames that are read from the frame cache on disk, sorted by episode.
-
-    Attributes:
-        episode: Episode of each frame, shape (n,).
-        frame: Index of each frame within its episode, shape (n,).
-        packet: Packet of each frame, shape (n,).
-        slot: Slot that each frame is read into, shape (n,).
-    """
-
-    episode: Int64
-    frame: Int64
-    packet: Int64
-    slot: Int64
-
-    def chosen(self, mask: Mask) -> Reads:
-        """Return the frames for which a mask is True."""
-        return Reads(*(values[mask] for values in self))
-
-
-_NOTHING = np.empty(0, np.int64)
-NO_READS = Reads(_NOTHING, _NOTHING, _NOTHING, _NOTHING)
-
-
-@dataclass(frozen=True)
-class FramePlan:
-    """Plan of one camera for one batch.
-
-    The plan decodes frame `frame[i]` of episode `episode[i]`, which is packet `packet[i]` of its file, into slot `slot[i]`.
-    Frames of one GOP are adjacent and in decode order. Frames without a slot are decoded for the frame cache on disk only.
-
-    Attributes:
-        show: Slot of each frame of the batch, shape (B, T). `NONE` if the frame has no packet.
-        episode: Episode of each frame to decode, shape (n,).
-        frame: Index of each frame to decode within its episode, shape (n,).
-        packet: Packet of each frame to decode, shape (n,).
-        slot: Slot that each frame is decoded into, shape (n,). `NONE` if the frame has no slot.
-        gop: Number that identifies the GOP of each frame, shape (n,).
-        hits: Number of the B · T frames that were cached, so that they need not be decoded.
-        decodes: Number of frames that are decoded, including those that are only decoded to reach others.
-        evicted: Number of frames that were evicted although a later batch was known to show them.
-        reads: Frames that are read from the frame cache on disk.
-    """
-
-    show: Int64
-    episode: Int64
-    frame: Int64
-    packet: Int64
-    slot: Int64
-    gop: Int64
-    hits: int
-    decodes: int
-    evicted: int
-    reads: Reads = NO_READS
-
-    def __str__(self) -> str:
-        def listed(values: Int64) -> str:
-            return ", ".join(map(str, values.reshape(-1).tolist()))
-
-        gops = [self.gop == gop for gop in np.unique(self.gop)]
-        lines = [
-            f"decode episode {self.episode[own][0]} frames {listed(self.frame[own])} into slots {listed(self.slot[own])}"
-            for own in gops
-        ]
-        if len(self.reads.slot):
-            lines.append(f"read frames {listed(self.reads.frame)} into slots {listed(self.reads.slot)}")
-        return "\n".join([*lines, f"show slots {listed(self.show)}"])
 
 
 class FrameCache:
@@ -128,7 +59,7 @@ class FrameCache:
         self.keeps_all, self._holds_most = kept >= frames, 2 * kept >= frames
         self.slot_count = kept + in_progress * batch_frames
         self._slot_of: dict[int, int] = {}  # {cached frame: its slot}
-        self._slots = _SlotAllocator(self.slot_count, in_progress)
+        self._slots = SlotAllocator(self.slot_count, in_progress)
         self._room = kept  # number of frames that may still be cached
         self._room_later = defaultdict[int, int](int)  # {batch: growth of `_room` when this batch is planned}
         self.stores = False
@@ -190,7 +121,7 @@ class FrameCache:
         if self.keeps_all and len(show := self.slots_of(frames.reshape(-1))) and show.min() >= 0:
             # In later epochs of a dataset that fits in memory, planning must be cheap, to leave the cores to the threads that
             # copy. `touched` need not be updated, since only `drop` frees slots.
-            return FramePlan(show.reshape(frames.shape), _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING, len(show), 0, 0)
+            return FramePlan(show.reshape(frames.shape), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, len(show), 0, 0)
         self._slots.release(batch)
         for at in [at for at in self._room_later if at <= batch]:
             self._room += self._room_later.pop(at)
@@ -367,55 +298,3 @@ class FrameCache:
         self._slots.frame[slots] = NONE
         self._slots.free_later(batch, slots)
         return int((self._slots.next_use[slots] < NEVER).sum())
-
-
-class _SlotAllocator:
-    """Contents of a camera's slots, and the slots that are free.
-
-    Attributes:
-        frame: Frame that is cached in each slot. `NONE` if none is.
-        next_use: Batch that shows that frame next. `NEVER` if none is known. It may be in the past, if that batch decoded
-            nothing.
-        touched: Last batch that writes or shows each slot.
-    """
-
-    def __init__(self, count: int, in_progress: int) -> None:
-        self._in_progress = in_progress
-        self.frame = np.full(count, NONE, np.int64)
-        self.next_use = np.full(count, NEVER, np.int64)
-        self.touched = np.full(count, -in_progress, np.int64)  # early enough for batch 0 to write all slots
-        # The free slots are a stack, so that slots that were used before are used first. The system allocates the memory of a
-        # slot when it is first written, so a cache that is never full takes less memory.
-        self._free = np.arange(count, dtype=np.int64)[::-1].copy()
-        self._free_count = count
-        self._later = defaultdict[int, list[Int64]](list)  # {batch: slots that become free when it is planned}
-
-    def release(self, batch: int) -> None:
-        """Release the slots that have become free with this batch or before it."""
-        for at in [at for at in self._later if at <= batch]:
-            for slots in self._later.pop(at):
-                self._give_back(slots)
-
-    def take(self, batch: int, count: int) -> Int64:
-        """Allocate `count` free slots, which a batch will write."""
-        self._free_count -= count
-        slots = self._free[self._free_count : self._free_count + count][::-1].copy()
-        self.touched[slots] = batch
-        return slots
-
-    def free_from(self, batch: int, slots: Int64) -> Int64:
-        """Return the first batch that may write each slot. The batches that write or show it now are delivered by then."""
-        return np.maximum(self.touched[slots] + self._in_progress, batch)
-
-    def free_later(self, batch: int, slots: Int64) -> None:
-        """Release slots, each as soon as it may be written again."""
-        free_from = self.free_from(batch, slots)
-        for at in set(free_from.tolist()):
-            if at == batch:
-                self._give_back(slots[free_from == at])
-            else:
-                self._later[at].append(slots[free_from == at])
-
-    def _give_back(self, slots: Int64) -> None:
-        self._free[self._free_count : self._free_count + len(slots)] = slots
-        self._free_count += len(slots)

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.schedule.episodes import EpisodeTable
-from dali_stream.schedule.frames import FrameCache, FramePlan
+from dali_stream.schedule.frame_plan import FramePlan
+from dali_stream.schedule.frames import FrameCache
 from dali_stream.schedule.look_ahead import Window
 from dali_stream.schedule.samples import Samples
 

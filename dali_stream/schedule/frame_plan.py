@@ -1,0 +1,81 @@
+"""Plan of one camera's frames for one batch, which a decoder carries out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+class Reads(NamedTuple):
+    """Frames that are read from the frame cache on disk, sorted by episode.
+
+    Attributes:
+        episode: Episode of each frame, shape (n,).
+        frame: Index of each frame within its episode, shape (n,).
+        packet: Packet of each frame, shape (n,).
+        slot: Slot that each frame is read into, shape (n,).
+    """
+
+    episode: Int64
+    frame: Int64
+    packet: Int64
+    slot: Int64
+
+    def chosen(self, mask: Mask) -> Reads:
+        """Return the frames for which a mask is True."""
+        return Reads(*(values[mask] for values in self))
+
+
+NOTHING = np.empty(0, np.int64)
+NO_READS = Reads(NOTHING, NOTHING, NOTHING, NOTHING)
+
+
+@dataclass(frozen=True)
+class FramePlan:
+    """Plan of one camera for one batch.
+
+    The plan decodes frame `frame[i]` of episode `episode[i]`, which is packet `packet[i]` of its file, into slot `slot[i]`.
+    Frames of one GOP are adjacent and in decode order. Frames without a slot are decoded for the frame cache on disk only.
+
+    Attributes:
+        show: Slot of each frame of the batch, shape (B, T). `NONE` if the frame has no packet.
+        episode: Episode of each frame to decode, shape (n,).
+        frame: Index of each frame to decode within its episode, shape (n,).
+        packet: Packet of each frame to decode, shape (n,).
+        slot: Slot that each frame is decoded into, shape (n,). `NONE` if the frame has no slot.
+        gop: Number that identifies the GOP of each frame, shape (n,).
+        hits: Number of the B · T frames that were cached, so that they need not be decoded.
+        decodes: Number of frames that are decoded, including those that are only decoded to reach others.
+        evicted: Number of frames that were evicted although a later batch was known to show them.
+        reads: Frames that are read from the frame cache on disk.
+    """
+
+    show: Int64
+    episode: Int64
+    frame: Int64
+    packet: Int64
+    slot: Int64
+    gop: Int64
+    hits: int
+    decodes: int
+    evicted: int
+    reads: Reads = NO_READS
+
+    def __str__(self) -> str:
+        def listed(values: Int64) -> str:
+            return ", ".join(map(str, values.reshape(-1).tolist()))
+
+        gops = [self.gop == gop for gop in np.unique(self.gop)]
+        lines = [
+            f"decode episode {self.episode[own][0]} frames {listed(self.frame[own])} into slots {listed(self.slot[own])}"
+            for own in gops
+        ]
+        if len(self.reads.slot):
+            lines.append(f"read frames {listed(self.reads.frame)} into slots {listed(self.reads.slot)}")
+        return "\n".join([*lines, f"show slots {listed(self.show)}"])
