@@ -6,11 +6,14 @@ Unlike typer's parsers, these report the invalid value, except for JSON, which m
 from __future__ import annotations
 
 import argparse
+import functools
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -29,7 +32,7 @@ Cameras = Annotated[str | None, typer.Option(metavar="LIST", help="Only these ca
 Action = Annotated[
     str | None, typer.Option(metavar="KEY", help="Feature with the actions. Default: 'action', or the only one like it.")
 ]
-# Options of all commands that read a dataset.
+# Options of `DatasetOptions`.
 Revision = Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit of a Hub repository.")]
 DataFilesRoot = Annotated[
     str | None, typer.Option(metavar="URI", help="Location of data/ and videos/ if not next to meta/, such as a bucket.")
@@ -39,14 +42,6 @@ StorageOptions = Annotated[
     str | None,
     typer.Option(metavar="JSON", help="Storage options such as credentials, for example '{\"anon\": true}' for public S3."),
 ]
-# Options of the commands that make a Loader.
-FrameCache = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Keep decoded frames in this folder, for all ranks and for later runs.")
-]
-FrameCacheBytes = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Size limit of --frame-cache, such as 200GiB. Default: none on a disk.")
-]
-# Options of the commands that locate the frames of rows.
 Clock = Annotated[
     str | None,
     typer.Option(
@@ -58,33 +53,74 @@ ToleranceS = Annotated[
     float | None,
     typer.Option(metavar="SECONDS", help="Largest distance of a frame from its row's time. Default: a quarter of a frame."),
 ]
+# Options of the commands that make a Loader.
+FrameCache = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Keep decoded frames in this folder, for all ranks and for later runs.")
+]
+FrameCacheBytes = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Size limit of --frame-cache, such as 200GiB. Default: none on a disk.")
+]
 
 
-def located_by(clock: str | None, tolerance_s: float | None) -> dict[str, Any]:
-    """Return the arguments `clock` and `tolerance_s` of `Dataset`, without those that are None."""
-    return {name: value for name, value in (("clock", clock), ("tolerance_s", tolerance_s)) if value is not None}
+@dataclass(frozen=True)
+class DatasetOptions:
+    """Options of all commands that read a dataset, which `with_dataset_options` adds to a command. See `Dataset`."""
+
+    revision: Revision = None
+    data_files_root: DataFilesRoot = None
+    cache_dir: CacheDir = None
+    storage_options: StorageOptions = None
+    clock: Clock = None
+    tolerance_s: ToleranceS = None
+
+    def arguments(self, **more: Any) -> dict[str, Any]:
+        """Return the arguments of `Dataset`, without those that are None.
+
+        Args:
+            more: Further arguments of `Dataset`.
+
+        Raises:
+            ValueError: If --storage-options is not a JSON object.
+        """
+        stored = json_object("--storage-options", self.storage_options)
+        given = vars(self) | {"storage_options": stored} | more
+        return {name: value for name, value in given.items() if value is not None}
 
 
-def opened(uri: str, *, storage_options: str | None, **arguments: Any) -> AbstractContextManager[Dataset]:
-    """Return a context manager that opens and closes the dataset of a command line.
+def with_dataset_options(command: Callable[..., None], without: Sequence[str] = ()) -> Callable[..., None]:
+    """Decorator that gives a command the options of `DatasetOptions`, and passes them as its first argument.
 
     Args:
-        uri: Address of the dataset.
-        storage_options: JSON text of --storage-options, or None.
-        arguments: Other arguments of `Dataset`.
-
-    Raises:
-        ValueError: If `storage_options` is not a JSON object.
+        command: Function of a typer command.
+        without: Options that the command does not have. Default: none.
     """
-    return closing(Dataset(uri, storage_options=json_object("--storage-options", storage_options), **arguments))
+    kinds = get_type_hints(DatasetOptions, include_extras=True)
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    added = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=kind)
+        for name, kind in kinds.items()
+        if name not in without
+    ]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        command(DatasetOptions(**{each.name: given.pop(each.name) for each in added}), **given)
+
+    # typer reads both.
+    run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in (*own, *added)}
+    return run
 
 
-def opened_mixture(
-    uris: Sequence[str], *, storage_options: str | None, **arguments: Any
-) -> AbstractContextManager[Dataset | Mixture]:
-    """Return a context manager that opens and closes the dataset or the mixture of a command line. See `opened`."""
-    mixture = mixture_arguments(uris, storage_options=storage_options, **arguments)
-    return closing(Mixture(**mixture)) if mixture else opened(uris[0], storage_options=storage_options, **arguments)
+def opened_mixture(uris: Sequence[str], **arguments: Any) -> AbstractContextManager[Dataset | Mixture]:
+    """Return a context manager that opens and closes the dataset or the mixture of a command line.
+
+    Args:
+        uris: Addresses of the datasets, or a mixture file.
+        arguments: Arguments of each `Dataset`.
+    """
+    mixture = mixture_arguments(uris, **arguments)
+    return closing(Mixture(**mixture) if mixture else Dataset(uris[0], **arguments))
 
 
 def check_action(action: str | None, dataset: Dataset | Mixture) -> None:
@@ -94,7 +130,7 @@ def check_action(action: str | None, dataset: Dataset | Mixture) -> None:
         raise ValueError(f"--action must be a feature with numbers, got {action!r}. Available: {listed(numbers)}")
 
 
-def mixture_arguments(uris: Sequence[str], *, storage_options: str | None, **arguments: Any) -> dict[str, Any] | None:
+def mixture_arguments(uris: Sequence[str], **arguments: Any) -> dict[str, Any] | None:
     """Return the arguments of the `Mixture` of a command line, or None for a single dataset.
 
     Options apply to each dataset. Without a mixture file, features that a dataset lacks are padded.
@@ -110,8 +146,6 @@ def mixture_arguments(uris: Sequence[str], *, storage_options: str | None, **arg
     options = {name: value for name, value in arguments.items() if value is not None}
     if "data_files_root" in options:
         raise ValueError("--data-files-root belongs to one dataset. Write it into a mixture file, as data_files_root")
-    if storage_options is not None:
-        options["storage_options"] = json_object("--storage-options", storage_options)
     if files:
         mixture = Mixture.file_arguments(files[0])
     else:

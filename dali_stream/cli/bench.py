@@ -16,7 +16,9 @@ from dali_stream.errors import counted
 from dali_stream.observe import tracing
 
 
+@arguments.with_dataset_options
 def bench(
+    options: arguments.DatasetOptions,
     uris: arguments.Uris,
     mode: Annotated[
         str, typer.Option(metavar="single|sarm|action_chunk", help="Current frames; 8 steps 1 s apart; frames and 50 actions.")
@@ -48,14 +50,8 @@ def bench(
     memory_budget: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for caches and prefetching, per rank. Default: up to 4GiB.")
     ] = None,
-    revision: arguments.Revision = None,
-    data_files_root: arguments.DataFilesRoot = None,
-    cache_dir: arguments.CacheDir = None,
-    storage_options: arguments.StorageOptions = None,
     frame_cache: arguments.FrameCache = None,
     frame_cache_bytes: arguments.FrameCacheBytes = None,
-    clock: arguments.Clock = None,
-    tolerance_s: arguments.ToleranceS = None,
     out_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write SOURCE-MODE-DECODE.json and .csv into this folder.")
     ] = None,
@@ -77,8 +73,6 @@ def bench(
         raise ValueError(f"--source must be up to 64 letters, digits, '_', '.' and '-', got {source!r}")
     if out_dir is not None:
         out_dir.mkdir(parents=True, exist_ok=True)
-    place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
-    place |= arguments.located_by(clock, tolerance_s)
     size = None if image_size == "recorded" else arguments.size("--image-size", image_size)
     loader: dict[str, Any] = {
         "batch_size": batch_size, "num_threads": num_threads, "decode": decode, "image_size": size, "image_dtype": image_dtype,
@@ -86,9 +80,12 @@ def bench(
         "frame_cache_bytes": frame_cache_bytes,
     }  # fmt: skip
     settings: dict[str, Any] = {"mode": mode, "num_batches": num_batches, "warmup": warmup, "loader": loader, "action": action}
-    with arguments.opened_mixture(uris, storage_options=storage_options, **place) as dataset:
+    given = options.arguments()
+    with arguments.opened_mixture(uris, **given) as dataset:
         arguments.check_action(action, dataset)
-        place["data_files_root"] = data_files_root and dataset.source.data_store.where("")  # without credentials
+        place = {"revision": options.revision, "cache_dir": options.cache_dir}
+        place |= {name: given[name] for name in ("clock", "tolerance_s") if name in given}
+        place["data_files_root"] = options.data_files_root and dataset.source.data_store.where("")  # without credentials
         recording = contextlib.nullcontext() if trace is None or os.environ.get("RANK", "0") != "0" else tracing.trace(trace)
         with console.progress("warm-up, batches", enabled=not as_json) as show, recording:
             report = run(dataset, **settings, device=device, head={"source": source, **place}, progress=show)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.styled import Styled
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
+@arguments.with_dataset_options
 def doctor(
+    options: arguments.DatasetOptions,
     uri: Annotated[str | None, typer.Argument(metavar="[URI]", help="A dataset to examine as well.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
     deep: Annotated[
@@ -26,12 +28,6 @@ def doctor(
     ] = False,
     cameras: arguments.Cameras = None,
     episodes: arguments.Episodes = None,
-    revision: arguments.Revision = None,
-    data_files_root: arguments.DataFilesRoot = None,
-    cache_dir: arguments.CacheDir = None,
-    storage_options: arguments.StorageOptions = None,
-    clock: arguments.Clock = None,
-    tolerance_s: arguments.ToleranceS = None,
 ) -> None:
     """Check what this machine decodes and whether its software is compatible, and say how to fix problems.
 
@@ -40,14 +36,9 @@ def doctor(
     episodes and files are checked, or 32 of remote data. --deep checks all of them and decodes every frame. The exit code is 1
     if a check found a problem.
     """
-    options = arguments.json_object("--storage-options", storage_options)
-    place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
-    place |= {"storage_options": options}
-    if uri is None and (deep or any(each is not None for each in (cameras, episodes, clock, tolerance_s))):
+    place = options.arguments(cameras=arguments.names(cameras), episodes=arguments.numbers("--episodes", episodes))
+    if uri is None and (deep or place.keys() & {"cameras", "episodes", "clock", "tolerance_s"}):
         raise ValueError("--deep, --cameras, --episodes, --clock and --tolerance-s need the URI of a dataset")
-    if uri is not None:
-        place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
-        place |= arguments.located_by(clock, tolerance_s)
     with console.progress("examining") as show:
         report = dali_stream.tools.doctor(uri, **place, deep=deep, progress=show)
     if as_json:

@@ -53,7 +53,9 @@ def remove(
 
 
 @frames.command("fill", short_help="Decode a dataset into a frame cache.")
+@arguments.with_dataset_options
 def fill(
+    options: arguments.DatasetOptions,
     uris: arguments.Uris,
     frame_cache: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the frame cache.")],
     image_size: Annotated[str, typer.Option(metavar="HxW|recorded", help="Size of the frames.")],
@@ -63,12 +65,6 @@ def fill(
     ] = None,
     episodes: arguments.Episodes = None,
     cameras: arguments.Cameras = None,
-    revision: arguments.Revision = None,
-    data_files_root: arguments.DataFilesRoot = None,
-    cache_dir: arguments.CacheDir = None,
-    storage_options: arguments.StorageOptions = None,
-    clock: arguments.Clock = None,
-    tolerance_s: arguments.ToleranceS = None,
 ) -> None:
     """Decode the frames of a dataset into a cache, so that no epoch of a run decodes them.
 
@@ -77,13 +73,11 @@ def fill(
     """
     from dali_stream.tools import stored_frames
 
-    place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
-    place |= arguments.located_by(clock, tolerance_s)
-    place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
+    place = options.arguments(cameras=arguments.names(cameras), episodes=arguments.numbers("--episodes", episodes))
     loader: dict[str, Any] = {"frame_cache": frame_cache, "frame_cache_bytes": frame_cache_bytes, "num_threads": num_threads}
     loader["image_size"] = None if image_size == "recorded" else arguments.size("--image-size", image_size)
     with (
-        arguments.opened_mixture(uris, storage_options=storage_options, **place) as dataset,
+        arguments.opened_mixture(uris, **place) as dataset,
         console.progress("batches") as bar,
     ):
         stats = stored_frames.fill(dataset, bar, **loader)

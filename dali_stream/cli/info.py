@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 _TASKS, _MISSING, _BROKEN = 20, 20, 20  # maximum numbers of tasks and of missing and broken files in the text
 
 
+@arguments.with_dataset_options
 def info(
+    options: arguments.DatasetOptions,
     uris: arguments.Uris,
     episodes: arguments.Episodes = None,
     cameras: arguments.Cameras = None,
@@ -35,12 +38,6 @@ def info(
         typer.Option("--index", help="Instead, read the index of every file of a remote dataset into --cache-dir."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    revision: arguments.Revision = None,
-    data_files_root: arguments.DataFilesRoot = None,
-    cache_dir: arguments.CacheDir = None,
-    storage_options: arguments.StorageOptions = None,
-    clock: arguments.Clock = None,
-    tolerance_s: arguments.ToleranceS = None,
 ) -> None:
     """Describe a dataset: episodes, features, cameras, and the decoder that this machine uses for each camera.
 
@@ -54,20 +51,18 @@ def info(
     With --index, the indices of all video and Parquet files are read into the cache, so that training starts without waiting
     for them. After an interruption, the same command resumes. The exit code is 1 if a file is broken.
     """
-    place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
-    place |= arguments.located_by(clock, tolerance_s)
-    place |= {"episodes": arguments.numbers("--episodes", episodes), "cameras": arguments.names(cameras)}
-    if index and cache_dir is None:
+    place = options.arguments(cameras=arguments.names(cameras), episodes=arguments.numbers("--episodes", episodes))
+    if index and options.cache_dir is None:
         raise typer.BadParameter("must be given with --index, got none", param_hint="--cache-dir")
     if index and image_size:
         raise typer.BadParameter("must be given without --index", param_hint="--image-size")
-    if mixed := arguments.mixture_arguments(uris, storage_options=storage_options, **place):
+    if mixed := arguments.mixture_arguments(uris, **place):
         if image_size or index:
             message = "must be given for one dataset, got several. Run the command for each of them"
             raise typer.BadParameter(message, param_hint="--index" if index else "--image-size")
         _mixture(mixed, as_json)
         return
-    with arguments.opened(uris[0], storage_options=storage_options, **place) as dataset:
+    with closing(dali_stream.Dataset(uris[0], **place)) as dataset:
         if index:
             _index(dataset, as_json)
             return

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 _LINE_EVERY_S = 10.0  # time between two lines of progress if stderr is not a terminal
 
 
+@functools.partial(arguments.with_dataset_options, without=("cache_dir",))
 def prepare(
+    options: arguments.DatasetOptions,
     uri: Annotated[str, typer.Argument(metavar="[URI]", help="The dataset.")],
     out: Annotated[str | None, typer.Argument(metavar="OUT", help="A new folder, or an address such as s3://.")] = None,
     for_: Annotated[
@@ -55,11 +57,6 @@ def prepare(
         str | None, typer.Option(metavar="JSON", help="Only episodes with these values, such as '{\"success\": true}'.")
     ] = None,
     cameras: arguments.Cameras = None,
-    clock: arguments.Clock = None,
-    tolerance_s: arguments.ToleranceS = None,
-    revision: arguments.Revision = None,
-    data_files_root: arguments.DataFilesRoot = None,
-    storage_options: arguments.StorageOptions = None,
     out_storage_options: Annotated[
         str | None, typer.Option(metavar="JSON", help="Storage options of OUT, such as credentials.")
     ] = None,
@@ -101,21 +98,18 @@ def prepare(
     if out is None:
         raise ValueError("OUT must be a new folder or an address, got none")
     wanted = arguments.json_object("--episode-filter", episode_filter)
-    options: dict[str, Any] = {
+    selected = options.arguments(cameras=arguments.names(cameras), episodes=arguments.numbers("--episodes", episodes))
+    settings: dict[str, Any] = {
         "for_": for_, "size": arguments.size("--size", size), "codec": codec, "gop": gop, "crf": crf, "encoder": encoder,
         "file_mb": file_mb, "rows_per_group": rows_per_group, "images_to_video": images_to_video, "drop_broken": drop_broken,
-        "episodes": arguments.numbers("--episodes", episodes), "cameras": arguments.names(cameras),
         "episode_filter": None if wanted is None else lambda row: all(row.get(key) == value for key, value in wanted.items()),
-        "revision": revision, "data_files_root": data_files_root, "jobs": jobs,
-        "storage_options": arguments.json_object("--storage-options", storage_options),
-        "out_storage_options": arguments.json_object("--out-storage-options", out_storage_options),
-        **arguments.located_by(clock, tolerance_s),
+        "jobs": jobs, "out_storage_options": arguments.json_object("--out-storage-options", out_storage_options),
     }  # fmt: skip
     slurm = {"partition": slurm_partition, "time": slurm_time, "account": slurm_account}
     slurm = {name: value for name, value in slurm.items() if value is not None}
-    options |= _cluster(executor, jobs, files_per_job, slurm_folder, slurm, ray_address)
+    settings |= _cluster(executor, jobs, files_per_job, slurm_folder, slurm, ray_address)
     with _shown() as show:
-        report = run(uri, out, **options, progress=show)
+        report = run(uri, out, **selected, **settings, progress=show)
     _say(out, report, as_json)
 
 

@@ -23,7 +23,9 @@ _NUMBER = {"metavar": "N", "parser": arguments.natural}
 _ACTION = "Give the key of a feature with --action"
 
 
+@arguments.with_dataset_options
 def preview(
+    options: arguments.DatasetOptions,
     uris: Annotated[
         list[str] | None,
         typer.Argument(metavar="URI...", help="The dataset; or several, or a mixture file. Optional with --config."),
@@ -60,12 +62,6 @@ def preview(
     rank: Annotated[int, typer.Option(**_NUMBER, help="Rank of the batch of a run.")] = 0,
     episodes: arguments.Episodes = None,
     cameras: arguments.Cameras = None,
-    revision: arguments.Revision = None,
-    data_files_root: arguments.DataFilesRoot = None,
-    cache_dir: arguments.CacheDir = None,
-    storage_options: arguments.StorageOptions = None,
-    clock: arguments.Clock = None,
-    tolerance_s: arguments.ToleranceS = None,
 ) -> None:
     """Draw the first batch of an epoch as the model sees it, captioned with tasks and indices.
 
@@ -74,40 +70,37 @@ def preview(
     episodes, which are vectors of floats. For several datasets or a mixture file, draw a batch of their mixture.
     """
     arguments.png("--out", out)
-    place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     if config is not None or state is not None:
         fixed: dict[str, object] = {
             "--window": window,
             "--image-size": image_size,
             "--seed": seed,
             "--normalize": normalize,
-            "--clock": clock,
+            "--clock": options.clock,
             "--action": action,
         }
-        fixed |= {"--episodes": episodes, "--cameras": cameras, "--tolerance-s": tolerance_s}
+        fixed |= {"--episodes": episodes, "--cameras": cameras, "--tolerance-s": options.tolerance_s}
         _refuse(fixed, "must not be given with --config, which has it")
-        where = place | {"storage_options": arguments.json_object("--storage-options", storage_options)}
-        sheet = _of_run(config, state, uris or [], where, epoch, batch, rank, dali_graph)
+        sheet = _of_run(config, state, uris or [], options.arguments(), epoch, batch, rank, dali_graph)
     else:
         if not uris:
             raise ValueError("URI must be given, or --config")
         _refuse({"--epoch": epoch, "--batch": batch, "--rank": rank or None}, "must be given with --config")
         size, windows = arguments.size("--image-size", image_size), arguments.windows("--window", window or [])
-        selected: dict[str, Any] = place | arguments.located_by(clock, tolerance_s)
-        selected |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
+        selected = options.arguments(cameras=arguments.names(cameras), episodes=arguments.numbers("--episodes", episodes))
         batch_size = batch_size or _SAMPLES
         with (
             console.progress("decoding a batch"),
-            arguments.opened_mixture(uris, storage_options=storage_options, **selected) as dataset,
+            arguments.opened_mixture(uris, **selected) as dataset,
         ):
             arguments.check_action(action, dataset)
             if not dataset.cameras and isinstance(dataset, Dataset):
                 _plot(dataset, out, batch_size, action)
                 return
-            options = {"batch_size": batch_size, "delta_timestamps": windows, "image_size": size, "seed": seed or 0}
+            loader = {"batch_size": batch_size, "delta_timestamps": windows, "image_size": size, "seed": seed or 0}
             graph = runs.graph("--dali-graph", dali_graph)
             sheet = _of_dataset(
-                dataset, plots or not dataset.cameras, action, options | {"normalize": normalize, "dali_graph": graph}
+                dataset, plots or not dataset.cameras, action, loader | {"normalize": normalize, "dali_graph": graph}
             )
     _save(sheet, out, batch_size, plots)
 

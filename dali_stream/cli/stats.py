@@ -16,19 +16,15 @@ from dali_stream.errors import counted
 from dali_stream.mixture import Mixture
 
 
+@arguments.with_dataset_options
 def stats(
+    options: arguments.DatasetOptions,
     uri: arguments.Uri,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="A new file. Default: standard output.")] = None,
     episodes: arguments.Episodes = None,
     cameras: Annotated[
         str | None, typer.Option(metavar="LIST", help="Only these cameras, separated by commas; '' for none.")
     ] = None,
-    revision: arguments.Revision = None,
-    data_files_root: arguments.DataFilesRoot = None,
-    cache_dir: arguments.CacheDir = None,
-    storage_options: arguments.StorageOptions = None,
-    clock: arguments.Clock = None,
-    tolerance_s: arguments.ToleranceS = None,
 ) -> None:
     """Compute statistics as LeRobot defines them, as JSON in the form of meta/stats.json.
 
@@ -42,10 +38,8 @@ def stats(
     if out is not None and (out.exists() or not out.absolute().parent.is_dir()):
         reason = "exists" if out.exists() else "is in a folder that does not exist"
         raise ValueError(f"--out must be a new file in an existing folder, got {str(out)!r}, which {reason}")
-    place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
-    place |= arguments.located_by(clock, tolerance_s)
-    place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
-    with arguments.opened_mixture([uri], storage_options=storage_options, **place) as dataset:
+    place = options.arguments(cameras=arguments.names(cameras), episodes=arguments.numbers("--episodes", episodes))
+    with arguments.opened_mixture([uri], **place) as dataset:
         if isinstance(dataset, Mixture):
             computed = {name: _computed(part, f"{name}: episodes") for name, part in dataset.datasets.items()}
             size = f"{counted(len(computed), 'dataset')} with {counted(dataset.num_episodes, 'episode')}"

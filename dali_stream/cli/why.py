@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 _FULL = 0.95  # minimum share of the needed batches per second at which a Loader keeps up
 
 
+@arguments.with_dataset_options
 def why(
+    options: arguments.DatasetOptions,
     uri: arguments.Uri,
     image_size: Annotated[str | None, typer.Option(metavar="HxW", help="Size of the frames. Default: as recorded.")] = None,
     image_dtype: Annotated[str, typer.Option(metavar="uint8|float32", help="Type of the frames.")] = "float32",
@@ -40,14 +42,8 @@ def why(
         int, typer.Option(metavar="N", parser=arguments.count, help="Epochs of the run, from which gains are computed.")
     ] = 10,
     cameras: arguments.Cameras = None,
-    revision: arguments.Revision = None,
-    data_files_root: arguments.DataFilesRoot = None,
-    cache_dir: arguments.CacheDir = None,
-    storage_options: arguments.StorageOptions = None,
     frame_cache: arguments.FrameCache = None,
     frame_cache_bytes: arguments.FrameCacheBytes = None,
-    clock: arguments.Clock = None,
-    tolerance_s: arguments.ToleranceS = None,
     anyway: Annotated[bool, typer.Option("--anyway", help="Predict even if other processes use the cores.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
@@ -61,9 +57,6 @@ def why(
 
     if step_ms is not None and step_ms <= 0:
         raise ValueError(f"--step-ms must be greater than 0, got {step_ms:g}")
-    place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
-    place |= arguments.located_by(clock, tolerance_s) | {"cameras": arguments.names(cameras)}
-    place["storage_options"] = arguments.json_object("--storage-options", storage_options)
     loader = {
         "image_size": arguments.size("--image-size", image_size), "image_dtype": image_dtype, "batch_size": batch_size,
         "delta_timestamps": arguments.windows("--window", window or []), "num_threads": num_threads,
@@ -75,7 +68,7 @@ def why(
             uri,
             step_s=None if step_ms is None else step_ms / 1000,
             epochs=epochs,
-            dataset=place,
+            dataset=options.arguments(cameras=arguments.names(cameras)),
             loader=loader,
             anyway=anyway,
             progress=lambda text: show(0, 1, text),
