@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from argument_types import count, new_file
+from lerobot_programs.resizing import resized
 from lerobot_programs.trainable import trainable
 
 from dali_stream.checks.frame_size import frame_size, join_sizes
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def run(place: Path, name: str, root: Path, cores: int, side: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the steps per second of a run, and its medians of LeRobot's own times per step, in seconds."""
+    """Return the steps and samples per second of a run, and the median time of a step in seconds."""
     folder = Path(tempfile.mkdtemp(dir=place))
     spec = {"side": side, "trains": True, "kill_at": None, "out": str(folder / "out"), "records": "times"}
     (folder / "spec.json").write_text(json.dumps(spec))
@@ -76,7 +77,7 @@ def run(place: Path, name: str, root: Path, cores: int, side: str, arguments: ar
         *(f"--policy.device={arguments.device}", f"--dataset.repo_id=local/{name}", f"--dataset.root={root}"),
         *(f"--output_dir={folder / 'run'}", f"--steps={arguments.steps}", f"--batch_size={arguments.batch_size}"),
         *("--save_checkpoint=false", "--log_freq=10", f"--num_workers={cores}"),
-        *resized(side, arguments.image_size),
+        *(resized(side, arguments.image_size) if arguments.image_size else ()),
     ]
     used = sorted(os.sched_getaffinity(0))[:cores]
     done = subprocess.run(
@@ -92,17 +93,6 @@ def run(place: Path, name: str, root: Path, cores: int, side: str, arguments: ar
         "samples_per_s": round(len(steps) * arguments.batch_size / (times[-1] - times[0])),
         "median_step_s": round(statistics.median(steps), 4),
     }
-
-
-def resized(side: str, size: tuple[int, int] | None) -> list[str]:
-    """Return the arguments that resize frames."""
-    if size is None:
-        return []
-    if side == "loader":
-        return [f"--loader.image_size={size[0]}x{size[1]}"]
-    resize = f"{{resize: {{weight: 1.0, type: Resize, kwargs: {{size: [{size[0]}, {size[1]}]}}}}}}"
-    transforms = "--dataset.image_transforms"
-    return [f"{transforms}.enable=true", f"{transforms}.max_num_transforms=1", f"{transforms}.tfs={resize}"]
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALL
 
 from lerobot_programs import deploy
 from lerobot_programs import run as program
+from lerobot_programs.resizing import resized
 from lerobot_programs.trainable import trainable
 
 CONTEXT = multiprocessing.get_context("forkserver")  # LeRobot is imported once, and each run is a fork
@@ -458,9 +459,7 @@ def check_evaluation(comparison: Comparison, name: str, root: Path) -> None:
 
 def measure_speed(comparison: Comparison, name: str, root: Path, rounds: int) -> None:
     height, width = SPEED_SIZE
-    resize = f"{{resize: {{weight: 1.0, type: Resize, kwargs: {{size: [{height}, {width}]}}}}}}"
-    stock = ["--dataset.image_transforms.enable=true", "--dataset.image_transforms.max_num_transforms=1"]
-    sides = {"stock": [*stock, f"--dataset.image_transforms.tfs={resize}"], "loader": [f"--loader.image_size={height}x{width}"]}
+    sides = {side: resized(side, SPEED_SIZE) for side in ("stock", "loader")}
     epoch = dali_stream.Dataset(root).num_frames // 16
     # A Loader keeps decoded frames for later batches. Without a model, it is therefore timed over its whole first epoch.
     for trains, batch_size, steps in ((False, 16, {"stock": 46, "loader": epoch}), (True, 4, {"stock": 16, "loader": 16})):

@@ -106,8 +106,8 @@ class Loader:
             with the same ranks and batch size. Default: "raise".
         max_substitutes: Maximum share of a batch that may be replaced, above 0 and up to 1. If more samples cannot be read or
             decoded, a DecodeError that contains the first error is raised. Default: 1.0.
-        frame_cache: Folder for decoded frames on disk, which all ranks of the machine and later runs share. Frames that are
-            there are read and not decoded. Batches are the same with and without it. Frames that DALI decodes are not stored.
+        frame_cache: Folder for decoded frames on disk, which all ranks of the machine and later runs share. Stored frames
+            are read and not decoded. Batches are the same with and without it. Frames that DALI decodes are not stored.
             With a folder in /dev/shm, the frames are in memory, once per machine. Default: none.
         frame_cache_bytes: Maximum size of `frame_cache`, in bytes or as a text such as "200GiB". When it is reached, no more
             frames are added. Default: no limit, but for a folder in memory a quarter of the memory of the machine or cgroup.

@@ -40,6 +40,7 @@ class Recorder:
 
     def __init__(self, spec: dict[str, Any], file: TextIO) -> None:
         self._spec, self._file, self._steps = spec, file, 0
+        self._only_times = spec.get("records") == "times"
         self._cycle, self._update, self._init_logging = script.cycle, script.update_policy, script.init_logging
         script.cycle, script.update_policy, script.init_logging = self.cycle, self.update, self.init_logging
 
@@ -52,7 +53,7 @@ class Recorder:
             batches = itertools.repeat(next(batches))
         for batch in batches:
             self._steps += 1
-            if self._spec.get("records") == "times":
+            if self._only_times:
                 self.record(time=time.perf_counter())
                 yield batch
                 continue
@@ -67,7 +68,7 @@ class Recorder:
         if not self._spec["trains"]:
             return tracker, {}
         result = self._update(tracker, *arguments, **named)
-        if self._spec.get("records") != "times":
+        if not self._only_times:
             self.record(loss=result[0].metrics["loss"].val)
         return result
 
