@@ -119,8 +119,8 @@ def work_of(times: Mapping[str, float], threads: int, cores: int, remote: bool, 
     busy = sum(times[stage] for stage in ("read_s", "pack_s", "decode_s", "resize_s"))
     cpu = times["decode_cpu_s"] + times["plan_cpu_s"] + times["copy_cpu_s"]
     # Decode threads that use no CPU wait for a core, for Python's interpreter, or for bytes. The busier the cores are, the less
-    # of this time is attributed to bytes.
-    idle = max(busy - times["decode_cpu_s"], 0.0) * max(1 - cpu / (cores * wall), 0.0)
+    # of this time is attributed to bytes. The square is the probability that both of two cores are busy.
+    idle = max(busy - times["decode_cpu_s"], 0.0) * max(1 - (cpu / (cores * wall)) ** 2, 0.0)
     waiting = max(times["read_s"] / threads, times["rows_s"]) / wall
     # While other threads use the cores, copying takes longer than its own work. The resource "CPU cores" includes this delay.
     deliver = times["graph_s"] if graph else min(times["graph_s"], times["copy_cpu_s"] / copy_threads(threads))
