@@ -233,6 +233,7 @@ def test_a_checkpoint_is_complete_at_every_moment_and_after_a_kill(demo: Path, t
         check(file, demo)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_previous_checkpoint(demo: Path, tmp_path: Path) -> None:
     process, pipe = start(save_without_space, demo, tmp_path / "checkpoint.pt")
     assert pipe.recv() in ("OSError", "RuntimeError")

@@ -338,6 +338,7 @@ def run_with_a_full_disk(root: Path, folder: Path, limit: int, log: Path, pipe: 
     pipe.send((same(found, expected), stats["frame_cache_disk_written_bytes"]))
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_warning_and_changes_no_batch(small: Path, tmp_path: Path) -> None:
     run(small, tmp_path / "whole")
     limit = max(path.stat().st_size for path in records(tmp_path / "whole")) - 8 * 20

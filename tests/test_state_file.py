@@ -177,6 +177,7 @@ def test_the_file_is_complete_at_every_moment_and_after_a_kill(demo: Path, tmp_p
             assert load_state(file, loader.load_state_dict)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_previous_state(demo: Path, tmp_path: Path) -> None:
     process, pipe = start(save_without_space, demo, tmp_path / "loader.json")
     assert os.strerror(27) in pipe.recv()

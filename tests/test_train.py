@@ -66,6 +66,7 @@ def import_file(name: str) -> Any:
         return importlib.import_module(name)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_checkpoint_journal_and_pictures(finished: Path, demo: Path) -> None:
     assert list(losses(finished)) == list(range(1, STEPS + 1))
     state = torch.load(finished / "checkpoint.pt", weights_only=True)
@@ -76,6 +77,7 @@ def test_a_run_leaves_its_checkpoint_journal_and_pictures(finished: Path, demo: 
         assert np.asarray(Image.open(finished / name)).std() > 10  # something is drawn
 
 
+@pytest.mark.slow
 def test_tensorboard_has_what_the_journal_has(finished: Path) -> None:
     events = EventAccumulator(str(finished / "tensorboard"))
     events.Reload()
@@ -84,6 +86,7 @@ def test_tensorboard_has_what_the_journal_has(finished: Path) -> None:
     assert [event.step for event in events.Scalars("validation/val_error")] == [4, 8]
 
 
+@pytest.mark.slow
 def test_validation_is_of_the_episodes_held_out(finished: Path, demo: Path) -> None:
     """Predicting the mean is wrong by what the episodes' own actions say, by the statistics of the other episodes."""
     with Loader(Dataset(demo, cameras=[], episodes=[1, 4]), batch_size=10**9, shuffle=False, last_batch="partial",

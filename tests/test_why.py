@@ -125,7 +125,7 @@ def test_a_slow_server(demo: Path, tmp_path: Path) -> None:
 
 
 def test_a_slow_consumer(demo: Path) -> None:
-    limit = run(demo, 1, 0.1).limit
+    limit = run(Dataset(demo, episodes=[0, 1]), 1, 0.1).limit
     assert limit.stage == "training"
     assert "A faster loader would not help" in limit.text
 

@@ -1,18 +1,18 @@
-"""Renderer of the demo scene: a painter's algorithm for convex polygons with soft edges, in NumPy.
+"""Renderer of the demo scene: Pillow paints boxes from far to near over a background, at twice the size of the frame.
 
-How much a polygon covers a pixel depends on the signed distance between the pixel and the nearest edge. The coverage rises from
-0 to 1 over one pixel for an antialiased edge, and over several for the edge of a shadow. The table and its goals do not move
-within an episode, so they are painted once. For each frame, shadows and boxes are painted over a copy.
+The table and its goals do not move within an episode, so the background is computed once, with NumPy, with light and in shadow.
+For each frame, the two are mixed where boxes cast shadows, and the visible faces of the boxes are painted over them.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
+from PIL import Image, ImageChops, ImageDraw, ImageFilter
 
 from dali_stream.demo import scene
 
@@ -21,6 +21,7 @@ _BLOCK_COLOURS = np.array([[214, 62, 52], [52, 168, 92], [50, 108, 214]], dtype=
 _FINGER, _PALM, _WRIST = np.array([[66, 70, 80], [214, 218, 224], [244, 152, 54]], dtype=np.float64)
 _WOOD, _WALL, _GOAL = np.array([[206, 172, 130], [72, 80, 92], [250, 250, 244]], dtype=np.float64)
 _SHADOW = 0.45  # fraction of the light that a shadow removes
+_SCALE = 2  # edges are smooth because polygons are painted at this multiple of the frame's size, and reduced
 
 
 @dataclass(frozen=True)
@@ -118,18 +119,20 @@ def render_episode(episode: scene.Episode, camera: Camera, size: tuple[int, int]
         camera: Camera that sees the scene.
         size: Size (height, width) of the frames in pixels.
     """
-    background, table_mask = _background(episode.goals, camera, size)
+    large = (size[1] * _SCALE, size[0] * _SCALE)
+    lit, dark = _backgrounds(episode.goals, camera, size)
     for state, blocks, yaws in zip(episode.state, episode.block_positions, episode.block_yaws, strict=True):
-        boxes = _boxes(state, blocks, yaws)
-        image = background.copy()
-        _cast_shadows(image, table_mask, boxes, camera, size)
-        for box in sorted(boxes, key=lambda box: -float(np.linalg.norm(box.middle - camera.eye))):
-            _paint_box(image, box, camera, size)
-        yield np.clip(image + 0.5, 0, 255).astype(np.uint8)
+        groups = _boxes(state, blocks, yaws)
+        table = Image.composite(dark, lit, _shadows(groups, camera, size))
+        image = table.resize(large, Image.Resampling.NEAREST)
+        draw = ImageDraw.Draw(image)
+        for box in sorted(itertools.chain(*groups), key=lambda box: -float(np.linalg.norm(box.middle - camera.eye))):
+            _paint_box(draw, box, camera, size)
+        yield np.asarray(image.reduce(_SCALE))
 
 
-def _boxes(state: np.ndarray, blocks: np.ndarray, yaws: np.ndarray) -> list[Box]:
-    """Return the boxes of a frame: the blocks, and the fingers, palm and wrist of the gripper.
+def _boxes(state: np.ndarray, blocks: np.ndarray, yaws: np.ndarray) -> tuple[list[Box], list[Box]]:
+    """Return the boxes of a frame: the blocks; and the fingers, palm and wrist of the gripper.
 
     Args:
         state: State of the gripper, shape (8,).
@@ -137,21 +140,23 @@ def _boxes(state: np.ndarray, blocks: np.ndarray, yaws: np.ndarray) -> list[Box]
         yaws: Rotations of the blocks in radians, shape (3,).
     """
     half = scene.BLOCK_HALF
-    boxes = [
+    cubes = [
         Box(np.array([x, y, half]), np.full(3, half), float(yaw), colour)
         for (x, y), yaw, colour in zip(blocks, yaws, _BLOCK_COLOURS, strict=True)
     ]
     x, y, z, yaw = (float(value) for value in state[:4])
     radius = scene.FINGER_RADIUS
-    for finger in scene.finger_positions(state[:4].astype(np.float64)):
-        boxes.append(Box(np.append(finger, z + 0.03), np.array([radius, radius, 0.03]), yaw, _FINGER))
-    boxes.append(Box(np.array([x, y, z + 0.07]), np.array([0.014, 0.034, 0.01]), yaw, _PALM))
-    boxes.append(Box(np.array([x, y, z + 0.12]), np.array([0.012, 0.016, 0.04]), yaw, _WRIST))
-    return boxes
+    gripper = [
+        Box(np.append(finger, z + 0.03), np.array([radius, radius, 0.03]), yaw, _FINGER)
+        for finger in scene.finger_positions(state[:4].astype(np.float64))
+    ]
+    gripper.append(Box(np.array([x, y, z + 0.07]), np.array([0.014, 0.034, 0.01]), yaw, _PALM))
+    gripper.append(Box(np.array([x, y, z + 0.12]), np.array([0.012, 0.016, 0.04]), yaw, _WRIST))
+    return cubes, gripper
 
 
-def _background(goals: np.ndarray, camera: Camera, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return an image of the empty table, shape (H, W, 3), and how much the table covers each pixel, shape (H, W), float32."""
+def _backgrounds(goals: np.ndarray, camera: Camera, size: tuple[int, int]) -> tuple[Image.Image, Image.Image]:
+    """Return two images of the empty table: one in the light of the lamp, and one whose table is in shadow."""
     height, width = size
     columns, rows = np.meshgrid(np.arange(width) + 0.5 - width / 2, np.arange(height) + 0.5 - height / 2)
     right, down, forward = camera.axes
@@ -159,16 +164,22 @@ def _background(goals: np.ndarray, camera: Camera, size: tuple[int, int]) -> tup
     # Points at which the rays of the pixels hit the plane of the table. Rays that do not descend get a point far away.
     points = np.array(camera.eye[:2]) + rays[..., :2] * (camera.eye[2] / np.maximum(-rays[..., 2:], 1e-6))
     fade = np.linspace(1.12, 0.72, height)[:, None, None]
-    image = np.broadcast_to(_WALL * fade, (height, width, 3)).astype(np.float32)
+    wall = _image(np.broadcast_to(_WALL * fade, (height, width, 3))).resize((width * _SCALE, height * _SCALE))
     half_x, half_y = scene.TABLE_HALF
     thickness = Box(np.array([0, 0, -0.016]), np.array([half_x, half_y, 0.016]), 0.0, _WOOD * 0.55)
-    _paint_box(image, thickness, camera, size)
-    mask = np.zeros(size, dtype=np.float32)
+    _paint_box(ImageDraw.Draw(wall), thickness, camera, size)
+    wall = wall.reduce(_SCALE)
+    mask = Image.new("L", (width * _SCALE, height * _SCALE))
     corners = np.array([[-half_x, -half_y, 0], [half_x, -half_y, 0], [half_x, half_y, 0], [-half_x, half_y, 0]])
-    window, coverage = _coverage(camera.project(corners, size), size, softness=1.0)
-    mask[window] = coverage
-    _blend(image, (slice(None), slice(None)), mask, _table_top(points, goals))
-    return image, mask
+    _paint(ImageDraw.Draw(mask), camera.project(corners, size) * _SCALE, 255)
+    top = _table_top(points, goals)
+    lit, dark = (Image.composite(_image(top * light), wall, mask.reduce(_SCALE)) for light in (1, 1 - _SHADOW))
+    return lit, dark
+
+
+def _image(colours: np.ndarray) -> Image.Image:
+    """Return an image of colours from 0 to 255, shape (H, W, 3)."""
+    return Image.fromarray(np.clip(colours + 0.5, 0, 255).astype(np.uint8))
 
 
 def _table_top(points: np.ndarray, goals: np.ndarray) -> np.ndarray:
@@ -197,102 +208,40 @@ def _table_top(points: np.ndarray, goals: np.ndarray) -> np.ndarray:
     return colours
 
 
-def _cast_shadows(image: np.ndarray, mask: np.ndarray, boxes: list[Box], camera: Camera, size: tuple[int, int]) -> None:
-    """Darken the table where boxes block the parallel light of the lamp. Overlapping shadows merge."""
-    light = np.ones(size, dtype=np.float32)
-    for box in boxes:
-        corners = box.corners()
-        ground = corners - corners[:, 2:] / _LIGHT[2] * _LIGHT
-        height = float(box.middle[2] - box.half[2])
+def _shadows(groups: tuple[list[Box], ...], camera: Camera, size: tuple[int, int]) -> Image.Image:
+    """Return how much groups of boxes block the parallel light of the lamp, from 0 to 255. Overlapping shadows merge."""
+    merged = Image.new("L", (size[1], size[0]))
+    for boxes in groups:
+        mask = Image.new("L", merged.size)
+        draw = ImageDraw.Draw(mask)
+        for box in boxes:
+            corners = box.corners()
+            ground = camera.project(corners - corners[:, 2:] / _LIGHT[2] * _LIGHT, size)
+            for _, face in _FACES:
+                _paint(draw, ground[face], 255)
         # The lamp is not a point, so the edge of a shadow is wider for a higher box.
-        softness = (2.5 + 110 * height) * size[0] / 240
-        window, coverage = _coverage(_convex_hull(camera.project(ground, size)), size, softness)
-        light[window] *= 1 - coverage
-    image *= (1 - np.float32(_SHADOW) * (1 - light) * mask)[..., None]
+        height = min(float(box.middle[2] - box.half[2]) for box in boxes)
+        merged = ImageChops.lighter(merged, mask.filter(ImageFilter.BoxBlur((1 + 60 * height) * size[0] / 240)))
+    return merged
 
 
-def _paint_box(image: np.ndarray, box: Box, camera: Camera, size: tuple[int, int]) -> None:
+def _paint_box(draw: ImageDraw.ImageDraw, box: Box, camera: Camera, size: tuple[int, int]) -> None:
     """Paint the faces of a box that the camera sees, with ambient and diffuse (Lambertian) light."""
     corners, rotation = box.corners(), box.rotation()
-    pixels = camera.project(corners, size)
+    pixels = camera.project(corners, size) * _SCALE
     for normal, face in _FACES:
         outward = rotation @ normal
         # The normal of a visible face points towards the camera.
         if outward @ (np.array(camera.eye) - corners[face[0]]) <= 0:
             continue
         colour = box.colour * (0.58 + 0.5 * max(0.0, float(outward @ _LIGHT)))
-        # Half a pixel of overlap hides the seams between the faces of a box.
-        _blend(image, *_coverage(pixels[face], size, softness=1.0, grow=0.4), colour)
+        _paint(draw, pixels[face], colour)
         if normal[2] > 0 and box.colour is not _FINGER:
             inset = pixels[face] + 0.2 * (pixels[face].mean(axis=0) - pixels[face])
-            _blend(image, *_coverage(inset, size, softness=1.0), colour + 0.12 * (255 - colour))
+            _paint(draw, inset, colour + 0.12 * (255 - colour))
 
 
-def _coverage(
-    polygon: np.ndarray, size: tuple[int, int], softness: float, grow: float = 0.0
-) -> tuple[tuple[slice, slice], np.ndarray]:
-    """Compute how much of each pixel a convex polygon covers.
-
-    Args:
-        polygon: Pixel positions of the corners, clockwise or counterclockwise, shape (n, 2).
-        size: Size (height, width) of the frame in pixels.
-        softness: Width of the edge in pixels.
-        grow: Distance by which the edge is moved outwards, in pixels. Default: 0.
-
-    Returns:
-        Window of the frame that contains the polygon, and the coverage of its pixels from 0 to 1, shape (h, w).
-    """
-    # A polygon has few corners, and Python computes with them faster than NumPy, whose operations have a fixed cost.
-    corners = polygon.tolist()
-    following = corners[1:] + corners[:1]
-    # The sign of the area makes the normals point inwards, for corners in either direction.
-    area = sum(x * v - y * u for (x, y), (u, v) in zip(corners, following, strict=True))
-    sign = (area > 0) - (area < 0)
-    normals = []
-    for (x, y), (u, v) in zip(corners, following, strict=True):
-        length = max(math.sqrt((u - x) ** 2 + (v - y) ** 2), 1e-9)
-        normals.append(((y - v) * sign / length, (u - x) * sign / length))
-    normal = np.array(normals, np.float32)
-    offset = (normal * polygon).sum(axis=1, dtype=np.float64).astype(np.float32)
-    margin = softness / 2 + grow
-    (left, right), (top, bottom) = (
-        (math.floor(min(each) - margin), math.ceil(max(each) + margin)) for each in zip(*corners, strict=True)
-    )
-    window = slice(max(top, 0), max(min(bottom, size[0]), 0)), slice(max(left, 0), max(min(right, size[1]), 0))
-    rows, columns = (_centres(length)[part] for length, part in zip(size, window, strict=True))
-    across = normal[:, :1] * columns - offset[:, None]
-    coverage = (across[:, None, :] + (normal[:, 1:] * rows)[:, :, None]).min(axis=0)
-    coverage += np.float32(grow)
-    coverage /= np.float32(softness)
-    coverage += np.float32(0.5)
-    return window, np.clip(coverage, 0, 1, out=coverage)
-
-
-@cache
-def _centres(length: int) -> np.ndarray:
-    """Return the positions of the centres of pixels along a side of a frame, shape (length,)."""
-    return np.arange(length, dtype=np.float32) + np.float32(0.5)
-
-
-def _blend(image: np.ndarray, window: tuple[slice, slice], coverage: np.ndarray, colour: np.ndarray) -> None:
-    """Blend a colour of shape (3,), or colours of shape (h, w, 3), into a window of the frame, in place."""
-    part = image[window]
-    part += coverage[..., None] * (np.asarray(colour, dtype=np.float32) - part)
-
-
-def _convex_hull(points: np.ndarray) -> np.ndarray:
-    """Return the corners of the convex hull of points, shape (n, 2), in order (Andrew's monotone chain)."""
-    ordered = sorted(map(tuple, points.tolist()))
-    hull: list[tuple[float, float]] = []
-    for sweep in (ordered, ordered[::-1]):
-        start = len(hull)
-        for point in sweep:
-            while len(hull) >= start + 2 and _turn(hull[-2], hull[-1], point) <= 0:
-                hull.pop()
-            hull.append(point)
-        hull.pop()
-    return np.array(hull)
-
-
-def _turn(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> float:
-    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
+def _paint(draw: ImageDraw.ImageDraw, polygon: np.ndarray, colour: np.ndarray | int) -> None:
+    """Paint a polygon, shape (n, 2), in pixels. Pillow's coordinates are of the centres of pixels."""
+    fill = colour if isinstance(colour, int) else tuple(min(int(value + 0.5), 255) for value in colour)
+    draw.polygon((polygon - 0.5).ravel().tolist(), fill=fill)
