@@ -90,12 +90,13 @@ test-gpu: ## try NVDEC through DALI on this machine; without a GPU it says so
 test-lerobot: install ## compare LeRobot's training script on a Loader with its own, for 0.6.1 and for LEROBOT_SOURCE=CHECKOUT (6 GB each)
 	bash benchmarks/lerobot.sh $(ARGS)
 
-check: install lint docs ## lint, format check, types, documentation site
+check: install docs ## lint, format check, types, documentation site
 	$(RUN) ruff check
 	$(RUN) ruff format --check
 	$(RUN) mypy
 
-lint: install ## lint the image, its deployments, the workflows and the shell scripts
+lint: ## lint the image, its deployments, the workflows and the shell scripts
+	@INSTALL=develop-all bash docker/install.sh $(VENV)
 	$(VENV)/bin/hadolint docker/Dockerfile
 	$(VENV)/bin/shellcheck .ci/run docker/install.sh docker/slurm/*.sbatch benchmarks/*.sh benchmarks/slurm/*
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml

@@ -12,7 +12,8 @@
 #                                             dependencies  the dependencies of the package (Python 3.11 and later)
 #                                             package       a copy of the package
 #                                             develop       instead of the copy, an editable install of the checkout, and
-#                                                           the tools for development (default)
+#                                                           what `make check test` needs (default)
+#                                             develop-all   what all tests, benchmarks and linters need
 set -euo pipefail
 exec </dev/null
 
@@ -153,14 +154,15 @@ install_packages() {
             ;;
         package) pip_install "${root}[$extra,s3]" -c "$constraints" || return ;;
         develop) pip_install -e "${root}[$extra,dev]" -c "$constraints" || return ;;
+        develop-all) pip_install -e "${root}[$extra,dev-all]" -c "$constraints" || return ;;
     esac
     "$venv/bin/python" -c 'import nvidia.dali, torchcodec.decoders'
 }
 
 case $extra in cuda12 | cuda13) ;; *) die "DALI_EXTRA must be cuda12 or cuda13, got '$extra'" ;; esac
 case $mode in
-    libraries | dependencies | package | develop) ;;
-    *) die "INSTALL must be libraries, dependencies, package or develop, got '$mode'" ;;
+    libraries | dependencies | package | develop | develop-all) ;;
+    *) die "INSTALL must be libraries, dependencies, package, develop or develop-all, got '$mode'" ;;
 esac
 described=$(describe_python "$python") ||
     die "PYTHON must be an interpreter of Python 3.10 to 3.13, got '$python', which is no Python 3. Example: PYTHON=python3.12"
@@ -174,13 +176,15 @@ minor=${version%.*}
 install_libraries
 [[ $mode != libraries ]] || exit 0
 
-wanted=$({
-    echo "$root $version $extra $build $mode"
+# The mode comes first, and then a hash of everything else that determines what is installed.
+wanted="$mode $({
+    echo "$root $version $extra $build"
     cat "$root/pyproject.toml" "$root/constraints.txt" "$root/docker/install.sh"
-} | sha256sum)
-# Only an editable install changes with the checkout. A copy must be installed again.
-if [[ $mode == develop && -x $venv/bin/python && -e $state && $(<"$state") == "$wanted" ]]; then
-    exit 0
+} | sha256sum)"
+# Only an editable install changes with the checkout. A copy must be installed again. develop-all includes develop.
+if [[ $mode == develop* && -x $venv/bin/python && -e $state ]]; then
+    installed=$(<"$state")
+    [[ $installed != "$wanted" && $installed != "develop-all ${wanted#* }" ]] || exit 0
 fi
 
 trap 'exit 130' INT

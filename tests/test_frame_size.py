@@ -25,6 +25,7 @@ PROGRAMS = [
     for path in sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("pipelines/*.py")])
     if '"--image-size"' in path.read_text() or path.name == "train.py"
 ]
+FRAMEWORKS = {"lightning_module": "lightning", "ray_train": "ray", "transformers_trainer": "transformers"}
 
 
 def orders(position: str, size: tuple[str, ...], *others: object) -> list[str]:
@@ -89,6 +90,8 @@ def parsed(program: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.syspath_prepend(str((ROOT / program).parent))
     monkeypatch.setattr(sys, "argv", [str(program), *words])
+    if framework := FRAMEWORKS.get(program.stem):
+        pytest.importorskip(framework)
     module = importlib.import_module(program.stem)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
     with pytest.raises(Parsed) as ended:

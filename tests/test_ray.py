@@ -13,6 +13,7 @@ import pytest
 
 import dali_stream
 
+pytest.importorskip("ray", reason="Ray is not installed here; INSTALL=develop-all make install installs it")
 pytestmark = pytest.mark.slow
 PIPELINES = Path(__file__).parents[1] / "pipelines"
 BATCH, SAVE_EVERY, DIES_AT = 16, 4, 10  # samples of a step, steps between checkpoints, and the step at which a node dies

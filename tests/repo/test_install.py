@@ -96,7 +96,7 @@ def test_the_build_of_torch_that_was_named_is_installed_or_none(wheel: str, tmp_
 def test_install_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     done = install(ROOT, tmp_path / "venv", INSTALL="everything")
     assert done.returncode == 1
-    assert "INSTALL must be libraries, dependencies, package or develop, got 'everything'" in done.stderr
+    assert "INSTALL must be libraries, dependencies, package, develop or develop-all, got 'everything'" in done.stderr
     assert not (tmp_path / "venv").exists()
 
 
@@ -104,6 +104,10 @@ def test_ci_runs_the_versions_that_the_package_promises() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     versions = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
     assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == versions
+
+
+def test_the_programs_of_the_hooks_are_installed() -> None:
+    pytest.importorskip("pre_commit")
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     assert all(shutil.which(hook["entry"].split()[0].replace(".venv/bin", str(Path(sys.executable).parent))) for hook in hooks)
 
