@@ -35,6 +35,7 @@ from argument_types import count, positive
 
 import dali_stream
 from dali_stream.decode import torchcodec
+from dali_stream.decode.decoder import task_frames
 from dali_stream.demo import write_demo
 from dali_stream.mp4.clip import TICK, TIMESCALE, Clip
 from dali_stream.tools import environment
@@ -56,7 +57,7 @@ class Sleeper:
 
     def __init__(self, decode_s: float) -> None:
         self._decode_s = decode_s
-        self._gray = torch.full((torchcodec.task_frames(SIZE) * 2, *SIZE, 3), 128, dtype=torch.uint8)
+        self._gray = torch.full((task_frames(SIZE) * 2, *SIZE, 3), 128, dtype=torch.uint8)
         self.metadata = argparse.Namespace(height=SIZE[0], width=SIZE[1], rotation=0)
 
     def get_frames_at(self, indices: list[int]) -> Frames:

@@ -21,7 +21,7 @@ from support.routes import let_auto_take_dali, let_nvdec_answer
 import dali_stream
 from dali_stream import Dataset, DecodeError, Loader
 from dali_stream.cache.indices import IndexCache
-from dali_stream.decode import route, torchcodec, torchcodec_cuda
+from dali_stream.decode import route, torchcodec, torchcodec_cuda, torchcodec_decoder
 from dali_stream.decode.capability import Capability
 from dali_stream.mp4.index import read_index
 from dali_stream.observe.counters import Counters
@@ -81,13 +81,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     found = SimpleNamespace(streams=FakeStreams(monkeypatch), capacities=list[int]())
     let_nvdec_answer(monkeypatch)
     monkeypatch.setattr(torchcodec_cuda, "unavailable", lambda _: "")
-    for module in (torchcodec, torchcodec_cuda):
+    for module in (torchcodec_decoder, torchcodec_cuda):
         monkeypatch.setattr(module, "device_name", lambda _: "cpu")
     monkeypatch.setattr(torchcodec_cuda, "engines", lambda _: 1)
     monkeypatch.setattr("torchcodec.decoders.set_nvdec_cache_capacity", found.capacities.append)
 
-    def decoder(*arguments: Any) -> torchcodec.TorchcodecDecoder:
-        return torchcodec.TorchcodecDecoder(*arguments[:-1], gpu=0)
+    def decoder(*arguments: Any) -> torchcodec_decoder.TorchcodecDecoder:
+        return torchcodec_decoder.TorchcodecDecoder(*arguments[:-1], gpu=0)
 
     def of_camera(self: decode_pool.DecodePool, key: str, chosen: route.Route) -> Any:
         with monkeypatch.context() as patched:
@@ -207,7 +207,7 @@ def test_a_frame_that_only_the_cpu_decodes_moves_the_camera_to_the_cpu(
             raise error
         return in_parts(store, indices, packets, *rest, **options)
 
-    monkeypatch.setattr(torchcodec, "decode_in_parts", fail)
+    monkeypatch.setattr(torchcodec_decoder, "decode_in_parts", fail)
     arguments: dict[str, Any] = {"batch_size": 16, "shuffle": False, "device": "cpu", "image_dtype": "uint8"}
     with pytest.raises(DecodeError, match=rf'^decode="torchcodec-cuda": .*: {said}\. Use decode="auto"'):
         list(Loader(dataset, decode="torchcodec-cuda", **arguments))

@@ -20,7 +20,7 @@ from support.servers import Server
 
 from dali_stream import Dataset, Loader
 from dali_stream.cli import main
-from dali_stream.decode import torchcodec
+from dali_stream.decode import torchcodec_decoder
 from dali_stream.run.bottleneck import Bottleneck
 from dali_stream.system import process
 from dali_stream.tools import why
@@ -33,14 +33,14 @@ STEP_S = 0.02
 @pytest.fixture
 def slow_decoding(monkeypatch: pytest.MonkeyPatch) -> float:
     """Each decoded frame takes 5 ms more."""
-    decode, seconds = torchcodec.decode_in_parts, 0.005
+    decode, seconds = torchcodec_decoder.decode_in_parts, 0.005
 
     def slow(*arguments: Any) -> Iterator[Any]:
         for part in decode(*arguments):
             time.sleep(part[-1] * seconds)
             yield part
 
-    monkeypatch.setattr(torchcodec, "decode_in_parts", slow)
+    monkeypatch.setattr(torchcodec_decoder, "decode_in_parts", slow)
     return seconds
 
 

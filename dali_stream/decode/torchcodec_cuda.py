@@ -1,6 +1,6 @@
 """torchcodec's decoder on NVDEC: whether it can be used, its CUDA streams, and its cache of decoders.
 
-`torchcodec.TorchcodecDecoder` decodes on the CPU or on NVDEC. Both put their frames into the same slots in the CPU's memory, so
+`TorchcodecDecoder` decodes on the CPU or on NVDEC. Both put their frames into the same slots in the CPU's memory, so
 frames that NVDEC decoded are also cached for later batches and on disk.
 """
 

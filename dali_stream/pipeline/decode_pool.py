@@ -12,7 +12,7 @@ from dali_stream.decode.decoder import Decoder, VideoAndImages, Work
 from dali_stream.decode.images import ImageDecoder
 from dali_stream.decode.route import TORCHCODEC_CUDA, Route
 from dali_stream.decode.stored import StoredFrames
-from dali_stream.decode.torchcodec import TorchcodecDecoder
+from dali_stream.decode.torchcodec_decoder import TorchcodecDecoder
 from dali_stream.observe.counters import Counters
 from dali_stream.order.audited import audited
 from dali_stream.pipeline.config import Config
