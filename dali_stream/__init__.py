@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dali_stream.loader import Loader
     from dali_stream.run.replay import batch_at
     from dali_stream.sampler import FrameSampler
+    from dali_stream.transformed import Transformed
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Order",
     "ResumeError",
     "StorageError",
+    "Transformed",
     "augment",
     "batch_at",
     "tools",
@@ -45,7 +47,12 @@ __all__ = [
 log_records.install()
 
 # These are imported on first use, since importing torch and DALI takes a second, and orders and metadata do not need them.
-_LAZY = {"FrameSampler": "dali_stream.sampler", "Loader": "dali_stream.loader", "batch_at": "dali_stream.run.replay"}
+_LAZY = {
+    "FrameSampler": "dali_stream.sampler",
+    "Loader": "dali_stream.loader",
+    "Transformed": "dali_stream.transformed",
+    "batch_at": "dali_stream.run.replay",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,7 @@ from dali_stream.cli import main
 from dali_stream.integrations import lerobot
 from dali_stream.integrations.lerobot import parts
 from dali_stream.integrations.lerobot.arguments import split_arguments
+from dali_stream.system import process
 
 TOP, SIDE = "observation.images.top", "observation.images.side"
 Train = Callable[..., Any]
@@ -131,8 +132,6 @@ def test_a_streamed_dataset_is_read_from_the_hub(demo: Path, tmp_path: Path, mon
 class Jitter:
     """A transform as torchvision has them: random numbers of torch's."""
 
-    __module__ = "torchvision.stand_in"
-
     def __init__(self, *parts: Any) -> None:
         self.transforms = list(parts)
 
@@ -140,12 +139,12 @@ class Jitter:
         return frame * torch.rand(1)
 
 
-def transformed(demo: Path, **arguments: Any) -> dali_stream.Loader:
+def transformed(demo: Path, **arguments: Any) -> dali_stream.Loader | dali_stream.Transformed:
     dataset = MapDataset(demo, [0, 1], image_transforms=Jitter())
     return lerobot.make_loader(dataset, batch_size=8, device="cpu", image_size=(24, 32), consumers=8, **arguments)
 
 
-def by_frame(loader: dali_stream.Loader, steps: int) -> dict[int, torch.Tensor]:
+def by_frame(loader: dali_stream.Loader | dali_stream.Transformed, steps: int) -> dict[int, torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     for _, batch in zip(range(steps), loader, strict=False):  # takes no batch more
         found |= dict(zip(batch["index"].tolist(), batch[TOP], strict=True))
@@ -192,10 +191,18 @@ def test_a_transform_is_applied_to_each_sample(demo: Path) -> None:
     assert len({round(factor, 3) for factor in torch.cat(factors).tolist()}) == 16
 
 
-@pytest.mark.parametrize("transform", [lambda frame: frame, Jitter(Jitter(), lambda frame: frame)])
-def test_an_unknown_transform_is_an_error(transform: Any, demo: Path) -> None:
-    with pytest.raises(ValueError, match="must consist of those of LeRobot and torchvision"):
-        lerobot.make_loader(MapDataset(demo, image_transforms=transform), batch_size=4)
+@pytest.mark.slow
+def test_workers_apply_the_same_transforms(demo: Path) -> None:
+    with transformed(demo) as here, transformed(demo, num_workers=2) as there:
+        assert there.loader._config.num_threads == max(process.cores() - 2, 1)
+        for ours, theirs in zip(here, there, strict=True):
+            assert all(torch.equal(ours[key], theirs[key]) for key in (TOP, SIDE, "index"))
+
+
+def test_a_transform_that_cannot_reach_a_worker_is_an_error(demo: Path) -> None:
+    dataset = MapDataset(demo, image_transforms=lambda frame: frame)
+    with pytest.raises(ValueError, match="transform must be picklable"):
+        lerobot.make_loader(dataset, batch_size=4, device="cpu", num_workers=1)
 
 
 # ----------------------------------------------------------------------- the script

@@ -67,7 +67,7 @@ def functions(path: str) -> set[str]:
 @functools.cache
 def classes() -> dict[str, set[str]]:
     """The arguments that the public classes are made with."""
-    names = ("Dataset", "Mixture", "Loader", "FrameSampler", "Order", "MixtureOrder", "Normalizer")
+    names = ("Dataset", "Mixture", "Loader", "Transformed", "FrameSampler", "Order", "MixtureOrder", "Normalizer")
     return {name: set(inspect.signature(getattr(dali_stream, name)).parameters) for name in names}
 
 

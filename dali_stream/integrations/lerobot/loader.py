@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dali_stream.dataset import Dataset
-from dali_stream.integrations.lerobot.transforms import TransformingLoader, unknown_parts
 from dali_stream.loader import Loader
+from dali_stream.system import process
+from dali_stream.transformed import Transformed
 
 _TOLERANCE_S = 1e-4  # LeRobot's default, in seconds
 
@@ -21,15 +22,15 @@ def make_loader(
     batch_size: int,
     seed: int = 0,
     frames: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    num_workers: int = 0,
     **loader_arguments: Any,
-) -> Loader:
+) -> Loader | Transformed:
     """Make a Loader that delivers the samples of a LeRobotDataset.
 
     The Loader reads the same files, revision and episodes, with the same windows and tolerance. By default, it does the same as
     LeRobot's training script: frames are contiguous, they are uint8 if the dataset returns uint8 and float32 otherwise, and the
     last batch of an epoch is partial. Image transforms are applied to the frames of each sample after they are resized to
-    `image_size`. The random numbers of a transform depend only on the seed, the epoch and the sample's position in the epoch,
-    so a resumed run repeats them.
+    `image_size`, with random numbers that a resumed run repeats, see `Transformed`.
 
     Args:
         dataset: LeRobotDataset, StreamingLeRobotDataset or LeRobotDatasetMetadata. A StreamingLeRobotDataset that streams from
@@ -40,14 +41,17 @@ def make_loader(
         batch_size: Number of samples per batch and rank.
         seed: Seed of the order and of the transforms. Default: 0.
         frames: Frames to sample, {episode index: [(start, stop), ...]}. See `Dataset`. Default: all.
+        num_workers: Number of processes that apply image transforms, see `Transformed`. If it is not 0 and the dataset has
+            transforms, frames are decoded on the CPU, and the default of `num_threads` is the number of cores that the workers
+            leave. With 0, transforms are applied in the iterating thread, on `device`. Default: 0.
         loader_arguments: Other arguments of `Loader`.
 
     Returns:
-        Loader. Its `dataset` is a `Dataset` of the same files.
+        Loader, or a `Transformed` Loader if the dataset has transforms. Its `dataset` is a `Dataset` of the same files.
 
     Raises:
-        ValueError: If the dataset has a feature that a Loader does not deliver, such as depth, or a transform that
-            is defined in neither LeRobot nor torchvision.
+        ValueError: If the dataset has a feature that a Loader does not deliver, such as depth, or if a transform is not
+            picklable and `num_workers` is not 0.
         DatasetError: See `Dataset`.
     """
     meta = getattr(dataset, "meta", dataset)
@@ -79,13 +83,15 @@ def make_loader(
     transform = getattr(dataset, "image_transforms", None)
     if transform is None or not own.cameras:
         return Loader(own, batch_size=batch_size, seed=seed, **arguments)
-    if unknown := unknown_parts(transform):
-        own.close()
-        raise ValueError(
-            f"image_transforms must consist of those of LeRobot and torchvision, got {unknown[0]!r}, whose random numbers a "
-            "resumed run may not repeat. Apply it to the batches of the Loader"
-        )
-    return TransformingLoader(own, transform, batch_size=batch_size, seed=seed, **arguments)
+    device = arguments.pop("device", "auto")
+    if num_workers:
+        arguments = {"num_threads": max(process.cores() - num_workers, 1), **arguments}
+    loader = Loader(own, batch_size=batch_size, seed=seed, device="cpu" if num_workers else device, **arguments)
+    try:
+        return Transformed(loader, transform, keys=own.cameras, num_workers=num_workers, device=device)
+    except ValueError:
+        loader.close()
+        raise
 
 
 def _address(dataset: Any, meta: Any) -> tuple[str, str | None]:

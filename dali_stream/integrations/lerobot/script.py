@@ -26,6 +26,7 @@ from dali_stream.integrations.lerobot.resizing import Size, add_resizing, size_o
 from dali_stream.loader import Loader
 from dali_stream.run.state_file import load_state, write_state
 from dali_stream.system import memory_limit, process
+from dali_stream.transformed import Transformed
 
 _log = logging.getLogger("dali_stream")
 STATE_FILE = Path("training_state", "dali_stream.json")
@@ -111,7 +112,7 @@ class _Run:
         self._config: Any = None
         self._train: Any = None  # training dataset
         self._eval: Any = None  # evaluation dataset, if any
-        self._loader: Loader | None = None
+        self._loader: Loader | Transformed | None = None
         self._checkpoint: tuple[Path, int] | None = None  # folder and number of steps of the checkpoint that is resumed
 
     def making(self, make: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -231,19 +232,19 @@ class _Run:
         part = prepared.dataset
         whole, indices = (part.dataset, part.indices) if isinstance(part, Subset) else (part, None)
         if whole is self._train:
-            return self._train_loader(prepared.batch_size)
+            return self._train_loader(prepared.batch_size, prepared.num_workers)
         if self._eval is not None and whole is self._eval:
             return self._eval_loader(prepared.batch_size, indices)  # some rows, if `max_eval_samples` limits them
         return prepared
 
-    def _train_loader(self, batch_size: int) -> Loader:
-        self._loader = self._make(self._train, batch_size, policy_config=self._policy)
+    def _train_loader(self, batch_size: int, num_workers: int) -> Loader | Transformed:
+        self._loader = self._make(self._train, batch_size, policy_config=self._policy, num_workers=num_workers)
         if self._checkpoint is not None:
             self._resume(self._loader, batch_size, *self._checkpoint)
         _log.info("LeRobot's training script loads data through %r", self._loader)
         return self._loader
 
-    def _resume(self, loader: Loader, batch_size: int, checkpoint: Path, step: int) -> None:
+    def _resume(self, loader: Loader | Transformed, batch_size: int, checkpoint: Path, step: int) -> None:
         """Continue from the Loader's state in a checkpoint or, if the checkpoint contains none, from its number of steps."""
         try:
             loaded = load_state(checkpoint / STATE_FILE, loader.load_state_dict)
@@ -281,13 +282,13 @@ class _Run:
         values += [(PREFIX + name, arguments.get(name), self._given[name]) for name in _ORDER if name in self._given]
         return [f"{name}={json.dumps(old)} (now {json.dumps(new)})" for name, old, new in values if old != new]
 
-    def _eval_loader(self, batch_size: int, indices: Sequence[int] | None) -> Loader:
+    def _eval_loader(self, batch_size: int, indices: Sequence[int] | None) -> Loader | Transformed:
         given = self._arguments.get("memory_budget")
         budget = memory_limit.budget(given, memory_limit.memory_limit(), process.local_ranks().count).size // _EVAL_SHARE
         frames = None if indices is None else _frames(self._eval, indices)
         return self._make(self._eval, batch_size, memory_budget=budget, shuffle=False, frames=frames)
 
-    def _make(self, dataset: Any, batch_size: int, **arguments: Any) -> Loader:
+    def _make(self, dataset: Any, batch_size: int, **arguments: Any) -> Loader | Transformed:
         arguments = {"device": "cpu" if str(self._policy.device) == "cpu" else "auto", **self._arguments, **arguments}
         return make_loader(dataset, batch_size=batch_size, seed=self._config.seed or 0, **arguments)
 

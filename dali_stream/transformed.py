@@ -1,0 +1,355 @@
+"""A Loader whose samples pass through a function of the user, in worker processes or in place.
+
+torch's DataLoader runs the workers. Its "indices" are batches of the Loader, which reach a worker through shared memory, and
+its dataset is the function. The DataLoader keeps the order, fetches ahead, passes errors on, and notices workers that die.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import pickle
+import random
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from dali_stream.checks.arguments import from_zero, positive
+from dali_stream.checks.text import listed
+from dali_stream.errors import DaliStreamError
+from dali_stream.system import process
+
+if TYPE_CHECKING:
+    from dali_stream.loader import Loader
+
+Batch = dict[str, Any]
+_SHARED_MEMORY = "/dev/shm"
+_IDENTITY = ("dataset_index", "episode_index", "frame_index", "index")
+
+
+class Transformed:
+    """Apply a function to each sample of a Loader.
+
+        loader = dali_stream.Loader(dataset, device="cpu", num_threads=4)
+        with dali_stream.Transformed(loader, transform, num_workers=4) as batches:
+            for batch in batches:
+                ...
+
+    The function may use the random numbers of torch, NumPy and `random`. They are seeded with the Loader's seed, the epoch and
+    the sample's position in the order of the epoch. A resumed run therefore repeats them, on any number of ranks and workers.
+
+    All other attributes, such as `dataset`, `stats` and `describe`, are those of the Loader. Its times describe the Loader
+    alone: time in which training waits for workers counts as training.
+
+    Args:
+        loader: Loader whose batches are transformed. With workers, its device must be "cpu". Its decode threads and the workers
+            share the CPU cores, so give it `num_threads`.
+        transform: Function of a sample, a dict with the values of a batch at one index, that returns a dict. Tensors of the
+            results are stacked, so they must have equal shapes in a batch. Other values are delivered as a list. If `keys` is
+            given, it is a function of one tensor, such as a transform of torchvision.
+        keys: Keys of the batch to which the function is applied one after the other, such as `dataset.cameras`. Other values
+            stay as they are. Default: none, so that the function gets whole samples.
+        num_workers: Number of worker processes, or 0 to apply the function in the iterating thread. Workers are started
+            with "forkserver", so the function must be picklable, and the program needs `if __name__ == "__main__":`. Default:
+            0.
+        prefetch: Number of batches that each worker has in progress. Default: 2.
+        device: Device of the batches, as in `Loader`. Batches from workers are moved there through pinned memory. Default:
+            "auto".
+
+    Raises:
+        ValueError: If an argument is invalid.
+        DaliStreamError: While iterating, if the function fails, with the sample's identity, or if shared memory is not enough.
+        RuntimeError: While iterating, if a worker ends, for example because it was killed.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        transform: Callable[[Any], Any],
+        *,
+        keys: Sequence[str] | None = None,
+        num_workers: int = 0,
+        prefetch: int = 2,
+        device: str = "auto",
+    ) -> None:
+        if isinstance(keys, str):
+            raise ValueError(f"keys must be a list of keys of a batch, got the text {keys!r}")
+        self.loader = loader
+        self._function = _Function(transform, None if keys is None else tuple(keys))
+        self._num_workers, self._prefetch = from_zero("num_workers", num_workers), positive("prefetch", prefetch)
+        gpu = process.gpu(device)
+        self._device = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
+        if num_workers:
+            self._check_workers()
+        self._sampler = _Sampler()
+        self._workers: DataLoader[Any] | None = None
+        # The Loader's state after each batch in progress, and the values of the batch that are not transformed.
+        self._in_progress = deque[tuple[dict[str, Any], Batch]]()
+        self._state: dict[str, Any] | None = None  # state after the last batch delivered, within an epoch
+
+    def _check_workers(self) -> None:
+        if self.loader._config.gpu is not None:
+            raise ValueError(
+                'the Loader must have device="cpu" if num_workers is not 0, because workers get frames in the CPU\'s memory, '
+                f"got cuda:{self.loader._config.gpu}. Transformed moves the batches to its own device"
+            )
+        try:
+            pickle.dumps(self._function)
+        except Exception as error:
+            raise ValueError(
+                f"transform must be picklable to reach a worker process, got {self._function.transform!r}: {error}. Define it "
+                "at the top level of a module, and use functools.partial or a class in place of a lambda or an inner function"
+            ) from error
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise DaliStreamError(
+                'This program must start under `if __name__ == "__main__":`, because each worker process imports it'
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # before __init__
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __repr__(self) -> str:
+        where = f"in {self._num_workers} workers" if self._num_workers else "in place"
+        return f"{type(self).__name__}({self.loader!r}, {self._function.transform!r}, {where})"
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch, the same on each rank."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Iterate over one epoch, as a Loader does."""
+        return self._iterate(iter(self.loader))
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current epoch, from 0. See `Loader.epoch`."""
+        return self.loader.epoch if self._state is None else int(self._state["epoch"])
+
+    @property
+    def batch_index(self) -> int:
+        """Index of the epoch's next batch, from 0. See `Loader.batch_index`."""
+        if self._state is None:
+            return self.loader.batch_index
+        return len(self) - self.loader._config.batches.count(self._state["position"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run after the last batch delivered. The Loader is ahead of it. See `Loader.state_dict`."""
+        return self.loader.state_dict() if self._state is None else dict(self._state)
+
+    def close(self) -> None:
+        """End the workers, and close the Loader."""
+        self._workers = None
+        self.loader.close()
+
+    def __enter__(self) -> Transformed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _iterate(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        self._in_progress.clear()
+        requests = self._requests(batches)
+        try:
+            for result in self._in_workers(requests) if self._num_workers else map(self._function.here, requests):
+                if isinstance(result, _Failed):
+                    raise DaliStreamError(result.error) from RuntimeError(f"in a worker process:\n{result.traceback}")
+                self._state, rest = self._in_progress.popleft()
+                yield {key: self._moved(value) for key, value in (rest | result).items()}
+            self._state = None  # the Loader is at the next epoch
+        except GeneratorExit:
+            raise  # the workers stay for the next epoch
+        except BaseException:
+            self._workers = None
+            raise
+        finally:
+            requests.close()
+
+    def _requests(self, batches: Iterator[Batch]) -> Generator[_Request, None, None]:
+        """Yield the Loader's batches with the seeds of their samples. Its state before a batch gives their positions."""
+        seed, order, ranks = self.loader._config.arguments.seed, self.loader._config.batches, self.loader._ranks
+        before = self.loader.state_dict()
+        for batch in batches:
+            after = self.loader.state_dict()
+            # Before the first batch of an epoch, the state may still be that of the previous epoch.
+            start = before["position"] if before["epoch"] == after["epoch"] else 0
+            first = order.first(start, ranks.rank)
+            count = len(next(iter(batch.values())))
+            positions = range(first, first + count * ranks.world_size, ranks.world_size)
+            transformed, rest = self._function.split(batch)
+            self._in_progress.append((after, rest))
+            yield _Request(transformed, [_seed(seed, after["epoch"], position) for position in positions])
+            before = after
+
+    def _in_workers(self, requests: Iterator[_Request]) -> Iterator[Any]:
+        """Start the workers if necessary, and yield the results of requests in their order."""
+        if self._workers is None:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["__main__", __name__])  # so that torch is imported once, and not by each worker
+            self._workers = DataLoader(
+                self._function,
+                batch_size=None,
+                sampler=self._sampler,
+                num_workers=self._num_workers,
+                prefetch_factor=self._prefetch,
+                collate_fn=_same,
+                pin_memory=self._device.type == "cuda",
+                multiprocessing_context=context,
+                persistent_workers=True,
+            )
+        self._sampler.requests = self._fitting(requests)
+        return iter(self._workers)
+
+    def _fitting(self, requests: Iterator[_Request]) -> Iterator[_Request]:
+        """Yield requests after comparing the size of the first one with the free shared memory."""
+        for number, request in enumerate(requests):
+            if number == 0:
+                count = self._num_workers * self._prefetch + 1
+                _check_shared_memory(count * _size(request.batch), f"{count} batches of frames in progress")
+            yield request
+
+    def _moved(self, value: Any) -> Any:
+        return value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+
+class _Request(NamedTuple):
+    """Work of a worker: values of a batch, and the seed of each sample."""
+
+    batch: Batch
+    seeds: list[int]
+
+
+class _Failed(NamedTuple):
+    """Error of a worker. A DaliStreamError would escape the lines of the traceback that a DataLoader puts into the message."""
+
+    error: str
+    traceback: str
+
+
+class _Sampler:
+    """Sampler of the DataLoader: the requests of the current epoch."""
+
+    requests: Iterator[_Request] = iter(())
+
+    def __iter__(self) -> Iterator[_Request]:
+        return self.requests
+
+
+class _Function(Dataset[Any]):
+    """The function of the user, as the dataset of a DataLoader whose indices are requests.
+
+    Args:
+        transform, keys: See `Transformed`.
+    """
+
+    def __init__(self, transform: Callable[[Any], Any], keys: tuple[str, ...] | None) -> None:
+        self.transform, self.keys = transform, keys
+
+    def split(self, batch: Batch) -> tuple[Batch, Batch]:
+        """Divide a batch into the values that the function needs, and the others. The latter have None in place of the former.
+
+        The values that identify a sample are in both.
+        """
+        if self.keys is None:
+            return batch, {}
+        if missing := [key for key in self.keys if key not in batch]:
+            raise ValueError(f"keys must be keys of the batches, {listed(batch)}, got {missing[0]!r}")
+        needed = {key: batch[key] for key in dict.fromkeys((*self.keys, *_IDENTITY)) if key in batch}
+        return needed, {key: None if key in self.keys else value for key, value in batch.items()}
+
+    def __getitem__(self, request: _Request) -> Batch | _Failed:
+        """Answer a request in a worker."""
+        try:
+            batch = self._apply(request)
+            _check_shared_memory(_size(batch), "a batch of results")
+            return batch
+        except DaliStreamError as error:
+            return _Failed(str(error), traceback.format_exc())
+
+    def here(self, request: _Request) -> Batch:
+        """Answer a request in this thread, and restore the states of its random numbers."""
+        generators, states = _generators(request.batch), (random.getstate(), np.random.get_state())
+        kept = [generator.get_state() for generator in generators]
+        try:
+            return self._apply(request)
+        finally:
+            for generator, state in zip(generators, kept, strict=True):
+                generator.set_state(state)
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+    def _apply(self, request: _Request) -> Batch:
+        generators, samples = _generators(request.batch), []
+        for i, seed in enumerate(request.seeds):
+            sample = {key: value[i] for key, value in request.batch.items()}
+            for generator in generators:
+                generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)
+            try:
+                samples.append(self._transformed(sample))
+            except Exception as error:
+                identity = ", ".join(f"{key} {int(sample[key])}" for key in _IDENTITY if key in sample)
+                raise DaliStreamError(f"transform failed for the sample {identity}: {type(error).__name__}: {error}") from error
+        return {key: _joined(key, [sample.get(key) for sample in samples]) for key in samples[0]}
+
+    def _transformed(self, sample: dict[str, Any]) -> Batch:
+        if self.keys is not None:
+            return {key: self.transform(sample[key]) for key in self.keys}
+        result = self.transform(dict(sample))
+        if not isinstance(result, dict):
+            raise TypeError(f"it must return a dict, got {type(result).__name__}. For a function of tensors, give `keys`")
+        return result
+
+
+def _joined(key: str, values: list[Any]) -> Any:
+    """Return the values of a key as a tensor, if all are tensors or arrays, or as a list."""
+    if not all(isinstance(value, (torch.Tensor, np.ndarray)) for value in values):
+        return values
+    tensors = [torch.as_tensor(value) for value in values]
+    try:
+        return torch.stack(tensors)
+    except RuntimeError as error:
+        shapes = listed(dict.fromkeys(f"{'×'.join(map(str, tensor.shape)) or 'scalar'} {tensor.dtype}" for tensor in tensors))
+        raise DaliStreamError(f"transform must return {key!r} in one shape and dtype for all samples, got {shapes}") from error
+
+
+def _seed(seed: int, epoch: int, position: int) -> int:
+    """Return the seed of a sample: 56 bits of a hash of the seed of the order, the epoch, and the sample's position in it."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {epoch} {position}".encode(), digest_size=7).digest(), "little")
+
+
+def _generators(batch: Batch) -> list[torch.Generator]:
+    """Return torch's default generators of the CPU and of the GPUs that hold the batch."""
+    gpus = {value.device.index for value in batch.values() if isinstance(value, torch.Tensor) and value.is_cuda}
+    return [torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)]
+
+
+def _size(batch: Batch) -> int:
+    """Return the size of the tensors of a batch in bytes."""
+    return sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor))
+
+
+def _check_shared_memory(size: int, what: str) -> None:
+    """Raise an error if shared memory has fewer free bytes. A process that uses more is ended by SIGBUS."""
+    if not os.path.isdir(_SHARED_MEMORY):
+        return
+    status = os.statvfs(_SHARED_MEMORY)
+    if (free := status.f_bavail * status.f_frsize) < size:
+        raise DaliStreamError(
+            f"{_SHARED_MEMORY} must have {size / 2**20:.0f} MiB free for {what}, got {free / 2**20:.0f} MiB. Enlarge it "
+            "(docker run --shm-size=8g), or reduce num_workers, prefetch or batch_size"
+        )
+
+
+def _same(batch: Any) -> Any:
+    """Collate function of the DataLoader, which would convert arrays otherwise."""
+    return batch

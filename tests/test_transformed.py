@@ -1,0 +1,249 @@
+"""`Transformed`: a function of each sample in worker processes, with random numbers that a resumed run repeats."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.batches import equal
+from support.datasets import SIDE, TOP
+from support.slow import slow
+
+from dali_stream import DaliStreamError, Dataset, Loader, Transformed, transformed
+
+CAMERAS = (TOP, SIDE)
+SMALL: dict[str, Any] = {"batch_size": 8, "image_size": (16, 24), "device": "cpu", "num_threads": 1, "prefetch": 2}
+
+
+def noisy(frames: torch.Tensor) -> torch.Tensor:
+    """Noise of all three generators."""
+    return frames + torch.rand(frames.shape) + random.random() + float(np.random.random())
+
+
+def sample_of(sample: dict[str, Any]) -> dict[str, Any]:
+    """Another size, another dtype, an array, a number and a text."""
+    frames = (sample[TOP][:, :8, :8] * 255).to(torch.uint8)
+    return {
+        "frames": frames,
+        "state": sample["observation.state"].numpy() * 2,
+        "index": sample["index"],
+        "number": int(sample["index"]),
+        "task": sample["task"].upper(),
+        "noise": torch.rand(3),
+    }
+
+
+def fails_at(frame: int, sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["index"] == frame:
+        raise KeyError("no such thing")
+    return sample
+
+
+def killed_at(frame: int, sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["index"] == frame:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sample
+
+
+def make(
+    demo: Path, transform: Any = noisy, workers: int = 0, keys: Sequence[str] | None = CAMERAS, **options: Any
+) -> Transformed:
+    loader = Loader(Dataset(demo, episodes=[0, 1]), **(SMALL | options))
+    return Transformed(loader, transform, keys=keys, num_workers=workers, device="cpu")
+
+
+def epochs(batches: Transformed, count: int = 1) -> list[dict[str, Any]]:
+    return list(itertools.chain.from_iterable(itertools.repeat(batches, count)))
+
+
+def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
+    return len(found) == len(expected) and all(map(equal, found, expected))
+
+
+def test_workers_deliver_the_batches_of_the_iterating_thread(demo: Path) -> None:
+    with make(demo) as here, make(demo, workers=2) as there:
+        expected, found = epochs(here, 2), epochs(there, 2)
+    assert same(found, expected)
+    with Loader(Dataset(demo, episodes=[0, 1]), **SMALL) as loader:
+        plain = [batch for _ in range(2) for batch in loader]
+    for batch, untouched in zip(expected, plain, strict=True):
+        assert list(batch) == list(untouched)
+        rest = {key: value for key, value in untouched.items() if key not in CAMERAS}
+        assert equal({key: batch[key] for key in rest}, rest)
+        noise = batch[TOP] - untouched[TOP]
+        assert noise.min() >= 0
+        assert noise.std() > 0.1
+    assert not equal({TOP: expected[0][TOP]}, {TOP: expected[len(expected) // 2][TOP]})
+
+
+@pytest.mark.parametrize("workers", [0, slow(2)])
+def test_whole_samples_become_what_the_function_returns(demo: Path, workers: int) -> None:
+    with make(demo, sample_of, workers, keys=None) as batches, Loader(Dataset(demo, episodes=[0, 1]), **SMALL) as loader:
+        assert len(batches) == len(loader)
+        for batch, plain in zip(batches, loader, strict=True):
+            assert batch["frames"].shape == (8, 3, 8, 8)
+            assert torch.equal(batch["frames"], (plain[TOP][..., :8, :8] * 255).to(torch.uint8))
+            assert torch.equal(batch["state"], plain["observation.state"] * 2)
+            assert batch["number"] == plain["index"].tolist()
+            assert batch["task"] == [task.upper() for task in plain["task"]]
+            assert len(batch["noise"].unique()) == 24
+
+
+@pytest.mark.parametrize("workers", [0, slow(2)])
+def test_a_resumed_run_repeats_the_random_numbers(demo: Path, workers: int) -> None:
+    """On another number of ranks, and after a batch that the Loader had already passed."""
+    options = {"consumers": 4, "batch_size": 4}
+    with make(demo, world_size=1, rank=0, **options) as whole:
+        expected = {int(i): frame for batch in whole for i, frame in zip(batch["index"], batch[TOP], strict=True)}
+    with make(demo, workers=workers, world_size=1, rank=0, **options) as begun:
+        assert begun.epoch == begun.batch_index == 0
+        found = {}
+        for batch in itertools.islice(begun, 4):
+            found |= {int(i): frame for i, frame in zip(batch["index"], batch[TOP], strict=True)}
+        state = begun.state_dict()
+        assert (state["epoch"], state["position"]) == (begun.epoch, 16) == (0, 16)
+        assert begun.batch_index == 4
+    for rank in range(2):
+        with make(demo, workers=workers if rank else 0, world_size=2, rank=rank, **(options | {"batch_size": 2})) as rest:
+            rest.load_state_dict(state)
+            for batch in rest:
+                found |= {int(i): frame for i, frame in zip(batch["index"], batch[TOP], strict=True)}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[index], frame) for index, frame in expected.items())
+
+
+@pytest.mark.slow
+def test_epochs_go_on_as_those_of_a_loader(demo: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with make(demo) as whole:
+        second = [epochs(whole), epochs(whole)][1]
+        assert (whole.epoch, whole.batch_index) == (2, 0)
+        assert whole.state_dict() == whole.loader.state_dict()
+    with make(demo, workers=1) as left:
+        for _ in itertools.islice(left, 3):
+            pass
+        assert (left.epoch, left.batch_index) == (0, 3)
+        assert same(epochs(left), second)
+        assert (left.epoch, left.batch_index) == (2, 0)
+
+
+def test_random_numbers_of_training_stay(demo: Path) -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    expected = torch.rand(1), random.random(), np.random.random()
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    with make(demo) as batches:
+        epochs(batches)
+    assert (torch.rand(1), random.random(), np.random.random()) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_names_the_sample(demo: Path, workers: int) -> None:
+    message = r"^transform failed for the sample episode_index 0, frame_index 20, index 20: KeyError: 'no such thing'$"
+    with make(demo, functools.partial(fails_at, 20), workers, keys=None, shuffle=False) as batches:
+        given = []
+        with pytest.raises(DaliStreamError, match=message) as raised:
+            given.extend(batches)
+        assert len(given) == 2
+        assert "fails_at" in str(raised.value.__cause__) if workers else isinstance(raised.value.__cause__, KeyError)
+        assert batches.state_dict()["position"] == 16
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_an_error_and_the_next_epoch_has_new_ones(demo: Path) -> None:
+    with make(demo, functools.partial(killed_at, 20), 1, keys=None, shuffle=False) as batches:
+        with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
+            epochs(batches)
+        batches._function.transform = functools.partial(killed_at, -1)
+        assert len(epochs(batches)) == len(batches)
+
+
+def test_results_must_fit_together(demo: Path) -> None:
+    with (
+        make(demo, lambda sample: {"x": torch.zeros(int(sample["index"]) % 3 + 1)}, keys=None) as batches,
+        pytest.raises(DaliStreamError, match="transform must return 'x' in one shape and dtype for all samples, got"),
+    ):
+        next(iter(batches))
+    with (
+        make(demo, list, keys=None) as batches,
+        pytest.raises(DaliStreamError, match=r"For a function of tensors, give"),
+    ):
+        next(iter(batches))
+    with (
+        make(demo, keys=["nothing"]) as batches,
+        pytest.raises(ValueError, match=r"^keys must be keys of the batches, .*'nothing'$"),
+    ):
+        next(iter(batches))
+
+
+def test_shared_memory_that_is_too_small_is_an_error(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker gives a container 64 MB, and a process that uses more of it gets SIGBUS."""
+    status = os.statvfs_result((4096, 4096, 10, 1, 1, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(transformed.os, "statvfs", lambda _: status)
+    with (
+        make(demo, workers=1) as batches,
+        pytest.raises(DaliStreamError, match=r"^/dev/shm must have .* MiB free for 3 batches"),
+    ):
+        epochs(batches)
+
+
+def test_arguments(demo: Path) -> None:
+    with Loader(demo, **SMALL) as loader:
+        with pytest.raises(ValueError, match=r"^transform must be picklable .*functools\.partial or a class"):
+            Transformed(loader, lambda sample: sample, num_workers=1)
+        with pytest.raises(ValueError, match=r"^keys must be a list of keys of a batch, got the text 'action'$"):
+            Transformed(loader, noisy, keys="action")
+        with pytest.raises(ValueError, match=r"^num_workers must be a nonnegative integer, got -1$"):
+            Transformed(loader, noisy, num_workers=-1)
+        with pytest.raises(ValueError, match=r"^prefetch must be a positive integer, got 0$"):
+            Transformed(loader, noisy, prefetch=0)
+        assert Transformed(loader, noisy).dataset is loader.dataset
+
+
+PROGRAM = """
+import sys, torch
+from dali_stream import Loader, Transformed
+
+def transform(frames):
+    return frames * 2
+
+loader = Loader(sys.argv[1], batch_size=8, device="cpu", num_threads=1)
+batches = Transformed(loader, transform, keys=loader.dataset.cameras, num_workers=1)
+for number, batch in enumerate(batches):
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_without_main_guard_is_told_so(demo: Path, tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").write_text(PROGRAM)
+    done = subprocess.run([sys.executable, program, demo], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert 'must start under `if __name__ == "__main__":`' in done.stderr
+
+
+@pytest.mark.slow
+def test_control_c_ends_program_and_workers(demo: Path, tmp_path: Path) -> None:
+    head, body = PROGRAM.split("loader = ", 1)
+    body = "\n".join(f"    {line}" for line in f"loader = {body}".splitlines())
+    (program := tmp_path / "program.py").write_text(f'{head}\nif __name__ == "__main__":\n{body}\n    input()\n')
+    with subprocess.Popen([sys.executable, program, demo], stdin=-1, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "0\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)  # ends when the workers have closed the pipes, too
+    assert process.returncode in (1, -signal.SIGINT)
+    assert errors.rstrip().endswith("KeyboardInterrupt")
