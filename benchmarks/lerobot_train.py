@@ -9,8 +9,8 @@ It checks for each policy and dataset:
 losses       all 15 losses equal those of the script's own DataLoader in the same order, with frames of the recorded size
 resumed      a run that resumes after 5 steps, in the middle of an epoch, or after 10 steps, at its end, has the losses and
              frames of an uninterrupted run
-transforms   a run with image_transforms that resumes in the middle of an epoch has the losses and frames of an uninterrupted
-             run, for ACT on the first dataset and Diffusion on the last
+transforms   a run with image_transforms that resumes in the middle of an epoch, with worker processes, has the losses and
+             frames of an uninterrupted run without them, for ACT on the first dataset and Diffusion on the last
 streaming    with streaming=true, the losses equal those of the dataset on disk, for the same policies and datasets
 
 It checks for the first dataset that two ranks deliver 800 frames without a repetition; that a run that is killed on two ranks,
@@ -298,8 +298,9 @@ def compare_resumed(
         return None
 
     def resumed(step: int) -> tuple[bool, Any]:
-        # All other arguments are those in the checkpoint.
-        rest, _ = comparison.run("loader", [*continued(output, step, STEPS), "--save_checkpoint=false"])
+        # All other arguments are those in the checkpoint. Transforms are applied by workers now.
+        workers = ["--num_workers=2"] if more else []
+        rest, _ = comparison.run("loader", [*continued(output, step, STEPS), "--save_checkpoint=false", *workers])
         same, detail = equal(rest.losses, whole.losses[step:], STEPS - step)
         return same and rest.index == whole.index[step:], detail
 

@@ -203,6 +203,7 @@ class Transformed:
                 collate_fn=_same,
                 pin_memory=self._device.type == "cuda",
                 multiprocessing_context=context,
+                generator=torch.Generator(),  # its own, so that training's random numbers do not depend on the workers
                 persistent_workers=True,
             )
         self._sampler.requests = self._fitting(requests)

@@ -137,7 +137,8 @@ def test_epochs_go_on_as_those_of_a_loader(demo: Path, caplog: pytest.LogCapture
         assert (left.epoch, left.batch_index) == (2, 0)
 
 
-def test_random_numbers_of_training_stay(demo: Path) -> None:
+@pytest.mark.parametrize("workers", [0, slow(1)])
+def test_random_numbers_of_training_stay(demo: Path, workers: int) -> None:
     torch.manual_seed(5)
     random.seed(5)
     np.random.seed(5)
@@ -145,7 +146,7 @@ def test_random_numbers_of_training_stay(demo: Path) -> None:
     torch.manual_seed(5)
     random.seed(5)
     np.random.seed(5)
-    with make(demo) as batches:
+    with make(demo, workers=workers) as batches:
         epochs(batches)
     assert (torch.rand(1), random.random(), np.random.random()) == expected
 
