@@ -11,10 +11,11 @@ import multiprocessing
 import os
 import pickle
 import random
+import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import numpy as np
 import torch
@@ -41,8 +42,9 @@ class Transformed:
             for batch in batches:
                 ...
 
-    The function may use the random numbers of torch, NumPy and `random`. They are seeded with the Loader's seed, the epoch and
-    the sample's position in the order of the epoch. A resumed run therefore repeats them, on any number of ranks and workers.
+    The function may use the global random numbers of torch, NumPy and `random`. They are seeded with the Loader's seed, the
+    epoch and the sample's position in the order of the epoch. A resumed run therefore repeats them, on any number of ranks and
+    workers. It does not repeat those of a generator that the function owns.
 
     All other attributes, such as `dataset`, `stats` and `describe`, are those of the Loader. Its times describe the Loader
     alone: time in which training waits for workers counts as training.
@@ -60,7 +62,7 @@ class Transformed:
             0.
         prefetch: Number of batches that each worker has in progress. Default: 2.
         device: Device of the batches, as in `Loader`. Batches from workers are moved there through pinned memory. Default:
-            "auto".
+            "auto", which is the Loader's device without workers.
 
     Raises:
         ValueError: If an argument is invalid.
@@ -83,15 +85,19 @@ class Transformed:
         self.loader = loader
         self._function = _Function(transform, None if keys is None else tuple(keys))
         self._num_workers, self._prefetch = from_zero("num_workers", num_workers), positive("prefetch", prefetch)
-        gpu = process.gpu(device)
+        own = self.loader._config.gpu if device == "auto" and not num_workers else None
+        gpu = process.gpu(device) if own is None else own
         self._device = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
         if num_workers:
             self._check_workers()
+        self._pid = os.getpid()
         self._sampler = _Sampler()
         self._workers: DataLoader[Any] | None = None
+        self._failure: Exception | None = None  # error of the Loader, raised after the batches in progress
         # The Loader's state after each batch in progress, and the values of the batch that are not transformed.
         self._in_progress = deque[tuple[dict[str, Any], Batch]]()
-        self._state: dict[str, Any] | None = None  # state after the last batch delivered, within an epoch
+        # State after the last batch delivered. None before the first iteration and after a complete epoch.
+        self._state: dict[str, Any] | None = None
 
     def _check_workers(self) -> None:
         if self.loader._config.gpu is not None:
@@ -100,12 +106,20 @@ class Transformed:
                 f"got cuda:{self.loader._config.gpu}. Transformed moves the batches to its own device"
             )
         try:
-            pickle.dumps(self._function)
+            pickled = pickle.dumps(self._function)
         except Exception as error:
             raise ValueError(
                 f"transform must be picklable to reach a worker process, got {self._function.transform!r}: {error}. Define it "
-                "at the top level of a module, and use functools.partial or a class in place of a lambda or an inner function"
+                "at the top level of a module, and use functools.partial or a class in place of a lambda or an inner function. "
+                "Or set num_workers=0"
             ) from error
+        main = sys.modules["__main__"]
+        is_importable = getattr(main, "__spec__", None) or os.path.isfile(getattr(main, "__file__", None) or "")
+        if b"__main__" in pickled and not is_importable:
+            raise ValueError(
+                f"transform must be in a file that a worker process can import, got {self._function.transform!r} of a notebook "
+                "or of a program without a file. Move it to a module. Or set num_workers=0"
+            )
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise DaliStreamError(
                 'This program must start under `if __name__ == "__main__":`, because each worker process imports it'
@@ -115,6 +129,12 @@ class Transformed:
         if name == "loader":  # before __init__
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self.loader.__reduce_ex__(protocol)  # raises an error
+
+    def __getitem__(self, index: object) -> Any:
+        return self.loader[index]  # raises an error
 
     def __repr__(self) -> str:
         where = f"in {self._num_workers} workers" if self._num_workers else "in place"
@@ -146,7 +166,7 @@ class Transformed:
 
     def close(self) -> None:
         """End the workers, and close the Loader."""
-        self._workers = None
+        self._end_workers()
         self.loader.close()
 
     def __enter__(self) -> Transformed:
@@ -155,39 +175,68 @@ class Transformed:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _end_workers(self) -> None:
+        workers, self._workers = self._workers, None
+        iterator: Any = getattr(workers, "_iterator", None)
+        if iterator is None:
+            return
+        if os.getpid() == self._pid:
+            iterator._shutdown_workers()
+        else:  # after a fork, the workers are those of the other process
+            iterator._shutdown = True
+
     def _iterate(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        self.loader._check_usable()
+        if self._state is not None and (left := self.loader._config.batches.count(self._state["position"])):
+            self.loader._tell_left_out(left)
         self._in_progress.clear()
+        self._state = self._failure = iteration = None
         requests = self._requests(batches)
         try:
             for result in self._in_workers(requests) if self._num_workers else map(self._function.here, requests):
                 if isinstance(result, _Failed):
                     raise DaliStreamError(result.error) from RuntimeError(f"in a worker process:\n{result.traceback}")
                 self._state, rest = self._in_progress.popleft()
+                iteration = iteration or self.loader._iteration
                 yield {key: self._moved(value) for key, value in (rest | result).items()}
+                self.loader._check_current(iteration)
+            if self._failure is not None:
+                raise self._failure
             self._state = None  # the Loader is at the next epoch
         except GeneratorExit:
             raise  # the workers stay for the next epoch
         except BaseException:
-            self._workers = None
+            if iteration in (None, self.loader._iteration):  # otherwise the workers serve a later iteration
+                self._end_workers()
             raise
         finally:
             requests.close()
 
     def _requests(self, batches: Iterator[Batch]) -> Generator[_Request, None, None]:
-        """Yield the Loader's batches with the seeds of their samples. Its state before a batch gives their positions."""
+        """Yield the Loader's batches with the seeds of their samples. Its state before a batch gives their positions.
+
+        An error of the Loader ends the requests, so that the batches before it are delivered first.
+        """
         seed, order, ranks = self.loader._config.arguments.seed, self.loader._config.batches, self.loader._ranks
         before = self.loader.state_dict()
-        for batch in batches:
-            after = self.loader.state_dict()
-            # Before the first batch of an epoch, the state may still be that of the previous epoch.
-            start = before["position"] if before["epoch"] == after["epoch"] else 0
-            first = order.first(start, ranks.rank)
-            count = len(next(iter(batch.values())))
-            positions = range(first, first + count * ranks.world_size, ranks.world_size)
-            transformed, rest = self._function.split(batch)
-            self._in_progress.append((after, rest))
-            yield _Request(transformed, [_seed(seed, after["epoch"], position) for position in positions])
-            before = after
+        try:
+            for batch in batches:
+                after = self.loader.state_dict()
+                # Before the first batch of an epoch, the state may still be that of the previous epoch.
+                start = before["position"] if before["epoch"] == after["epoch"] else 0
+                if self._state is None:  # the Loader will be ahead of the first batch delivered
+                    self._state = after | {"position": start}
+                first = order.first(start, ranks.rank)
+                count = len(next(iter(batch.values())))
+                positions = range(first, first + count * ranks.world_size, ranks.world_size)
+                transformed, rest = self._function.split(batch)
+                self._in_progress.append((after, rest))
+                yield _Request(transformed, [_seed(seed, after["epoch"], position) for position in positions])
+                before = after
+        except Exception as error:
+            self._failure = error
+        finally:
+            batches.close()  # type: ignore[attr-defined]  # it is a generator
 
     def _in_workers(self, requests: Iterator[_Request]) -> Iterator[Any]:
         """Start the workers if necessary, and yield the results of requests in their order."""
@@ -229,7 +278,7 @@ class _Request(NamedTuple):
 
 
 class _Failed(NamedTuple):
-    """Error of a worker. A DaliStreamError would escape the lines of the traceback that a DataLoader puts into the message."""
+    """Error of a worker. A DaliStreamError would escape the lines of the traceback that a DataLoader puts into its message."""
 
     error: str
     traceback: str
@@ -270,10 +319,13 @@ class _Function(Dataset[Any]):
         """Answer a request in a worker."""
         try:
             batch = self._apply(request)
+            # A value that cannot be pickled would be dropped by the queue, and the training process would wait for it.
+            pickle.dumps({key: value for key, value in batch.items() if not isinstance(value, torch.Tensor)})
             _check_shared_memory(_size(batch), "a batch of results")
             return batch
-        except DaliStreamError as error:
-            return _Failed(str(error), traceback.format_exc())
+        except Exception as error:
+            text = str(error) if isinstance(error, DaliStreamError) else f"transform must return picklable values, got: {error}"
+            return _Failed(text, traceback.format_exc())
 
     def here(self, request: _Request) -> Batch:
         """Answer a request in this thread, and restore the states of its random numbers."""
@@ -287,6 +339,7 @@ class _Function(Dataset[Any]):
             random.setstate(states[0])
             np.random.set_state(states[1])
 
+    @torch.no_grad()
     def _apply(self, request: _Request) -> Batch:
         generators, samples = _generators(request.batch), []
         for i, seed in enumerate(request.seeds):
@@ -296,11 +349,15 @@ class _Function(Dataset[Any]):
             random.seed(seed)
             np.random.seed(seed & 0xFFFFFFFF)
             try:
-                samples.append(self._transformed(sample))
+                samples.append({key: _tensor(value) for key, value in self._transformed(sample).items()})
             except Exception as error:
                 identity = ", ".join(f"{key} {int(sample[key])}" for key in _IDENTITY if key in sample)
                 raise DaliStreamError(f"transform failed for the sample {identity}: {type(error).__name__}: {error}") from error
-        return {key: _joined(key, [sample.get(key) for sample in samples]) for key in samples[0]}
+        if any(sample.keys() != samples[0].keys() for sample in samples):
+            raise DaliStreamError(
+                f"transform must return the same keys for all samples, got {listed(dict.fromkeys(map(listed, samples)))}"
+            )
+        return {key: _joined(key, [sample[key] for sample in samples]) for key in samples[0]}
 
     def _transformed(self, sample: dict[str, Any]) -> Batch:
         if self.keys is not None:
@@ -311,16 +368,20 @@ class _Function(Dataset[Any]):
         return result
 
 
+def _tensor(value: Any) -> Any:
+    """Return an array of numbers as a tensor, and any other value as it is."""
+    is_numeric = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
+    return torch.as_tensor(np.ascontiguousarray(value)).reshape(value.shape) if is_numeric else value
+
+
 def _joined(key: str, values: list[Any]) -> Any:
-    """Return the values of a key as a tensor, if all are tensors or arrays, or as a list."""
-    if not all(isinstance(value, (torch.Tensor, np.ndarray)) for value in values):
+    """Return the values of a key as a tensor, if all are tensors, or as a list."""
+    if not all(isinstance(value, torch.Tensor) for value in values):
         return values
-    tensors = [torch.as_tensor(value) for value in values]
-    try:
-        return torch.stack(tensors)
-    except RuntimeError as error:
-        shapes = listed(dict.fromkeys(f"{'×'.join(map(str, tensor.shape)) or 'scalar'} {tensor.dtype}" for tensor in tensors))
-        raise DaliStreamError(f"transform must return {key!r} in one shape and dtype for all samples, got {shapes}") from error
+    kinds = dict.fromkeys(f"{tuple(value.shape)} {value.dtype}" for value in values)
+    if len(kinds) > 1:
+        raise DaliStreamError(f"transform must return {key!r} in one shape and dtype for all samples, got {listed(kinds)}")
+    return torch.stack(values)
 
 
 def _seed(seed: int, epoch: int, position: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import os
@@ -9,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,10 +46,18 @@ def sample_of(sample: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def fails_at(frame: int, sample: dict[str, Any]) -> dict[str, Any]:
-    if sample["index"] == frame:
+def fails_at(frame: int, sample: dict[str, Any], always: bool = False) -> dict[str, Any]:
+    if always or sample["index"] == frame:
         raise KeyError("no such thing")
     return sample
+
+
+def locked(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"lock": threading.Lock()}
+
+
+def learned(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"x": torch.nn.Linear(1, 1)(torch.ones(1))}
 
 
 def killed_at(frame: int, sample: dict[str, Any]) -> dict[str, Any]:
@@ -163,6 +173,77 @@ def test_an_error_names_the_sample(demo: Path, workers: int) -> None:
         assert batches.state_dict()["position"] == 16
 
 
+@pytest.mark.parametrize("workers", [0, slow(2)])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_failure_before_the_first_batch_leaves_the_state_at_the_beginning(demo: Path, workers: int, epoch: int) -> None:
+    """Though the Loader is ahead."""
+    with make(demo, workers=workers) as batches:
+        for _ in range(epoch):
+            epochs(batches)
+        batches._end_workers()
+        batches._function.transform, batches._function.keys = functools.partial(fails_at, -1, always=True), None
+        with pytest.raises(DaliStreamError, match="no such thing"):
+            next(iter(batches))
+        assert (batches.epoch, batches.batch_index) == (epoch, 0)
+        assert (batches.state_dict()["epoch"], batches.state_dict()["position"]) == (epoch, 0)
+
+
+@pytest.mark.slow
+def test_batches_before_an_error_of_the_loader_are_delivered(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make(demo, workers=2) as batches:
+        source = batches.loader._source
+        take = source.next
+
+        def broken(config: Any, epoch: int, position: int) -> Any:
+            if position >= 40:
+                raise DaliStreamError("a damaged file")
+            return take(config, epoch, position)
+
+        monkeypatch.setattr(source, "next", broken)
+        given = []
+        with pytest.raises(DaliStreamError, match=r"^a damaged file$"):
+            given.extend(batches)
+        assert len(given) == 5
+        assert batches.state_dict()["position"] == 40
+
+
+@pytest.mark.slow
+def test_values_that_cannot_leave_a_worker_are_an_error(demo: Path) -> None:
+    with make(demo, locked, 1, keys=None) as batches:
+        with pytest.raises(DaliStreamError, match=r"^transform must return picklable values, got: .*lock"):
+            next(iter(batches))
+        batches._function.transform = learned  # a tensor that requires a gradient could not leave it, either
+        assert not next(iter(batches))["x"].requires_grad
+
+
+@pytest.mark.slow
+def test_closing_ends_the_workers_within_a_loop(demo: Path) -> None:
+    with make(demo, workers=1) as batches:
+        iterator = iter(batches)
+        next(iterator)
+        [worker] = batches._workers._iterator._workers  # type: ignore[union-attr]
+        assert worker.is_alive()
+    worker.join()
+    with pytest.raises(DaliStreamError, match="closed"):
+        next(iterator)
+
+
+@pytest.mark.parametrize("workers", [0, slow(1)])
+def test_one_iteration_at_a_time(demo: Path, workers: int) -> None:
+    with make(demo, workers=workers) as batches:
+        first = iter(batches)
+        next(first)
+        second = iter(batches)
+        next(second)
+        with pytest.raises(DaliStreamError, match=r"^Another iteration of this Loader has begun"):
+            next(first)
+        assert len(list(second)) == len(batches) - 1
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.copy(batches)
+    with pytest.raises(TypeError, match="has no items"):
+        batches[0]
+
+
 @pytest.mark.slow
 def test_a_killed_worker_is_an_error_and_the_next_epoch_has_new_ones(demo: Path) -> None:
     with make(demo, functools.partial(killed_at, 20), 1, keys=None, shuffle=False) as batches:
@@ -172,7 +253,24 @@ def test_a_killed_worker_is_an_error_and_the_next_epoch_has_new_ones(demo: Path)
         assert len(epochs(batches)) == len(batches)
 
 
+def of_two_kinds(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"x": np.zeros(1, np.float32 if sample["index"] % 2 else np.float64)}
+
+
+def of_two_keys(sample: dict[str, Any]) -> dict[str, Any]:
+    return {f"x{int(sample['index']) % 2}": 1}
+
+
 def test_results_must_fit_together(demo: Path) -> None:
+    with (
+        make(demo, of_two_kinds, keys=None) as batches,
+        pytest.raises(DaliStreamError, match=r"float64.*float32|float32.*float64"),
+    ):
+        next(iter(batches))
+    with make(demo, of_two_keys, keys=None) as batches, pytest.raises(DaliStreamError, match="the same keys for all samples"):
+        next(iter(batches))
+    with make(demo, lambda frame: frame.numpy()[..., ::-1], keys=[TOP]) as batches:
+        assert next(iter(batches))[TOP].shape == (8, 3, 16, 24)
     with (
         make(demo, lambda sample: {"x": torch.zeros(int(sample["index"]) % 3 + 1)}, keys=None) as batches,
         pytest.raises(DaliStreamError, match="transform must return 'x' in one shape and dtype for all samples, got"),

@@ -85,11 +85,17 @@ def make_loader(
         return Loader(own, batch_size=batch_size, seed=seed, **arguments)
     device = arguments.pop("device", "auto")
     if num_workers:
+        if (decode := arguments.get("decode", "auto")) not in ("auto", "torchcodec"):
+            own.close()
+            raise ValueError(
+                f'decode must be "auto" or "torchcodec" if worker processes apply image transforms, got {decode!r}. With '
+                "num_workers=0, they are applied in the training process, and NVDEC can decode"
+            )
         arguments = {"num_threads": max(process.cores() - num_workers, 1), **arguments}
     loader = Loader(own, batch_size=batch_size, seed=seed, device="cpu" if num_workers else device, **arguments)
     try:
         return Transformed(loader, transform, keys=own.cameras, num_workers=num_workers, device=device)
-    except ValueError:
+    except BaseException:
         loader.close()
         raise
 
