@@ -144,7 +144,7 @@ def test_the_busiest_resource_determines_the_model() -> None:
 @pytest.mark.slow
 @pytest.mark.alone
 def test_the_command_predicts_what_each_remedy_brings(written: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
-    dataset = written(episodes=4, size=(128, 160), codec="h264", gop=12)
+    dataset = written(episodes=4, size=(128, 160), codec="h264", gop=30)
     settings = "--image-size 64x80 --batch-size 8 --memory-budget 4MiB --device cpu"
     arguments = ["why", str(dataset), *settings.split(), "--anyway"]  # whatever else this machine does
     assert main([*arguments, "--num-threads", "1", "--step-ms", "0.01", "--epochs", "3", "--json"]) == 0
