@@ -14,7 +14,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from dali_stream.checks.frame_size import frame_size
@@ -75,7 +75,7 @@ def stock(options: argparse.Namespace) -> float:
         shuffle=True,
         prefetch_factor=2 if options.workers else None,
     )
-    return rate(lambda: iter(loader), options)
+    return rate(iter(loader), options)
 
 
 def ours(options: argparse.Namespace, plain: bool = False) -> float:
@@ -88,12 +88,11 @@ def ours(options: argparse.Namespace, plain: bool = False) -> float:
         image_size=options.image_size,
     )
     with loader:
-        return rate(lambda: iter(loader), options)
+        return rate(iter(loader), options)
 
 
-def rate(begin: Callable[[], Iterator[Any]], options: argparse.Namespace) -> float:
+def rate(batches: Iterator[Any], options: argparse.Namespace) -> float:
     """Return the batches per second after the first ones."""
-    batches = begin()
     for _ in itertools.islice(batches, WARM):
         pass
     started = time.perf_counter()

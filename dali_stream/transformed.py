@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import sys
 import traceback
 from collections import deque
@@ -53,15 +54,15 @@ class Transformed:
         loader: Loader whose batches are transformed. With workers, its device must be "cpu". Its decode threads and the workers
             share the CPU cores, so give it `num_threads`.
         transform: Function of a sample, a dict with the values of a batch at one index, that returns a dict. Tensors of the
-            results are stacked, so they must have equal shapes in a batch. Other values are delivered as a list. If `keys` is
-            given, it is a function of one tensor, such as a transform of torchvision.
+            results are stacked, so they must have equal shapes in a batch. Other values are delivered as a list. With `keys`,
+            it is a function of one tensor, such as a transform of torchvision.
         keys: Keys of the batch to which the function is applied one after the other, such as `dataset.cameras`. Other values
             stay as they are. Default: none, so that the function gets whole samples.
         num_workers: Number of worker processes, or 0 to apply the function in the iterating thread. Workers are started
             with "forkserver", so the function must be picklable, and the program needs `if __name__ == "__main__":`. Default:
             0.
         prefetch: Number of batches that each worker has in progress. Default: 2.
-        device: Device of the batches, as in `Loader`. Batches from workers are moved there through pinned memory. Default:
+        device: Device of the batches, as in `Loader`. Batches from workers are moved to it through pinned memory. Default:
             "auto", which is the Loader's device without workers.
 
     Raises:
@@ -224,12 +225,15 @@ class Transformed:
                 after = self.loader.state_dict()
                 # Before the first batch of an epoch, the state may still be that of the previous epoch.
                 start = before["position"] if before["epoch"] == after["epoch"] else 0
-                if self._state is None:  # the Loader will be ahead of the first batch delivered
-                    self._state = after | {"position": start}
+                transformed, rest = self._function.split(batch)
+                if self._state is None:  # the first batch
+                    self._state = after | {"position": start}  # the Loader will be ahead when it is delivered
+                    if self._num_workers:
+                        most = self._num_workers * self._prefetch + 1
+                        _check_shared_memory(most * _size(transformed), f"{most} batches of frames in progress")
                 first = order.first(start, ranks.rank)
                 count = len(next(iter(batch.values())))
                 positions = range(first, first + count * ranks.world_size, ranks.world_size)
-                transformed, rest = self._function.split(batch)
                 self._in_progress.append((after, rest))
                 yield _Request(transformed, [_seed(seed, after["epoch"], position) for position in positions])
                 before = after
@@ -255,16 +259,8 @@ class Transformed:
                 generator=torch.Generator(),  # its own, so that training's random numbers do not depend on the workers
                 persistent_workers=True,
             )
-        self._sampler.requests = self._fitting(requests)
+        self._sampler.requests = requests
         return iter(self._workers)
-
-    def _fitting(self, requests: Iterator[_Request]) -> Iterator[_Request]:
-        """Yield requests after comparing the size of the first one with the free shared memory."""
-        for number, request in enumerate(requests):
-            if number == 0:
-                count = self._num_workers * self._prefetch + 1
-                _check_shared_memory(count * _size(request.batch), f"{count} batches of frames in progress")
-            yield request
 
     def _moved(self, value: Any) -> Any:
         return value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
@@ -319,13 +315,11 @@ class _Function(Dataset[Any]):
         """Answer a request in a worker."""
         try:
             batch = self._apply(request)
-            # A value that cannot be pickled would be dropped by the queue, and the training process would wait for it.
-            pickle.dumps({key: value for key, value in batch.items() if not isinstance(value, torch.Tensor)})
+            _check_picklable({key: value for key, value in batch.items() if not isinstance(value, torch.Tensor)})
             _check_shared_memory(_size(batch), "a batch of results")
             return batch
         except Exception as error:
-            text = str(error) if isinstance(error, DaliStreamError) else f"transform must return picklable values, got: {error}"
-            return _Failed(text, traceback.format_exc())
+            return _Failed(str(error), traceback.format_exc())
 
     def here(self, request: _Request) -> Batch:
         """Answer a request in this thread, and restore the states of its random numbers."""
@@ -400,12 +394,17 @@ def _size(batch: Batch) -> int:
     return sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor))
 
 
+def _check_picklable(values: Batch) -> None:
+    """Raise an error for values that the queue of results would drop. The training process would wait for them forever."""
+    try:
+        pickle.dumps(values)
+    except Exception as error:
+        raise DaliStreamError(f"transform must return picklable values, got: {error}") from error
+
+
 def _check_shared_memory(size: int, what: str) -> None:
     """Raise an error if shared memory has fewer free bytes. A process that uses more is ended by SIGBUS."""
-    if not os.path.isdir(_SHARED_MEMORY):
-        return
-    status = os.statvfs(_SHARED_MEMORY)
-    if (free := status.f_bavail * status.f_frsize) < size:
+    if os.path.isdir(_SHARED_MEMORY) and (free := shutil.disk_usage(_SHARED_MEMORY).free) < size:
         raise DaliStreamError(
             f"{_SHARED_MEMORY} must have {size / 2**20:.0f} MiB free for {what}, got {free / 2**20:.0f} MiB. Enlarge it "
             "(docker run --shm-size=8g), or reduce num_workers, prefetch or batch_size"

@@ -172,8 +172,8 @@ def _backgrounds(goals: np.ndarray, camera: Camera, size: tuple[int, int]) -> tu
     mask = Image.new("L", (width * _SCALE, height * _SCALE))
     corners = np.array([[-half_x, -half_y, 0], [half_x, -half_y, 0], [half_x, half_y, 0], [-half_x, half_y, 0]])
     _paint(ImageDraw.Draw(mask), camera.project(corners, size) * _SCALE, 255)
-    top = _table_top(points, goals)
-    lit, dark = (Image.composite(_image(top * light), wall, mask.reduce(_SCALE)) for light in (1, 1 - _SHADOW))
+    mask, top = mask.reduce(_SCALE), _table_top(points, goals)
+    lit, dark = (Image.composite(_image(top * light), wall, mask) for light in (1, 1 - _SHADOW))
     return lit, dark
 
 

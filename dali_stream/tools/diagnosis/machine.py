@@ -141,7 +141,7 @@ def check_shared_memory(machine: Machine) -> Result | None:
     text = f"{size / _GIB:.2g} GiB in /dev/shm"
     if len(machine.gpus) < 2 or size >= _SMALL_SHM:
         return OK, text, ""
-    text += ", and NCCL needs more for several GPUs. dali_stream uses none"
+    text += ", and NCCL needs more for several GPUs"
     return WARNING, text, "start the container with --shm-size=8g or --ipc=host"
 
 
