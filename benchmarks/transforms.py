@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from dali_stream.checks.frame_size import frame_size
+from dali_stream.checks.frame_size import frame_size, join_sizes
 from dali_stream.integrations import lerobot
 from dali_stream.tools import environment
 
@@ -40,13 +40,13 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="folder of a LeRobot dataset")
-    parser.add_argument("--image-size", type=frame_size, help="size of the frames, such as 224x224 (default: as recorded)")
+    parser.add_argument("--image-size", type=frame_size, metavar="HxW", help="default: the recorded size")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--batches", type=int, default=40, help="measured batches of a turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    return parser.parse_args(join_sizes())
 
 
 def dataset(options: argparse.Namespace, transform: Any) -> Any:
