@@ -29,8 +29,8 @@ from dali_stream.system import process
 
 if TYPE_CHECKING:
     from dali_stream.loader import Loader
+    from dali_stream.pipeline.stream import Batch
 
-Batch = dict[str, Any]
 _SHARED_MEMORY = "/dev/shm"
 _IDENTITY = ("dataset_index", "episode_index", "frame_index", "index")
 
@@ -96,7 +96,7 @@ class Transformed:
         self._workers: DataLoader[Any] | None = None
         self._failure: Exception | None = None  # error of the Loader, raised after the batches in progress
         # The Loader's state after each batch in progress, and the values of the batch that are not transformed.
-        self._in_progress = deque[tuple[dict[str, Any], Batch]]()
+        self._in_progress = deque[tuple[dict[str, Any], dict[str, Any]]]()
         # State after the last batch delivered. None before the first iteration and after a complete epoch.
         self._state: dict[str, Any] | None = None
 
