@@ -260,7 +260,13 @@ class Transformed:
                 persistent_workers=True,
             )
         self._sampler.requests = requests
-        return iter(self._workers)
+        try:
+            yield from self._workers
+        except (EOFError, OSError) as error:  # the worker that holds the memory of a result has just ended
+            raise RuntimeError(
+                f"a worker process exited unexpectedly, so that its result cannot be read: {error!r}. It was probably killed, "
+                "for example because memory was short"
+            ) from error
 
     def _moved(self, value: Any) -> Any:
         return value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value

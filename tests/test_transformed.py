@@ -247,10 +247,34 @@ def test_one_iteration_at_a_time(demo: Path, workers: int) -> None:
 @pytest.mark.slow
 def test_a_killed_worker_is_an_error_and_the_next_epoch_has_new_ones(demo: Path) -> None:
     with make(demo, functools.partial(killed_at, 20), 1, keys=None, shuffle=False) as batches:
-        with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
+        with pytest.raises(RuntimeError, match=r"worker .* exited unexpectedly"):
             epochs(batches)
         batches._function.transform = functools.partial(killed_at, -1)
         assert len(epochs(batches)) == len(batches)
+
+
+def ended() -> None:
+    raise EOFError
+
+
+class _OfAnEndedWorker:
+    """A value that the training process cannot read, as if the worker with its memory ended at that moment."""
+
+    def __reduce__(self) -> Any:
+        return ended, ()
+
+
+def result_of_an_ended_worker(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"x": _OfAnEndedWorker()}
+
+
+@pytest.mark.slow
+def test_a_worker_that_ends_while_its_result_is_read_is_an_error(demo: Path) -> None:
+    with (
+        make(demo, result_of_an_ended_worker, 1, keys=None) as batches,
+        pytest.raises(RuntimeError, match=r"worker process exited unexpectedly, .* EOFError"),
+    ):
+        next(iter(batches))
 
 
 def of_two_kinds(sample: dict[str, Any]) -> dict[str, Any]:
