@@ -107,7 +107,7 @@ def test_a_mig_slice_without_engines(fake_driver: FakeDriver) -> None:
     ("call", "error", "name", "remedy"),
     [
         ("cuInit", 100, "CUDA_ERROR_NO_DEVICE", "--gpus all"),
-        ("cuInit", 34, "CUDA_ERROR_STUB_LIBRARY", "LD_LIBRARY_PATH"),
+        slow("cuInit", 34, "CUDA_ERROR_STUB_LIBRARY", "LD_LIBRARY_PATH"),
         slow("cuInit", 802, "CUDA_ERROR_SYSTEM_NOT_READY", "nvidia-fabricmanager"),
         slow("cuInit", 803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "Restart"),
         slow("cuInit", 804, "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE", "cuda-compat"),

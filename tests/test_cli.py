@@ -93,7 +93,8 @@ def test_demo_on_the_dali_route(vp9_demo: Path, tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "there"), [("codec", "av1", "h264"), ("size", "240x320", "128x160"), ("episodes", "3", str(EPISODES))]
+    ("option", "value", "there"),
+    [slow("codec", "av1", "h264"), ("size", "240x320", "128x160"), slow("episodes", "3", str(EPISODES))],
 )
 def test_demo_does_not_ignore_options_that_the_dataset_there_differs_in(
     made: Path, capsys: pytest.CaptureFixture[str], option: str, value: str, there: str
@@ -196,6 +197,7 @@ def test_info_says_how_many_of_many_files_it_looked_at(made: Path) -> None:
     assert only.bytes["videos"] < report.bytes["videos"]
 
 
+@pytest.mark.slow
 def test_info_of_files_that_differ(made: Path, demo: Path, tmp_path: Path) -> None:
     root = copied(made, tmp_path)
     name = f"videos/{TOP}/chunk-000/file-001.mp4"

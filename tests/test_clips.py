@@ -71,7 +71,7 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Videos]:
 REQUESTS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, data.FRAMES - 1)), min_size=1, max_size=20)
 
 
-@pytest.mark.parametrize("name", slow_after(4, FILES))
+@pytest.mark.parametrize("name", slow_after(2, FILES))
 @PROPERTY
 @given(requests=REQUESTS)
 def test_each_request_is_answered_with_its_own_frame(

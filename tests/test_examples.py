@@ -178,7 +178,7 @@ EPOCHS, STEPS = {"max_epochs": 3}, {"max_steps": 12}  # of 4 batches each
         slow("on_train_batch_end", 6, STEPS, STEPS),
         slow("on_train_batch_end", 8, EPOCHS, EPOCHS),
         slow("on_train_batch_end", 8, STEPS, STEPS),
-        ("on_train_epoch_end", 8, EPOCHS, EPOCHS),
+        slow("on_train_epoch_end", 8, EPOCHS, EPOCHS),
         slow("on_train_epoch_end", 8, STEPS, STEPS),
         slow("on_train_epoch_end", 6, {"max_steps": 6}, STEPS),  # to the Trainer, that step ends the epoch
     ],

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 from support.datasets import ROWS, Column, build
 from support.servers import Server
+from support.slow import slow_after
 
 from dali_stream import Dataset, DatasetError, Loader, Mixture
 from dali_stream.cli import main
@@ -238,7 +239,7 @@ def test_a_column_that_would_take_far_more_memory_than_the_file_is_an_error(tmp_
         next(iter(loader))
 
 
-@pytest.mark.parametrize("is_inferred", [False, True])
+@pytest.mark.parametrize("is_inferred", slow_after(1, [False, True]))
 def test_commands_know_them(tmp_path: Path, capsys: pytest.CaptureFixture[str], is_inferred: bool) -> None:
     root = write(tmp_path / "set", is_inferred=is_inferred)
     assert main(["info", str(root)]) == 0

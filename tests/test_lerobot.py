@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from support import lerobot_script
 from support.clouds import Hub
 from support.lerobot_script import MapDataset
+from support.slow import slow
 
 import dali_stream
 from dali_stream.cli import main
@@ -391,8 +392,8 @@ def test_a_checkpoint_without_a_state_is_resumed_by_its_steps(
     ("changed", "said"),
     [
         ({"seed": 4}, r"--seed=3 \(now 4\)"),
-        ({"episodes": [0, 1, 2]}, r"--dataset\.episodes=\[0, 1\] \(now \[0, 1, 2\]\)"),
-        ({"policy": {"drop_n_last_frames": 7}}, r"--policy\.drop_n_last_frames=0 \(now 7\)"),
+        slow({"episodes": [0, 1, 2]}, r"--dataset\.episodes=\[0, 1\] \(now \[0, 1, 2\]\)"),
+        slow({"policy": {"drop_n_last_frames": 7}}, r"--policy\.drop_n_last_frames=0 \(now 7\)"),
     ],
 )
 def test_a_resume_with_other_samples_says_what_to_do(

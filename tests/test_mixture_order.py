@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.slow import examples
+from support.slow import examples, slow
 
 from dali_stream.order.batches import Batches
 from dali_stream.order.interleave import Interleave
@@ -106,7 +106,7 @@ def test_shares_hold_after_every_position(
 
 
 @pytest.mark.parametrize("kind", ["weights", "union"])
-@pytest.mark.parametrize("count", [2, 3, 10, 50])
+@pytest.mark.parametrize("count", [2, 3, slow(10), slow(50)])
 def test_consumers_are_about_two_samples_from_the_shares(kind: str, count: int) -> None:
     """And the deviations of 32 consumers cancel: theirs together is far from 32 times as large."""
     weights = np.random.default_rng(count).integers(1, 1000, count).tolist()

@@ -394,6 +394,7 @@ def test_consumers_that_do_not_divide_the_batch_mix_badly(mixing: Any) -> None:
     assert found.episodes_per_batch < 7 < found.iid_episodes_per_batch
 
 
+@pytest.mark.slow
 def test_pools_that_hold_a_part_of_the_episodes_cost_mixing(mixing: Any) -> None:
     small, default = (mixing.case(256, 1, 1000, 32, pool, batches=400) for pool in (8, default_pools(256, 1)[1]))
     assert not small.held

@@ -222,6 +222,7 @@ def test_nothing_else_comes_out_in_silence(tmp_path: Path, monkeypatch: pytest.M
     assert not list((tmp_path / "out").rglob("*.mp4"))
 
 
+@pytest.mark.slow
 def test_a_missing_program_is_named(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

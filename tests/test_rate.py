@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.datasets import TOP
+from support.slow import slow_after
 
 import dali_stream
 from dali_stream.decode import rate
@@ -72,7 +73,7 @@ def test_the_clips_have_a_frame_from_the_middle_of_each_gop(vp9_demo: Path) -> N
     assert all(clip.coded_frames == 6 for clip in clips.singles)  # to the middle of a GOP of 12
 
 
-@pytest.mark.parametrize(("slowed", "faster"), [("_with_dali", "cpu"), ("_with_torchcodec", "nvdec")])
+@pytest.mark.parametrize(("slowed", "faster"), slow_after(1, [("_with_dali", "cpu"), ("_with_torchcodec", "nvdec")]))
 def test_a_slower_decoder_is_seen(slowed: str, faster: str, vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One decoder repeats each batch 20 times."""
     make = getattr(rate, slowed)

@@ -18,6 +18,7 @@ from support.batches import Batch, as_bytes, equal
 from support.datasets import SIDE, TOP
 from support.programs import failed, pictures
 from support.servers import Server
+from support.slow import slow, slow_after
 
 import dali_stream
 from dali_stream import Dataset, Loader, Mixture, ResumeError, augment, batch_at
@@ -73,7 +74,7 @@ AUGMENTED: dict[str, Any] = {
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"image_size": None},
+        slow({"image_size": None}),
         {"image_dtype": "uint8", "memory_format": "contiguous", "shuffle": "global", "last_batch": "pad"},
         {"delta_timestamps": {"action": CHUNK, TOP: [-0.1, 0.0]}, "normalize": "mean_std", "consumers": 5},
         {"shuffle": False, "last_batch": "partial", "decode": "torchcodec"},
@@ -253,7 +254,7 @@ def test_preview_shows_the_batch_of_a_run(
         assert len(np.unique(pixels[top + 1 : bottom, left + 1 : right].reshape(-1, 3), axis=0)) > 2  # something is drawn
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "state", "JSON"])
+@pytest.mark.parametrize("kind", slow_after(1, ["checkpoint", "state", "JSON"]))
 def test_preview_of_a_state_shows_the_last_batch(kind: str, small: Path, tmp_path: Path) -> None:
     """The state is in a checkpoint with a model, alone in a file of torch.save, or in a JSON file."""
     file, out = tmp_path / "saved", str(tmp_path / "a.png")

@@ -199,7 +199,7 @@ FILES: dict[str, tuple[tuple[int, int], tuple[str, ...], str]] = {  # size, enco
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_after(6, FILES))
+@pytest.mark.parametrize("name", slow_after(4, FILES))
 def test_the_route_goes_by_the_headers_of_a_file(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     size, arguments, reason = FILES[name]
     let_nvdec_answer(monkeypatch)
@@ -464,6 +464,7 @@ def test_a_decoder_that_breaks_costs_its_camera_dali_and_no_sample(
         list(loader)
 
 
+@pytest.mark.slow
 def test_dali_alone_refuses_such_a_file(mixed: Path) -> None:
     message = r"file-\d+\.mp4: DALI decodes only vp8, vp9, mjpeg on a CPU, and not h264"
     with (

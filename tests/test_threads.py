@@ -563,7 +563,7 @@ def test_a_loader_is_refused_in_a_forked_worker(forks: subprocess.CompletedProce
     assert json.loads(forks.stdout.splitlines()[-1])["worker"] == 0, forks.stderr
 
 
-@pytest.mark.parametrize("end", ["dropped", "exit"])
+@pytest.mark.parametrize("end", slow_after(1, ["dropped", "exit"]))
 def test_a_forked_process_survives_the_loader(forks: subprocess.CompletedProcess[str], end: str) -> None:
     assert json.loads(forks.stdout.splitlines()[-1])[end] == 0, forks.stderr
 
