@@ -200,6 +200,44 @@ def test_workers_apply_the_same_transforms(demo: Path) -> None:
             assert all(torch.equal(ours[key], theirs[key]) for key in (TOP, SIDE, "index"))
 
 
+class GammaCorrection:
+    """As in LeRobot 0.6.1: it returns uint8 frames unchanged."""
+
+    def __call__(self, frame: torch.Tensor) -> torch.Tensor:
+        return frame**0.5 if frame.is_floating_point() else frame
+
+
+class ImageTransforms:
+    """As in LeRobot: several transforms by name."""
+
+    def __init__(self) -> None:
+        self.transforms = {"gamma": GammaCorrection()}
+
+    def __call__(self, frame: torch.Tensor) -> torch.Tensor:
+        for transform in self.transforms.values():
+            frame = transform(frame)
+        return frame
+
+
+@pytest.mark.parametrize("workers", [0, slow(1)])
+def test_transforms_for_floats_have_an_effect_on_uint8_frames(
+    demo: Path, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def frames(uint8: bool, **arguments: Any) -> torch.Tensor:
+        dataset = MapDataset(demo, [0], _return_uint8=uint8, **arguments)
+        with lerobot.make_loader(dataset, batch_size=8, device="cpu", num_workers=workers) as loader:
+            return next(iter(loader))[TOP]
+
+    plain, ours = frames(True), frames(True, image_transforms=ImageTransforms())
+    assert "these have no effect on uint8 frames: GammaCorrection" in caplog.text
+    assert ours.dtype == torch.uint8
+    assert torch.equal(ours, ((plain / 255) ** 0.5 * 255).round().to(torch.uint8))
+    assert not torch.equal(ours, plain)
+    caplog.clear()
+    assert torch.equal(frames(False, image_transforms=ImageTransforms()), frames(False) ** 0.5)
+    assert not caplog.text
+
+
 def test_a_transform_that_cannot_reach_a_worker_is_an_error(demo: Path) -> None:
     dataset = MapDataset(demo, image_transforms=lambda frame: frame)
     with pytest.raises(ValueError, match="transform must be picklable"):

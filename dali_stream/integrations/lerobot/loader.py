@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dali_stream.dataset import Dataset
 from dali_stream.loader import Loader
@@ -13,6 +17,14 @@ from dali_stream.system import process
 from dali_stream.transformed import Transformed
 
 _TOLERANCE_S = 1e-4  # LeRobot's default, in seconds
+# Transforms of LeRobot 0.6.1 that return other frames than those of floats unchanged (lerobot/transforms/transforms.py).
+_FOR_FLOATS = frozenset(
+    {
+        *("CoarseDropout", "GammaCorrection", "GaussianNoise", "GaussianPatchBrightness", "JPEGCompression", "MotionBlur"),
+        *("PlanckianJitter", "RandomShadow"),
+    }
+)
+_log = logging.getLogger("dali_stream")
 
 
 def make_loader(
@@ -30,7 +42,8 @@ def make_loader(
     The Loader reads the same files, revision and episodes, with the same windows and tolerance. By default, it does the same as
     LeRobot's training script: frames are contiguous, they are uint8 if the dataset returns uint8 and float32 otherwise, and the
     last batch of an epoch is partial. Image transforms are applied to the frames of each sample after they are resized to
-    `image_size`, with random numbers that a resumed run repeats, see `Transformed`.
+    `image_size`, with random numbers that a resumed run repeats, see `Transformed`. If frames are uint8 and some transforms of
+    LeRobot have an effect on floats only, all transforms get frames of float32 in [0, 1], and the results are rounded to uint8.
 
     Args:
         dataset: LeRobotDataset, StreamingLeRobotDataset or LeRobotDatasetMetadata. A StreamingLeRobotDataset that streams from
@@ -83,6 +96,9 @@ def make_loader(
     transform = getattr(dataset, "image_transforms", None)
     if transform is None or not own.cameras:
         return Loader(own, batch_size=batch_size, seed=seed, **arguments)
+    if arguments["image_dtype"] == "uint8" and (names := _for_floats(transform)):
+        _log.warning("Transforms get frames of float32, since these have no effect on uint8 frames: %s", ", ".join(names))
+        transform = functools.partial(_on_floats, transform)
     device = arguments.pop("device", "auto")
     if num_workers:
         if (decode := arguments.get("decode", "auto")) not in ("auto", "torchcodec"):
@@ -98,6 +114,18 @@ def make_loader(
     except BaseException:
         loader.close()
         raise
+
+
+def _for_floats(transform: Any) -> list[str]:
+    """Return the names of those of LeRobot's transforms that have no effect on uint8 frames."""
+    parts = getattr(transform, "transforms", {})  # of an ImageTransforms, {name: transform}
+    names = [type(part).__name__ for part in parts.values()] if isinstance(parts, Mapping) else []
+    return [name for name in dict.fromkeys(names) if name in _FOR_FLOATS]
+
+
+def _on_floats(transform: Callable[[torch.Tensor], torch.Tensor], frame: torch.Tensor) -> torch.Tensor:
+    """Apply a transform of float32 values in [0, 1] to a uint8 frame. Return uint8."""
+    return (transform(frame / 255).clamp(0, 1) * 255).round().to(torch.uint8)
 
 
 def _address(dataset: Any, meta: Any) -> tuple[str, str | None]:
