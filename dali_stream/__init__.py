@@ -16,6 +16,7 @@ from dali_stream.system import log_records
 
 if TYPE_CHECKING:
     from dali_stream import augment, tools, types
+    from dali_stream.decode.resize import resize
     from dali_stream.loader import Loader
     from dali_stream.run.replay import batch_at
     from dali_stream.sampler import FrameSampler
@@ -39,6 +40,7 @@ __all__ = [
     "Transformed",
     "augment",
     "batch_at",
+    "resize",
     "tools",
     "trace",
     "types",
@@ -52,6 +54,7 @@ _LAZY = {
     "Loader": "dali_stream.loader",
     "Transformed": "dali_stream.transformed",
     "batch_at": "dali_stream.run.replay",
+    "resize": "dali_stream.decode.resize",
 }
 
 
