@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from dali_stream.checks.arguments import from_zero, positive
 from dali_stream.checks.text import listed
@@ -381,7 +381,7 @@ def _joined(key: str, values: list[Any]) -> Any:
     kinds = dict.fromkeys(f"{tuple(value.shape)} {value.dtype}" for value in values)
     if len(kinds) > 1:
         raise DaliStreamError(f"transform must return {key!r} in one shape and dtype for all samples, got {listed(kinds)}")
-    return default_collate(values)  # in a worker, it stacks them in shared memory, which saves a copy
+    return torch.stack(values)
 
 
 def _seed(seed: int, epoch: int, position: int) -> int:
