@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     import torch
 
 Frames = npt.NDArray[np.uint8]
-Images = TypeVar("Images", npt.NDArray[np.uint8], "torch.Tensor")
 
 
-def resize(images: Images, size: tuple[int, int]) -> Images:
+@overload
+def resize(images: npt.NDArray[np.uint8], size: tuple[int, int]) -> npt.NDArray[np.uint8]: ...
+@overload
+def resize(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor: ...
+def resize(images: npt.NDArray[np.uint8] | torch.Tensor, size: tuple[int, int]) -> npt.NDArray[np.uint8] | torch.Tensor:
     """Resize images as a Loader with `image_size=` resizes frames.
 
     The filter is an antialiased triangle, as in Pillow and torchvision, and the aspect ratio is not kept. The kernel is
