@@ -1,4 +1,4 @@
-"""benchmarks/slurm/train.sbatch, in a SLURM that is played: what it starts, and which ends of a run bring a requeue.
+"""docker/slurm/train.sbatch, in a SLURM that is played: what it starts, and which ends of a run bring a requeue.
 
 What the stubs do was seen on SLURM 22.05 with two nodes: a signal to the job reaches every process of its step (and not the
 batch shell), srun exits with the highest code of its tasks, and kills them where it gets SIGTERM itself.
@@ -19,7 +19,7 @@ import psutil
 import pytest
 from support.cluster import Cluster
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks/slurm/train.sbatch"
+SCRIPT = Path(__file__).parents[1] / "docker/slurm/train.sbatch"
 ARGUMENTS = ("my data", "--out", "a dir", "--note", "$HOME *", "")
 
 # torchrun starts one rank here, if it is not to wait for what comes first: SIGTERM, or the end of the pipe RELEASE.
