@@ -46,7 +46,7 @@ FIRST = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One process more than there are cores, since many tests wait for servers and for programs that they start."""
+    """Return the number of cores plus one, since many tests wait for servers and for programs that they start."""
     return len(os.sched_getaffinity(0)) + 1
 
 
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays. A test that collects garbage need not go through all of torch for it."""
+    """Freeze all objects imported so far, so that a garbage collection in a test does not traverse all of torch."""
     gc.freeze()
 
 
@@ -74,7 +74,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What all processes of this run share; `support.videos.encode` finds it in the environment."""
+    """Folder that all processes of this run share. `support.videos.encode` finds its path in the environment."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "written"
     folder.mkdir(exist_ok=True)
@@ -85,7 +85,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def written(shared_folder: Path) -> Callable[..., Path]:
-    """Writes a demo dataset, or gives the one of these settings that any process of this run has written. Read only."""
+    """Write a demo dataset, or return the one with these settings if a process of this run has written it. Read only."""
 
     def write(**settings: Any) -> Path:
         root = shared_folder / re.sub(r"\W+", "-", str(settings)).strip("-")

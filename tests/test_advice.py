@@ -44,7 +44,7 @@ def advice(dataset: Path | Dataset) -> str:
 
 
 def remedy(root: Path, name: str) -> str:
-    """What `doctor` says of a finding to do."""
+    """Remedy that `doctor` recommends for a finding."""
     findings, _ = examine(Dataset(root), Decoders(torchcodec=False, dali=False, gpus={}), 60)
     return next(finding.remedy for finding in findings if finding.name == name)
 

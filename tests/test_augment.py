@@ -182,7 +182,7 @@ def test_shift(dataset: Dataset) -> None:
 
 @pytest.mark.parametrize("image_dtype", ["float32", "uint8"])
 def test_crop(dataset: Dataset, image_dtype: str) -> None:
-    """Of half the area and the frame's own shape, against Pillow-like bilinear scaling of the same part by torch."""
+    """A crop with a quarter of the area and the frame's own shape equals bilinear scaling of the same part, as in Pillow."""
 
     def crop(frame: Any, draw: augment.Draw) -> Any:
         return augment.random_resized_crop(frame, draw, size=(128, 160), scale=(0.25, 0.25), ratio=(1, 1))

@@ -61,7 +61,7 @@ def broken(videos: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]
 
 
 def error_of(root: Path | dali_stream.Dataset, **options: object) -> str:
-    """What an epoch fails with; the test fails where it does not, or where a thread is left behind."""
+    """Error message of an epoch. The test fails if the epoch raises no error or leaves a thread running."""
     with data.loader(root, **options) as loader, pytest.raises(dali_stream.DaliStreamError) as caught:
         for _ in loader:
             pass
@@ -87,7 +87,7 @@ def test_a_file_that_is_no_whole_mp4(name: str, videos: Callable[[str], Path], t
 
 
 def test_a_first_file_that_is_no_mp4(broken: Callable[..., Path]) -> None:
-    """The loader looks into it for the camera's route, before there is an episode to name."""
+    """The loader reads the file to choose the camera's route, before it has an episode to name."""
     assert re.search(rf"{FILE}: no moov box", error_of(broken(lambda _: b"")))
 
 
@@ -153,7 +153,7 @@ def test_metadata_that_promises_frames_the_video_lacks(videos: Callable[[str], P
 @pytest.mark.parametrize("decoder", ["torchcodec", "dali"])
 @pytest.mark.parametrize("offset", [1, -1])
 def test_a_frame_of_another_episode_is_not_delivered(offset: int, decoder: str, broken: Callable[..., Path]) -> None:
-    """Of the rows, only those at an episode's edge show it. The middle episode has others on both sides."""
+    """Only the rows at an episode's edge reveal the offset. The middle episode has others on both sides."""
     lengths = (20, 20, 32)
     root = data.shifted(broken(lambda video: video, "vp9", episodes=[lengths]), offset)
     middle = dali_stream.Dataset(root, episodes=[1])
@@ -224,7 +224,7 @@ def test_only_sound(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["h264", "av1"])
 @pytest.mark.parametrize("part", ["head", "tail"])
 def test_an_edit_list_that_trims(codec: str, part: str, broken: Callable[..., Path]) -> None:
-    """Rows behind the last displayed frame have none. `test_edit_lists` has rows that agree with the edit list."""
+    """Rows after the last displayed frame have no frame. `test_edit_lists` has rows that agree with the edit list."""
     message = error_of(broken(lambda video: trimmed(video, part), codec))
     shown = data.FRAMES - 5 if part == "head" else data.FRAMES // 2
     assert re.search(rf"{FILE}: timestamp .* The nearest frame, number {shown - 1} of {shown}, is at", message)
@@ -293,7 +293,7 @@ def test_bytes_that_were_lost_shift_what_follows(broken: Callable[..., Path]) ->
 def damaged(
     broken: Callable[..., Path], codec: str, sample: int, change: Callable[[bytes], bytes]
 ) -> tuple[Path, set[tuple[int, int]]]:
-    """A dataset with one changed packet, and the (episode, frame) that lie in its GOP."""
+    """A dataset with one changed packet, and the (episode, frame) pairs of that packet's GOP."""
     root = broken(lambda video: video, codec)
     table = read_index(LocalStore(str(root)), FILE)
     damage(root, FILE, sample, change)
@@ -303,7 +303,7 @@ def damaged(
 
 
 def check_substitutes(root: Path, gop: set[tuple[int, int]]) -> None:
-    """With on_error="substitute", every frame is the one of its sample, and none outside the GOP is lost."""
+    """With on_error="substitute", every frame belongs to its sample, and no frame outside the GOP is lost."""
     with data.loader(root, on_error="substitute") as loader:
         shown = list(data.samples(loader))
         substituted = loader.stats()["substituted"]

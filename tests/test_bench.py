@@ -27,7 +27,7 @@ SHORT = ["--batch-size", "8", "--num-batches", "6", "--warmup", "2", "--device",
 
 @pytest.fixture(autouse=True)
 def _one_rank() -> Iterator[None]:
-    """What a measurement knows of ranks, through Accelerate, ends with it: later tests set their own."""
+    """Reset the ranks that Accelerate stores during a measurement, since later tests set their own."""
     yield
     PartialState._reset_state()
 
@@ -111,7 +111,7 @@ def test_bytes_of_the_network_and_of_the_cache_are_told_apart(
     assert local["source"] == "local"
     assert local["fetched_bytes"] == local["cached_bytes"] == local["fetch_s_total"] == 0
     with Server(demo) as server:
-        # Not all of it fits, and there are more batches than an epoch has: every byte is read after the warm-up as well.
+        # The videos exceed the budget, and the run is longer than an epoch: every byte is read after the warm-up as well.
         little, cached = ["--memory-budget", "600kB", "--num-batches", "66"], ["--cache-dir", str(tmp_path)]
         uncached, _, warm = (bench(capsys, server.url, *little, *cache) for cache in ([], cached, cached))
     assert (uncached["source"], warm["source"]) == ("http", "http")

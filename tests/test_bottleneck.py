@@ -1,4 +1,4 @@
-"""What limits a loader: the stage that its times point to, and the changes that fit its settings."""
+"""Bottlenecks of a loader: the stage that its times point to, and the changes that fit its settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOP = "observation.images.top"
 
 
 def times(**given: float) -> dict[str, float]:
-    """Of 10 s in which batches were waited for, unless given otherwise."""
+    """Counters of a loader that waited 10 s for batches. The arguments override single counters."""
     zero = dict.fromkeys((key for stages in STAGES.values() for key in stages), 0.0)
     counts = {"frames": 100, "decoded_frames": 150, "fetched_bytes": 0, "evicted_early": 0, "frames_evicted_before_use": 0}
     counts |= {"frame_cache_hits": 0, "batches": 100}

@@ -29,7 +29,7 @@ SIZE = 1234
 
 
 def cut(file: str, first: int, last: int) -> bytes:
-    """What a remote file has in these blocks; another file has other bytes."""
+    """Bytes of these blocks of a remote file. Each file has different bytes."""
     shift = 1 + sum(file.encode(errors="surrogatepass")) % 1000
     return b"".join(
         BLOB[at : at + CACHE_BLOCK] for at in (shift + number % SEGMENT * CACHE_BLOCK for number in range(first, last))

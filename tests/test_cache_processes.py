@@ -60,7 +60,7 @@ def total_now(folder: Path) -> int:
 
 
 def assert_in_order(folder: Path) -> None:
-    """No lock is held, the limit is kept, what is there is right, and the cache works."""
+    """Check that no lock is held, the limit is kept, the cached blocks are right, and the cache works."""
     with open(folder / "usage", "ab") as usage:
         fcntl.flock(usage, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with open(folder / "locks", "ab") as locks:

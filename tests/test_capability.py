@@ -1,4 +1,4 @@
-"""What is made of the driver's answers, with a driver that answers for GPUs which are not here (tests/fake_driver)."""
+"""Interpretation of the driver's answers, with a fake driver for GPUs that this machine lacks (`support.driver`)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ print(json.dumps({
 
 
 def ask(environment: dict[str, str]) -> Any:
-    """What a process with this driver finds."""
+    """Capabilities that a process with this driver reports."""
     done = subprocess.run([sys.executable, "-c", _ASK], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -151,7 +151,7 @@ def test_a_question_that_fails_is_a_decoder_that_is_not_used(
     found = ask(fake_driver("h100", fails={call: error}) | {"FAKE_CALLS": str(calls)})
     assert not found["h264"]["supported"]
     assert reason in found["h264"]["reason"]
-    made = calls.read_text().split()  # what was taken is given back, whatever failed
+    made = calls.read_text().split()  # every retained context is released, whatever failed
     if call != "cuDevicePrimaryCtxRetain":
         assert made.count("cuDevicePrimaryCtxRetain") == made.count("cuDevicePrimaryCtxRelease_v2")
 

@@ -215,7 +215,7 @@ def test_info_and_help_load_neither_torch_nor_dali(made: Path, arguments: list[s
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stderr.split()
     assert "dali_stream.cli.info" in loaded
     assert not {"nvidia.dali", "torchcodec"} & set(loaded)
-    assert "torch" not in loaded or driver()  # where there is a GPU, torch is asked which one a Loader would take
+    assert "torch" not in loaded or driver()  # with a GPU, torch says which one a Loader would use
 
 
 def test_images_in_parquet(odd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

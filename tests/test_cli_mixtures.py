@@ -21,7 +21,7 @@ from dali_stream.order.state import OrderArguments
 
 @pytest.fixture(autouse=True)
 def _one_rank() -> Iterator[None]:
-    """What a measurement knows of ranks ends with it."""
+    """Reset the ranks that Accelerate stores during a measurement."""
     yield
     PartialState._reset_state()
 
@@ -51,7 +51,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def information(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
-    """What `info` says as JSON, and in words."""
+    """Output of `info` as JSON, and as text."""
     line = ["info", *map(str, arguments)]
     assert main([*line, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

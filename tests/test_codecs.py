@@ -58,7 +58,7 @@ def test_every_frame_of_every_codec_is_the_frame_asked_for(name: str, tmp_path: 
 
 
 def has_hidden_frames(video: Path) -> bool:
-    """VP9 lists the frames of a packet at its end; a frame that AV1 has hidden before is shown by a packet of a few bytes."""
+    """VP9 lists the frames of a packet at its end. AV1 displays a previously hidden frame with a packet of a few bytes."""
     table, encoded = read_index(LocalStore(str(video.parent)), video.name), video.read_bytes()
     last = [encoded[end - 1] & 0xE0 for end in table.end[:].tolist()]
     return 0xC0 in last if b"vp09" in encoded else int(table.size().min()) < 8

@@ -1,4 +1,4 @@
-"""The DALI route, on a CPU with VP9 and, for what only NVDEC decodes, up to the clips that it is given."""
+"""The DALI route on a CPU: all of it for VP9, and up to the clips for codecs that only NVDEC decodes."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def test_dali_delivers_single_frames_and_repeated_ones(vp9_demo: Path) -> None:
 
 
 def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is handed to the operator: frames rising, each once, and the order of a window's steps among them.
+    """The operator receives the frames in rising order, each once, and the order of a window's steps among them.
 
-    FFmpeg stands in for NVDEC, since no decoder of DALI takes H.264 on a CPU.
+    FFmpeg takes the place of NVDEC, since no decoder of DALI takes H.264 on a CPU.
     """
     monkeypatch.setattr(dali, "refusal", lambda *_: "")
     dataset = Dataset(h264_demo)

@@ -1,4 +1,4 @@
-"""What the decoder delivers is checked: a frame at another time or of another size than requested is an error, not a sample."""
+"""Checks of delivered frames: a frame at another time or of another size than requested is an error, not a sample."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def sampled(*numbers: int) -> dict[int, list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("codec", slow_after(3, CODECS))
 def test_a_frame_that_the_decoder_skips_is_not_replaced_by_its_neighbour(codec: str, tmp_path: Path) -> None:
-    """One changed bit does that in each codec. FFmpeg reports no error, and only the time of the delivered frame is wrong."""
+    """One changed bit makes FFmpeg skip a frame. FFmpeg reports no error, and only the time of the delivered frame is wrong."""
     root = data.recorded(tmp_path, CODECS[codec])
     skipped = skip_frame(root, FILE)
     episode, frame = data.identity(skipped)
-    # The neighbour is not sampled, and there is no room to cache it. Otherwise it is requested as well, and the decoder runs
-    # out of frames, which is an error anyway. On a large dataset, most requests are as here.
+    # The neighbour is not sampled, and the cache has no room for it. Otherwise it would be requested as well, and the decoder
+    # would run out of frames, which is an error anyway. On a large dataset, most requests are like this one.
     dataset = dali_stream.Dataset(root, frames=sampled(skipped, *range(skipped + 2, skipped + 6)))
     options = {"shuffle": False, "batch_size": 5, "memory_budget": 1 << 20}
     message = error_of(dataset, **options)

@@ -1,4 +1,4 @@
-"""The demo dataset: its format against its files, the identity of every frame, and the scene behind it."""
+"""The demo dataset: its format, compared with its files, the identity of every frame, and the simulated scene."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_every_codec_keeps_identities_and_gops(tmp_path: Path, codec: str, gop: 
 
 
 def test_frames_show_the_rows(demo: Path) -> None:
-    """The middle of each coloured top face lies where the recorded position, projected by the camera, says."""
+    """The centre of each coloured top face is at the recorded position, projected by the camera."""
     rows, seen = read_rows(demo), 0
     for episode in read_episodes(demo):
         frames = decode(demo, episode, TOP)[:, : int(SIZE[0] * (1 - STRIP))].astype(int)

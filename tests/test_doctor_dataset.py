@@ -45,7 +45,7 @@ TORCHCODEC = Decoders(True, False, {})
 
 
 def looked_at(root: Path, decoders: Decoders = NO_DECODER, limit_s: float = 120) -> tuple[dict[str, Finding], dict[str, Any]]:
-    """What is found in a dataset by the part of the doctor that looks at datasets, on a machine with these decoders."""
+    """Findings and facts of the doctor's examination of a dataset, on a machine with these decoders."""
     findings, facts = examine_dataset(Dataset(root), decoders, limit_s)
     assert all(bool(f.remedy) == (f.status != "ok") for f in findings)
     return {finding.name: finding for finding in findings}, facts
@@ -239,7 +239,7 @@ def problems(root: Path, deep: bool) -> list[str]:
 
 
 def refused(root: Path) -> str:
-    """What an epoch of a Loader fails with; empty for none."""
+    """Error message of an epoch of a Loader, empty if it succeeds."""
     try:
         with loader(root) as batches:
             for _ in batches:
@@ -319,7 +319,7 @@ def test_what_long_gops_cost(encoded: Callable[..., Path]) -> None:
     assert f"{CAMERA} GOPs" not in looked_at(encoded(*h264(2)))[0]
 
 
-# ---- broken ones: what is said
+# ---- broken datasets: findings
 
 
 def _cut(data: bytes) -> bytes:
@@ -327,7 +327,7 @@ def _cut(data: bytes) -> bytes:
 
 
 def _late_index(data: bytes) -> bytes:
-    """What a recorder leaves that died: media data and no index."""
+    """File of a recorder that died: media data and no index."""
     return data[: data.index(b"moov") - 4]
 
 
@@ -554,7 +554,7 @@ def test_an_action_that_never_changes_is_a_warning(tmp_path: Path, key: str) -> 
 
 @pytest.mark.parametrize("level", [0, 128])
 def test_a_camera_that_is_one_flat_colour_is_a_warning(tmp_path: Path, level: int) -> None:
-    """With the noise of a sensor, as behind a lens cap."""
+    """The frames have the noise of a sensor, as under a lens cap."""
     noise = np.random.default_rng(0).normal(level, 1, (9, *ODD_SIZE, 3)).round().clip(0, 255).astype(np.uint8)
     values = [{"bytes": image_file(Image.fromarray(frame)), "path": None} for frame in noise]
     findings, _ = looked_at(build(tmp_path, (9,), {ODD_CAMERA: Column("image", (*ODD_SIZE, 3), values)}))

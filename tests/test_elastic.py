@@ -1,4 +1,4 @@
-"""Training that is killed and continues with another number of processes: it is the run that nobody interrupted."""
+"""Training that is killed and continues with another number of processes equals an uninterrupted run."""
 
 from __future__ import annotations
 

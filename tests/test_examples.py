@@ -63,7 +63,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def steps(name: str, monkeypatch: pytest.MonkeyPatch, importable: None) -> Iterator[list[Step]]:
-    """What the policy of a program in this process is trained on: two episodes, and sums in one order."""
+    """Training steps of a program in this process, on two episodes and with sums in one order."""
     program, found, dataset = importlib.import_module(name), list[Step](), dali_stream.Dataset
     policy = program.Policy if name == "plain_loop" else program.ChunkPolicy
     whole = policy.forward
@@ -82,12 +82,12 @@ def steps(name: str, monkeypatch: pytest.MonkeyPatch, importable: None) -> Itera
 
 
 def line(dataset: Path, out: Path, *arguments: object) -> list[str]:
-    """The command line of either program, behind its name."""
+    """Arguments of either program on the command line, without its name."""
     return list(map(str, [dataset, "--out", out, *SMALL, *arguments]))
 
 
 def run(*command: object) -> str:
-    """What a Python program prints; it has to end well."""
+    """Run a Python program, check that it succeeds, and return its output."""
     line = [sys.executable, *map(str, command)]
     done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -141,7 +141,10 @@ def test_the_plain_loop_can_be_copied_alone(demo: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(name: str, demo: Path, tmp_path: Path) -> None:
-    """Step by step the same samples, and the mean of the ranks' losses; also of those that another number went on from."""
+    """Each step has the same samples, and the mean of the ranks' losses is the loss of a single process.
+
+    The same holds for runs that continue from a checkpoint of another number of processes.
+    """
     (program := tmp_path / "run.py").write_text(RECORDED)
     # Lightning's Trainer starts its processes by itself.
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2] if name == "plain_loop" else []

@@ -90,7 +90,7 @@ def test_images_in_rows_are_exact(odd: Path, image_dtype: str) -> None:
         np.testing.assert_array_equal(read_identities(found), expected)
         for picture, (episode, frame, _) in zip(found, expected.tolist(), strict=True):
             noise = np.random.default_rng([episode, frame]).integers(0, 256, (*ODD_SIZE, 3), np.uint8)
-            np.testing.assert_array_equal(picture[:112], noise[:112])  # below lies the strip of the identity
+            np.testing.assert_array_equal(picture[:112], noise[:112])  # the identity strip is below
 
 
 def test_windows_of_images_keep_a_time_axis_of_one(odd: Path) -> None:

@@ -28,7 +28,7 @@ ARGUMENTS: dict[str, Any] = {"batch_size": 16, "image_size": (64, 80), "image_dt
 
 @pytest.fixture(scope="module", params=KINDS)
 def dataset(written: Callable[..., Path], request: pytest.FixtureRequest) -> Path:
-    """Of one codec: AV1, H.264 with B-frames, VP9."""
+    """A dataset of one codec: AV1, H.264 with B-frames, or VP9."""
     settings = {"codec": request.param, "gop": KINDS[request.param]} if request.param != "av1" else {}
     return written(episodes=6 if request.param == "av1" else 2, size=(128, 160), **settings)
 
@@ -41,8 +41,8 @@ def test_each_frame_is_decoded_once_and_never_again(dataset: Path) -> None:
     with Loader(dataset, last_batch="partial", **ARGUMENTS) as loader:
         first = read(loader)
         stats = loader.stats()
-        # The batches that are made ahead belong to the second epoch, whose frames are all there. A GOP that continues from one
-        # episode into the next is decoded for each of them.
+        # The batches that are made ahead belong to the second epoch, whose frames are all cached. A GOP that continues from
+        # one episode into the next is decoded for each of them.
         frames, across = 2 * loader.dataset.num_frames, 2 * (loader.dataset.num_episodes - 1)
         assert frames <= stats["decoded_frames"] <= frames + across * max(KINDS.values())
         assert stats["decoded_bytes"] == frames * FRAME

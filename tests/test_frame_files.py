@@ -249,7 +249,7 @@ def test_a_folder_that_is_removed_meanwhile_changes_no_batch(
                     shutil.rmtree(tmp_path / "frames")
     assert same(found, expected)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    # Files that are open stay usable, so there may be no warning at all.
+    # Open files stay usable, so the run may log no warning at all.
     assert len([text for text in warnings if "frame_cache" in text]) <= 1
 
 
@@ -268,7 +268,7 @@ def test_videos_with_equal_indices_and_times_are_kept_apart(tmp_path: Path) -> N
 
 
 def test_images_of_a_wrong_size_stay_an_error(odd: Path, tmp_path: Path) -> None:
-    """Although frames of that size, resized from them, are there."""
+    """They stay an error although the cache has frames of that size, resized from these images."""
     root = copied(odd, tmp_path)
     info = json.loads((root / "meta/info.json").read_text())
     info["features"][ODD_CAMERA]["shape"] = [60, 64, 3]
@@ -391,7 +391,10 @@ def test_after_kills_of_two_writers_no_frame_is_wrong(demo: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_each_of_a_thousand_changed_bits_is_found(small: Path, tmp_path: Path) -> None:
-    """Of a record, a changed bit is found when it is read. Of a checksum too: the frame is then another one, or is missing."""
+    """A changed bit of a record is found when the record is read, and so is a changed bit of its checksum.
+
+    A record with a changed checksum counts as that of another frame, or as missing.
+    """
     expected, _ = run(small, tmp_path, 1, last_batch="partial")
     files, rng, changed = records(tmp_path), random.Random(1), 0
     while changed < 1000:

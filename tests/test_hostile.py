@@ -1,6 +1,6 @@
-"""Thousands of broken headers: each is an error of this package, or the right frames; no crash, no hang, no gigabytes.
+"""Thousands of broken headers: each gives an error of this package or the right frames, without crash, hang or gigabytes.
 
-The work is done in child processes, which say which case they begin. What kills a child, or makes it grow, is found here.
+Child processes do the work and report each case that they begin. The tests detect that a case kills a child or makes it grow.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class IndexCase:
 
 
 class FramesCase(IndexCase):
-    """Samples are decoded too. Each that lies where a healthy file's sample lies must be that one's frame."""
+    """Samples are decoded too. A sample with the byte range of a healthy file's sample must decode to the same frame."""
 
     def __init__(self, healthy: Path, folder: Path) -> None:
         super().__init__(healthy, folder)
@@ -182,7 +182,7 @@ class FramesCase(IndexCase):
             raise dali_stream.DecodeError("another size")
         frames, _ = decode.decode(self.store, [table] * len(samples), samples, video)
         if (table.configs, table.track_header) != self.headers[name]:
-            return  # turned, or of other colours: decoders honour what stands there
+            return  # turned, or of other colours: decoders honour these headers
         for sample, frame in zip(samples, frames, strict=True):
             place = int(table.offset[sample]), int(table.size(sample))
             assert place in self.pictures[name], f"{name}: sample {sample} at {place} is none, and was decoded"
@@ -195,7 +195,7 @@ class ParquetCase:
     def __init__(self, healthy: Path, folder: Path) -> None:
         self.root = folder / "set"
         shutil.copytree(healthy / "set", self.root)
-        for path in self.root.glob("data/**/*.parquet"):  # so many row groups that their metadata is cut, see `RowGroups`
+        for path in self.root.glob("data/**/*.parquet"):  # enough row groups that their metadata is cut, see `RowGroups`
             table = pq.read_table(path)
             pq.write_table(table, path, row_group_size=-(-len(table) // 12))
         self.files = sorted(self.root.rglob("*.parquet"))

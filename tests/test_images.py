@@ -147,14 +147,14 @@ def palette(image: Image.Image) -> Image.Image:
     return image.quantize(64)
 
 
-# What LeRobot delivers too: the channels of the file, where the metadata promise as many.
+# LeRobot delivers these too: the channels of the file, if the metadata promise the same number of channels.
 SAME: dict[str, tuple[int, str, Change]] = {
     "grey PNG": (1, "L", lambda image: image_file(image.convert("L"))),
     "grey JPEG": (1, "L", lambda image: image_file(image.convert("L"), "JPEG", quality=95)),
     "RGB JPEG": (3, "RGB", lambda image: image_file(image, "JPEG", quality=95)),
     "RGBA": (4, "RGBA", lambda image: image_file(clear(image))),
 }
-# What becomes RGB without a loss.
+# These become RGB without a loss.
 CONVERTED: dict[str, Change] = {
     "grey": lambda image: image_file(image.convert("L")),
     "black and white": lambda image: image_file(image.convert("1")),

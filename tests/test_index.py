@@ -41,7 +41,7 @@ def files(root: Path, kind: str) -> list[str]:
 
 
 def index_range(root: Path, path: str) -> range:
-    """Where a file's `moov`, or the end of its Parquet footer, lies."""
+    """Byte range of a file's `moov` box, or of its Parquet footer up to the end of the file."""
     data, at = (root / path).read_bytes(), 0
     if path.endswith(".parquet"):
         (length,) = struct.unpack("<I", data[-8:-4])

@@ -1,4 +1,4 @@
-"""Columns of a video index: they are the values that they were made from, in little memory."""
+"""Columns of a video index hold the values that they were made from, in little memory."""
 
 from __future__ import annotations
 

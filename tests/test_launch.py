@@ -121,7 +121,7 @@ def test_deepspeed_needs_the_batch_size_as_a_number(small: Path, monkeypatch: py
         pass
 
     class Prepared:
-        """What Accelerate reads until it knows the batch size."""
+        """Attributes that Accelerate reads until it knows the batch size."""
 
         fp8_backend = parallelism_config = None
 

@@ -1,6 +1,6 @@
 """The LeRobot that is installed has the parts that `patch` wraps, and its script calls them.
 
-`make test-lerobot` runs this file in each of LeRobot's environments. Where LeRobot is not installed, it is skipped.
+`make test-lerobot` runs this file in each of LeRobot's environments. If LeRobot is not installed, it is skipped.
 """
 
 from __future__ import annotations

@@ -58,11 +58,11 @@ def test_windows_of_both_cameras_are_the_frames_asked_for(demo: Path) -> None:
 @pytest.mark.parametrize("pipeline", [None, lambda nodes: nodes], ids=["past DALI", "through DALI"])
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
 def test_batches_keep_their_values_while_later_ones_are_made(small: Path, dtype: str, pipeline: Any) -> None:
-    """Buffers are used again: a batch that a user holds must not change under their hands, nor may a part of one."""
+    """Buffers are reused, but a batch that a user still holds must not change, and neither must a part of it."""
     held, copies = [], []
     with Loader(small, batch_size=8, image_dtype=dtype, dali_graph=pipeline) as loader:
         for number, batch in enumerate(loader):
-            if number % 3 == 2:  # so that there are buffers to use again
+            if number % 3 == 2:  # frees buffers, so that later batches reuse them
                 continue
             if number % 3 == 1:
                 batch = {key: value[3:4] for key, value in batch.items()}
@@ -75,7 +75,7 @@ def test_batches_keep_their_values_while_later_ones_are_made(small: Path, dtype:
 def test_memory_of_batches_is_used_again_when_nobody_looks_at_it(
     small: Path, monkeypatch: pytest.MonkeyPatch, pipeline: Any
 ) -> None:
-    """What is handed out is blackened: a frame that DALI or the user still needs would show it."""
+    """The test blackens each buffer that is handed out. A frame that DALI or the user still needs would turn black."""
     take, places = Buffers.take, []
 
     def blacken(self: Buffers, *kind: Any) -> np.ndarray:
@@ -167,7 +167,7 @@ def test_selected_episodes_are_all_that_comes(demo_copy: Path) -> None:
     assert (dataset.num_episodes, dataset.num_frames) == (2, lengths[1] + lengths[4])
     assert dataset.episodes.tolist() == [1, 4]
     for path in demo_copy.glob("videos/*/*/*.mp4"):
-        # Episodes 1 and 4 lie in files 0 and 1 of the top camera, and in files 1 and 2 of the side camera.
+        # Episodes 1 and 4 are in files 0 and 1 of the top camera, and in files 1 and 2 of the side camera.
         if path.name not in (("file-000.mp4", "file-001.mp4") if TOP in str(path) else ("file-001.mp4", "file-002.mp4")):
             path.unlink()
     batches = batches_of(dataset, delta_timestamps=WINDOWS)

@@ -63,7 +63,7 @@ def test_memory_of_windows_is_flat(demo: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [None, (224, 224)])
 def test_memory_of_a_recording_is_below_the_limit_and_flat(g1: Path, size: tuple[int, int] | None) -> None:
-    """Of which the budget keeps a part of the frames, and all of them."""
+    """The budget keeps a part of the frames at their full size, and all frames at 224×224."""
     found = run(g1, None, batch_size=64, memory_budget="1GiB", image_size=size)
     assert found["frames"] == 5 * (4489 // 64 * 64)
     check(found, 1074)

@@ -1,4 +1,4 @@
-"""Mixtures: every sample is the one that its own dataset's Loader delivers, in shares that hold, resumed on other ranks."""
+"""Mixtures: each sample equals that of its own dataset's Loader, the shares hold, and runs resume on other ranks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def split(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def check(sample: dict[str, Any], alone: Mapping[str, Mapping[int, dict[str, Any]]]) -> None:
-    """Holds a sample of a mixture against the one that its dataset's own Loader delivers, in all keys."""
+    """Check that a sample of a mixture equals that of its dataset's own Loader in all keys."""
     [name] = sample["dataset"]
     assert sample["dataset_index"].item() == list(alone).index(name)
     expected = {KEYS.get(name, {}).get(key, key): value for key, value in alone[name][sample["index"].item()].items()}
@@ -513,7 +513,7 @@ def test_every_frame_of_real_recordings(g1: Path, demo: Path) -> None:
     assert sorted(found) == sorted((name, index) for name, samples in alone.items() for index in samples)
 
 
-# Streams one rank's share until it is killed. A line holds a batch and the state behind it.
+# Streams one rank's share until it is killed. Each line holds a batch and the state after it.
 RANK = """
 import json, sys
 from dali_stream import Dataset, Loader, Mixture

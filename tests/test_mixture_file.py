@@ -1,4 +1,4 @@
-"""Mixture files: what they say is what a Mixture is given, and what is wrong in them is said with the file's name."""
+"""Mixture files: their content becomes the arguments of a Mixture, and errors in them name the file."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def datasets(lengths: list[list[int]], samples: list[Sample]) -> list[int]:
 
 
 def off(found: list[int], shared: Shares, every: int = 1) -> Fraction:
-    """How far the count of a dataset is from its share after every so many samples, at most. Exact."""
+    """Largest difference between the count of a dataset and its share, at every `every` samples, as an exact fraction."""
     weights = [int(weight) for weight in shared.weights]
     total, counts, most = sum(weights), [0] * len(weights), 0
     for k, dataset in enumerate(found, 1):
@@ -132,7 +132,7 @@ def test_consumers_are_about_two_samples_from_the_shares(kind: str, count: int) 
 )
 @examples(200)
 def test_samples_of_each_dataset_count_up(weights: list[list[int]], seed: int, begin: int) -> None:
-    """Of every consumer, from any draw on. After as many draws as the sum of the weights, the counts are the weights."""
+    """They do for each consumer, from any draw on. After a number of draws equal to their sum, the counts are the weights."""
     columns = min(map(len, weights))
     table = np.array([[*each[:columns], 1] for each in weights], np.int64)
     interleave = Interleave(table, seed)
@@ -153,7 +153,7 @@ def test_samples_of_each_dataset_count_up(weights: list[list[int]], seed: int, b
 @given(mixtures, arguments, st.data())
 @examples(30)
 def test_shares_hold_over_many_epochs(lengths: list[list[int]], given_arguments: dict[str, Any], data: st.DataObject) -> None:
-    """Where an epoch's share is no whole number, epochs have it rounded up or down, so that it comes out right."""
+    """If an epoch's share is not a whole number, each epoch rounds it up or down so that the total over epochs is right."""
     shared = data.draw(shares_of(lengths))
     epochs = 5 if shared.epoch_samples > 100 else 30
     counts = np.zeros(len(lengths))
@@ -270,9 +270,9 @@ def test_bad_shares_are_refused(wrong: dict[str, Any], message: str) -> None:
 def test_each_frame_comes_exactly_once_per_pass(
     lengths: list[list[int]], given_arguments: dict[str, Any], more_epochs: int, data: st.DataObject
 ) -> None:
-    """After each epoch, all frames of a dataset came equally often, or once more in the pass that is not over.
+    """After each epoch, all frames of a dataset have come equally often, or once more if the current pass has reached them.
 
-    With weights, a consumer may be a few samples ahead of another, and so in a pass behind or before.
+    With weights, a consumer may be a few samples ahead of another, and so in an earlier or later pass.
     """
     shared = data.draw(shares_of(lengths))
     counts: Counter[Sample] = Counter()
@@ -295,7 +295,7 @@ def test_each_frame_comes_exactly_once_per_pass(
 def test_passes_of_a_single_dataset_follow_each_other(
     lengths: list[int], given_arguments: dict[str, Any], epoch_samples: int, epochs: int
 ) -> None:
-    """Its samples are all positions, so a pass is as many of them as there are frames, wherever epochs end."""
+    """The dataset takes all positions, so a pass has as many positions as the dataset has frames, wherever epochs end."""
     shared, frames = shares([sum(lengths)], weights=[1], epoch_samples=epoch_samples), sum(lengths)
     given_arguments = given_arguments | ({"shuffle": True} if given_arguments["shuffle"] == "global" else {})
     found = [one for epoch in range(epochs) for one in read(MixtureOrder([lengths], shared, epoch=epoch, **given_arguments))]

@@ -1,4 +1,4 @@
-"""Normalisation by the dataset's statistics: what comes out, the way back, and what is refused."""
+"""Normalisation by the dataset's statistics: the results, the inverse, and the refused cases."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def streamed(roots: list[Path], allowed: int, taken: int = 0, hard: int | None =
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard or allowed)),
     )
     assert program.returncode == 0, program.stderr
-    # The limit is one of the whole process, so changing it is said.
+    # The limit applies to the whole process, so a message reports the change.
     raised = f"raised the soft limit of open files of this process from {allowed} to {hard}"
     assert program.stderr.count(raised) == (hard is not None)
     samples, most = json.loads(program.stdout)

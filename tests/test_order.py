@@ -179,7 +179,7 @@ def test_long_runs_are_drawn_in_parts() -> None:
         for start in range(0, 18_000, 1000):
             drawn.clear()
             assert read(Order(lengths, True, 5, 0, consumers, pool), start, 10) == whole[start : start + 10]
-            assert sum(drawn) <= 2048 + consumers * 1.5 * 8 * pool * 7  # it is of whole blocks of 2048 samples
+            assert sum(drawn) <= 2048 + consumers * 1.5 * 8 * pool * 7  # a read covers whole blocks of 2048 samples
     for start in range(20_900, 0, -311):  # one object, backwards
         assert read(order, start, 5, 1, 3) == whole[start + (1 - start) % 3 :: 3][:5]
 
@@ -376,7 +376,7 @@ def test_default_batches_are_mixed_as_well_as_by_a_full_shuffle(mixing: Any, bat
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_batches_of_many_sizes_are_mixed_as_well_as_by_a_full_shuffle(mixing: Any, ranks: int) -> None:
-    """Where the pools hold all episodes."""
+    """The comparison covers the cases in which the pools hold all episodes."""
     held = 0
     for batch_size in range(ranks, 257, 41):  # odd and even ones
         for episodes in (5, 12, 60, 180):
@@ -387,7 +387,7 @@ def test_batches_of_many_sizes_are_mixed_as_well_as_by_a_full_shuffle(mixing: An
 
 
 def test_consumers_that_do_not_divide_the_batch_mix_badly(mixing: Any) -> None:
-    """What the default was before, and that the measures see it."""
+    """The former default is such a case, and the measures detect it."""
     found = mixing.case(16, 1, 12, 32, 8, batches=400)
     assert found.variance > 1.3
     assert found.autocorrelation > 0.8

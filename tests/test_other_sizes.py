@@ -36,7 +36,7 @@ def written(folder: Path, kind: str) -> Path:
 
 
 def check(root: Path | Dataset, size: tuple[int, int], **options: Any) -> None:
-    """Every frame is delivered at a size, and is the one that its row asks for."""
+    """Check that every frame has this size and belongs to its row."""
     with data.loader(root, **options) as loader:
         [camera] = loader.dataset.cameras
         shown = [(batch["episode_index"], batch["frame_index"], batch[camera]) for batch in loader]

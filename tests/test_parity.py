@@ -105,14 +105,14 @@ def check(batch: Item, expected: Item) -> None:
 
 
 def compare(dataset: Path | Dataset, root: Path, deltas: dict[str, list[float]] | None, batches: int) -> None:
-    """Holds the first batches of an epoch, and its last one, against the reference."""
+    """Compare the first batches of an epoch, and its last batch, with the reference."""
     reference = Reference(root, deltas)
     with Loader(dataset, batch_size=5, delta_timestamps=deltas, last_batch="partial", decode="torchcodec") as loader:
         last = len(loader) - 1
         for number, batch in enumerate(loader):
             if number < batches or number == last:
                 check(batch, default_collate([reference.item(index) for index in batch["index"].tolist()]))
-            elif number == batches:  # the last one by way of a state, without decoding what lies between
+            elif number == batches:  # a state leads to the last batch, without decoding those in between
                 break
         state = loader.state_dict()
     if number < last:

@@ -40,7 +40,7 @@ class Memory(RuleBasedStateMachine):
             return
         self.cache.add(key, size, is_used)
         self.sizes[key] = size
-        # What is pinned counts as used when it is unpinned.
+        # A pinned entry counts as used when it is unpinned.
         self.used.insert(len(self.used) if is_used or key in self.pins else 0, key)
         if is_read:
             self.coming[key] = Future()

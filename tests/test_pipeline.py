@@ -152,7 +152,7 @@ def test_rows_can_be_computed_with(dataset: Dataset, demo: Path) -> None:
 
 
 def test_arguments_per_sample_come_from_rows(dataset: Dataset) -> None:
-    """What differs from sample to sample can be data, which a resumed run sees again."""
+    """Values that differ from sample to sample can be data of the rows, which a resumed run reads again."""
 
     def brighten(nodes: Nodes) -> Nodes:
         return nodes | {TOP: fn.brightness(nodes[TOP], brightness=fn.cast(nodes["frame_index"], dtype=types.FLOAT))}
@@ -243,7 +243,7 @@ def test_an_operator_that_fails_is_named(dataset: Dataset) -> None:
 
 
 def test_a_video_decoder_of_the_function_that_fails_is_an_error(dataset: Dataset) -> None:
-    """No camera is on DALI, so there is none to move to torchcodec: to try again would be to try for ever."""
+    """No camera uses DALI, so none can move to torchcodec, and retries would never end."""
     no_video = np.frombuffer(b"no video", np.uint8)
 
     def wrong(nodes: Nodes) -> Nodes:
@@ -281,7 +281,7 @@ def test_a_camera_under_another_key_is_not_said_to_be_dropped(dataset: Dataset, 
 
 
 def test_a_loader_goes_on_after_the_function_failed(dataset: Dataset) -> None:
-    """The error is of that epoch; the next iteration builds the graph anew."""
+    """The error ends that epoch. The next iteration builds the graph again."""
     fail = [True]
 
     def once(nodes: Nodes) -> Nodes:

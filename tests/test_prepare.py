@@ -162,7 +162,7 @@ def test_what_a_loader_does_not_read_is_copied_too(rich: Path, rich_out: Path) -
     assert new.schema.equals(old.schema, check_metadata=True)
     assert b"huggingface" in new.schema.metadata
     assert b"Array2DExtensionType" in new.schema.field("matrix").metadata[b"ARROW:extension:name"]
-    assert repr(new.to_pydict()) == repr(old.to_pydict())  # as text, since there are NaNs
+    assert repr(new.to_pydict()) == repr(old.to_pydict())  # as text, since the rows contain NaNs
     for name in ("README.md", "LICENSE", "meta/stats.json", "meta/tasks.parquet", "meta/more/notes.bin"):
         assert (rich_out / name).read_bytes() == (rich / name).read_bytes()
 

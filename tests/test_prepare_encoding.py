@@ -161,7 +161,7 @@ def test_colours_stay_and_become_what_dali_converts_right(kind: str, tmp_path: P
 
 @pytest.mark.slow
 def test_frames_that_only_noise_tells_apart_are_no_mistake(tmp_path: Path) -> None:
-    """Recordings of a camera at half the rate, or of a robot that stands still, have them."""
+    """Recordings of a camera at half the rate, or of a robot that does not move, contain such frames."""
     noise = np.random.default_rng(0).normal(0, 2, (video_data.FRAMES, *video_data.SIZE, 3))
     still = (video_data.draw()[:1] + noise).clip(0, 255).astype(np.uint8)
     root = recorded(tmp_path, video_data.h264(2), frames=still)

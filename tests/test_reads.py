@@ -1,4 +1,4 @@
-"""What a Loader reads over a network, keeps and drops: right frames, within the memory budget, and little of it twice."""
+"""Network reads of a Loader: the frames are right, the memory budget holds, and few bytes are read twice."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_all_that_a_batch_shows_is_read_in_time_and_within_the_budget(
     films: dict[str, list[Path]], tmp_path_factory: pytest.TempPathFactory, cuts: list[list[int]], codec: str, budget: int,
     shuffle: bool | str, consumers: int,
 ) -> None:  # fmt: skip
-    """Of episodes that begin and end anywhere in the GOPs of their files, so that they share some."""
+    """The episodes begin and end anywhere in the GOPs of their files, so that they share some GOPs."""
     root = write(tmp_path_factory.mktemp("cut") / "set", films[codec], cuts)
     options: dict[str, Any] = {
         "batch_size": 3, "prefetch": 2, "memory_budget": budget, "shuffle": shuffle, "consumers": consumers,
@@ -247,7 +247,7 @@ def test_the_bytes_of_an_index_count_once_among_those_that_batches_need(one_file
 
 
 def test_rows_and_video_are_freed_without_a_garbage_collection(one_file_each: Path) -> None:
-    """They have no reference cycles, so that a closed Loader leaves no gigabytes behind until Python collects garbage."""
+    """They have no reference cycles, so a closed Loader frees its gigabytes at once, without a garbage collection."""
     kinds = (EpisodeTable, OpenEpisodes, BlockCache)
     gc.collect()
     gc.disable()
@@ -262,7 +262,7 @@ def test_rows_and_video_are_freed_without_a_garbage_collection(one_file_each: Pa
 
 
 def test_an_estimate_that_is_larger_than_the_budget_is_no_error(tmp_path: Path) -> None:
-    """Images are taken for half a byte per value until they have been read, and these are far smaller."""
+    """Images are estimated at half a byte per value until they have been read, and these are far smaller."""
     shape, black = (300, 400, 3), {"bytes": image_file(Image.new("RGB", (400, 300))), "path": "black.png"}
     root = build(tmp_path / "set", [10] * 4, {"image": Column("image", shape, [black] * 40)})
     with Loader(root, batch_size=8, consumers=4, memory_budget=200_000, device="cpu", prefetch=2) as loader:

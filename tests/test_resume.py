@@ -39,7 +39,7 @@ def make(dataset: Dataset, **arguments: Any) -> Loader:
 
 
 def resumed(dataset: Dataset, state: dict[str, Any], **arguments: Any) -> Loader:
-    """A new loader where `state` was taken, by way of a file."""
+    """A new loader that continues from `state`, converted to JSON and back as for a file."""
     loader = make(dataset, **arguments)
     loader.load_state_dict(json.loads(json.dumps(state)))
     return loader
@@ -303,7 +303,7 @@ def test_an_epoch_shared_by_two_world_sizes_is_served_once(rows: Dataset, last_b
 
 
 def test_fewer_frames_left_than_ranks_are_left_out_with_a_warning(rows: Dataset, caplog: pytest.LogCaptureFixture) -> None:
-    """Each rank needs as many batches as the others, and there is no batch before that could take them."""
+    """Each rank needs as many batches as the others, and no earlier batch can take the remaining frames."""
     _, state = run_ranks(rows, None, 1, 5, last_batch="partial")
     assert state["position"] == 20
     after, _ = run_ranks(rows, state, 2, 1, last_batch="partial")

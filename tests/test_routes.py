@@ -1,4 +1,4 @@
-"""Which decoder a camera gets, and what happens when a file in the middle of a run does not suit it."""
+"""The decoder that a camera gets, and what happens when a file in the middle of a run does not suit that decoder."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_what_looks_like_the_beginning_of_a_group_in_its_statistics_does_no_harm
 @pytest.mark.parametrize(
     "change",
     [
-        lambda footer: footer + b"\0",  # such as a signature behind it
+        lambda footer: footer + b"\0",  # such as a signature after it
         lambda footer: footer[:-1] + b"\x1c\x00\x00",  # a field that newer versions have
         lambda footer: b"",
     ],
@@ -349,7 +349,7 @@ def test_a_row_group_that_is_too_large_to_be_kept_is_read_again_with_one_warning
 @pytest.mark.parametrize(
     "damage",
     [
-        b"\x16" + b"\xff" * 300_000 + b"\0",  # a number without end
+        b"\x16" + b"\xff" * 300_000 + b"\0",  # a number of 300,001 bytes
         b"\x19\xf1" + b"\xff\xff\xff\xff\xff\x7f",  # a list of 2^41 truth values
         b"\x1c" * 3000 + b"\0" * 3000,  # structures in structures
     ],

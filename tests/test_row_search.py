@@ -207,7 +207,7 @@ def test_a_loader_reads_what_it_has_to_search(many_remote: tuple[Hub, str]) -> N
 
 
 def test_row_groups_out_of_order_take_few_requests(tmp_path: Path) -> None:
-    """Of 400 groups. Without statistics in the footer, the episode indices of many groups come with one request."""
+    """The file has 400 groups. Without statistics in the footer, one request reads the episode indices of many groups."""
     lengths = [5] * 400
     for statistics, most in ((True, 5), (False, 12)):
         root = plain(tmp_path / f"set {statistics}", lengths)

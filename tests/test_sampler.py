@@ -636,7 +636,7 @@ def test_a_stateful_data_loader_resumes_after_what_it_delivered(done: int, worke
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_stateful_data_loader_of_two_ranks_resumes_on_others(world: int) -> None:
-    """Each frame comes exactly once, but for the last ones, which are fewer than the ranks."""
+    """Each frame comes exactly once, except for a remainder at the end with fewer frames than ranks."""
     running = [stateful(make(rank=rank, world=2)) for rank in range(2)]
     batches = [iter(loader) for loader in running]
     seen = [i for each in batches for batch in islice(each, 3) for i in batch.tolist()]

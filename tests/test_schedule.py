@@ -219,7 +219,7 @@ def test_decodes_are_near_those_of_a_cache_that_knows_the_future(gop: int, steps
 
 
 def test_a_cache_for_nearly_all_frames_is_full_after_one_epoch() -> None:
-    """Although the first batches are planned before the order has been read as far as the next epoch."""
+    """The cache is full although the first batches are planned before the order of the next epoch has been read."""
     lengths = np.full(12, 100)
     kept = 1140
     run = Run(lengths, 2, np.array([0]), 16, Limits(kept, 2, horizon(kept, 1200)), consumers=8, pool=3, last_batch="drop")
@@ -269,6 +269,6 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 def test_a_hundred_million_frames_take_little_memory() -> None:
     """Also where a run is resumed in the middle of the epoch."""
     for position in (0, 50_000_000):
-        code = HUGE.format(position=position)  # not ru_maxrss, which a process takes over from the one that starts it
+        code = HUGE.format(position=position)  # not ru_maxrss, which a process inherits from its parent
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert int(done.stdout) << 10 < 1 << 30

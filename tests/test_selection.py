@@ -1,4 +1,4 @@
-"""Which episodes and frames are sampled: episode_filter, frames, drop_n_first_frames, drop_n_last_frames and split."""
+"""Selection of episodes and frames: episode_filter, frames, drop_n_first_frames, drop_n_last_frames and split."""
 
 from __future__ import annotations
 

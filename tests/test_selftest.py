@@ -175,7 +175,7 @@ def test_a_step_that_fails_crashes_or_hangs_is_a_result(tmp_path: Path, monkeypa
         assert what in run.run_step(frames.identity, time_limit_s=60, folders=[], gpu=None)["failed"]
     (package / "__init__.py").write_text("import atexit, os; atexit.register(os.abort)")
     found = run.run_step(frames.identity, time_limit_s=60, folders=[], gpu=None)
-    assert found["failed"].startswith("DaliStreamError: NVIDIA DALI cannot be imported")  # the answer is there all the same
+    assert found["failed"].startswith("DaliStreamError: NVIDIA DALI cannot be imported")  # the step has returned its result
     assert found["exit"].startswith("after the step had returned, it crashed with SIGABRT")
     monkeypatch.setattr(run, "EXIT_S", 0)
     (package / "__init__.py").write_text("import atexit, threading; atexit.register(threading.Event().wait)")
@@ -334,7 +334,7 @@ def test_whatever_is_wrong_fails_the_test(
     monkeypatch.setattr(run, "GOPS", (12,))
     kept: list[tuple[str, list[str]]] = []
     report = run.selftest("cpu", keep=lambda report: kept.append((report["status"], [*report["problems"]])))
-    assert [status for status, _ in kept] == ["unfinished"] * 5 + [report["status"]]  # whatever ends it, the rest is there
+    assert [status for status, _ in kept] == ["unfinished"] * 5 + [report["status"]]  # partial reports survive whatever ends it
     assert kept[-1][1] == report["problems"]
     assert report["status"] == ("failed" if what else "passed")
     assert bool(report["problems"]) == bool(what)

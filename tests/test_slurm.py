@@ -1,6 +1,6 @@
-"""docker/slurm/train.sbatch, in a SLURM that is played: what it starts, and which ends of a run bring a requeue.
+"""docker/slurm/train.sbatch under stubs of SLURM: the programs that it starts, and the ends of a run that cause a requeue.
 
-What the stubs do was seen on SLURM 22.05 with two nodes: a signal to the job reaches every process of its step (and not the
+The stubs behave as SLURM 22.05 did with two nodes: a signal to the job reaches every process of its step (and not the
 batch shell), srun exits with the highest code of its tasks, and kills them where it gets SIGTERM itself.
 """
 
@@ -22,7 +22,7 @@ from support.cluster import Cluster
 SCRIPT = Path(__file__).parents[1] / "docker/slurm/train.sbatch"
 ARGUMENTS = ("my data", "--out", "a dir", "--note", "$HOME *", "")
 
-# torchrun starts one rank here, if it is not to wait for what comes first: SIGTERM, or the end of the pipe RELEASE.
+# With RELEASE, torchrun waits for SIGTERM or for the end of this pipe, whichever is earlier. Otherwise it starts one rank.
 STUB = """
 if name == "scontrol" and arguments[0] == "show":
     print("localhost", "node1", sep="\\n")
@@ -233,7 +233,7 @@ def test_sigterm_to_the_batch_shell_alone_does_not_end_the_run(cluster: Training
 
 
 def real(cluster: TrainingCluster, nodes: int) -> dict[str, str]:
-    """What has a job use torchrun and Python of this environment, for two ranks in all, and a free port."""
+    """Variables that make a job use torchrun and Python of this environment, two ranks in total, and a free port."""
     for port in range(20_000 + os.getpid() % 10_000, 40_000):
         with socket.socket() as free:
             if free.connect_ex(("localhost", port)):

@@ -1,4 +1,4 @@
-"""Small Parquet files that stand for gigabytes: an error or a bounded read, measured in a process of its own."""
+"""Small Parquet files that expand to gigabytes lead to an error or a bounded read, measured in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where datasets are read from, through Dataset, Loader and the program: the Hub, its buckets, S3, LeRobot's cache, HTTP."""
+"""Sources of datasets, read through Dataset, Loader and the program: the Hub, its buckets, S3, LeRobot's cache, HTTP."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def test_cache_of_the_hub_needs_the_commit_only(hub: Hub, tmp_path: Path, local:
         assert same(batches_of(Dataset(REPOSITORY, cache_dir=tmp_path / "cache")), local)
     assert hub.cdn.requests == []
     asked = [request.path for request in hub.requests if "/resolve/" in request.path]
-    assert all(path.endswith("meta/subtasks.parquet") for path in asked)  # which there is not
+    assert all(path.endswith("meta/subtasks.parquet") for path in asked)  # a missing file
 
 
 def test_info_and_preview_of_remote_datasets(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

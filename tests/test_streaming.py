@@ -80,7 +80,7 @@ def test_rows_of_every_kind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("codec", "gop", "episodes"), [("h264", 12, 4), slow("hevc", 30, 2)])
 def test_b_frames_and_open_gops(written: Callable[..., Path], codec: str, gop: int, episodes: int) -> None:
-    """What a frame needs may begin in the block before its own."""
+    """The packets that a frame needs may begin in the block before its own."""
     root = written(episodes=episodes, size=(128, 160), codec=codec, gop=gop)
     lengths = read_lengths(root)
     with Server(root) as server, Loader(server.url, batch_size=16, memory_budget="2MB", consumers=2) as loader:
@@ -123,7 +123,7 @@ def twelve(tmp_path_factory: pytest.TempPathFactory) -> Path:
         frames[:, : SIZE[0] * 3 // 4] ^= rng.integers(0, 64, frames[:, : SIZE[0] * 3 // 4].shape, np.uint8)
         path = encode(frames, folder / f"{number}.mp4", h264(2))
         cameras[key] = Camera([path], [lengths], SIZE)
-        assert path.stat().st_size > 12 * 2 * 65536  # so many blocks that asking for each would show
+        assert path.stat().st_size > 12 * 2 * 65536  # enough blocks to reveal a request per block
     return build(folder / "out", lengths, {}, cameras=cameras, fps=30)
 
 
@@ -188,9 +188,9 @@ def test_only_the_episodes_that_are_selected(demo: Path, server: Server) -> None
 
 @pytest.mark.slow
 def test_the_first_batch_needs_only_what_it_shows(twelve: Path) -> None:
-    """Four frames a camera are there after a small part of the bytes; later all of them come, as large ranges."""
+    """Four frames per camera need a small part of the bytes. Later requests read all bytes in large ranges."""
     videos = sum(path.stat().st_size for path in twelve.rglob("*.mp4"))
-    # On so slow a line, nothing that is not needed can be through by the time of the first batch unless it was in its way.
+    # On a line this slow, unneeded bytes can only arrive before the first batch if they delay it.
     with Server(twelve, bytes_per_s=350_000) as server, Loader(server.url, batch_size=4, seed=1) as loader:
         epoch = iter(loader)
         next(epoch)

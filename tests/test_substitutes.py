@@ -171,7 +171,7 @@ def test_two_ranks_substitute_their_own_samples(root: Path) -> None:
 
 
 def kept(kind: type) -> list[Any]:
-    """What is in memory of a kind: images, or tracebacks of this package, which refer to packets and pixels."""
+    """Objects of a kind in memory: images, or tracebacks of this package, which refer to packets and pixels."""
     gc.collect()
     found = [each for each in gc.get_objects() if issubclass(type(each), kind)]
     package = str(Path(dali_stream.__file__).parent)  # a checkout may have the same name

@@ -1,4 +1,4 @@
-"""Names of a dataset are text: they are no markup, cannot control a terminal, and cannot forge a line of a log."""
+"""Names in a dataset are plain text that cannot act as markup, control a terminal, or forge a line of a log."""
 
 from __future__ import annotations
 

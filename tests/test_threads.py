@@ -1,4 +1,4 @@
-"""Nothing is left behind: no thread, file handle or warning filter, whatever way a loader ends; and nothing hangs."""
+"""A loader leaves no thread, file handle or warning filter, whatever way it ends, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads and han
 
 
 def traces() -> tuple[list[str], list[str]]:
-    """Threads and open files. Of native threads only DALI's count: Arrow's and jemalloc's own come once and stay."""
+    """Threads and open files. Only DALI's native threads count, since those of Arrow and jemalloc start once and stay."""
     gc.collect()
     threads = [thread.name for thread in threading.enumerate()]
     for path in Path("/proc/self/task").iterdir():
@@ -65,7 +65,7 @@ def _warm(demo: Path) -> None:
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[Any]:
-    """Compares before and after; gives what was there before."""
+    """Check that threads and open files are the same before and after the block. Yields those from before."""
     before = traces()
     yield before
     deadline = time.monotonic() + 30  # a thread that has been joined stays in the kernel's list for a moment
@@ -291,7 +291,7 @@ def test_one_iteration_at_a_time(demo: Path) -> None:
         with pytest.raises(DaliStreamError, match="Another iteration of this Loader has begun"):
             next(first)
         assert loader.state_dict()["epoch"] == 1
-        next(second)  # the one that began last continues
+        next(second)  # the iteration that began last continues
         assert loader.state_dict()["position"] == 16
 
 
@@ -453,7 +453,7 @@ def test_a_copy_of_a_dataset_has_files_of_its_own(demo: Path, how: str) -> None:
 
 
 def test_a_loader_may_be_collected_in_a_thread_that_holds_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its threads may wait for that lock, so the collector must not wait for them without end."""
+    """The loader's threads may wait for that lock, so the collector must not wait for them forever."""
     monkeypatch.setattr(stream_module, "_CLOSE_S", 0.01)
     lock, closed = threading.Lock(), threading.Event()
 
@@ -650,7 +650,7 @@ def test_an_error_that_is_kept_holds_no_file(tmp_path: Path) -> None:
 
 
 def test_decode_threads_leave_the_warning_filters_alone(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are the whole process's: two threads that change and restore them can leave those of one behind for good."""
+    """The filters belong to the whole process: if two threads change and restore them, those of one can stay for good."""
     changed: list[str] = []
     own = warnings.catch_warnings
 

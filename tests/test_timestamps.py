@@ -1,4 +1,4 @@
-"""Which frame of a video a row gets: the clock, the tolerance, and datasets whose timestamps are those of a wall clock."""
+"""The frame of a video that a row gets: the clock, the tolerance, and datasets with timestamps of a wall clock."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_wall_clock_timestamps_are_named_as_such_with_their_remedies(root: Path)
 
 @pytest.mark.parametrize("jitter", [0.15, 0.6])
 def test_frames_by_frame_index(root: Path, jitter: float) -> None:
-    """Whatever the timestamps are, which are delivered as they stand."""
+    """The frames are right whatever the timestamps are. The timestamps are delivered unchanged."""
     _, frames = wall_clock(root, jitter)
     dataset = Dataset(root, clock="frame_index")
     batches = list(loader(dataset, delta_timestamps={CAMERA: [-1 / FPS, 0.0]}))

@@ -1,4 +1,4 @@
-"""What the training program computes: errors, rates, gradients, checkpoints, frames."""
+"""Results of the training program: errors, learning rates, gradients, checkpoints, frames."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_learning_rate_warms_up_and_falls(program: Any, demo: Path, tmp_path
 
 @pytest.mark.slow
 def test_gradients_are_clipped(program: Any, parts: Any, demo: Path, tmp_path: Path) -> None:
-    """So far that Adam's epsilon is left: nothing moves. What does move without it is all else."""
+    """Gradients clipped to far below Adam's epsilon move no weight. Gradients clipped to 1 do."""
     for clip, moved in ((1e-20, False), (1.0, True)):
         run(program, demo, tmp_path / str(clip), "--max-steps", 2, "--clip", clip, "--weight-decay", 0, "--seed", 3)
         torch.manual_seed(3)
@@ -106,7 +106,7 @@ def test_one_number_is_an_action_and_a_state_too(program: Any, demo_copy: Path, 
 
 
 def test_an_action_of_one_number_is_held_against_its_own_step(parts: Any) -> None:
-    """Where as many actions as samples are predicted, a wrong shape would pass and compare each with all."""
+    """If a batch has as many actions as samples, a wrong shape would pass and compare each action with all others."""
     policy = parts("policy").ChunkPolicy([], 0, 1, 4, 1)
     policy.predict = lambda batch: batch["action"][..., None]
     batch = {"action": torch.arange(16.0).reshape(4, 4), "action_is_pad": torch.zeros(4, 4, dtype=torch.bool)}
@@ -175,7 +175,10 @@ def test_a_folder_that_another_run_writes_to_is_refused(
 def test_a_validation_gives_up_when_it_is_asked_to(
     program: Any, parts: Any, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a launcher kills after half a minute must not wait for the end of a validation, nor lose what was trained."""
+    """After SIGTERM, a run must neither wait for the end of a validation nor lose its training progress.
+
+    A launcher kills the run after half a minute.
+    """
     predict, seen = parts("policy").ChunkPolicy.predict, []
 
     def asked(self: Any, batch: Any) -> Any:

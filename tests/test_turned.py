@@ -49,7 +49,7 @@ def lying(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(root: Path | Dataset, expected: torch.Tensor, **options: Any) -> dict[str, Any]:
-    """Every frame is the one that torchcodec shows, and upright. Returns the Loader's counters."""
+    """Check that every frame is upright and equals torchcodec's. Return the Loader's counters."""
     with data.loader(root, **options) as loader:
         shown = list(data.samples(loader))
         stats = loader.stats()

@@ -86,7 +86,7 @@ def batches(source: Path | str | Dataset, **options: Any) -> Iterator[Batch]:
 
 
 def assert_same(first: Path | str | Dataset, second: Path | str | Dataset, most: int = 1 << 30, **options: Any) -> None:
-    """The batches of an epoch are the same; at most so many are compared."""
+    """Check that the batches of an epoch are the same, comparing at most `most` of them."""
     count = 0
     for count, (left, right) in enumerate(zip(batches(first, **options), batches(second, **options), strict=True), start=1):
         assert equal(left, right)

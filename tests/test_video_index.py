@@ -123,7 +123,7 @@ class Written:
         stays = [chance.choice((20, 20, 20, 30)) for _ in range(n)]
         dts = [sum(stays[:i]) for i in range(n)]
         shown = list(dts)
-        if chance.random() < 0.6:  # a few frames are shown earlier than they are decoded
+        if chance.random() < 0.6:  # display order differs from decode order for a few frames
             for _ in range(3):
                 i = chance.randrange(n)
                 j = min(i + chance.randint(1, 3), n - 1)
@@ -177,7 +177,7 @@ class Written:
         return max(key for key in self.keyframes if key <= packet)
 
     def needs_the_gop_before(self, packet: int) -> bool:
-        """Whether the packet's frame is shown before the keyframe that it follows, as only frames of open GOPs are."""
+        """Whether the packet's frame is displayed before the keyframe that it follows, which only happens in open GOPs."""
         return self.pts[packet] < self.pts[self.gop(packet)]
 
     def decode_start(self, packet: int) -> int:
@@ -221,7 +221,7 @@ def test_a_span_is_what_decoding_a_frame_takes(tmp_path_factory: pytest.TempPath
     for packet in every:
         start, stop = span(index, packet)
         assert start == written.decode_start(packet)
-        # FFmpeg delays frames of H.264 that does not begin with an IDR frame, so four more that are shown later are decoded.
+        # FFmpeg delays frames of H.264 that does not begin with an IDR frame, so it decodes four more frames with later times.
         later = [i for i in every[packet + 1 :] if written.pts[i] > written.pts[packet]][:4]
         holds_back = codec == b"avc1" and index.open_gops and start > 0
         assert stop == (later[-1] if holds_back and later else packet)
@@ -485,7 +485,7 @@ def test_more_than_four_gigabytes(nbytes: int, tmp_path: Path) -> None:
 
 
 def _check_head(track: Track, folder: Path) -> None:
-    """The reader finds in a file what it was told of it. The file is a sparse one, without samples."""
+    """Check that the reader finds the values of `track` in a file with its head. The file is sparse, without samples."""
     before = head(track)
     with open(folder / "a.mp4", "wb") as file:
         file.write(before)

@@ -114,7 +114,7 @@ def test_long_gops(written: Callable[..., Path], slow_decoding: float) -> None:
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_slow_server(demo: Path, tmp_path: Path) -> None:
-    """Of which a run needs nothing any more, if an earlier one has left the bytes in cache_dir."""
+    """A run needs no bytes of the server if an earlier run has left them in cache_dir."""
     with Server(demo, bytes_per_s=200_000.0) as server:
         before = run(server.url, 1, STEP_S)
         assert before.limit.stage in ("read", "rows")

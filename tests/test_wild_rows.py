@@ -48,7 +48,7 @@ def test_rows_that_were_cut_out_leave_each_other_row_its_frame(root: Path, cut: 
 
 @pytest.mark.parametrize("name", NUMBERINGS)
 def test_a_clock_by_numbers_that_count_otherwise_is_refused(root: Path, name: str) -> None:
-    """They would be the numbers of neighbouring frames. What the message names works."""
+    """These numbers would select neighbouring frames. The default, which the message recommends, works."""
     change_rows(root, with_index(NUMBERINGS[name]))
     with pytest.raises(DatasetError, match=r'must be \d+ for clock="frame_index", .* Use the default, which locates frames by'):
         delivered(Dataset(root, clock="frame_index"))

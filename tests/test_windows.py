@@ -102,7 +102,7 @@ def test_none_is_no_window() -> None:
     ],
 )
 def test_windows_that_were_meant_in_frames(seconds: list[float], fps: int, expected: bool) -> None:
-    """Of two datasets with episodes of up to 50 and 30 frames, a step is beyond both."""
+    """Two datasets have episodes of up to 50 and 30 frames. A step must be beyond both."""
     frames = np.array([[round(step * fps) for step in seconds]] * 2)
     beyond = beyond_every_episode(frames, np.array([50, 20, 30]), np.array([0, 0, 1]))
     assert beyond.tolist() == [abs(step * fps) >= 50 for step in seconds]

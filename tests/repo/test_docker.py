@@ -1,4 +1,4 @@
-"""The image and its deployments, as far as that goes without Docker: files that agree, and scripts that are run."""
+"""The image and its deployments, tested without Docker: the files agree with each other, and the scripts run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documents name is there: tests, files, commands, options, arguments. Every Python block runs."""
+"""The tests, files, commands, options and arguments that the documents name exist. Every Python block runs."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_page_begins_with_a_sentence() -> None:
 
 
 def test_every_public_name_has_a_page() -> None:
-    """Of the API reference, with a complete example."""
+    """Each public name has an entry in the API reference, and each page of the reference has a complete example."""
     pages = {path: path.read_text() for path in PAGES if path.parent.name == "api"}
     assert all("```python" in text for text in pages.values())
     documented = {name for text in pages.values() for name in re.findall(r"^::: dali_stream\.([\w.]+)$", text, re.MULTILINE)}
@@ -220,7 +220,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Resources(HTMLParser):
-    """What a browser loads for a page: scripts, style sheets, pictures."""
+    """Scripts, style sheets and pictures that a browser loads for a page."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ def test_folders_import_what_the_table_allows() -> None:
 
 
 def imports_of(folder: str) -> set[str]:
-    """What the modules of a folder of the package import of the rest of it: folders, and files at the top level."""
+    """Folders and top-level files of the package that the modules of one of its folders import."""
     package, found = ROOT / "dali_stream", set()
     for path in (package / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -459,7 +459,7 @@ def test_the_commands_of_the_readme_run(
     ran = 0
     for line in "".join(text for _, text in code("sh", [README])).splitlines():
         words = shlex.split(line.replace("path/to/dataset", shlex.quote(str(demo))), comments=True)
-        if words[0] == "pip":  # not from here: that there is such an extra has to do
+        if words[0] == "pip":  # not installed here, only the existence of the extra is checked
             assert words[:3] == ["pip", "install", "-c"]
             assert (ROOT / words[3]).is_file()
             assert set(re.fullmatch(r"\.\[([\w,]+)\]", words[-1])[1].split(",")) <= set(extras)  # type: ignore[index]

@@ -35,7 +35,7 @@ def installed(venv: Path) -> dict[str, str]:
 
 
 def copy_checkout(folder: Path, *names: str) -> Path:
-    """What the Dockerfile copies of the checkout."""
+    """Copy the files that the Dockerfile copies from the checkout."""
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
@@ -113,7 +113,7 @@ def test_the_programs_of_the_hooks_are_installed() -> None:
 
 
 def test_the_gpu_is_tried_with_what_is_there_before_anything_is_installed(tmp_path: Path) -> None:
-    """In a checkout whose modules are empty, and whose docker/install.sh says that it was run."""
+    """The checkout of this test has empty modules, and its docker/install.sh prints that it was run."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("dali_stream/cli", "dali_stream/tools/selftest", "torchcodec/decoders", "torchcodec/encoders"):
         (tmp_path / name).mkdir(parents=True)
@@ -136,7 +136,7 @@ def test_the_gpu_is_tried_with_what_is_there_before_anything_is_installed(tmp_pa
     (tmp_path / "elsewhere").rename(tmp_path / "torchcodec/encoders")
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
-    assert make("none").stdout == "ran selftest --json --soak 3\n"  # and the environment of the checkout comes first
+    assert make("none").stdout == "ran selftest --json --soak 3\n"  # the environment of the checkout is preferred
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def test_a_measurement_that_fails_takes_no_other_with_it(demo: Path, tmp_path: P
     assert float(rows["local"]["frames_per_s_node"]) == report["frames_per_s_node"] > 0
     assert (rows["none"]["mode"], rows["none"]["status"]) == ("single", "failed with exit code 1")
     assert any(line.split()[:2] == ["none", "single"] for line in done.stdout.splitlines())
-    # What was mended is not failed any more, and the other way round.
+    # A second run updates both statuses: the repaired source is ok, and the source that was removed has failed.
     shutil.copytree(demo, tmp_path / "nothing")
     options["SOURCES"] = f"none={tmp_path / 'nothing'} local={tmp_path / 'gone'}"
     assert matrix(tmp_path, **options).returncode == 1
@@ -153,7 +153,7 @@ def test_what_is_missing_is_said(stubs: dict[str, str], tmp_path: Path, environm
 
 
 class Links(html.parser.HTMLParser):
-    """What a page would fetch, and how many drawings it has."""
+    """Addresses that a page would fetch, and the number of its drawings."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""benchmarks/peers.py: loaders side by side, and what one of them does wrong is told."""
+"""benchmarks/peers.py compares loaders side by side and reports the errors of each."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "benchmarks/peer_programs"
 SHORT = ["--batch-size", "8", "--batches", "3", "--rounds", "2", "--warmup", "1", "--check", "3", "--device", "cpu"]
 
-# Stands for the Python of an environment with LeRobot, and runs another program than the one it is given: the plain loop with
-# another order, which delivers the frame before; or none.
+# Replaces the Python of an environment with LeRobot. Instead of the requested program, it runs the plain loop with another
+# order, which delivers the previous frame. For lerobot_stream.py, it fails at once.
 FAKE = """#!{python}
 import json, runpy, sys
 from pathlib import Path
@@ -208,7 +208,7 @@ def test_a_side_that_is_given_up_runs_no_more(peers: Any, tmp_path: Path) -> Non
     assert side.report(side)["frames_per_s"] is None
 
 
-# Notes its process id, and whether a process that noted its own before is still there.
+# Records its process id, and whether a process that recorded its own before is still running.
 ALONE = """
 import json, os, sys
 from pathlib import Path
@@ -225,7 +225,7 @@ for line in sys.stdin:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_every_turn_is_a_new_process_that_runs_alone(peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So nothing of one turn is in memory in the next, whatever the loader keeps."""
+    """A new process has nothing of an earlier turn in memory, whatever the loader keeps."""
     (tmp_path / "alone.py").write_text(ALONE)
     monkeypatch.setattr(peers.frames, "check", lambda *_: {"equal": True})
     own, other = (peers.Side(name, str(tmp_path / "alone.py"), keeps=name == "own") for name in ("own", "other"))
@@ -240,7 +240,7 @@ def test_every_turn_is_a_new_process_that_runs_alone(peers: Any, tmp_path: Path,
 
 
 def small_turn(folder: Path, answer_s: float) -> tuple[Any, ...]:
-    """The arguments of `peers.attempt` behind the side, for programs that read nothing of them."""
+    """Arguments of `peers.attempt` after the side, for programs that read none of them."""
     recorded = SimpleNamespace(epoch=15, steps={"camera": [0]})
     arguments = SimpleNamespace(rounds=3, batches=7, warmup=1, batch_size=3, answer_s=answer_s)
     return recorded, {"folder": str(folder), "device": "cpu"}, folder, arguments

@@ -22,18 +22,18 @@ from dali_stream.tools import environment
 
 ROOT = Path(__file__).parents[2]
 REPORTS = sorted(path for path in (ROOT / "benchmarks/results").rglob("*") if path.is_file())
-# What begins at the root of a file system, in a home or outside the working folder. Addresses (https://...) do not.
+# A path that begins at the root of a file system, in a home or outside the working folder. Addresses (https://...) do not.
 FOLDER = re.compile(r"""(?:^|[\s"'(=:,\[])(?:file://)?(?:~\w*|\.\.)?/(?!/)\w""", re.MULTILINE)
 OF_A_HOST = ("site-packages", ".venv/", "/tmp/", "/home/", "/root/", "/work/", str(Path.home()), str(ROOT))
 
 
 def paths_of_the_machine(report: str) -> list[str]:
-    """What a report's text gives away of the folders of the machine it was made on."""
+    """Parts of a report's text that reveal folders of the machine on which it was made."""
     return [*FOLDER.findall(report), *(name for name in OF_A_HOST if name.strip("/") and name in report)]
 
 
 def run(*arguments: object) -> str:
-    """What a program prints; it has to end well."""
+    """Run a program, check that it succeeds, and return its output."""
     done = subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -85,7 +85,7 @@ def test_a_report_keeps_names_and_no_folders(said: str, kept: str) -> None:
 
 
 def test_every_program_writes_its_report_without_paths() -> None:
-    """By the one function that leaves them out. What programs send to each other, and rows of reports, are none."""
+    """All of them call the one function that removes paths. Messages between programs and rows of reports are exempt."""
     programs = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
     inner = {
         "peers.py": "spec.json",
@@ -98,7 +98,7 @@ def test_every_program_writes_its_report_without_paths() -> None:
         "lerobot_train.py": "spec.json",
         "lerobot_gpu.py": "spec.json",
         "disk_frames.py": "json.dumps(",
-        "same_batches.py": "",  # it has no report
+        "same_batches.py": "",  # writes no report
         "prepare.py": "executors.run_tasks",
         "prepare_lerobot.py": "dumps(jobs)",
     }
@@ -176,7 +176,7 @@ def test_decode_floor_of_windows(demo: Path) -> None:
 
 @pytest.mark.slow
 def test_decode_floor_of_dali(vp9_demo: Path) -> None:
-    """With VP9 on a CPU, where a thread stands for an engine of NVDEC."""
+    """The test decodes VP9 on a CPU, where a thread takes the place of an NVDEC engine."""
     arguments = ("--decode", "dali", "--batch-size", 8, "--batches", 4, "--rounds", 1, "--json")
     result = json.loads(run("benchmarks/decode_floor.py", vp9_demo, *arguments).splitlines()[-1])
     assert {route["decoder"] for route in result["routes"].values()} == {"dali"}
@@ -314,7 +314,7 @@ def test_index_reads_every_object(g1: Path) -> None:
 
 
 def test_a_part_that_crashes_costs_the_gpu_trip_no_other(tmp_path: Path) -> None:
-    """With a Python that notes what it is told to run, is killed at one part and fails at another."""
+    """The test replaces Python by a script that records its arguments, is killed at one part and fails at another."""
     python = tmp_path / "python"
     python.write_text(
         f"""#!/bin/bash

@@ -173,7 +173,7 @@ def fill(dataset: str, folder: str) -> str:
 @pytest.mark.parametrize("command", runnable())
 def test_each_command_runs(command: str, places: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     if " demo " in command:
-        places["URI"] = "new"  # it is written
+        places["URI"] = "new"  # the command writes it
     if " why " in command:
         places["URI"] = places["OTHER_URI"]  # which has enough frames for two batches
     if " frames list " in command or " frames remove " in command:

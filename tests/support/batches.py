@@ -54,7 +54,7 @@ def equal(first: Batch, second: Batch) -> bool:
 
 
 def assert_same_stream(first: Path | str, second: Path | str) -> int:
-    """Every batch of an epoch in recorded order is the same, bit for bit. Returns how many samples there are."""
+    """Check that all batches of an epoch in recorded order are the same, bit for bit. Return the number of samples."""
     count = 0
     for left, right in _side_by_side(first, second):
         assert equal(left, right)
@@ -63,7 +63,7 @@ def assert_same_stream(first: Path | str, second: Path | str) -> int:
 
 
 def assert_same_but_for_frames(first: Path | str, second: Path | str) -> int:
-    """Every batch of an epoch is the same but for its frames, which carry the same stamps. Returns how many samples."""
+    """Check that all batches are the same, except for frames, whose stamps are the same. Return the number of samples."""
     count = 0
     for left, right in _side_by_side(first, second):
         expected = list(zip(left["episode_index"].tolist(), left["frame_index"].tolist(), strict=True))

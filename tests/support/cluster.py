@@ -1,4 +1,4 @@
-"""SLURM, played by programs that note how they are called: for the tests of the scripts that are given to sbatch."""
+"""A SLURM of stubs that record how they are called, for tests of the scripts that users submit with sbatch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-# Begins every stub: `name` is what it was called as, `arguments` are what it was given.
+# Every stub begins with this: `name` is the name it was called by, `arguments` are its arguments.
 HEAD = f"""#!{sys.executable}
 import json, os, signal, subprocess, sys
 name, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
@@ -44,7 +44,7 @@ class Cluster:
         }
 
     def start(self, script: Path, *arguments: str, **env: str | None) -> subprocess.Popen[str]:
-        """The batch shell, whose output is to be read. A variable that is None is not set."""
+        """Start the batch shell with its output in pipes. A variable that is None is not set."""
         shutil.copy(script, self.script)
         given = {name: value for name, value in (self.env | env).items() if value is not None}
         return subprocess.Popen(

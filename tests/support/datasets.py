@@ -41,7 +41,7 @@ class Camera(NamedTuple):
     files: Sequence[Path]
     episodes: Sequence[Sequence[int]]  # per file, the frames of the episodes in it
     size: tuple[int, int]  # (height, width) that info.json promises
-    delay: float = 0.0  # seconds at which each file's first frame is shown
+    delay: float = 0.0  # display time of each file's first frame, in seconds
 
 
 def build(
@@ -56,18 +56,18 @@ def build(
     version: str = "v3.0",
     stats: bool = False,
 ) -> Path:
-    """A LeRobot dataset; videos are copied into it. Of v3.0, it has one file of rows; of v2.0 or v2.1, one per episode.
+    """Build a LeRobot dataset with copies of the videos. It has one file of rows, or in v2.0 and v2.1 one per episode.
 
     Args:
-        root: folder to make.
-        lengths: frames of each episode.
-        columns: those beside the ones that every dataset has.
-        cameras: by key.
-        fps: frames per second.
-        rows_per_group: rows of a row group. None: one row group per episode.
-        labels: texts of the columns `<name>_index`, each in its own file of meta/. Episodes take turns with the tasks.
+        root: Folder to create.
+        lengths: Number of frames of each episode.
+        columns: Columns in addition to those that every dataset has.
+        cameras: Cameras by key.
+        fps: Frames per second.
+        rows_per_group: Number of rows of a row group. None: one row group per episode.
+        labels: Texts of the columns `<name>_index`, each in its own file of meta/. Episodes take turns with the tasks.
         version: "v3.0"; or "v2.0" or "v2.1", with two episodes in a chunk and one in each video file.
-        stats: also write statistics of the columns, as this version does.
+        stats: Whether to write statistics of the columns, as this version does.
     """
     labels = {"task": ["see"]} if labels is None else labels
     cameras = cameras or {}
@@ -144,7 +144,7 @@ def _write_v2(
     tasks: Sequence[str],
     info: dict[str, Any],
 ) -> None:
-    """Everything but statistics. Each file of rows has the index of pandas in its metadata, as early writers put it there."""
+    """Write a dataset without statistics. Each file of rows has pandas' index in its metadata, as early writers stored it."""
     for number, (first, n) in enumerate(zip(np.cumsum([0, *lengths]).tolist(), lengths, strict=False)):
         place = root / v2_path(V2_ROWS, number)
         place.parent.mkdir(parents=True, exist_ok=True)

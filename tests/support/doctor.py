@@ -53,7 +53,7 @@ def cpu_torch() -> str:
 def doctor(
     *arguments: Any, environment: Mapping[str, str] | None = None, libraries: Path | None = None, **options: Any
 ) -> dict[str, Any]:
-    """What `dali_stream.tools.doctor` reports where the processes that it starts have these variables and packages."""
+    """Report of `dali_stream.tools.doctor`. The processes that it starts have these variables and packages."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (environment or {}).items():
             patch.setenv(name, value)

@@ -18,8 +18,8 @@ FakeDriver = Callable[..., dict[str, str]]
 def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> FakeDriver:
     """A function (*gpus, fails={call: error}, video=True, cuda="13000") -> environment of a process that has such a driver.
 
-    `gpus` are names that driver.c knows; `video=False` is a container without the video capability. The test is skipped where
-    there is no C compiler.
+    `gpus` are names that driver.c knows; `video=False` is a container without the video capability. The test is skipped if
+    no C compiler is installed.
     """
     compiler = next(filter(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")), None)
     if compiler is None:

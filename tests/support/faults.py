@@ -1,6 +1,6 @@
 """Ways in which a server fails, for the scripts of `servers.Server`.
 
-Each is given the connection, the bytes that a good answer has, and that answer's headers.
+Each receives the connection, the bytes of a good answer, and that answer's headers.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def gzipped(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
 
 
 def redirect(to: str, code: int = 302) -> Fault:
-    """To another URL; `{path}` stands for the path that was asked for."""
+    """A redirect to another URL, in which `{path}` is replaced by the requested path."""
 
     def answer(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
         handler.reply(code, b"", {"Location": to.format(path=handler.request_seen.path.lstrip("/"))})

@@ -52,7 +52,7 @@ def config(root: Path, output: Path, **values: Any) -> SimpleNamespace:
 
 
 def policy(pretrained_path: Path | None = None, **values: Any) -> SimpleNamespace:
-    """A PreTrainedConfig, if `pretrained_path` is given that of the checkpoint there."""
+    """A PreTrainedConfig. With `pretrained_path`, it has the input features of that checkpoint."""
     saved = json.loads((pretrained_path / "config.json").read_text()) if pretrained_path else {}
     inputs = {key: SimpleNamespace(shape=tuple(shape)) for key, shape in saved.items()}
     defaults = {"device": "cpu", "drop_n_last_frames": 0, "pretrained_path": pretrained_path, "input_features": inputs}

@@ -1,8 +1,8 @@
 """Compares our batches with items of LeRobot's own reader: `python tests/support/parity_with_lerobot.py ROOT [...]`.
 
-Needs LeRobot with torchcodec in the same environment: 0.3.3 for v2.1, 0.4.x or 0.6.1 for v3.0. Where torchvision has no build
-for the installed torch, its one function that reading takes, `ToTensor`, is put in its place. `test_parity.py` runs this where
-LeRobot is installed.
+Needs LeRobot with torchcodec in the same environment: 0.3.3 for v2.1, 0.4.x or 0.6.1 for v3.0. If torchvision has no build for
+the installed torch, a replacement provides `ToTensor`, the only function of torchvision that reading needs. `test_parity.py`
+runs this program if LeRobot is installed.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def failed(capsys: pytest.CaptureFixture[str], arguments: Sequence[object], code
 
 
 def pictures(path: Path) -> list[tuple[dict[str, Any], np.ndarray]]:
-    """What a contact sheet says of its frames, and the frames cut out of it."""
+    """Frames of a contact sheet: the description of each frame in the metadata, and its pixels, cut out of the sheet."""
     with Image.open(path) as sheet:
         assert sheet.format == "PNG"
         said = json.loads(sheet.text["dali_stream"])["frames"]  # type: ignore[attr-defined]  # PNGs have it
@@ -43,7 +43,7 @@ def pictures(path: Path) -> list[tuple[dict[str, Any], np.ndarray]]:
 
 
 def driver() -> bool:
-    """Whether there is a CUDA driver."""
+    """Whether a CUDA driver is installed."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -55,7 +55,7 @@ class Network:
             time.sleep(self.latency_s)
 
     def send(self, size: int) -> None:
-        """The wait until so many bytes are through."""
+        """Wait as long as it takes to send `size` bytes at the limited bandwidth."""
         if self.bytes_per_s:
             with self._lock:
                 # A sleep that lasts too long costs no bandwidth, up to a twentieth of a second.
@@ -127,7 +127,7 @@ class Server:
         self._thread.join()
 
     def handler(self) -> type[Handler]:
-        """What answers the requests."""
+        """Class that answers the requests."""
         return Handler
 
     def content(self, path: str) -> bytes | None:

@@ -16,14 +16,14 @@ from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import LocalStore
 from support import videos as data
 
-HEADER = 12  # bytes of a packet that are damaged: what says how its frame is displayed comes first in every codec
+HEADER = 12  # damaged bytes of a packet: every codec begins a packet with the fields that say how its frame is displayed
 
 
 def skip_frame(root: Path, path: str) -> int:
     """Flip one bit of a video file, in place, so that FFmpeg skips a frame that no other frame refers to.
 
-    Which bit does that depends on codec and encoder, so bits of headers in the second GOP are tried. The file is decoded by
-    torchcodec alone.
+    The bit that causes this depends on codec and encoder, so the function tries header bits of the second GOP. It decodes the
+    file with torchcodec alone.
 
     Returns:
         The number of the skipped frame in the file, in display order.

@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-slow`: parameters of a test, and examples of a property test."""
+"""Parameters of tests, and examples of property tests, that `make test` leaves to `make test-slow`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def slow_after(count: int, values: Iterable[Any]) -> list[Any]:
 
 
 def examples(count: int, **options: Any) -> settings:
-    """Settings of a property test: so many examples in `make test-slow`, else a quarter; the same ones in every run."""
+    """Settings of a property test: `count` examples in `make test-slow`, otherwise a quarter; the same ones in every run."""
     tried = count if "ALL_EXAMPLES" in os.environ else -(-count // 4)
     return settings(**{"max_examples": tried, "deadline": None, "derandomize": True, **options})

@@ -1,4 +1,4 @@
-"""What the tests of remote storage share."""
+"""Helpers that the tests of remote storage share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def quick(address: str, options: dict[str, object] | None = None, **arguments: o
 
 
 def failure(store: Store, path: str, start: int = 0, stop: int = 10) -> DaliStreamError:
-    """What reading raises."""
+    """Error that reading this range raises."""
     with pytest.raises(DaliStreamError) as caught:
         store.read(path, start, stop)
     return caught.value

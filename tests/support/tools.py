@@ -70,4 +70,4 @@ def assert_same_rows(source: Path, out: Path) -> None:
     """The rows of all data files, bit for bit."""
     first, second = (pa.concat_tables(pq.read_table(p) for p in sorted(r.glob("data/*/*.parquet"))) for r in (source, out))
     assert second.schema.equals(first.schema, check_metadata=True)
-    assert repr(second.to_pydict()) == repr(first.to_pydict())  # as text, since there may be NaNs
+    assert repr(second.to_pydict()) == repr(first.to_pydict())  # as text, since rows may contain NaNs

@@ -57,7 +57,7 @@ def command(dataset: Path, out: Path, *arguments: object, processes: int = 1) ->
 
 
 def train(dataset: Path, out: Path, *arguments: object, processes: int = 1) -> str:
-    """What a run prints; it has to end well."""
+    """Run the training program, check that it succeeds, and return its standard error."""
     line = command(dataset, out, *arguments, processes=processes)
     done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]

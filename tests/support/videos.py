@@ -106,7 +106,7 @@ def colourful() -> Frames:
 
 
 def ffmpeg(*arguments: str | Path, stdin: bytes | None = None) -> None:
-    """Runs the ffmpeg program; the test is skipped where there is none, or where it lacks the encoder."""
+    """Run the ffmpeg program. The test is skipped if ffmpeg is not installed or lacks the encoder."""
     if shutil.which("ffmpeg") is None:
         pytest.skip("the ffmpeg program is not installed")
     for encoder in (str(b) for a, b in itertools.pairwise(arguments) if a == "-c:v" and b != "copy"):
@@ -123,7 +123,7 @@ def _encoders() -> str:
 
 
 def encode(frames: Frames, path: Path, arguments: Sequence[str], *more_input: str, fps: int = FPS) -> Path:
-    """Writes frames to a video file; `more_input` stands before the encoder's arguments. Each is encoded once per test run."""
+    """Write frames to a video file. `more_input` precedes the encoder's arguments. Each file is encoded once per test run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     what = repr((frames.shape, arguments, more_input, fps)).encode()
     made = Path(os.environ["WRITTEN_BY_TESTS"], hashlib.sha256(what + frames.tobytes()).hexdigest() + path.suffix)
@@ -157,7 +157,7 @@ def write_dataset(
     lengths = [length for held in episodes for length in held]
     actions = Column("float32", [2], np.arange(2 * sum(lengths)).reshape(-1, 2))
     camera = Camera(files, episodes, size, delay)
-    # Where lengths differ, row groups cut through episodes.
+    # If lengths differ, row groups cut through episodes.
     return build(root, lengths, {"action": actions}, cameras={CAMERA: camera}, fps=fps, rows_per_group=max(lengths))
 
 
@@ -178,7 +178,7 @@ def recorded(folder: Path, arguments: tuple[str, ...], *, delay: float = 0.0, fr
 
 
 def shifted(root: Path, frames: float) -> Path:
-    """A dataset whose rows are so many frames late against its video."""
+    """A dataset whose timestamps are `frames` frames later than its video."""
     rows = root / ROWS
     table = pq.read_table(rows)
     times = pa.array((table["timestamp"].to_numpy() + frames / FPS).astype(np.float32))
@@ -225,7 +225,7 @@ def difference(first: Path, second: Path) -> float:
 
 
 def probe(path: Path) -> dict[str, Any]:
-    """What ffprobe says of a file's video stream."""
+    """Properties of a file's video stream, as ffprobe reports them."""
     if not shutil.which("ffprobe"):
         pytest.skip("needs the program ffprobe")
     asked = ["-show_entries", "stream=pix_fmt,color_range,color_space,codec_name,codec_tag_string,has_b_frames"]
@@ -334,7 +334,7 @@ def _words(body: bytes) -> npt.NDArray[np.int64]:
 def turned(source: Path, target: Path, degrees: int, *, movie: bool = False) -> Path:
     """Writes a file whose frames are displayed turned counterclockwise, as `ffmpeg -display_rotation` does.
 
-    The matrix stands in the header of the track or, where `movie` is True, in that of the movie.
+    The matrix is written to the header of the track or, if `movie` is True, to that of the movie.
     """
     a, b = {0: (1, 0), 90: (0, -1), 180: (-1, 0), -90: (0, 1)}[degrees]
     matrix = struct.pack(">9i", a << 16, b << 16, 0, -b << 16, a << 16, 0, 0, 0, 1 << 30)
