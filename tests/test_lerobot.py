@@ -22,6 +22,7 @@ from support.slow import slow
 
 import dali_stream
 from dali_stream.cli import main
+from dali_stream.errors import DaliStreamError
 from dali_stream.integrations import lerobot
 from dali_stream.integrations.lerobot import parts
 from dali_stream.integrations.lerobot.arguments import split_arguments
@@ -210,8 +211,8 @@ class GammaCorrection:
 class ImageTransforms:
     """As in LeRobot: several transforms by name."""
 
-    def __init__(self) -> None:
-        self.transforms = {"gamma": GammaCorrection()}
+    def __init__(self, *parts: Any) -> None:
+        self.transforms = dict(enumerate(parts or (GammaCorrection(),)))
 
     def __call__(self, frame: torch.Tensor) -> torch.Tensor:
         for transform in self.transforms.values():
@@ -219,16 +220,29 @@ class ImageTransforms:
         return frame
 
 
-@pytest.mark.parametrize("workers", [0, slow(1)])
-def test_transforms_for_floats_have_an_effect_on_uint8_frames(
-    demo: Path, workers: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def scaled_to_minus_one(frame: torch.Tensor) -> torch.Tensor:
+    return frame * 3 - 1
+
+
+def to_bytes(frame: torch.Tensor) -> torch.Tensor:
+    return (frame * 255).round().to(torch.uint8)
+
+
+@pytest.fixture
+def gamma_of_lerobot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let GammaCorrection be a class of LeRobot. Workers need no module of this name for functions in the same process."""
+    monkeypatch.setattr(GammaCorrection, "__module__", "lerobot.transforms.transforms")
+
+
+@pytest.mark.usefixtures("gamma_of_lerobot")
+def test_transforms_for_floats_have_an_effect_on_uint8_frames(demo: Path, caplog: pytest.LogCaptureFixture) -> None:
     def frames(uint8: bool, **arguments: Any) -> torch.Tensor:
         dataset = MapDataset(demo, [0], _return_uint8=uint8, **arguments)
-        with lerobot.make_loader(dataset, batch_size=8, device="cpu", num_workers=workers) as loader:
+        with lerobot.make_loader(dataset, batch_size=8, device="cpu") as loader:
             return next(iter(loader))[TOP]
 
     plain, ours = frames(True), frames(True, image_transforms=ImageTransforms())
+    assert torch.equal(frames(True, image_transforms=GammaCorrection()), ours)
     assert "these have no effect on uint8 frames: GammaCorrection" in caplog.text
     assert ours.dtype == torch.uint8
     assert torch.equal(ours, ((plain / 255) ** 0.5 * 255).round().to(torch.uint8))
@@ -236,6 +250,10 @@ def test_transforms_for_floats_have_an_effect_on_uint8_frames(
     caplog.clear()
     assert torch.equal(frames(False, image_transforms=ImageTransforms()), frames(False) ** 0.5)
     assert not caplog.text
+    with pytest.raises(DaliStreamError, match=r"image_transforms must return values from 0 to 1, got torch.float32 from -"):
+        frames(True, image_transforms=ImageTransforms(GammaCorrection(), scaled_to_minus_one))
+    as_bytes = frames(True, image_transforms=ImageTransforms(GammaCorrection(), to_bytes))
+    assert torch.equal(as_bytes, ours)
 
 
 def test_a_transform_that_cannot_reach_a_worker_is_an_error(demo: Path) -> None:

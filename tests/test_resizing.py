@@ -40,14 +40,27 @@ def test_a_camera_frame_becomes_what_a_loader_delivered(demo: Path, size: tuple[
 def test_images_of_that_size_are_returned_as_they_are() -> None:
     image = np.zeros((4, 6, 3), np.uint8)
     assert dali_stream.resize(image, (4, 6)) is image
+    assert dali_stream.resize(image, None) is image
     tensor = torch.zeros((2, 3, 4, 6), dtype=torch.uint8)
     assert dali_stream.resize(tensor, (4, 6)) is tensor
+    assert dali_stream.resize(tensor, None) is tensor
+
+
+@pytest.mark.parametrize("size", [(4, 6), (2, 3)])
+def test_results_are_for_torch_also_for_views_that_torch_refuses(size: tuple[int, int]) -> None:
+    image = np.arange(72, dtype=np.uint8).reshape(4, 6, 3)
+    wanted = dali_stream.resize(image, size)
+    read_only = image.copy()
+    read_only.flags.writeable = False
+    for view, expected in ((image[..., ::-1], wanted[..., ::-1]), (read_only, wanted)):
+        np.testing.assert_array_equal(torch.from_numpy(dali_stream.resize(view, size)).numpy(), expected)
 
 
 @pytest.mark.parametrize(
     "images",
     [
-        np.zeros((4, 6, 3), np.float32), np.zeros((4, 6), np.uint8), np.zeros((1, 1, 4, 6, 3), np.uint8),
+        np.zeros((4, 6, 3), np.float32), np.zeros((4, 6), np.uint8), np.zeros((1, 1, 4, 6, 3), np.uint8), [[[0, 0, 0]]],
+        np.zeros((3, 4, 6), np.uint8), torch.zeros((8, 6, 3), dtype=torch.uint8), None,
         torch.zeros((3, 4, 6)), torch.zeros((4, 6), dtype=torch.uint8),
         torch.zeros((3, 4, 6), dtype=torch.uint8, device="meta"),
     ],
@@ -57,7 +70,7 @@ def test_other_images_are_an_error(images: Any) -> None:
         dali_stream.resize(images, (2, 2))
 
 
-@pytest.mark.parametrize("size", [(0, 4), (4, -1), (2.5, 4)])
+@pytest.mark.parametrize("size", [(0, 4), (4, -1), (2.5, 4), 224, (4,), (1, 2, 3)])
 def test_a_size_is_two_positive_integers(size: Any) -> None:
-    with pytest.raises(ValueError, match=r"^size must be a positive integer, got "):
+    with pytest.raises(ValueError, match=r"image_size must be (a positive integer|\(height, width\) or None), got "):
         dali_stream.resize(np.zeros((4, 6, 3), np.uint8), size)

@@ -8,19 +8,22 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.checks.arguments import positive
+from dali_stream.checks.arguments import picture_size
 
 if TYPE_CHECKING:
     import torch
 
 Frames = npt.NDArray[np.uint8]
+_CHANNELS = (1, 3, 4)
 
 
 @overload
-def resize(images: npt.NDArray[np.uint8], size: tuple[int, int]) -> npt.NDArray[np.uint8]: ...
+def resize(images: npt.NDArray[np.uint8], image_size: tuple[int, int] | None) -> npt.NDArray[np.uint8]: ...
 @overload
-def resize(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor: ...
-def resize(images: npt.NDArray[np.uint8] | torch.Tensor, size: tuple[int, int]) -> npt.NDArray[np.uint8] | torch.Tensor:
+def resize(images: torch.Tensor, image_size: tuple[int, int] | None) -> torch.Tensor: ...
+def resize(
+    images: npt.NDArray[np.uint8] | torch.Tensor, image_size: tuple[int, int] | None
+) -> npt.NDArray[np.uint8] | torch.Tensor:
     """Resize images as a Loader with `image_size=` resizes frames.
 
     The filter is an antialiased triangle, as in Pillow and torchvision, and the aspect ratio is not kept. The kernel is
@@ -28,43 +31,48 @@ def resize(images: npt.NDArray[np.uint8] | torch.Tensor, size: tuple[int, int]) 
     image does not depend on the other images.
 
     Args:
-        images: RGB images on the CPU, uint8: an array of shape (H, W, 3) or (N, H, W, 3), as cameras return them, or a tensor
-            of shape (..., 3, H, W), as in batches.
-        size: New size (height, width) in pixels.
+        images: Images on the CPU, uint8, with 1, 3 or 4 channels: an array of shape (H, W, C) or (N, H, W, C), as cameras
+            return them, or a tensor of shape (..., C, H, W), as in batches.
+        image_size: New size (height, width) in pixels, or None for the size that the images have.
 
     Returns:
-        Images of the same type and layout. These are `images` themselves if they already have this size.
+        Images of the same type, with the same order of axes. These may be `images` themselves if they already have this size.
 
     Raises:
         ValueError: If the images or the size are not as described.
     """
-    height, width = (positive("size", length) for length in size)
     import torch  # imported on use, because `dali-stream doctor` imports this module even if torch does not load
 
+    size = picture_size(image_size)
     if isinstance(images, np.ndarray):
-        if images.dtype != np.uint8 or images.ndim not in (3, 4):
+        if images.dtype != np.uint8 or images.ndim not in (3, 4) or images.shape[-1] not in _CHANNELS:
             raise _wrong(images.dtype, images.shape)
-        if images.shape[-3:-1] == (height, width):
-            return images
-        last = torch.from_numpy(np.ascontiguousarray(images)).reshape(-1, *images.shape[-3:])
-        result: Frames = _resized(last.permute(0, 3, 1, 2), (height, width)).permute(0, 2, 3, 1).contiguous().numpy()
-        return result.reshape(*images.shape[:-3], height, width, images.shape[-1])
-    if images.dtype != torch.uint8 or images.ndim < 3 or images.device.type != "cpu":
+        array = np.require(images, requirements=["C", "W"])  # copies a reversed or read-only view, which torch does not accept
+        if size in (None, array.shape[-3:-1]):
+            return array
+        last = torch.from_numpy(array).reshape(-1, *array.shape[-3:])
+        result: Frames = _resized(last.permute(0, 3, 1, 2), size).permute(0, 2, 3, 1).contiguous().numpy()
+        return result.reshape(*array.shape[:-3], *result.shape[1:])
+    if not isinstance(images, torch.Tensor):
+        raise _wrong(type(images).__name__, np.shape(images))
+    is_image = images.dtype == torch.uint8 and images.ndim >= 3 and images.shape[-3] in _CHANNELS
+    if not is_image or images.device.type != "cpu":
         raise _wrong(f"{images.dtype} on {images.device}", images.shape)
-    if images.shape[-2:] == (height, width):
+    if size in (None, tuple(images.shape[-2:])):
         return images
     first = images.reshape(-1, *images.shape[-3:]).contiguous(memory_format=torch.channels_last)
-    return _resized(first, (height, width)).reshape(*images.shape[:-2], height, width)
+    resized = _resized(first, size)
+    return resized.reshape(*images.shape[:-2], *resized.shape[-2:])
 
 
-def _wrong(dtype: object, shape: Sequence[int]) -> ValueError:
+def _wrong(kind: object, shape: Sequence[int]) -> ValueError:
     return ValueError(
-        "images must be uint8 on the CPU, an array of shape (H, W, 3) or (N, H, W, 3) or a tensor of shape (..., 3, H, W), got "
-        f"{dtype} of shape {tuple(shape)}. Resize before you divide by 255"
+        "images must be uint8 on the CPU, an array of shape (H, W, C) or (N, H, W, C) or a tensor of shape (..., C, H, W), "
+        f"with 1, 3 or 4 channels, got {kind} of shape {tuple(shape)}. Resize before you divide by 255"
     )
 
 
-def _resized(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+def _resized(images: torch.Tensor, size: tuple[int, int] | None) -> torch.Tensor:
     """Resize uint8 images of shape (N, C, H, W), channels last in memory."""
     import torch
 

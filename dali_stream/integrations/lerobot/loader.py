@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from dali_stream.dataset import Dataset
 from dali_stream.loader import Loader
 from dali_stream.system import process
+from dali_stream.system.log_records import DATASET_LOG
 from dali_stream.transformed import Transformed
 
 _TOLERANCE_S = 1e-4  # LeRobot's default, in seconds
@@ -24,7 +25,8 @@ _FOR_FLOATS = frozenset(
         *("PlanckianJitter", "RandomShadow"),
     }
 )
-_log = logging.getLogger("dali_stream")
+_SLACK = 0.5  # more than transforms of colours exceed the range of 0 to 1, and less than a normalization does
+_log = logging.getLogger(DATASET_LOG)
 
 
 def make_loader(
@@ -96,7 +98,8 @@ def make_loader(
     transform = getattr(dataset, "image_transforms", None)
     if transform is None or not own.cameras:
         return Loader(own, batch_size=batch_size, seed=seed, **arguments)
-    if arguments["image_dtype"] == "uint8" and (names := _for_floats(transform)):
+    is_uint8 = str(arguments["image_dtype"]).removeprefix("torch.") == "uint8"
+    if is_uint8 and (names := list(dict.fromkeys(_for_floats(transform)))):
         _log.warning("Transforms get frames of float32, since these have no effect on uint8 frames: %s", ", ".join(names))
         transform = functools.partial(_on_floats, transform)
     device = arguments.pop("device", "auto")
@@ -116,16 +119,27 @@ def make_loader(
         raise
 
 
-def _for_floats(transform: Any) -> list[str]:
-    """Return the names of those of LeRobot's transforms that have no effect on uint8 frames."""
-    parts = getattr(transform, "transforms", {})  # of an ImageTransforms, {name: transform}
-    names = [type(part).__name__ for part in parts.values()] if isinstance(parts, Mapping) else []
-    return [name for name in dict.fromkeys(names) if name in _FOR_FLOATS]
+def _for_floats(transform: Any) -> Iterator[str]:
+    """Yield the names of those of LeRobot's transforms that have no effect on uint8 frames."""
+    kind = type(transform)
+    if kind.__name__ in _FOR_FLOATS and kind.__module__.startswith("lerobot."):
+        yield kind.__name__
+    parts = getattr(transform, "transforms", ())  # of an ImageTransforms {name: transform}, of a Compose a list
+    for part in parts.values() if isinstance(parts, Mapping) else parts:
+        yield from _for_floats(part)
 
 
 def _on_floats(transform: Callable[[torch.Tensor], torch.Tensor], frame: torch.Tensor) -> torch.Tensor:
     """Apply a transform of float32 values in [0, 1] to a uint8 frame. Return uint8."""
-    return (transform(frame / 255).clamp(0, 1) * 255).round().to(torch.uint8)
+    result = transform(frame / 255)
+    if result.dtype == torch.uint8:
+        return result
+    if not result.is_floating_point() or result.min() < -_SLACK or result.max() > 1 + _SLACK:
+        raise ValueError(
+            f"image_transforms must return values from 0 to 1, got {result.dtype} from {result.min():g} to {result.max():g}. "
+            "Normalize in the policy, and not in image_transforms"
+        )
+    return (result.clamp(0, 1) * 255).round().to(torch.uint8)
 
 
 def _address(dataset: Any, meta: Any) -> tuple[str, str | None]:
