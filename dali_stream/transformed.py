@@ -262,11 +262,8 @@ class Transformed:
         self._sampler.requests = requests
         try:
             yield from self._workers
-        except (
-            EOFError,
-            ConnectionError,
-            FileNotFoundError,
-        ) as error:  # the worker that holds the memory of a result has just ended
+        except (EOFError, ConnectionError, FileNotFoundError) as error:
+            # The worker that holds the memory of this result has just ended, which the DataLoader has not noticed yet.
             raise RuntimeError(
                 f"a worker process exited unexpectedly, so that its result cannot be read: {error!r}. It was probably killed, "
                 "for example because memory was short"

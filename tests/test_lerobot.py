@@ -230,7 +230,7 @@ def to_bytes(frame: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def gamma_of_lerobot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let GammaCorrection be a class of LeRobot. Workers need no module of this name for functions in the same process."""
+    """Let GammaCorrection be a class of LeRobot."""
     monkeypatch.setattr(GammaCorrection, "__module__", "lerobot.transforms.transforms")
 
 

@@ -98,10 +98,6 @@ def make_loader(
     transform = getattr(dataset, "image_transforms", None)
     if transform is None or not own.cameras:
         return Loader(own, batch_size=batch_size, seed=seed, **arguments)
-    is_uint8 = str(arguments["image_dtype"]).removeprefix("torch.") == "uint8"
-    if is_uint8 and (names := list(dict.fromkeys(_for_floats(transform)))):
-        _log.warning("Transforms get frames of float32, since these have no effect on uint8 frames: %s", ", ".join(names))
-        transform = functools.partial(_on_floats, transform)
     device = arguments.pop("device", "auto")
     if num_workers:
         if (decode := arguments.get("decode", "auto")) not in ("auto", "torchcodec"):
@@ -113,6 +109,9 @@ def make_loader(
         arguments = {"num_threads": max(process.cores() - num_workers, 1), **arguments}
     loader = Loader(own, batch_size=batch_size, seed=seed, device="cpu" if num_workers else device, **arguments)
     try:
+        if loader._config.image_dtype == "uint8" and (names := dict.fromkeys(_for_floats(transform))):
+            _log.warning("Transforms get frames of float32, since these have no effect on uint8 frames: %s", ", ".join(names))
+            transform = functools.partial(_on_floats, transform)
         return Transformed(loader, transform, keys=own.cameras, num_workers=num_workers, device=device)
     except BaseException:
         loader.close()
