@@ -22,7 +22,7 @@ from support.batches import equal
 from support.datasets import SIDE, TOP
 from support.slow import slow
 
-from dali_stream import DaliStreamError, Dataset, Loader, Transformed, transformed
+from dali_stream import DaliStreamError, Dataset, Loader, Transformed
 
 CAMERAS = (TOP, SIDE)
 SMALL: dict[str, Any] = {"batch_size": 8, "image_size": (16, 24), "device": "cpu", "num_threads": 1, "prefetch": 2}
@@ -317,7 +317,7 @@ def test_results_must_fit_together(demo: Path) -> None:
 def test_shared_memory_that_is_too_small_is_an_error(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Docker gives a container 64 MB, and a process that uses more of it gets SIGBUS."""
     status = os.statvfs_result((4096, 4096, 10, 1, 1, 0, 0, 0, 0, 255))
-    monkeypatch.setattr(transformed.os, "statvfs", lambda _: status)
+    monkeypatch.setattr(os, "statvfs", lambda _: status)
     with (
         make(demo, workers=1) as batches,
         pytest.raises(DaliStreamError, match=r"^/dev/shm must have .* MiB free for 3 batches"),

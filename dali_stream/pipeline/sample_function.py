@@ -1,0 +1,161 @@
+"""The user's function of `Transformed`, applied to the samples of a batch, in a worker process or in place."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import random
+import shutil
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from dali_stream.checks.text import listed
+from dali_stream.errors import DaliStreamError
+
+if TYPE_CHECKING:
+    from dali_stream.pipeline.stream import Batch
+
+_SHARED_MEMORY = "/dev/shm"
+_IDENTITY = ("dataset_index", "episode_index", "frame_index", "index")
+
+
+class Request(NamedTuple):
+    """Work of a worker: values of a batch, and the seed of each sample."""
+
+    batch: Batch
+    seeds: list[int]
+
+
+class Failed(NamedTuple):
+    """Error of a worker. A DaliStreamError would escape the lines of the traceback that a DataLoader puts into its message."""
+
+    error: str
+    traceback: str
+
+
+class SampleFunction(Dataset[Any]):
+    """The function of the user, as the dataset of a DataLoader whose indices are requests.
+
+    Args:
+        transform, keys: See `Transformed`.
+    """
+
+    def __init__(self, transform: Callable[[Any], Any], keys: tuple[str, ...] | None) -> None:
+        self.transform, self.keys = transform, keys
+
+    def split(self, batch: Batch) -> tuple[Batch, Batch]:
+        """Divide a batch into the values that the function needs, and the others. The latter have None in place of the former.
+
+        The values that identify a sample are in both.
+        """
+        if self.keys is None:
+            return batch, {}
+        if missing := [key for key in self.keys if key not in batch]:
+            raise ValueError(f"keys must be keys of the batches, {listed(batch)}, got {missing[0]!r}")
+        needed = {key: batch[key] for key in dict.fromkeys((*self.keys, *_IDENTITY)) if key in batch}
+        return needed, {key: None if key in self.keys else value for key, value in batch.items()}
+
+    def __getitem__(self, request: Request) -> Batch | Failed:
+        """Answer a request in a worker."""
+        try:
+            batch = self._apply(request)
+            _check_picklable({key: value for key, value in batch.items() if not isinstance(value, torch.Tensor)})
+            check_shared_memory(size_of(batch), "a batch of results")
+            return batch
+        except Exception as error:
+            return Failed(str(error), traceback.format_exc())
+
+    def here(self, request: Request) -> Batch:
+        """Answer a request in this thread, and restore the states of its random numbers."""
+        generators, states = _generators(request.batch), (random.getstate(), np.random.get_state())
+        kept = [generator.get_state() for generator in generators]
+        try:
+            return self._apply(request)
+        finally:
+            for generator, state in zip(generators, kept, strict=True):
+                generator.set_state(state)
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+    @torch.no_grad()
+    def _apply(self, request: Request) -> Batch:
+        generators, samples = _generators(request.batch), []
+        for i, seed in enumerate(request.seeds):
+            sample = {key: value[i] for key, value in request.batch.items()}
+            for generator in generators:
+                generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)
+            try:
+                samples.append({key: _tensor(value) for key, value in self._transformed(sample).items()})
+            except Exception as error:
+                identity = ", ".join(f"{key} {int(sample[key])}" for key in _IDENTITY if key in sample)
+                raise DaliStreamError(f"transform failed for the sample {identity}: {type(error).__name__}: {error}") from error
+        if any(sample.keys() != samples[0].keys() for sample in samples):
+            raise DaliStreamError(
+                f"transform must return the same keys for all samples, got {listed(dict.fromkeys(map(listed, samples)))}"
+            )
+        return {key: _joined(key, [sample[key] for sample in samples]) for key in samples[0]}
+
+    def _transformed(self, sample: dict[str, Any]) -> Batch:
+        if self.keys is not None:
+            return {key: self.transform(sample[key]) for key in self.keys}
+        result = self.transform(dict(sample))
+        if not isinstance(result, dict):
+            raise TypeError(f"it must return a dict, got {type(result).__name__}. For a function of tensors, give `keys`")
+        return result
+
+
+def _tensor(value: Any) -> Any:
+    """Return an array of numbers as a tensor, and any other value as it is."""
+    is_numeric = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
+    return torch.as_tensor(np.ascontiguousarray(value)).reshape(value.shape) if is_numeric else value
+
+
+def _joined(key: str, values: list[Any]) -> Any:
+    """Return the values of a key as a tensor, if all are tensors, or as a list."""
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return values
+    kinds = dict.fromkeys(f"{tuple(value.shape)} {value.dtype}" for value in values)
+    if len(kinds) > 1:
+        raise DaliStreamError(f"transform must return {key!r} in one shape and dtype for all samples, got {listed(kinds)}")
+    return torch.stack(values)
+
+
+def seed_of(seed: int, epoch: int, position: int) -> int:
+    """Return the seed of a sample: 56 bits of a hash of the seed of the order, the epoch, and the sample's position in it."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {epoch} {position}".encode(), digest_size=7).digest(), "little")
+
+
+def _generators(batch: Batch) -> list[torch.Generator]:
+    """Return torch's default generators of the CPU and of the GPUs that hold the batch."""
+    gpus = {value.device.index for value in batch.values() if isinstance(value, torch.Tensor) and value.is_cuda}
+    return [torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)]
+
+
+def size_of(batch: Batch) -> int:
+    """Return the size of the tensors of a batch in bytes."""
+    return sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor))
+
+
+def _check_picklable(values: Batch) -> None:
+    """Raise an error for values that the queue of results would drop. The training process would wait for them forever."""
+    try:
+        pickle.dumps(values)
+    except Exception as error:
+        raise DaliStreamError(f"transform must return picklable values, got: {error}") from error
+
+
+def check_shared_memory(size: int, what: str) -> None:
+    """Raise an error if shared memory has fewer free bytes. A process that uses more is ended by SIGBUS."""
+    if os.path.isdir(_SHARED_MEMORY) and (free := shutil.disk_usage(_SHARED_MEMORY).free) < size:
+        raise DaliStreamError(
+            f"{_SHARED_MEMORY} must have {size / 2**20:.0f} MiB free for {what}, got {free / 2**20:.0f} MiB. Enlarge it "
+            "(docker run --shm-size=8g), or reduce num_workers, prefetch or batch_size"
+        )
