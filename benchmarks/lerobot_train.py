@@ -17,11 +17,11 @@ It checks for the first dataset that two ranks deliver 800 frames without a repe
 then killed on one, and continued on two, delivers each frame of the epoch once; that a checkpoint without a state resumes by
 its number of steps or is refused; that a resume with another seed or other episodes is refused by name, and both ways on that
 the message names work; with LeRobot after 0.6.1, that exclude_episodes has the losses of LeRobot's DataLoader and that ranks
-started by `accelerate launch` deliver distinct frames; that LeRobot alone computes the same actions of an ACT policy from
-recorded frames as from those of a Loader with --loader.image_size, also after --policy.path has continued it, at the same and
-at another size; and, with LeRobot 0.6 or later, that an evaluation has the same loss as with LeRobot's DataLoader. It also
-measures the steps per second of the script on a Loader with --loader.image_size, and on its own DataLoader with torchvision's
-Resize.
+started by `accelerate launch` deliver distinct frames, and that a recipe renders the same messages from annotations
+as with LeRobot's DataLoader; that LeRobot alone computes the same actions of an ACT policy from recorded frames as from those
+of a Loader with --loader.image_size, also after --policy.path has continued it, at the same and at another size; and, with
+LeRobot 0.6 or later, that an evaluation has the same loss as with LeRobot's DataLoader. It also measures the steps per second
+of the script on a Loader with --loader.image_size, and on its own DataLoader with torchvision's Resize.
 
 The exit code is 1 if a check fails.
 """
@@ -31,16 +31,12 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
-import json
 import math
-import multiprocessing
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +44,19 @@ import pyarrow.parquet as pq
 from argument_types import count, new_file
 
 import dali_stream
-from dali_stream.tools import environment
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # inherited by all runs
 
 from lerobot_programs import deploy
-from lerobot_programs import run as program
+from lerobot_programs.comparison import NEWER, Comparison, Failed, Run
 from lerobot_programs.resizing import resized
 from lerobot_programs.trainable import trainable
 
-CONTEXT = multiprocessing.get_context("forkserver")  # LeRobot is imported once, and each run is a fork
-CONTEXT.set_forkserver_preload(["lerobot_programs.run"])
-PARTS = ("policies", "ranks", "newer", "steps", "changed", "deployment", "evaluation", "speed")
-STEPS, SEED = 15, 7
+PARTS = ("policies", "ranks", "newer", "language", "steps", "changed", "deployment", "evaluation", "speed")
+STEPS = 15
 SIZE = (32, 32)  # size of frames in runs that are not compared with LeRobot's own DataLoader
 OTHER_SIZE = (48, 64)
 SPEED_SIZE = (224, 224)
-COMMON = ["--policy.device=cpu", "--policy.push_to_hub=false", "--wandb.enable=false", f"--seed={SEED}", "--log_freq=1000"]
 POLICIES = {
     "act": [
         *("--policy.type=act", "--policy.pretrained_backbone_weights=null", "--policy.dim_model=32", "--policy.n_heads=2"),
@@ -77,160 +69,27 @@ POLICIES = {
         *("--policy.crop_shape=[28,28]", "--policy.spatial_softmax_num_keypoints=8"),
     ],
 }
+RECIPE = {  # as in LeRobot's recipes, with messages of two streams and a binding of its own
+    "blend": {
+        "subtask": {
+            "weight": 0.5,
+            "bindings": {"before": "nth_prev(style=memory, offset=1)"},
+            "messages": [
+                {"role": "user", "content": "${task}", "stream": "high_level"},
+                {"role": "user", "content": "${before}", "stream": "high_level", "if_present": "before"},
+                {"role": "assistant", "content": "${subtask}", "stream": "high_level", "target": True, "if_present": "subtask"},
+            ],
+        },
+        "execution": {
+            "weight": 0.5,
+            "messages": [{"role": "user", "content": "${subtask}", "stream": "low_level", "if_present": "subtask"}],
+        },
+    }
+}
 DROP_LAST = {"act": 0, "diffusion": 7}
 JITTER = ["--dataset.image_transforms.enable=true", "--dataset.image_transforms.max_num_transforms=2"]
 LOADER = [f"--loader.image_size={SIZE[0]}x{SIZE[1]}", "--loader.num_threads=1"]
-NEWER = hasattr(program.script, "resume_before_prepare")  # LeRobot after 0.6.1
 NEW = importlib.metadata.version("lerobot") >= "0.6"
-
-
-class Failed(Exception):
-    """A run of the script ended with an unexpected exit code."""
-
-
-class Run:
-    """Results of a run of the script.
-
-    Args:
-        folder: Folder with the output files of all ranks.
-
-    Attributes:
-        index: Indices of the frames in each batch of rank 0.
-        losses: Loss of each step of rank 0.
-        times: Time at which rank 0 received each batch, in seconds.
-        ranks: Indices of the frames in each batch, by rank.
-        evals: Lines that LeRobot logged about its evaluation.
-        frames: Dtype and memory format of the frames.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.ranks, self.losses, self.times, self.evals = [], [], [], []
-        self.frames: list[str] = []
-        for path in sorted(folder.glob("out.*")):
-            entries = [json.loads(line) for line in path.read_text().splitlines()]
-            self.ranks.append([entry["index"] for entry in entries if "index" in entry])
-            if path.suffix == ".0":
-                self.losses = [entry["loss"] for entry in entries if "loss" in entry]
-                self.times = [entry["time"] for entry in entries if "time" in entry]
-                self.evals = [entry["eval"] for entry in entries if "eval" in entry]
-                self.frames = next((entry["frames"] for entry in entries if "frames" in entry), [])
-        self.index = self.ranks[0] if self.ranks else []
-
-    @property
-    def steps_per_s(self) -> float:
-        """Steps per second after the first five batches."""
-        return (len(self.times) - 6) / (self.times[-1] - self.times[5])
-
-
-class Comparison:
-    """The runs and their report.
-
-    Args:
-        folder: Folder for the output of all runs.
-        data: Names of the datasets.
-        out: File to which the report is written after each result. None for no file.
-    """
-
-    def __init__(self, folder: Path, data: Sequence[str], out: Path | None) -> None:
-        self._folder, self._data, self._out, self._number = folder, data, out, 0
-        self.checks: list[dict[str, Any]] = []
-        self.speed: list[dict[str, Any]] = []
-
-    def run(
-        self,
-        side: str,
-        arguments: Sequence[str],
-        *,
-        ranks: int = 1,
-        accelerate: bool = not NEWER,
-        kill_at: int | None = None,
-        trains: bool = True,
-        drop_n_last_frames: int = 0,
-        output: str | None = None,
-    ) -> tuple[Run, Path]:
-        """Run the script. Return its results and its output folder.
-
-        Args:
-            side: "loader" for a Loader, "stock" for LeRobot's DataLoader, or "ordered" for the latter in the Loader's order.
-            arguments: Arguments of the script.
-            ranks: Number of ranks. Default: 1.
-            accelerate: Whether several ranks are started by `accelerate launch`, and not by torchrun. Default: as LeRobot's
-                version documents it.
-            kill_at: Number of the step, counted from the start of the process, at which each rank kills itself. Default: None.
-            trains: Whether the policy is trained. Otherwise, batches are only preprocessed. Default: True.
-            drop_n_last_frames: Argument of the sampler of "ordered". Default: 0.
-            output: Output folder of an earlier run. Default: a new folder.
-
-        Raises:
-            Failed: If the exit code is 0 although the run is killed, or not 0 although it is not killed.
-        """
-        self._number += 1
-        folder = self._folder / f"{self._number:03d}"
-        folder.mkdir()
-        target = Path(output) if output else folder / "run"
-        spec = {"side": side, "trains": trains, "kill_at": kill_at, "out": str(folder / "out")}
-        spec |= {"seed": SEED, "drop_n_last_frames": drop_n_last_frames}
-        (folder / "spec.json").write_text(json.dumps(spec))
-        words = [*COMMON, *arguments, f"--output_dir={target}"]
-        log = folder / "log"
-        if ranks == 1:
-            process = CONTEXT.Process(target=alone, args=(spec, words, log))
-            process.start()
-            process.join()
-            code = process.exitcode
-        else:
-            with log.open("w") as file:
-                command = [*launcher(ranks, accelerate), program.__file__, str(folder / "spec.json"), "--", *words]
-                code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-        wanted = 0 if kill_at is None else -signal.SIGKILL if ranks == 1 else 1  # the launcher of several ranks exits with 1
-        if code != wanted:
-            raise Failed(f"exit code {code}: {log.read_text()[-3000:]}")
-        return Run(folder), target
-
-    def check(self, name: str, passed: bool, detail: Any) -> None:
-        self.checks.append({"check": name, "passed": passed, "detail": detail})
-        print(f"{'ok    ' if passed else 'FAILED'} {name}: {detail}", flush=True)
-        self.write()
-
-    def add_speed(self, **entry: Any) -> None:
-        self.speed.append(entry)
-        print(entry, flush=True)
-        self.write()
-
-    def write(self) -> None:
-        if self._out:
-            self._out.write_text(environment.report_json(self.report(), indent=1) + "\n")
-
-    def report(self) -> dict[str, Any]:
-        versions = {name: importlib.metadata.version(name) for name in ("lerobot", "accelerate", "torchvision")}
-        report = {"lerobot": versions, "data": self._data, "checks": self.checks, "speed": self.speed}
-        return report | environment.ran_on("cpu")
-
-    def attempt(self, name: str, check: Callable[[], tuple[bool, Any]]) -> None:
-        """Do a check. If a run fails, the check fails."""
-        try:
-            self.check(name, *check())
-        except Failed as error:
-            self.check(name, False, str(error))
-
-
-def alone(spec: dict[str, Any], words: list[str], log: Path) -> None:
-    """Run the script in this process. Write its output to a file."""
-    with log.open("w") as file:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())
-        sys.exit(program.main(spec, words))
-
-
-def launcher(ranks: int, accelerate: bool) -> list[str]:
-    """Return the command that starts a program on several ranks.
-
-    `--multi_gpu` also starts several ranks on CPUs.
-    """
-    if not accelerate:
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    launch = ["--multi_gpu", "--num_processes", str(ranks), "--num_machines", "1", "--mixed_precision", "no"]
-    return [sys.executable, "-m", "accelerate.commands.launch", *launch, "--dynamo_backend", "no", "--main_process_port", "0"]
 
 
 def equal(ours: Sequence[Any], theirs: Sequence[Any], wanted: int) -> tuple[bool, str]:
@@ -362,6 +221,23 @@ def check_ranks(comparison: Comparison, name: str, root: Path) -> None:
 def check_newer(comparison: Comparison, name: str, root: Path) -> None:
     """Check settings that LeRobot 0.6.1 does not have."""
     compare_losses(comparison, name, root, "act", ["--dataset.episodes=[0,1,2]", "--dataset.exclude_episodes=[1]"])
+
+
+def check_language(comparison: Comparison, name: str, root: Path, folder: Path) -> None:
+    """Check the annotations of batches, by the messages that LeRobot renders from them."""
+    from lerobot_programs.annotated import annotated  # LeRobot 0.4 cannot write annotations
+
+    arguments = [*of_dataset(name, annotated(root, folder), "act"), f"--steps={STEPS}", "--batch_size=8", "--num_workers=0"]
+    arguments.append("--save_checkpoint=false")
+
+    def rendered() -> tuple[bool, Any]:
+        stock, _ = comparison.run("ordered", arguments, trains=False, recipe=RECIPE)
+        ours, _ = comparison.run("loader", [*arguments, "--loader.num_threads=1"], trains=False, recipe=RECIPE)
+        same, detail = equal(ours.messages, stock.messages, STEPS)
+        kinds = {stream for batch in ours.messages for sample in batch["message_streams"] for stream in sample}
+        return same and ours.index == stock.index and len(kinds) > 1, {"equal batches": detail, "streams": sorted(kinds)}
+
+    comparison.attempt("a recipe renders the messages of LeRobot's DataLoader", rendered)
 
 
 def check_without_state(comparison: Comparison, name: str, root: Path) -> None:
@@ -511,6 +387,8 @@ def main() -> int:
             check_ranks(comparison, *first)
         if "newer" in arguments.only and NEWER:
             check_newer(comparison, *first)
+        if "language" in arguments.only and NEWER:
+            check_language(comparison, *first, folder)
         if "steps" in arguments.only:
             check_without_state(comparison, *first)
         if "changed" in arguments.only:

@@ -95,7 +95,6 @@ def test_every_program_writes_its_report_without_paths() -> None:
         "scale.py": "MEASUREMENTS",
         "scale_dataset.py": "info.json",
         "mutation.py": "self.tests",
-        "lerobot_train.py": "spec.json",
         "lerobot_gpu.py": "spec.json",
         "disk_frames.py": "json.dumps(",
         "same_batches.py": "",  # writes no report
