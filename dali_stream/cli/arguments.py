@@ -1,7 +1,8 @@
 """Options that several commands share. Each is declared here once, with its name, its help and its parser.
 
-All commands that read a dataset have the options in `DatasetOptions`: an option that is added there is one of all of them.
-Commands that make a Loader name those options in `LoaderOptions` that they have, with their defaults.
+A command that reads a dataset has all options in `SourceOptions` or `DatasetOptions`, so an option that is added there is one
+of all of these commands. A command that makes a Loader names its options in `LoaderOptions`, with their defaults. See
+`with_options`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Annotated, Any, TypedDict, get_type_hints
 
 from typer import Argument, Option
 
-from dali_stream.cli import parsers
+from dali_stream.cli import kinds
 
 Uri = Annotated[str, Argument(metavar="URI", help="The dataset.")]
 Uris = Annotated[
@@ -29,21 +30,14 @@ Json = Annotated[bool, Option("--json", help="Print one JSON object instead of t
 class SourceOptions(TypedDict, total=False):
     """Keyword arguments of `Dataset` from the options that say which dataset, and which part of it, a command reads."""
 
-    episodes: Annotated[Any, Option(metavar="LIST", parser=parsers.numbers, help="Only these episodes, such as 0,3,5-8.")]
-    cameras: Annotated[
-        Any, Option(metavar="LIST", parser=parsers.names, help="Only these cameras, separated by commas; '' for none.")
-    ]
+    episodes: Annotated[Any, kinds.numbers(help="Only these episodes, such as 0,3,5-8.")]
+    cameras: Annotated[Any, kinds.names(help="Only these cameras, separated by commas; '' for none.")]
     revision: Annotated[str, Option(metavar="REV", help="Branch, tag or commit of a Hub repository.")]
     data_files_root: Annotated[
         str, Option(metavar="URI", help="Location of data/ and videos/ if not next to meta/, such as a bucket.")
     ]
     storage_options: Annotated[
-        Any,
-        Option(
-            metavar="JSON",
-            parser=parsers.json_object,
-            help="Storage options such as credentials, for example '{\"anon\": true}' for public S3.",
-        ),
+        Any, kinds.json_object(help="Storage options such as credentials, for example '{\"anon\": true}' for public S3.")
     ]
     clock: Annotated[
         str,
@@ -59,7 +53,7 @@ class SourceOptions(TypedDict, total=False):
 
 
 class DatasetOptions(SourceOptions, total=False):
-    """Those of `SourceOptions`, and the cache. `prepare` has no cache, since it reads each byte once."""
+    """Those of `SourceOptions`, and the cache, which `prepare` does not use."""
 
     cache_dir: Annotated[str, Option(metavar="DIR", help="Cache fetched bytes in this folder, for later runs too.")]
 
@@ -70,15 +64,13 @@ class LoaderOptions(TypedDict, total=False):
     A command that lacks an option has no entry for it.
     """
 
-    batch_size: Annotated[Any, Option(metavar="N", parser=parsers.count, help="Samples per batch and rank.")]
-    image_size: Annotated[Any, Option(metavar="HxW|recorded", parser=parsers.image_size, help="Size of the frames.")]
+    batch_size: Annotated[Any, kinds.count(help="Samples per batch and rank.")]
+    image_size: Annotated[Any, kinds.image_size(help="Size of the frames.")]
     image_dtype: Annotated[str, Option(metavar="uint8|float32", help="Type of the frames.")]
     delta_timestamps: Annotated[
         list[Any] | None,
-        Option(
+        kinds.window(
             "--window",
-            metavar="KEY=SECONDS",
-            parser=parsers.window,
             help="Window of a camera or a feature, relative to the current frame: 'observation.images.top=-0.1,0'. May be "
             "repeated.",
         ),
@@ -86,22 +78,11 @@ class LoaderOptions(TypedDict, total=False):
     normalize: Annotated[
         str | None, Option(metavar="MODE", help="Normalize actions and states: mean_std, min_max or quantiles.")
     ]
-    seed: Annotated[
-        Any, Option(metavar="N", parser=parsers.natural, help="Seed of the order; another seed shows other frames. Default: 0.")
-    ]
-    consumers: Annotated[
-        Any,
-        Option(
-            metavar="N",
-            parser=parsers.count,
-            help="Consumers of the order, a multiple of the ranks. Default: fits the batch.",
-        ),
-    ]
+    seed: Annotated[Any, kinds.natural(help="Seed of the order; another seed shows other frames. Default: 0.")]
+    consumers: Annotated[Any, kinds.count(help="Consumers of the order, a multiple of the ranks. Default: fits the batch.")]
     device: Annotated[str, Option(metavar="auto|cpu|cuda|cuda:N", help="Device of the batches.")]
     decode: Annotated[str, Option(metavar="auto|dali|torchcodec|torchcodec-cuda", help="Decoder; auto: the faster one.")]
-    num_threads: Annotated[
-        Any, Option(metavar="N", parser=parsers.count, help="Decode threads per rank. Default: the number of cores.")
-    ]
+    num_threads: Annotated[Any, kinds.count(help="Decode threads per rank. Default: the number of cores.")]
     memory_budget: Annotated[
         str | None, Option(metavar="SIZE", help="Memory for caches and prefetching, per rank. Default: up to 4GiB.")
     ]
@@ -125,22 +106,17 @@ def with_options(**loader: Any) -> Callable[[Callable[..., None]], Callable[...,
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parameters = inspect.signature(command, eval_str=True).parameters
-        own = [each for name, each in parameters.items() if name not in ("dataset", "loader")]
+        own = [each for name, each in parameters.items() if name not in _ARGUMENTS]
         groups = {}
-        for name in ("loader", "dataset"):
-            if name in parameters:
-                hints = get_type_hints(parameters[name].annotation, include_extras=True)
-                defaults = loader if name == "loader" else dict.fromkeys(hints)
-                groups[name] = [_parameter(option, hints[option], default) for option, default in defaults.items()]
+        for name in [name for name in _ARGUMENTS if name in parameters]:
+            hints = get_type_hints(parameters[name].annotation, include_extras=True)
+            defaults = loader if name == "loader" else dict.fromkeys(hints)
+            groups[name] = [_parameter(option, hints[option], default) for option, default in defaults.items()]
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
             chosen = {name: {option.name: given.pop(option.name) for option in options} for name, options in groups.items()}
-            if "dataset" in chosen:
-                chosen["dataset"] = {option: value for option, value in chosen["dataset"].items() if value is not None}
-            if "loader" in chosen:
-                chosen["loader"] = _loader_arguments(chosen["loader"])
-            command(**chosen, **given)
+            command(**{name: _ARGUMENTS[name](options) for name, options in chosen.items()}, **given)
 
         # Typer reads both.
         options = [*own, *(option for each in groups.values() for option in each)]
@@ -156,10 +132,15 @@ def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
+def _dataset_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments of `Dataset`, from those options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def _loader_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Return keyword arguments of `Loader`, from the parsed values of its options."""
     arguments = dict(options)
-    if options.get("image_size") == parsers.RECORDED:
+    if options.get("image_size") == kinds.RECORDED:
         arguments["image_size"] = None
     if "delta_timestamps" in options:
         windows: dict[str, list[float]] = {}
@@ -171,3 +152,7 @@ def _loader_arguments(options: dict[str, Any]) -> dict[str, Any]:
             windows[key] = deltas
         arguments["delta_timestamps"] = windows
     return arguments
+
+
+# What a command gets for its parameters: keyword arguments, from the parsed values of the options.
+_ARGUMENTS = {"loader": _loader_arguments, "dataset": _dataset_arguments}

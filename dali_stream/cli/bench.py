@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dali_stream.cli import arguments, console, datasets, parsers
+from dali_stream.cli import arguments, console, datasets, kinds
 from dali_stream.errors import counted
 from dali_stream.observe import tracing
 
@@ -31,8 +31,8 @@ def bench(
     source: Annotated[
         str | None, typer.Option(metavar="LABEL", help="Name of the storage in reports; default: the URI's scheme.")
     ] = None,
-    num_batches: Annotated[int, typer.Option(metavar="N", parser=parsers.count, help="Timed batches.")] = 100,
-    warmup: Annotated[int, typer.Option(metavar="N", parser=parsers.count, help="Batches before timing starts.")] = 10,
+    num_batches: Annotated[int, kinds.count(help="Timed batches.")] = 100,
+    warmup: Annotated[int, kinds.count(help="Batches before timing starts.")] = 10,
     out_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write SOURCE-MODE-DECODE.json and .csv into this folder.")
     ] = None,

@@ -10,7 +10,7 @@ import typer
 
 import dali_stream
 from dali_stream import DaliStreamError, Dataset, DatasetError
-from dali_stream.cli import arguments, console, parsers
+from dali_stream.cli import arguments, console, kinds
 from dali_stream.errors import counted
 
 if TYPE_CHECKING:
@@ -23,21 +23,17 @@ _ROBOT = "simulated_pusher"  # `robot_type` of demo datasets, which identifies t
 def demo(
     loader: arguments.LoaderOptions,
     root: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the dataset.")] = Path("dali-stream-demo"),
-    episodes: Annotated[
-        int | None, typer.Option(metavar="N", parser=parsers.count, help="Episodes to write; 16 unless given.")
-    ] = None,
+    episodes: Annotated[int | None, kinds.count(help="Episodes to write; 16 unless given.")] = None,
     size: Annotated[
         Any,
-        typer.Option(
-            metavar="HxW", parser=parsers.frame_size, help="Frames' size, even, from 120x128 up; 240x320 unless given."
-        ),
+        kinds.frame_size(help="Frames' size, even, from 120x128 up; 240x320 unless given."),
     ] = None,
     codec: Annotated[
         str | None, typer.Option(metavar="av1|h264|hevc|vp9|mpeg4", help="Codec of the videos. Default: av1.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="PNG", parser=parsers.png, help="Contact sheet of the first batch; DIR-sheet.png unless given."),
+        kinds.png(help="Contact sheet of the first batch; DIR-sheet.png unless given."),
     ] = None,
     as_json: arguments.Json = False,
 ) -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 import dali_stream
-from dali_stream.cli import arguments, console, datasets, parsers
+from dali_stream.cli import arguments, console, datasets, kinds
 from dali_stream.errors import counted
 from dali_stream.mixture import open_all
 from dali_stream.tools.description import CameraReport, DatasetReport
@@ -29,12 +29,7 @@ def info(
     dataset: arguments.DatasetOptions,
     uris: arguments.Uris,
     image_size: Annotated[
-        Any,
-        typer.Option(
-            metavar="HxW|recorded",
-            parser=parsers.image_size,
-            help="Also measure what a frame cache on disk takes for frames of this size.",
-        ),
+        Any, kinds.image_size(help="Also measure what a frame cache on disk takes for frames of this size.")
     ] = None,
     index: Annotated[
         bool,

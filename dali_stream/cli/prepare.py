@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from dali_stream.cli import arguments, console, parsers
+from dali_stream.cli import arguments, console, kinds
 from dali_stream.errors import DaliStreamError, counted
 
 if TYPE_CHECKING:
@@ -34,49 +34,28 @@ def prepare(
             help="Encoding that CPUs decode fast, that all GPUs decode, or that LeRobot writes.",
         ),
     ] = None,
-    size: Annotated[Any, typer.Option(metavar="HxW", parser=parsers.frame_size, help="Size of all cameras' frames.")] = None,
+    size: Annotated[Any, kinds.frame_size(help="Size of all cameras' frames.")] = None,
     codec: Annotated[str | None, typer.Option(help="h264, hevc, av1 or vp9.")] = None,
-    gop: Annotated[
-        int | None,
-        typer.Option(metavar="N", parser=parsers.count, help="Distance of keyframes; 2 is best for single frames."),
-    ] = None,
-    crf: Annotated[
-        int | None,
-        typer.Option(metavar="N", parser=parsers.natural, help="Quality, lower is better. Default: close to the source."),
-    ] = None,
+    gop: Annotated[int | None, kinds.count(help="Distance of keyframes; 2 is best for single frames.")] = None,
+    crf: Annotated[int | None, kinds.natural(help="Quality, lower is better. Default: close to the source.")] = None,
     encoder: Annotated[str | None, typer.Option(help="cpu (default) or nvenc.")] = None,
     file_mb: Annotated[float | None, typer.Option(metavar="MB", help="Approximate size of a file, in MiB.")] = None,
-    rows_per_group: Annotated[
-        int | None, typer.Option(metavar="N", parser=parsers.count, help="Rows of a row group, of whole episodes.")
-    ] = None,
+    rows_per_group: Annotated[int | None, kinds.count(help="Rows of a row group, of whole episodes.")] = None,
     images_to_video: Annotated[bool, typer.Option("--images-to-video", help="Make videos of images in rows.")] = False,
     drop_broken: Annotated[
         bool, typer.Option("--drop-broken", help="Check all episodes first, and leave out those that cannot be read.")
     ] = False,
     episode_filter: Annotated[
-        Any,
-        typer.Option(
-            metavar="JSON",
-            parser=parsers.json_object,
-            help="Only episodes with these values, such as '{\"success\": true}'.",
-        ),
+        Any, kinds.json_object(help="Only episodes with these values, such as '{\"success\": true}'.")
     ] = None,
-    out_storage_options: Annotated[
-        Any, typer.Option(metavar="JSON", parser=parsers.json_object, help="Storage options of OUT, such as credentials.")
-    ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(metavar="N", parser=parsers.count, help="Files at a time. Default: one per core.")
-    ] = None,
+    out_storage_options: Annotated[Any, kinds.json_object(help="Storage options of OUT, such as credentials.")] = None,
+    jobs: Annotated[int | None, kinds.count(help="Files at a time. Default: one per core.")] = None,
     executor: Annotated[
         str, typer.Option(metavar="local|slurm|ray", help="Executor: processes of this machine, or a cluster.")
     ] = "local",
-    files_per_job: Annotated[
-        int | None, typer.Option(metavar="N", parser=parsers.count, help="Files of a job of SLURM. Default: 1000 jobs.")
-    ] = None,
+    files_per_job: Annotated[int | None, kinds.count(help="Files of a job of SLURM. Default: 1000 jobs.")] = None,
     slurm_partition: Annotated[str | None, typer.Option(metavar="NAME", help="Partition of the jobs.")] = None,
-    slurm_time: Annotated[
-        int | None, typer.Option(metavar="MINUTES", parser=parsers.count, help="Time limit of a job.")
-    ] = None,
+    slurm_time: Annotated[int | None, kinds.count(metavar="MINUTES", help="Time limit of a job.")] = None,
     slurm_account: Annotated[str | None, typer.Option(metavar="NAME", help="Account of the jobs.")] = None,
     slurm_folder: Annotated[
         str, typer.Option(metavar="DIR", help="Folder that all nodes share, for the jobs' files.")

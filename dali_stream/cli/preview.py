@@ -13,17 +13,16 @@ import typer
 import dali_stream
 from dali_stream import Dataset, DatasetError, Mixture
 from dali_stream.checks.text import listed
-from dali_stream.cli import arguments, console, datasets, parsers, runs
+from dali_stream.cli import arguments, console, datasets, kinds, runs
 from dali_stream.errors import counted
 from dali_stream.run import description
 
 _PLOTTED = 4  # maximum number of episodes of a dataset without cameras
 _SAMPLES = 8  # default number of samples of a dataset
-_NUMBER = {"metavar": "N", "parser": parsers.natural}
 _ACTION = "Give the key of a feature with --action"
 
 
-@arguments.with_options(image_size=parsers.RECORDED, delta_timestamps=None, normalize=None, seed=None)
+@arguments.with_options(image_size=kinds.RECORDED, delta_timestamps=None, normalize=None, seed=None)
 def preview(
     dataset: arguments.DatasetOptions,
     loader: arguments.LoaderOptions,
@@ -31,19 +30,19 @@ def preview(
         list[str] | None,
         typer.Argument(metavar="URI...", help="The dataset; or several, or a mixture file. Optional with --config."),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="PNG", parser=parsers.png, help="Output file.")] = Path("sheet.png"),
+    out: Annotated[Path, kinds.png(help="Output file.")] = Path("sheet.png"),
     batch_size: Annotated[
         int | None,
-        typer.Option(metavar="N", parser=parsers.count, help="Samples on the sheet. Default: 8, or the whole batch of a run."),
+        kinds.count(help="Samples on the sheet. Default: 8, or the whole batch of a run."),
     ] = None,
     plots: Annotated[bool, typer.Option("--plots", help="Plot actions and states below the frames.")] = False,
     action: arguments.Action = None,
     dali_graph: runs.GraphFunction = None,
     config: runs.ConfigFile = None,
     state: runs.StateFile = None,
-    epoch: Annotated[int | None, typer.Option(**_NUMBER, help="Epoch of a run's batch.")] = None,
-    batch: Annotated[int | None, typer.Option(**_NUMBER, help="Number of a run's batch in its epoch, from 0.")] = None,
-    rank: Annotated[int, typer.Option(**_NUMBER, help="Rank of the batch of a run.")] = 0,
+    epoch: Annotated[int | None, kinds.natural(help="Epoch of a run's batch.")] = None,
+    batch: Annotated[int | None, kinds.natural(help="Number of a run's batch in its epoch, from 0.")] = None,
+    rank: Annotated[int, kinds.natural(help="Rank of the batch of a run.")] = 0,
 ) -> None:
     """Draw the first batch of an epoch as the model sees it, captioned with tasks and indices.
 

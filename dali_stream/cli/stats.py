@@ -8,9 +8,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from dali_stream.cli import arguments, console, datasets, parsers
+from dali_stream.cli import arguments, console, datasets, kinds
 from dali_stream.dataset import Dataset
 from dali_stream.errors import counted
 from dali_stream.mixture import Mixture
@@ -20,9 +18,7 @@ from dali_stream.mixture import Mixture
 def stats(
     dataset: arguments.DatasetOptions,
     uri: arguments.Uri,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", parser=parsers.new_file, help="A new file. Default: standard output.")
-    ] = None,
+    out: Annotated[Path | None, kinds.new_file(help="A new file. Default: standard output.")] = None,
 ) -> None:
     """Compute statistics as LeRobot defines them, as JSON in the form of meta/stats.json.
 

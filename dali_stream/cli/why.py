@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dali_stream.cli import arguments, console, parsers
+from dali_stream.cli import arguments, console, kinds
 
 if TYPE_CHECKING:
     from dali_stream.tools.remedies import Speed, WhyReport
@@ -15,7 +15,7 @@ _FULL = 0.95  # minimum share of the needed batches per second at which a Loader
 
 
 @arguments.with_options(
-    batch_size=64, image_size=parsers.RECORDED, image_dtype="float32", delta_timestamps=None, consumers=None, device="auto",
+    batch_size=64, image_size=kinds.RECORDED, image_dtype="float32", delta_timestamps=None, consumers=None, device="auto",
     num_threads=None, memory_budget=None, frame_cache=None, frame_cache_bytes=None,
 )  # fmt: skip
 def why(
@@ -25,9 +25,7 @@ def why(
     step_ms: Annotated[
         float | None, typer.Option(metavar="MS", help="Milliseconds of a training step without loading, on the GPU.")
     ] = None,
-    epochs: Annotated[
-        int, typer.Option(metavar="N", parser=parsers.count, help="Epochs of the run, from which gains are computed.")
-    ] = 10,
+    epochs: Annotated[int, kinds.count(help="Epochs of the run, from which gains are computed.")] = 10,
     anyway: Annotated[bool, typer.Option("--anyway", help="Predict even if other processes use the cores.")] = False,
     as_json: arguments.Json = False,
 ) -> None:

@@ -1,12 +1,13 @@
-"""Parsers of the values of options, for `typer.Option(parser=...)`.
+"""Kinds of options, each with its placeholder in the help and its parser: `Annotated[int, kinds.count(help="Timed batches.")]`.
 
-An error says what is allowed and which value was given, except for JSON, which may contain credentials. The program writes the
-name of the option before it. Typer also passes defaults to a parser, so a parser accepts its own results.
+A parser's error says what is allowed and which value was given, except for JSON, which may contain credentials. The program
+writes the name of the option before it. Typer also passes defaults to a parser, so the parsers accept their own results.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,17 @@ from typing import Any
 import typer
 
 from dali_stream.checks.file_content import from_json
-from dali_stream.checks.frame_size import frame_size as parse_size
+from dali_stream.checks.frame_size import frame_size as parsed_size
 
 RECORDED = "recorded"  # value of --image-size for frames of the recorded size
 
 
-def count(text: str | int) -> int:
+def _count(text: str | int) -> int:
     """Parse a whole number of 1 or more."""
     return _whole(text, 1)
 
 
-def natural(text: str | int) -> int:
+def _natural(text: str | int) -> int:
     """Parse a whole number of 0 or more."""
     return _whole(text, 0)
 
@@ -35,20 +36,20 @@ def _whole(text: str | int, least: int) -> int:
     return int(text)
 
 
-def frame_size(text: str) -> tuple[int, int]:
+def _frame_size(text: str) -> tuple[int, int]:
     """Parse a size such as "240x320" as (height, width)."""
     try:
-        return parse_size(text)
+        return parsed_size(text)
     except argparse.ArgumentTypeError as error:
         raise typer.BadParameter(str(error)) from None
 
 
-def image_size(text: str) -> tuple[int, int] | str:
+def _image_size(text: str) -> tuple[int, int] | str:
     """Parse a size such as "240x320" as (height, width), or "recorded" as itself."""
-    return text if text == RECORDED else frame_size(text)
+    return text if text == RECORDED else _frame_size(text)
 
 
-def numbers(text: str) -> list[int]:
+def _numbers(text: str) -> list[int]:
     """Parse "0,3,5-8" as [0, 3, 5, 6, 7, 8]."""
     numbers: list[int] = []
     for part in text.split(","):
@@ -59,12 +60,12 @@ def numbers(text: str) -> list[int]:
     return numbers
 
 
-def names(text: str) -> list[str]:
+def _names(text: str) -> list[str]:
     """Parse "a, b" as ["a", "b"]."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def window(text: str) -> tuple[str, list[float]]:
+def _window(text: str) -> tuple[str, list[float]]:
     """Parse "camera=-0.1,0" as ("camera", [-0.1, 0.0])."""
     key, _, values = text.rpartition("=")
     try:
@@ -77,18 +78,18 @@ def window(text: str) -> tuple[str, list[float]]:
     return key, deltas
 
 
-def json_object(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
         value = from_json(text)
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise typer.BadParameter("""must be a JSON object, such as '{"anon": true}'""")
+        raise typer.BadParameter("""must be a JSON object, such as '{"key": "value"}'""")
     return value
 
 
-def png(path: str | Path) -> Path:
+def _png(path: str | Path) -> Path:
     """Parse the path of a PNG file in an existing folder."""
     path = Path(path)
     if path.suffix.lower() != ".png":
@@ -99,10 +100,22 @@ def png(path: str | Path) -> Path:
     return path
 
 
-def new_file(text: str) -> Path:
+def _new_file(text: str) -> Path:
     """Parse the path of a file that does not exist, in an existing folder."""
     path = Path(text)
     if path.exists() or not path.absolute().parent.is_dir():
         reason = "exists" if path.exists() else "is in a folder that does not exist"
         raise typer.BadParameter(f"must be a new file in an existing folder, got {text!r}, which {reason}")
     return path
+
+
+count = functools.partial(typer.Option, metavar="N", parser=_count)
+natural = functools.partial(typer.Option, metavar="N", parser=_natural)
+frame_size = functools.partial(typer.Option, metavar="HxW", parser=_frame_size)
+image_size = functools.partial(typer.Option, metavar=f"HxW|{RECORDED}", parser=_image_size)
+numbers = functools.partial(typer.Option, metavar="LIST", parser=_numbers)
+names = functools.partial(typer.Option, metavar="LIST", parser=_names)
+window = functools.partial(typer.Option, metavar="KEY=SECONDS", parser=_window)
+json_object = functools.partial(typer.Option, metavar="JSON", parser=_json_object)
+png = functools.partial(typer.Option, metavar="PNG", parser=_png)
+new_file = functools.partial(typer.Option, metavar="FILE", parser=_new_file)
