@@ -66,16 +66,8 @@ def info(
             return
         report = dali_stream.tools.describe(opened)
         fill = _fill(opened, image_size) if image_size else None
-    if as_json:
-        console.show(report.as_dict() | ({"frame_cache": fill._asdict()} if fill else {}))
-    else:
-        console.show(_dataset(report))
-    if fill and not as_json:
-        size = "x".join(map(str, image_size)) if isinstance(image_size, tuple) else image_size
-        console.say(
-            f"frame cache for {size}: {fill.size / 1e9:.3g} GB, filled in {_duration(fill.seconds)} at "
-            f"{fill.frames_per_s:.0f} frames/s"
-        )
+    content = report.as_dict() | ({"frame_cache": fill._asdict()} if fill else {})
+    console.show(content if as_json else [*_dataset(report), *_filled(fill, image_size)])
     if not report.whole:
         raise typer.Exit(1)
 
@@ -84,6 +76,13 @@ def _fill(dataset: dali_stream.Dataset, image_size: tuple[int, int] | str) -> Fi
     from dali_stream.tools import stored_frames
 
     return stored_frames.estimate(dataset, None if isinstance(image_size, str) else image_size)
+
+
+def _filled(fill: Fill | None, image_size: tuple[int, int] | str) -> Iterator[str]:
+    if fill:
+        size = image_size if isinstance(image_size, str) else "x".join(map(str, image_size))
+        rate = f"filled in {_duration(fill.seconds)} at {fill.frames_per_s:.0f} frames/s"
+        yield f"frame cache for {size}: {fill.size / 1e9:.3g} GB, {rate}"
 
 
 def _index(dataset: dali_stream.Dataset, as_json: bool) -> None:
