@@ -485,12 +485,12 @@ def test_commands_that_read_a_dataset_have_its_options(command: str, capsys: pyt
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("info URI --episodes 3-1", "--episodes must be numbers and ranges, such as 0,3,5-8, got '3-1'. See dali-stream info"),
-        ("bench URI --batch-size 0", "--batch-size must be a whole number of 1 or more, got '0'. See dali-stream bench"),
-        ("preview URI --out a.jpg", "--out must end in .png, got 'a.jpg'. See dali-stream preview"),
+        ("info URI --episodes 3-1", "--episodes must be numbers and ranges, such as 0,3,5-8, got '3-1'\n"),
+        ("bench URI --batch-size 0", "--batch-size must be a whole number of 1 or more, got '0'\n"),
+        ("preview URI --out a.jpg", "--out must end in .png, got 'a.jpg'\n"),
         (
             "why URI --window top",
-            "--window must be CAMERA=SECONDS,SECONDS,..., such as observation.images.top=-0.1,0, got 'top'. ",
+            "--window must be CAMERA=SECONDS,SECONDS,..., such as observation.images.top=-0.1,0, got 'top'\n",
         ),
         ("why URI --window top=0 --window top=1", "--window must have each camera once, got top twice"),
         ("frames fill URI --frame-cache DIR", "Missing option '--image-size'. See dali-stream frames fill"),

@@ -127,11 +127,11 @@ def _explain(error: BaseException) -> tuple[int, str]:
     """
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return 130, "interrupted"
+    if isinstance(error, typer.BadParameter) and error.param and error.message.startswith("must "):
+        return 2, _one_line(f"{error.param.opts[0]} {error.message}")  # of a parser in kinds.py
     if isinstance(error, _UsageError):
         path = error.ctx.command_path if error.ctx else PROGRAM  # type: ignore[attr-defined]  # Click's UsageError
         message = error.format_message().removesuffix(".")  # type: ignore[attr-defined]
-        if isinstance(error, typer.BadParameter) and error.param and error.message.startswith("must "):
-            message = f"{error.param.opts[0]} {error.message}"  # of a parser in kinds.py
         end = "" if message.endswith("?") else "."
         return 2, _one_line(f"{message}{end} See {path} --help")
     if isinstance(error, ValueError):

@@ -17,7 +17,7 @@ from dali_stream.observe import tracing
 
 
 @arguments.with_options(
-    batch_size=64, image_size="224x224", image_dtype="uint8", consumers=None, device="auto", decode="auto", num_threads=None,
+    batch_size=64, num_threads=None, decode="auto", image_size="224x224", image_dtype="uint8", device="auto", consumers=None,
     memory_budget=None, frame_cache=None, frame_cache_bytes=None,
 )  # fmt: skip
 def bench(
