@@ -1,6 +1,6 @@
 """Kinds of options, each with its placeholder in the help and its parser: `Annotated[int, kinds.count(help="Timed batches.")]`.
 
-A parser's error says what is allowed and which value was given, except for JSON, which may contain credentials. The program
+A parser's error contains the allowed values and the wrong value, except for JSON, which may contain credentials. The program
 writes the name of the option before it. Typer also passes defaults to a parser, so the parsers accept their own results.
 """
 

@@ -149,7 +149,7 @@ def _save(drawn: _Sheet, out: Path, most: int | None, plots: bool) -> None:
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:
-    """Raise ValueError if one of these options was given."""
+    """Raise ValueError if one of these options has a value."""
     if given := [name for name, value in options.items() if value is not None and value != {}]:
         raise ValueError(f"--{given[0].replace('_', '-')} {why}")
 
