@@ -470,6 +470,43 @@ def test_a_reader_that_leaves_is_no_reason_to_complain(made: Path, options: list
         assert run.stderr.read() == ""
 
 
+READING = ("bench", "doctor", "frames fill", "info", "prepare", "preview", "stats", "why")
+
+
+@pytest.mark.parametrize("command", READING)
+def test_commands_that_read_a_dataset_have_its_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--help"]) == 0
+    options = set(re.findall(r"^ +(--[\w-]+)", capsys.readouterr().out, re.MULTILINE))
+    names = "--episodes --cameras --revision --data-files-root --storage-options --clock --tolerance-s"
+    assert options >= {*names.split()}
+    assert ("--cache-dir" in options) == (command != "prepare")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("info URI --episodes 3-1", "--episodes must be numbers and ranges, such as 0,3,5-8, got '3-1'\n"),
+        ("bench URI --batch-size 0", "--batch-size must be a whole number of 1 or more, got '0'\n"),
+        ("preview URI --out a.jpg", "--out must end in .png, got 'a.jpg'\n"),
+        (
+            "why URI --window top",
+            "--window must be CAMERA=SECONDS,SECONDS,..., such as observation.images.top=-0.1,0, got 'top'\n",
+        ),
+        ("why URI --window top=0 --window top=1", "--window must have each camera once, got top twice"),
+        ("frames fill URI --frame-cache DIR", "Missing option '--image-size'. See dali-stream frames fill"),
+    ],
+)
+def test_a_value_that_an_option_does_not_take_is_named(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in failed(capsys, arguments.split(), 2)
+
+
+def test_json_that_is_none_is_not_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    """It may contain credentials."""
+    line = failed(capsys, ["info", "URI", "--storage-options", "{key: secret}"], 2)
+    assert line.startswith("dali-stream: --storage-options must be a JSON object")
+    assert "secret" not in line
+
+
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"dali-stream {dali_stream.__version__}\n"

@@ -127,6 +127,8 @@ def _explain(error: BaseException) -> tuple[int, str]:
     """
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return 130, "interrupted"
+    if isinstance(error, typer.BadParameter) and error.param and error.message.startswith("must "):
+        return 2, _one_line(f"{error.param.opts[0]} {error.message}")  # of a parser in kinds.py
     if isinstance(error, _UsageError):
         path = error.ctx.command_path if error.ctx else PROGRAM  # type: ignore[attr-defined]  # Click's UsageError
         message = error.format_message().removesuffix(".")  # type: ignore[attr-defined]

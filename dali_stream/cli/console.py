@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -42,28 +42,50 @@ def say(text: object, *, err: bool = False) -> None:
     typer.echo(visible(text), err=err)
 
 
-def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+def show(report: Mapping[str, Any] | Iterable[Table | str]) -> None:
+    """Print a report to stdout: the content of a JSON object, or the tables and lines of a text."""
+    if isinstance(report, Mapping):
+        print_json(report)
+        return
+    out = results()
+    for part in report:
+        if isinstance(part, str):
+            say(part)
+        else:
+            out.print(part)
+
+
+def table(*columns: str, right: tuple[str, ...] = (), rows: Iterable[Iterable[str]] = ()) -> Table:
     """Return a table whose long cells wrap.
 
     Args:
         columns: Names of the columns.
         right: Names of the columns to align right, which contain numbers. Default: none.
+        rows: Cells of each row. Default: none.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def pairs() -> Table:
-    """Return a table of names and values, without a header and lines."""
+def pairs(rows: Iterable[tuple[str, str]] = ()) -> Table:
+    """Return a table of names and values, without a header and lines.
+
+    Args:
+        rows: Name and value of each row. Default: none.
+    """
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def print_json(content: dict[str, Any]) -> None:
+def print_json(content: Mapping[str, Any]) -> None:
     """Print a JSON object to stdout."""
     sys.stdout.write(json.dumps(content, indent=2) + "\n")
 
@@ -94,21 +116,6 @@ def progress(description: str = "", enabled: bool = True) -> Iterator[Show]:
             bar.update(task, description=description, completed=done, total=total, refresh=is_new)
 
         yield show
-
-
-def stages(show: Show, *files: str) -> Callable[[str, int, int], None]:
-    """Return a function that shows the progress of writing a dataset. It is called as (stage, done, total).
-
-    Args:
-        show: Function that shows the progress.
-        files: Names of the stages that count files. Other stages count bytes.
-    """
-
-    def stage(name: str, done: int, total: int) -> None:
-        size, unit = (1, "files") if name in files else (1_000_000, "MB")
-        show(done // size, -(-total // size), f"{name}, {unit}")
-
-    return stage
 
 
 def megabytes(count: float) -> str:

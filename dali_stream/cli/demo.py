@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 import dali_stream
 from dali_stream import DaliStreamError, Dataset, DatasetError
-from dali_stream.cli import arguments, console
+from dali_stream.cli import arguments, console, kinds
 from dali_stream.errors import counted
 
 if TYPE_CHECKING:
@@ -19,44 +19,38 @@ if TYPE_CHECKING:
 _ROBOT = "simulated_pusher"  # `robot_type` of demo datasets, which identifies them
 
 
+@arguments.with_options(batch_size=32, device="auto", decode="auto")
 def demo(
+    loader: arguments.LoaderOptions,
     root: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the dataset.")] = Path("dali-stream-demo"),
-    episodes: Annotated[
-        int | None, typer.Option(metavar="N", parser=arguments.count, help="Episodes to write; 16 unless given.")
-    ] = None,
+    episodes: Annotated[int | None, kinds.count(help="Episodes to write; 16 unless given.")] = None,
     size: Annotated[
-        str | None, typer.Option(metavar="HxW", help="Frames' size, even, from 120x128 up; 240x320 unless given.")
+        Any,
+        kinds.frame_size(help="Frames' size, even, from 120x128 up; 240x320 unless given."),
     ] = None,
     codec: Annotated[
         str | None, typer.Option(metavar="av1|h264|hevc|vp9|mpeg4", help="Codec of the videos. Default: av1.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(metavar="N", parser=arguments.count, help="Samples per batch.")] = 32,
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Device of the batches.")] = "auto",
-    decode: Annotated[
-        str, typer.Option(metavar="auto|dali|torchcodec|torchcodec-cuda", help="Decoder; auto: the faster one.")
-    ] = "auto",
     out: Annotated[
-        Path | None, typer.Option(metavar="PNG", help="Contact sheet of the first batch; DIR-sheet.png unless given.")
+        Path | None,
+        kinds.png(help="Contact sheet of the first batch; DIR-sheet.png unless given."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Make a small dataset unless it exists, stream one epoch of it, and report speed and correctness.
 
     The dataset shows a simulated robot that pushes blocks, seen by two cameras. A code in each frame identifies the frame.
     """
-    wanted = {"episodes": episodes, "size": arguments.size("--size", size), "codec": codec}
-    out = Path(f"{root.absolute()}-sheet.png") if out is None else arguments.png("--out", out)
+    wanted = {"episodes": episodes, "size": size, "codec": codec}
+    out = out or Path(f"{root.absolute()}-sheet.png")
     from dali_stream.tools.epoch import stream  # imported first, to fail before the dataset is written if a library is missing
 
     dataset = _dataset(root, {name: value for name, value in wanted.items() if value is not None})
     with console.progress("streaming one epoch") as show:
-        report, first = stream(dataset, batch_size, device, decode, show)
+        report, first = stream(dataset, loader["batch_size"], loader["device"], loader["decode"], show)
     _draw_sheet(out, dataset, first)
     report["sheet"] = str(out)
-    if as_json:
-        console.print_json(report)
-    else:
-        console.results().print(_table(report))
+    console.show(report if as_json else [console.pairs(_rows(report))])
     if not report["exactly_once"]:
         raise DaliStreamError(
             f"{report['frames']} frames were delivered, {report['unique_frames']} of them different, and the epoch "
@@ -117,28 +111,22 @@ def _draw_sheet(out: Path, dataset: Dataset, first: list[Sample]) -> None:
     sheet.save(out, title, first, columns=max(1, 2000 // width))
 
 
-def _table(report: dict[str, Any]) -> Table:
-    """Return the report as a table of names and values."""
+def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of the table."""
     waits = report["wait_ms"]
     once = "yes" if report["exactly_once"] else "NO"
-    table = console.pairs()
-    table.add_row(
-        "dataset", f"{report['root']}: {counted(report['episodes'], 'episode')}, {counted(report['frames'], 'frame')}"
-    )
-    table.add_row(
-        "speed", f"{report['samples_per_s']:.0f} samples/s, {report['frames_per_s']:.0f} frames/s after the first batch"
-    )
-    table.add_row("first batch", f"{report['first_batch_s']:.2f} s after creating the Loader")
-    table.add_row("batch wait", f"p50 {waits['p50']:.1f} ms, p95 {waits['p95']:.1f} ms, p99 {waits['p99']:.1f} ms")
+    yield "dataset", f"{report['root']}: {counted(report['episodes'], 'episode')}, {counted(report['frames'], 'frame')}"
+    yield "speed", f"{report['samples_per_s']:.0f} samples/s, {report['frames_per_s']:.0f} frames/s after the first batch"
+    yield "first batch", f"{report['first_batch_s']:.2f} s after creating the Loader"
+    yield "batch wait", f"p50 {waits['p50']:.1f} ms, p95 {waits['p95']:.1f} ms, p99 {waits['p99']:.1f} ms"
     if report["bottleneck"]:
-        table.add_row("bottleneck", report["bottleneck"]["text"])
+        yield "bottleneck", report["bottleneck"]["text"]
     for camera, route in report["routes"].items():
-        table.add_row(camera.rpartition(".")[2], f"{route['decoder']}: {route['reason']}")
-    table.add_row("peak memory", f"{console.megabytes(report['peak_rss_bytes'])} of this process")
+        yield camera.rpartition(".")[2], f"{route['decoder']}: {route['reason']}"
+    yield "peak memory", f"{console.megabytes(report['peak_rss_bytes'])} of this process"
     if report["peak_gpu_bytes"] is not None:
-        table.add_row("", f"{console.megabytes(report['peak_gpu_bytes'])} of the GPU, all processes")
-    table.add_row("exactly once", f"{once}: {report['frames']} delivered, {report['unique_frames']} different")
-    table.add_row("correct frames", f"yes: {report['frames_checked']} frames of the first batch are the requested ones")
-    table.add_row("machine", f"{report['machine']['processor']}, {report['machine']['cores']} cores, {report['device']}")
-    table.add_row("contact sheet", report["sheet"])
-    return table
+        yield "", f"{console.megabytes(report['peak_gpu_bytes'])} of the GPU, all processes"
+    yield "exactly once", f"{once}: {report['frames']} delivered, {report['unique_frames']} different"
+    yield "correct frames", f"yes: {report['frames_checked']} frames of the first batch are the requested ones"
+    yield "machine", f"{report['machine']['processor']}, {report['machine']['cores']} cores, {report['device']}"
+    yield "contact sheet", report["sheet"]

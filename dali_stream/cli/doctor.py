@@ -18,16 +18,14 @@ if TYPE_CHECKING:
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
-@arguments.with_dataset_options
+@arguments.with_options()
 def doctor(
-    options: arguments.DatasetOptions,
+    dataset: arguments.DatasetOptions,
     uri: Annotated[str | None, typer.Argument(metavar="[URI]", help="A dataset to examine as well.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    as_json: arguments.Json = False,
     deep: Annotated[
         bool, typer.Option("--deep", help="Check all files and rows of the dataset, and decode every frame.")
     ] = False,
-    cameras: arguments.Cameras = None,
-    episodes: arguments.Episodes = None,
 ) -> None:
     """Check what this machine decodes and whether its software is compatible, and say how to fix problems.
 
@@ -36,11 +34,10 @@ def doctor(
     episodes and files are checked, or 32 of remote data. --deep checks all of them and decodes every frame. The exit code is 1
     if a check found a problem.
     """
-    place = options.arguments(cameras=arguments.names(cameras), episodes=arguments.numbers("--episodes", episodes))
-    if uri is None and (deep or place.keys() & {"cameras", "episodes", "clock", "tolerance_s"}):
+    if uri is None and (deep or dataset.keys() & {"cameras", "episodes", "clock", "tolerance_s"}):
         raise ValueError("--deep, --cameras, --episodes, --clock and --tolerance-s need the URI of a dataset")
     with console.progress("examining") as show:
-        report = dali_stream.tools.doctor(uri, **place, deep=deep, progress=show)
+        report = dali_stream.tools.doctor(uri, **dataset, deep=deep, progress=show)
     if as_json:
         console.print_json(report.as_dict())
     else:

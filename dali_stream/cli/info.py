@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from rich.table import Table
 
 import dali_stream
-from dali_stream.cli import arguments, console
+from dali_stream.cli import arguments, console, datasets, kinds
 from dali_stream.errors import counted
 from dali_stream.mixture import open_all
 from dali_stream.tools.description import CameraReport, DatasetReport
@@ -23,21 +24,18 @@ if TYPE_CHECKING:
 _TASKS, _MISSING, _BROKEN = 20, 20, 20  # maximum numbers of tasks and of missing and broken files in the text
 
 
-@arguments.with_dataset_options
+@arguments.with_options()
 def info(
-    options: arguments.DatasetOptions,
+    dataset: arguments.DatasetOptions,
     uris: arguments.Uris,
-    episodes: arguments.Episodes = None,
-    cameras: arguments.Cameras = None,
     image_size: Annotated[
-        str | None,
-        typer.Option(metavar="HxW|recorded", help="Also measure what a frame cache on disk takes for frames of this size."),
+        Any, kinds.image_size(help="Also measure what a frame cache on disk takes for frames of this size.")
     ] = None,
     index: Annotated[
         bool,
         typer.Option("--index", help="Instead, read the index of every file of a remote dataset into --cache-dir."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Describe a dataset: episodes, features, cameras, and the decoder that this machine uses for each camera.
 
@@ -51,93 +49,88 @@ def info(
     With --index, the indices of all video and Parquet files are read into the cache, so that training starts without waiting
     for them. After an interruption, the same command resumes. The exit code is 1 if a file is broken.
     """
-    place = options.arguments(cameras=arguments.names(cameras), episodes=arguments.numbers("--episodes", episodes))
-    if index and options.cache_dir is None:
-        raise typer.BadParameter("must be given with --index, got none", param_hint="--cache-dir")
+    if index and "cache_dir" not in dataset:
+        raise ValueError("--cache-dir must be given with --index, got none")
     if index and image_size:
-        raise typer.BadParameter("must be given without --index", param_hint="--image-size")
-    if mixed := arguments.mixture_arguments(uris, **place):
+        raise ValueError("--image-size must be given without --index")
+    if mixture := datasets.mixture_arguments(uris, dataset):
         if image_size or index:
-            message = "must be given for one dataset, got several. Run the command for each of them"
-            raise typer.BadParameter(message, param_hint="--index" if index else "--image-size")
-        _mixture(mixed, as_json)
+            option = "--index" if index else "--image-size"
+            raise ValueError(f"{option} must be given for one dataset, got several. Run the command for each of them")
+        described = _described(mixture)
+        console.show(dataclasses.asdict(described) if as_json else _mixture(described))
         return
-    with closing(dali_stream.Dataset(uris[0], **place)) as dataset:
+    with closing(dali_stream.Dataset(uris[0], **dataset)) as opened:
         if index:
-            _index(dataset, as_json)
+            _index(opened, as_json)
             return
-        report = dali_stream.tools.describe(dataset)
-        fill = _fill(dataset, image_size) if image_size else None
-    if as_json:
-        console.print_json(report.as_dict() | ({"frame_cache": fill._asdict()} if fill else {}))
-    else:
-        _say(report)
-        if fill:
-            console.say(
-                f"frame cache for {image_size}: {fill.size / 1e9:.3g} GB, filled in {_duration(fill.seconds)} at "
-                f"{fill.frames_per_s:.0f} frames/s"
-            )
+        report = dali_stream.tools.describe(opened)
+        fill = _fill(opened, image_size) if image_size else None
+    content = report.as_dict() | ({"frame_cache": fill._asdict()} if fill else {})
+    console.show(content if as_json else [*_dataset(report), *_filled(fill, image_size)])
     if not report.whole:
         raise typer.Exit(1)
 
 
-def _fill(dataset: dali_stream.Dataset, image_size: str) -> Fill:
+def _fill(dataset: dali_stream.Dataset, image_size: tuple[int, int] | str) -> Fill:
     from dali_stream.tools import stored_frames
 
-    return stored_frames.estimate(dataset, None if image_size == "recorded" else arguments.size("--image-size", image_size))
+    return stored_frames.estimate(dataset, None if isinstance(image_size, str) else image_size)
+
+
+def _filled(fill: Fill | None, image_size: tuple[int, int] | str) -> Iterator[str]:
+    if fill:
+        size = image_size if isinstance(image_size, str) else "x".join(map(str, image_size))
+        rate = f"filled in {_duration(fill.seconds)} at {fill.frames_per_s:.0f} frames/s"
+        yield f"frame cache for {size}: {fill.size / 1e9:.3g} GB, {rate}"
 
 
 def _index(dataset: dali_stream.Dataset, as_json: bool) -> None:
     with console.progress("reading indices") as show:
         report = dali_stream.tools.index(dataset, show)
-    if as_json:
-        console.print_json(report.as_dict())
-    else:
-        _say_index(report)
+    console.show(report.as_dict() if as_json else _indexed(report))
     if report.broken:
         raise typer.Exit(1)
 
 
-def _say_index(report: IndexReport) -> None:
-    console.say(
-        f"{counted(report.files, 'file')}: {console.megabytes(report.fetched_bytes)} fetched, "
-        f"{console.megabytes(report.cached_bytes)} from the cache"
-    )
+def _indexed(report: IndexReport) -> Iterator[str]:
+    fetched, cached = console.megabytes(report.fetched_bytes), console.megabytes(report.cached_bytes)
+    yield f"{counted(report.files, 'file')}: {fetched} fetched, {cached} from the cache"
     for error in list(report.broken.values())[:_BROKEN]:
-        console.say(f"broken: {error}")
+        yield f"broken: {error}"
     if len(report.broken) > _BROKEN:
-        console.say(f"and {len(report.broken) - _BROKEN} more broken files; --json lists all")
+        yield f"and {len(report.broken) - _BROKEN} more broken files; --json lists all"
 
 
-def _mixture(arguments: dict[str, Any], as_json: bool) -> None:
-    datasets = open_all(arguments.pop("datasets"))
+def _described(mixture: dict[str, Any]) -> MixtureReport:
+    """Return the report of a mixture, whose features need not fit together."""
+    opened = open_all(mixture.pop("datasets"))
     try:
-        report = describe_mixture(datasets, arguments.pop("keys", {}), **arguments)
+        return describe_mixture(opened, mixture.pop("keys", {}), **mixture)
     finally:
-        for dataset in datasets.values():
+        for dataset in opened.values():
             dataset.close()
-    if as_json:
-        console.print_json(dataclasses.asdict(report))
-        return
-    out = console.results()
+
+
+def _mixture(report: MixtureReport) -> Iterator[Table | str]:
     frames, hours = (sum(getattr(part, name) for part in report.datasets.values()) for name in ("frames", "hours"))
-    table = console.pairs()
-    table.add_row("mixture", f"{counted(len(report.datasets), 'dataset')}, {frames} frames, {hours:.3g} h")
-    table.add_row("epoch", f"{counted(report.epoch_samples, 'sample')} by {report.kind}")
-    out.print(table)
+    yield console.pairs([
+        ("mixture", f"{counted(len(report.datasets), 'dataset')}, {frames} frames, {hours:.3g} h"),
+        ("epoch", f"{counted(report.epoch_samples, 'sample')} by {report.kind}"),
+    ])  # fmt: skip
     columns = ("episodes", "frames", "fps", "hours", "share", "passes")
     table = console.table("dataset", *columns, "URI", right=columns)
     for name, part in report.datasets.items():
         numbers = (f"{part.fps:g}", f"{part.hours:.3g}", f"{part.share:.1%}", f"{part.passes:.3g}")
         table.add_row(name, str(part.episodes), str(part.frames), *numbers, part.uri)
-    out.print(table)
+    yield table
     if report.differences:
         table = console.table("differs in", *report.datasets, "")
         for key, have in report.differences.items():
             table.add_row(key, *(feature or "missing" for feature in have.values()), _remedy(report, key))
-        out.print(table)
+        yield table
     if report.warning:
-        console.say(f"Warning: {report.warning}")
+        yield f"Warning: {report.warning}"
 
 
 def _remedy(report: MixtureReport, key: str) -> str:
@@ -147,38 +140,40 @@ def _remedy(report: MixtureReport, key: str) -> str:
     return ", ".join(sizes if sizes and None not in report.differences[key].values() else [*sizes, "missing: pad"])
 
 
-def _say(report: DatasetReport) -> None:
-    out = console.results()
-    out.print(_summary(report))
-    out.print(_features(report))
+def _dataset(report: DatasetReport) -> Iterator[Table | str]:
+    yield console.pairs(_summary(report))
+    yield _features(report)
     if report.cameras:
-        out.print(_cameras(report))
-        out.print(_routes(report))
-    out.print(_tasks(report))
-    _say_missing(report)
+        yield _cameras(report)
+        yield _routes(report)
+    yield _tasks(report)
+    if report.missing:
+        yield f"{counted(len(report.missing), 'file')} missing:"
+    for path in report.missing[:_MISSING]:
+        yield f"  {path}"
+    if len(report.missing) > _MISSING:
+        yield f"  and {len(report.missing) - _MISSING} more; --json lists all"
 
 
-def _summary(report: DatasetReport) -> Table:
+def _summary(report: DatasetReport) -> Iterator[tuple[str, str]]:
     shortest, longest = report.episode_frames
-    sizes = ", ".join(f"{console.megabytes(count)} {kind}" for kind, count in report.bytes.items())
-    table = console.pairs()
-    table.add_row("dataset", report.address)
-    table.add_row("format", f"LeRobot {report.codebase_version}, robot {report.robot_type or 'unknown'}")
+    yield "dataset", report.address
+    yield "format", f"LeRobot {report.codebase_version}, robot {report.robot_type or 'unknown'}"
     length = counted(shortest, "frame") if shortest == longest else f"{shortest} to {longest} frames"
-    table.add_row("episodes", f"{report.episodes}, of {length}")
-    table.add_row("frames", f"{report.frames} at {report.fps:g} fps, {_duration(report.duration_s)}")
+    yield "episodes", f"{report.episodes}, of {length}"
+    yield "frames", f"{report.frames} at {report.fps:g} fps, {_duration(report.duration_s)}"
     for why in report.broken:
-        table.add_row("broken", why)
-    table.add_row("bytes", f"{console.megabytes(sum(report.bytes.values()))}: {sizes}")
-    return table
+        yield "broken", why
+    sizes = ", ".join(f"{console.megabytes(count)} {kind}" for kind, count in report.bytes.items())
+    yield "bytes", f"{console.megabytes(sum(report.bytes.values()))}: {sizes}"
 
 
 def _features(report: DatasetReport) -> Table:
-    table = console.table("feature", "dtype", "shape", "names")
-    for key, feature in report.features.items():
-        shape = " × ".join(map(str, feature.shape))
-        table.add_row(key, feature.dtype, shape, _names(feature.names))
-    return table
+    rows = (
+        (key, feature.dtype, " × ".join(map(str, feature.shape)), _names(feature.names))
+        for key, feature in report.features.items()
+    )
+    return console.table("feature", "dtype", "shape", "names", rows=rows)
 
 
 def _names(names: object) -> str:
@@ -234,15 +229,6 @@ def _tasks(report: DatasetReport) -> Table:
     if len(report.tasks) > _TASKS:
         table.add_row("", f"and {len(report.tasks) - _TASKS} more; --json lists all")
     return table
-
-
-def _say_missing(report: DatasetReport) -> None:
-    if report.missing:
-        console.say(f"{counted(len(report.missing), 'file')} missing:")
-    for path in report.missing[:_MISSING]:
-        console.say(f"  {path}")
-    if len(report.missing) > _MISSING:
-        console.say(f"  and {len(report.missing) - _MISSING} more; --json lists all")
 
 
 def _duration(seconds: float) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
-from dali_stream.cli import arguments, console
+from dali_stream.cli import arguments, console, kinds
 from dali_stream.errors import DaliStreamError, counted
 
 if TYPE_CHECKING:
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 _LINE_EVERY_S = 10.0  # time between two lines of progress if stderr is not a terminal
 
 
-@functools.partial(arguments.with_dataset_options, without=("cache_dir",))
+@arguments.with_options()
 def prepare(
-    options: arguments.DatasetOptions,
+    dataset: arguments.SourceOptions,
     uri: Annotated[str, typer.Argument(metavar="[URI]", help="The dataset.")],
     out: Annotated[str | None, typer.Argument(metavar="OUT", help="A new folder, or an address such as s3://.")] = None,
     for_: Annotated[
@@ -33,46 +34,28 @@ def prepare(
             help="Encoding that CPUs decode fast, that all GPUs decode, or that LeRobot writes.",
         ),
     ] = None,
-    size: Annotated[str | None, typer.Option(metavar="HxW", help="Size of all cameras' frames.")] = None,
+    size: Annotated[Any, kinds.frame_size(help="Size of all cameras' frames.")] = None,
     codec: Annotated[str | None, typer.Option(help="h264, hevc, av1 or vp9.")] = None,
-    gop: Annotated[
-        int | None,
-        typer.Option(metavar="N", parser=arguments.count, help="Distance of keyframes; 2 is best for single frames."),
-    ] = None,
-    crf: Annotated[
-        int | None,
-        typer.Option(metavar="N", parser=arguments.natural, help="Quality, lower is better. Default: close to the source."),
-    ] = None,
+    gop: Annotated[int | None, kinds.count(help="Distance of keyframes; 2 is best for single frames.")] = None,
+    crf: Annotated[int | None, kinds.natural(help="Quality, lower is better. Default: close to the source.")] = None,
     encoder: Annotated[str | None, typer.Option(help="cpu (default) or nvenc.")] = None,
     file_mb: Annotated[float | None, typer.Option(metavar="MB", help="Approximate size of a file, in MiB.")] = None,
-    rows_per_group: Annotated[
-        int | None, typer.Option(metavar="N", parser=arguments.count, help="Rows of a row group, of whole episodes.")
-    ] = None,
+    rows_per_group: Annotated[int | None, kinds.count(help="Rows of a row group, of whole episodes.")] = None,
     images_to_video: Annotated[bool, typer.Option("--images-to-video", help="Make videos of images in rows.")] = False,
     drop_broken: Annotated[
         bool, typer.Option("--drop-broken", help="Check all episodes first, and leave out those that cannot be read.")
     ] = False,
-    episodes: arguments.Episodes = None,
     episode_filter: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Only episodes with these values, such as '{\"success\": true}'.")
+        Any, kinds.json_object(help="Only episodes with these values, such as '{\"success\": true}'.")
     ] = None,
-    cameras: arguments.Cameras = None,
-    out_storage_options: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Storage options of OUT, such as credentials.")
-    ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(metavar="N", parser=arguments.count, help="Files at a time. Default: one per core.")
-    ] = None,
+    out_storage_options: Annotated[Any, kinds.json_object(help="Storage options of OUT, such as credentials.")] = None,
+    jobs: Annotated[int | None, kinds.count(help="Files at a time. Default: one per core.")] = None,
     executor: Annotated[
         str, typer.Option(metavar="local|slurm|ray", help="Executor: processes of this machine, or a cluster.")
     ] = "local",
-    files_per_job: Annotated[
-        int | None, typer.Option(metavar="N", parser=arguments.count, help="Files of a job of SLURM. Default: 1000 jobs.")
-    ] = None,
+    files_per_job: Annotated[int | None, kinds.count(help="Files of a job of SLURM. Default: 1000 jobs.")] = None,
     slurm_partition: Annotated[str | None, typer.Option(metavar="NAME", help="Partition of the jobs.")] = None,
-    slurm_time: Annotated[
-        int | None, typer.Option(metavar="MINUTES", parser=arguments.count, help="Time limit of a job.")
-    ] = None,
+    slurm_time: Annotated[int | None, kinds.count(metavar="MINUTES", help="Time limit of a job.")] = None,
     slurm_account: Annotated[str | None, typer.Option(metavar="NAME", help="Account of the jobs.")] = None,
     slurm_folder: Annotated[
         str, typer.Option(metavar="DIR", help="Folder that all nodes share, for the jobs' files.")
@@ -81,7 +64,7 @@ def prepare(
         str | None, typer.Option(metavar="ADDRESS", help="Address of a Ray cluster. Default: start Ray on this machine.")
     ] = None,
     as_status: Annotated[bool, typer.Option("--status", help="Print the state of the run that writes URI, and exit.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Rewrite a dataset of any version as LeRobot v3.0, with smaller frames, another codec, other files or fewer episodes.
 
@@ -92,25 +75,33 @@ def prepare(
     from dali_stream.tools.preparation.run import status
 
     if as_status:
-        state = status(out or uri, arguments.json_object("--out-storage-options", out_storage_options))
-        console.print_json(state.as_dict()) if as_json else console.say(state)
+        state = status(out or uri, out_storage_options)
+        console.show(state.as_dict() if as_json else [str(state)])
         return
     if out is None:
         raise ValueError("OUT must be a new folder or an address, got none")
-    wanted = arguments.json_object("--episode-filter", episode_filter)
-    selected = options.arguments(cameras=arguments.names(cameras), episodes=arguments.numbers("--episodes", episodes))
     settings: dict[str, Any] = {
-        "for_": for_, "size": arguments.size("--size", size), "codec": codec, "gop": gop, "crf": crf, "encoder": encoder,
+        "for_": for_, "size": size, "codec": codec, "gop": gop, "crf": crf, "encoder": encoder,
         "file_mb": file_mb, "rows_per_group": rows_per_group, "images_to_video": images_to_video, "drop_broken": drop_broken,
-        "episode_filter": None if wanted is None else lambda row: all(row.get(key) == value for key, value in wanted.items()),
-        "jobs": jobs, "out_storage_options": arguments.json_object("--out-storage-options", out_storage_options),
+        "episode_filter": None if episode_filter is None else functools.partial(_has, episode_filter),
+        "jobs": jobs, "out_storage_options": out_storage_options,
     }  # fmt: skip
     slurm = {"partition": slurm_partition, "time": slurm_time, "account": slurm_account}
     slurm = {name: value for name, value in slurm.items() if value is not None}
     settings |= _cluster(executor, jobs, files_per_job, slurm_folder, slurm, ray_address)
     with _shown() as show:
-        report = run(uri, out, **selected, **settings, progress=show)
-    _say(out, report, as_json)
+        report = run(uri, out, **dataset, **settings, progress=show)
+    console.show(report.as_dict() if as_json else _text(out, report))
+    if report.failed:
+        raise DaliStreamError(
+            f"{out}: {counted(len(report.failed), 'file')} could not be written. Fix the source, or give --drop-broken with a "
+            "new OUT, and run the command again"
+        )
+
+
+def _has(values: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Return whether the row of an episode has these values."""
+    return all(row.get(key) == value for key, value in values.items())
 
 
 def _cluster(
@@ -151,36 +142,22 @@ def _shown() -> Iterator[Callable[[PrepareStatus], None]]:
         yield (lambda state: bar(state.done, state.total, str(state))) if sys.stderr.isatty() else line
 
 
-def _say(out: str, report: PrepareReport, as_json: bool) -> None:
-    if as_json:
-        console.print_json(report.as_dict())
-    else:
-        _print(out, report)
-    if report.failed:
-        raise DaliStreamError(
-            f"{out}: {counted(len(report.failed), 'file')} could not be written. Fix the source, or give --drop-broken with a "
-            "new OUT, and run the command again"
-        )
-
-
-def _print(out: str, report: PrepareReport) -> None:
+def _text(out: str, report: PrepareReport) -> Iterator[Table | str]:
     table = console.table("camera", "files", "bytes", "encoder", "PSNR min", "mean", right=("files", "bytes"))
     for key, camera in report.cameras.items():
         psnr = ["" if value is None else f"{value:.1f} dB" for value in (camera.psnr_min, camera.psnr_mean)]
         table.add_row(key, str(camera.files), console.megabytes(camera.bytes), camera.encoder or "copied", *psnr)
     if report.cameras:
-        console.results().print(table)
+        yield table
     for title, broken in (("file", report.failed), ("left-out episode", report.dropped)):
         if broken:
-            lost = console.table(title, "why")
+            lost = console.table(title, "why", rows=broken.items())
             lost.columns[0].no_wrap = True  # so that users can copy paths
-            for name, why in broken.items():
-                lost.add_row(name, why)
-            console.results().print(lost)
+            yield lost
     if not report.failed:
         outcome = (
             "nothing to do, since all files exist"
             if not report.written
             else f"{counted(report.written, 'file')} written and verified"
         )
-        console.say(f"{out}: {counted(report.episodes, 'episode')}, {counted(report.frames, 'frame')}; {outcome}")
+        yield f"{out}: {counted(report.episodes, 'episode')}, {counted(report.frames, 'frame')}; {outcome}"

@@ -13,55 +13,36 @@ import typer
 import dali_stream
 from dali_stream import Dataset, DatasetError, Mixture
 from dali_stream.checks.text import listed
-from dali_stream.cli import arguments, console, runs
+from dali_stream.cli import arguments, console, datasets, kinds, runs
 from dali_stream.errors import counted
 from dali_stream.run import description
 
 _PLOTTED = 4  # maximum number of episodes of a dataset without cameras
 _SAMPLES = 8  # default number of samples of a dataset
-_NUMBER = {"metavar": "N", "parser": arguments.natural}
 _ACTION = "Give the key of a feature with --action"
 
 
-@arguments.with_dataset_options
+@arguments.with_options(image_size=kinds.RECORDED, delta_timestamps=None, normalize=None, seed=None)
 def preview(
-    options: arguments.DatasetOptions,
+    dataset: arguments.DatasetOptions,
+    loader: arguments.LoaderOptions,
     uris: Annotated[
         list[str] | None,
         typer.Argument(metavar="URI...", help="The dataset; or several, or a mixture file. Optional with --config."),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="PNG", help="Output file.")] = Path("sheet.png"),
+    out: Annotated[Path, kinds.png(help="Output file.")] = Path("sheet.png"),
     batch_size: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", parser=arguments.count, help="Samples on the sheet. Default: 8, or the whole batch of a run."
-        ),
-    ] = None,
-    window: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="CAMERA=SECONDS",
-            help="A camera's window, relative to the current frame: 'observation.images.top=-0.1,0'. May be repeated. With "
-            "--plots, also the window of a feature.",
-        ),
-    ] = None,
-    image_size: Annotated[str | None, typer.Option(metavar="HxW", help="Resize frames, like Loader(image_size=...).")] = None,
-    seed: Annotated[
-        int | None, typer.Option(**_NUMBER, help="Seed of the order; another seed shows other frames. Default: 0.")
+        kinds.count(help="Samples on the sheet. Default: 8, or the whole batch of a run."),
     ] = None,
     plots: Annotated[bool, typer.Option("--plots", help="Plot actions and states below the frames.")] = False,
     action: arguments.Action = None,
-    normalize: Annotated[
-        str | None, typer.Option(metavar="MODE", help="Normalize actions and states: mean_std, min_max or quantiles.")
-    ] = None,
     dali_graph: runs.GraphFunction = None,
     config: runs.ConfigFile = None,
     state: runs.StateFile = None,
-    epoch: Annotated[int | None, typer.Option(**_NUMBER, help="Epoch of a run's batch.")] = None,
-    batch: Annotated[int | None, typer.Option(**_NUMBER, help="Number of a run's batch in its epoch, from 0.")] = None,
-    rank: Annotated[int, typer.Option(**_NUMBER, help="Rank of the batch of a run.")] = 0,
-    episodes: arguments.Episodes = None,
-    cameras: arguments.Cameras = None,
+    epoch: Annotated[int | None, kinds.natural(help="Epoch of a run's batch.")] = None,
+    batch: Annotated[int | None, kinds.natural(help="Number of a run's batch in its epoch, from 0.")] = None,
+    rank: Annotated[int, kinds.natural(help="Rank of the batch of a run.")] = 0,
 ) -> None:
     """Draw the first batch of an epoch as the model sees it, captioned with tasks and indices.
 
@@ -69,39 +50,24 @@ def preview(
     augmentation, actions and states are those of the run. For a dataset without cameras, plot state and action of up to four
     episodes, which are vectors of floats. For several datasets or a mixture file, draw a batch of their mixture.
     """
-    arguments.png("--out", out)
     if config is not None or state is not None:
-        fixed: dict[str, object] = {
-            "--window": window,
-            "--image-size": image_size,
-            "--seed": seed,
-            "--normalize": normalize,
-            "--clock": options.clock,
-            "--action": action,
-        }
-        fixed |= {"--episodes": episodes, "--cameras": cameras, "--tolerance-s": options.tolerance_s}
+        fixed = {"window": loader.pop("delta_timestamps"), **loader, "action": action}
+        fixed |= {name: dataset.get(name) for name in ("clock", "tolerance_s", "episodes", "cameras")}
         _refuse(fixed, "must not be given with --config, which has it")
-        sheet = _of_run(config, state, uris or [], options.arguments(), epoch, batch, rank, dali_graph)
+        sheet = _of_run(config, state, uris or [], dataset, epoch, batch, rank, dali_graph)
     else:
         if not uris:
             raise ValueError("URI must be given, or --config")
-        _refuse({"--epoch": epoch, "--batch": batch, "--rank": rank or None}, "must be given with --config")
-        size, windows = arguments.size("--image-size", image_size), arguments.windows("--window", window or [])
-        selected = options.arguments(cameras=arguments.names(cameras), episodes=arguments.numbers("--episodes", episodes))
+        _refuse({"epoch": epoch, "batch": batch, "rank": rank or None}, "must be given with --config")
         batch_size = batch_size or _SAMPLES
-        with (
-            console.progress("decoding a batch"),
-            arguments.opened_mixture(uris, **selected) as dataset,
-        ):
-            arguments.check_action(action, dataset)
-            if not dataset.cameras and isinstance(dataset, Dataset):
-                _plot(dataset, out, batch_size, action)
+        with console.progress("decoding a batch"), datasets.opened(uris, dataset) as opened:
+            datasets.check_action(action, opened)
+            if not opened.cameras and isinstance(opened, Dataset):
+                _plot(opened, out, batch_size, action)
                 return
-            loader = {"batch_size": batch_size, "delta_timestamps": windows, "image_size": size, "seed": seed or 0}
             graph = runs.graph("--dali-graph", dali_graph)
-            sheet = _of_dataset(
-                dataset, plots or not dataset.cameras, action, loader | {"normalize": normalize, "dali_graph": graph}
-            )
+            loaded = {**loader, "batch_size": batch_size, "seed": loader["seed"] or 0, "dali_graph": graph}
+            sheet = _of_dataset(opened, plots or not opened.cameras, action, loaded)
     _save(sheet, out, batch_size, plots)
 
 
@@ -137,7 +103,7 @@ def _of_run(
     config: Path | None,
     state: Path | None,
     uris: list[str],
-    where: dict[str, Any],
+    where: arguments.DatasetOptions,
     epoch: int | None,
     batch: int | None,
     rank: int,
@@ -154,7 +120,7 @@ def _of_run(
     graph = runs.graph("--dali-graph", dali_graph, described["dali_graph"])
     with (
         console.progress("decoding a batch"),
-        closing(description.open_described(described["dataset"], where | {"uri": uris[0] if uris else None})) as dataset,
+        closing(description.open_described(described["dataset"], {**where, "uri": uris[0] if uris else None})) as dataset,
     ):
         if epoch is None or batch is None:
             assert saved is not None
@@ -183,8 +149,9 @@ def _save(drawn: _Sheet, out: Path, most: int | None, plots: bool) -> None:
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:
-    if named := [name for name, value in options.items() if value not in (None, [])]:
-        raise ValueError(f"{named[0]} {why}")
+    """Raise ValueError if one of these options has a value."""
+    if given := [name for name, value in options.items() if value is not None and value != {}]:
+        raise ValueError(f"--{given[0].replace('_', '-')} {why}")
 
 
 def _name(dataset: Dataset | Mixture) -> str:

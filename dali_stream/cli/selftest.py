@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dali_stream.cli import console
+from dali_stream.cli import arguments, console
 
 
 def selftest(
@@ -16,7 +16,7 @@ def selftest(
     limit: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time limit in all.")] = 460.0,
     speed: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time per speed measurement.")] = 1.0,
     out: Annotated[Path | None, typer.Option(metavar="JSON", help="File for the report, written after each stage.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object instead of tables.")] = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Test NVDEC through DALI on this machine: frames and colours (also on a busy GPU), memory, and speed compared with
     torchcodec.

@@ -8,23 +8,17 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from dali_stream.cli import arguments, console
+from dali_stream.cli import arguments, console, datasets, kinds
 from dali_stream.dataset import Dataset
 from dali_stream.errors import counted
 from dali_stream.mixture import Mixture
 
 
-@arguments.with_dataset_options
+@arguments.with_options()
 def stats(
-    options: arguments.DatasetOptions,
+    dataset: arguments.DatasetOptions,
     uri: arguments.Uri,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="A new file. Default: standard output.")] = None,
-    episodes: arguments.Episodes = None,
-    cameras: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Only these cameras, separated by commas; '' for none.")
-    ] = None,
+    out: Annotated[Path | None, kinds.new_file(help="A new file. Default: standard output.")] = None,
 ) -> None:
     """Compute statistics as LeRobot defines them, as JSON in the form of meta/stats.json.
 
@@ -35,17 +29,13 @@ def stats(
     For a mixture file, the JSON has the statistics of each dataset by its name. Write them into the file, as the `stats` of the
     dataset.
     """
-    if out is not None and (out.exists() or not out.absolute().parent.is_dir()):
-        reason = "exists" if out.exists() else "is in a folder that does not exist"
-        raise ValueError(f"--out must be a new file in an existing folder, got {str(out)!r}, which {reason}")
-    place = options.arguments(cameras=arguments.names(cameras), episodes=arguments.numbers("--episodes", episodes))
-    with arguments.opened_mixture([uri], **place) as dataset:
-        if isinstance(dataset, Mixture):
-            computed = {name: _computed(part, f"{name}: episodes") for name, part in dataset.datasets.items()}
-            size = f"{counted(len(computed), 'dataset')} with {counted(dataset.num_episodes, 'episode')}"
+    with datasets.opened([uri], dataset) as opened:
+        if isinstance(opened, Mixture):
+            computed = {name: _computed(part, f"{name}: episodes") for name, part in opened.datasets.items()}
+            size = f"{counted(len(computed), 'dataset')} with {counted(opened.num_episodes, 'episode')}"
         else:
-            computed = _computed(dataset, "episodes")
-            size = f"{counted(len(computed), 'feature')} in {counted(dataset.num_episodes, 'episode')}"
+            computed = _computed(opened, "episodes")
+            size = f"{counted(len(computed), 'feature')} in {counted(opened.num_episodes, 'episode')}"
     if out is None:
         sys.stdout.write(_json(computed))
         return

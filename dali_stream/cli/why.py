@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dali_stream.cli import arguments, console
+from dali_stream.cli import arguments, console, kinds
 
 if TYPE_CHECKING:
     from dali_stream.tools.remedies import Speed, WhyReport
@@ -14,38 +14,20 @@ if TYPE_CHECKING:
 _FULL = 0.95  # minimum share of the needed batches per second at which a Loader keeps up
 
 
-@arguments.with_dataset_options
+@arguments.with_options(
+    batch_size=64, image_size=kinds.RECORDED, image_dtype="float32", delta_timestamps=None, consumers=None, device="auto",
+    num_threads=None, memory_budget=None, frame_cache=None, frame_cache_bytes=None,
+)  # fmt: skip
 def why(
-    options: arguments.DatasetOptions,
+    dataset: arguments.DatasetOptions,
+    loader: arguments.LoaderOptions,
     uri: arguments.Uri,
-    image_size: Annotated[str | None, typer.Option(metavar="HxW", help="Size of the frames. Default: as recorded.")] = None,
-    image_dtype: Annotated[str, typer.Option(metavar="uint8|float32", help="Type of the frames.")] = "float32",
-    batch_size: Annotated[int, typer.Option(metavar="N", parser=arguments.count, help="Samples per batch.")] = 64,
-    window: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=SECONDS", help="A window, such as 'observation.images.top=-0.1,0'. May be repeated."),
-    ] = None,
-    num_threads: Annotated[
-        int | None, typer.Option(metavar="N", parser=arguments.count, help="Decode threads. Default: the number of cores.")
-    ] = None,
-    memory_budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory for caches and prefetching. Default: up to 4GiB.")
-    ] = None,
-    consumers: Annotated[
-        int | None, typer.Option(metavar="N", parser=arguments.count, help="Consumers of the order. Default: fits the batch.")
-    ] = None,
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Device of the batches.")] = "auto",
     step_ms: Annotated[
         float | None, typer.Option(metavar="MS", help="Milliseconds of a training step without loading, on the GPU.")
     ] = None,
-    epochs: Annotated[
-        int, typer.Option(metavar="N", parser=arguments.count, help="Epochs of the run, from which gains are computed.")
-    ] = 10,
-    cameras: arguments.Cameras = None,
-    frame_cache: arguments.FrameCache = None,
-    frame_cache_bytes: arguments.FrameCacheBytes = None,
+    epochs: Annotated[int, kinds.count(help="Epochs of the run, from which gains are computed.")] = 10,
     anyway: Annotated[bool, typer.Option("--anyway", help="Predict even if other processes use the cores.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Say which stage limits a Loader on this machine, and predict the batches per second after each remedy.
 
@@ -57,18 +39,12 @@ def why(
 
     if step_ms is not None and step_ms <= 0:
         raise ValueError(f"--step-ms must be greater than 0, got {step_ms:g}")
-    loader = {
-        "image_size": arguments.size("--image-size", image_size), "image_dtype": image_dtype, "batch_size": batch_size,
-        "delta_timestamps": arguments.windows("--window", window or []), "num_threads": num_threads,
-        "memory_budget": memory_budget, "consumers": consumers, "device": device, "frame_cache": frame_cache,
-        "frame_cache_bytes": frame_cache_bytes,
-    }  # fmt: skip
     with console.progress(enabled=not as_json) as show:
         report = study(
             uri,
             step_s=None if step_ms is None else step_ms / 1000,
             epochs=epochs,
-            dataset=options.arguments(cameras=arguments.names(cameras)),
+            dataset=dataset,
             loader=loader,
             anyway=anyway,
             progress=lambda text: show(0, 1, text),

@@ -66,7 +66,7 @@ def of_messages() -> list[str]:
 
 
 def filled(command: str) -> str:
-    words = command.split()
+    words = command.replace("{}x{}", "48x64").split()
     return " ".join(VALUES[before] if word == "{}" else word for before, word in zip(["", *words], words, strict=False))
 
 
@@ -142,7 +142,6 @@ def places(
             "FILE": "stats.json",
             "KEY": "action",
             "NAME": "",  # see `fill`
-            "{}x{}": "48x64",
             "h264{}": "h264",
         }
 
