@@ -167,7 +167,7 @@ class Clock:
         """Measure a first epoch and a later one. If an epoch has few batches, repeat this with new Loaders."""
         first: list[dict[str, float]] = []
         later: list[dict[str, float]] = []
-        began, started = _cpu_seconds(), time.perf_counter()
+        began, started = cpu_seconds(), time.perf_counter()
         while sum(growth["batches"] for growth in first) < self._least:
             with Loader(measurement.part, **self._options | {"last_batch": "drop"} | measurement.changed) as loader:
                 config, graph = loader._config, loader._config.uses_dali(loader._config.cached(loader.routes))
@@ -176,7 +176,7 @@ class Clock:
                     raise ValueError(f"dataset must have 2 batches of {size} samples or more. Give a smaller batch_size")
                 first.append(_growth(loader))
                 later.append(_growth(loader))
-        ended, seconds, share = _cpu_seconds(), time.perf_counter() - started, 0.0
+        ended, seconds, share = cpu_seconds(), time.perf_counter() - started, 0.0
         if began and ended:
             others = max((ended[0] - began[0]) - (ended[1] - began[1]), 0.0)
             everything = seconds * len(os.sched_getaffinity(0))
@@ -184,7 +184,7 @@ class Clock:
         measurement.rounds.append(Round(*(_epoch(config, graph, growths, share) for growths in (first, later))))
 
 
-def _cpu_seconds() -> tuple[float, float] | None:
+def cpu_seconds() -> tuple[float, float] | None:
     """Return the CPU seconds that the cores of this process were busy, and those that this process and its children used.
 
     None on systems without `/proc/stat`.
