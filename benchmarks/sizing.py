@@ -83,7 +83,7 @@ def rates(source: str, folder: Path, rounds: int) -> dict[str, Any]:
     for number in range(rounds):
         for key, copy in list(copies.items())[:: -1 if number % 2 else 1]:
             with contextlib.closing(Dataset(copy)) as dataset:
-                report = run(dataset, "single", 100, 2, LOADER, "cpu", {"source": None}, lambda *_: None)
+                report = run(dataset, "single", 10, 2, LOADER, "cpu", {"source": None}, lambda *_: None)
             assert report is not None
             measured[key].append(report["cpu_ms"])
     found = []

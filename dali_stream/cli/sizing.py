@@ -18,7 +18,7 @@ EXTRAPOLATED = (
     "cores are as fast as those here, that the training program of each rank takes 1 core, and that all ranks share a network "
     "like the one here."
 )
-_LITTLE = 0.005  # smallest use of a resource that is shown
+_LITTLE = 0.005  # smallest use of a resource to print
 
 
 def add_rows(table: Table, sizing: Sizing) -> None:
@@ -29,7 +29,7 @@ def add_rows(table: Table, sizing: Sizing) -> None:
         cores = f"{need.cores:.1f} ({low:.1f} to {high:.1f}) of {counted(node.cores, 'core')}"
         table.add_row(f"{name} needs", f"{cores}: {_verdict(need, node.cores)}")
         use = ", ".join(f"{resource} {share:.0%}" for resource, share in need.use.items() if share >= _LITTLE)
-        table.add_row("", f"{need.first} run{'s' * (not need.first.endswith('s'))} out first. Use during a step: {use}")
+        table.add_row("", f"first to run out: {need.first}; use during a step: {use}")
     of = f"of {counted(node.ranks, 'rank')}"
     whole = console.megabytes(sizing.memory_for_all_frames)
     table.add_row("memory", f"{console.megabytes(sizing.memory)} {of}; {whole} if each rank holds all decoded frames")

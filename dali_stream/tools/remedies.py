@@ -1,4 +1,4 @@
-"""Remedies for a slow loader: what may help, measured or computed for the dataset and the machine at hand."""
+"""Remedies for a slow loader: what may help, measured or computed for a dataset and a machine."""
 
 from __future__ import annotations
 

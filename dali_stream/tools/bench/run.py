@@ -108,7 +108,7 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
           `Loader.stats`.
         - `bottleneck`: Result of `Loader.bottleneck` on the rank that waits most.
         - `cpu_ms`: CPU milliseconds of the decode threads per decoded frame, of copying per delivered frame, and of the planner
-          per sample. None if nothing was decoded or delivered.
+          per sample, of all batches. None if nothing was decoded or delivered.
         - `decoded_per_delivered_frame`, `unique_episodes_per_batch`, `cpu_s_per_sample`: Means over all ranks.
         - `peak_rss_bytes`, `peak_gpu_bytes`: Maximum over all ranks.
         - `routes`, `timeline`, `consumers`, `episode_pool_size`, `num_threads`, `memory_budget`: Those of rank 0.
@@ -121,10 +121,22 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         **_timed(ranks, nodes),
         "later_epochs": _timed(later, nodes) if all(later) else None,
         **{key: max(rank[key] for rank in ranks) for key in ("first_batch_latency_s", "peak_rss_bytes")},
+        "cpu_ms": _cpu_ms([rank["totals"] for rank in ranks]),
         **{key: main[key] for key in ("device", "routes", "timeline", *_CHOSEN)},
         **environment.ran_on(main["device"]),
     }
     return environment.without_folders(report)
+
+
+def _cpu_ms(ranks: list[dict[str, float]]) -> dict[str, float | None]:
+    """Return the CPU milliseconds of each kind of work. See `node_report`."""
+    kinds = {
+        "decoded_frame": ("decode_cpu_s", "decoded_frames"),
+        "delivered_frame": ("copy_cpu_s", "frames"),
+        "sample": ("plan_cpu_s", "samples"),
+    }
+    totals = {key: sum(rank[key] for rank in ranks) for keys in kinds.values() for key in keys}
+    return {name: totals[cpu] * 1e3 / totals[number] if totals[number] else None for name, (cpu, number) in kinds.items()}
 
 
 def _timed(ranks: list[dict[str, Any]], nodes: int) -> dict[str, Any]:
@@ -143,11 +155,6 @@ def _timed(ranks: list[dict[str, Any]], nodes: int) -> dict[str, Any]:
         "bottleneck": max(ranks, key=lambda rank: float(rank["sums"]["wait_s"]))["bottleneck"],
         "decoded_per_delivered_frame": sums["decoded_frames"] / sums["frames"] if sums["frames"] else None,
         "cpu_s_per_sample": sum(rank["cpu_s"] for rank in ranks) / samples,
-        "cpu_ms": {
-            "decoded_frame": sums["decode_cpu_s"] * 1e3 / sums["decoded_frames"] if sums["decoded_frames"] else None,
-            "delivered_frame": sums["copy_cpu_s"] * 1e3 / sums["frames"] if sums["frames"] else None,
-            "sample": sums["plan_cpu_s"] * 1e3 / samples,
-        },
         **{f"{key}_total": sums[key] for key in ("decode_s", "fetch_s", "wait_s")},
         "stage_s_total": {key: sums[key] for keys in STAGES.values() for key in keys},
         **{key: sums[key] for key in ("fetched_bytes", "needed_bytes", "cached_bytes", "requests", "retries", "substituted")},
