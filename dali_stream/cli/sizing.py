@@ -33,9 +33,11 @@ def add_rows(table: Table, sizing: Sizing) -> None:
     of = f"of {counted(node.ranks, 'rank')}"
     whole = console.megabytes(sizing.memory_for_all_frames)
     table.add_row("memory", f"{console.megabytes(sizing.memory)} {of}; {whole} if each rank holds all decoded frames")
-    table.add_row("local disk", f"{console.megabytes(sizing.frame_cache)} for a frame_cache with all decoded frames")
-    rate = console.megabytes(sizing.network)
-    table.add_row("network", f"{rate}/s if the data are remote, until a cache_dir has all {console.megabytes(sizing.videos)}")
+    if sizing.frame_cache:
+        table.add_row("local disk", f"{console.megabytes(sizing.frame_cache)} for a frame_cache with all decoded frames")
+    if sizing.videos:
+        rate, videos = console.megabytes(sizing.network), console.megabytes(sizing.videos)
+        table.add_row("network", f"{rate}/s of video if the data are remote, until a cache_dir has all {videos}")
 
 
 def _verdict(need: Need, cores: int) -> str:

@@ -106,7 +106,7 @@ class Sizing:
         memory: Bytes of memory of all ranks: their `memory_budget`, and the rest of their processes.
         memory_for_all_frames: The same if each rank holds all decoded frames, so that later epochs decode nothing.
         frame_cache: Bytes of a frame cache on disk with all decoded frames, which all ranks share.
-        videos: Bytes of encoded video, which a `cache_dir` takes for a remote dataset.
+        videos: Bytes of encoded video, which a `cache_dir` takes for a remote dataset. 0 if the cameras are images.
         network: Bytes of encoded video per second that a remote dataset takes while nothing is cached.
     """
 

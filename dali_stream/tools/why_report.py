@@ -132,7 +132,7 @@ def why(
 
 
 def _node(ranks: int | None, node_cores: int | None, step_s: float | None, options: Mapping[str, Any]) -> Node | None:
-    """Return the node to size, or None if there is none."""
+    """Return the node to size, or None if nothing is to be sized."""
     if ranks is None and node_cores is None:
         return None
     if step_s is None:
