@@ -30,6 +30,7 @@ from typing import Any
 from argument_types import count, new_file
 
 from dali_stream import Dataset, Loader
+from dali_stream.errors import counted
 from dali_stream.system.process import cores
 from dali_stream.tools import Node, environment, prepare
 from dali_stream.tools.bench import run
@@ -142,7 +143,7 @@ def check(path: str, episodes: int, repeat: int) -> dict[str, Any]:
             predicted = case["predicted_batches_per_s" if key == "batches_per_s" else "predicted_cpu_s"]
             case[f"{key}_inside"], case[f"{key}_error"] = inside, predicted / middle - 1
             print(
-                f"{case['cores']} cores, {case['ranks']} ranks: predicted {predicted:.4g} ({low:.4g} to {high:.4g}) {name}, "
+                f"{counted(case['cores'], 'core')}, {counted(case['ranks'], 'rank')}: predicted {predicted:.4g} ({low:.4g} to {high:.4g}) {name}, "
                 f"measured {middle:.4g}, error {predicted / middle - 1:+.0%}, {inside} of {len(values)} inside",
                 flush=True,
             )
