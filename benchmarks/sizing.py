@@ -142,8 +142,9 @@ def check(path: str, episodes: int, repeat: int) -> dict[str, Any]:
             inside, middle = sum(low <= value <= high for value in values), statistics.median(values)
             predicted = case["predicted_batches_per_s" if key == "batches_per_s" else "predicted_cpu_s"]
             case[f"{key}_inside"], case[f"{key}_error"] = inside, predicted / middle - 1
+            where = f"{counted(case['cores'], 'core')}, {counted(case['ranks'], 'rank')}"
             print(
-                f"{counted(case['cores'], 'core')}, {counted(case['ranks'], 'rank')}: predicted {predicted:.4g} ({low:.4g} to {high:.4g}) {name}, "
+                f"{where}: predicted {predicted:.4g} ({low:.4g} to {high:.4g}) {name}, "
                 f"measured {middle:.4g}, error {predicted / middle - 1:+.0%}, {inside} of {len(values)} inside",
                 flush=True,
             )
