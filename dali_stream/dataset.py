@@ -243,6 +243,24 @@ class Dataset(DatasetFiles):
         rest.skips_images = self.skips_images or any(self.features[key].is_image for key in keys)
         return rest
 
+    def with_stats(self, stats: Mapping[str, Mapping[str, npt.ArrayLike]]) -> Dataset:
+        """Return the same dataset with other statistics for `normalize`. The datasets share open files.
+
+            parts = dataset.split({"train": 0.9, "val": 0.1})
+            stats = parts["train"].compute_stats(["action", "observation.state"])
+            parts = {name: part.with_stats(stats) for name, part in parts.items()}
+
+        Args:
+            stats: Statistics in the form that `compute_stats` returns, as arrays or nested lists.
+
+        Raises:
+            ValueError: If `stats` has another form.
+        """
+        changed = object.__new__(type(self))
+        vars(changed).update(vars(self))
+        changed.own_stats = _own_stats(stats)
+        return changed
+
     def part(self, rows: npt.NDArray[np.int64]) -> Dataset:
         """Return the same dataset with only some of the selected episodes. The datasets share open files.
 
@@ -309,8 +327,8 @@ class Dataset(DatasetFiles):
     ) -> Stats:
         """Compute statistics of the selected episodes as LeRobot defines them.
 
-        Pass them to `Dataset(stats=...)` to exclude validation episodes from normalization. Memory does not grow with the
-        dataset, because rows are read one episode at a time.
+        Pass them to `with_stats` or `Dataset(stats=...)` to exclude validation episodes from normalization. Memory does not
+        grow with the dataset, because rows are read one episode at a time.
 
         Args:
             keys: Features to compute. Default: the selected cameras and all features except text.

@@ -53,6 +53,7 @@ def test_rates_are_what_came_over_the_time_that_it_took(
     assert found["bottleneck"]["stage"] != "training", "there is no model"
     assert re.match("Decoding|Copying|The DALI graph|Packing|Reading|Resizing|The decode", found["bottleneck"]["text"])
     assert found["cpu_s_per_sample"] > 0
+    assert all(0 < found["cpu_ms"][work] < 1000 for work in ("decoded_frame", "delivered_frame", "sample"))
     # A GOP has two frames, and a window clamps and repeats some; what was under way at either end counts on one side only.
     assert 0.2 < found["decoded_per_delivered_frame"] < 5
     assert 1 <= found["unique_episodes_per_batch"] <= 6
@@ -78,6 +79,7 @@ def test_later_epochs_are_timed_apart_if_all_frames_fit_in_memory(
     assert main(["bench", str(small), *SHORT]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert re.search(r"first epoch \d+ frames/s", text)
+    assert re.search(r"ms a sample; [\d.]+ ms to decode a frame, [\d.]+ ms to copy a frame, [\d.]+ ms to plan a sample", text)
     assert re.search(r"later epochs \d+ frames/s.* decode nothing, because all frames fit in memory_budget", text)
 
 

@@ -312,6 +312,20 @@ def test_validation_has_no_part_in_statistics_that_are_given(demo: Path) -> None
         np.testing.assert_allclose(found[STATE], expected, atol=2e-4, rtol=1e-4)
 
 
+def test_parts_get_the_statistics_of_the_training_part_without_being_opened_again(demo: Path) -> None:
+    parts = Dataset(demo).split({"train": 0.5, "val": 0.5})
+    stats = parts["train"].compute_stats([STATE])
+    for part in parts.values():
+        own, opened = part.with_stats(stats), Dataset(demo, episodes=part.episodes.tolist(), stats=stats)
+        assert own.store is part.store
+        assert own.fingerprint == part.fingerprint == opened.fingerprint
+        for found, expected in zip(*(batches(each, normalize={STATE: "mean_std"}) for each in (own, opened)), strict=True):
+            torch.testing.assert_close(found[STATE], expected[STATE], rtol=0, atol=0)
+    assert parts["val"].stats[STATE]["count"] != stats[STATE]["count"], "the part itself keeps its own"
+    with pytest.raises(ValueError, match="stats must be"):
+        parts["val"].with_stats({STATE: [1, 2]})  # type: ignore[dict-item]
+
+
 def test_statistics_that_are_given_change_no_order_and_no_state(demo: Path) -> None:
     plain = Dataset(demo, episodes=[0, 1])
     own = Dataset(demo, episodes=[0, 1], stats=plain.compute_stats([ACTION]))

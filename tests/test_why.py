@@ -24,7 +24,7 @@ from dali_stream.decode import torchcodec_decoder
 from dali_stream.run.bottleneck import Bottleneck
 from dali_stream.system import process
 from dali_stream.tools import why
-from dali_stream.tools.speed_model import Work, predicted, work_of
+from dali_stream.tools.speed_model import Work, work_of
 
 SETTINGS: dict[str, Any] = {"batch_size": 8, "image_size": (32, 40), "image_dtype": "uint8", "device": "cpu"}
 STEP_S = 0.02
@@ -134,8 +134,8 @@ def test_the_busiest_resource_determines_the_model() -> None:
     work = Work(decode=0.2, plan=0.001, copy=0.01, deliver=0.01, threads=2, cores=16)
     assert work.limit == "decode threads"
     assert work.seconds == pytest.approx(0.1, rel=0.01)
-    assert predicted(0.12, work, work) == pytest.approx(0.12)
-    assert predicted(0.12, work, work.scaled(decode=0.5)) == pytest.approx(0.06, rel=0.01), "in proportion"
+    assert work.times(1.2).seconds == pytest.approx(0.12)
+    assert work.scaled(decode=0.5).times(1.2).seconds == pytest.approx(0.06, rel=0.01), "in proportion"
     assert work.scaled(decode=0.0).limit == "copying"
     assert Work(0.2, 0.001, 0.01, 0.01, network=0.3, threads=2, cores=16).limit == "network"
     assert Work(0.2, 0.1, 0.1, 0.1, threads=4, cores=2).limit == "CPU cores"

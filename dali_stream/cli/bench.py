@@ -75,6 +75,13 @@ def _speed(report: dict[str, Any]) -> str:
     return f"{report['frames_per_s_node']:.0f} frames/s, {report['samples_per_s']:.0f} samples/s, per node"
 
 
+def _cpu(ms: dict[str, float | None]) -> str:
+    """Return the CPU time of the threads as text, without those that did nothing."""
+    names = {"decoded_frame": "decode a frame", "delivered_frame": "copy a frame", "sample": "plan a sample"}
+    parts = [f"{ms[key]:.2f} ms to {name}" for key, name in names.items() if ms[key] is not None]
+    return f"; {', '.join(parts)}"
+
+
 def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the names and values of the table."""
     from dali_stream.tools.bench import stage_seconds
@@ -98,7 +105,7 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"In later epochs: {later['bottleneck']['text']}"
     for who, seconds in stage_seconds(report).items():
         yield who, ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
-    yield "CPU", f"{report['cpu_s_per_sample'] * 1e3:.2f} ms a sample"
+    yield "CPU", f"{report['cpu_s_per_sample'] * 1e3:.2f} ms a sample{_cpu(report['cpu_ms'])}"
     decoded = report["decoded_per_delivered_frame"]
     yield "decoded", "no video" if decoded is None else f"{decoded:.2f} frames per delivered frame"
     fetched, hits = (console.megabytes(report[key]) for key in ("fetched_bytes", "cached_bytes"))

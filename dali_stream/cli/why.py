@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dali_stream.cli import arguments, console, kinds
+from dali_stream.cli import arguments, console, kinds, sizing
 
 if TYPE_CHECKING:
-    from dali_stream.tools.remedies import Speed, WhyReport
+    from dali_stream.tools.measuring import Speed
+    from dali_stream.tools.why_report import WhyReport
 
+_RANGES = "the smallest and the largest"
 _FULL = 0.95  # minimum share of the needed batches per second at which a Loader keeps up
 
 
@@ -25,6 +27,8 @@ def why(
     step_ms: Annotated[
         float | None, typer.Option(metavar="MS", help="Milliseconds of a training step without loading, on the GPU.")
     ] = None,
+    ranks: Annotated[int | None, kinds.count(help="Ranks of a node to size, one per GPU.")] = None,
+    node_cores: Annotated[int | None, kinds.count("--cores", help="Cores of this node. Default: those here.")] = None,
     epochs: Annotated[int, kinds.count(help="Epochs of the run, from which gains are computed.")] = 10,
     anyway: Annotated[bool, typer.Option("--anyway", help="Predict even if other processes use the cores.")] = False,
     as_json: arguments.Json = False,
@@ -34,6 +38,9 @@ def why(
     The command streams a part of the dataset, or of a mixture file. To measure `prepare`, it rewrites a few episodes into a
     temporary folder. Each rate is measured three times, in turns with the others. This takes about a minute. If other processes
     use more than a fifth of the cores meanwhile, the command predicts nothing, unless --anyway is given.
+
+    With --ranks or --cores, and --step-ms, it predicts for a node with these ranks and cores: whether they are enough, what
+    runs out first, and the memory, disk and network that training needs.
     """
     from dali_stream.tools import why as study
 
@@ -44,6 +51,8 @@ def why(
             uri,
             step_s=None if step_ms is None else step_ms / 1000,
             epochs=epochs,
+            ranks=ranks,
+            node_cores=node_cores,
             dataset=dataset,
             loader=loader,
             anyway=anyway,
@@ -68,6 +77,8 @@ def _print(report: WhyReport) -> None:
         ]
         verdict = f"training waits in {' and in '.join(slow)}" if slow else "the loader keeps up"
         table.add_row("the model needs", f"{report.needed:.3g} batches/s: {verdict}")
+    if report.sizing is not None:
+        sizing.add_rows(table, report.sizing)
     out.print(table)
     columns = ("first epoch", "later epochs", "gain")
     table = console.table("remedy", *columns, "price", right=columns)
@@ -82,8 +93,10 @@ def _print(report: WhyReport) -> None:
         console.say(f"{note}.")
     console.say(
         f"Predicted batches/s. Gain: batches/s of a run of {report.epochs} epochs, divided by those without the remedy. "
-        "Rates and gains are medians of three rounds, with the smallest and the largest in brackets."
+        f"Rates and gains are medians of three rounds, with {sizing.RANGES if report.sizing else _RANGES} in brackets."
     )
+    if report.sizing is not None:
+        console.say(sizing.EXTRAPOLATED)
     if report.busy is not None:
         console.say(f"Other processes used {report.busy:.0%} of the cores meanwhile.")
 

@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from dali_stream.tools.diagnosis import DoctorReport, Finding, doctor
     from dali_stream.tools.diagnosis.report import Area, Status
     from dali_stream.tools.indexing import IndexReport, index
+    from dali_stream.tools.measuring import Speed
     from dali_stream.tools.preparation import PreparedCamera, PrepareReport, PrepareStatus, prepare
-    from dali_stream.tools.remedies import Remedy, Speed, WhyReport, why
+    from dali_stream.tools.sizing import Need, Node, Sizing
+    from dali_stream.tools.why_report import Remedy, WhyReport, why
 
 __all__ = [
     "Area",
@@ -21,10 +23,13 @@ __all__ = [
     "FeatureReport",
     "Finding",
     "IndexReport",
+    "Need",
+    "Node",
     "PrepareReport",
     "PrepareStatus",
     "PreparedCamera",
     "Remedy",
+    "Sizing",
     "Speed",
     "Status",
     "WhyReport",
@@ -41,7 +46,9 @@ _MODULES = {
     "diagnosis.report": ("Area", "Status"),
     "indexing": ("IndexReport", "index"),
     "preparation": ("PreparedCamera", "PrepareReport", "PrepareStatus", "prepare"),
-    "remedies": ("Remedy", "Speed", "WhyReport", "why"),
+    "measuring": ("Speed",),
+    "sizing": ("Need", "Node", "Sizing"),
+    "why_report": ("Remedy", "WhyReport", "why"),
 }
 
 

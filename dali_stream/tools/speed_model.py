@@ -2,7 +2,8 @@
 
 The decode threads, the planner thread and the iterating thread work on different batches at the same time, and share the CPU
 cores. Each of these is a resource with its own seconds per batch, and so is the network. The busiest resource determines the
-speed. The others also delay it a little. `predicted` scales a measured time, which includes this delay.
+speed. The others also delay it a little, so a measured time is longer than that of the model. Predictions multiply the work by
+this factor, as if each resource had the same share of the delay.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class Work:
         wait: Seconds that the decode threads wait for a disk, added up over the threads.
         network: Seconds that the network takes for the bytes of a batch.
         step: Seconds that the training loop takes between two batches.
+        training: CPU seconds of the training program, besides those of the loader.
         threads: Number of decode threads.
-        cores: Number of CPU cores.
+        cores: Number of CPU cores. A rank that shares the cores of a node may have a fraction of one.
     """
 
     decode: float
@@ -47,17 +49,28 @@ class Work:
     wait: float = 0.0
     network: float = 0.0
     step: float = 0.0
+    training: float = 0.0
     threads: int = 1
-    cores: int = 1
+    cores: float = 1
+
+    @property
+    def cpu(self) -> float:
+        """CPU seconds of the loader."""
+        return self.decode + self.store + self.plan + self.copy
+
+    @property
+    def decoding_s(self) -> float:
+        """Seconds that the decode threads work or wait for a disk, added up over the threads."""
+        return self.decode + self.store + self.wait
 
     @property
     def resources(self) -> dict[str, float]:
         """Seconds per batch that each resource works, {resource: seconds}."""
         return {
-            "decode threads": (self.decode + self.store + self.wait) / self.threads,
+            "decode threads": self.decoding_s / self.threads,
             "planner": self.plan,
             "copying": self.deliver + self.step,
-            "CPU cores": (self.decode + self.store + self.plan + self.copy) / self.cores,
+            "CPU cores": (self.cpu + self.training) / self.cores,
             "network": self.network,
         }
 
@@ -69,13 +82,18 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """Seconds per batch, before the correction of `predicted`."""
+        """Seconds per batch of the busiest resource."""
         return max(self.resources.values())
 
     def with_threads(self, threads: int) -> Work:
         """Return the work with another number of decode threads, some of which also help copying."""
         deliver = self.deliver * (copy_threads(self.threads) / copy_threads(threads)) ** _COPYING
         return replace(self, threads=threads, deliver=deliver)
+
+    def times(self, factor: float) -> Work:
+        """Return the work with all amounts multiplied by a factor."""
+        amounts = ("decode", "plan", "copy", "deliver", "store", "wait", "network", "step", "training")
+        return replace(self, **{name: getattr(self, name) * factor for name in amounts})
 
     def decoding(self, now: Decodes, then: Decodes) -> Work:
         """Return the work after a change of the numbers of decoded and stored frames.
@@ -105,7 +123,7 @@ class Work:
         )
 
 
-def work_of(times: Mapping[str, float], threads: int, cores: int, remote: bool, graph: bool) -> Work:
+def work_of(times: Mapping[str, float], threads: int, cores: int, remote: bool, graph: bool, others: float = 0.0) -> Work:
     """Return the work of a batch, averaged over the batches of a measurement.
 
     Args:
@@ -114,13 +132,14 @@ def work_of(times: Mapping[str, float], threads: int, cores: int, remote: bool, 
         cores: Number of CPU cores that this process may use.
         remote: Whether the dataset is read over a network.
         graph: Whether the batches pass through a DALI graph.
+        others: Share of the cores that other processes used meanwhile, 0 to 1. Default: 0.
     """
     batches, wall = times["batches"], times["wait_s"] + times["training_s"]
     busy = sum(times[stage] for stage in ("read_s", "pack_s", "decode_s", "resize_s"))
     cpu = times["decode_cpu_s"] + times["plan_cpu_s"] + times["copy_cpu_s"]
     # Decode threads that use no CPU wait for a core, for Python's interpreter, or for bytes. The busier the cores are, the less
     # of this time is attributed to bytes. The square is the probability that both of two cores are busy.
-    idle = max(busy - times["decode_cpu_s"], 0.0) * max(1 - (cpu / (cores * wall)) ** 2, 0.0)
+    idle = max(busy - times["decode_cpu_s"], 0.0) * max(1 - (cpu / (cores * wall) + others) ** 2, 0.0)
     waiting = max(times["read_s"] / threads, times["rows_s"]) / wall
     # While other threads use the cores, copying takes longer than its own work. The resource "CPU cores" includes this delay.
     deliver = times["graph_s"] if graph else min(times["graph_s"], times["copy_cpu_s"] / copy_threads(threads))
@@ -137,16 +156,3 @@ def work_of(times: Mapping[str, float], threads: int, cores: int, remote: bool, 
         threads=threads,
         cores=cores,
     )
-
-
-def predicted(measured: float, work: Work, then: Work) -> float:
-    """Return the seconds per batch of a loader after a change.
-
-    The time that the model does not explain, such as waiting for Python's interpreter, is assumed to change in proportion.
-
-    Args:
-        measured: Seconds per batch before the change.
-        work: Work of a batch before the change.
-        then: Work of a batch after the change.
-    """
-    return measured * then.seconds / work.seconds if work.seconds else measured

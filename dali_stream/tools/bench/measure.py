@@ -27,6 +27,7 @@ Progress = Callable[[int, int, str], None]
 """Function that shows the number of finished batches, the total, and what they are for."""
 CHUNK = 50  # number of actions
 SARM_STEPS, SARM_SPACING_S = 8, 1.0
+_WORK = ("decode_cpu_s", "copy_cpu_s", "plan_cpu_s", "decoded_frames", "frames", "samples")  # work of all batches
 POINTS = 200  # maximum number of points of the timeline
 
 
@@ -93,7 +94,8 @@ def measure(
         action: Key of the actions of mode "action_chunk". Default: None, and the key is found by its name.
 
     Returns:
-        The measurements of this rank. `later` contains those of later epochs, or None. See `_Clock.time` and
+        The measurements of this rank. `later` contains those of later epochs, or None, and `totals` the CPU seconds and the
+        amounts of work of all batches. See `_Clock.time` and
         `run.node_report` for the fields.
 
     Raises:
@@ -122,6 +124,7 @@ def measure(
             "host": platform.node(),
             "device": first_row["device"],
             "first_batch_latency_s": running.stats()["first_batch_s"],
+            "totals": {key: running.stats()[key] for key in _WORK},
             "routes": {key: asdict(route) for key, route in running.routes.items()},
             **{key: running.state_dict()["order"][key] for key in ("consumers", "episode_pool_size")},
             "num_threads": running._config.num_threads,
