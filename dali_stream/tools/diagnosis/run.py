@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -94,18 +94,15 @@ def doctor(
     Raises:
         ValueError: If an argument does not fit the address, or if the mixture file cannot be read.
     """
-    # Datasets are opened first, so that an invalid argument fails before the slow questions.
-    mixture = Mixture.file_arguments(uri) if uri is not None and is_mixture_file(uri) else None
     if cache_dir is not None:
         options["cache_dir"] = cache_dir
-    if mixture:
-        opened = _open_parts(mixture["datasets"], **options)
-    else:
-        opened = {} if uri is None else {"": open_dataset(uri, **options)}
-    datasets = {name: dataset for name, dataset in opened.items() if isinstance(dataset, Dataset)}
+    mixture = Mixture.file_arguments(uri) if uri is not None and is_mixture_file(uri) else None
+    if mixture and "data_files_root" in options:
+        raise ValueError("data_files_root belongs to one dataset. Write it into the mixture file")
+    parts = mixture["datasets"] if mixture else {} if uri is None else {"": {"uri": uri}}
     with contextlib.ExitStack() as stack:
-        for each in datasets.values():
-            stack.callback(each.close)
+        # Datasets are opened first, so that an invalid argument fails before the slow questions.
+        opened = {name: _open_part(name, stack, **arguments | options) for name, arguments in parts.items()}
         this_machine = _ask(limit_s, cache_dir)
         findings = list(run_checks(MACHINE_CHECKS, this_machine))
         decoders = _decoders(this_machine)
@@ -118,6 +115,7 @@ def doctor(
                 own, facts[name] = examine(dataset, decoders, limit_s, every)
             findings += [replace(finding, name=f"{name}: {finding.name}") for finding in own] if mixture else own
         if mixture:
+            datasets = {name: dataset for name, dataset in opened.items() if isinstance(dataset, Dataset)}
             findings += run_checks(MIXTURE_CHECKS, Mixed(mixture, datasets))
     return DoctorReport(
         findings=tuple(findings),
@@ -144,22 +142,17 @@ def open_dataset(uri: str | os.PathLike[str], **options: Any) -> Dataset | Findi
         return _unreadable(error)
 
 
-def _open_parts(parts: Mapping[str, dict[str, Any]], **options: Any) -> dict[str, Dataset | Finding]:
-    """Open the datasets of a mixture. See `open_dataset`.
-
-    Args:
-        parts: {name: arguments of the dataset in the mixture file}.
-        options: Arguments that replace those of each dataset.
-    """
-    if "data_files_root" in options:
-        raise ValueError("data_files_root belongs to one dataset. Write it into the mixture file")
-    opened: dict[str, Dataset | Finding] = {}
-    for name, arguments in parts.items():
-        try:
-            opened[name] = open_dataset(**arguments | options)
-        except (ValueError, TypeError) as error:
-            raise prefixed(f"dataset {name!r}", error) from error
-    return opened
+def _open_part(name: str, stack: contextlib.ExitStack, **arguments: Any) -> Dataset | Finding:
+    """Open a dataset of a mixture, or the only one, whose name is empty. The stack closes it. See `open_dataset`."""
+    try:
+        dataset = open_dataset(**arguments)
+    except (ValueError, TypeError) as error:
+        if not name:
+            raise
+        raise prefixed(f"dataset {name!r}", error) from error
+    if isinstance(dataset, Dataset):
+        stack.callback(dataset.close)
+    return dataset
 
 
 def _unreadable(error: DaliStreamError) -> Finding:
