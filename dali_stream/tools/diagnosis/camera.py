@@ -35,7 +35,7 @@ class Fault(NamedTuple):
 
     Attributes:
         text: Continuation of "episode 3".
-        remedy: What to do about it. Empty if nothing helps but leaving the episode out.
+        remedy: Advice to the user. Empty if nothing helps but leaving the episode out.
         is_size: Whether frames of the episode have another size than `meta/info.json` says.
     """
 

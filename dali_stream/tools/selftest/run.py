@@ -52,7 +52,7 @@ class Job:
 
     Attributes:
         step: Function of the step.
-        test: What is tested, for the report, such as "h264, GOP 12".
+        test: Subject of the test, for the report, such as "h264, GOP 12".
         decoder: Tested decoder, for the report. Empty for a step that tests none.
         arguments: Arguments of the step.
         seconds: Time that the step measures, in seconds.
@@ -214,8 +214,10 @@ class _Run:
                 if not others and not row.get("refused"):
                     self._longest[video[0]] = max(self._longest.get(video[0], video), video)
         self._take(0.25)
-        cases = itertools.product(identity.DECODERS, identity.CASES)
-        jobs = [Job(identity.case, c, d, {"name": c, "decoder": d, "gpu": self._gpu}) for d, c in cases]
+        jobs = [
+            Job(identity.case, case, decoder, {"name": case, "decoder": decoder, "gpu": self._gpu})
+            for decoder, case in itertools.product(identity.DECODERS, identity.CASES)
+        ]
         yield from self._rows("identity", jobs)
 
     def check_load(self) -> Iterator[Report]:
@@ -235,14 +237,13 @@ class _Run:
             yield {"test": "Loader", "decoder": "dali", "failed": "the loader decodes no codec with DALI here"}
 
     def _lockstep(
-        self, name: str, tested: Sequence[tuple[str, Video]], step: Step = load.lockstep, decode: str = "dali", **options: Any
+        self, name: str, tested: Sequence[tuple[str, Video]], step: Step = load.lockstep, **options: Any
     ) -> list[Job]:
         """Return a job per (codec, video), which compares Loaders. See `load.lockstep` for the options."""
-        given = {"device": device_name(self._gpu), "seconds": self._soak_s / 3, **options}
-        given |= {} if decode == "dali" else {"decode": decode}
+        seconds, decoder = self._soak_s / 3, options.get("decode", "dali")
+        given = {"device": device_name(self._gpu), "seconds": seconds, **options}
         return [
-            Job(step, f"{codec}, {name}", decode, {"folder": self._folder(video), **given}, self._soak_s / 3)
-            for codec, video in tested
+            Job(step, f"{codec}, {name}", decoder, {"folder": self._folder(video), **given}, seconds) for codec, video in tested
         ]
 
     def _soak(self, video: Video) -> Job:
