@@ -6,7 +6,7 @@ A setting consists of the CUDA streams (one for all operators, one per backend, 
 (whether independent operators, such as the decoders of two cameras, run at the same time). For each setting, and for
 torchcodec, the report contains the frames/s of the Loader on an idle GPU, and on a GPU that multiplies matrices. For DALI, it
 also contains the number of frames that differ from those of torchcodec. This comparison holds some batches for several steps,
-which shows whether their memory is overwritten. See `dali_stream/tools/selftest/loaders.py`. `--device cpu` serves only to
+which shows whether their memory is overwritten. See `dali_stream/tools/selftest/load.py`. `--device cpu` serves only to
 test this program.
 
 The program has not been run on a GPU yet. The Loader uses one stream until this program shows that more streams are faster, and
@@ -32,7 +32,7 @@ from dali_stream.decode.torchcodec_cuda import unavailable
 from dali_stream.system import process
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import endless, take
-from dali_stream.tools.selftest import loaders
+from dali_stream.tools.selftest import load
 
 SETTINGS = [  # safest first, since a crash ends the program, and the report then contains only the settings before it
     (StreamPolicy.SINGLE, OperatorConcurrency.BACKEND),
@@ -80,7 +80,7 @@ def main() -> int:
         for threads in arguments.threads:
             keep("frames_per_s", {**head, "threads": threads, **rates(arguments, device, decode, threads)})
         if decode == "dali":
-            keep("lockstep", head | loaders.lockstep(str(arguments.root), device, arguments.seconds))
+            keep("lockstep", head | load.lockstep(str(arguments.root), device, arguments.seconds))
     return 1 if any(row["wrong"] for row in report["lockstep"]) else 0
 
 
@@ -96,7 +96,7 @@ def rates(arguments: argparse.Namespace, device: str, decode: str, threads: int)
     ) as loader:  # fmt: skip
         batches = endless(loader)
         frames_per_s: dict[str, Any] = {"idle": None, "busy": None}
-        for name, work in (("idle", None), ("busy", None if device == "cpu" else loaders.work(device))):
+        for name, work in (("idle", None), ("busy", None if device == "cpu" else load.work(device))):
             if name == "busy" and work is None:
                 break
             take(batches, 5)

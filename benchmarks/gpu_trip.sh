@@ -10,7 +10,7 @@
 #
 # The parts run in order of importance: doctor; self-test; settings of DALI's executor; decode floor; peers. The self-test first
 # checks that frames are correct, then compares the speed of NVDEC on a busy GPU with that of the CPU, and then streams for
-# longer. The output of each part goes to a separate file, and the self-test writes its report after each stage. If a part
+# longer. The output of each part goes to a separate file, and the self-test writes its report after each step. If a part
 # fails, crashes or hangs, the other parts still run. The exit code is 1 if a part failed.
 set -uo pipefail
 exec </dev/null

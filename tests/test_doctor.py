@@ -18,9 +18,9 @@ from support.slow import slow
 from dali_stream.cli import main
 from dali_stream.system.cgroups import cpu_quota
 from dali_stream.system.memory_limit import cgroup_memory_limit
+from dali_stream.tools.diagnosis import machine
 from dali_stream.tools.diagnosis.machine import Machine
-from dali_stream.tools.diagnosis.report import Finding, as_findings, run_checks
-from dali_stream.tools.diagnosis.run import CHECKS
+from dali_stream.tools.diagnosis.report import Finding
 
 CODECS = ("H.264", "HEVC", "AV1", "VP9", "MPEG-4")
 
@@ -34,7 +34,14 @@ def examine_machine(
 ) -> tuple[list[Finding], dict[str, Any]]:
     """Findings on the limits of this process, and the facts for the report."""
     subject = Machine([{"engines": engines}] * gpus, cache_dir=cache_dir, environment=environment, root=root)
-    return as_findings("machine", run_checks(CHECKS["machine"], subject)), subject.limits._asdict()
+    checks = (
+        machine.check_container,
+        machine.check_cores,
+        machine.check_memory,
+        machine.check_shared_memory,
+        machine.check_disk,
+    )
+    return [finding for check in checks for finding in check(subject)], subject.limits._asdict()
 
 
 @pytest.fixture

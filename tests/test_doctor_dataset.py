@@ -24,7 +24,7 @@ from support import broken
 from support.datasets import ODD_CAMERA, ODD_SIZE, SIDE, TOP, VIDEO, Column, build, copied, image_file
 from support.doctor import bad, cpu_torch, doctor, found, run, shadows
 from support.driver import FakeDriver
-from support.programs import driver
+from support.programs import driver, failed
 from support.servers import Server
 from support.slow import slow
 from support.tools import table_of
@@ -512,6 +512,72 @@ def test_a_storage_that_does_not_answer_is_a_finding_without_secrets(tmp_path: P
     assert found(report, "storage")["status"] == "problem"
     assert "127.0.0.1" in found(report, "storage")["text"]
     assert "hunter2" not in json.dumps(report)
+
+
+# ---- mixture files
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Path:
+    """Folder with the datasets `pick` of 9 rows, and `fold` of 50, without cameras."""
+    for name, lengths in (("pick", (5, 4)), ("fold", (25, 25))):
+        build(tmp_path / name, lengths, {"observation.state": Column("float32", [2], np.zeros((sum(lengths), 2)))})
+    return tmp_path
+
+
+def mixture(folder: Path, **content: Any) -> Path:
+    (path := folder / "mixture.json").write_text(json.dumps({"datasets": {"pick": "pick", "fold": "fold"}, **content}))
+    return path
+
+
+@pytest.mark.slow
+def test_the_datasets_of_a_mixture_file_are_examined_one_by_one(parts: Path, tmp_path: Path) -> None:
+    libraries = shadows(tmp_path / "libraries")
+    report = doctor(mixture(parts), libraries=libraries)
+    names = [f["name"] for f in report["findings"] if f["area"] == "dataset"]
+    checks = ("metadata", "statistics", "files", "rows", "tasks")
+    assert names == [*(f"{part}: {check}" for part in ("pick", "fold") for check in checks), "mixture"]
+    assert found(report, "fold: rows")["text"] == "rows are whole in 2 checked episodes of 2"
+    assert found(report, "mixture")["text"] == "2 datasets, 59 samples an epoch"
+    assert report["dataset"]["uri"] == str(parts / "mixture.json")
+    assert {name: part["frames"] for name, part in report["dataset"]["datasets"].items()} == {"pick": 9, "fold": 50}
+    report = doctor(mixture(parts), libraries=libraries, episodes=[1])  # in each dataset
+    assert found(report, "mixture")["text"] == "2 datasets, 29 samples an epoch"
+
+    # A dataset that cannot be opened hides nothing of the others.
+    (parts / "pick" / INFO).write_text("{")
+    [path] = parts.glob("fold/data/**/*.parquet")
+    path.unlink()
+    report = doctor(mixture(parts), libraries=libraries)
+    problems = [name for status, name in bad(report) if status == "problem"]
+    assert problems == ["pick: metadata", "fold: files", "fold: rows"]
+    assert str(parts / "pick" / INFO) in found(report, "pick: metadata")["text"]
+    assert report["dataset"]["datasets"]["pick"] is None
+    assert "mixture" not in [f["name"] for f in report["findings"]]
+
+
+@pytest.mark.slow
+def test_datasets_that_cannot_be_mixed_are_a_problem(parts: Path, tmp_path: Path) -> None:
+    libraries = shadows(tmp_path / "libraries")
+    report = doctor(mixture(parts, weights={"pick": 9, "fold": 1}), libraries=libraries)
+    assert (found(report, "mixture")["status"], report["status"]) == ("warning", "warning")
+    assert "An epoch shows each frame of pick 50 times as often as those of fold" in found(report, "mixture")["text"]
+    for content, said in (
+        ({"weights": {"pick": 1}}, "weights must name each dataset, got none for 'fold'"),
+        ({"keys": {"fold": {"observation.state": "state"}}}, "observation.state"),
+    ):
+        finding = found(doctor(mixture(parts, **content), libraries=libraries), "mixture")
+        assert finding["status"] == "problem"
+        assert said in finding["text"]
+
+
+def test_bad_arguments_of_a_mixture_file_are_told_in_a_line(parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = mixture(parts)
+    assert "data_files_root belongs to one dataset" in failed(capsys, ["doctor", path, "--data-files-root", parts], 2)
+    assert "Cannot read mixture file" in failed(capsys, ["doctor", parts / "no.yaml"], 2)
+    said = failed(capsys, ["doctor", path, "--cameras", "top"], 2)
+    assert "dataset 'pick': " in said
+    assert "'top'" in said
 
 
 # ----------------------------------------------------------------------- what is readable, and teaches nothing

@@ -21,7 +21,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 @arguments.with_options()
 def doctor(
     dataset: arguments.DatasetOptions,
-    uri: Annotated[str | None, typer.Argument(metavar="[URI]", help="A dataset to examine as well.")] = None,
+    uri: Annotated[str | None, typer.Argument(metavar="[URI]", help="A dataset or a mixture file to examine as well.")] = None,
     as_json: arguments.Json = False,
     deep: Annotated[
         bool, typer.Option("--deep", help="Check all files and rows of the dataset, and decode every frame.")
@@ -31,8 +31,8 @@ def doctor(
 
     With a dataset, also check whether its files exist, and whether rows, tasks and videos agree. For each camera, show the
     video format, the decoder and the reason for it, and decode one frame with every decoder of this machine. At most 1000
-    episodes and files are checked, or 32 of remote data. --deep checks all of them and decodes every frame. The exit code is 1
-    if a check found a problem.
+    episodes and files are checked, or 32 of remote data. --deep checks all of them and decodes every frame. The datasets of a
+    mixture file are examined one by one. The exit code is 1 if a check found a problem.
     """
     if uri is None and (deep or dataset.keys() & {"cameras", "episodes", "clock", "tolerance_s"}):
         raise ValueError("--deep, --cameras, --episodes, --clock and --tolerance-s need the URI of a dataset")

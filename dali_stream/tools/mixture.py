@@ -110,15 +110,19 @@ def describe_mixture(datasets: Mapping[str, Dataset], keys: Mapping[str, Mapping
         },
         conflicts=tuple(all_keys.conflicts),
         sizes=tuple(sizes),
-        warning=_repeated(parts),
+        warning=repeated_often({name: part.passes for name, part in parts.items()}),
     )
 
 
-def _repeated(parts: Mapping[str, PartReport]) -> str:
-    """Return a warning about datasets that an epoch repeats much more often than others, or an empty string."""
-    least = min(parts, key=lambda name: parts[name].passes)
-    times = {name: part.passes / parts[least].passes for name, part in parts.items()}
-    often = sorted((name for name in parts if times[name] > MOST), key=lambda name: -times[name])
+def repeated_often(passes: Mapping[str, float]) -> str:
+    """Return a warning about datasets that an epoch repeats much more often than others, or an empty string.
+
+    Args:
+        passes: {name of a dataset: mean number of times that an epoch samples each frame}.
+    """
+    least = min(passes, key=lambda name: passes[name])
+    times = {name: count / passes[least] for name, count in passes.items()}
+    often = sorted((name for name in passes if times[name] > MOST), key=lambda name: -times[name])
     if not often:
         return ""
     names = ", ".join(f"{name} {times[name]:.0f} times" for name in often[:_NAMED])

@@ -1,12 +1,14 @@
 """`doctor`: finds what a machine can decode, whether its software is compatible, and what is wrong with a dataset.
 
+report                    a finding, the report, and the type of a check: a function from a context to findings
+run                       the list of all checks, and the functions that run them
 answers                   questions to libraries and the driver, answered in separate processes
-gpu, software, machine    checks of these answers, and of the limits of this process
-rows                      checks of a dataset: metadata, files, rows, tasks and timestamps
-camera                    checks of a camera: video formats, decoders, and the cost of long GOPs
-frames                    checks that decode: one frame with each decoder, the speed of decoders, and all frames
+machine, gpu, software    context `Machine`: the answers and the limits of this process; its checks
+rows                      context `Rows`: the rows of a dataset; checks of metadata, files, rows, actions and tasks
+camera, video             context `Camera`: the files of a video camera and a decoded frame; its checks
+frames                    decoders of one frame and of all frames; context `ImageCamera` and its check
+mixed                     context `Mixed`: the datasets of a mixture; its check
 looks                     recognizes what a broken file contains
-run                       table of all checks, and the functions that run them
 """
 
 from __future__ import annotations

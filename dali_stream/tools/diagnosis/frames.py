@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.index import Int64, VideoIndex
 from dali_stream.system import process
 from dali_stream.tools.diagnosis.looks import located
-from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding
 from dali_stream.tools.isolated import Answer, Call, call_each
 from dali_stream.tools.work import grouped
 
@@ -31,7 +32,7 @@ LEAST_PSNR_DB = 35.0
 # Standard deviation of the pixels of a channel below which a frame is flat. Recorded and drawn scenes have 20 and more, and
 # the noise of a covered camera has about 1.
 _FLAT_STD = 2.0
-FLAT = "look at the camera with `dali-stream preview URI --out sheet.png`, and leave it out (cameras=...) if it shows nothing"
+_FLAT = "look at the camera with `dali-stream preview URI --out sheet.png`, and leave it out (cameras=...) if it shows nothing"
 _LUMA = (0.299, 0.587, 0.114)  # weights of R, G and B in BT.601
 _AT_ONCE = 64  # approximate number of frames that `Deep` decodes in a task, which has at least one whole GOP
 _Part = tuple[int, Int64]  # an episode, and numbers of its frames
@@ -84,34 +85,53 @@ def psnr(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
     return round(10 * math.log10(255**2 / error), 1) if error else 99.0
 
 
-def flat_colour(frame: npt.NDArray[np.uint8]) -> str:
-    """Return what a frame looks like if it shows a single colour, as that of a covered or unplugged camera. Else empty.
+def find_flat_colour(name: str, image: npt.NDArray[np.uint8], episode: int, frame: int) -> list[Finding]:
+    """Return a warning if a frame shows a single colour, as that of a covered or unplugged camera. Else an empty list.
 
     Args:
-        frame: Frame of shape (H, W, C).
+        name: Name of the finding.
+        image: Frame of shape (H, W, C).
+        episode, frame: Numbers of the episode and of its frame, for the text.
     """
-    if frame.std((0, 1)).max() >= _FLAT_STD:
-        return ""
-    return f"one flat colour, {frame.mean((0, 1)).round().astype(int).tolist()} of 255"
+    if image.std((0, 1)).max() >= _FLAT_STD:
+        return []
+    colour = image.mean((0, 1)).round().astype(int).tolist()
+    text = f"episode {episode}, frame {frame} is one flat colour, {colour} of 255"
+    return [Finding("dataset", name, WARNING, text, _FLAT)]
 
 
-def check_images(dataset: Dataset, camera: str, deep: Deep | None) -> dict[str, Result]:
-    """Decode an image of the first episode and, if `deep`, all images."""
-    height, width = dataset.features[camera].frame_size
-    results: dict[str, Result] = {"": (OK, f"images of {height}×{width} in Parquet rows; one was decoded", "")}
+class ImageCamera(NamedTuple):
+    """Context of the checks of a camera whose frames are images in the rows."""
+
+    key: str
+    dataset: Dataset
+    deep: Deep | None
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts for the report."""
+        height, width = self.dataset.features[self.key].frame_size
+        return {"kind": "image", "height": height, "width": width}
+
+
+def check_images(camera: ImageCamera) -> list[Finding]:
+    """Decode an image of the first episode and, with `deep`, all images."""
+    key, dataset, deep = camera
+    height, width = dataset.features[key].frame_size
+    findings = [Finding("dataset", key, OK, f"images of {height}×{width} in Parquet rows; one was decoded")]
     try:
-        encoded = RowReader(dataset, keys={camera}).read(0)[0][camera]
+        encoded = RowReader(dataset, keys={key}).read(0)[0][key]
         middle = len(encoded) // 2
-        if colour := flat_colour(images.decode(encoded[middle], dataset.features[camera])):
-            results["picture"] = WARNING, f"episode {dataset.episodes[0]}, frame {middle} is {colour}", FLAT
+        image = images.decode(encoded[middle], dataset.features[key])
+        findings += find_flat_colour(f"{key} picture", image, int(dataset.episodes[0]), middle)
         if deep:
-            deep.decode_images(camera)
-            results["all frames"] = deep.result(camera)
+            deep.decode_images(key)
+            findings.append(deep.finding(key))
     except FrameSizeError as error:
-        return {"": (PROBLEM, str(error), "correct the shape in meta/info.json, or do what the message says")}
+        remedy = "correct the shape in meta/info.json, or do what the message says"
+        return [Finding("dataset", key, PROBLEM, str(error), remedy)]
     except DaliStreamError as error:
-        return {"": (PROBLEM, str(error), "record, convert or copy the dataset again")}
-    return results
+        return [Finding("dataset", key, PROBLEM, str(error), "record, convert or copy the dataset again")]
+    return findings
 
 
 class Deep:
@@ -182,16 +202,16 @@ class Deep:
 
         self._each(camera, check, ((episode, np.arange(length)) for episode, length in enumerate(dataset.lengths)))
 
-    def result(self, camera: str) -> Result:
-        """Return the result for a camera."""
-        broken, dataset = self._broken[camera], self._dataset
+    def finding(self, camera: str) -> Finding:
+        """Return the finding for a camera."""
+        broken, dataset, name = self._broken[camera], self._dataset, f"{camera} all frames"
         if not broken:
-            return OK, f"decoded, in {counted(dataset.num_episodes, 'episode')}", ""
+            return Finding("dataset", name, OK, f"decoded, in {counted(dataset.num_episodes, 'episode')}")
         first = min(broken)
         frame, error = broken[first]
         more = f". {len(broken)} of {dataset.num_episodes} episodes have such frames" if len(broken) > 1 else ""
         text = f"episode {dataset.episodes[first]}, frame {frame}: {error}{more}"
-        return PROBLEM, text, "copy the files again, or exclude these episodes (episodes=...)"
+        return Finding("dataset", name, PROBLEM, text, "copy the files again, or exclude these episodes (episodes=...)")
 
     def _each(self, camera: str, check: Callable[[int, Int64], _Failure | None], parts: Iterable[_Part]) -> None:
         """Check parts in threads, and keep the first failure of each episode."""

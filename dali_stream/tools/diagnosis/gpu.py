@@ -9,7 +9,7 @@ from typing import Any
 
 from dali_stream.errors import counted
 from dali_stream.tools.diagnosis.machine import Machine, read_text
-from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding, Status
 from dali_stream.tools.isolated import Answer
 
 NAMES = {"h264": "H.264", "hevc": "HEVC", "av1": "AV1", "vp9": "VP9", "mpeg4": "MPEG-4"}
@@ -45,33 +45,37 @@ def group_equal(gpus: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {"GPU " + ", ".join(str(gpu["index"]) for gpu in group): group[0] for group in groups.values()}
 
 
-def check_driver(machine: Machine) -> Result:
+def check_driver(machine: Machine) -> list[Finding]:
     """Check that the driver works. A machine without a GPU needs no driver."""
     driver = machine.answers["driver"]
     if driver.error:
-        return PROBLEM, f"NVIDIA's driver did not report its GPUs: {driver.reason}", _BROKEN
+        return [_driver(PROBLEM, f"NVIDIA's driver did not report its GPUs: {driver.reason}", _BROKEN)]
     if "failed" in driver.value:
-        return _explain_failure(machine.root, **driver.value)
+        return [_explain_failure(machine.root, **driver.value)]
     version = ".".join(map(str, driver.value["cuda"]))
-    return OK, f"supports CUDA {version} and older, {counted(len(machine.gpus), 'GPU')}", ""
+    return [_driver(OK, f"supports CUDA {version} and older, {counted(len(machine.gpus), 'GPU')}")]
 
 
-def _explain_failure(root: Path, failed: str, remedy: str, code: int) -> Result:
+def _driver(status: Status, text: str, remedy: str = "") -> Finding:
+    return Finding("gpu", "driver", status, text, remedy)
+
+
+def _explain_failure(root: Path, failed: str, remedy: str, code: int) -> Finding:
     missing = code == 0 and "libcuda.so.1: cannot open shared object file" in failed
     if not missing and code != _NO_DEVICE:
-        return PROBLEM, failed, remedy
+        return _driver(PROBLEM, failed, remedy)
     devices = any(root.glob("dev/nvidia[0-9]*"))
     if devices and not missing and "CUDA_VISIBLE_DEVICES" in os.environ:
         remedy = "unset CUDA_VISIBLE_DEVICES to use a GPU in this process"
-        return WARNING, f"CUDA_VISIBLE_DEVICES hides all GPUs: {_NO_GPU}", remedy
+        return _driver(WARNING, f"CUDA_VISIBLE_DEVICES hides all GPUs: {_NO_GPU}", remedy)
     if devices:
-        return PROBLEM, f"this machine has an NVIDIA GPU (/dev/nvidia0), but {failed}", remedy
+        return _driver(PROBLEM, f"this machine has an NVIDIA GPU (/dev/nvidia0), but {failed}", remedy)
     if missing and _is_on_pci(root):
         text = f"this machine has an NVIDIA GPU that this process cannot use, since the driver is missing: {_NO_GPU}"
-        return WARNING, text, remedy
+        return _driver(WARNING, text, remedy)
     if missing:
-        return OK, f"no NVIDIA driver and no GPU: {_NO_GPU}", ""
-    return WARNING, f"NVIDIA's driver is installed and finds no GPU: {_NO_GPU}", remedy
+        return _driver(OK, f"no NVIDIA driver and no GPU: {_NO_GPU}")
+    return _driver(WARNING, f"NVIDIA's driver is installed and finds no GPU: {_NO_GPU}", remedy)
 
 
 def _is_on_pci(root: Path) -> bool:
@@ -80,40 +84,37 @@ def _is_on_pci(root: Path) -> bool:
     return any(vendor.strip() == "0x10de" and read_text(kind).startswith("0x03") for kind, vendor in devices.items())
 
 
-def check_gpus(machine: Machine) -> dict[str, Result]:
+def check_gpus(machine: Machine) -> list[Finding]:
     """Check what NVDEC decodes on each kind of GPU."""
-    results: dict[str, Result] = {}
-    for name, gpu in group_equal(machine.gpus).items():
-        results |= _check_gpu(name, gpu)
-    return results
+    return [finding for name, gpu in group_equal(machine.gpus).items() for finding in _check_gpu(name, gpu)]
 
 
-def _check_gpu(name: str, gpu: Mapping[str, Any]) -> dict[str, Result]:
+def _check_gpu(name: str, gpu: Mapping[str, Any]) -> list[Finding]:
     text = f"{gpu['name']}, {gpu['memory'] >> 30} GiB, compute {'.'.join(map(str, gpu['compute']))}"
     if gpu["error"]:
-        return {name: (PROBLEM, f"{text}: {gpu['error']}", gpu["remedy"])}
+        return [Finding("gpu", name, PROBLEM, f"{text}: {gpu['error']}", gpu["remedy"])]
     formats = {(each["codec"], each["chroma"], each["depth"]): each for each in gpu["decoders"]}
     if gpu["engines"]:
-        codecs = {f"{name} {codec_name}": _check_codec(codec, formats) for codec, codec_name in NAMES.items()}
-        return {name: (OK, f"{text}, {gpu['engines']} NVDEC engines", ""), **codecs}
+        engines = Finding("gpu", name, OK, f"{text}, {gpu['engines']} NVDEC engines")
+        return [engines, *(_check_codec(f"{name} {NAMES[codec]}", codec, formats) for codec in NAMES)]
     reason = formats["h264", "420", 8]["reason"]
     if "no NVDEC engine" not in reason:
-        return {name: (PROBLEM, f"{text}: NVDEC decodes nothing: {reason}", _BROKEN)}
+        return [Finding("gpu", name, PROBLEM, f"{text}: NVDEC decodes nothing: {reason}", _BROKEN)]
     remedy = "to decode on the GPU, use a GPU or a MIG profile with media engines (+me)"
-    return {name: (WARNING, f"{text}: {reason}, so frames are decoded on the CPU", remedy)}
+    return [Finding("gpu", name, WARNING, f"{text}: {reason}, so frames are decoded on the CPU", remedy)]
 
 
-def _check_codec(codec: str, formats: Mapping[tuple[str, str, int], Any]) -> Result:
+def _check_codec(name: str, codec: str, formats: Mapping[tuple[str, str, int], Any]) -> Finding:
     plain = formats[codec, "420", 8]
     if not plain["supported"]:
         better = next((each for each in ("hevc", "h264") if formats[each, "420", 8]["supported"]), None)
         command = f"`dali-stream prepare URI OUT --codec {better}` re-encodes a dataset to {NAMES[better]}" if better else ""
-        return WARNING, f"{plain['reason']}: frames are decoded on the CPU", command or NOTHING_TO_DO
+        return Finding("gpu", name, WARNING, f"{plain['reason']}: frames are decoded on the CPU", command or NOTHING_TO_DO)
     by_size: dict[str, list[str]] = {}
-    for (chroma, depth), name in FORMATS.items():
+    for (chroma, depth), kind in FORMATS.items():
         capability = formats[codec, chroma, depth]
         height, width = capability["max_size"]
-        by_size.setdefault(f"up to {height}×{width}" if capability["supported"] else "no", []).append(name)
+        by_size.setdefault(f"up to {height}×{width}" if capability["supported"] else "no", []).append(kind)
     unsupported = ", ".join(by_size.pop("no", []))
-    sizes = "; ".join(f"{', '.join(names)} {size}" for size, names in by_size.items())
-    return OK, sizes + (f"; no {unsupported}" if unsupported else ""), ""
+    sizes = "; ".join(f"{', '.join(kinds)} {size}" for size, kinds in by_size.items())
+    return Finding("gpu", name, OK, sizes + (f"; no {unsupported}" if unsupported else ""))

@@ -1,4 +1,4 @@
-"""Result for a broken file: the error, and what the file contains according to its first bytes and the target of a link."""
+"""Finding for a broken file: the error, and what the file contains according to its first bytes and the target of a link."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from dali_stream.errors import DaliStreamError
 from dali_stream.mp4.boxes import BEGINNING, other_container
 from dali_stream.storage import LocalStore, Store, lfs
-from dali_stream.tools.diagnosis.report import PROBLEM, Result
+from dali_stream.tools.diagnosis.report import PROBLEM, Finding
 
 SHOWN = 16  # bytes shown: enough to recognize a format, but too few for the credentials that an error page may repeat
 _FETCH = "fetch or copy it again"
@@ -29,10 +29,18 @@ _BEGINNINGS = (  # (first bytes in lower case, format, remedy)
 )
 
 
-def broken(store: Store, path: str, error: DaliStreamError) -> Result:
-    """Return the result for a file that cannot be read or decoded."""
+def broken(name: str, store: Store, path: str, error: DaliStreamError) -> Finding:
+    """Return the finding for a file that cannot be read or decoded.
+
+    Args:
+        name: Name of the finding.
+        store: Storage of the file.
+        path: Path of the file in the storage.
+        error: Error of the attempt to read or decode it.
+    """
     looks, remedy = _look(store, path)
-    return PROBLEM, ". ".join(filter(None, (located(store, path, error), looks))), remedy or "copy or fetch the dataset again"
+    text = ". ".join(filter(None, (located(store, path, error), looks)))
+    return Finding("dataset", name, PROBLEM, text, remedy or "copy or fetch the dataset again")
 
 
 def located(store: Store, path: str, error: DaliStreamError) -> str:

@@ -1,4 +1,4 @@
-"""Subject of the checks of a machine, and the checks of the limits of this process: container, cores, memory and disk."""
+"""Context of the checks of a machine, and the checks of the limits of this process: container, cores, memory and disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dali_stream.checks.arguments import budget_text
 from dali_stream.system import process
 from dali_stream.system.cgroups import cpu_quota
 from dali_stream.system.memory_limit import MemoryLimit, budget, cgroup_memory_limit
-from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding
 from dali_stream.tools.isolated import Answer
 
 CAPABILITIES = ("all", "compat32", "compute", "display", "graphics", "ngx", "utility", "video")
@@ -38,7 +38,7 @@ class ProcessLimits(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """Subject of the checks of a machine.
+    """Context of the checks of a machine.
 
     Attributes:
         gpus: GPUs that the driver reports. See `gpu.read_gpus`.
@@ -86,8 +86,8 @@ class Machine:
         )
 
 
-def check_container(machine: Machine) -> Result | None:
-    """Check that NVIDIA's container toolkit makes GPUs and NVDEC available. None if its environment variables are not set."""
+def check_container(machine: Machine) -> list[Finding]:
+    """Check that NVIDIA's container toolkit makes GPUs and NVDEC available, if its environment variables are set."""
     environment, texts = machine.environment, []
     capabilities, devices = (environment.get(f"NVIDIA_{name}", "") for name in ("DRIVER_CAPABILITIES", "VISIBLE_DEVICES"))
     known = [word for word in re.split(r"[,\s]+", capabilities) if word in CAPABILITIES]
@@ -97,67 +97,67 @@ def check_container(machine: Machine) -> Result | None:
         named = f"{len(devices.split(','))} of the machine's GPUs"
         texts.append(f"NVIDIA_VISIBLE_DEVICES names {(devices or 'none') if devices in ('all', 'none', 'void', '') else named}")
     if not texts:
-        return None
+        return []
     text = "; ".join(texts)
     if devices not in ("", "none", "void") and not machine.gpus:
         remedy = "start the container with --gpus all (Docker), --nv (apptainer), or a claim to nvidia.com/gpu (Kubernetes)"
-        return PROBLEM, f"{text}, and no GPU is usable", remedy
+        return [Finding("machine", "container", PROBLEM, f"{text}, and no GPU is usable", remedy)]
     # libnvcuvid may be available nevertheless, as in a virtual machine that copies the variable.
     has_nvdec = any(gpu["engines"] for gpu in machine.gpus)
     if machine.gpus and capabilities and not has_nvdec and not {"all", "video"} & set(known):
         remedy = "set NVIDIA_DRIVER_CAPABILITIES=video,compute,utility (on Kubernetes, in the pod's env)"
-        return WARNING, f"{text}, which lacks video, so NVDEC is unavailable", remedy
-    return OK, text, ""
+        return [Finding("machine", "container", WARNING, f"{text}, which lacks video, so NVDEC is unavailable", remedy)]
+    return [Finding("machine", "container", OK, text)]
 
 
-def check_cores(machine: Machine) -> Result:
+def check_cores(machine: Machine) -> list[Finding]:
     """Check that the CPU quota of a container is not less than its number of cores."""
     cores, quota = machine.limits.cores, machine.limits.cpu_quota
     text = f"{cores} for this process"
     if quota is None or quota >= cores:
-        return OK, text, ""
+        return [Finding("machine", "cores", OK, text)]
     text += f", and the container's quota is {quota:.3g}: the kernel pauses threads beyond that"
     # A Loader's default `num_threads` follows the quota.
-    return WARNING, text, f"set OMP_NUM_THREADS={max(int(quota), 1)} for torch's threads, or give the container more cores"
+    remedy = f"set OMP_NUM_THREADS={max(int(quota), 1)} for torch's threads, or give the container more cores"
+    return [Finding("machine", "cores", WARNING, text, remedy)]
 
 
-def check_memory(machine: Machine) -> Result:
+def check_memory(machine: Machine) -> list[Finding]:
     """Check that the default memory budget and a model have enough memory."""
     total, limit = machine.limits.memory, machine.limits.memory_limit
     usable = min(total, limit or total)
     text = f"{usable / _GIB:.1f} GiB" + (f", the container's limit, of {total / _GIB:.1f}" if limit and limit < total else "")
     if usable >= 8 * _GIB:
-        return OK, text, ""
+        return [Finding("machine", "memory", OK, text)]
     default = budget(None, MemoryLimit(usable, "this machine"), 1).size
     remedy = f'give the container more memory. The default of Loader(memory_budget=...) is "{budget_text(default)}" here'
-    return WARNING, text, remedy
+    return [Finding("machine", "memory", WARNING, text, remedy)]
 
 
-def check_shared_memory(machine: Machine) -> Result | None:
-    """Check that NCCL has enough shared memory for several GPUs. None if the size of /dev/shm is unknown."""
+def check_shared_memory(machine: Machine) -> list[Finding]:
+    """Check that NCCL has enough shared memory for several GPUs, if the size of /dev/shm is known."""
     size = machine.limits.shm
     if size is None:
-        return None
+        return []
     text = f"{size / _GIB:.2g} GiB in /dev/shm"
     if len(machine.gpus) < 2 or size >= _SMALL_SHM:
-        return OK, text, ""
+        return [Finding("machine", "shared memory", OK, text)]
     text += ", and NCCL needs more for several GPUs"
-    return WARNING, text, "start the container with --shm-size=8g or --ipc=host"
+    return [Finding("machine", "shared memory", WARNING, text, "start the container with --shm-size=8g or --ipc=host")]
 
 
-def check_disk(machine: Machine) -> dict[str, Result]:
+def check_disk(machine: Machine) -> list[Finding]:
     """Check that the disk of the cache has free space. Without a cache, check the disk of the working directory."""
-    folder, free = machine.folder, machine.limits.disk_free
-    text = f"{(free or 0) / 1e9:.1f} GB free at {folder}"
-    result: Result = OK, text, ""
+    folder, free, name = machine.folder, machine.limits.disk_free, "cache_dir" if machine.cache_dir else "disk"
     if free is None and machine.cache_dir:
         text = f"{folder} {'cannot be written to' if folder.is_dir() else 'is a file'}"
-        result = PROBLEM, text, "give a folder that this user may write to"
-    elif free is None:
-        result = OK, "the working directory is read-only, which does not affect training", ""
-    elif free < _LITTLE_DISK:
-        result = WARNING, text, "free some space, or give another folder"
-    return {"cache_dir" if machine.cache_dir else "disk": result}
+        return [Finding("machine", name, PROBLEM, text, "give a folder that this user may write to")]
+    if free is None:
+        return [Finding("machine", name, OK, "the working directory is read-only, which does not affect training")]
+    text = f"{free / 1e9:.1f} GB free at {folder}"
+    if free < _LITTLE_DISK:
+        return [Finding("machine", name, WARNING, text, "free some space, or give another folder")]
+    return [Finding("machine", name, OK, text)]
 
 
 def read_text(path: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -15,11 +15,6 @@ OK: Status = "ok"
 WARNING: Status = "warning"
 PROBLEM: Status = "problem"
 STATUSES = get_args(Status)
-Result = tuple[Status, str, str]
-"""Status, text and remedy of a finding."""
-T = TypeVar("T")
-Check = Callable[[T], "Result | Mapping[str, Result] | None"]
-"""Function that checks a subject. It returns a result, several results by name, or None if it does not apply."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +23,8 @@ class Finding:
 
     Attributes:
         area: "gpu", "software", "machine" or "dataset".
-        name: Name of the check, such as "torchcodec" or "GPU 0 AV1". It is unique within its area.
+        name: Subject within the area, such as "torchcodec" or "GPU 0 AV1". It is unique within its area. For a mixture, it
+            begins with the name of the dataset, as in "pick: rows".
         status: "ok", "warning" or "problem".
         text: Result of the check.
         remedy: Advice to the user. Empty for "ok".
@@ -41,6 +37,17 @@ class Finding:
     remedy: str = ""
 
 
+T = TypeVar("T")
+Check = Callable[[T], list[Finding]]
+"""Function from a context, such as a `Machine`, to findings. The list is empty if the check does not apply."""
+
+
+def run_checks(checks: Iterable[Check[T]], context: T) -> Iterator[Finding]:
+    """Yield the findings of all checks, in their order."""
+    for check in checks:
+        yield from check(context)
+
+
 @dataclass(frozen=True)
 class DoctorReport:
     """Report of `doctor`.
@@ -50,7 +57,8 @@ class DoctorReport:
         gpus: Index, name, memory in bytes, compute capability, NVDEC engines and supported formats of each GPU.
         software: Versions by name. Unknown versions are None.
         machine: Cores, memory and disk. See `machine.ProcessLimits`.
-        dataset: Address, size and cameras of the dataset. None without a dataset, or if it cannot be opened.
+        dataset: Address, size and cameras of the dataset. None without a dataset, or if it cannot be opened. For a mixture
+            file, its address as `uri`, and these facts of each dataset by name as `datasets`.
     """
 
     findings: tuple[Finding, ...]
@@ -67,18 +75,3 @@ class DoctorReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as dicts and lists for JSON."""
         return {**dataclasses.asdict(self), "status": self.status}
-
-
-def run_checks(checks: Mapping[str, Check[T]], subject: T) -> Iterator[tuple[str, Result]]:
-    """Yield (name, result) of each check that applies to the subject, in the order of the table."""
-    for name, check in checks.items():
-        outcome = check(subject)
-        if isinstance(outcome, Mapping):
-            yield from outcome.items()
-        elif outcome is not None:
-            yield name, outcome
-
-
-def as_findings(area: Area, results: Iterable[tuple[str, Result]]) -> list[Finding]:
-    """Return results as findings of an area."""
-    return [Finding(area, name, *result) for name, result in results]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from dali_stream.lerobot.rows import RowReader
 from dali_stream.storage import lfs
 from dali_stream.tools.description import missing_files, used
 from dali_stream.tools.diagnosis.looks import broken
-from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding
 from dali_stream.tools.work import spread
 
 _SHOWN = 5  # maximum number of files, or of values of an action, that a finding names
@@ -28,7 +29,7 @@ _NAMES = ("task_index", "subtask_index")
 
 
 class Rows:
-    """Subject of the checks of a dataset: its rows, without images. Each episode is read once, and the columns that
+    """Context of the checks of a dataset: its rows, without images. Each episode is read once, and the columns that
     locate its frames are kept.
 
     Attributes:
@@ -95,46 +96,49 @@ class Rows:
                 self.actions[key] = None
 
 
-def check_metadata(rows: Rows) -> Result:
+def check_metadata(rows: Rows) -> list[Finding]:
     """Describe the size of the dataset. Its metadata is valid, since the dataset was opened."""
     dataset = rows.dataset
     size = f"{counted(dataset.num_episodes, 'episode')}, {counted(dataset.num_frames, 'frame')}"
-    return OK, f"{dataset.store.address}: {size} at {dataset.fps:g} fps", ""
+    return [Finding("dataset", "metadata", OK, f"{dataset.store.address}: {size} at {dataset.fps:g} fps")]
 
 
-def check_statistics(rows: Rows) -> Result:
+def check_statistics(rows: Rows) -> list[Finding]:
     """Check that the statistics of the dataset, if any, can be read."""
     place = rows.dataset.stored_stats_place
     try:
         stats = rows.dataset.stored_stats
     except DaliStreamError as error:
-        return PROBLEM, str(error), f"copy or fetch {place} again, or write another: `dali-stream stats URI --out FILE`"
+        remedy = f"copy or fetch {place} again, or write another: `dali-stream stats URI --out FILE`"
+        return [Finding("dataset", "statistics", PROBLEM, str(error), remedy)]
     if stats:
-        return OK, f"{place} has those of {counted(len(stats), 'feature')}", ""
-    return OK, f"{place} is missing: only `normalize` needs it, and `dali-stream stats URI` computes it", ""
+        return [Finding("dataset", "statistics", OK, f"{place} has those of {counted(len(stats), 'feature')}")]
+    text = f"{place} is missing: only `normalize` needs it, and `dali-stream stats URI` computes it"
+    return [Finding("dataset", "statistics", OK, text)]
 
 
-def check_files(rows: Rows) -> Result:
+def check_files(rows: Rows) -> list[Finding]:
     """Check that all files exist. Raises StorageError if the source cannot be reached."""
     dataset = rows.dataset
     try:
         missing, looked_for = missing_files(dataset, rows.deep)
     except DatasetError as error:
-        return PROBLEM, str(error), "correct data_path and video_path in meta/info.json"
+        return [Finding("dataset", "files", PROBLEM, str(error), "correct data_path and video_path in meta/info.json")]
     if not missing and (pointers := _pointers(dataset)):
         text = f"{len(pointers)} of {counted(looked_for, 'file')} are Git LFS pointers, which only name the content"
-        return PROBLEM, f"{dataset.data_store.address}: {text}: {_listed(pointers)}", lfs.REMEDY
+        text = f"{dataset.data_store.address}: {text}: {_listed(pointers)}"
+        return [Finding("dataset", "files", PROBLEM, text, lfs.REMEDY)]
     if not missing:
-        return OK, f"{counted(looked_for, 'file')} of rows and video, none missing", ""
+        return [Finding("dataset", "files", OK, f"{counted(looked_for, 'file')} of rows and video, none missing")]
     text = f"{dataset.data_store.address}: {len(missing)} of {counted(looked_for, 'file')} missing: {_listed(missing)}"
     if all(rows.are_elsewhere(path) for path in missing):
-        return WARNING, f"{text}. The rows of their episodes are in other files", _REWRITE
+        return [Finding("dataset", "files", WARNING, f"{text}. The rows of their episodes are in other files", _REWRITE)]
     remedy = "copy or fetch them again, or exclude their episodes (episodes=...). `dali-stream info URI --json` lists all"
     absent = [key for key in dataset.videos if set(missing).issuperset(used(dataset, dataset.table.video[key]))]
     if absent:
         kept = [key for key in dataset.cameras if key not in absent]
         remedy = f"no episode has {', '.join(absent)}: copy or fetch the files, or select other cameras with cameras={kept}"
-    return PROBLEM, text, remedy
+    return [Finding("dataset", "files", PROBLEM, text, remedy)]
 
 
 def _pointers(dataset: Dataset) -> list[str]:
@@ -149,7 +153,7 @@ def _listed(paths: list[str]) -> str:
     return ", ".join(paths[:_SHOWN]) + (", ..." if len(paths) > _SHOWN else "")
 
 
-def check_rows(rows: Rows) -> Result:
+def check_rows(rows: Rows) -> list[Finding]:
     """Check that the rows of episodes agree with the metadata in number and type, and locate frames in increasing order."""
     dataset, files = rows.dataset, rows.dataset.table.data
     episodes = rows.spread(dataset.num_episodes)
@@ -165,34 +169,36 @@ def check_rows(rows: Rows) -> Result:
         rise = " and timestamps rise" if dataset.videos and dataset.clock == "timestamp" else ""
         text = f"rows are whole{rise} in {len(episodes)} checked episodes of {dataset.num_episodes}"
         if rows.misnamed:
-            return WARNING, f"{text}, but not in the files that the metadata names, such as {min(rows.misnamed)}", _REWRITE
-        return OK, text, ""
+            text += f", but not in the files that the metadata names, such as {min(rows.misnamed)}"
+            return [Finding("dataset", "rows", WARNING, text, _REWRITE)]
+        return [Finding("dataset", "rows", OK, text)]
     first, count = min(errors), len(errors)
-    status, text, remedy = broken(dataset.data_store, files.paths[files.index[dataset.rows[first]]], errors[first])
+    finding = broken("rows", dataset.data_store, files.paths[files.index[dataset.rows[first]]], errors[first])
     more = f". {count} of {len(episodes)} checked episodes have such rows" if count > 1 else ""
-    return status, text + more, remedy
+    return [replace(finding, text=finding.text + more)]
 
 
-def check_actions(rows: Rows) -> Result | None:
+def check_actions(rows: Rows) -> list[Finding]:
     """Check that actions change. A policy learns nothing from an action that is the same in all rows."""
     constant = {key: value for key, value in rows.actions.items() if value is not None}
     count = int(rows.dataset.lengths[list(rows.episodes_read)].sum())
     if not constant or count < 2:
-        return None
+        return []
     values = next(iter(constant.values())).reshape(-1)
     shown = ", ".join(f"{value:g}" for value in values[:_SHOWN].tolist()) + (", ..." if values.size > _SHOWN else "")
     text = f"{', '.join(constant)} never changes in the {counted(count, 'row')} of the checked episodes: {shown}"
-    return WARNING, text, "record the dataset again if the robot moved, or leave the feature out (Dataset.without)"
+    remedy = "record the dataset again if the robot moved, or leave the feature out (Dataset.without)"
+    return [Finding("dataset", "actions", WARNING, text, remedy)]
 
 
-def check_names(rows: Rows) -> Result:
+def check_tasks(rows: Rows) -> list[Finding]:
     """Check that each task of the rows that were read has a name. Without the names, a Loader cannot deliver a batch."""
     dataset = rows.dataset
     for name, path in zip(_NAMES, (dataset.tasks_place, "meta/subtasks.parquet"), strict=True):
         try:
             names = dataset.tasks if name == "task_index" else dataset.subtasks
         except DaliStreamError as error:
-            return broken(dataset.store, path, error)
+            return [broken("tasks", dataset.store, path, error)]
         if name != "task_index" and not names:  # a Loader then delivers no subtasks
             continue
         unknown = [(episode, value) for value, episode in rows.first_episodes.get(name, {}).items() if value not in names]
@@ -200,8 +206,9 @@ def check_names(rows: Rows) -> Result:
             episode, value = min(unknown)
             lacks = f"has no {name} {value}" if dataset.store.exists(path) else f"no such file, which names {name} {value}"
             text = f"{dataset.store.where(path)}: {lacks} of the rows of episode {dataset.episodes[episode]}"
-            return PROBLEM, text, f"copy or fetch {path} again"
+            return [Finding("dataset", "tasks", PROBLEM, text, f"copy or fetch {path} again")]
     text = f"{len(dataset.tasks)} named in {dataset.tasks_place}"
     if not rows.episodes_read:
-        return WARNING, f"{text}. Whether rows have others is unknown, since no row could be read", ROWS_FIRST
-    return OK, f"{text}, each that the checked rows have", ""
+        text += ". Whether rows have others is unknown, since no row could be read"
+        return [Finding("dataset", "tasks", WARNING, text, ROWS_FIRST)]
+    return [Finding("dataset", "tasks", OK, f"{text}, each that the checked rows have")]

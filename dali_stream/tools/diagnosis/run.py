@@ -1,68 +1,67 @@
-"""Table of all checks of `doctor`, and the functions that run them."""
+"""List of all checks of `doctor`, and the functions that run them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from dali_stream.dataset import Dataset
-from dali_stream.errors import DaliStreamError, StorageError
-from dali_stream.tools.diagnosis import answers, camera, gpu, machine, rows, software
-from dali_stream.tools.diagnosis.camera import Camera
-from dali_stream.tools.diagnosis.frames import Decoders, Deep, call_by_name, check_images
+from dali_stream.errors import DaliStreamError, StorageError, prefixed
+from dali_stream.mixture import Mixture
+from dali_stream.run.mixture_file import is_mixture_file
+from dali_stream.tools.diagnosis import answers, frames, gpu, machine, rows, software, video
+from dali_stream.tools.diagnosis.camera import Camera, decode_frames
+from dali_stream.tools.diagnosis.frames import Decoders, Deep, ImageCamera
+from dali_stream.tools.diagnosis.looks import broken
 from dali_stream.tools.diagnosis.machine import Machine
-from dali_stream.tools.diagnosis.report import PROBLEM, Area, Check, DoctorReport, Finding, Result, as_findings, run_checks
+from dali_stream.tools.diagnosis.mixed import Mixed, check_mixture
+from dali_stream.tools.diagnosis.report import PROBLEM, Check, DoctorReport, Finding, run_checks
 from dali_stream.tools.diagnosis.rows import Rows
 from dali_stream.tools.isolated import call
 
+# The checks, in the order of the report. To add one, write a function from a context to findings, and add a line here.
+MACHINE_CHECKS: Sequence[Check[Machine]] = (
+    gpu.check_driver,
+    gpu.check_gpus,
+    software.check_python,
+    software.check_dali,
+    software.check_torch,
+    software.check_torchcodec,
+    software.check_ffmpeg_program,
+    machine.check_container,
+    machine.check_cores,
+    machine.check_memory,
+    machine.check_shared_memory,
+    machine.check_disk,
+)
+DATASET_CHECKS: Sequence[Check[Rows]] = (
+    rows.check_metadata,
+    rows.check_statistics,
+    rows.check_files,
+    rows.check_rows,
+    rows.check_actions,
+    rows.check_tasks,
+)
+IMAGE_CHECKS: Sequence[Check[ImageCamera]] = (frames.check_images,)
+FILE_CHECKS: Sequence[Check[Camera]] = (video.check_broken_files, video.check_all_frames)
+VIDEO_CHECKS: Sequence[Check[Camera]] = (  # if at least one file is whole
+    video.check_format,
+    video.check_structure,
+    video.check_routes,
+    video.check_remarks,
+    video.check_timestamps,
+    video.check_ends,
+    video.check_gops,
+    video.check_frame,
+    video.check_speeds,
+)
+MIXTURE_CHECKS: Sequence[Check[Mixed]] = (check_mixture,)
 # Each group runs in one process. After a crash or hang, the remaining questions of the group are skipped.
 _QUESTIONS = ((answers.driver, answers.nvdec), (answers.dali,), (answers.torch, answers.torchcodec))
-MACHINE: tuple[Area, ...] = ("gpu", "software", "machine")
-"""Areas whose checks get a `Machine`. Checks of "dataset" get `Rows`, and checks of "camera" get a `Camera`."""
-CHECKS: Mapping[str, Mapping[str, Check[Any]]] = {
-    "gpu": {
-        "driver": gpu.check_driver,
-        "GPUs": gpu.check_gpus,
-    },
-    "software": {
-        "Python": software.check_python,
-        "DALI": software.check_dali,
-        "torch": software.check_torch,
-        "torchcodec": software.check_torchcodec,
-        "ffmpeg program": software.check_ffmpeg_program,
-    },
-    "machine": {
-        "container": machine.check_container,
-        "cores": machine.check_cores,
-        "memory": machine.check_memory,
-        "shared memory": machine.check_shared_memory,
-        "disk": machine.check_disk,
-    },
-    "dataset": {
-        "metadata": rows.check_metadata,
-        "statistics": rows.check_statistics,
-        "files": rows.check_files,
-        "rows": rows.check_rows,
-        "actions": rows.check_actions,
-        "tasks": rows.check_names,
-    },
-    "camera": {
-        "": camera.check_format,
-        "structure": camera.check_structure,
-        "routes": camera.check_routes,
-        "remarks": camera.check_remarks,
-        "timestamps": camera.check_timestamps,
-        "to_timestamp": camera.check_ends,
-        "GOPs": camera.check_gops,
-    },
-}
-"""Checks by area and name, in the order of the report. To add a check, write a function and add a line here.
-
-A check that returns several results names them itself.
-"""
 
 
 def doctor(
@@ -77,38 +76,54 @@ def doctor(
     """Examine this machine, and optionally a dataset. Errors become findings instead of exceptions.
 
     Args:
-        uri: Address of a dataset. Default: None, which examines only the machine.
+        uri: Address of a dataset, or of a mixture file (`.yaml`, `.yml` or `.json`), whose datasets are examined one after the
+            other. Default: None, which examines only the machine.
         cache_dir: Folder of the cache, as in `Dataset`. Its disk is checked.
         limit_s: Time limit in seconds. A decoder that takes longer, or a library that takes longer to load, counts as hanging.
             The first import of torch from a network file system can take a minute. Default: 120.
         deep: Whether to check all files and rows, and to decode every frame of the selected cameras and episodes. Otherwise one
             frame of each camera is decoded, and at most 1000 episodes and files are checked, or 32 of remote data. Default:
             False.
-        progress: Function that is called with (frames decoded, number of frames), if `deep`.
+        progress: Function that is called with (frames decoded, number of frames) of each dataset, if `deep`.
         options: Further arguments of `Dataset`: `revision`, `data_files_root`, `storage_options`, `cameras`, `episodes`,
-            `clock`, `tolerance_s`.
+            `clock`, `tolerance_s`. They apply to each dataset of a mixture.
 
     Returns:
         Findings, each with a status and a remedy, and the facts on which they are based.
 
     Raises:
-        ValueError: If an argument does not fit the address.
+        ValueError: If an argument does not fit the address, or if the mixture file cannot be read.
     """
-    # The dataset is opened first, so that an invalid argument fails before the slow questions.
-    opened = None if uri is None else open_dataset(uri, cache_dir=cache_dir, **options)
-    facts = None
-    with contextlib.closing(opened) if isinstance(opened, Dataset) else contextlib.nullcontext():
-        subject = _ask(limit_s, cache_dir)
-        findings = [finding for area in MACHINE for finding in as_findings(area, run_checks(CHECKS[area], subject))]
-        if isinstance(opened, Dataset):
-            loads = {name: not answer.error for name, answer in subject.answers.items()}
-            usable = {name: first["index"] for name, first in gpu.group_equal(subject.gpus).items() if not first["error"]}
-            every = Deep(opened, progress) if deep and loads["torchcodec"] else None
-            more, facts = examine(opened, Decoders(loads["torchcodec"], loads["dali"], usable), limit_s, every)
-            findings += more
-        elif opened is not None:
-            findings.append(opened)
-    return DoctorReport(tuple(findings), tuple(subject.gpus), software.versions(subject), subject.limits._asdict(), facts)
+    if cache_dir is not None:
+        options["cache_dir"] = cache_dir
+    mixture = Mixture.file_arguments(uri) if uri is not None and is_mixture_file(uri) else None
+    if mixture and "data_files_root" in options:
+        raise ValueError("data_files_root belongs to one dataset. Write it into the mixture file")
+    parts = mixture["datasets"] if mixture else {} if uri is None else {"": {"uri": uri}}
+    with contextlib.ExitStack() as stack:
+        # Datasets are opened first, so that an invalid argument fails before the slow questions.
+        opened = {name: _open_part(name, stack, **arguments | options) for name, arguments in parts.items()}
+        this_machine = _ask(limit_s, cache_dir)
+        findings = list(run_checks(MACHINE_CHECKS, this_machine))
+        decoders = _decoders(this_machine)
+        facts: dict[str, Any] = dict.fromkeys(opened)
+        for name, dataset in opened.items():
+            if isinstance(dataset, Finding):
+                own = [dataset]
+            else:
+                every = Deep(dataset, progress) if deep and decoders.torchcodec else None
+                own, facts[name] = examine(dataset, decoders, limit_s, every)
+            findings += [replace(finding, name=f"{name}: {finding.name}") for finding in own] if mixture else own
+        if mixture:
+            datasets = {name: dataset for name, dataset in opened.items() if isinstance(dataset, Dataset)}
+            findings += run_checks(MIXTURE_CHECKS, Mixed(mixture, datasets))
+    return DoctorReport(
+        findings=tuple(findings),
+        gpus=tuple(this_machine.gpus),
+        software=software.versions(this_machine),
+        machine=this_machine.limits._asdict(),
+        dataset={"uri": os.fspath(uri), "datasets": facts} if uri is not None and mixture else facts.get(""),
+    )
 
 
 def open_dataset(uri: str | os.PathLike[str], **options: Any) -> Dataset | Finding:
@@ -127,6 +142,19 @@ def open_dataset(uri: str | os.PathLike[str], **options: Any) -> Dataset | Findi
         return _unreadable(error)
 
 
+def _open_part(name: str, stack: contextlib.ExitStack, **arguments: Any) -> Dataset | Finding:
+    """Open a dataset of a mixture, or the only one, whose name is empty. The stack closes it. See `open_dataset`."""
+    try:
+        dataset = open_dataset(**arguments)
+    except (ValueError, TypeError) as error:
+        if not name:
+            raise
+        raise prefixed(f"dataset {name!r}", error) from error
+    if isinstance(dataset, Dataset):
+        stack.callback(dataset.close)
+    return dataset
+
+
 def _unreadable(error: DaliStreamError) -> Finding:
     """Return the finding for a dataset that cannot be opened or reached."""
     if isinstance(error, StorageError):
@@ -143,6 +171,12 @@ def _ask(limit_s: float, cache_dir: str | os.PathLike[str] | None) -> Machine:
     return Machine(gpu.read_gpus(known["driver"], known["nvdec"]), known, cache_dir)
 
 
+def _decoders(this_machine: Machine) -> Decoders:
+    loads = {name: not answer.error for name, answer in this_machine.answers.items()}
+    gpus = {name: first["index"] for name, first in gpu.group_equal(this_machine.gpus).items() if not first["error"]}
+    return Decoders(loads["torchcodec"], loads["dali"], gpus)
+
+
 def examine(
     dataset: Dataset, decoders: Decoders, limit_s: float, deep: Deep | None = None
 ) -> tuple[list[Finding], dict[str, Any]]:
@@ -157,7 +191,7 @@ def examine(
     Returns:
         Findings, and the facts for the report.
     """
-    results: dict[str, Result] = {}
+    findings: list[Finding] = []
     cameras: dict[str, Any] = {}
     facts = {
         "uri": dataset.uri,
@@ -169,37 +203,37 @@ def examine(
     }
     subject = Rows(dataset, deep is not None)
     try:
-        results.update(run_checks(CHECKS["dataset"], subject))  # results before an error are kept
-        videos = [Camera(key, subject, decoders, deep) for key in dataset.videos]
-        for each in videos:
-            each.run(CHECKS["camera"])
-    except StorageError as error:
-        return [*as_findings("dataset", results.items()), _unreadable(error)], facts
-    decoded = call_by_name({each.key: each.decodes for each in videos}, limit_s)
-    speeds = call_by_name({each.key: each.speeds for each in videos}, limit_s)
+        for finding in run_checks(DATASET_CHECKS, subject):
+            findings.append(finding)
+    except StorageError as error:  # the findings before it are kept
+        return [*findings, _unreadable(error)], facts
     for key in dataset.images:
-        height, width = dataset.features[key].frame_size
-        results |= _of_camera(key, check_images(dataset, key, deep))
-        cameras[key] = {"kind": "image", "height": height, "width": width}
-    for each in videos:
-        each.results |= camera.check_frame(each, decoded[each.key])
-        if deep:
-            each.results["all frames"] = deep.result(each.key)
-        each.results |= camera.check_speeds(each, speeds[each.key])
-        results |= _of_camera(each.key, each.results)
-        cameras[each.key] = each.facts
-    return as_findings("dataset", results.items()), facts
+        image_camera = ImageCamera(key, dataset, deep)
+        findings += run_checks(IMAGE_CHECKS, image_camera)
+        cameras[key] = image_camera.facts()
+    videos = [Camera(key, subject, decoders, deep) for key in dataset.videos]
+    decode_frames(videos, limit_s)
+    for camera in videos:
+        findings += _examine_video(camera)
+        cameras[camera.key] = video.facts(camera)
+    return findings, facts
+
+
+def _examine_video(camera: Camera) -> Iterator[Finding]:
+    """Run the checks of a video camera. If its first whole file turns out to be damaged, the checks end with a finding."""
+    yield from run_checks(FILE_CHECKS, camera)
+    if camera.tables:
+        try:
+            yield from run_checks(VIDEO_CHECKS, camera)
+        except DaliStreamError as error:
+            yield broken(f"{camera.key} file", camera.dataset.data_store, camera.tables[0].path, error)
 
 
 def refusal(dataset: Dataset) -> str:
     """Return why a Loader would refuse an episode of a dataset, or "" if it reads them all. No frame is decoded."""
     subject, nothing = Rows(dataset, deep=True), Decoders(torchcodec=False, dali=False, gpus={})
-    results = [rows.check_rows(subject), rows.check_names(subject)]
+    findings = list(run_checks((rows.check_rows, rows.check_tasks), subject))
     for key in dataset.videos:
-        each = Camera(key, subject, nothing, None)
-        results += [*each.results.values(), camera.check_timestamps(each)]
-    return next((text for status, text, _ in results if status == PROBLEM), "")
-
-
-def _of_camera(key: str, results: Mapping[str, Result]) -> dict[str, Result]:
-    return {f"{key} {name}".rstrip(): result for name, result in results.items()}
+        camera = Camera(key, subject, nothing, None)
+        findings += run_checks((video.check_broken_files, video.check_timestamps), camera)
+    return next((finding.text for finding in findings if finding.status == PROBLEM), "")

@@ -1,4 +1,4 @@
-"""`selftest`: runs all stages, which consist of steps, and makes the report."""
+"""`selftest`: runs the three parts, which consist of steps in separate processes, and makes the report."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 import itertools
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from dali_stream.demo.encode import CODECS
 from dali_stream.system import process
 from dali_stream.tools import environment
 from dali_stream.tools.isolated import call
-from dali_stream.tools.selftest import frames, loaders, speed, videos
+from dali_stream.tools.selftest import identity, load, speed, videos
 
 IMPORTANT = ("h264", "hevc", "av1", "vp9", "mpeg4")  # codecs, most important first
 GOPS = (2, 12, 30, 1)  # GOP lengths in frames, most important first
@@ -32,19 +32,42 @@ SIZES = ((368, 640), SIZE, FAST)  # sizes that the same decoders decode
 # reused for a video of another size but the same coded size.
 PADDED = ((368, 640), (360, 640), (248, 328), (242, 326))
 SHORT = 2  # GOP length of the videos of several sizes, as in LeRobot's videos
-_GROWTH = 1.1, 64 << 20  # tolerated growth of memory in the soak stage: 10 %, and a margin for allocators in bytes
+MANY_THREADS = 16  # decode threads of a Loader, more than a training usually has
+_GROWTH = 1.1, 64 << 20  # tolerated growth of memory over several epochs: 10 %, and a margin for allocators in bytes
 _STEP_S = 90.0  # time limit of a step that takes seconds
 _START_S = 15.0  # maximum time that a step needs before it measures
 EXIT_S = 15.0  # time allowed for a process to end after its step has returned
-_AT_A_TIME = (videos.write, frames.identity, frames.case)  # steps that can run concurrently, since they measure no speed
+_AT_A_TIME = (videos.write, identity.identity, identity.case)  # steps that can run concurrently, since they measure no speed
 Progress = Callable[[str, int, int], None]
 Report = dict[str, Any]
 Step = Callable[..., list[Report] | Report | None]
 """Function of a step, which runs in a separate process. It returns rows, one row, or None."""
 Video = tuple[str, int, tuple[int, int]]
 """Codec, GOP and (height, width) of the videos of a demo dataset."""
-Jobs = dict[str, tuple[Report, Report]]
-"""Jobs of a step: {label: (first entries of each row, arguments)}."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of a step.
+
+    Attributes:
+        step: Function of the step.
+        test: Subject of the test, for the report, such as "h264, GOP 12".
+        decoder: Tested decoder, for the report. Empty for a step that tests none.
+        arguments: Arguments of the step.
+        seconds: Time that the step measures, in seconds.
+    """
+
+    step: Step
+    test: str
+    decoder: str
+    arguments: Report
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Name for messages, such as "identity of h264, GOP 12, dali"."""
+        return f"{self.step.__name__.replace('_', ' ')} of {', '.join(filter(None, (self.test, self.decoder)))}"
 
 
 def selftest(
@@ -56,16 +79,16 @@ def selftest(
     progress: Progress = lambda step, done, total: None,
     keep: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Test DALI's video decoder on this machine, the most important codecs and stages first.
+    """Test DALI's video decoder on this machine, the most important codecs and steps first.
 
     Args:
         device: "auto" for the GPU if the machine has one, "cuda:1", or "cpu" for the codecs that DALI decodes on the CPU.
             Default: "auto".
-        soak_s: Duration of the soak stage in seconds. Each comparison in lockstep takes a third of it. Default: 30.
+        soak_s: Time to stream epochs, in seconds. Each comparison of two Loaders takes a third of it. Default: 30.
         speed_s: Duration of each speed measurement in seconds. Default: 1.
         limit_s: Time limit in seconds. Steps for which no time remains are left out, and listed in the report. Default: 460.
-        progress: Function that is called with (step, done, total).
-        keep: Function that is called with the report after each stage. The status is "unfinished" until the last stage.
+        progress: Function that is called with (part, done, total).
+        keep: Function that is called with the report after each step. The status is "unfinished" until the last step.
 
     Returns:
         A dict for JSON with
@@ -73,12 +96,13 @@ def selftest(
         - `status`: "passed", "failed", "unfinished" if steps were left out without a failure, or "not run" without a GPU.
         - `problems`, `left_out`: Descriptions of failures, and the steps that were left out.
         - `codecs`, `engines`: {codec: reason why it is not tested, or ""}, and {codec: number of NVDEC engines}.
-        - `identity`: A row per codec, GOP and shape of request. A row counts only if `refused`, the reason why the Loader would
-          not use NVDEC for such a video, is empty.
-        - `cases`: Such rows for videos that the Loader does not decode with NVDEC, and for torchcodec's NVDEC decoder.
-        - `lockstep`, `verdict`, `soak`, `speed`: Rows of these stages. See the methods of `_Run`, and the modules.
+        - `identity`: Whether frames are right. A row per kind of video, decoder and shape of request. A row counts only if
+          `refused`, the reason why the Loader would not use this decoder for such a video, is empty.
+        - `load`: Whether frames stay right under load. A row per Loader.
+        - `speed`: A row per kind of video, decoder and setting.
 
-        A row of a step that failed has the entry `failed`, and lacks the results.
+        Each row has `test`, what was tested, and `decoder`. `identity.measure_shape`, `load.lockstep`, `load.soak` and
+        `speed.speed` describe the other entries. A row of a step that failed has the entry `failed`, and lacks the results.
 
     Raises:
         ValueError: If the requested GPU does not exist.
@@ -87,7 +111,12 @@ def selftest(
     if gpu is None and device != "cpu":
         return _without_gpu()
     with tempfile.TemporaryDirectory(prefix="dali_stream-selftest-") as folder:
-        run = _Run(Path(folder), gpu, soak_s, speed_s, progress)
+        run = _Run(Path(folder), gpu, soak_s, speed_s, started + limit_s, progress)
+        parts: dict[str, Iterator[Report]] = {
+            "identity": run.check_identity(),
+            "load": run.check_load(),
+            "speed": run.measure_speed(),
+        }
         report: Report = {
             "status": "unfinished",
             "problems": [],
@@ -98,15 +127,22 @@ def selftest(
             "engines": {} if gpu is None else {codec: capability(gpu, codec, "420", 8).engines for codec in run.codecs},
             "tolerance": COLOUR_TOLERANCE,
             **environment.ran_on(device_name(gpu)),
+            **{part: [] for part in parts},
         }
-        for name, (stage, share, _, _) in _STAGES.items():
-            now = time.perf_counter()
-            run.until = now + share * (started + limit_s - now)
-            report |= {name: list(stage(run)), "seconds": time.perf_counter() - started}
-            report["problems"] = [*run.problems, *_problems(report)]
-            if name == list(_STAGES)[-1]:
-                report["status"] = "failed" if report["problems"] else "unfinished" if run.left_out else "passed"
-            keep(report)
+
+        def update() -> None:
+            rows = itertools.chain.from_iterable(report[part] for part in parts)
+            report["problems"] = [*run.problems, *filter(None, map(_problem, rows))]
+            report["seconds"] = time.perf_counter() - started
+
+        for part, rows in parts.items():
+            for row in rows:
+                report[part].append(row)
+                update()
+                keep(report)
+        update()
+        report["status"] = "failed" if report["problems"] else "unfinished" if run.left_out else "passed"
+        keep(report)
     return report
 
 
@@ -142,85 +178,93 @@ def run_step(step: Step, *, time_limit_s: float, **arguments: Any) -> Report:
 
 
 class _Run:
-    """The stages, and the videos that they share.
+    """The three parts, and the videos that they share.
 
     Attributes:
         codecs: {codec: reason why it is not tested, or ""}.
         left_out: Steps for which no time remained.
         problems: Codecs whose videos cannot be written, and steps whose process crashed or hung after its answer.
-        until: Value of `time.perf_counter` at which the current stage must end.
     """
 
-    def __init__(self, root: Path, gpu: int | None, soak_s: float, speed_s: float, progress: Progress) -> None:
+    def __init__(self, root: Path, gpu: int | None, soak_s: float, speed_s: float, end: float, progress: Progress) -> None:
         self._root, self._gpu, self._soak_s, self._speed_s, self._progress = root, gpu, soak_s, speed_s, progress
         self.codecs = {codec: _refusal(gpu, codec) for codec in IMPORTANT}
-        self.until, self.left_out, self.problems = 0.0, list[str](), list[str]()
+        self.left_out, self.problems = list[str](), list[str]()
+        self._until = self._end = end  # values of `time.perf_counter` at which the current steps, and all steps, must end
         self._nvdec = ["dali"] if unavailable(gpu) else ["dali", TORCHCODEC_CUDA]
         self._written: set[Video] = set()
         self._longest: dict[str, Video] = {}  # {codec: video with the longest GOP that the Loader decodes with DALI}
 
-    def identity(self) -> Iterator[Report]:
-        """Yield a row per GOP (or set of sizes), codec and shape of request."""
+    def check_identity(self) -> Iterator[Report]:
+        """Yield rows of DALI's decoder per GOP (or set of sizes) and codec, then of videos that it is not trusted with."""
+        self._take(0.3)
         rounds = {f"GOP {gop}": [(gop, SIZE)] for gop in GOPS}
         rounds |= {"sizes": [(SHORT, size) for size in SIZES], "padded sizes": [(SHORT, size) for size in PADDED]}
         for name, kinds in rounds.items():
-            groups = {codec: [(codec, *kind) for kind in kinds] for codec in self._tried(kinds[0][0])}
+            groups = {f"{codec}, {name}": [(codec, *kind) for kind in kinds] for codec in self._tried(kinds[0][0])}
             self._write([video for group in groups.values() for video in group])
-            jobs: Jobs = {}
-            for codec, group in groups.items():
-                if self._written.issuperset(group):
-                    job = {"folders": [self._folder(video) for video in group], "gpu": self._gpu}
-                    jobs[f"{codec}, {name}"] = ({"codec": codec, "videos": name}, job)
-            for row in self._each(frames.identity, jobs):
+            jobs = [
+                Job(identity.identity, test, "dali", {"folders": list(map(self._folder, group)), "gpu": self._gpu})
+                for test, group in groups.items()
+                if self._written.issuperset(group)
+            ]
+            for row in self._rows("identity", jobs):
                 yield row
-                [video, *others] = groups[row["codec"]]
+                [video, *others] = groups[row["test"]]
                 if not others and not row.get("refused"):
-                    self._longest[row["codec"]] = max(self._longest.get(row["codec"], video), video)
+                    self._longest[video[0]] = max(self._longest.get(video[0], video), video)
+        self._take(0.25)
+        jobs = [
+            Job(identity.case, case, decoder, {"name": case, "decoder": decoder, "gpu": self._gpu})
+            for decoder, case in itertools.product(identity.DECODERS, identity.CASES)
+        ]
+        yield from self._rows("identity", jobs)
 
-    def cases(self) -> Iterator[Report]:
-        """Yield a row per case, decoder and shape of request."""
-        jobs: Jobs = {}
-        for decoder, case in itertools.product(frames.DECODERS, frames.CASES):
-            head = {"codec": case.partition(" ")[0].strip(","), "videos": case, "decoder": decoder}
-            jobs[f"{case}: {decoder}"] = (head, {"name": case, "decoder": decoder, "gpu": self._gpu})
-        return self._each(frames.case, jobs)
+    def check_load(self) -> Iterator[Report]:
+        """Yield rows of Loaders whose batches are held, then of a Loader that streams epochs."""
+        self._take(0.4)
+        longest = list(self._longest.items())
+        jobs = self._lockstep("recorded size", longest)
+        jobs += self._lockstep("two Loaders", longest[:1], load.two_loaders)
+        jobs += self._lockstep("resized", longest, image_size=(224, 224))
+        jobs += self._lockstep(f"{MANY_THREADS} threads", longest[:1], num_threads=MANY_THREADS)
+        for decoder in self._nvdec[1:]:
+            jobs += self._lockstep("recorded size", longest, decode=decoder)
+        yield from self._rows("load", jobs)
+        self._take(0.3)
+        yield from self._rows("load", [self._soak(video) for _, video in longest[:1]])
+        if not longest and not self.left_out:
+            yield {"test": "Loader", "decoder": "dali", "failed": "the loader decodes no codec with DALI here"}
 
-    def lockstep(self) -> Iterator[Report]:
-        """Yield a row per codec at the recorded size, a row per Loader of two, and rows for resized frames and torchcodec."""
-        tests: dict[str, Report] = {"recorded size": {}, "two Loaders": {}, "resized": {"image_size": (224, 224)}}
-        tests |= {decoder: {"decode": decoder} for decoder in self._nvdec[1:]}
-        seconds = self._soak_s / 3
-        for test, options in tests.items():
-            step, codecs = (loaders.two_loaders, 1) if test == "two Loaders" else (loaders.lockstep, len(self._longest))
-            jobs: Jobs = {}
-            for codec, video in list(self._longest.items())[:codecs]:
-                arguments = {"folder": self._folder(video), "device": device_name(self._gpu), "seconds": seconds, **options}
-                jobs[f"{codec}, {test}"] = ({"loader": f"{codec}, {test}"}, arguments)
-            yield from self._each(step, jobs, seconds)
+    def _lockstep(
+        self, name: str, tested: Sequence[tuple[str, Video]], step: Step = load.lockstep, **options: Any
+    ) -> list[Job]:
+        """Return a job per (codec, video), which compares Loaders. See `load.lockstep` for the options."""
+        seconds, decoder = self._soak_s / 3, options.get("decode", "dali")
+        given = {"device": device_name(self._gpu), "seconds": seconds, **options}
+        return [
+            Job(step, f"{codec}, {name}", decoder, {"folder": self._folder(video), **given}, seconds) for codec, video in tested
+        ]
 
-    def verdict(self) -> Iterator[Report]:
-        """Yield rows of the most important codec on a busy GPU. See `_speeds`."""
+    def _soak(self, video: Video) -> Job:
+        """Return the job that streams epochs. On a GPU, the second camera is AV1, and `decode` is "auto"."""
+        folder, decode, av1 = self._folder(video), "dali", ("av1", SHORT, SIZE)
+        if self._gpu is not None and self._write([av1]):
+            try:
+                folder, decode = videos.mix(str(self._root / "mixed"), folder, self._folder(av1)), "auto"
+            except OSError as error:  # such as a full disk
+                self.problems.append(f"the dataset of two codecs cannot be written: {error}")
+        seconds = max(0.0, min(self._soak_s, self._until - time.perf_counter() - _START_S))
+        arguments = {"folder": folder, "device": device_name(self._gpu), "decode": decode, "seconds": seconds}
+        return Job(load.soak, "epochs", decode, arguments, 2 * seconds)
+
+    def measure_speed(self) -> Iterator[Report]:
+        """Yield rows of the most important codec on a busy GPU, then of each codec and size on an idle one."""
+        self._take(0.6)
         settings = [{"per_clip": 1, "threads": threads} for threads in (4, 8, 16)]
         for codec in list(self._longest)[:1]:
             yield from self._speeds((codec, SHORT, FAST), self._nvdec, settings, busy=True)
-
-    def soak(self) -> Iterator[Report]:
-        """Yield the row of the Loader over a longer time. On a GPU, the second camera is AV1, and `decode` is "auto"."""
-        for video in list(self._longest.values())[:1]:
-            folder, decode, av1 = self._folder(video), "dali", ("av1", SHORT, SIZE)
-            if self._gpu is not None and self._write([av1]):
-                try:
-                    folder, decode = videos.mix(str(self._root / "mixed"), folder, self._folder(av1)), "auto"
-                except OSError as error:  # such as a full disk
-                    self.problems.append(f"the dataset of two codecs cannot be written: {error}")
-            seconds = max(0.0, min(self._soak_s, self.until - time.perf_counter() - _START_S))
-            job = {"folder": folder, "device": device_name(self._gpu), "decode": decode, "seconds": seconds}
-            yield from self._each(loaders.soak, {"the Loader": ({}, job)}, 2 * seconds)
-        if not self._longest and not self.left_out:
-            yield {"failed": "the loader decodes no codec with DALI here"}
-
-    def speed(self) -> Iterator[Report]:
-        """Yield rows of each codec and size. See `_speeds`."""
+        self._take(1.0)
         cores = process.cores()
         tried = ((1, cores, 1), (4, cores, 1), (16, cores, 1), (1, cores, 2), (16, cores, 2), (1, max(cores // 2, 1), 1))
         settings = [dict(zip(("per_clip", "threads", "prefetch"), setting, strict=True)) for setting in tried]
@@ -233,21 +277,24 @@ class _Run:
         if not self._write([video]):
             return
         codec, _, (height, width) = video
-        job = {"folder": self._folder(video), "gpu": self._gpu, "settings": settings, "seconds": self._speed_s, "busy": busy}
+        test, seconds = f"{codec}, {height}×{width}, {'busy' if busy else 'idle'} GPU", 4 * self._speed_s * len(settings)
+        given = {"folder": self._folder(video), "gpu": self._gpu, "settings": settings, "seconds": self._speed_s, "busy": busy}
         on_cpu = {"gpu": None, "settings": [{"threads": process.cores()}]}
-        jobs: Jobs = {}
-        for decoder in ("torchcodec", *nvdec):
-            head = {"codec": codec, "size": [height, width], "decoder": decoder}
-            arguments = job | {"decoder": decoder} | (on_cpu if decoder == "torchcodec" else {})
-            jobs[f"{codec}, {height}×{width}, {decoder}, {'busy' if busy else 'idle'} GPU"] = (head, arguments)
+        jobs = [Job(speed.speed, test, "torchcodec", given | {"decoder": "torchcodec"} | on_cpu, seconds)]
+        jobs += [Job(speed.speed, test, decoder, given | {"decoder": decoder}, seconds) for decoder in nvdec]
         cpu = 0.0
-        for row in self._each(speed.speed, jobs, 4 * self._speed_s * len(settings)):
+        for row in self._rows("speed", jobs):
             rate = row.get("frames_per_s", 0.0)
             if row["decoder"] == "torchcodec":
                 cpu = rate
             elif rate and cpu:
                 row["ratio"] = rate / cpu
             yield row
+
+    def _take(self, share: float) -> None:
+        """Give the following steps a share of the remaining time."""
+        now = time.perf_counter()
+        self._until = now + share * (self._end - now)
 
     def _tried(self, gop: int) -> list[str]:
         """Return the codecs that are tested and can be encoded with a GOP length."""
@@ -259,49 +306,48 @@ class _Run:
 
     def _write(self, wanted: Sequence[Video]) -> bool:
         """Write videos that do not exist yet. Return whether all exist. A codec that FFmpeg cannot encode is not tested."""
-        jobs: Jobs = {}
-        for video in wanted:
-            if video not in self._written:
-                codec, gop, size = video
-                arguments = {"folder": self._folder(video), "codec": codec, "gop": gop, "size": size}
-                jobs[f"{codec}, GOP {gop}, {size[0]}×{size[1]}"] = ({"video": video}, arguments)
-        for row in self._each(videos.write, jobs):
-            codec = row["video"][0]
+        new = {f"{codec}, GOP {gop}, {h}×{w}": (codec, gop, (h, w)) for codec, gop, (h, w) in wanted}
+        new = {test: video for test, video in new.items() if video not in self._written}
+        jobs = [
+            Job(videos.write, test, "", {"folder": self._folder(video), "codec": video[0], "gop": video[1], "size": video[2]})
+            for test, video in new.items()
+        ]
+        for row in self._rows("videos", jobs):
+            codec = new[row["test"]][0]
             if "failed" not in row:
-                self._written.add(row["video"])
+                self._written.add(new[row["test"]])
             elif not self.codecs[codec]:
                 self.codecs[codec] = f"its videos cannot be written: {row['failed']}"
                 self.problems.append(f"{codec}: {self.codecs[codec]}")
         return self._written.issuperset(wanted)
 
-    def _each(self, step: Step, jobs: Jobs, seconds: float = 0.0) -> Iterator[Report]:
-        """Run a step per job. Jobs for which no time remains are added to `left_out`.
+    def _rows(self, part: str, jobs: Sequence[Job]) -> Iterator[Report]:
+        """Run jobs, one after the other if they measure time. Jobs for which no time remains are added to `left_out`.
 
         Args:
-            step: Function of the step. Its name is the name of the step in messages.
-            jobs: See `Jobs`.
-            seconds: Time that the step measures, in seconds.
+            part: Name for `progress`.
+            jobs: Jobs of steps that can all run concurrently, or of which none can.
 
         Yields:
-            The rows of the jobs. A job that failed has one row with the entry `failed`.
+            The rows of the jobs, with `test` and `decoder`. A job that failed has one row with the entry `failed`.
         """
-        limit, name = _STEP_S + seconds, step.__name__.replace("_", " ")
 
-        def run(job: tuple[Report, Report]) -> Report | None:
-            # A step that exceeds its own limit has failed. A step that only exceeds the time of its stage is left out.
-            left = self.until - time.perf_counter()
-            result = run_step(step, time_limit_s=min(limit, left), **job[1]) if left > 0 else {"out_of_time": True}
+        def run(job: Job) -> Report | None:
+            # A step that exceeds its own limit has failed. A step that only exceeds the time of its part is left out.
+            limit, left = _STEP_S + job.seconds, self._until - time.perf_counter()
+            result = run_step(job.step, time_limit_s=min(limit, left), **job.arguments) if left > 0 else {"out_of_time": True}
             return None if result.pop("out_of_time", False) and left < limit else result
 
-        with ThreadPoolExecutor(min(8, process.cores()) if step in _AT_A_TIME else 1) as pool:
-            for number, (label, result) in enumerate(zip(jobs, pool.map(run, jobs.values()), strict=True), 1):
-                self._progress(name, number, len(jobs))
+        concurrently = all(job.step in _AT_A_TIME for job in jobs)
+        with ThreadPoolExecutor(min(8, process.cores()) if concurrently else 1) as pool:
+            for number, (job, result) in enumerate(zip(jobs, pool.map(run, jobs), strict=True), 1):
+                self._progress(part, number, len(jobs))
                 if result is None:
-                    self.left_out.append(f"{name} of {label}")
+                    self.left_out.append(job.name)
                     continue
                 if "exit" in result:
-                    self.problems.append(f"{name} of {label}: {result.pop('exit')}")
-                yield from (jobs[label][0] | row for row in result.get("rows", [result]))
+                    self.problems.append(f"{job.name}: {result.pop('exit')}")
+                yield from ({"test": job.test, "decoder": job.decoder} | row for row in result.get("rows", [result]))
 
 
 def _refusal(gpu: int | None, codec: str) -> str:
@@ -311,27 +357,33 @@ def _refusal(gpu: int | None, codec: str) -> str:
     return "" if codec in DALI_ON_CPU else f"DALI decodes {', '.join(DALI_ON_CPU)} on a CPU"
 
 
-def _problems(report: Report) -> Iterator[str]:
-    """Yield the first problem of each row of the report. Rows of videos that the Loader refuses do not count."""
-    for name, (_, _, label, checks) in _STAGES.items():
-        for row in (row for row in report.get(name, []) if not row.get("refused")):
-            if problem := row.get("failed") or next(filter(None, (check(row) for check in checks)), ""):
-                yield f"{label.format_map(defaultdict(str, row))}: {problem}"
+def _problem(row: Report) -> str:
+    """Return what is wrong with a row of the report. Empty if nothing is, or if the Loader would refuse the video."""
+    if row.get("refused"):
+        return ""
+    problem = row.get("failed") or next(filter(None, (check(row) for check in _ROW_CHECKS)), "")
+    name = ", ".join(filter(None, (row["test"], row["decoder"], row.get("shape"))))
+    return f"{name}: {problem}" if problem else ""
 
 
 def _wrong_frames(row: Report) -> str:
-    return f"{row['wrong']} of {row['frames']} frames are of another frame" if row["wrong"] else ""
+    return f"{row['wrong']} of {row['frames']} frames are of another frame" if row.get("wrong") else ""
 
 
 def _colours(row: Report) -> str:
-    if row["mean_error"] <= COLOUR_TOLERANCE:
+    if row.get("mean_error", 0.0) <= COLOUR_TOLERANCE:
         return ""
     return f"the frames differ from FFmpeg's by {row['mean_error']} on average, and at most {COLOUR_TOLERANCE} is allowed"
 
 
-def _routes(row: Report, cameras: int) -> str:
-    """Check that the first cameras all have the same decoder, which is not torchcodec, and never changed it."""
-    decoders = set(list(row["routes"].values())[:cameras])
+def _routes(row: Report) -> str:
+    """Check that the cameras all have the same decoder, which is not torchcodec, and never changed it.
+
+    With "auto", the second camera has a codec that NVDEC may not decode, so only the first one counts.
+    """
+    if "routes" not in row:
+        return ""
+    decoders = set(list(row["routes"].values())[: 1 if row["decoder"] == "auto" else None])
     if row["route_changes"] or len(decoders) != 1 or decoders == {"torchcodec"}:
         return f"a camera is not on the requested route: {row['routes']}"
     return ""
@@ -339,21 +391,11 @@ def _routes(row: Report, cameras: int) -> str:
 
 def _growth(row: Report) -> str:
     for kind in ("memory", "gpu_memory"):
-        used = row[kind]
+        used = row.get(kind)
         if used and used["first"] and used["last"] > used["first"] * _GROWTH[0] + _GROWTH[1]:
             return f"{kind} grew from {used['first']} to {used['last']} bytes in {row['epochs']} epochs"
     return ""
 
 
-_STAGES: Mapping[str, tuple[Callable[[_Run], Iterator[Report]], float, str, Sequence[Callable[[Report], str]]]] = {
-    "identity": (_Run.identity, 0.3, "{codec}, {videos}, {shape}", (_wrong_frames, _colours)),
-    "cases": (_Run.cases, 0.25, "{videos}, {decoder}, {shape}", (_wrong_frames, _colours)),
-    "lockstep": (_Run.lockstep, 0.4, "{loader}, in lockstep with torchcodec", (_wrong_frames, partial(_routes, cameras=2))),
-    "verdict": (_Run.verdict, 0.4, "speed on a busy GPU", ()),
-    "soak": (_Run.soak, 0.5, "soak", (_wrong_frames, partial(_routes, cameras=1), _growth)),
-    "speed": (_Run.speed, 1.0, "speed of {codec}", ()),
-}
-"""{stage: (method that yields its rows, maximum share of the remaining time, label of a row, checks of a row)}.
-
-A check returns the problem, or an empty string. A row with the entry `failed` is a problem in every stage.
-"""
+_ROW_CHECKS: Sequence[Callable[[Report], str]] = (_wrong_frames, _colours, _routes, _growth)
+"""Checks of a row, which return the problem or an empty string. A check ignores rows without the entries that it needs."""

@@ -17,7 +17,7 @@ from dali_stream.decode import dali, torchcodec_cuda
 from dali_stream.decode.torchcodec import decode_clip
 from dali_stream.mp4.clip import Clip
 from dali_stream.tools import environment
-from dali_stream.tools.selftest import loaders, videos
+from dali_stream.tools.selftest import load, videos
 from dali_stream.tools.selftest.videos import Video
 
 BATCH = 64  # frames per batch
@@ -62,7 +62,7 @@ def _busy(gpu: int | None) -> Iterator[None]:
     if gpu is None:
         yield
         return
-    work, stop, stream = loaders.work(f"cuda:{gpu}"), threading.Event(), torch.cuda.Stream(gpu)
+    work, stop, stream = load.work(f"cuda:{gpu}"), threading.Event(), torch.cuda.Stream(gpu)
     torch.cuda.synchronize(gpu)
 
     def keep_busy() -> None:

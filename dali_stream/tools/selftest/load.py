@@ -32,7 +32,12 @@ _MEAN, _BLOCK = 3.0, 40.0  # tolerated mean absolute differences in 8-bit values
 
 
 def lockstep(
-    folder: str, device: str, seconds: float, image_size: tuple[int, int] | None = None, decode: str = "dali"
+    folder: str,
+    device: str,
+    seconds: float,
+    image_size: tuple[int, int] | None = None,
+    decode: str = "dali",
+    num_threads: int | None = None,
 ) -> dict[str, Any]:
     """Compare all frames of two Loaders for some time, and at least until some held batches were compared.
 
@@ -41,7 +46,7 @@ def lockstep(
         device: Device such as "cuda:0". With "cpu", no other work runs at the same time.
         seconds: Time to run, in seconds.
         image_size: (height, width) for both Loaders. Default: None, for the recorded size.
-        decode: Argument of the tested Loader. Default: "dali".
+        decode, num_threads: Arguments of the tested Loader. Default: "dali", and the default of a Loader.
 
     Returns:
         A dict with the entries of `_outcome` for the tested Loader, and
@@ -51,8 +56,9 @@ def lockstep(
     """
     busy, held, differences = work(device), deque[tuple[Any, Any]](), list[torch.Tensor]()
     dataset, number, started = Dataset(folder), 0, time.perf_counter()
+    options: dict[str, Any] = {"image_size": image_size, "memory_budget": _BUDGET, "num_threads": num_threads}
     with (
-        _loader(dataset, dataset.cameras, device, decode, image_size=image_size, memory_budget=_BUDGET) as ours,
+        _loader(dataset, dataset.cameras, device, decode, **options) as ours,
         _loader(Dataset(folder), dataset.cameras, "cpu", "torchcodec", image_size=image_size) as theirs,
     ):
         batches, expected = endless(ours), endless(theirs)
