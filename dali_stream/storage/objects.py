@@ -1,4 +1,8 @@
-"""Store for S3, Google Cloud Storage and Azure, based on obstore (https://developmentseed.org/obstore)."""
+"""Store for S3, Google Cloud Storage and Azure, based on obstore (https://developmentseed.org/obstore).
+
+Requests use obstore's blocking functions, in the threads of `retry.bounded`. Its coroutines in an event loop need twice as much
+CPU time for ranges of 64 KiB, because each result goes through several threads that wait for the interpreter.
+"""
 
 from __future__ import annotations
 
