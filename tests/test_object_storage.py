@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -288,6 +290,29 @@ def test_closing_ends_a_read_that_waits(objects: Objects) -> None:
     reader.join(HANG_GUARD_S)
     assert "closed" in str(errors[0])
     assert store.read(BIG, 0, 10) == CONTENT[:10]
+
+
+def test_ctrl_c_ends_a_read_that_waits_and_its_process(objects: Objects) -> None:
+    started = threading.Event()
+
+    def hang(*arguments: Any) -> None:
+        started.set()
+        faults.hang(*arguments)
+
+    objects.set_faults([hang])
+    options = {"anon": True, "endpoint_url": objects.url, "timeout": 500}
+    program = (
+        "import signal; from dali_stream.storage import open_store; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        f"open_store({ROOT!r}, {options!r}, give_up_after_s=1000).read({BIG!r}, 0, 10)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) as reader:
+        try:
+            assert started.wait(HANG_GUARD_S)
+            reader.send_signal(signal.SIGINT)
+            errors = reader.communicate(timeout=HANG_GUARD_S)[1]
+        finally:
+            reader.kill()
+    assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
 def test_no_more_than_32_requests_at_a_time_to_an_endpoint() -> None:

@@ -7,9 +7,10 @@
 A segment is a sparse file. Its header has the length and the CRC-32 of each block. The blocks follow, each at a fixed offset. A
 CRC detects damage, but not forgery.
 
-A process locks a block's byte of `locks` while it fetches the block. If the cache has a limit, it also locks `usage` while it
-writes. The kernel releases the locks of a process that dies. The number in `usage` may exceed the actual size, but never falls
-below it.
+A process locks a block's byte of `locks` while it fetches the block, so that the other processes of the host do not fetch it
+too. If the cache has a limit, it also locks `usage` while it writes. Without this shared number, each process would have to
+count all segments before each write, or several processes would exceed the limit. The number may exceed the actual size, but
+never falls below it. The kernel releases the locks of a process that dies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Store for S3, Google Cloud Storage and Azure, based on obstore (https://developmentseed.org/obstore)."""
+"""Store for S3, Google Cloud Storage and Azure, based on obstore (https://developmentseed.org/obstore).
+
+Requests use obstore's blocking functions, in the threads of `retry.bounded`. Its coroutines in an event loop need twice as much
+CPU time for ranges of 64 KiB, because each result goes through several threads that wait for the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -115,10 +119,11 @@ class ObjectStore(RemoteStore):
                 f"{self.address} is read in process {os.getpid()}, which was forked from process {_user} after that one had "
                 "read from a bucket. obstore's threads do not outlive a fork, so start processes with spawn or forkserver"
             )
-        with self._opening:
-            client = next(iter(self._clients), None) or self._bucket.open()
-            self._clients[:] = [client]
-            return client
+        if (client := next(iter(self._clients), None)) is None:
+            with self._opening:
+                client = next(iter(self._clients), None) or self._bucket.open()
+                self._clients[:] = [client]
+        return client
 
     def _failure(self, path: str, error: Exception) -> Exception | None:
         """Return the exception that replaces one of obstore, and contains no URLs. Return None for HTTP 412 and 416."""
