@@ -92,6 +92,53 @@ class Normalizer:
         """
         return self._mapped(batch, lambda value, shift, scale: value * scale + shift)
 
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return all that normalizes, as a small dict of text, lists and numbers.
+
+        Save it with the policy. `from_state_dict` then needs no dataset. `torch.load(weights_only=True)` and JSON read it.
+
+        Returns:
+            {key: {"mode": mode, "shape": shape of a step, "shift": list, "scale": list}}. A value is normalized as
+            (x - shift) / scale. The lists have a first axis for the datasets of a mixture if these are normalized differently.
+        """
+        return {
+            key: {
+                "mode": mode,
+                "shape": list(self._shape[key]),
+                "shift": self._affine[key][0].tolist(),
+                "scale": self._affine[key][1].tolist(),
+            }
+            for key, mode in self.modes.items()
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Mapping[str, Any]]) -> Normalizer:
+        """Return the normalizer that a `state_dict` describes. It needs no dataset.
+
+        Args:
+            state: Result of `state_dict`.
+
+        Raises:
+            ValueError: If `state` has another form.
+        """
+        normalizer = object.__new__(cls)
+        normalizer.modes, normalizer._affine, normalizer._shape, normalizer._on = {}, {}, {}, {}
+        try:
+            for key, own in state.items():
+                shift, scale, shape = (
+                    np.array(own["shift"], np.float32),
+                    np.array(own["scale"], np.float32),
+                    tuple(own["shape"]),
+                )
+                if shift.shape != scale.shape or shift.shape[shift.ndim - len(shape) :] != shape or not scale.all():
+                    raise ValueError(f"shift {shift.shape} and scale {scale.shape} of {key!r} do not fit its shape {shape}")
+                normalizer.modes[key], normalizer._affine[key], normalizer._shape[key] = own["mode"], (shift, scale), shape
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"state must be the result of Normalizer.state_dict, got {type(error).__name__}: {error}"
+            ) from None
+        return normalizer
+
     def _mapped(self, batch: Mapping[str, Any], change: Callable[[Any, Any, Any], Any]) -> dict[str, Any]:
         index = batch.get(INDEX)
         return {

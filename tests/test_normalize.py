@@ -16,7 +16,7 @@ from support.datasets import ODD_CAMERA, SIDE, TOP, read_rows, tree
 from support.servers import Server
 from support.slow import slow_after
 
-from dali_stream import Dataset, DatasetError, Loader
+from dali_stream import Dataset, DatasetError, Loader, Mixture
 from dali_stream.cli import main
 from dali_stream.decode import torchcodec
 from dali_stream.lerobot.stats import QUANTILES, TableStats
@@ -87,6 +87,35 @@ def test_there_and_back(demo: Path, mode: str) -> None:
     assert torch.equal(back["index"], plain["index"])
     predicted = torch.zeros(5, 4)
     assert loader.normalizer.inverse({ACTION: predicted})[ACTION].shape == (5, 4)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one dataset", "mixture"])
+def test_a_saved_normalizer_needs_no_dataset(demo: Path, demo_copy: Path, tmp_path: Path, several: bool) -> None:
+    """Through a checkpoint of torch and through JSON, with the same results to the last bit."""
+    dataset: Any = Dataset(demo)
+    if several:
+        dataset = Mixture({"a": demo, "b": changed(demo_copy, ACTION, min=[-9.0] * 4)})
+    mode = f"min_max{'_per_dataset' * several}"
+    with Loader(dataset, batch_size=8, device="cpu", normalize={ACTION: mode, TOP: mode}) as loader:
+        batch, normalizer = next(iter(loader)), loader.normalizer
+    torch.save({"normalizer": normalizer.state_dict()}, tmp_path / "policy.pt")
+    saved = torch.load(tmp_path / "policy.pt", weights_only=True)["normalizer"]
+    for state in (saved, json.loads(json.dumps(saved))):
+        loaded = Normalizer.from_state_dict(state)
+        assert loaded.modes == normalizer.modes
+        assert equal(loaded.inverse(batch), normalizer.inverse(batch))
+        assert equal(loaded(batch), normalizer(batch))
+
+
+@pytest.mark.parametrize(
+    "change", [{"shift": [0.0]}, {"scale": None}, {"shape": [3]}, {"shift": ["x"] * 4}, {"scale": [0.0] * 4}]
+)
+def test_a_state_of_something_else_is_refused(demo: Path, change: dict[str, Any]) -> None:
+    state = Normalizer(Dataset(demo), {ACTION: "min_max"}).state_dict()
+    with pytest.raises(ValueError, match=r"^state must be the result of Normalizer\.state_dict, got "):
+        Normalizer.from_state_dict({ACTION: {**state[ACTION], **change}})
+    with pytest.raises(ValueError, match=r"^state must be the result of Normalizer\.state_dict, got "):
+        Normalizer.from_state_dict({ACTION: "min_max"})  # type: ignore[dict-item]
 
 
 def test_one_mode_for_all_is_for_the_action_and_what_is_observed(demo: Path) -> None:
