@@ -88,7 +88,8 @@ class Camera:
         store = self.dataset.data_store
         try:
             self.video = self.tables[0].format()
-            self.reports = {place: describe_video(self.tables, store, gpu) for place, gpu in self.places.items()}
+            is_depth = self.dataset.features[self.key].is_depth
+            self.reports = {place: describe_video(self.tables, store, gpu, is_depth) for place, gpu in self.places.items()}
             self.results.update(run_checks(checks, self))
             self._choose_frame()
         except DaliStreamError as error:
@@ -177,6 +178,9 @@ class Camera:
             return
         # FFmpeg outputs every frame of an H.264 file with open GOPs only if it decodes from the start. See `decode`.
         clip = pack(store, [table], [packet], from_the_start=table.open_gops and is_avc(table))
+        if dataset.features[self.key].is_depth:
+            self.decodes["PyAV"] = partial(answers.decode_depth, clip, self.video, self.key)
+            return
         if self._decoders.torchcodec:
             self.decodes["torchcodec"] = partial(answers.decode, clip, self.video, False, None)
         for place, gpu in self.places.items() if self._decoders.dali else ():
@@ -235,7 +239,7 @@ def _check_route(gpu: int | None, report: CameraReport) -> Result:
     text = route.reason if on_nvdec else f"{route.decoder}: {route.reason}"
     if report.route_change:
         text += f"; torchcodec from a later file: {report.route_change}"
-    if gpu is None or (on_nvdec and not report.route_change):
+    if gpu is None or route.decoder == "pyav" or (on_nvdec and not report.route_change):
         return OK, text, ""
     for codec in ("hevc", "h264"):
         if not capability(gpu, codec, "420", 8).refusal(*size) and smallest_coded_size(codec, *size) == size:

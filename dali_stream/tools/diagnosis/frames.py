@@ -102,7 +102,8 @@ def check_images(dataset: Dataset, camera: str, deep: Deep | None) -> dict[str, 
     try:
         encoded = RowReader(dataset, keys={camera}).read(0)[0][camera]
         middle = len(encoded) // 2
-        if colour := flat_colour(images.decode(encoded[middle], dataset.features[camera])):
+        picture = images.decode(encoded[middle], dataset.features[camera])
+        if not dataset.features[camera].is_depth and (colour := flat_colour(picture)):
             results["picture"] = WARNING, f"episode {dataset.episodes[0]}, frame {middle} is {colour}", FLAT
         if deep:
             deep.decode_images(camera)
@@ -138,16 +139,21 @@ class Deep:
         Raises:
             StorageError: If the file cannot be read.
         """
+        from dali_stream.decode import depth
         from dali_stream.decode import torchcodec as decoder  # loads torch
 
-        store = self._dataset.data_store
+        store, decode_parts = self._dataset.data_store, None
+        if self._dataset.features[camera].is_depth:
+            depth.pyav(camera)
+            decode_parts = depth.decode_clip_in_parts
 
         def error(chosen: list[int]) -> str:
             """Return the reason why packets cannot be decoded. Empty if they can."""
             video = table.format(table.config[chosen[0]])
             at_once = decoder.frames_at_once((video.height, video.width))
             try:
-                for _ in decoder.decode_in_parts(store, [table] * len(chosen), chosen, video, at_once):
+                indices = [table] * len(chosen)
+                for _ in decoder.decode_in_parts(store, indices, chosen, video, at_once, decode_parts=decode_parts):
                     pass
             except DecodeError as error:
                 return located(store, table.path, error)
