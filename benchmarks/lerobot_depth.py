@@ -6,11 +6,13 @@ by bit, in millimetres and in metres, plain and with windows.
 """
 
 import argparse
+import importlib.metadata
 import json
 import logging
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -56,7 +58,8 @@ def main() -> None:
         subprocess.run([sys.executable, WRITER, folder], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     windows = {camera: [step / 10 for step in (-12, -1, 0, 3)] for camera in CAMERAS} | {"action": [0.0, 0.1, 0.2]}
     windows["observation.images.depth_m"] = [0.0]  # a single step has no time axis as video, and one as images
-    report = {}
+    versions = {name: importlib.metadata.version(name) for name in ("lerobot", "av", "torch")}
+    report: dict[str, object] = {"date": time.strftime("%Y-%m-%d"), "versions": versions}
     for root in sorted(folder.iterdir()):
         for unit in ("mm", "m"):
             for name, deltas in (("plain", None), ("windows", windows)):

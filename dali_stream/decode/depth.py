@@ -23,6 +23,7 @@ from dali_stream.lerobot.features import Feature, Quantization
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import TICK, TIMESCALE, Clip
 from dali_stream.mp4.format import VideoFormat
+from dali_stream.system.install import install_command
 from dali_stream.system.log_records import DATASET_LOG
 from dali_stream.system.workers import Workers
 
@@ -47,8 +48,8 @@ def pyav(key: str) -> Any:
         return importlib.import_module("av")
     except (ImportError, OSError) as error:
         raise DaliStreamError(
-            f"The depth camera {key} needs PyAV, which cannot be loaded ({error}). Install it with `pip install "
-            "'dali-stream[depth]'`, or leave the camera out of cameras"
+            f"The depth camera {key} needs PyAV, which cannot be loaded ({error}). Install the extra depth, "
+            f"`{install_command('depth')}`, or leave the camera out of cameras"
         ) from error
 
 

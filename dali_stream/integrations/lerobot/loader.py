@@ -44,9 +44,9 @@ def make_loader(
     The Loader reads the same files, revision and episodes, with the same windows and tolerance. By default, it does the same as
     LeRobot's training script: frames are contiguous, they are uint8 if the dataset returns uint8 and float32 otherwise, and the
     last batch of an epoch is partial. Image transforms are applied to the frames of each sample after they are resized to
-    `image_size`, with random numbers that a resumed run repeats, see `Transformed`. As in LeRobot, they are not applied to depth.
-    If frames are uint8 and some transforms of LeRobot have an effect on floats only, all transforms get frames of float32 in
-    [0, 1], and the results are rounded to uint8.
+    `image_size`, with random numbers that a resumed run repeats, see `Transformed`. As in LeRobot, depth is not
+    transformed. If frames are uint8 and some transforms of LeRobot have an effect on floats only, all transforms get frames of
+    float32 in [0, 1], and the results are rounded to uint8.
 
     Args:
         dataset: LeRobotDataset, StreamingLeRobotDataset or LeRobotDatasetMetadata. A StreamingLeRobotDataset that streams from
