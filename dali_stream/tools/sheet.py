@@ -166,7 +166,8 @@ def _false_colours(frames: Any, unit: str) -> tuple[npt.NDArray[np.uint8], str]:
     least, most = (float(measured.min()), float(measured.max())) if len(measured) else (0.0, 0.0)
     colours = _gradient((values - least) / max(most - least, 1e-9))
     colours[values <= 0] = 0
-    return colours, f"{least:.4g} to {most:.4g} {unit}"
+    digits = ".0f" if unit == "mm" else ".2f"
+    return colours, f"{least:{digits}} to {most:{digits}} {unit}"
 
 
 def _gradient(places: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
