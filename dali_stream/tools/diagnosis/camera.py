@@ -279,6 +279,8 @@ def check_timestamps(camera: Camera) -> Result:
 def check_gops(camera: Camera) -> Result | None:
     """Check the cost of long GOPs, and whether the frame cache compensates for it."""
     tables = camera.tables
+    if camera.dataset.features[camera.key].is_depth:  # `prepare` does not re-encode it
+        return None
     gops = np.concatenate([table.gop_lengths for table in tables])
     # A decoder decodes k frames to deliver the k-th frame of a GOP, so a random frame of a GOP of n frames costs (n + 1) / 2.
     plain = float((gops * (gops + 1) / 2).sum() / gops.sum())
