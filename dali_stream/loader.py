@@ -49,8 +49,8 @@ class Loader:
     A batch equals `torch.utils.data.default_collate` of LeRobotDataset's items, key for key. Video has shape (B, C, H, W), or
     (B, T, C, H, W) for a window of several steps. Tabular features have shape (B, D) or (B, T, D), without D if the feature
     has shape (1,). `<key>_is_pad` is bool of shape (B, T) for each key with a window, and `task` is a list of str. The memory
-    format of frames is channels last. C is 3, or 1 or 4 for grey and RGBA images. A feature that has the key of a mask or of
-    `task` is left out, and the log names it.
+    format of frames is channels last. C is 3, or 1 or 4 for grey and RGBA images. Frames of depth cameras are distances with
+    C = 1. A feature that has the key of a mask or of `task` is left out, and the log names it.
 
     Iterate a Loader directly in the training process. It replaces PyTorch's DataLoader, and cannot be copied.
 
@@ -66,9 +66,12 @@ class Loader:
             delivered. Default: none.
         image_size: Size (height, width) in pixels to which frames are resized, without keeping their aspect ratio. To keep it,
             crop in `dali_graph`. Frames of another size than `meta/info.json` says are then read as well, with a warning.
+            Frames of depth cameras are resized with nearest neighbour, since a mean of distances may be where nothing is.
             Default: the recorded size, which must be the same for all datasets of a mixture.
         image_dtype: "float32" or `torch.float32` for values in [0, 1], "uint8" or `torch.uint8` for values in [0, 255].
             Default: "float32".
+        depth_unit: Unit of the distances of depth cameras, "m" or "mm". They are float32 whatever `image_dtype` is. Default:
+            "mm", as in LeRobot.
         memory_format: "channels_last" for frames whose channels are adjacent in memory, or "contiguous" for the strides of
             `torch.utils.data.default_collate`. Frames have the same shape and values in both. Default: "channels_last", which
             is the format of decoders, so nothing is transposed.
@@ -122,7 +125,7 @@ class Loader:
         MemoryBudgetError: If `memory_budget` does not hold one batch, or exceeds the memory of this machine or of the cgroup of
             this process, or if the frames of the batches in progress need more memory than that.
         DaliStreamError: If the Loader is made in a worker of a DataLoader, since each worker would deliver the same batches, or
-            if a GPU, `dali_graph` or `decode="dali"` needs DALI, and DALI cannot be imported.
+            if a GPU, `dali_graph` or `decode="dali"` needs DALI, or a depth camera needs PyAV, and it cannot be imported.
     """
 
     _epoch = _position = 0  # epoch of the next batch, and position in its order
@@ -141,6 +144,7 @@ class Loader:
         dali_graph: Graph | None = None,
         image_size: tuple[int, int] | None = None,
         image_dtype: str | torch.dtype = "float32",
+        depth_unit: str = "mm",
         memory_format: str = "channels_last",
         normalize: Modes = None,
         shuffle: Shuffle = True,
@@ -176,6 +180,7 @@ class Loader:
             dali_graph=dali_graph,
             image_size=image_size,
             image_dtype=image_dtype,
+            depth_unit=depth_unit,
             memory_format=memory_format,
             order=(shuffle, seed, consumers, episode_pool_size),
             device=device,

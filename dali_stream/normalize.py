@@ -199,6 +199,11 @@ def _modes(dataset: Dataset | Mixture, normalize: Modes) -> dict[str, str]:
             _checked(dataset, f"normalize[{key!r}]", mode)
         if key not in dataset.features or not _is_floats(dataset, key):
             float_keys = [other for other in dataset.features if _is_floats(dataset, other)]
+            if key in dataset.features and dataset.features[key].is_depth:
+                raise ValueError(
+                    f"normalize must not name a depth camera, got {key!r}. Scale its distances in the model, for example by "
+                    "the largest one"
+                )
             raise ValueError(f"normalize must name float features, got {key!r}. Available: {listed(float_keys)}")
     return {key: mode for key, mode in normalize.items() if mode is not None}
 
@@ -217,7 +222,8 @@ def _checked(dataset: Dataset | Mixture, name: str, mode: object) -> str:
 
 
 def _is_floats(dataset: Dataset | Mixture, key: str) -> bool:
-    return key in dataset.cameras or dataset.features[key].is_float
+    feature = dataset.features[key]
+    return feature.is_float or (key in dataset.cameras and not feature.is_depth)
 
 
 def _affine(dataset: Dataset | Mixture, key: str, mode: str) -> Affine:

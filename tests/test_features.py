@@ -316,19 +316,18 @@ def test_what_every_dataset_has_cannot_be_left_out(odd: Path, key: str) -> None:
 # ------------------------------------------------------------------------ video: depth maps, and shapes of channels first
 
 
-@pytest.mark.parametrize("mark", [{"video.is_depth_map": True}, {"is_depth_map": True}, {"video.pix_fmt": "gray12le"}])
-def test_depth_video_is_passed_over_with_one_line_and_refused_where_it_is_selected(
-    demo_copy: Path, caplog: pytest.LogCaptureFixture, mark: dict[str, object]
+def test_unmarked_depth_video_is_passed_over_with_one_line_and_refused_where_it_is_selected(
+    demo_copy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     features = json.loads((demo_copy / "meta/info.json").read_text())["features"]
-    features[SIDE]["info"] |= mark
+    features[SIDE]["info"] |= {"video.pix_fmt": "gray12le"}
     change_info(demo_copy, features=features)
     shutil.rmtree(demo_copy / "videos" / SIDE)  # so no byte of it is read
     with Loader(demo_copy, batch_size=4) as loader:
         assert SIDE not in next(iter(loader))
     [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert f"feature '{SIDE}' is a depth map of more than 8 bits, and cameras are decoded to 8 bits a channel" in said
-    with pytest.raises(ValueError, match=f"Camera '{SIDE}' is a depth map of more than 8 bits.* Available: {TOP}$"):
+    assert f"feature '{SIDE}' has more than 8 bits per value, but is not marked as depth" in said
+    with pytest.raises(ValueError, match=f"Camera '{SIDE}' has more than 8 bits per value.* Available: {TOP}$"):
         Dataset(demo_copy, cameras=[TOP, SIDE])
 
 
@@ -342,7 +341,7 @@ def test_depth_video_without_a_mark_is_an_error(demo_copy: Path) -> None:
         file.with_suffix(".gray.mp4").rename(file)
     with (
         Loader(demo_copy, batch_size=4) as loader,
-        pytest.raises(DecodeError, match=rf"{SIDE}.*got a depth map of 12 bits\. Leave {SIDE} out of cameras"),
+        pytest.raises(DecodeError, match=rf"{SIDE}.*unless it is marked as depth, got 12 bits"),
     ):
         next(iter(loader))
     with Loader(Dataset(demo_copy, cameras=[TOP]), batch_size=4) as loader:

@@ -301,26 +301,6 @@ def test_a_shape_that_no_image_has_is_an_error(tmp_path: Path, shape: list[int])
         Dataset(written(tmp_path, structs(PNGS), tuple(shape)))
 
 
-# ------------------------------------------------------------------------ depth
-
-
-@pytest.mark.parametrize("info", [{"is_depth_map": True}, {"video.is_depth_map": True}])
-def test_a_depth_image_is_left_out_with_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, info: dict[str, bool]
-) -> None:
-    root = written(tmp_path, structs([deep_png(1)] * len(FRAMES)), (*ODD_SIZE, 1), info)
-    with Loader(root, batch_size=5) as loader:
-        assert ODD_CAMERA not in next(iter(loader))
-    [said] = [record.getMessage() for record in caplog.records]
-    assert f"feature '{ODD_CAMERA}' is a depth map of more than 8 bits" in said
-
-
-def test_a_depth_image_that_is_selected_is_an_error(tmp_path: Path) -> None:
-    root = written(tmp_path, structs([deep_png(1)] * len(FRAMES)), (*ODD_SIZE, 1), {"is_depth_map": True})
-    with pytest.raises(ValueError, match=f"Camera '{ODD_CAMERA}' is a depth map of more than 8 bits.* Available: none"):
-        Dataset(root, cameras=[ODD_CAMERA])
-
-
 # ------------------------------------------------------------------------ as video
 
 

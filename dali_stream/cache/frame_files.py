@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -40,7 +41,7 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
 from dali_stream.storage.open_files import NO_FOLLOW, OpenFiles
 
-Frame = npt.NDArray[np.uint8]
+Frame = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]
 _CHECKSUM = 8  # bytes of a checksum
 _SAMPLE = 64 << 10  # maximum number of bytes of a video's first packet in its name
@@ -88,7 +89,14 @@ def image_name(images: npt.NDArray[np.object_]) -> RecordName:
 NVDEC = "decoded and resized on"  # entry of the key of frames that NVDEC decoded
 
 
-def pixel_key(shape: tuple[int, int, int], video: bool, images: bool, any_size: bool, nvdec: bool = False) -> dict[str, str]:
+def pixel_key(
+    shape: tuple[int, int, int],
+    video: bool,
+    images: bool,
+    any_size: bool,
+    nvdec: bool = False,
+    depth: type[np.generic] | None = None,
+) -> dict[str, str]:
     """Return a description of everything that determines the pixels of stored frames, besides the encoded video or images.
 
     Args:
@@ -97,6 +105,7 @@ def pixel_key(shape: tuple[int, int, int], video: bool, images: bool, any_size: 
         images: Whether frames are decoded from images in rows.
         any_size: Whether images of another size than the metadata says are resized. Otherwise, they are an error.
         nvdec: Whether video is decoded and resized on a GPU, which rounds differently. Default: False.
+        depth: Type of the stored values of a depth camera. Default: None, for other cameras.
     """
     import PIL
     import torch
@@ -109,7 +118,11 @@ def pixel_key(shape: tuple[int, int, int], video: bool, images: bool, any_size: 
         "processor": platform.machine(),
         "layout": "1",
     }
-    if video:
+    if depth is not None:
+        key |= {"frames": f"{'×'.join(map(str, shape))} depth {depth.__name__}", "resized with": "nearest neighbour"}
+    if video and depth is not None:
+        key |= {"PyAV": importlib.import_module("av").__version__}
+    elif video:
         key |= {"torchcodec": torchcodec.__version__, "FFmpeg": str(torchcodec.ffmpeg_major_version)}
     if video and nvdec:
         key |= {NVDEC: "NVDEC"}

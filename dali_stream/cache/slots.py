@@ -15,7 +15,7 @@ from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.observe.tracing import span
 from dali_stream.system.workers import Workers
 
-Frames = npt.NDArray[np.uint8]
+Frames = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 # The system reads a file 1.6 times as fast into memory whose address is a multiple of 64, on an AMD EPYC, 2026-11-26. NumPy's
 # arrays begin 16 bytes after one.
@@ -32,16 +32,18 @@ class Slots:
     Args:
         count: Number of slots. The system allocates the memory of a slot when it is first written.
         shape: Shape (height, width, channels) of each frame.
+        dtype: Type of the values. Default: uint8.
     """
 
-    def __init__(self, count: int, shape: tuple[int, int, int]) -> None:
-        memory = np.empty((count + 1) * math.prod(shape) + _ALIGNMENT, np.uint8)
-        aligned = memory[-memory.ctypes.data % _ALIGNMENT :][: (count + 1) * math.prod(shape)]
-        self._frames = aligned.reshape(count + 1, *shape)
+    def __init__(self, count: int, shape: tuple[int, int, int], dtype: type[np.generic] = np.uint8) -> None:
+        size = (count + 1) * math.prod(shape) * np.dtype(dtype).itemsize
+        memory = np.empty(size + _ALIGNMENT, np.uint8)
+        aligned = memory[-memory.ctypes.data % _ALIGNMENT :][:size]
+        self._frames = aligned.view(dtype).reshape(count + 1, *shape)
         self._frames[-1] = 0  # slot -1 is a black frame
         self._errors: dict[int, DaliStreamError] = {}
         self._unread: deque[int] = deque()
-        self.shape = shape
+        self.shape, self.dtype = shape, dtype
 
     def put(self, slots: Sequence[int], frames: Frames) -> None:
         """Write frames, of shape (n, height, width, channels), into slots."""
@@ -77,8 +79,8 @@ class Slots:
 
         Args:
             show: Slot of each frame, shape (B, T). -1 for zeros.
-            out: Array for the frames, shape (B, T, height, width, channels), uint8, or float32 for values divided by 255. In
-                memory, the channels may precede height and width.
+            out: Array for the frames, shape (B, T, height, width, channels). It has the type of the slots, or float32 for uint8
+                values divided by 255. In memory, the channels may precede height and width.
             helpers: Threads that help the calling thread to copy.
 
         Returns:
@@ -102,7 +104,7 @@ class Slots:
                 self._copy_share(slots, out)
 
     def _copy_share(self, slots: Int64, out: npt.NDArray[Any]) -> None:
-        is_float = out.dtype == np.float32
+        is_float = out.dtype != self.dtype
         if out.flags.c_contiguous:
             # One call copies all frames, since each call may wait for the interpreter. For floats, this requires an additional
             # copy before the division. It stays in the processor's cache, and takes less time than the single call saves. All
@@ -112,7 +114,7 @@ class Slots:
             if is_float:
                 _divide(frames, out)
             return
-        planes = np.moveaxis(np.empty((self.shape[2], *self.shape[:2]), np.uint8), 0, -1)
+        planes = np.moveaxis(np.empty((self.shape[2], *self.shape[:2]), self.dtype), 0, -1)
         for slot, to in zip(slots.tolist(), out, strict=True):
             if is_float:  # transposing first and then dividing is faster than both in one operation
                 planes[:] = self._frames[slot]

@@ -73,13 +73,15 @@ def preview(
 
 @dataclass(frozen=True)
 class _Sheet:
-    """Content of a sheet: a title, a batch, its windows, and the keys of its images and of the features to plot."""
+    """Content of a sheet: a title, a batch, its windows, the keys of its images and of the features to plot, and the units of
+    its depth cameras."""
 
     title: str
     batch: Mapping[str, Any]
     windows: Mapping[str, list[float]]
     images: list[str]
     numbers: list[str]
+    depth: Mapping[str, str]
 
 
 def _of_dataset(dataset: Dataset | Mixture, plots: bool, action: str | None, options: dict[str, Any]) -> _Sheet:
@@ -96,7 +98,8 @@ def _of_dataset(dataset: Dataset | Mixture, plots: bool, action: str | None, opt
     with dali_stream.Loader(dataset, **options) as loader:
         batch = next(iter(loader))
     title = f"{_name(dataset)}: {len(batch['index'])} of {dataset.num_frames} frames, seed {options['seed']}"
-    return _Sheet(title, batch, options["delta_timestamps"], sheet.image_keys(batch, dataset), numbers)
+    images = sheet.image_keys(batch, dataset)
+    return _Sheet(title, batch, options["delta_timestamps"], images, numbers, _depth(dataset, images, "mm"))
 
 
 def _of_run(
@@ -132,7 +135,14 @@ def _of_run(
         values |= normalizer.inverse(scaled | {key: values[key] for key in ("dataset_index",) if key in values})
         where_in_run = f"epoch {epoch}, batch {batch}, rank {rank} of {described['loader']['world_size']}"
         numbers = [key for key in sheet.plotted(dataset) if key in values]
-    return _Sheet(f"{_name(dataset)}: {where_in_run}", values, described["loader"]["delta_timestamps"], images, numbers)
+    loader = described["loader"]
+    depth = _depth(dataset, images, loader.get("depth_unit", "mm"))
+    return _Sheet(f"{_name(dataset)}: {where_in_run}", values, loader["delta_timestamps"], images, numbers, depth)
+
+
+def _depth(dataset: Dataset | Mixture, images: list[str], unit: str) -> dict[str, str]:
+    """Return {key: unit} of the images that are distances."""
+    return {key: unit for key in images if key in dataset.features and dataset.features[key].is_depth}
 
 
 def _save(drawn: _Sheet, out: Path, most: int | None, plots: bool) -> None:
@@ -143,7 +153,7 @@ def _save(drawn: _Sheet, out: Path, most: int | None, plots: bool) -> None:
         raise DatasetError(
             f"the batch has neither frames nor an action or observations to show, only {listed(drawn.batch)}. {_ACTION}"
         )
-    shown = sheet.samples(drawn.batch, drawn.images, drawn.windows, numbers)[:most]
+    shown = sheet.samples(drawn.batch, drawn.images, drawn.windows, numbers, drawn.depth)[:most]
     sheet.save(out, drawn.title, shown)
     console.say(f"{out}: {counted(len(shown), 'sample')} of {', '.join((*drawn.images, *numbers))}")
 

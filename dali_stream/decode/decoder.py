@@ -1,4 +1,4 @@
-"""Interface of the decoders. Implementations are in `torchcodec`, `dali` and `images`."""
+"""Interface of the decoders. Implementations are in `torchcodec`, `dali`, `images` and `depth`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class Work(Protocol):
             copiers: Threads that help to copy.
 
         Returns:
-            Frames of shape (B, T, H, W, C) and type `dtype`. The decoder of `dali` returns a list of clips instead.
+            Frames of shape (B, T, H, W, C) and type `dtype`. Those of a depth camera have the type of its slots. The decoder of
+            `dali` returns a list of clips instead.
         """
         ...
 
@@ -89,7 +90,9 @@ class Decoded:
         self._slots, self._plan, self.tasks, self.failed = slots, plan, tasks, failed
 
     def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Array:
-        frames = buffers.take((*self._plan.show.shape, *self._slots.shape), dtype)
+        # Only uint8 is converted to another type. `decode.depth` converts the values of depth cameras.
+        own = dtype if self._slots.dtype is np.uint8 else self._slots.dtype
+        frames = buffers.take((*self._plan.show.shape, *self._slots.shape), own)
         self.failed |= self._slots.gather(self._plan.show, frames, copiers)
         return frames
 

@@ -1,6 +1,7 @@
 """Decoding of frames that are stored as images (PNG, JPEG, WebP) in Parquet rows, with Pillow, as in LeRobot.
 
 LeRobot returns each image with the channels of its file. This module returns all images with the channels in the metadata.
+Images of depth cameras are TIFF or PNG files with one value of 16 bits or a float32 per pixel.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dali_stream.cache.frame_files import RecordName
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.decode.decoder import TASK_FRAMES, Decoded, OtherSizes, Pool, even_tasks, named
+from dali_stream.decode.depth import resize_nearest
 from dali_stream.decode.resize import resize
 from dali_stream.decode.stored import StoredFrames
 from dali_stream.errors import DecodeError, FrameSizeError
@@ -106,7 +108,8 @@ class ImageDecoder:
                     height, width, _ = pixels.shape
                     self._other_sizes.add(int(episode[i]), (height, width), f"episode {self._source.episodes[episode[i]]}")
                     with timed("resize_s"):
-                        resized = resize(pixels[None], self._size)
+                        scale = resize_nearest if feature.is_depth else resize
+                        resized = scale(pixels[None], self._size)
                         self._slots.put([slot], resized)
                     if self._stored is not None:
                         self._stored.add([(name, int(frame[i]), (int(episode[i]), int(frame[i])), resized[0])])
@@ -119,32 +122,34 @@ class ImageDecoder:
         return stored.read_added(name, [int(frame)], [slot], [(int(episode), int(frame))])[0]
 
 
-def decode(data: bytes, feature: Feature, any_size: bool = False) -> npt.NDArray[np.uint8]:
+def decode(data: bytes, feature: Feature, any_size: bool = False) -> npt.NDArray[Any]:
     """Decode one image, and turn it according to its EXIF orientation.
 
     The image has as many channels as `feature`: 1 (grey), 3 (RGB) or 4 (RGBA). A file with other channels is converted if this
-    loses no information, for example from grey, palette or opaque RGBA to RGB.
+    loses no information, for example from grey, palette or opaque RGBA to RGB. A depth map is returned as it is stored.
 
     Args:
-        data: Bytes of the PNG, JPEG or WebP file.
+        data: Bytes of the PNG, JPEG or WebP file, or of the TIFF or PNG file of a depth camera.
         feature: Feature of the camera.
         any_size: Whether the image may have another size than `feature`. Default: False.
 
     Returns:
-        Image of shape (H, W, C), uint8.
+        Image of shape (H, W, C), uint8, or float32 for a depth camera.
 
     Raises:
         FrameSizeError: If the image has another size than `feature`.
         DecodeError: If the image is damaged, is of another format, has more than 8 bits per channel, or has other channels than
-            `feature`.
+            `feature`. For a depth camera, if it is not a TIFF or PNG file with 16 bits or a float32 per pixel.
     """
-    (height, width), mode = feature.frame_size, CHANNELS[feature.channels]
-    expected = f"the image must be {mode} of {height}×{width}"
+    (height, width), mode, depth = feature.frame_size, CHANNELS[feature.channels], feature.is_depth
+    expected = f"the image must be {'a depth map' if depth else mode} of {height}×{width}"
     try:
         # Pillow has readers for some fifty other formats, and the one for PostScript runs a program.
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        with Image.open(io.BytesIO(data), formats=_DEPTH_FORMATS if depth else _FORMATS) as image:
             deep = data[:8] == _PNG and data[24] == 16
-            if deep or image.mode not in _MODES:
+            if depth and image.mode not in _DEPTH_MODES:
+                raise DecodeError(f"{expected} with 16 bits or a float32 per pixel, got Pillow's mode {image.mode}")
+            if not depth and (deep or image.mode not in _MODES):
                 raise DecodeError(
                     f"{expected} with 8 bits per channel, got "
                     f"{'a PNG of 16 bits per channel' if deep else 'another format'} (Pillow's mode {image.mode}). Leave the "
@@ -161,21 +166,25 @@ def decode(data: bytes, feature: Feature, any_size: bool = False) -> npt.NDArray
             size = image.height, image.width
             if remedy := feature.size_fault(size, any_size):
                 raise FrameSizeError(f"{expected}, got {image.mode} of {size[0]}×{size[1]}{turned}. {remedy}")
+            if depth:
+                return np.array(image, np.float32)[..., None]
             pixels = _converted(image, mode)
             if pixels is None:
                 raise DecodeError(f"{expected}, got {image.mode} of {size[0]}×{size[1]}")
             return np.array(pixels).reshape(*size, -1)
     except UnidentifiedImageError as error:
         got = lfs.pointer(data) or f"got {len(data)} bytes that begin with {data[:8].hex(' ')}"
-        raise DecodeError(f"the image must be a PNG, JPEG or WebP file, {got}") from error
+        kinds = "TIFF or PNG" if depth else "PNG, JPEG or WebP"
+        raise DecodeError(f"the image must be a {kinds} file, {got}") from error
     except (OSError, SyntaxError, ValueError, IndexError, struct.error, *_BOMBS) as error:
         raise DecodeError(f"the image is damaged: {error}") from error
 
 
-_FORMATS = ("PNG", "JPEG", "WEBP")
+_FORMATS, _DEPTH_FORMATS = ("PNG", "JPEG", "WEBP"), ("TIFF", "PNG")
 _BOMBS = Image.DecompressionBombError, Image.DecompressionBombWarning  # Python may be set to raise warnings
 _PNG = b"\x89PNG\r\n\x1a\n"  # byte 24 of a PNG is the bit depth: https://www.w3.org/TR/png-3/#11IHDR
 _MODES = ("1", "L", "P", "LA", "RGB", "RGBA")
+_DEPTH_MODES = ("I;16", "I;16B", "I;16L", "F")
 
 
 def _converted(image: Image.Image, mode: str) -> Image.Image | None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from dali_stream.cache.indices import IndexCache
 from dali_stream.checks.none import NONE
+from dali_stream.decode import depth
 from dali_stream.decode.capability import DriverError, capabilities
 from dali_stream.decode.refusal import refusal_of_file, refusal_of_torchcodec, video_name
 from dali_stream.decode.video_files import VideoFiles
@@ -40,7 +41,8 @@ class Route:
     """Decoder of a camera, with the reason for it.
 
     Attributes:
-        decoder: "dali" (NVDEC on a GPU), "torchcodec" (FFmpeg on the CPU), or "torchcodec-cuda" (NVDEC without DALI).
+        decoder: "dali" (NVDEC on a GPU), "torchcodec" (FFmpeg on the CPU), "torchcodec-cuda" (NVDEC without DALI), or "pyav"
+            (FFmpeg on the CPU, for depth cameras).
         reason: Reason for this decoder, in one sentence.
     """
 
@@ -61,6 +63,7 @@ class Measured(NamedTuple):
 
 
 IMAGES = Route("torchcodec", "its frames are images in Parquet rows")
+DEPTH = Route("pyav", "it is a depth camera, and torchcodec decodes to 8 bits")
 
 
 def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | None, threads: int) -> dict[str, Route]:
@@ -77,6 +80,7 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
         ValueError: If `decode` is "dali" or "torchcodec-cuda", and this decoder cannot decode a camera.
         DecodeError: If `decode` is "dali" or "torchcodec-cuda", and a file is damaged.
         StorageError: If a file cannot be fetched.
+        DaliStreamError: If a depth camera needs PyAV, and it cannot be imported.
     """
     if decode == TORCHCODEC_CUDA:
         from dali_stream.decode.torchcodec_cuda import unavailable  # imported on use, because it imports torchcodec
@@ -85,7 +89,12 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
             raise ValueError(f'decode="{TORCHCODEC_CUDA}": {why}')
     routes = dict.fromkeys(source.cameras, IMAGES)
     measured = Measured(threads, {})
-    routes |= {key: _choose_for_camera(key, source, indices, decode, gpu, measured) for key in source.videos}
+    for key in source.videos:
+        if source.features[key].is_depth:
+            depth.pyav(key)
+            routes[key] = DEPTH
+        else:
+            routes[key] = _choose_for_camera(key, source, indices, decode, gpu, measured)
     if gpu is not None and any(decoder == TORCHCODEC_CUDA for decoder, *_ in measured.rates):
         from dali_stream.decode.torchcodec_cuda import release_decoders
 

@@ -55,7 +55,7 @@ def compute_stats(
         Statistics of each feature, in the order of the features.
 
     Raises:
-        ValueError: If `keys` is a string, or contains a feature that is unknown or has no numbers.
+        ValueError: If `keys` is a string, or contains a feature that is unknown, has no numbers or is a depth camera.
         DecodeError: If a frame is missing or cannot be decoded.
     """
     wanted = _keys(dataset, keys)
@@ -85,10 +85,12 @@ def compute_stats(
 def _keys(dataset: DatasetFiles, keys: Iterable[str] | None) -> list[str]:
     """Return the requested keys in the order of the features, or all keys of features with numbers if `keys` is None.
 
+    Depth cameras have no statistics, since histograms are those of 8-bit values.
+
     Raises:
-        ValueError: If `keys` is a string, or contains a feature that is unknown or has no numbers.
+        ValueError: If `keys` is a string, or contains a feature that is unknown, has no numbers or is a depth camera.
     """
-    numeric = [key for key, feature in dataset.features.items() if not feature.is_text]
+    numeric = [key for key, feature in dataset.features.items() if not (feature.is_text or feature.is_depth)]
     if keys is None:
         return numeric
     if isinstance(keys, str):
@@ -96,7 +98,8 @@ def _keys(dataset: DatasetFiles, keys: Iterable[str] | None) -> list[str]:
     asked = list(keys)
     for key in asked:
         if key not in numeric:
-            raise ValueError(f"Unknown key {key!r}, or one without numbers. Available: {listed(numeric)}")
+            kind = "Depth camera" if key in dataset.features and dataset.features[key].is_depth else "Unknown key"
+            raise ValueError(f"{kind} {key!r}, or one without numbers. Available: {listed(numeric)}")
     return [key for key in numeric if key in asked]
 
 

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,7 +90,7 @@ class StoredFrames:
         self._files.added.extend(itertools.compress(places, there.tolist()))
         return there.tolist()
 
-    def add(self, frames: Iterable[tuple[RecordName | None, int, tuple[int, int], npt.NDArray[np.uint8]]]) -> None:
+    def add(self, frames: Iterable[tuple[RecordName | None, int, tuple[int, int], npt.NDArray[Any]]]) -> None:
         """Add decoded frames, if frames can still be added.
 
         Args:

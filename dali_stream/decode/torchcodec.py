@@ -9,7 +9,7 @@ therefore compared with the requested time.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torchcodec import FrameBatch
 
 Frames = npt.NDArray[np.uint8]
+DecodeParts = Callable[[Clip, VideoFormat, int, str], Iterator[tuple[list[int], torch.Tensor, int]]]
 # Maximum size of the RGB frames at full size that a decode thread keeps in memory, in bytes. In glibc, threads have heaps of
 # 64 MiB. A freed, aligned block in a heap is not reused for a block of the same size while a small block next to it is in use
 # (glibc bug 14581, fixed in 2.38). If a heap is full, glibc allocates in the heap of the main thread, which then grows. With
@@ -85,12 +86,14 @@ def decode_in_parts(
     part: int,
     timed: Timed = untimed,
     device: str = "cpu",
+    decode_parts: DecodeParts | None = None,
 ) -> Iterator[tuple[list[int], torch.Tensor, int]]:
     """Decode packets in parts, which limits the memory for frames. See `decode` for the other arguments and the errors.
 
     Args:
         part: Maximum number of requests in a part.
         timed: Timer that measures reading and packing. Default: no measurement.
+        decode_parts: Decoder of a clip. Default: `decode_clip_in_parts`.
 
     Raises:
         UnsafeForNvdec: If the device is a GPU, and decoding starts at a keyframe that is not an IDR frame.
@@ -99,12 +102,13 @@ def decode_in_parts(
         Numbers of the requests in this part, their RGB frames as a uint8 tensor of shape (n, H, W, 3) on `device`, and the
         number of frames that were decoded since the previous part. If a request is yielded twice, the second frame is valid.
     """
+    decode_parts = decode_parts or decode_clip_in_parts
     for group in _groups(indices, packets):
         mine, wanted = [indices[i] for i in group], [packets[i] for i in group]
         with timed("pack_s"):
             clip = pack(store, mine, wanted, for_nvdec=device != "cpu", hidden_frames=True, timed=timed)
         try:
-            for requests, frames, decoded in decode_clip_in_parts(clip, expected, part, device):
+            for requests, frames, decoded in decode_parts(clip, expected, part, device):
                 yield [group[i] for i in requests], frames, decoded
             continue
         except DecodeError:
@@ -113,7 +117,7 @@ def decode_in_parts(
         # The requests are decoded again from the start of the file, including those that were already yielded.
         with timed("pack_s"):
             clip = pack(store, mine, wanted, from_the_start=True, timed=timed)
-        for requests, frames, decoded in decode_clip_in_parts(clip, expected, part, device):
+        for requests, frames, decoded in decode_parts(clip, expected, part, device):
             yield [group[i] for i in requests], frames, decoded
 
 

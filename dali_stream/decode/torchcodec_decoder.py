@@ -1,4 +1,4 @@
-"""`Decoder` of a camera's video with torchcodec, which puts the frames into slots.
+"""`Decoder` of a camera's video with torchcodec, or with PyAV for depth cameras, which puts the frames into slots.
 
 GOPs are distributed to tasks for the decode threads. If a task fails, it is divided until the frame that fails is found.
 """
@@ -18,6 +18,7 @@ from dali_stream.cache.frame_files import RecordName
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.none import NONE
+from dali_stream.decode import depth
 from dali_stream.decode.decoder import Decoded, Pool, even_tasks, named, task_frames
 from dali_stream.decode.refusal import refusal_of_torchcodec
 from dali_stream.decode.resize import resize, resize_on_gpu
@@ -65,6 +66,8 @@ class _Frame(NamedTuple):
 class TorchcodecDecoder(VideoFiles):
     """`Decoder` of a camera's video that puts the frames into slots. It decodes on the CPU, or on NVDEC.
 
+    Video of a depth camera is decoded with PyAV, and resized with nearest neighbour.
+
     Args:
         source: Episodes of the Loader.
         key: Name of the camera.
@@ -91,6 +94,7 @@ class TorchcodecDecoder(VideoFiles):
         super().__init__(source, key, any_size)
         self._counters, self._slots, self._size, self._stored, self._gpu = counters, slots, size, stored, gpu
         self._present = source.videos[key].file != NONE
+        self._is_depth = source.features[key].is_depth
 
     def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
         """See `Decoder.start`."""
@@ -258,10 +262,11 @@ class TorchcodecDecoder(VideoFiles):
         packets, slots = [gop.packets[i] for gop, i in frames], [gop.slots[i] for gop, i in frames]
         video, decoded, stored = self.format(indices[0], packets[0]), 0, 0
         part, timed = frames_at_once((video.height, video.width), self._gpu), self._counters.timed
-        device = device_name(self._gpu)
+        device, decode_parts = device_name(self._gpu), depth.decode_clip_in_parts if self._is_depth else None
         try:
             with timed("decode_s"), own_stream(self._gpu):
-                for requests, tensor, more in decode_in_parts(store, indices, packets, video, part, timed, device):
+                parts = decode_in_parts(store, indices, packets, video, part, timed, device, decode_parts)
+                for requests, tensor, more in parts:
                     with timed("resize_s"):
                         resized = self._resized(tensor, frames[0].gop.file)
                         self._put([slots[i] for i in requests], resized)
@@ -276,6 +281,8 @@ class TorchcodecDecoder(VideoFiles):
 
     def _resized(self, tensor: torch.Tensor, file: VideoIndex) -> Frames:
         """Return decoded frames in the size of batches, in the CPU's memory. Raises RouteChange if the GPU fails."""
+        if self._is_depth:
+            return depth.resize_nearest(tensor.numpy(), self._size).astype(self._slots.dtype, copy=False)
         if self._gpu is None:
             return resize(tensor.numpy(), self._size)
         try:

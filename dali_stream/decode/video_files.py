@@ -88,7 +88,7 @@ class VideoFiles:
 
         Raises:
             FrameSizeError: If the sizes differ, and frames are not resized.
-            DecodeError: If the video is gray with more than 8 bits per value.
+            DecodeError: If the video is gray with more than 8 bits per value, and the camera is not marked as depth.
         """
         feature, where = self._source.part_of(episode).features[self.key], self._source.data_store.where(index.path)
         if remedy := feature.size_fault((video.height, video.width), self._any_size):
@@ -98,10 +98,11 @@ class VideoFiles:
                     where, *feature.frame_size, video.height, video.width, turned, remedy
                 )
             )
-        if video.chroma == "gray" and video.depth > 8:
+        if video.chroma == "gray" and video.depth > 8 and not feature.is_depth:
             raise DecodeError(
-                f"{where}: Gray video must have 8 bits per value, got a depth map of {video.depth} bits. Leave {self.key} out "
-                "of cameras"
+                f"{where}: Gray video must have 8 bits per value unless it is marked as depth, got {video.depth} bits. If it "
+                f'is a depth map as LeRobot writes it, add "is_depth_map": true to the info of {self.key} in meta/info.json. '
+                "Otherwise, leave it out of cameras"
             )
         self._other_sizes.add(episode, (video.height, video.width), where)
 

@@ -97,14 +97,15 @@ def described(feature: Feature | None) -> str:
         return "missing"
     if feature.is_camera:
         height, width = feature.frame_size
-        return f"{feature.dtype} {height}×{width}" + (f"×{feature.channels}" if feature.channels != 3 else "")
+        channels = "" if feature.channels == 3 else " depth" if feature.is_depth else f"×{feature.channels}"
+        return f"{feature.dtype} {height}×{width}{channels}"
     return f"{feature.dtype} {feature.row_shape}" if feature.row_shape else feature.dtype
 
 
 def _kind(feature: Feature) -> tuple[Any, ...]:
     """Return a value that is the same for all features that are compatible with this one."""
     if feature.is_camera:  # a camera may be video in some datasets, and images in others
-        return "camera", feature.channels
+        return "camera", feature.channels, feature.is_depth
     shape = feature.row_shape
     # Scalars and vectors of all widths are compatible, since shorter ones are padded. Matrices and text must have equal shapes.
     return (feature.dtype if feature.is_text else feature.numpy), None if len(shape) < 2 and not feature.is_text else shape

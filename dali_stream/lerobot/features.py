@@ -4,13 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}  # supported numbers of image channels, with Pillow's mode for each
 MOST_PIXELS = 1 << 25  # of a frame whose size differs from `meta/info.json`; a frame of 8K video has 33 million
 ENCODING = ("info", "video_info")  # entries that describe the encoding of a video and not its frames
+UNITS = ("m", "mm")  # of distances
+
+
+class Quantization(NamedTuple):
+    """Meaning of the 12-bit codes of depth video. The default is that of LeRobot.
+
+    Attributes:
+        depth_min, depth_max: Distances of the codes 0 and 4095, in metres.
+        shift: Distance that is added before the logarithm, in metres.
+        use_log: Whether codes are proportional to the logarithm of the distance, and not to the distance.
+    """
+
+    depth_min: float = 0.01
+    depth_max: float = 10.0
+    shift: float = 3.5
+    use_log: bool = True
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with the values, which are from a file. Empty if nothing is."""
+        numbers = self[:3]
+        if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+            return f"depth_min, depth_max and shift must be finite numbers, got {str(numbers)[:80]}"
+        if not isinstance(self.use_log, bool):
+            return f"use_log must be true or false, got {str(self.use_log)[:40]}"
+        if self.depth_min >= self.depth_max:
+            return f"depth_min must be less than depth_max, got {self.depth_min} and {self.depth_max}"
+        if self.use_log and self.depth_min + self.shift <= 0:
+            return f"depth_min + shift must be positive with use_log, got {self.depth_min} + {self.shift}"
+        return ""
 
 
 class Feature(dict[str, Any]):
@@ -87,8 +117,11 @@ class Feature(dict[str, Any]):
     def object_bytes(self) -> int:
         """Approximate memory of the images or text of one row.
 
-        It is half a byte per value of an image, 64 bytes per string, and 256 bytes per list of annotations.
+        It is half a byte per value of an image, 4 bytes per value of a depth map, which is not compressed, 64 bytes per string,
+        and 256 bytes per list of annotations.
         """
+        if self.is_depth:
+            return math.prod(self.shape) * 4 if self.is_image else 0
         if self.is_image:
             return math.prod(self.shape) // 2
         return math.prod(self.shape) * (256 if self.is_language else 64 if self.is_text else 0)
@@ -119,8 +152,8 @@ class Feature(dict[str, Any]):
 
     @property
     def channels(self) -> int:
-        """Number of channels of a camera's frames in a batch. It is 3 for video, which is always converted to RGB."""
-        return 3 if self.is_video else self._layout[2]
+        """Number of channels of a camera's frames in a batch. It is 1 for depth, and 3 for other video, which is always RGB."""
+        return 1 if self.is_depth else 3 if self.is_video else self._layout[2]
 
     @property
     def _layout(self) -> tuple[int, int, int]:
@@ -135,10 +168,31 @@ class Feature(dict[str, Any]):
 
     @property
     def is_depth(self) -> bool:
-        """Whether a camera records depth, whose values must be exact to the last bit."""
-        said = self.encoding[1]
-        deep = str(said.get("video.pix_fmt", "")).startswith("gray1")  # gray10le to gray16le; 8 bits may be an ordinary camera
-        return bool(deep or said.get("video.is_depth_map") or said.get("is_depth_map"))
+        """Whether a camera records depth, according to the marks that LeRobot reads."""
+        info, older = self._entry("info"), self._entry("video_info")
+        marks = info.get("is_depth_map"), info.get("video.is_depth_map"), older.get("video.is_depth_map")
+        return self.is_camera and any(marks)
+
+    @property
+    def is_unmarked_depth(self) -> bool:
+        """Whether the values of a camera have more than 8 bits (gray10le to gray16le), although it is not marked as depth."""
+        deep = str(self.encoding[1].get("video.pix_fmt", "")).startswith("gray1")
+        return self.is_camera and deep and not self.is_depth
+
+    @property
+    def quantization(self) -> Quantization:
+        """Meaning of the codes of depth video."""
+        values = {name: self._entry("info").get(f"video.{name}") for name in Quantization._fields}
+        return Quantization(**{name: value for name, value in values.items() if value is not None})
+
+    @property
+    def depth_unit(self) -> str | None:
+        """Unit of the distances that images in rows and statistics contain, "m" or "mm". None if it was not recorded."""
+        return self._entry("info").get("depth_unit")
+
+    def _entry(self, key: str) -> dict[str, Any]:
+        entry = self.get(key)
+        return entry if isinstance(entry, dict) else {}
 
 
 def vectors(features: Mapping[str, Feature]) -> list[str]:

@@ -48,6 +48,7 @@ class Config:
         memory_budget: Memory budget in bytes.
         image_size: Size (height, width) to which frames are resized. None for the recorded size.
         image_dtype: "float32" or "uint8".
+        depth_unit: Unit of the distances of depth cameras, "m" or "mm".
         memory_format: "channels_last" or "contiguous".
         indices: Cache of the indices of video files.
         max_substitutes: Maximum share of a batch that may be substituted. None if undecodable samples raise an error.
@@ -69,6 +70,7 @@ class Config:
     memory_budget: int
     image_size: tuple[int, int] | None
     image_dtype: str
+    depth_unit: str
     memory_format: str
     indices: IndexCache
     max_substitutes: float | None
@@ -94,9 +96,18 @@ class Config:
         """Return the shape (height, width, channels) of a camera's frames after decoding and resizing."""
         return *self.frame_size(camera), self.source.features[camera].channels
 
+    def frame_dtype(self, camera: str) -> type[np.generic]:
+        """Return the type of a camera's frames after decoding and resizing: uint8, or for depth cameras uint16 or float32.
+
+        Codes of depth video are uint16. Depth images in rows may contain floats, so all frames of their camera are float32.
+        """
+        if not self.source.features[camera].is_depth:
+            return np.uint8
+        return np.float32 if camera in self.source.images else np.uint16
+
     def frame_bytes(self, camera: str) -> int:
-        """Return the memory of a frame of shape `frame_shape` as uint8, in bytes."""
-        return math.prod(self.frame_shape(camera))
+        """Return the memory of a frame of shape `frame_shape` and type `frame_dtype`, in bytes."""
+        return math.prod(self.frame_shape(camera)) * np.dtype(self.frame_dtype(camera)).itemsize
 
     def frame_files(self, routes: Mapping[str, Route]) -> dict[str, FrameFiles]:
         """Return {camera: its frames on disk}, which is empty if there is no frame cache on disk.
@@ -125,7 +136,8 @@ class Config:
     def _pixel_key(self, camera: str, route: Route) -> dict[str, str]:
         video, images = camera in self.source.videos, camera in self.source.images
         shape, any_size = self.frame_shape(camera), self.image_size is not None
-        return pixel_key(shape, video, images, any_size, nvdec=route.decoder == TORCHCODEC_CUDA)
+        dtype, nvdec = self.frame_dtype(camera), route.decoder == TORCHCODEC_CUDA
+        return pixel_key(shape, video, images, any_size, nvdec, None if dtype is np.uint8 else dtype)
 
     def frame_folder_text(self, cached: Sequence[str]) -> str:
         """Return how full the frame cache on disk is, for the log.

@@ -53,9 +53,9 @@ class DecodePool:
         counters: Counters,
     ) -> None:
         self._config, self._files, self._counters = config, files, counters
-        self.slots = {key: Slots(count, config.frame_shape(key)) for key, count in slot_counts.items()}
+        self.slots = {key: Slots(count, config.frame_shape(key), config.frame_dtype(key)) for key, count in slot_counts.items()}
         self.decoders = {key: self._decoder(key, routes[key]) for key in config.source.cameras}
-        self._on_cpu = {key for key, route in routes.items() if route.decoder == "torchcodec"}
+        self._on_cpu = {key for key, route in routes.items() if route.decoder in ("torchcodec", "pyav")}
         self._decoded_bytes = 0
         self._workers = Workers("dali_stream decode", config.num_threads)
         self.copiers = Workers("dali_stream copy", copy_threads(config.num_threads) - 1, counters.copying)

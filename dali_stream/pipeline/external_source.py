@@ -59,6 +59,8 @@ class ExternalSource:
     def frames(self) -> tuple[Array, ...]:
         """Return the decoded frames of the same batch, uint8 of shape (B, H, W, C) or (B, T, H, W, C) per camera.
 
+        Those of depth cameras are distances, float32.
+
         This method is an external source of the graph. The memory is reused once nothing refers to it.
         """
         return tuple(with_time_axis(self._config, key, self.batches[-1].frames[key]) for key in self._cached)

@@ -11,6 +11,7 @@ import numpy as np
 
 from dali_stream.cache.buffers import Buffers
 from dali_stream.checks.none import NONE
+from dali_stream.decode.depth import Distances
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.observe.counters import Counters
 from dali_stream.pipeline.config import SUBSTITUTE, Config
@@ -25,7 +26,8 @@ class Finisher:
         config: Configuration of the loader.
         planner: Planner of the batches.
         counters: Counters to add to.
-        dtype: Dtype of decoded frames: uint8, or float32 for values divided by 255. Default: uint8.
+        dtype: Dtype of decoded frames: uint8, or float32 for values divided by 255. Distances of depth cameras are always
+            float32. Default: uint8.
         channels_first: Whether the channels of frames precede height and width in memory. Default: False.
     """
 
@@ -39,6 +41,10 @@ class Finisher:
     ) -> None:
         self._config, self._planner, self._counters, self._dtype = config, planner, counters, dtype
         self._buffers = Buffers(channels_first)
+        source = config.source
+        self._distances = {
+            key: Distances(source, key, config.depth_unit) for key in source.cameras if source.features[key].is_depth
+        }
 
     def next(self) -> PlannedBatch:
         """Return the next batch, with its frames.
@@ -79,6 +85,11 @@ class Finisher:
         batch.ready_at = time.perf_counter()
         for key, work in batch.work.items():
             batch.frames[key] = work.collect(self._buffers, self._dtype, self._planner.pool.copiers)
+            if key in self._distances:
+                dataset = config.source.dataset_of[batch.samples.episode]
+                batch.frames[key] = self._distances[key].of(
+                    batch.frames[key], dataset, self._buffers, self._planner.pool.copiers
+                )
             failed |= work.failed
             files |= {row: self._file(key, int(batch.samples.episode[row])) for row in work.failed}
         failed |= batch.failed

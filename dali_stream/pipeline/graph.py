@@ -74,7 +74,8 @@ def build(
         for camera in [camera for camera in config.source.cameras if camera in nodes]:
             # Other decoders resize frames in the decode threads.
             size = config.image_size if routes[camera].decoder == "dali" else None
-            nodes[camera] = _scaled(nodes[camera], size, config.image_dtype)
+            if not config.source.features[camera].is_depth:
+                nodes[camera] = _scaled(nodes[camera], size, config.image_dtype)
         camera_nodes = nodes
         if user is not None:
             nodes = _applied(user, nodes)
@@ -126,7 +127,8 @@ def _read(config: Config, source: ExternalSource, routes: Mapping[str, Route]) -
             kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, "")]  # clip, and frame indices in it
             kinds += [] if config.squeezed(camera) else [(camera, types.INT32, 1, "")]  # order of the steps
         else:
-            decoded.append((camera, types.UINT8, len(layout), layout))
+            is_depth = config.source.features[camera].is_depth
+            decoded.append((camera, types.FLOAT if is_depth else types.UINT8, len(layout), layout))
     # Each key has one node, except for an encoded camera, which has two or three.
     grouped: dict[str, list[DataNode]] = {}
     for key, node in _source(source.columns, kinds):
@@ -146,7 +148,8 @@ def _read(config: Config, source: ExternalSource, routes: Mapping[str, Route]) -
     # are large, so they are passed without a copy. Then an operator copies them in DALI's threads, unless the division by 255
     # writes to new memory anyway.
     for camera, node in _source(source.frames, decoded, no_copy=True) if decoded else ():
-        divided = config.gpu is None and config.image_dtype == "float32"
+        is_depth = config.source.features[camera].is_depth
+        divided = config.gpu is None and config.image_dtype == "float32" and not is_depth
         nodes[camera] = placed(node if divided else fn.copy(node))
     return nodes
 

@@ -98,7 +98,7 @@ class Setup:
         remote: Whether the dataset is read over a network.
         cached: Whether the dataset has a `cache_dir`.
         decode: Argument of the Loader.
-        videos: {camera with video: name of its decoder}.
+        videos: {camera with video: name of its decoder}, without depth cameras, which no other decoder decodes.
         image_size, image_dtype: Arguments of the Loader.
         normalize, dali_graph: Whether these arguments were passed to the Loader.
         uses_dali: Whether a DALI graph makes the batches.
@@ -153,7 +153,7 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool) -
         remote=config.source.data_store.remote,
         cached=config.source.cache_dir is not None,
         decode=source.decode,
-        videos={key: source.routes[key].decoder for key in config.source.videos},
+        videos={key: source.routes[key].decoder for key in config.source.videos if source.routes[key].decoder != "pyav"},
         image_size=config.image_size,
         image_dtype=config.image_dtype,
         normalize=normalize,

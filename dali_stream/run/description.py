@@ -47,6 +47,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.decode.route import DECODE, Route
 from dali_stream.errors import ResumeError, counted
 from dali_stream.lerobot import fingerprint
+from dali_stream.lerobot.features import UNITS
 from dali_stream.mixture import Mixture
 from dali_stream.order.batches import LAST_BATCH, Batches
 from dali_stream.order.state import MOST_CONSUMERS, MOST_SEGMENTS, STATE_VERSION, OrderArguments
@@ -54,7 +55,7 @@ from dali_stream.pipeline.config import Config
 
 VERSION = 2
 PARTS = ("software", "dataset", "loader", "dali_graph", "routes", "state", "begin")
-_PACKAGES = ("dali-stream", "torch", "torchcodec", "nvidia-dali-cuda120", "nvidia-dali-cuda130")
+_PACKAGES = ("dali-stream", "torch", "torchcodec", "av", "nvidia-dali-cuda120", "nvidia-dali-cuda130")
 _log = logging.getLogger("dali_stream")
 
 
@@ -92,6 +93,7 @@ def describe(
         "delta_timestamps": dict(windows),
         "image_size": config.image_size,
         "image_dtype": config.image_dtype,
+        "depth_unit": config.depth_unit,
         "memory_format": config.memory_format,
         "normalize": dict(normalize),
         "shuffle": arguments.shuffle,
@@ -210,6 +212,7 @@ _LOADER: Fields = {
     "episode_pool_size": (whole(1, MOST_SEGMENTS),), "seed": (Kind("an integer", lambda value: type(value) is int),),
     "delta_timestamps": (dict_of(array_of(NUMBER, ""), "lists of seconds by key"),),
     "image_size": (array_of(whole(1, 1 << 15), "[height, width]", 2), NULL), "image_dtype": (TEXT,), "memory_format": (TEXT,),
+    "depth_unit": (one_of_texts(*UNITS),),
     "normalize": (dict_of(TEXT, "modes by key"),), "shuffle": (FLAG, one_of_texts("global")), "device": (TEXT,),
     "decode": (one_of_texts(*DECODE),), "memory_budget": (_POSITION, TEXT), "last_batch": (one_of_texts(*LAST_BATCH),),
     "on_error": (TEXT,), "max_substitutes": (NUMBER,),

@@ -13,6 +13,7 @@ from dali_stream.cache.frame_files import FrameFolder
 from dali_stream.cache.indices import IndexCache
 from dali_stream.checks.arguments import byte_count, from_zero, one_of, picture_size, positive, share
 from dali_stream.dataset import Dataset
+from dali_stream.lerobot.features import UNITS
 from dali_stream.mixture import Mixture
 from dali_stream.normalize import Modes, Normalizer
 from dali_stream.order import Shuffle, check_world, default_pools, windows
@@ -56,6 +57,7 @@ def make_config(
     dali_graph: object,
     image_size: tuple[int, int] | None,
     image_dtype: object,
+    depth_unit: str,
     memory_format: str,
     order: tuple[Shuffle, int, int | None, int | None],
     device: str,
@@ -75,8 +77,8 @@ def make_config(
         dataset: Dataset of the Loader.
         ranks: Rank of this process, and number of ranks.
         order: Arguments shuffle, seed, consumers and episode_pool_size of the Loader.
-        batch_size, delta_timestamps, dali_graph, image_size, image_dtype, memory_format, device, num_threads, prefetch,
-            memory_budget, audit, last_batch, on_error, max_substitutes, frame_cache, frame_cache_bytes: See `Loader`.
+        batch_size, delta_timestamps, dali_graph, image_size, image_dtype, depth_unit, memory_format, device, num_threads,
+            prefetch, memory_budget, audit, last_batch, on_error, max_substitutes, frame_cache, frame_cache_bytes: See `Loader`.
 
     Raises:
         ValueError: If an argument is invalid.
@@ -84,6 +86,7 @@ def make_config(
     """
     dtype = str(image_dtype).removeprefix("torch.")
     one_of("image_dtype", dtype, ("float32", "uint8"))
+    one_of("depth_unit", depth_unit, UNITS)
     one_of("memory_format", memory_format, MEMORY_FORMATS)
     one_of("last_batch", last_batch, LAST_BATCH)
     one_of("on_error", on_error, ("raise", "substitute"))
@@ -116,6 +119,7 @@ def make_config(
         memory_budget=budget.size,
         image_size=picture_size(image_size),
         image_dtype=dtype,
+        depth_unit=depth_unit,
         memory_format=memory_format,
         indices=IndexCache(source),
         max_substitutes=max_substitutes if on_error == "substitute" else None,

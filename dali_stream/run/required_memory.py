@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,11 +37,16 @@ def required_memory(config: Config, cameras: Sequence[str]) -> RequiredMemory:
     """
     batches, share = config.batches, config.batches.frames // config.batches.world_size
     rows = batches.batch_size if batches.last_batch == "pad" else min(batches.batch_size, share)
-    pixels = sum(config.windows.steps(camera) * config.frame_bytes(camera) for camera in cameras)
     value_bytes = np.dtype(np.uint8 if config.uses_dali(cameras) else config.image_dtype).itemsize
+
+    def batch_bytes(camera: str) -> int:
+        """Return the memory of a camera's frames of one sample of a batch. Depth has its distances, and its stored values."""
+        is_depth, values = config.source.features[camera].is_depth, math.prod(config.frame_shape(camera))
+        return config.windows.steps(camera) * (4 * values + config.frame_bytes(camera) if is_depth else value_bytes * values)
+
     samples = 0 if config.source.dataset_names else min(config.in_progress * batches.batch_size, share)
     with_current_frame = (camera for camera in cameras if (config.windows.of(camera) == 0).any())
-    return RequiredMemory(rows * pixels * value_bytes, samples * sum(map(config.frame_bytes, with_current_frame)))
+    return RequiredMemory(rows * sum(map(batch_bytes, cameras)), samples * sum(map(config.frame_bytes, with_current_frame)))
 
 
 def check_memory(config: Config, cameras: Sequence[str], limit: MemoryLimit | None) -> None:

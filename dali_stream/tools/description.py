@@ -19,7 +19,7 @@ from dali_stream.checks.arguments import positive
 from dali_stream.checks.none import NONE
 from dali_stream.dataset import Dataset
 from dali_stream.decode.refusal import refusal, refusal_of_torchcodec
-from dali_stream.decode.route import IMAGES, TORCHCODEC_CUDA, Route, choose
+from dali_stream.decode.route import DEPTH, IMAGES, TORCHCODEC_CUDA, Route, choose
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
 from dali_stream.lerobot.dataset_files import CLOCKS
 from dali_stream.lerobot.episode_table import Files
@@ -234,7 +234,7 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
         route = Route("torchcodec", "none of its checked files can be read")
         return CameraReport("video", *dataset.features[key].frame_size, route, files=len(paths), bytes=size, broken=broken)
     return dataclasses.replace(
-        describe_video(tables, dataset.data_store, process.gpu("auto")),
+        describe_video(tables, dataset.data_store, process.gpu("auto"), dataset.features[key].is_depth),
         files=len(paths),
         bytes=size,
         remarks=contradictions(dataset, key, tables[0]),
@@ -313,13 +313,14 @@ def contradictions(dataset: Dataset, key: str, table: VideoIndex) -> tuple[str, 
     return tuple(f"{where}: meta/info.json has {each}" for each in remarks)
 
 
-def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None) -> CameraReport:
+def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None, is_depth: bool = False) -> CameraReport:
     """Describe the video files of a camera, without their number and size.
 
     Args:
         tables: Indices of one or more files.
         store: Storage of the files.
         gpu: Index of the CUDA device for which the route is chosen. None for the CPU.
+        is_depth: Whether the camera records depth. Default: False.
 
     Returns:
         The report. Its `files` and `bytes` are 0.
@@ -329,7 +330,7 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None) -> C
     """
     formats = [table.format(number) for table in tables for number in range(len(table.configs))]
     first = formats[0]
-    route = choose("auto", gpu, first, tables[0], store)
+    route = DEPTH if is_depth else choose("auto", gpu, first, tables[0], store)
     # The end of a file cuts its last GOP short, so this GOP says nothing about the distance of keyframes.
     shortest = [int(table.gop_lengths[: max(len(table.keyframes) - 1, 1)].min()) for table in tables]
     judge = refusal_of_torchcodec if route.decoder == TORCHCODEC_CUDA else refusal
@@ -349,7 +350,7 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None) -> C
         open_gops=any(table.open_gops for table in tables),
         files_looked_at=len(tables),
         route_change=next((f"{path}: {reason}" for path, reason in reasons if reason), "")
-        if route.decoder != "torchcodec"
+        if route.decoder not in ("torchcodec", "pyav")
         else "",
     )
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
+from PIL import Image, ImageColor, ImageDraw, ImageFont, PngImagePlugin
 
 from dali_stream.checks.text import visible
 from dali_stream.dataset import Dataset
@@ -48,6 +48,8 @@ _MOST_LINES = 3  # maximum number of lines of a task
 _WIDEST = 2400  # maximum width of a sheet with several columns, in pixels
 _COLOURS = ("#4c9be8", "#f0a63c", "#5fc27e", "#e2657b", "#b48ce0", "#43c2c7", "#d6c24a", "#9aa3b2")
 _MOST_FEATURES = 6
+_FALSE_COLOURS = ("#30123b", "#4686fb", "#1ae4b6", "#a4fc3c", "#faba39", "#e4460a", "#7a0402")  # near to far
+_BAR = 3  # height of the bar with the false colours, in pixels
 _STRIP_HEIGHT, _PLOT_HEIGHT = 56, 150  # heights of a plot below frames, and of a plot in a sample without frames
 
 
@@ -57,6 +59,7 @@ class Series:
 
     Attributes:
         data: Frames, uint8 of shape (T, H, W, 3), or values of shape (T, D).
+        scale: Distances of the first and the last of the false colours, such as "310 to 4870 mm". Empty for other frames.
         seconds: Time of each step relative to the current frame, in seconds.
         padded: Whether each step is outside the episode.
         missing: Whether the sample's dataset lacks the camera or feature.
@@ -67,6 +70,7 @@ class Series:
     seconds: Sequence[float]
     padded: Sequence[bool]
     missing: bool = False
+    scale: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,11 @@ class Sample:
 
 
 def samples(
-    batch: Mapping[str, Any], cameras: Sequence[str], windows: Mapping[str, Sequence[float]], plots: Sequence[str] = ()
+    batch: Mapping[str, Any],
+    cameras: Sequence[str],
+    windows: Mapping[str, Sequence[float]],
+    plots: Sequence[str] = (),
+    depth: Mapping[str, str] | None = None,
 ) -> list[Sample]:
     """Return copies of the samples of a batch.
 
@@ -93,19 +101,25 @@ def samples(
         cameras: Keys of the frames to show.
         windows: Argument `delta_timestamps` of the Loader.
         plots: Keys of the features to plot below the frames. Default: none.
+        depth: {key: unit} of the cameras whose frames are distances. They get false colours. Default: none.
     """
     count = len(batch["index"])
 
-    def split(key: str, data: npt.NDArray[Any]) -> list[Series]:
+    def split(key: str, data: npt.NDArray[Any], scale: str = "") -> list[Series]:
         """Return the window of each sample. `data` has shape (B, T, ...)."""
         seconds = windows.get(key, [0.0])
         if data.shape[1] != len(seconds):  # a `dali_graph` has changed the window
             seconds = [0.0] * data.shape[1]
         padded = batch.get(f"{key}_is_pad", np.zeros(data.shape[:2], bool)).tolist()
         missing = batch.get(f"{key}_is_missing", np.zeros(count, bool)).tolist()
-        return [Series(key, *each) for each in zip(data.copy(), [seconds] * count, padded, missing, strict=True)]
+        parts = zip(data.copy(), [seconds] * count, padded, missing, strict=True)
+        return [Series(key, *each, scale) for each in parts]
 
-    strips = [split(key, _pixels(batch[key])) for key in cameras]
+    units = depth or {}
+    strips = [
+        split(key, *_false_colours(batch[key], units[key])) if key in units else split(key, _pixels(batch[key]))
+        for key in cameras
+    ]
     numbers = {key: batch[key].cpu().double().numpy() for key in plots}
     values = [split(key, each.reshape(count, len(windows.get(key, [0.0])), -1)) for key, each in numbers.items()]
     captions = [batch.get(key) or [""] * count for key in ("dataset", "task")]
@@ -140,6 +154,27 @@ def _pixels(frames: Any) -> npt.NDArray[np.uint8]:
         frames = (frames * 255).round().clamp(0, 255).byte()
     pixels = frames.movedim(-3, -1).cpu().contiguous().numpy()
     return np.repeat(pixels, 3, -1) if pixels.shape[-1] == 1 else pixels
+
+
+def _false_colours(frames: Any, unit: str) -> tuple[npt.NDArray[np.uint8], str]:
+    """Return the distances of a batch as colours, shape (B, T, H, W, 3), and the range of the colours as text.
+
+    Distances of 0, which cameras record where they see nothing, are black.
+    """
+    values = (frames[:, None] if frames.ndim == 4 else frames).movedim(-3, -1)[..., 0].cpu().numpy()
+    measured = values[values > 0]
+    least, most = (float(measured.min()), float(measured.max())) if len(measured) else (0.0, 0.0)
+    colours = _gradient((values - least) / max(most - least, 1e-9))
+    colours[values <= 0] = 0
+    digits = ".0f" if unit == "mm" else ".2f"
+    return colours, f"{least:{digits}} to {most:{digits}} {unit}"
+
+
+def _gradient(places: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Return the false colours of places from 0 to 1, with a further axis for the channels."""
+    channels = np.array([ImageColor.getrgb(colour) for colour in _FALSE_COLOURS]).T
+    at = np.linspace(0, 1, len(_FALSE_COLOURS))
+    return np.stack([np.interp(places, at, channel) for channel in channels], -1).round().astype(np.uint8)
 
 
 def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = None) -> None:
@@ -212,8 +247,14 @@ class _Page:
         """Draw the names of the cameras, and below them the times of the steps if `windowed`."""
         for strip in strips:
             width, step_width = _width(strip), strip.data.shape[2]
-            short = strip.key if font(SMALL).getlength(visible(strip.key)) <= width else strip.key.rpartition(".")[2]
-            self.text(left, top, short, PLAIN, SMALL, width)
+            scale_width = int(font(SMALL).getlength(strip.scale)) + 8 if strip.scale else 0
+            name_width = max(width - scale_width, width // 3)
+            short = strip.key if font(SMALL).getlength(visible(strip.key)) <= name_width else strip.key.rpartition(".")[2]
+            self.text(left, top, short, PLAIN, SMALL, name_width)
+            if strip.scale:
+                self.text(left + width - min(scale_width - 8, width - name_width), top, strip.scale, DIM, SMALL, scale_width)
+                bar = Image.fromarray(_gradient(np.linspace(0, 1, width)[None].repeat(_BAR, 0)))
+                self.image.paste(bar, (left, top + line(SMALL) * (2 if windowed else 1) + 1))
             for step, seconds in enumerate(strip.seconds if windowed else ()):
                 self.text(left + step * (step_width + STEP_GAP), top + line(SMALL), _time(seconds), DIM, SMALL, step_width)
             left += width + CAMERA_GAP

@@ -44,8 +44,9 @@ def make_loader(
     The Loader reads the same files, revision and episodes, with the same windows and tolerance. By default, it does the same as
     LeRobot's training script: frames are contiguous, they are uint8 if the dataset returns uint8 and float32 otherwise, and the
     last batch of an epoch is partial. Image transforms are applied to the frames of each sample after they are resized to
-    `image_size`, with random numbers that a resumed run repeats, see `Transformed`. If frames are uint8 and some transforms of
-    LeRobot have an effect on floats only, all transforms get frames of float32 in [0, 1], and the results are rounded to uint8.
+    `image_size`, with random numbers that a resumed run repeats, see `Transformed`. As in LeRobot, depth is not
+    transformed. If frames are uint8 and some transforms of LeRobot have an effect on floats only, all transforms get frames of
+    float32 in [0, 1], and the results are rounded to uint8.
 
     Args:
         dataset: LeRobotDataset, StreamingLeRobotDataset or LeRobotDatasetMetadata. A StreamingLeRobotDataset that streams from
@@ -65,8 +66,8 @@ def make_loader(
         Loader, or a `Transformed` Loader if the dataset has transforms. Its `dataset` is a `Dataset` of the same files.
 
     Raises:
-        ValueError: If the dataset has a feature that a Loader does not deliver, such as depth, or if a transform is not
-            picklable and `num_workers` is not 0.
+        ValueError: If the dataset has a feature that a Loader does not deliver, or if a transform is not picklable and
+            `num_workers` is not 0.
         DatasetError: See `Dataset`.
     """
     meta = getattr(dataset, "meta", dataset)
@@ -91,12 +92,14 @@ def make_loader(
     arguments = {
         "delta_timestamps": deltas,
         "image_dtype": "uint8" if getattr(dataset, "_return_uint8", False) else "float32",
+        "depth_unit": getattr(dataset, "depth_output_unit", "mm"),
         "memory_format": "contiguous",
         "last_batch": "partial",
         **loader_arguments,
     }
     transform = getattr(dataset, "image_transforms", None)
-    if transform is None or not own.cameras:
+    coloured = [key for key in own.cameras if not own.features[key].is_depth]  # LeRobot does not transform depth
+    if transform is None or not coloured:
         return Loader(own, batch_size=batch_size, seed=seed, **arguments)
     device = arguments.pop("device", "auto")
     if num_workers:
@@ -112,7 +115,7 @@ def make_loader(
         if loader._config.image_dtype == "uint8" and (names := dict.fromkeys(_for_floats(transform))):
             _log.warning("Transforms get frames of float32, since these have no effect on uint8 frames: %s", ", ".join(names))
             transform = functools.partial(_on_floats, transform)
-        return Transformed(loader, transform, keys=own.cameras, num_workers=num_workers, device=device)
+        return Transformed(loader, transform, keys=coloured, num_workers=num_workers, device=device)
     except BaseException:
         loader.close()
         raise

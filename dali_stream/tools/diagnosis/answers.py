@@ -75,3 +75,12 @@ def decode(clip: Clip, video: VideoFormat, dali: bool, gpu: int | None) -> npt.N
         frames = decode_clip(clip, video, "cpu" if gpu is None else f"cuda:{gpu}")
     frame: npt.NDArray[np.uint8] = frames[0]
     return frame
+
+
+def decode_depth(clip: Clip, video: VideoFormat, key: str) -> npt.NDArray[np.uint8]:
+    """Decode the first requested frame of a packed clip of a depth camera. Return the highest 8 of its 12 bits as RGB."""
+    from dali_stream.decode import depth
+
+    depth.pyav(key)
+    [(_, codes, _)] = depth.decode_clip_in_parts(clip, video, len(clip.frames))
+    return np.repeat((codes.numpy()[0] >> 4).astype(np.uint8), 3, axis=-1)

@@ -77,6 +77,11 @@ class Camera:
         self._video_files = VideoFiles(self.dataset.source, key)
         self._read_files()
 
+    @property
+    def is_depth(self) -> bool:
+        """Whether the camera records depth."""
+        return self.dataset.features[self.key].is_depth
+
     @cached_property
     def video(self) -> VideoFormat:
         """Format of the first file. Raises DecodeError if its sample description is broken."""
@@ -85,7 +90,8 @@ class Camera:
     @cached_property
     def reports(self) -> dict[str, CameraReport]:
         """Description of the videos for each of `places`. Raises DecodeError if a sample description is broken."""
-        return {place: describe_video(self.tables, self.dataset.data_store, gpu) for place, gpu in self.places.items()}
+        store = self.dataset.data_store
+        return {place: describe_video(self.tables, store, gpu, self.is_depth) for place, gpu in self.places.items()}
 
     @cached_property
     def hidden(self) -> tuple[int, int]:
@@ -195,6 +201,8 @@ class Camera:
             return {}, {}
         # FFmpeg outputs every frame of an H.264 file with open GOPs only if it decodes from the start. See `decode`.
         clip = pack(store, [table], [packet], from_the_start=table.open_gops and is_avc(table))
+        if self.is_depth:
+            return {"PyAV": partial(answers.decode_depth, clip, self.video, self.key)}, {}
         decodes: dict[str, Call] = {}
         speeds: dict[str, Call] = {}
         if self._decoders.torchcodec:

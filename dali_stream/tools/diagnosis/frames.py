@@ -122,7 +122,8 @@ def check_images(camera: ImageCamera) -> list[Finding]:
         encoded = RowReader(dataset, keys={key}).read(0)[0][key]
         middle = len(encoded) // 2
         image = images.decode(encoded[middle], dataset.features[key])
-        findings += find_flat_colour(f"{key} picture", image, int(dataset.episodes[0]), middle)
+        if not dataset.features[key].is_depth:
+            findings += find_flat_colour(f"{key} picture", image, int(dataset.episodes[0]), middle)
         if deep:
             deep.decode_images(key)
             findings.append(deep.finding(key))
@@ -158,16 +159,21 @@ class Deep:
         Raises:
             StorageError: If the file cannot be read.
         """
+        from dali_stream.decode import depth
         from dali_stream.decode import torchcodec as decoder  # loads torch
 
-        store = self._dataset.data_store
+        store, decode_parts = self._dataset.data_store, None
+        if self._dataset.features[camera].is_depth:
+            depth.pyav(camera)
+            decode_parts = depth.decode_clip_in_parts
 
         def error(chosen: list[int]) -> str:
             """Return the reason why packets cannot be decoded. Empty if they can."""
             video = table.format(table.config[chosen[0]])
             at_once = decoder.frames_at_once((video.height, video.width))
             try:
-                for _ in decoder.decode_in_parts(store, [table] * len(chosen), chosen, video, at_once):
+                indices = [table] * len(chosen)
+                for _ in decoder.decode_in_parts(store, indices, chosen, video, at_once, decode_parts=decode_parts):
                     pass
             except DecodeError as error:
                 return located(store, table.path, error)

@@ -121,7 +121,7 @@ def _check_route(camera: Camera, place: str, report: CameraReport) -> Finding:
     text = route.reason if on_nvdec else f"{route.decoder}: {route.reason}"
     if report.route_change:
         text += f"; torchcodec from a later file: {report.route_change}"
-    if gpu is None or (on_nvdec and not report.route_change):
+    if gpu is None or route.decoder == "pyav" or (on_nvdec and not report.route_change):
         return camera.finding(name, OK, text)
     for codec in ("hevc", "h264"):
         if not capability(gpu, codec, "420", 8).refusal(*size) and smallest_coded_size(codec, *size) == size:
@@ -180,6 +180,8 @@ def check_ends(camera: Camera) -> list[Finding]:
 
 def check_gops(camera: Camera) -> list[Finding]:
     """Check the cost of long GOPs, and whether the frame cache compensates for it."""
+    if camera.is_depth:  # `prepare` does not re-encode it
+        return []
     tables = camera.tables
     gops = np.concatenate([table.gop_lengths for table in tables])
     # A decoder decodes k frames to deliver the k-th frame of a GOP, so a random frame of a GOP of n frames costs (n + 1) / 2.

@@ -144,11 +144,13 @@ def _camera(key: str, feature: Feature, options: Options) -> Json | None:
         return None
     if not feature.is_video and not feature.is_image:
         return None
+    if feature.is_image and feature.is_depth:
+        raise ValueError(f"images_to_video must be False for {key!r}, a depth camera. Leave it out with --cameras")
     if feature.is_image and feature.channels == 4:
         raise ValueError(
             f"images_to_video must be False for {key!r}, whose images are transparent. Leave it out with --cameras"
         )
-    if feature.is_video and (feature.is_depth or not options.encodes):
+    if feature.is_video and (feature.is_depth or feature.is_unmarked_depth or not options.encodes):
         return {"mode": "copy"}
     recorded = feature.encoding[1]
     size = options.size or feature.frame_size

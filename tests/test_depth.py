@@ -1,0 +1,413 @@
+"""Depth cameras: video of 12-bit codes, and images in rows, as LeRobot 0.6.1 writes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import logging
+import math
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.batches import equal
+from support.datasets import Camera, Column, build, change_info, image_file, noise
+from support.programs import pictures
+from support.servers import Server
+from support.tools import prepared
+from support.videos import ffmpeg
+
+import dali_stream
+from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader, Mixture
+from dali_stream.cli import main
+from dali_stream.integrations import lerobot
+
+pytest.importorskip("av")
+
+KEY, SIZE, LENGTHS, FPS = "observation.images.depth", (48, 64), (9, 5, 7), 10
+MARKED = {"is_depth_map": True, "video.pix_fmt": "gray12le"}
+LOSSLESS = "lossless=1:keyint=2:min-keyint=2:log-level=none"  # of LeRobot's writer; open GOPs are the default of x265
+
+
+def codes(row: int) -> np.ndarray:
+    """The codes of a frame, from all 4096."""
+    return np.random.default_rng(row).integers(0, 4096, SIZE, np.uint16)
+
+
+def dequantized(values: np.ndarray, unit: str, info: Mapping[str, Any]) -> torch.Tensor:
+    """Distances of codes, with the operations of LeRobot 0.6.1 (lerobot/datasets/depth_utils.py)."""
+    least, most = info.get("video.depth_min", 0.01), info.get("video.depth_max", 10.0)
+    shift = info.get("video.shift", 3.5)
+    distances = torch.from_numpy(values.astype(np.int64)).to(torch.float32)
+    if info.get("video.use_log", True):
+        low, high = math.log(least + shift), math.log(most + shift)
+        distances.mul_((high - low) / 4095).add_(low).exp_().sub_(shift)
+    else:
+        distances.mul_((most - least) / 4095).add_(least)
+    distances.clamp_(least, most)
+    return distances.mul_(1000).round_().clamp_(0, 65535) if unit == "mm" else distances
+
+
+def write(root: Path, info: Mapping[str, Any] = MARKED, *, version: str = "v3.0", first: int = 0) -> Path:
+    """A dataset with depth video. Frame `row` has `codes(first + row)`."""
+    files, episodes = [], [[length] for length in LENGTHS] if version != "v3.0" else [LENGTHS]
+    row = first
+    for number, lengths in enumerate(episodes):
+        frames = np.stack([codes(row + n) for n in range(sum(lengths))])
+        row += sum(lengths)
+        files.append(root.with_name(f"{root.name}-{number}.mp4"))
+        source = ("-f", "rawvideo", "-pix_fmt", "gray12le", "-s", f"{SIZE[1]}x{SIZE[0]}", "-r", str(FPS), "-i", "-")
+        ffmpeg(*source, "-c:v", "libx265", "-pix_fmt", "gray12le", "-x265-params", LOSSLESS, files[-1], stdin=frames.tobytes())
+    action = Column("float32", [2], np.arange(2 * sum(LENGTHS)).reshape(-1, 2))
+    build(root, LENGTHS, {"action": action}, cameras={KEY: Camera(files, episodes, SIZE)}, fps=FPS, version=version)
+    return with_entry(root, {"shape": [*SIZE, 1], "info": dict(info)})
+
+
+def with_entry(root: Path, entry: Mapping[str, Any], key: str = KEY) -> Path:
+    features = json.loads((root / "meta/info.json").read_text())["features"]
+    features[key] |= entry
+    change_info(root, features=features)
+    return root
+
+
+def copy_of(root: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(root, folder / "set"))
+
+
+def write_images(root: Path, values: Any, info: Mapping[str, Any], kind: str = "TIFF", **options: Any) -> Path:
+    """A dataset with depth images. `values(row)` is an array, or the bytes of a file."""
+    files = []
+    for row in range(sum(LENGTHS)):
+        image = values(row)
+        if not isinstance(image, bytes):
+            Image.fromarray(image).save(data := io.BytesIO(), kind)
+            image = data.getvalue()
+        files.append({"bytes": image, "path": None})
+    return build(root, LENGTHS, {KEY: Column("image", [*SIZE, 1], files, {"is_depth_map": True, **info})}, fps=FPS, **options)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset with depth video, with LeRobot's default quantization. Read only."""
+    return write(tmp_path_factory.mktemp("depth") / "set")
+
+
+def assert_as_written(batch: Mapping[str, Any], unit: str = "mm", info: Mapping[str, Any] = MARKED, first: int = 0) -> None:
+    expected = torch.stack([dequantized(codes(first + row), unit, info)[None] for row in batch["index"].tolist()])
+    assert batch[KEY].dtype == torch.float32
+    assert torch.equal(batch[KEY], expected)
+
+
+LINEAR = {"video.use_log": False, "video.depth_min": 0.2, "video.depth_max": 3}
+
+
+@pytest.mark.parametrize("unit", ["mm", "m"])
+@pytest.mark.parametrize("info", [{}, LINEAR, {"video.shift": 0.25, "video.depth_max": 80.0}], ids=str)
+def test_distances_are_those_of_lerobot(root: Path, tmp_path: Path, info: dict[str, Any], unit: str) -> None:
+    info = MARKED | info
+    with_entry(copy_of(root, tmp_path), {"info": info})
+    for options in ({}, {"image_dtype": "uint8"}, {"memory_format": "contiguous"}):
+        with Loader(tmp_path / "set", batch_size=4, depth_unit=unit, last_batch="partial", **options) as loader:
+            seen = []
+            for _ in range(2):
+                for batch in loader:
+                    assert_as_written(batch, unit, info)
+                    seen += batch["index"].tolist()
+        assert sorted(seen) == sorted([*range(sum(LENGTHS))] * 2)
+
+
+@pytest.mark.parametrize(
+    ("entry", "version"),
+    [
+        ({"info": {"video.is_depth_map": True}}, "v3.0"),
+        ({"info": None, "video_info": {"video.is_depth_map": True}}, "v2.1"),
+        ({"shape": [*SIZE, 3]}, "v3.0"),
+        ({"shape": [1, *SIZE]}, "v3.0"),
+    ],
+    ids=str,
+)
+def test_older_marks_and_shapes(tmp_path: Path, entry: dict[str, Any], version: str) -> None:
+    with Loader(with_entry(write(tmp_path / "set", version=version), entry), batch_size=5) as loader:
+        for batch in loader:
+            assert_as_written(batch)
+
+
+def test_windows_repeat_the_first_and_last_frame_of_an_episode(root: Path) -> None:
+    steps, starts = (-3, 0, 2), np.cumsum([0, *LENGTHS])
+    deltas = {KEY: [step / FPS for step in steps]}
+    with Loader(root, batch_size=4, delta_timestamps=deltas, image_dtype="uint8") as loader:
+        for batch in loader:
+            assert batch[KEY].shape == (4, 3, 1, *SIZE)
+            for sample, row in enumerate(batch["index"].tolist()):
+                episode = int(batch["episode_index"][sample])
+                rows = np.array(steps) + row
+                inside = (rows >= starts[episode]) & (rows < starts[episode + 1])
+                shown = rows.clip(starts[episode], starts[episode + 1] - 1).tolist()
+                expected = torch.stack([dequantized(codes(each), "mm", {})[None] for each in shown])
+                assert torch.equal(batch[KEY][sample], expected)
+                assert batch[f"{KEY}_is_pad"][sample].tolist() == (~inside).tolist()
+
+
+@pytest.mark.parametrize("size", [(20, 28), (96, 128), (48, 64)])
+def test_a_resized_frame_has_measured_distances_only(root: Path, size: tuple[int, int]) -> None:
+    with Loader(root, batch_size=6, image_size=size) as loader:
+        for batch in loader:
+            for frame, row in zip(batch[KEY], batch["index"].tolist(), strict=True):
+                whole = dequantized(codes(row), "mm", {})
+                expected = torch.nn.functional.interpolate(whole[None, None], size, mode="nearest-exact")[0]
+                assert torch.equal(frame, expected)
+
+
+def test_over_a_network_and_after_a_resume(root: Path) -> None:
+    with Server(root) as server:
+        with Loader(server.url, batch_size=4) as loader:
+            batches = iter(loader)
+            assert_as_written(next(batches))
+            state, expected = loader.state_dict(), next(batches)
+        with Loader(server.url, batch_size=4) as loader:
+            loader.load_state_dict(state)
+            batch = next(iter(loader))
+    assert_as_written(batch)
+    assert equal(batch, expected)
+
+
+def test_frames_are_cached_as_codes(root: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"batch_size": 7, "frame_cache": tmp_path / "frames"}
+    with Loader(root, **options) as loader:
+        for batch in loader:
+            assert_as_written(batch)
+        assert loader.stats()["decoded_bytes"] == sum(LENGTHS) * math.prod(SIZE) * 2
+        assert loader.stats()["frame_cache_disk_written_bytes"] == sum(LENGTHS) * math.prod(SIZE) * 2
+    with Loader(root, depth_unit="m", **options) as loader:  # the unit is not that of the stored frames
+        for batch in loader:
+            assert_as_written(batch, "m")
+        assert loader.stats()["decoded_frames"] == 0
+
+
+def test_frames_that_memory_does_not_hold_are_decoded_again(root: Path) -> None:
+    with Loader(root, batch_size=4, memory_budget=200_000) as small, Loader(root, batch_size=4) as large:
+        for _ in range(2):
+            for ours, theirs in zip(small, large, strict=True):
+                assert equal(ours, theirs)
+
+
+def test_a_mixture_has_the_distances_of_each_dataset(root: Path, tmp_path: Path, small: Path) -> None:
+    linear = MARKED | LINEAR
+    other = write(tmp_path / "linear", linear, first=100)
+    images = write_images(tmp_path / "images", lambda row: codes(200 + row), {"depth_unit": "mm"}, stats=False)
+    datasets = {"log": Dataset(root), "linear": other, "images": images, "none": Dataset(small)}
+    mixture = Mixture(datasets, missing="pad", weights=dict.fromkeys(datasets, 1), epoch_samples=90)
+    seen = set()
+    with Loader(mixture, batch_size=6, image_size=SIZE, depth_unit="m", frame_cache=tmp_path / "frames") as loader:
+        for batch in [*loader, *loader]:
+            for sample, (name, row) in enumerate(zip(batch["dataset"], batch["index"].tolist(), strict=True)):
+                expected = {
+                    "log": lambda row: dequantized(codes(row), "m", {}),
+                    "linear": lambda row: dequantized(codes(100 + row), "m", linear),
+                    "images": lambda row: torch.from_numpy(codes(200 + row).astype(np.float32)) / 1000,
+                    "none": lambda _: torch.zeros(SIZE),
+                }[name](row)
+                assert torch.equal(batch[KEY][sample, 0], expected), name
+                assert bool(batch[f"{KEY}_is_missing"][sample]) == (name == "none")
+                seen.add(name)
+    assert seen == set(datasets)
+    with pytest.raises(ValueError, match=rf"{KEY} .*video 48×64 depth .*missing"):
+        Mixture({"log": root, "none": small})
+
+
+def test_depth_and_colours_are_not_one_camera(root: Path, tmp_path: Path) -> None:
+    grey = build(
+        tmp_path / "grey", LENGTHS, {KEY: Column("image", [*SIZE, 1], [{"bytes": b"", "path": None}] * sum(LENGTHS))}, fps=FPS
+    )
+    with pytest.raises(ValueError, match="Features with the same key must be compatible"):
+        Mixture({"depth": root, "grey": grey}, missing="pad")
+
+
+# ------------------------------------------------------------------------ images in rows
+
+
+def millimetres(row: int) -> np.ndarray:
+    return np.random.default_rng(row).integers(0, 1 << 16, SIZE, np.uint16)
+
+
+def metres(row: int) -> np.ndarray:
+    return millimetres(row).astype(np.float32) / np.float32(7000)
+
+
+@pytest.mark.parametrize(("stored", "kind"), [("mm", "TIFF"), ("m", "TIFF"), ("mm", "PNG"), (None, "TIFF")])
+@pytest.mark.parametrize("unit", ["mm", "m"])
+def test_depth_images(tmp_path: Path, stored: str | None, unit: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    values = metres if stored == "m" else millimetres
+    root = write_images(tmp_path / "set", values, {"depth_unit": stored} if stored else {}, kind)
+    with Loader(root, batch_size=5, depth_unit=unit, delta_timestamps={KEY: [0.0]}) as loader:
+        for batch in loader:
+            for frame, row in zip(batch[KEY], batch["index"].tolist(), strict=True):
+                expected = torch.from_numpy(values(row).astype(np.float32))
+                if stored not in (None, unit):
+                    expected = expected * 1000 if unit == "mm" else expected / 1000
+                assert torch.equal(frame, expected[None, None])  # an image keeps the axis of a window of one step
+    assert ("meta/info.json has no depth_unit" in caplog.text) == (stored is None)
+
+
+def test_resized_depth_images_are_cached_on_disk(tmp_path: Path) -> None:
+    root, size = write_images(tmp_path / "set", metres, {"depth_unit": "m"}), (20, 28)
+    for decoded in (sum(LENGTHS), 0):
+        with Loader(root, batch_size=7, image_size=size, frame_cache=tmp_path / "frames") as loader:
+            for batch in loader:
+                whole = torch.stack([torch.from_numpy(metres(row))[None] for row in batch["index"].tolist()]) * 1000
+                assert torch.equal(batch[KEY], torch.nn.functional.interpolate(whole, size, mode="nearest-exact"))
+            assert loader.stats()["decoded_frames"] == decoded
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (image_file(noise(0, 0).resize(SIZE[::-1])), "16 bits or a float32 per pixel, got Pillow's mode RGB"),
+        (image_file(noise(0, 0).resize(SIZE[::-1]), "JPEG"), "must be a TIFF or PNG file"),
+        (image_file(Image.fromarray(np.zeros((10, 10), np.uint16)), "TIFF"), "must be a depth map of 48×64, got I;16 of 10×10"),
+    ],
+)
+def test_other_images_are_an_error(tmp_path: Path, data: bytes, says: str) -> None:
+    root = write_images(tmp_path / "set", lambda _: data, {"depth_unit": "mm"})
+    with Loader(root, batch_size=4) as loader, pytest.raises(DecodeError, match=f"{KEY}: episode .*{says}"):
+        next(iter(loader))
+
+
+# ------------------------------------------------------------------------ errors
+
+
+def test_without_pyav_the_error_names_the_extra(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(
+        DaliStreamError, match=rf"The depth camera {KEY} needs PyAV.*Install the extra depth, `pip install 'av>="
+    ):
+        Loader(root, batch_size=4)
+    with Loader(Dataset(root, cameras=[]), batch_size=4) as loader:
+        assert KEY not in next(iter(loader))
+    with Loader(write_images(tmp_path / "set", metres, {"depth_unit": "m"}), batch_size=4) as loader:  # Pillow decodes images
+        assert next(iter(loader))[KEY].shape == (4, 1, *SIZE)
+
+
+@pytest.mark.parametrize(
+    ("info", "says"),
+    [
+        ({"video.depth_min": "0"}, "depth_min, depth_max and shift must be finite numbers"),
+        ({"video.depth_max": 0.01}, "depth_min must be less than depth_max, got 0.01 and 0.01"),
+        ({"video.shift": -1}, r"depth_min \+ shift must be positive with use_log"),
+        ({"video.use_log": 1}, "use_log must be true or false, got 1"),
+        ({"depth_unit": "cm"}, 'depth_unit must be "m" or "mm", got \'cm\''),
+    ],
+)
+def test_invalid_metadata_are_an_error(root: Path, tmp_path: Path, info: dict[str, Any], says: str) -> None:
+    with_entry(copy_of(root, tmp_path), {"info": MARKED | info})
+    with pytest.raises(DatasetError, match=rf"Invalid info of depth camera '{KEY}' in .*info\.json: {says}"):
+        Dataset(tmp_path / "set")
+
+
+def test_invalid_arguments_are_an_error(root: Path) -> None:
+    with pytest.raises(ValueError, match="depth_unit must be"):
+        Loader(root, batch_size=4, depth_unit="cm")
+    with pytest.raises(ValueError, match=f"normalize must not name a depth camera, got '{KEY}'"):
+        Loader(root, batch_size=4, normalize={KEY: "mean_std"})
+    assert KEY not in Dataset(root).compute_stats()
+    with pytest.raises(ValueError, match=f"Depth camera '{KEY}'"):
+        Dataset(root).compute_stats([KEY])
+
+
+def test_a_damaged_frame_is_an_error_and_can_be_substituted(root: Path, tmp_path: Path) -> None:
+    copy = copy_of(root, tmp_path)
+    [file] = copy.rglob("*.mp4")
+    content = bytearray(file.read_bytes())
+    begin = content.index(b"mdat")
+    middle = begin + (len(content) - begin) // 2
+    content[middle : middle + 4000] = bytes(4000)
+    file.write_bytes(content)
+    with Loader(copy, batch_size=sum(LENGTHS)) as loader, pytest.raises(DecodeError, match=rf"{KEY}: episode \d+, frame"):
+        next(iter(loader))
+    with Loader(copy, batch_size=sum(LENGTHS), on_error="substitute") as loader:
+        batch = next(iter(loader))
+    good = ~batch["is_substitute"]
+    assert 0 < good.sum() < len(good)
+    assert_as_written({KEY: batch[KEY][good], "index": batch["index"][good]})
+
+
+# ------------------------------------------------------------------------ the rest of the package
+
+
+def test_a_dali_graph_gets_distances(root: Path) -> None:
+    pytest.importorskip("nvidia.dali")
+
+    def nearer(nodes: dict[str, Any]) -> dict[str, Any]:
+        return nodes | {KEY: nodes[KEY] * 0.5}
+
+    with Loader(root, batch_size=4, device="cpu", dali_graph=nearer) as changed, Loader(root, batch_size=4) as plain:
+        for ours, theirs in zip(changed, plain, strict=True):
+            assert torch.equal(ours[KEY], theirs[KEY] * 0.5)
+
+
+def test_a_batch_of_a_run_has_the_unit_of_the_run(root: Path) -> None:
+    with Loader(root, batch_size=4, depth_unit="m") as loader:
+        described, batch = loader.describe(), next(iter(loader))
+    assert equal(dali_stream.batch_at(described, 0, 0), batch)
+
+
+def test_prepare_copies_depth(root: Path, tmp_path: Path) -> None:
+    prepared(root, tmp_path / "out", codec="h264", size=(24, 32))
+    with Loader(tmp_path / "out", batch_size=4) as loader:
+        for batch in loader:
+            assert_as_written(batch)
+    images = write_images(tmp_path / "images", metres, {"depth_unit": "m"})
+    with pytest.raises(ValueError, match=f"images_to_video must be False for '{KEY}', a depth camera"):
+        prepared(images, tmp_path / "other", images_to_video=True)
+
+
+def test_preview_shows_false_colours_with_a_scale(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "sheet.png"
+    assert main(["preview", str(root), "--out", str(out), "--batch-size", "3"]) == 0
+    shown = pictures(out)
+    assert len(shown) == 3
+    for _, frame in shown:
+        assert frame.shape == (*SIZE, 3)
+        assert (frame != frame[..., :1]).any()  # not grey
+
+
+def test_doctor_and_info_know_depth(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["info", str(root)])
+    assert "pyav" in capsys.readouterr().out
+    main(["doctor", str(root), "--deep", "--json"])
+    findings = json.loads(capsys.readouterr().out)
+    said = json.dumps(findings)
+    assert "torchcodec decodes to 8 bits" in said
+    assert '"problem"' not in said
+
+
+@dataclasses.dataclass
+class Meta:
+    root: Path
+    features: dict[str, Any]
+
+
+@dataclasses.dataclass
+class LeRobotDataset:
+    """The attributes of a LeRobotDataset that `make_loader` reads."""
+
+    meta: Meta
+    depth_output_unit: str = "m"
+
+    def image_transforms(self, frame: torch.Tensor) -> torch.Tensor:
+        return frame * 0
+
+
+def test_lerobots_loader_has_its_unit_and_does_not_transform_depth(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    dataset = LeRobotDataset(Meta(root, dict(Dataset(root).features)))
+    with lerobot.make_loader(dataset, batch_size=4, device="cpu") as loader:
+        for batch in loader:
+            assert_as_written(batch, "m")
