@@ -97,6 +97,7 @@ def test_every_program_writes_its_report_without_paths() -> None:
         "mutation.py": "self.tests",
         "lerobot_gpu.py": "spec.json",
         "disk_frames.py": "json.dumps(",
+        "sizing.py": "json.dumps(result)",
         "same_batches.py": "",  # writes no report
         "prepare.py": "executors.run_tasks",
         "prepare_lerobot.py": "dumps(jobs)",
