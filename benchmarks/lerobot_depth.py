@@ -7,7 +7,6 @@ by bit, in millimetres and in metres, plain and with windows.
 
 import argparse
 import importlib.metadata
-import json
 import logging
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from torch.utils.data import default_collate
 
 from dali_stream import Dataset, Loader
+from dali_stream.tools import environment
 
 WRITER = Path(__file__).parent / "lerobot_programs" / "write_depth.py"
 CAMERAS = ("observation.images.depth", "observation.images.depth_m")
@@ -66,7 +66,7 @@ def main() -> None:
                 report[f"{root.name} {unit} {name}"] = count = compare(root, unit, deltas)
                 print(f"{root.name}, {unit}, {name}: {count} items are equal in all keys and bits", flush=True)
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        options.json.write_text(environment.report_json(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

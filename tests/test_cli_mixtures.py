@@ -126,7 +126,11 @@ def test_what_does_not_go_together_is_one_line(
     for arguments, code, said in (
         (["info", rows / "large/a", rows / "large/a"], 2, "Datasets must differ, got "),
         (["info", mixture, demo], 2, "A mixture file must be the only URI, got "),
-        (["info", mixture, "--data-files-root", demo], 2, "--data-files-root belongs to one dataset"),
+        (
+            ["info", mixture, "--data-files-root", demo],
+            2,
+            "data_files_root belongs to one dataset. Write it into the mixture file",
+        ),
         (["info", bad], 2, "bad.json: Unknown key 'weight' in the file"),
         (["info", tmp_path / "none.yaml"], 2, "none.yaml: No such file"),
         (["info", demo, tmp_path / "none"], 1, "dataset 'none': "),

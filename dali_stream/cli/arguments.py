@@ -1,7 +1,7 @@
 """Options that several commands share. Each is declared here once, with its name, its help and its parser.
 
-A command that reads a dataset has all options in `SourceOptions` or `DatasetOptions`, so an option that is added there is one
-of all of these commands. A command that makes a Loader names its options in `LoaderOptions`, with their defaults. See
+A command that reads a dataset has all options in `SourceOptions` or `DatasetOptions`. Add an option to one of these classes to
+add it to all of these commands. A command that makes a Loader names its options in `LoaderOptions`, with their defaults. See
 `with_options`.
 """
 
@@ -154,5 +154,5 @@ def _loader_arguments(options: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-# What a command gets for its parameters: keyword arguments, from the parsed values of the options.
+# Functions from the parsed values of the options to the keyword arguments that a command gets.
 _ARGUMENTS = {"loader": _loader_arguments, "dataset": _dataset_arguments}

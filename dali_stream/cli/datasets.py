@@ -9,7 +9,7 @@ from typing import Any
 from dali_stream import Dataset, Mixture
 from dali_stream.checks.text import listed
 from dali_stream.cli.arguments import DatasetOptions
-from dali_stream.run.mixture_file import is_mixture_file
+from dali_stream.run import mixture_file
 
 
 def opened(uris: Sequence[str], options: DatasetOptions) -> AbstractContextManager[Dataset | Mixture]:
@@ -31,18 +31,16 @@ def mixture_arguments(uris: Sequence[str], options: DatasetOptions) -> dict[str,
     Raises:
         ValueError: If an option or the combination of URIs is not allowed.
     """
-    files = [uri for uri in uris if is_mixture_file(uri)]
+    files = [uri for uri in uris if mixture_file.is_mixture_file(uri)]
     if len(uris) == 1 and not files:
         return None
     if len(uris) > 1 and files:
         raise ValueError(f"A mixture file must be the only URI, got {files[0]} and {len(uris) - 1} more")
+    if files:
+        return mixture_file.read(files[0], options)
     if "data_files_root" in options:
         raise ValueError("--data-files-root belongs to one dataset. Write it into a mixture file, as data_files_root")
-    if files:
-        mixture = Mixture.file_arguments(files[0])
-    else:
-        mixture = {"datasets": {name: {"uri": uri} for name, uri in _named(uris)}, "missing": "pad"}
-    return mixture | {"datasets": {name: each | options for name, each in mixture["datasets"].items()}}
+    return {"datasets": {name: {"uri": uri, **options} for name, uri in _named(uris)}, "missing": "pad"}
 
 
 def _named(uris: Sequence[str]) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What a node needs, as rows of the table of `dali-stream why`."""
+"""Rows of the table of `dali-stream why` with the needs of a node."""
 
 from __future__ import annotations
 

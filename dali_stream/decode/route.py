@@ -63,7 +63,7 @@ class Measured(NamedTuple):
 
 
 IMAGES = Route("torchcodec", "its frames are images in Parquet rows")
-DEPTH = Route("pyav", "it is a depth camera, and torchcodec decodes to 8 bits")
+DEPTH = Route("pyav", "depth has 12 bits, and torchcodec decodes to 8")
 
 
 def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | None, threads: int) -> dict[str, Route]:

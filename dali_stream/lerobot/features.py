@@ -30,7 +30,7 @@ class Quantization(NamedTuple):
 
     @property
     def fault(self) -> str:
-        """What is wrong with the values, which are from a file. Empty if nothing is."""
+        """Error message for values that are invalid, since they are from a file. Empty if all are valid."""
         numbers = self[:3]
         if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
             return f"depth_min, depth_max and shift must be finite numbers, got {str(numbers)[:80]}"

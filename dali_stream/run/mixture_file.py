@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,22 @@ def is_mixture_file(uri: str | os.PathLike[str]) -> bool:
     return "://" not in os.fspath(uri) and Path(uri).suffix.lower() in SUFFIXES and not Path(uri).is_dir()
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the arguments of a `Mixture` in a file. Each value in `datasets` is a dict of arguments of a `Dataset`.
 
     Relative paths are resolved relative to the folder of the file. A name such as "owner/name" is the id of a Hub dataset,
     unless this folder contains such a path.
 
+    Args:
+        path: Path to the file.
+        options: Further arguments of each `Dataset`, which replace those of the file. Default: none.
+
     Raises:
-        ValueError: If the file cannot be read, is not YAML or JSON, or has unknown keys or values of a wrong type.
+        ValueError: If the file cannot be read, is not YAML or JSON, or has unknown keys or values of a wrong type, or if an
+            option cannot apply to several datasets.
     """
+    if options and "data_files_root" in options:
+        raise ValueError("data_files_root belongs to one dataset. Write it into the mixture file")
     path = Path(path).expanduser()
     try:
         content = _parsed(path)
@@ -55,7 +63,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ValueError(f"Cannot read mixture file {path}: {why}") from error
-    return content | {"datasets": {name: _placed(arguments, path.absolute().parent) for name, arguments in datasets.items()}}
+    folder = path.absolute().parent
+    return content | {"datasets": {name: _placed(own, folder) | dict(options or {}) for name, own in datasets.items()}}
 
 
 def _parsed(path: Path) -> Any:

@@ -233,8 +233,8 @@ def _epoch(config: Config, graph: bool, growths: list[dict[str, float]], others:
     work = work_of(growth, config.num_threads, cores(), config.source.data_store.remote, graph, others)
     work = replace(work, step=0.0)
     seconds = (growth["wait_s"] + growth["training_s"]) / growth["batches"]
-    # Other processes leave a part of the cores. What they delay beyond that is not counted, since nothing tells it apart from
-    # the delay of the loader by itself.
+    # Other processes leave a part of the cores. Delays that they cause beyond that are not counted, since they cannot be
+    # distinguished from delays of the loader itself.
     beside = replace(work, cores=work.cores * max(1 - others, 0.01)).seconds
     decodes = Decodes(*(growth[key] / max(growth["frames"], 1) for key in ("decoded_frames", "stored_frames")))
     return Epoch(seconds, seconds / beside, work, decodes, growth["fetched_bytes"] / growth["samples"])

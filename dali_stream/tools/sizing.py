@@ -73,7 +73,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Need:
-    """What a node needs to deliver a batch per step to each rank.
+    """Needs of a node that delivers a batch per step to each rank.
 
     Attributes:
         cores: Number of CPU cores with which neither the cores nor the decode threads limit the loaders.
@@ -98,7 +98,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Sizing:
-    """What training needs on a node.
+    """Needs of training on a node.
 
     Attributes:
         node: Machine and training.

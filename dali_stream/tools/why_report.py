@@ -17,7 +17,7 @@ from typing import Any
 
 from dali_stream.dataset import Dataset
 from dali_stream.mixture import Mixture
-from dali_stream.run.mixture_file import is_mixture_file
+from dali_stream.run import mixture_file
 from dali_stream.system.process import cores
 from dali_stream.tools.measuring import Rounds, Speed
 from dali_stream.tools.remedies import Proposal, Study
@@ -62,7 +62,7 @@ class WhyReport:
         remedies: Remedies in decreasing order of gain.
         busy: Share of the cores that other processes used during the measurements. None if the system does not report it.
         notes: Remedies that were not measured, and the reasons.
-        sizing: What a node needs. None unless `ranks` or `node_cores` was passed. All speeds are then those of one rank of this
+        sizing: Needs of a node. None unless `ranks` or `node_cores` was passed. All speeds are then those of one rank of this
             node, and their ranges contain a measured speed with a probability of 80 %.
     """
 
@@ -132,7 +132,7 @@ def why(
 
 
 def _node(ranks: int | None, node_cores: int | None, step_s: float | None, options: Mapping[str, Any]) -> Node | None:
-    """Return the node to size, or None if nothing is to be sized."""
+    """Return the node to size, or None if neither `ranks` nor `node_cores` was passed."""
     if ranks is None and node_cores is None:
         return None
     if step_s is None:
@@ -142,12 +142,9 @@ def _node(ranks: int | None, node_cores: int | None, step_s: float | None, optio
 
 def _opened(uri: str | os.PathLike[str], arguments: Mapping[str, Any]) -> Dataset | Mixture:
     """Open a dataset, or a mixture file whose datasets all get the arguments that are not None."""
-    if not is_mixture_file(uri):
+    if not mixture_file.is_mixture_file(uri):
         return Dataset(uri, **arguments)
-    mixture, given = Mixture.file_arguments(uri), {name: value for name, value in arguments.items() if value is not None}
-    if "data_files_root" in given:
-        raise ValueError("data_files_root belongs to one dataset. Write it into the mixture file")
-    return Mixture(**mixture | {"datasets": {name: each | given for name, each in mixture["datasets"].items()}})
+    return Mixture(**mixture_file.read(uri, {name: value for name, value in arguments.items() if value is not None}))
 
 
 def _remedy(proposal: Proposal, base: Rounds, epochs: int, sized: bool) -> Remedy:

@@ -11,8 +11,7 @@ from typing import Any
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, StorageError, prefixed
-from dali_stream.mixture import Mixture
-from dali_stream.run.mixture_file import is_mixture_file
+from dali_stream.run import mixture_file
 from dali_stream.tools.diagnosis import answers, frames, gpu, machine, rows, software, video
 from dali_stream.tools.diagnosis.camera import Camera, decode_frames
 from dali_stream.tools.diagnosis.frames import Decoders, Deep, ImageCamera
@@ -96,13 +95,11 @@ def doctor(
     """
     if cache_dir is not None:
         options["cache_dir"] = cache_dir
-    mixture = Mixture.file_arguments(uri) if uri is not None and is_mixture_file(uri) else None
-    if mixture and "data_files_root" in options:
-        raise ValueError("data_files_root belongs to one dataset. Write it into the mixture file")
-    parts = mixture["datasets"] if mixture else {} if uri is None else {"": {"uri": uri}}
+    mixture = mixture_file.read(uri, options) if uri is not None and mixture_file.is_mixture_file(uri) else None
+    parts = mixture["datasets"] if mixture else {} if uri is None else {"": {"uri": uri, **options}}
     with contextlib.ExitStack() as stack:
         # Datasets are opened first, so that an invalid argument fails before the slow questions.
-        opened = {name: _open_part(name, stack, **arguments | options) for name, arguments in parts.items()}
+        opened = {name: _open_part(name, stack, **arguments) for name, arguments in parts.items()}
         this_machine = _ask(limit_s, cache_dir)
         findings = list(run_checks(MACHINE_CHECKS, this_machine))
         decoders = _decoders(this_machine)
