@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torchcodec import FrameBatch
 
 Frames = npt.NDArray[np.uint8]
-DecodeParts = Callable[[Clip, VideoFormat, int, str], Iterator[tuple[list[int], torch.Tensor, int]]]
+DecodeParts = Callable[[Clip, VideoFormat, int, str], Iterator[tuple[list[int], "torch.Tensor", int]]]
 # Maximum size of the RGB frames at full size that a decode thread keeps in memory, in bytes. In glibc, threads have heaps of
 # 64 MiB. A freed, aligned block in a heap is not reused for a block of the same size while a small block next to it is in use
 # (glibc bug 14581, fixed in 2.38). If a heap is full, glibc allocates in the heap of the main thread, which then grows. With
