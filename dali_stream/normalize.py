@@ -93,7 +93,7 @@ class Normalizer:
         return self._mapped(batch, lambda value, shift, scale: value * scale + shift)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return all that normalizes, as a small dict of text, lists and numbers.
+        """Return mode, shape, shift and scale of each key, as a small dict of text, lists and numbers.
 
         Save it with the policy. `from_state_dict` then needs no dataset. `torch.load(weights_only=True)` and JSON read it.
 
@@ -130,8 +130,13 @@ class Normalizer:
                     np.array(own["scale"], np.float32),
                     tuple(own["shape"]),
                 )
-                if shift.shape != scale.shape or shift.shape[shift.ndim - len(shape) :] != shape or not scale.all():
+                several = shift.ndim - len(shape)  # 1 with an axis for the datasets of a mixture
+                if several not in (0, 1) or shift.shape != scale.shape or shift.shape[several:] != shape:
                     raise ValueError(f"shift {shift.shape} and scale {scale.shape} of {key!r} do not fit its shape {shape}")
+                if not (np.isfinite(shift).all() and np.isfinite(scale).all() and scale.all()):
+                    raise ValueError(f"shift and scale of {key!r} must be finite, and scale not 0")
+                if own["mode"].removesuffix(PER_DATASET) not in MODES:
+                    raise ValueError(f"mode of {key!r} must be one of {listed(MODES)}, got {own['mode']!r}")
                 normalizer.modes[key], normalizer._affine[key], normalizer._shape[key] = own["mode"], (shift, scale), shape
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(

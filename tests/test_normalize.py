@@ -108,7 +108,19 @@ def test_a_saved_normalizer_needs_no_dataset(demo: Path, demo_copy: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "change", [{"shift": [0.0]}, {"scale": None}, {"shape": [3]}, {"shift": ["x"] * 4}, {"scale": [0.0] * 4}]
+    "change",
+    [
+        {"shift": [0.0]},
+        {"scale": None},
+        {"shape": [3]},
+        {"shift": ["x"] * 4},
+        {"scale": [0.0] * 4},
+        {"scale": [float("inf")] * 4},
+        {"shift": [float("nan")] * 4},
+        {"mode": None},
+        {"mode": "x"},
+        {"shift": [[[0.0] * 4]], "scale": [[[1.0] * 4]]},
+    ],
 )
 def test_a_state_of_something_else_is_refused(demo: Path, change: dict[str, Any]) -> None:
     state = Normalizer(Dataset(demo), {ACTION: "min_max"}).state_dict()
@@ -342,7 +354,9 @@ def test_validation_has_no_part_in_statistics_that_are_given(demo: Path) -> None
 
 
 def test_parts_get_the_statistics_of_the_training_part_without_being_opened_again(demo: Path) -> None:
-    parts = Dataset(demo).split({"train": 0.5, "val": 0.5})
+    dataset = Dataset(demo)
+    assert dataset.stats, "read before, and by the parts"
+    parts = dataset.split({"train": 0.5, "val": 0.5})
     stats = parts["train"].compute_stats([STATE])
     for part in parts.values():
         own, opened = part.with_stats(stats), Dataset(demo, episodes=part.episodes.tolist(), stats=stats)

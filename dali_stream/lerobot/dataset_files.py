@@ -152,7 +152,7 @@ class DatasetFiles:
         """Subtasks {subtask_index: subtask}. Empty for datasets without subtasks."""
         return v3.read_names(self.store, v3.SUBTASKS, "subtask_index")
 
-    @functools.cached_property
+    @property
     def stats(self) -> Stats:
         """Statistics per key (`mean`, `std`, `min`, `max`, quantiles).
 
