@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from dali_stream import Dataset
 from dali_stream.cli import main
-from dali_stream.tools import Node
+from dali_stream.tools import Node, WhyReport
+from dali_stream.tools.measuring import Speed
 from dali_stream.tools.sizing import PROCESS_BYTES, prediction_range, size_node
 from dali_stream.tools.speed_model import Work
 
@@ -101,6 +102,31 @@ def test_a_node_needs_the_time_of_a_step(small: Path, capsys: pytest.CaptureFixt
     for option in ("--ranks", "--cores"):
         assert main(["why", str(small), option, "8"]) == 2
         assert "step_s (--step-ms) must be given" in capsys.readouterr().err
+
+
+def printed(node: Node, work: Work, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """The text of the command for a rank with this work in each epoch."""
+    needs = [[node.need(work)] * 2] * 3
+    sizes = {"frames": 9, "batch_size": 1, "frame_bytes": 300, "video_bytes": 20.5, "memory_budget": 99, "frames_budget": 999}
+    speed = Speed(1.0, "decode threads", 0.5, (1.0, 1.0))
+    report = WhyReport(speed, speed, 100.0, 10, [], sizing=size_node(node, needs, **sizes))
+    monkeypatch.setattr("dali_stream.tools.why", lambda *_, **__: report)
+    assert main(["why", "anywhere"]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_later_epochs_of_several_ranks_are_the_second(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In each epoch a rank sees other frames, until it holds all of them."""
+    work = Work(decode=0.5, plan=0.0, copy=0.0, deliver=0.0)
+    several = printed(Node(8, 96, 0.5), work, monkeypatch, capsys)
+    assert "training waits in the first epoch and in the second epoch" in several
+    assert "cores, second epoch" in several
+    assert "later epochs" not in several
+    one = printed(Node(1, 96, 0.5), work, monkeypatch, capsys)
+    assert "training waits in the first epoch and in later epochs" in one
+    assert "second epoch" not in one
 
 
 @pytest.mark.slow

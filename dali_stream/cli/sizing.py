@@ -24,20 +24,25 @@ _LITTLE = 0.005  # smallest use of a resource to print
 def add_rows(table: Table, sizing: Sizing) -> None:
     """Add the needs of a node to a table with two columns."""
     node = sizing.node
-    for name, need in (("first epoch", sizing.first), ("later epochs", sizing.later)):
+    for name, need in (("first epoch", sizing.first), (later_epochs(sizing), sizing.later)):
         low, high = need.cores_range
         cores = f"{need.cores:.1f} ({low:.1f} to {high:.1f}) of {counted(node.cores, 'core')}"
-        table.add_row(f"{name} needs", f"{cores}: {_verdict(need, node.cores)}")
+        table.add_row(f"cores, {name}", f"{cores}: {_verdict(need, node.cores)}")
         use = ", ".join(f"{resource} {share:.0%}" for resource, share in need.use.items() if share >= _LITTLE)
         table.add_row("", f"first to run out: {need.first}; use during a step: {use}")
     of = f"of {counted(node.ranks, 'rank')}"
     whole = console.megabytes(sizing.memory_for_all_frames)
-    table.add_row("memory", f"{console.megabytes(sizing.memory)} {of}; {whole} if each rank holds all decoded frames")
+    table.add_row("memory", f"{console.megabytes(sizing.memory)} {of}; {whole} to keep all frames that a rank decodes")
     if sizing.frame_cache:
         table.add_row("local disk", f"{console.megabytes(sizing.frame_cache)} for a frame_cache with all decoded frames")
     if sizing.videos:
         rate, videos = console.megabytes(sizing.network), console.megabytes(sizing.videos)
         table.add_row("network", f"{rate}/s of video if the data are remote, until a cache_dir has all {videos}")
+
+
+def later_epochs(sizing: Sizing | None) -> str:
+    """Return the name of the epochs that the later speeds are of. See `WhyReport`."""
+    return "second epoch" if sizing and sizing.node.ranks > 1 else "later epochs"
 
 
 def _verdict(need: Need, cores: int) -> str:

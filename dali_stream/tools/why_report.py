@@ -33,7 +33,7 @@ class Remedy:
     Attributes:
         name: Description of the change, such as "num_threads=8".
         price: Cost of the change, such as memory or disk space.
-        first, later: Predicted speed in the first epoch, and in each epoch after it.
+        first, later: Predicted speed in the first epoch, and in later ones. See `WhyReport`.
         gain: Batches per second of the run after the change, divided by those before it, the median of several rounds. It is
             greater than 1.
         gain_range: Smallest and largest gain of a round.
@@ -56,7 +56,8 @@ class WhyReport:
     """Speed of a loader on this machine, and remedies.
 
     Attributes:
-        first, later: Predicted speed in the first epoch, and in each epoch after it.
+        first, later: Predicted speed in the first epoch, and in later ones. If memory holds all frames, each of several ranks
+            decodes fewer frames from epoch to epoch. `later` is then the speed in the second epoch.
         needed: Batches per second that the training step can consume. None if the time of a step is unknown.
         epochs: Number of epochs of the run.
         remedies: Remedies in decreasing order of gain.
