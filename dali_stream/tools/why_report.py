@@ -15,6 +15,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from dali_stream.checks.arguments import positive
 from dali_stream.dataset import Dataset
 from dali_stream.mixture import Mixture
 from dali_stream.run import mixture_file
@@ -119,7 +120,9 @@ def why(
         DatasetError, DecodeError, StorageError: If the dataset cannot be read.
         DaliStreamError: If other processes used more than a fifth of the cores meanwhile, and `anyway` is False.
     """
-    arguments, options = dict(dataset or {}), dict(loader or {})
+    if step_s is not None and not step_s > 0:
+        raise ValueError(f"step_s must be greater than 0, got {step_s!r}. Leave it out if it is unknown")
+    epochs, arguments, options = positive("epochs", epochs), dict(dataset or {}), dict(loader or {})
     node = _node(ranks, node_cores, step_s, options)
     with contextlib.ExitStack() as stack:
         whole = stack.enter_context(closing(_opened(uri, arguments)))
@@ -138,7 +141,9 @@ def _node(ranks: int | None, node_cores: int | None, step_s: float | None, optio
         return None
     if step_s is None:
         raise ValueError("To size a node, step_s (--step-ms) must be given: the time of a training step without loading")
-    return Node(ranks or 1, node_cores or cores(), step_s, num_threads=options.get("num_threads"))
+    ranks = 1 if ranks is None else positive("ranks", ranks)
+    node_cores = cores() if node_cores is None else positive("node_cores", node_cores)
+    return Node(ranks, node_cores, step_s, num_threads=options.get("num_threads"))
 
 
 def _opened(uri: str | os.PathLike[str], arguments: Mapping[str, Any]) -> Dataset | Mixture:
