@@ -129,6 +129,14 @@ def test_later_epochs_of_several_ranks_are_the_second(
     assert "second epoch" not in one
 
 
+@pytest.mark.parametrize(("name", "said"), [("plan", "the planner"), ("deliver", "copying"), ("network", "the network")])
+def test_what_more_cores_do_not_change_is_named(
+    name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = replace(Work(decode=0.0, plan=0.1, copy=0.0, deliver=0.0), **{name: 60.0})
+    assert f"{said} is too slow, and more cores do not change that" in printed(Node(1, 96, 0.5), work, monkeypatch, capsys)
+
+
 @pytest.mark.slow
 @pytest.mark.alone
 def test_the_command_sizes_a_node(written: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:

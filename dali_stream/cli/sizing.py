@@ -16,7 +16,7 @@ RANGES = "a range that contains 4 of 5 measured rates (of gains: the smallest an
 EXTRAPOLATED = (
     "Measured here, with one rank: the work of a batch. Extrapolated: another number of cores or ranks. This assumes that the "
     "cores are as fast as those here, that the training program of each rank takes 1 core, and that all ranks share a network "
-    "like the one here."
+    "like the one here. Without --memory-budget, that of a rank here is taken: give it if the memory of the node differs."
 )
 _LITTLE = 0.005  # smallest use of a resource to print
 
@@ -49,7 +49,8 @@ def _verdict(need: Need, cores: int) -> str:
     """Return whether the cores are enough, or which other resource is not."""
     low, high = need.cores_range
     if not need.enough and need.first not in ("CPU cores", "decode threads"):
-        return f"not enough {need.first}, which more cores do not change"
+        name = need.first if need.first == "copying" else f"the {need.first}"
+        return f"{name} is too slow, and more cores do not change that"
     if low > cores:
         return "not enough"
     return "enough" if high <= cores and need.enough else "too close to say"
