@@ -155,6 +155,11 @@ def test_frames_are_resized_as_in_the_example_of_the_readme(
     assert {tuple(batch[TOP].shape[-2:]) for batch in seen} == {tuple(size)}
 
 
+def test_a_report_has_the_selected_episodes(capsys: pytest.CaptureFixture[str], small: Path) -> None:
+    found = bench(capsys, small, "--episodes", "1", "--num-batches", "1")
+    assert (found["selected_episodes"], found["episodes"]) == ([1], 1)
+
+
 def test_the_recorded_size_can_be_measured(capsys: pytest.CaptureFixture[str], demo: Path, seen: list[Any]) -> None:
     found = bench(capsys, demo, "--image-size", "recorded")
     assert (found["image_size"], found["cameras"][TOP]) == (None, [128, 160])
