@@ -99,7 +99,7 @@ def selftest(
         - `identity`: Whether frames are right. A row per kind of video, decoder and shape of request. A row counts only if
           `refused`, the reason why the Loader would not use this decoder for such a video, is empty.
         - `load`: Whether frames stay right under load. A row per Loader.
-        - `speed`: A row per kind of video, decoder and setting.
+        - `speed`: A row per kind of video, decoder and setting. `busy` is whether other work kept the GPU busy meanwhile.
 
         Each row has `test`, what was tested, and `decoder`. `identity.measure_shape`, `load.lockstep`, `load.soak` and
         `speed.speed` describe the other entries. A row of a step that failed has the entry `failed`, and lacks the results.
@@ -285,6 +285,7 @@ class _Run:
         jobs += [Job(speed.speed, test, decoder, given | {"decoder": decoder}, seconds) for decoder in nvdec]
         cpu = 0.0
         for row in self._rows("speed", jobs):
+            row["busy"] = busy
             rate = row.get("frames_per_s", 0.0)
             if row["decoder"] == "torchcodec":
                 cpu = rate
