@@ -16,7 +16,8 @@ RANGES = "a range that contains 4 of 5 measured rates (of gains: the smallest an
 EXTRAPOLATED = (
     "Measured here, with one rank: the work of a batch. Extrapolated: another number of cores or ranks. This assumes that the "
     "cores are as fast as those here, that the training program of each rank takes 1 core, and that all ranks share a network "
-    "like the one here. Without --memory-budget, that of a rank here is taken: give it if the memory of the node differs."
+    "like the one here. Without --memory-budget, a rank has the default of a Loader here. Give it if the memory of the node "
+    "differs."
 )
 _LITTLE = 0.005  # smallest use of a resource to print
 

@@ -225,7 +225,7 @@ class _Run:
         self._take(0.4)
         longest = list(self._longest.items())
         first, others = longest[:1], longest[1:]
-        # Most important first, since on a GPU there is time for about five of them.
+        # Most important first, since on a GPU the time is enough for about five of them.
         jobs = [job for decoder in self._nvdec for job in self._lockstep("recorded size", first, decode=decoder)]
         jobs += self._lockstep("two Loaders", first, load.two_loaders)
         jobs += self._lockstep(f"{MANY_THREADS} threads", first, num_threads=MANY_THREADS)
