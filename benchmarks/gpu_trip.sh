@@ -9,9 +9,10 @@
 #                                   CODECS   CODEC:GOP of each dataset that is measured (default: h264:2 hevc:12)
 #
 # The parts run in order of importance: doctor; self-test; settings of DALI's executor; decode floor; peers. The self-test first
-# checks that frames are correct, then compares the speed of NVDEC on a busy GPU with that of the CPU, and then streams for
-# longer. The output of each part goes to a separate file, and the self-test writes its report after each step. If a part
-# fails, crashes or hangs, the other parts still run. The exit code is 1 if a part failed.
+# checks that frames are correct, then that they stay correct under load, for which it also streams epochs, and then compares
+# the speed of NVDEC on a busy GPU with that of the CPU. The output of each part goes to a separate file, and the self-test
+# writes its report after each step. If a part fails, crashes or hangs, the other parts still run. The exit code is 1 if a part
+# failed.
 set -uo pipefail
 exec </dev/null
 

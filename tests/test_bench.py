@@ -62,6 +62,16 @@ def test_rates_are_what_came_over_the_time_that_it_took(
     assert found["timeline"][-1]["s"] <= found["wallclock_s"]
 
 
+def test_reads_of_a_frame_cache_are_not_the_time_of_a_decoded_frame(
+    capsys: pytest.CaptureFixture[str], small: Path, tmp_path: Path
+) -> None:
+    assert bench(capsys, small, "--frame-cache", str(tmp_path))["cpu_ms"]["decoded_frame"] is None
+    assert main(["bench", str(small), *SHORT, "--frame-cache", str(tmp_path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "ms to copy a frame" in text
+    assert "to decode a frame" not in text
+
+
 @pytest.mark.slow
 def test_later_epochs_are_timed_apart_if_all_frames_fit_in_memory(
     capsys: pytest.CaptureFixture[str], small: Path, seen: list[Any]
@@ -143,6 +153,11 @@ def test_frames_are_resized_as_in_the_example_of_the_readme(
 ) -> None:
     assert bench(capsys, demo, *given)["image_size"] == size
     assert {tuple(batch[TOP].shape[-2:]) for batch in seen} == {tuple(size)}
+
+
+def test_a_report_has_the_selected_episodes(capsys: pytest.CaptureFixture[str], small: Path) -> None:
+    found = bench(capsys, small, "--episodes", "1", "--num-batches", "1")
+    assert (found["selected_episodes"], found["episodes"]) == ([1], 1)
 
 
 def test_the_recorded_size_can_be_measured(capsys: pytest.CaptureFixture[str], demo: Path, seen: list[Any]) -> None:

@@ -327,6 +327,10 @@ def test_an_error_of_a_graph_has_its_place(
         (["preview", "--config", "RUN", "--epoch", "0", "--batch", "4"], "batch must be below 4"),
         (["preview", "--config", "RUN", "--epoch", "0", "--batch", "0", "--seed", "0"], "--seed must not be given"),
         (
+            ["preview", "--config", "RUN", "--epoch", "0", "--batch", "0", "--image-size", "recorded"],
+            "--image-size must not be given",
+        ),
+        (
             ["preview", "--config", "RUN", "--epoch", "0", "--batch", "0", "--dali-graph", "x.py"],
             "--dali-graph must be FILE.py:",
         ),

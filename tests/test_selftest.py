@@ -24,7 +24,9 @@ from dali_stream.cli import main
 from dali_stream.decode import dali, refusal
 from dali_stream.decode.audit import COLOUR_TOLERANCE
 from dali_stream.decode.capability import Capability
+from dali_stream.decode.route import TORCHCODEC_CUDA
 from dali_stream.demo import write_demo
+from dali_stream.system import process
 from dali_stream.tools.selftest import identity, load, run, speed, videos
 
 
@@ -73,17 +75,18 @@ def test_it_passes_where_dali_decodes_on_a_cpu(capsys: pytest.CaptureFixture[str
         assert (row["wrong"] == 0) == (decoder != "dali" or case.startswith("vp9"))
         assert row["wrong"] == 0 or "DALI decodes only vp8, vp9, mjpeg on a CPU" in row["refused"]
     assert [row["test"] for row in report["load"]] == [
-        "vp9, recorded size", "vp9, two Loaders", "vp9, two Loaders", "vp9, resized", "vp9, 16 threads", "epochs",
+        "vp9, recorded size", "vp9, two Loaders", "vp9, two Loaders", f"vp9, {run.MANY_THREADS} threads", "vp9, resized",
+        "epochs",
     ]  # fmt: skip
     for row in report["load"]:
         assert row["wrong"] == 0
         assert row["frames"] > 500
         assert row["wait_s"] < row["seconds"]
     sizes = {f"vp9, {size}, idle GPU" for size in ("480×640", "360×640")}
-    idle = [row for row in report["speed"] if "idle" in row["test"]]
+    idle = [row for row in report["speed"] if not row["busy"]]
     assert {(row["test"], row["decoder"]) for row in idle} == {(t, d) for t in sizes for d in ("dali", "torchcodec")}
     assert {row.get("per_clip") for row in idle} == {1, 4, 16, None}
-    busy = [row for row in report["speed"] if "busy" in row["test"]]
+    busy = [row for row in report["speed"] if row["busy"]]
     tried = [("torchcodec", len(os.sched_getaffinity(0))), ("dali", 4), ("dali", 8), ("dali", 16)]
     assert [(row["decoder"], row["threads"]) for row in busy] == tried
     cpu, *rates = [row["frames_per_s"] for row in busy]
@@ -281,6 +284,28 @@ def test_it_ends_in_time_whatever_hangs_and_every_stage_has_its_turn(monkeypatch
     assert "vp9, recorded size, dali: it did not end" in report["problems"]
     assert "lockstep of vp9, resized, dali" in report["left_out"]
     assert len(set(report["left_out"])) == len(report["left_out"])
+
+
+def test_both_decoders_two_loaders_and_many_threads_come_first_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU tests four codecs with two decoders, and its load has time for about five steps."""
+    ran: list[tuple[str, str]] = []
+    monkeypatch.setattr(run._Run, "_rows", lambda self, part, jobs: ran.extend((job.test, job.decoder) for job in jobs) or [])
+    monkeypatch.setattr(run, "unavailable", lambda gpu: "")
+    tested = run._Run(Path(), None, 1, 1, 1e9, lambda *_: None)
+    tested._longest = {codec: (codec, 30, run.SIZE) for codec in ("h264", "hevc")}
+    assert list(tested.check_load()) == []
+    assert process.cores() < run.MANY_THREADS
+    assert ran == [
+        ("h264, recorded size", "dali"),
+        ("h264, recorded size", TORCHCODEC_CUDA),
+        ("h264, two Loaders", "dali"),
+        (f"h264, {run.MANY_THREADS} threads", "dali"),
+        ("hevc, recorded size", "dali"),
+        ("hevc, recorded size", TORCHCODEC_CUDA),
+        ("h264, resized", "dali"),
+        ("hevc, resized", "dali"),
+        ("epochs", "dali"),
+    ]
 
 
 WRONG = {

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from dali_stream import Dataset
 from dali_stream.cli import main
-from dali_stream.tools import Node
+from dali_stream.tools import Node, WhyReport
+from dali_stream.tools.measuring import Speed
 from dali_stream.tools.sizing import PROCESS_BYTES, prediction_range, size_node
 from dali_stream.tools.speed_model import Work
 
@@ -29,12 +30,12 @@ STEPS = st.integers(0, 8).map(lambda power: 2.0**-power)
 
 def test_the_worked_example_of_the_page() -> None:
     """8 GPUs, 120 ms a step, batches of 64 samples of two cameras, H.264 of 480×640 with GOP 2, each frame decoded once."""
-    work = Work(decode=64 * 2 * 2.76e-3, store=64 * 2 * 0.5e-3, plan=64 * 0.12e-3, copy=64 * 2 * 0.07e-3, deliver=0.01)
+    work = Work(decode=64 * 2 * 2.76e-3, store=64 * 2 * 0.5e-3, plan=64 * 0.14e-3, copy=64 * 2 * 0.07e-3, deliver=0.01)
     need = Node(ranks=8, cores=96, step_s=0.12).need(work)
-    assert need.cores == pytest.approx(8 * (64 * (2 * (3.26 + 0.07) + 0.12) / 120 + 1))
+    assert need.cores == pytest.approx(8 * (64 * (2 * (3.26 + 0.07) + 0.14) / 120 + 1))
     assert need.use["CPU cores"] == pytest.approx(need.cores / 96)
     assert need.use["decode threads"] == pytest.approx(64 * 2 * 3.26 / 12 / 120)
-    assert need.use["planner"] == pytest.approx(64 * 0.12 / 120)
+    assert need.use["planner"] == pytest.approx(64 * 0.14 / 120)
     assert need.first == "CPU cores"
     assert need.enough
 
@@ -101,6 +102,39 @@ def test_a_node_needs_the_time_of_a_step(small: Path, capsys: pytest.CaptureFixt
     for option in ("--ranks", "--cores"):
         assert main(["why", str(small), option, "8"]) == 2
         assert "step_s (--step-ms) must be given" in capsys.readouterr().err
+
+
+def printed(node: Node, work: Work, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """The text of the command for a rank with this work in each epoch."""
+    needs = [[node.need(work)] * 2] * 3
+    sizes = {"frames": 9, "batch_size": 1, "frame_bytes": 300, "video_bytes": 20.5, "memory_budget": 99, "frames_budget": 999}
+    speed = Speed(1.0, "decode threads", 0.5, (1.0, 1.0))
+    report = WhyReport(speed, speed, 100.0, 10, [], sizing=size_node(node, needs, **sizes))
+    monkeypatch.setattr("dali_stream.tools.why", lambda *_, **__: report)
+    assert main(["why", "anywhere"]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_later_epochs_of_several_ranks_are_the_second(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In each epoch a rank sees other frames, until it holds all of them."""
+    work = Work(decode=0.5, plan=0.0, copy=0.0, deliver=0.0)
+    several = printed(Node(8, 96, 0.5), work, monkeypatch, capsys)
+    assert "training waits in the first epoch and in the second epoch" in several
+    assert "cores, second epoch" in several
+    assert "later epochs" not in several
+    one = printed(Node(1, 96, 0.5), work, monkeypatch, capsys)
+    assert "training waits in the first epoch and in later epochs" in one
+    assert "second epoch" not in one
+
+
+@pytest.mark.parametrize(("name", "said"), [("plan", "the planner"), ("deliver", "copying"), ("network", "the network")])
+def test_what_more_cores_do_not_change_is_named(
+    name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = replace(Work(decode=0.0, plan=0.1, copy=0.0, deliver=0.0), **{name: 60.0})
+    assert f"{said} is too slow, and more cores do not change that" in printed(Node(1, 96, 0.5), work, monkeypatch, capsys)
 
 
 @pytest.mark.slow

@@ -220,6 +220,20 @@ def test_the_command_takes_a_mixture_file(demo: Path, tmp_path: Path, capsys: py
     assert "data_files_root belongs to one dataset" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"ranks": 0, "step_s": 0.1}, "ranks must be a positive integer, got 0"),
+        ({"node_cores": -4, "step_s": 0.1}, "node_cores must be a positive integer, got -4"),
+        ({"step_s": 0.0}, "step_s must be greater than 0, got 0.0"),
+        ({"epochs": 0}, "epochs must be a positive integer, got 0"),
+    ],
+)
+def test_bad_arguments(small: Path, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        why(small, **given)
+
+
 def test_bad_arguments_of_the_command(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why", str(small), "--step-ms", "0"]) == 2
     assert "--step-ms must be greater than 0, got 0" in capsys.readouterr().err

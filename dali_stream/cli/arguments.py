@@ -138,9 +138,11 @@ def _dataset_arguments(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loader_arguments(options: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments of `Loader`, from the parsed values of its options."""
+    """Return keyword arguments of `Loader`, from the parsed values of its options. An `image_size` of None was not given."""
     arguments = dict(options)
-    if options.get("image_size") == kinds.RECORDED:
+    if options.get("image_size", ...) is None:
+        del arguments["image_size"]
+    elif options.get("image_size") == kinds.RECORDED:
         arguments["image_size"] = None
     if "delta_timestamps" in options:
         windows: dict[str, list[float]] = {}

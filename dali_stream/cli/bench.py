@@ -56,6 +56,8 @@ def bench(
         out_dir.mkdir(parents=True, exist_ok=True)
     head: dict[str, Any] = {"source": source, "revision": dataset.get("revision"), "cache_dir": dataset.get("cache_dir")}
     head |= {name: dataset[name] for name in ("clock", "tolerance_s") if name in dataset}
+    if "episodes" in dataset:  # `episodes` of a report is their number
+        head["selected_episodes"] = dataset["episodes"]
     settings: dict[str, Any] = {"mode": mode, "num_batches": num_batches, "warmup": warmup, "action": action}
     settings |= {"device": loader.pop("device"), "loader": loader}
     with datasets.opened(uris, dataset) as opened:

@@ -22,7 +22,7 @@ _SAMPLES = 8  # default number of samples of a dataset
 _ACTION = "Give the key of a feature with --action"
 
 
-@arguments.with_options(image_size=kinds.RECORDED, delta_timestamps=None, normalize=None, seed=None)
+@arguments.with_options(image_size=None, delta_timestamps=None, normalize=None, seed=None)
 def preview(
     dataset: arguments.DatasetOptions,
     loader: arguments.LoaderOptions,
@@ -51,7 +51,8 @@ def preview(
     episodes, which are vectors of floats. For several datasets or a mixture file, draw a batch of their mixture.
     """
     if config is not None or state is not None:
-        fixed = {"window": loader.pop("delta_timestamps"), **loader, "action": action}
+        size = {"image_size": loader.pop("image_size") or kinds.RECORDED} if "image_size" in loader else {}
+        fixed = {"window": loader.pop("delta_timestamps"), **size, **loader, "action": action}
         fixed |= {name: dataset.get(name) for name in ("clock", "tolerance_s", "episodes", "cameras")}
         _refuse(fixed, "must not be given with --config, which has it")
         sheet = _of_run(config, state, uris or [], dataset, epoch, batch, rank, dali_graph)

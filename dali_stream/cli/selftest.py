@@ -34,7 +34,9 @@ def selftest(
 
         def keep(report: dict[str, Any]) -> None:
             if out is not None:
-                out.write_text(environment.report_json(report, indent=1) + "\n")
+                unfinished = out.with_name(f"{out.name}.part")  # so that a job that is killed leaves no incomplete report
+                unfinished.write_text(environment.report_json(report, indent=1) + "\n")
+                unfinished.replace(out)
 
         report = run(
             device,
@@ -85,7 +87,7 @@ def _print(report: dict[str, Any]) -> None:
         for row in report[part]:
             table.add_row(*(_cell(row, key, form) for _, key, form in columns))
         screen.print(table)
-    if ratios := [(row["ratio"], row["test"]) for row in report["speed"] if "busy" in row["test"] and "ratio" in row]:
+    if ratios := [(row["ratio"], row["test"]) for row in report["speed"] if row["busy"] and "ratio" in row]:
         ratio, test = max(ratios)
         console.say(f"{test}: the fastest decoder reaches {ratio:.2f} of the CPU's speed")
     for codec, reason in report["codecs"].items():

@@ -66,13 +66,14 @@ def why(
 
 def _print(report: WhyReport) -> None:
     out, table = console.results(), console.pairs()
-    for name, speed in (("first epoch", report.first), ("later epochs", report.later)):
+    later = sizing.later_epochs(report.sizing)
+    for name, speed in (("first epoch", report.first), (later, report.later)):
         decodes = f"{speed.decodes:.2f} frames decoded per delivered frame"
         table.add_row(name, f"{_rate(speed)} batches/s, limited by {speed.limit}; {decodes}")
     if report.needed is not None:
         slow = [
             name
-            for name, speed in (("the first epoch", report.first), ("later epochs", report.later))
+            for name, speed in (("the first epoch", report.first), (later.replace("second", "the second"), report.later))
             if speed.batches_per_s < _FULL * report.needed
         ]
         verdict = f"training waits in {' and in '.join(slow)}" if slow else "the loader keeps up"
@@ -80,7 +81,7 @@ def _print(report: WhyReport) -> None:
     if report.sizing is not None:
         sizing.add_rows(table, report.sizing)
     out.print(table)
-    columns = ("first epoch", "later epochs", "gain")
+    columns = ("first epoch", later, "gain")
     table = console.table("remedy", *columns, "price", right=columns)
     for remedy in report.remedies:
         gain = f"{remedy.gain:.2f} ({remedy.gain_range[0]:.2f} to {remedy.gain_range[1]:.2f})"

@@ -37,7 +37,7 @@ class Decodes(NamedTuple):
 def decodes_of(
     config: Config, cameras: Sequence[str], gop: int | None = None, batches: int = _BATCHES, sizes: Sizes | None = None
 ) -> tuple[Decodes, Decodes]:
-    """Return the work of a loader in the first epoch, and in each epoch after it, averaged over the frames of its cameras.
+    """Return the work of a loader in the first epoch, and in later ones, averaged over the frames of its cameras.
 
     All files of a camera are assumed to have GOPs of the same length as its first file.
 
@@ -79,7 +79,7 @@ def decodes(
     rank: int = 0,
     most: int = _BATCHES,
 ) -> tuple[Decodes, Decodes]:
-    """Return the work of one camera in the first epoch, and in each epoch after it.
+    """Return the work of one camera in the first epoch, and in later ones.
 
     If the cache holds all frames, later epochs decode only frames that no earlier batch has shown. Then the second epoch is
     returned. Several ranks and most mixtures have such frames, and so have samples that `last_batch="drop"` omits.

@@ -11,7 +11,7 @@ import re
 import resource
 import subprocess
 import time
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 import dali_stream
@@ -40,10 +40,10 @@ def without_folders(value: Any) -> Any:
     """Return a copy of a JSON value with the paths of this machine reduced to file names: "/data/g1" becomes "g1".
 
     Reports are published, and a path may name a user or a project. Relative paths inside the working folder and addresses
-    (https://, s3://, hf://) are not changed.
+    (https://, s3://, hf://) are not changed. A `Path` becomes text.
     """
-    if isinstance(value, str):
-        return _PATH.sub(lambda path: PurePosixPath(path[0]).name, value)
+    if isinstance(value, (str, PurePath)):
+        return _PATH.sub(lambda path: PurePosixPath(path[0]).name, str(value))
     if isinstance(value, dict):
         return {without_folders(key): without_folders(each) for key, each in value.items()}
     return [without_folders(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -38,7 +38,8 @@ class Speed:
     """Predicted speed of a loader in an epoch.
 
     Attributes:
-        batches_per_s: Batches per second if the training step takes no time, the median of several rounds of measurements.
+        batches_per_s: Batches per second if the training step takes no time, the median of several rounds of measurements. For
+            a node, the training programs use the CPU meanwhile.
         limit: Resource that limits the speed: "decode threads", "planner", "copying", "CPU cores" or "network".
         decodes: Number of frames decoded per delivered frame.
         range: Batches per second in the slowest and in the fastest round.

@@ -76,6 +76,7 @@ class Study:
         self._full = stack.enter_context(Loader(whole, **options | self._ranks))  # to inspect, and not to iterate
         config = self._config = self._full._config
         self._cached = config.cached(self._full.routes)
+        self._sized = node is not None
         self.node = node or Node(1, cores(), 0.0, 0.0, config.num_threads)
         self._clock = Clock(options, BATCHES // ROUNDS)
         self.notes: list[str] = []
@@ -152,8 +153,8 @@ class Study:
         """
         config, base, node = self._config, self.base, self.node
         for budget in (2 * config.memory_budget, 4 * config.memory_budget):
-            if now[1].decoded and fits(budget):
-                price = f"{budget_text(budget)} of memory instead of {budget_text(config.memory_budget)}"
+            if now[1].decoded and (self._sized or fits(budget)):  # the memory of another machine is unknown
+                price = f"{budget_text(budget)} of memory per rank instead of {budget_text(config.memory_budget)}"
                 rounds = base.speeds(self.decodes(memory_budget=budget))
                 yield Proposal(f'memory_budget="{budget_text(budget)}"', price, rounds, {"memory_budget": budget})
         if self._stored:

@@ -102,9 +102,10 @@ class Sizing:
 
     Attributes:
         node: Machine and training.
-        first, later: Needs in the first epoch, and in each epoch after it.
+        first, later: Needs in the first epoch, and in later ones: with several ranks, in the second.
         memory: Bytes of memory of all ranks: their `memory_budget`, and the rest of their processes.
-        memory_for_all_frames: The same if each rank holds all decoded frames, so that later epochs decode nothing.
+        memory_for_all_frames: The same if each rank holds all frames that it has decoded. One rank then decodes nothing in
+            later epochs, and each of several ranks decodes every frame about once over the run.
         frame_cache: Bytes of a frame cache on disk with all decoded frames, which all ranks share.
         videos: Bytes of encoded video, which a `cache_dir` takes for a remote dataset. 0 if the cameras are images.
         network: Bytes of encoded video per second that a remote dataset takes while nothing is cached.

@@ -15,6 +15,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from dali_stream.checks.arguments import positive
 from dali_stream.dataset import Dataset
 from dali_stream.mixture import Mixture
 from dali_stream.run import mixture_file
@@ -33,7 +34,7 @@ class Remedy:
     Attributes:
         name: Description of the change, such as "num_threads=8".
         price: Cost of the change, such as memory or disk space.
-        first, later: Predicted speed in the first epoch, and in each epoch after it.
+        first, later: Predicted speed in the first epoch, and in later ones. See `WhyReport`.
         gain: Batches per second of the run after the change, divided by those before it, the median of several rounds. It is
             greater than 1.
         gain_range: Smallest and largest gain of a round.
@@ -56,7 +57,8 @@ class WhyReport:
     """Speed of a loader on this machine, and remedies.
 
     Attributes:
-        first, later: Predicted speed in the first epoch, and in each epoch after it.
+        first, later: Predicted speed in the first epoch, and in later ones. If memory holds all frames, each of several ranks
+            decodes fewer frames from epoch to epoch. `later` is then the speed in the second epoch.
         needed: Batches per second that the training step can consume. None if the time of a step is unknown.
         epochs: Number of epochs of the run.
         remedies: Remedies in decreasing order of gain.
@@ -118,7 +120,9 @@ def why(
         DatasetError, DecodeError, StorageError: If the dataset cannot be read.
         DaliStreamError: If other processes used more than a fifth of the cores meanwhile, and `anyway` is False.
     """
-    arguments, options = dict(dataset or {}), dict(loader or {})
+    if step_s is not None and not step_s > 0:
+        raise ValueError(f"step_s must be greater than 0, got {step_s!r}. Leave it out if it is unknown")
+    epochs, arguments, options = positive("epochs", epochs), dict(dataset or {}), dict(loader or {})
     node = _node(ranks, node_cores, step_s, options)
     with contextlib.ExitStack() as stack:
         whole = stack.enter_context(closing(_opened(uri, arguments)))
@@ -137,7 +141,9 @@ def _node(ranks: int | None, node_cores: int | None, step_s: float | None, optio
         return None
     if step_s is None:
         raise ValueError("To size a node, step_s (--step-ms) must be given: the time of a training step without loading")
-    return Node(ranks or 1, node_cores or cores(), step_s, num_threads=options.get("num_threads"))
+    ranks = 1 if ranks is None else positive("ranks", ranks)
+    node_cores = cores() if node_cores is None else positive("node_cores", node_cores)
+    return Node(ranks, node_cores, step_s, num_threads=options.get("num_threads"))
 
 
 def _opened(uri: str | os.PathLike[str], arguments: Mapping[str, Any]) -> Dataset | Mixture:

@@ -108,7 +108,8 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
           `Loader.stats`.
         - `bottleneck`: Result of `Loader.bottleneck` on the rank that waits most.
         - `cpu_ms`: CPU milliseconds of the decode threads per decoded frame, of copying per delivered frame, and of the planner
-          per sample, of all batches. None if nothing was decoded or delivered.
+          per sample, of all batches. None if nothing was decoded or delivered. None per decoded frame with `frame_cache`, since
+          decode threads then read and write this cache as well.
         - `decoded_per_delivered_frame`, `unique_episodes_per_batch`, `cpu_s_per_sample`: Means over all ranks.
         - `peak_rss_bytes`, `peak_gpu_bytes`: Maximum over all ranks.
         - `routes`, `timeline`, `consumers`, `episode_pool_size`, `num_threads`, `memory_budget`: Those of rank 0.
@@ -121,14 +122,14 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         **_timed(ranks, nodes),
         "later_epochs": _timed(later, nodes) if all(later) else None,
         **{key: max(rank[key] for rank in ranks) for key in ("first_batch_latency_s", "peak_rss_bytes")},
-        "cpu_ms": _cpu_ms([rank["totals"] for rank in ranks]),
+        "cpu_ms": _cpu_ms([rank["totals"] for rank in ranks], head),
         **{key: main[key] for key in ("device", "routes", "timeline", *_CHOSEN)},
         **environment.ran_on(main["device"]),
     }
     return environment.without_folders(report)
 
 
-def _cpu_ms(ranks: list[dict[str, float]]) -> dict[str, float | None]:
+def _cpu_ms(ranks: list[dict[str, float]], head: dict[str, Any]) -> dict[str, float | None]:
     """Return the CPU milliseconds of each kind of work. See `node_report`."""
     kinds = {
         "decoded_frame": ("decode_cpu_s", "decoded_frames"),
@@ -136,7 +137,8 @@ def _cpu_ms(ranks: list[dict[str, float]]) -> dict[str, float | None]:
         "sample": ("plan_cpu_s", "samples"),
     }
     totals = {key: sum(rank[key] for rank in ranks) for keys in kinds.values() for key in keys}
-    return {name: totals[cpu] * 1e3 / totals[number] if totals[number] else None for name, (cpu, number) in kinds.items()}
+    found = {name: totals[cpu] * 1e3 / totals[number] if totals[number] else None for name, (cpu, number) in kinds.items()}
+    return found | ({"decoded_frame": None} if head.get("frame_cache") else {})
 
 
 def _timed(ranks: list[dict[str, Any]], nodes: int) -> dict[str, Any]:
