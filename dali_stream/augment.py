@@ -20,8 +20,8 @@ Frames have the layout HWC or FHWC, and are float32 in [0, 1] or uint8. Layout a
 size, except in `random_resized_crop`. A range is a tuple (low, high). A number instead of a range is the largest change in both
 directions. All functions raise a ValueError if a range is invalid or if no random numbers are left.
 
-Depth is not in [0, 1]: functions that change colours clamp distances, and crops, rotation and blur interpolate them. Leave depth
-cameras out, or use operators of DALI for them.
+Depth is not in [0, 1]: functions that change colours clamp distances, and crops, rotation and blur interpolate them. Leave
+depth cameras out, or use operators of DALI for them.
 """
 
 from __future__ import annotations

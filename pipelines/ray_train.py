@@ -35,9 +35,8 @@ def train(arguments: dict[str, Any]) -> None:
     dataset, device = dali_stream.Dataset(arguments["uri"]), get_device()
     state, action = (math.prod(dataset.features.get(key, {"shape": [0]})["shape"]) for key in (STATE, ACTION))
     torch.manual_seed(0)
-    policy = ChunkPolicy(colour_cameras(dataset), state, action, arguments["chunk"], max(dataset.tasks, default=0) + 1).to(
-        device
-    )
+    cameras, tasks = colour_cameras(dataset), max(dataset.tasks, default=0) + 1
+    policy = ChunkPolicy(cameras, state, action, arguments["chunk"], tasks).to(device)
     model, optimizer, step = prepare_model(policy), torch.optim.AdamW(policy.parameters(), 3e-4), 0
     with dali_stream.Loader(  # gets its rank from torch.distributed
         dataset,

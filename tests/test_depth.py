@@ -280,6 +280,24 @@ def test_other_images_are_an_error(tmp_path: Path, data: bytes, says: str) -> No
         next(iter(loader))
 
 
+RATIONAL_STRIPS = b"\x16\x01\x04\x00", b"\x16\x01\x0a\x00"  # the TIFF tag RowsPerStrip, as an integer and as a fraction
+
+
+def test_a_damaged_image_is_an_error_and_can_be_substituted(tmp_path: Path) -> None:
+    """Pillow raises a TypeError for this file."""
+
+    def values(row: int) -> np.ndarray | bytes:
+        Image.fromarray(millimetres(row)).save(data := io.BytesIO(), "TIFF")
+        return data.getvalue() if row % 3 else data.getvalue().replace(RATIONAL_STRIPS[0], RATIONAL_STRIPS[1], 1)
+
+    root = write_images(tmp_path / "set", values, {"depth_unit": "mm"})
+    with Loader(root, batch_size=8, shuffle=False) as loader, pytest.raises(DecodeError, match=f"{KEY}: episode 0, frame 0"):
+        next(iter(loader))
+    with Loader(root, batch_size=sum(LENGTHS), on_error="substitute") as loader:
+        batch = next(iter(loader))
+    assert batch["is_substitute"].sum() == len(range(0, sum(LENGTHS), 3))
+
+
 # ------------------------------------------------------------------------ errors
 
 
@@ -302,13 +320,27 @@ def test_without_pyav_the_error_names_the_extra(root: Path, tmp_path: Path, monk
         ({"video.depth_max": 0.01}, "depth_min must be less than depth_max, got 0.01 and 0.01"),
         ({"video.shift": -1}, r"depth_min \+ shift must be positive with use_log"),
         ({"video.use_log": 1}, "use_log must be true or false, got 1"),
-        ({"depth_unit": "cm"}, 'depth_unit must be "m" or "mm", got \'cm\''),
+        ({"video.depth_max": 10**400}, "depth_min, depth_max and shift must be finite numbers of at most 1e"),
     ],
 )
 def test_invalid_metadata_are_an_error(root: Path, tmp_path: Path, info: dict[str, Any], says: str) -> None:
     with_entry(copy_of(root, tmp_path), {"info": MARKED | info})
-    with pytest.raises(DatasetError, match=rf"Invalid info of depth camera '{KEY}' in .*info\.json: {says}"):
+    with pytest.raises(
+        DatasetError, match=rf"Invalid info of depth camera '{KEY}' in .*info\.json: {says}.*leave the camera out"
+    ):
         Dataset(tmp_path / "set")
+    Dataset(tmp_path / "set", cameras=[])
+
+
+def test_the_unit_of_images_is_checked(root: Path, tmp_path: Path) -> None:
+    images = write_images(tmp_path / "images", millimetres, {"depth_unit": "cm"})
+    with pytest.raises(
+        DatasetError, match=rf"Invalid info of depth camera '{KEY}' .*: depth_unit must be \"m\" or \"mm\", got 'cm'"
+    ):
+        Dataset(images)
+    Dataset(images, cameras=[])
+    with_entry(copy_of(root, tmp_path), {"info": MARKED | {"depth_unit": "cm"}})  # it has no effect on video
+    Dataset(tmp_path / "set")
 
 
 def test_invalid_arguments_are_an_error(root: Path) -> None:
@@ -364,6 +396,10 @@ def test_prepare_copies_depth(root: Path, tmp_path: Path) -> None:
         for batch in loader:
             assert_as_written(batch)
     images = write_images(tmp_path / "images", metres, {"depth_unit": "m"})
+    prepared(images, tmp_path / "same", size=(24, 32))
+    with Loader(tmp_path / "same", batch_size=4) as copied, Loader(images, batch_size=4) as original:
+        for ours, theirs in zip(copied, original, strict=True):
+            assert equal(ours, theirs)
     with pytest.raises(ValueError, match=f"images_to_video must be False for '{KEY}', a depth camera"):
         prepared(images, tmp_path / "other", images_to_video=True)
 
