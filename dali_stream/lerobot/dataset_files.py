@@ -83,8 +83,8 @@ class DatasetFiles:
                 )
             if feature.is_depth and (fault := feature.depth_fault):
                 raise DatasetError(
-                    f"Invalid info of depth camera {key[:80]!r} in {self.store.where(INFO)}: {fault}. Correct meta/info.json, or "
-                    "leave the camera out of cameras"
+                    f"Invalid info of depth camera {key[:80]!r} in {self.store.where(INFO)}: {fault}. Correct "
+                    "meta/info.json, or leave the camera out of cameras"
                 )
         for key in NEEDED:
             if key in info.left_out:
