@@ -27,7 +27,9 @@ from support.videos import ffmpeg
 import dali_stream
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader, Mixture
 from dali_stream.cli import main
+from dali_stream.decode.depth import distance_of_nothing
 from dali_stream.integrations import lerobot
+from dali_stream.tools import sheet
 
 pytest.importorskip("av")
 
@@ -388,6 +390,9 @@ def test_a_batch_of_a_run_has_the_unit_of_the_run(root: Path) -> None:
     with Loader(root, batch_size=4, depth_unit="m") as loader:
         described, batch = loader.describe(), next(iter(loader))
     assert equal(dali_stream.batch_at(described, 0, 0), batch)
+    assert "av" in described["software"]
+    with Loader(Dataset(root, cameras=[]), batch_size=4) as loader:
+        assert "av" not in loader.describe()["software"]
 
 
 def test_prepare_copies_depth(root: Path, tmp_path: Path) -> None:
@@ -414,6 +419,21 @@ def test_preview_shows_false_colours_with_a_scale(root: Path, tmp_path: Path) ->
         assert (frame != frame[..., :1]).any()  # not grey
 
 
+def test_preview_shows_nothing_measured_in_black(root: Path) -> None:
+    """LeRobot stores a distance of 0 as code 0 of video, which becomes depth_min."""
+    feature = Dataset(root).features[KEY]
+    for unit, expected in {"mm": "20 to 30 mm", "m": "0.02 to 0.03 m"}.items():
+        nothing = dequantized(np.zeros(1, np.uint16), unit, MARKED).item()
+        assert nothing > 0
+        scale = 1 if unit == "mm" else 1000
+        values = torch.tensor([nothing, 20 / scale, math.inf, 30 / scale, math.nan]).reshape(1, 1, 1, 5)
+        batch = {KEY: values, **{key: torch.zeros(1, dtype=torch.int64) for key in ("index", "episode_index", "frame_index")}}
+        depth = {KEY: sheet.Depth(unit, distance_of_nothing(feature, unit))}
+        [sample] = sheet.samples(batch, [KEY], {}, depth=depth)
+        assert sample.strips[0].scale == expected
+        assert sample.strips[0].data.any(-1).tolist() == [[[False, True, False, True, False]]]
+
+
 def test_doctor_and_info_know_depth(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["info", str(root)])
     assert "pyav" in capsys.readouterr().out
@@ -422,6 +442,22 @@ def test_doctor_and_info_know_depth(root: Path, tmp_path: Path, capsys: pytest.C
     said = json.dumps(findings)
     assert "torchcodec decodes to 8" in said
     assert '"problem"' not in said
+
+
+@pytest.mark.parametrize("options", [[], ["--deep"]], ids=str)
+def test_doctor_says_that_pyav_is_missing_and_does_not_blame_the_file(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    (tmp_path / "av.py").write_text("raise ModuleNotFoundError('No module named av')")
+    monkeypatch.syspath_prepend(tmp_path)  # of the processes that the doctor starts
+    monkeypatch.setitem(sys.modules, "av", None)
+    main(["doctor", str(root), *options, "--json"])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    [problem] = [finding for finding in findings if finding["status"] == "problem"]
+    assert problem["name"] == f"{KEY} PyAV"
+    assert "cannot be loaded (No module named av)" in problem["text"]
+    assert "pip install 'av>=" in problem["remedy"]
+    assert not any(f"{KEY} frame" in finding["name"] or "all frames" in finding["name"] for finding in findings)
 
 
 @dataclasses.dataclass

@@ -192,6 +192,14 @@ def _conversion(feature: Feature, unit: str) -> Callable[[Frames, Floats], None]
     return scale
 
 
+def distance_of_nothing(feature: Feature, unit: str) -> float:
+    """Return the distance of pixels at which a depth camera measured nothing.
+
+    LeRobot stores a distance of 0 in video as code 0, which becomes `depth_min`. Images contain 0.
+    """
+    return float(_distances_of_codes(feature.quantization, unit)[0]) if feature.is_video else 0.0
+
+
 def _zeros(_: Frames, out: Floats) -> None:
     out[:] = 0
 
