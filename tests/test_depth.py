@@ -57,16 +57,30 @@ def dequantized(values: np.ndarray, unit: str, info: Mapping[str, Any]) -> torch
     return distances.mul_(1000).round_().clamp_(0, 65535) if unit == "mm" else distances
 
 
-def write(root: Path, info: Mapping[str, Any] = MARKED, *, version: str = "v3.0", first: int = 0) -> Path:
-    """A dataset with depth video. Frame `row` has `codes(first + row)`."""
+def moving_codes(row: int) -> np.ndarray:
+    """The codes of a frame of which the encoder predicts most from other frames, so that it uses B-frames."""
+    y, x = np.mgrid[: SIZE[0], : SIZE[1]]
+    return ((x * 20 + y * 7 + row * 37 + codes(row) % 8) % 4096).astype(np.uint16)
+
+
+def write(
+    root: Path,
+    info: Mapping[str, Any] = MARKED,
+    *,
+    version: str = "v3.0",
+    first: int = 0,
+    params: str = LOSSLESS,
+    moving: bool = False,
+) -> Path:
+    """A dataset with depth video. Frame `row` has `codes(first + row)`, or `moving_codes`."""
     files, episodes = [], [[length] for length in LENGTHS] if version != "v3.0" else [LENGTHS]
     row = first
     for number, lengths in enumerate(episodes):
-        frames = np.stack([codes(row + n) for n in range(sum(lengths))])
+        frames = np.stack([(moving_codes if moving else codes)(row + n) for n in range(sum(lengths))])
         row += sum(lengths)
         files.append(root.with_name(f"{root.name}-{number}.mp4"))
         source = ("-f", "rawvideo", "-pix_fmt", "gray12le", "-s", f"{SIZE[1]}x{SIZE[0]}", "-r", str(FPS), "-i", "-")
-        ffmpeg(*source, "-c:v", "libx265", "-pix_fmt", "gray12le", "-x265-params", LOSSLESS, files[-1], stdin=frames.tobytes())
+        ffmpeg(*source, "-c:v", "libx265", "-pix_fmt", "gray12le", "-x265-params", params, files[-1], stdin=frames.tobytes())
     action = Column("float32", [2], np.arange(2 * sum(LENGTHS)).reshape(-1, 2))
     build(root, LENGTHS, {"action": action}, cameras={KEY: Camera(files, episodes, SIZE)}, fps=FPS, version=version)
     return with_entry(root, {"shape": [*SIZE, 1], "info": dict(info)})
@@ -230,6 +244,19 @@ def test_depth_and_colours_are_not_one_camera(root: Path, tmp_path: Path) -> Non
     )
     with pytest.raises(ValueError, match="Features with the same key must be compatible"):
         Mixture({"depth": root, "grey": grey}, missing="pad")
+
+
+@pytest.mark.parametrize(("keyint", "frames"), [(20, "bframes=4:b-pyramid=1:open-gop=1"), (500, "bframes=4")])
+def test_long_gops_and_b_frames(tmp_path: Path, keyint: int, frames: str) -> None:
+    root = write(tmp_path / "set", params=f"lossless=1:keyint={keyint}:min-keyint=20:{frames}:log-level=none", moving=True)
+    starts = np.cumsum([0, *LENGTHS])
+    with Loader(root, batch_size=5, delta_timestamps={KEY: [-0.3, 0.2]}) as loader:
+        for batch in loader:
+            for sample, row in enumerate(batch["index"].tolist()):
+                episode = int(batch["episode_index"][sample])
+                rows = np.clip([row - 3, row + 2], starts[episode], starts[episode + 1] - 1).tolist()
+                expected = torch.stack([dequantized(moving_codes(each), "mm", {})[None] for each in rows])
+                assert torch.equal(batch[KEY][sample], expected)
 
 
 # ------------------------------------------------------------------------ images in rows

@@ -147,8 +147,12 @@ def decode(data: bytes, feature: Feature, any_size: bool = False) -> npt.NDArray
         # Pillow has readers for some fifty other formats, and the one for PostScript runs a program.
         with Image.open(io.BytesIO(data), formats=_DEPTH_FORMATS if depth else _FORMATS) as image:
             deep = data[:8] == _PNG and data[24] == 16
-            if depth and image.mode not in _DEPTH_MODES:
-                raise DecodeError(f"{expected} with 16 bits or a float32 per pixel, got Pillow's mode {image.mode}")
+            # Older versions of Pillow read a PNG of 16 bits in mode I, with the same values.
+            if depth and image.mode not in _DEPTH_MODES and not (deep and image.mode == "I"):
+                raise DecodeError(
+                    f"{expected} with 16 bits or a float32 per pixel, got Pillow's mode {image.mode}. "
+                    "Leave the camera out of cameras"
+                )
             if not depth and (deep or image.mode not in _MODES):
                 raise DecodeError(
                     f"{expected} with 8 bits per channel, got "
