@@ -167,7 +167,7 @@ class _Run:
             raise ValueError(
                 f"image_size must not be given with depth cameras, got {size} and {', '.join(depth)}. LeRobot's resizing step, "
                 f"which checkpoints contain, clamps values to [0, 1]. Leave {PREFIX}image_size out, or train on a copy without "
-                "these cameras, which `dali-stream prepare` writes with --cameras"
+                "these cameras, which `dali-stream prepare URI OUT` writes with --cameras"
             )
 
     def processing(self, make: Callable[..., Any]) -> Callable[..., Any]:
