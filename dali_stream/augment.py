@@ -4,7 +4,7 @@
 
     def graph(nodes):
         draw = augment.Draw(nodes["sample"])
-        for key in cameras:
+        for key in cameras:  # without depth cameras
             frame = augment.random_resized_crop(nodes[key], draw, size=(224, 224), scale=(0.7, 1.0))
             nodes[key] = augment.color_jitter(frame, draw, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.05)
         return nodes
@@ -19,6 +19,9 @@ because every `Draw` begins with the same numbers.
 Frames have the layout HWC or FHWC, and are float32 in [0, 1] or uint8. Layout and dtype do not change, and neither does the
 size, except in `random_resized_crop`. A range is a tuple (low, high). A number instead of a range is the largest change in both
 directions. All functions raise a ValueError if a range is invalid or if no random numbers are left.
+
+Depth is not in [0, 1]: functions that change colours clamp distances, and crops, rotation and blur interpolate them. Leave
+depth cameras out, or use operators of DALI for them.
 """
 
 from __future__ import annotations
@@ -146,7 +149,8 @@ def color_jitter(
     """Change contrast, brightness, saturation and hue, in this order. Draws 4 numbers.
 
     Each step clamps values to [0, 1], or to [0, 255] for uint8, as in torchvision's ColorJitter. Contrast is relative to the
-    middle of this range, whereas torchvision uses the mean of the frame. A step that has no effect is left out.
+    middle of this range, whereas torchvision uses the mean of the frame. A step that has no effect is left out. Saturation and
+    hue need frames of 3 channels.
 
     Args:
         frame: Frames, see the module.
@@ -164,6 +168,9 @@ def color_jitter(
     lowest, highest = _limits(frame)
     for name, operator in _COLOR_STEPS.items():
         if ranges[name] != (_NO_EFFECT[name],) * 2:
+            if operator is fn.color_twist:
+                # It would write beyond the memory of a frame with fewer channels, for which this slice fails.
+                frame = fn.slice(frame, 0, 3, axis_names="C")
             frame = dali_math.max(dali_math.min(operator(frame, **{name: drawn[name]}), highest), lowest)
     return frame
 

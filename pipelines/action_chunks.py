@@ -22,6 +22,11 @@ from dali_stream import augment
 from dali_stream.checks.frame_size import frame_size, join_sizes
 
 
+def colour_cameras(dataset: dali_stream.Dataset | dali_stream.Mixture) -> list[str]:
+    """Return the cameras without depth cameras, whose distances are not colours in [0, 1]."""
+    return [key for key in dataset.cameras if not dataset.features[key].is_depth]
+
+
 def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:
     """Return `augment_frames` with its arguments. `Loader.describe` records the arguments of such a partial function."""
     return functools.partial(augment_frames, cameras=list(cameras), size=size)
@@ -55,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         dataset,
         batch_size=arguments.batch_size,
         delta_timestamps={"action": [step / dataset.fps for step in range(arguments.chunk)]},
-        dali_graph=augmented(dataset.cameras, arguments.image_size),
+        dali_graph=augmented(colour_cameras(dataset), arguments.image_size),
         normalize={key: scale for key, scale in scales.items() if key in dataset.features},
         seed=arguments.seed,
     )

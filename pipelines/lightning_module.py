@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from action_chunks import augmented
+from action_chunks import augmented, colour_cameras
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from training.policy import ACTION, STATE, ChunkPolicy
@@ -42,7 +42,8 @@ class Cloning(LightningModule):
         super().__init__()
         self.arguments, self.dataset, self.saved = arguments, dali_stream.Dataset(arguments.uri), None
         state, action = (math.prod(self.dataset.features.get(key, {"shape": [0]})["shape"]) for key in (STATE, ACTION))
-        self.policy = ChunkPolicy(self.dataset.cameras, state, action, arguments.chunk, max(self.dataset.tasks, default=0) + 1)
+        cameras, tasks = colour_cameras(self.dataset), max(self.dataset.tasks, default=0) + 1
+        self.policy = ChunkPolicy(cameras, state, action, arguments.chunk, tasks)
 
     def train_dataloader(self) -> dali_stream.Loader:
         """Create the Loader. It needs its rank, and torch.distributed is initialized when Lightning calls this method.
@@ -53,7 +54,7 @@ class Cloning(LightningModule):
             self.dataset,
             batch_size=self.arguments.batch_size // self.trainer.world_size,
             delta_timestamps={ACTION: [step / self.dataset.fps for step in range(self.arguments.chunk)]},
-            dali_graph=augmented(self.dataset.cameras, tuple(self.arguments.image_size)),
+            dali_graph=augmented(self.policy.cameras, tuple(self.arguments.image_size)),
             normalize={key: "mean_std" for key in (ACTION, STATE) if key in self.dataset.features},
             device=str(self.device),
         )

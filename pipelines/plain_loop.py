@@ -31,6 +31,11 @@ LOG_EVERY, SAVE_EVERY = 10, 500  # steps
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
 
 
+def colour_cameras(dataset: dali_stream.Dataset) -> list[str]:
+    """Return the cameras without depth cameras, whose distances are not colours in [0, 1]."""
+    return [key for key in dataset.cameras if not dataset.features[key].is_depth]
+
+
 def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:
     """Return a graph function that augments the frames of each camera independently. Other keys are not changed."""
 
@@ -129,12 +134,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     dataset = dali_stream.Dataset(arguments.uri)
     state, action = (math.prod(dataset.features.get(key, {"shape": [0]})["shape"]) for key in (STATE, ACTION))
     torch.manual_seed(0)
-    policy = Policy(dataset.cameras, state, action, arguments.chunk, max(dataset.tasks, default=0) + 1).to(device)
+    policy = Policy(colour_cameras(dataset), state, action, arguments.chunk, max(dataset.tasks, default=0) + 1).to(device)
     with dali_stream.Loader(  # gets its rank from torch.distributed
         dataset,
         batch_size=arguments.batch_size // RANKS,
         delta_timestamps={ACTION: [step / dataset.fps for step in range(arguments.chunk)]},
-        dali_graph=augmented(dataset.cameras, arguments.image_size),
+        dali_graph=augmented(policy.cameras, arguments.image_size),
         normalize={key: "mean_std" for key in (ACTION, STATE) if key in dataset.features},
         device=device,
     ) as loader:

@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 import torch
-from action_chunks import augmented
+from action_chunks import augmented, colour_cameras
 from ray import train as ray_train
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 from training.policy import ACTION, STATE, ChunkPolicy
@@ -35,13 +35,14 @@ def train(arguments: dict[str, Any]) -> None:
     dataset, device = dali_stream.Dataset(arguments["uri"]), get_device()
     state, action = (math.prod(dataset.features.get(key, {"shape": [0]})["shape"]) for key in (STATE, ACTION))
     torch.manual_seed(0)
-    policy = ChunkPolicy(dataset.cameras, state, action, arguments["chunk"], max(dataset.tasks, default=0) + 1).to(device)
+    cameras, tasks = colour_cameras(dataset), max(dataset.tasks, default=0) + 1
+    policy = ChunkPolicy(cameras, state, action, arguments["chunk"], tasks).to(device)
     model, optimizer, step = prepare_model(policy), torch.optim.AdamW(policy.parameters(), 3e-4), 0
     with dali_stream.Loader(  # gets its rank from torch.distributed
         dataset,
         batch_size=arguments["batch_size"] // ranks,
         delta_timestamps={ACTION: [step / dataset.fps for step in range(arguments["chunk"])]},
-        dali_graph=augmented(dataset.cameras, arguments["image_size"]),
+        dali_graph=augmented(policy.cameras, arguments["image_size"]),
         normalize={key: "mean_std" for key in (ACTION, STATE) if key in dataset.features},
         device=str(device),
     ) as loader:

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         batch_size=arguments.batch_size,
         delta_timestamps={key: window for key in (*dataset.cameras, "observation.state") if key in dataset.features},
         image_size=arguments.image_size,
-        dali_graph=for_clip(dataset.cameras),
+        dali_graph=for_clip([key for key in dataset.cameras if not dataset.features[key].is_depth]),
     )
     show(loader, arguments.batches)
 

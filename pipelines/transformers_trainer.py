@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from action_chunks import augmented
+from action_chunks import augmented, colour_cameras
 from training.policy import ACTION, STATE, ChunkPolicy
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -80,13 +80,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     dataset = dali_stream.Dataset(arguments.uri)
     state, action = (math.prod(dataset.features.get(key, {"shape": [0]})["shape"]) for key in (STATE, ACTION))
     torch.manual_seed(0)
-    policy = ChunkPolicy(dataset.cameras, state, action, arguments.chunk, max(dataset.tasks, default=0) + 1)
+    policy = ChunkPolicy(colour_cameras(dataset), state, action, arguments.chunk, max(dataset.tasks, default=0) + 1)
     policy.to(memory_format=torch.contiguous_format)  # safetensors cannot save other formats
     with dali_stream.Loader(  # gets its rank from torch.distributed, which TrainingArguments has initialized
         dataset,
         batch_size=settings.per_device_train_batch_size,
         delta_timestamps={ACTION: [step / dataset.fps for step in range(arguments.chunk)]},
-        dali_graph=augmented(dataset.cameras, arguments.image_size),
+        dali_graph=augmented(policy.cameras, arguments.image_size),
         normalize={key: "mean_std" for key in (ACTION, STATE) if key in dataset.features},
         memory_format="contiguous",
         device=str(settings.device),

@@ -13,11 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from nvidia.dali import fn
+from PIL import Image
 from support.batches import equal
-from support.datasets import SIDE, TOP
+from support.datasets import SIDE, TOP, Column, build, image_file
 from support.slow import examples, slow
 
-from dali_stream import Dataset, Loader, augment
+from dali_stream import DaliStreamError, Dataset, Loader, augment
 from dali_stream.order.uniforms import COUNT, uniforms
 
 Nodes = dict[str, Any]
@@ -320,6 +321,25 @@ def test_blur_and_erasing_happen_as_often_as_asked_for(dataset: Dataset) -> None
 
 
 # ---- what is refused
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize("name", ["saturation", "hue"])
+def test_saturation_and_hue_need_three_channels(name: str, channels: int, tmp_path: Path) -> None:
+    """DALI's color_twist writes beyond the memory of frames with fewer channels."""
+    image = image_file(Image.fromarray(np.full((48, 64, channels), 90, np.uint8).squeeze()))
+    files = [{"bytes": image, "path": None}] * 20
+    root = build(tmp_path / "set", (12, 8), {TOP: Column("image", [48, 64, channels], files)})
+
+    def brighter(nodes: Nodes) -> Nodes:
+        return nodes | {TOP: augment.color_jitter(nodes[TOP], augment.Draw(nodes["sample"]), brightness=(2.0, 2.0))}
+
+    def changed(nodes: Nodes) -> Nodes:
+        return nodes | {TOP: augment.color_jitter(nodes[TOP], augment.Draw(nodes["sample"]), **{name: (0.3, 0.3)})}
+
+    assert batches(root, brighter, 1)[0][TOP].shape == (8, channels, 48, 64)
+    with pytest.raises(DaliStreamError):
+        batches(root, changed, 1)
 
 
 @pytest.mark.parametrize(

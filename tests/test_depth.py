@@ -27,7 +27,9 @@ from support.videos import ffmpeg
 import dali_stream
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader, Mixture
 from dali_stream.cli import main
+from dali_stream.decode.depth import distance_of_nothing
 from dali_stream.integrations import lerobot
+from dali_stream.tools import sheet
 
 pytest.importorskip("av")
 
@@ -55,16 +57,30 @@ def dequantized(values: np.ndarray, unit: str, info: Mapping[str, Any]) -> torch
     return distances.mul_(1000).round_().clamp_(0, 65535) if unit == "mm" else distances
 
 
-def write(root: Path, info: Mapping[str, Any] = MARKED, *, version: str = "v3.0", first: int = 0) -> Path:
-    """A dataset with depth video. Frame `row` has `codes(first + row)`."""
+def moving_codes(row: int) -> np.ndarray:
+    """The codes of a frame of which the encoder predicts most from other frames, so that it uses B-frames."""
+    y, x = np.mgrid[: SIZE[0], : SIZE[1]]
+    return ((x * 20 + y * 7 + row * 37 + codes(row) % 8) % 4096).astype(np.uint16)
+
+
+def write(
+    root: Path,
+    info: Mapping[str, Any] = MARKED,
+    *,
+    version: str = "v3.0",
+    first: int = 0,
+    params: str = LOSSLESS,
+    moving: bool = False,
+) -> Path:
+    """A dataset with depth video. Frame `row` has `codes(first + row)`, or `moving_codes`."""
     files, episodes = [], [[length] for length in LENGTHS] if version != "v3.0" else [LENGTHS]
     row = first
     for number, lengths in enumerate(episodes):
-        frames = np.stack([codes(row + n) for n in range(sum(lengths))])
+        frames = np.stack([(moving_codes if moving else codes)(row + n) for n in range(sum(lengths))])
         row += sum(lengths)
         files.append(root.with_name(f"{root.name}-{number}.mp4"))
         source = ("-f", "rawvideo", "-pix_fmt", "gray12le", "-s", f"{SIZE[1]}x{SIZE[0]}", "-r", str(FPS), "-i", "-")
-        ffmpeg(*source, "-c:v", "libx265", "-pix_fmt", "gray12le", "-x265-params", LOSSLESS, files[-1], stdin=frames.tobytes())
+        ffmpeg(*source, "-c:v", "libx265", "-pix_fmt", "gray12le", "-x265-params", params, files[-1], stdin=frames.tobytes())
     action = Column("float32", [2], np.arange(2 * sum(LENGTHS)).reshape(-1, 2))
     build(root, LENGTHS, {"action": action}, cameras={KEY: Camera(files, episodes, SIZE)}, fps=FPS, version=version)
     return with_entry(root, {"shape": [*SIZE, 1], "info": dict(info)})
@@ -230,6 +246,19 @@ def test_depth_and_colours_are_not_one_camera(root: Path, tmp_path: Path) -> Non
         Mixture({"depth": root, "grey": grey}, missing="pad")
 
 
+@pytest.mark.parametrize(("keyint", "frames"), [(8, "bframes=4:b-pyramid=1:open-gop=1"), (500, "bframes=4")])
+def test_long_gops_and_b_frames(tmp_path: Path, keyint: int, frames: str) -> None:
+    root = write(tmp_path / "set", params=f"lossless=1:keyint={keyint}:min-keyint=8:{frames}:log-level=none", moving=True)
+    starts = np.cumsum([0, *LENGTHS])
+    with Loader(root, batch_size=5, delta_timestamps={KEY: [-0.3, 0.2]}) as loader:
+        for batch in loader:
+            for sample, row in enumerate(batch["index"].tolist()):
+                episode = int(batch["episode_index"][sample])
+                rows = np.clip([row - 3, row + 2], starts[episode], starts[episode + 1] - 1).tolist()
+                expected = torch.stack([dequantized(moving_codes(each), "mm", {})[None] for each in rows])
+                assert torch.equal(batch[KEY][sample], expected)
+
+
 # ------------------------------------------------------------------------ images in rows
 
 
@@ -280,6 +309,24 @@ def test_other_images_are_an_error(tmp_path: Path, data: bytes, says: str) -> No
         next(iter(loader))
 
 
+RATIONAL_STRIPS = b"\x16\x01\x04\x00", b"\x16\x01\x0a\x00"  # the TIFF tag RowsPerStrip, as an integer and as a fraction
+
+
+def test_a_damaged_image_is_an_error_and_can_be_substituted(tmp_path: Path) -> None:
+    """Pillow raises a TypeError for this file."""
+
+    def values(row: int) -> np.ndarray | bytes:
+        Image.fromarray(millimetres(row)).save(data := io.BytesIO(), "TIFF")
+        return data.getvalue() if row % 3 else data.getvalue().replace(RATIONAL_STRIPS[0], RATIONAL_STRIPS[1], 1)
+
+    root = write_images(tmp_path / "set", values, {"depth_unit": "mm"})
+    with Loader(root, batch_size=8, shuffle=False) as loader, pytest.raises(DecodeError, match=f"{KEY}: episode 0, frame 0"):
+        next(iter(loader))
+    with Loader(root, batch_size=sum(LENGTHS), on_error="substitute") as loader:
+        batch = next(iter(loader))
+    assert batch["is_substitute"].sum() == len(range(0, sum(LENGTHS), 3))
+
+
 # ------------------------------------------------------------------------ errors
 
 
@@ -302,13 +349,27 @@ def test_without_pyav_the_error_names_the_extra(root: Path, tmp_path: Path, monk
         ({"video.depth_max": 0.01}, "depth_min must be less than depth_max, got 0.01 and 0.01"),
         ({"video.shift": -1}, r"depth_min \+ shift must be positive with use_log"),
         ({"video.use_log": 1}, "use_log must be true or false, got 1"),
-        ({"depth_unit": "cm"}, 'depth_unit must be "m" or "mm", got \'cm\''),
+        ({"video.depth_max": 10**400}, "depth_min, depth_max and shift must be finite numbers of at most 1e"),
     ],
 )
 def test_invalid_metadata_are_an_error(root: Path, tmp_path: Path, info: dict[str, Any], says: str) -> None:
     with_entry(copy_of(root, tmp_path), {"info": MARKED | info})
-    with pytest.raises(DatasetError, match=rf"Invalid info of depth camera '{KEY}' in .*info\.json: {says}"):
+    with pytest.raises(
+        DatasetError, match=rf"Invalid info of depth camera '{KEY}' in .*info\.json: {says}.*leave the camera out"
+    ):
         Dataset(tmp_path / "set")
+    Dataset(tmp_path / "set", cameras=[])
+
+
+def test_the_unit_of_images_is_checked(root: Path, tmp_path: Path) -> None:
+    images = write_images(tmp_path / "images", millimetres, {"depth_unit": "cm"})
+    with pytest.raises(
+        DatasetError, match=rf"Invalid info of depth camera '{KEY}' .*: depth_unit must be \"m\" or \"mm\", got 'cm'"
+    ):
+        Dataset(images)
+    Dataset(images, cameras=[])
+    with_entry(copy_of(root, tmp_path), {"info": MARKED | {"depth_unit": "cm"}})  # it has no effect on video
+    Dataset(tmp_path / "set")
 
 
 def test_invalid_arguments_are_an_error(root: Path) -> None:
@@ -356,6 +417,9 @@ def test_a_batch_of_a_run_has_the_unit_of_the_run(root: Path) -> None:
     with Loader(root, batch_size=4, depth_unit="m") as loader:
         described, batch = loader.describe(), next(iter(loader))
     assert equal(dali_stream.batch_at(described, 0, 0), batch)
+    assert "av" in described["software"]
+    with Loader(Dataset(root, cameras=[]), batch_size=4) as loader:
+        assert "av" not in loader.describe()["software"]
 
 
 def test_prepare_copies_depth(root: Path, tmp_path: Path) -> None:
@@ -364,6 +428,10 @@ def test_prepare_copies_depth(root: Path, tmp_path: Path) -> None:
         for batch in loader:
             assert_as_written(batch)
     images = write_images(tmp_path / "images", metres, {"depth_unit": "m"})
+    prepared(images, tmp_path / "same", size=(24, 32))
+    with Loader(tmp_path / "same", batch_size=4) as copied, Loader(images, batch_size=4) as original:
+        for ours, theirs in zip(copied, original, strict=True):
+            assert equal(ours, theirs)
     with pytest.raises(ValueError, match=f"images_to_video must be False for '{KEY}', a depth camera"):
         prepared(images, tmp_path / "other", images_to_video=True)
 
@@ -378,6 +446,21 @@ def test_preview_shows_false_colours_with_a_scale(root: Path, tmp_path: Path) ->
         assert (frame != frame[..., :1]).any()  # not grey
 
 
+def test_preview_shows_nothing_measured_in_black(root: Path) -> None:
+    """LeRobot stores a distance of 0 as code 0 of video, which becomes depth_min."""
+    feature = Dataset(root).features[KEY]
+    for unit, expected in {"mm": "20 to 30 mm", "m": "0.02 to 0.03 m"}.items():
+        nothing = dequantized(np.zeros(1, np.uint16), unit, MARKED).item()
+        assert nothing > 0
+        scale = 1 if unit == "mm" else 1000
+        values = torch.tensor([nothing, 20 / scale, math.inf, 30 / scale, math.nan]).reshape(1, 1, 1, 5)
+        batch = {KEY: values, **{key: torch.zeros(1, dtype=torch.int64) for key in ("index", "episode_index", "frame_index")}}
+        depth = {KEY: sheet.Depth(unit, distance_of_nothing(feature, unit))}
+        [sample] = sheet.samples(batch, [KEY], {}, depth=depth)
+        assert sample.strips[0].scale == expected
+        assert sample.strips[0].data.any(-1).tolist() == [[[False, True, False, True, False]]]
+
+
 def test_doctor_and_info_know_depth(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["info", str(root)])
     assert "pyav" in capsys.readouterr().out
@@ -386,6 +469,22 @@ def test_doctor_and_info_know_depth(root: Path, tmp_path: Path, capsys: pytest.C
     said = json.dumps(findings)
     assert "torchcodec decodes to 8" in said
     assert '"problem"' not in said
+
+
+@pytest.mark.parametrize("options", [[], ["--deep"]], ids=str)
+def test_doctor_says_that_pyav_is_missing_and_does_not_blame_the_file(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    (tmp_path / "av.py").write_text("raise ModuleNotFoundError('No module named av')")
+    monkeypatch.syspath_prepend(tmp_path)  # of the processes that the doctor starts
+    monkeypatch.setitem(sys.modules, "av", None)
+    main(["doctor", str(root), *options, "--json"])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    [problem] = [finding for finding in findings if finding["status"] == "problem"]
+    assert problem["name"] == f"{KEY} PyAV"
+    assert "cannot be loaded (No module named av)" in problem["text"]
+    assert "pip install 'av>=" in problem["remedy"]
+    assert not any(f"{KEY} frame" in finding["name"] or "all frames" in finding["name"] for finding in findings)
 
 
 @dataclasses.dataclass

@@ -397,6 +397,27 @@ def test_image_size_needs_names_that_the_resizing_step_recognizes(key: str, dtyp
         train(attributes={"meta": meta})
 
 
+def test_image_size_is_refused_with_depth_cameras(
+    train: Train, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LeRobot's step, which a checkpoint would contain, clamps distances to [0, 1]."""
+
+    def with_depth() -> Any:
+        meta = MapDataset(demo).meta
+        meta.features[SIDE]["info"] = {"is_depth_map": True}
+        return {"meta": meta}
+
+    says = rf"image_size must not be given with depth cameras, got \(24, 32\) and {SIDE}"
+    lerobot.patch(image_size=(24, 32))
+    train(steps=2, save_at=(2,))
+    with pytest.raises(ValueError, match=says):
+        train(attributes=with_depth())
+    imported(monkeypatch)
+    lerobot.patch()
+    with pytest.raises(ValueError, match=says):  # the size of the checkpoint
+        train(policy=lerobot_script.policy(tmp_path / "2/pretrained_model"), attributes=with_depth())
+
+
 def test_a_preprocessor_that_crops_is_refused() -> None:
     cropping = lerobot_script.Pipeline([lerobot_script.ImageCropResizeProcessorStep({TOP: [0, 0, 9, 9]}, [24, 32])])
     with pytest.MonkeyPatch.context() as patch:

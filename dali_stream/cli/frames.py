@@ -21,14 +21,16 @@ def show(
 ) -> None:
     """Show the frames in a cache by size and versions, with their size on disk and their last use.
 
-    Frames of another size, or of another version of torch, torchcodec or FFmpeg, are never used. They stay until they are
+    Frames of another size, or of another version of torch, torchcodec, FFmpeg or PyAV, are never used. They stay until they are
     removed.
     """
     from dali_stream.cache.frame_files import NVDEC
     from dali_stream.tools.stored_frames import FrameGroup, stored
 
     def row(each: FrameGroup) -> tuple[str, ...]:
-        versions = ", ".join(f"{name} {each.key[name]}" for name in ("torch", "torchcodec", "FFmpeg") if name in each.key)
+        versions = ", ".join(
+            f"{name} {each.key[name]}" for name in ("torch", "torchcodec", "FFmpeg", "PyAV") if name in each.key
+        )
         versions += f", {each.key[NVDEC]}" if NVDEC in each.key else ""
         used = datetime.datetime.fromtimestamp(each.used).strftime("%Y-%m-%d %H:%M")
         return each.name, each.key.get("frames", ""), versions, str(each.files), console.megabytes(each.size), used

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,9 @@ from dali_stream.checks.text import listed
 from dali_stream.cli import arguments, console, datasets, kinds, runs
 from dali_stream.errors import counted
 from dali_stream.run import description
+
+if TYPE_CHECKING:
+    from dali_stream.tools.sheet import Depth
 
 _PLOTTED = 4  # maximum number of episodes of a dataset without cameras
 _SAMPLES = 8  # default number of samples of a dataset
@@ -74,15 +77,15 @@ def preview(
 
 @dataclass(frozen=True)
 class _Sheet:
-    """Content of a sheet: a title, a batch, its windows, the keys of its images and of the features to plot, and the units of
-    its depth cameras."""
+    """Content of a sheet: a title, a batch, its windows, the keys of its images and of the features to plot, and the meaning
+    of its distances."""
 
     title: str
     batch: Mapping[str, Any]
     windows: Mapping[str, list[float]]
     images: list[str]
     numbers: list[str]
-    depth: Mapping[str, str]
+    depth: Mapping[str, Depth]
 
 
 def _of_dataset(dataset: Dataset | Mixture, plots: bool, action: str | None, options: dict[str, Any]) -> _Sheet:
@@ -141,9 +144,13 @@ def _of_run(
     return _Sheet(f"{_name(dataset)}: {where_in_run}", values, loader["delta_timestamps"], images, numbers, depth)
 
 
-def _depth(dataset: Dataset | Mixture, images: list[str], unit: str) -> dict[str, str]:
-    """Return {key: unit} of the images that are distances."""
-    return {key: unit for key in images if key in dataset.features and dataset.features[key].is_depth}
+def _depth(dataset: Dataset | Mixture, images: list[str], unit: str) -> dict[str, Depth]:
+    """Return the meaning of the images that are distances, by key."""
+    from dali_stream.decode.depth import distance_of_nothing
+    from dali_stream.tools.sheet import Depth
+
+    features = {key: dataset.features[key] for key in images if key in dataset.features}
+    return {key: Depth(unit, distance_of_nothing(each, unit)) for key, each in features.items() if each.is_depth}
 
 
 def _save(drawn: _Sheet, out: Path, most: int | None, plots: bool) -> None:

@@ -66,7 +66,10 @@ def decode_clip_in_parts(
     import torch
 
     if expected.rotation:
-        raise DecodeError(f"depth maps must not be turned for display, and the file asks for {expected.rotation}°")
+        raise DecodeError(
+            f"depth maps must not be turned for display, and the file asks for {expected.rotation}°. "
+            "Leave the camera out of cameras"
+        )
     requests_of: dict[int | None, list[int]] = {}
     for request, number in enumerate(clip.frames):
         requests_of.setdefault(number, []).append(request)
@@ -103,10 +106,12 @@ def _number(frame: Any) -> int | None:
 
 
 def _codes(frame: Any, expected: VideoFormat) -> npt.NDArray[np.uint16]:
-    if (frame.height, frame.width) != (expected.height, expected.width) or frame.is_corrupt:
-        got = "damaged data" if frame.is_corrupt else f"{frame.height}×{frame.width}"
+    if frame.is_corrupt:
+        raise DecodeError(f"the {expected.codec} decoder reported that the encoded data is damaged")
+    if (frame.height, frame.width) != (expected.height, expected.width):
         raise DecodeError(
-            f"its decoded frames must be {expected.height}×{expected.width}, as its sample description says, got {got}"
+            f"its decoded frames must be {expected.height}×{expected.width}, as its sample description says, got "
+            f"{frame.height}×{frame.width}"
         )
     codes: npt.NDArray[np.uint16] = frame.to_ndarray(format=_PIXELS)
     return codes[..., None]
@@ -190,6 +195,14 @@ def _conversion(feature: Feature, unit: str) -> Callable[[Frames, Floats], None]
             change(stored, np.float32(_MM_PER_M), out=out)
 
     return scale
+
+
+def distance_of_nothing(feature: Feature, unit: str) -> float:
+    """Return the distance of pixels at which a depth camera measured nothing.
+
+    LeRobot stores a distance of 0 in video as code 0, which becomes `depth_min`. Images contain 0.
+    """
+    return float(_distances_of_codes(feature.quantization, unit)[0]) if feature.is_video else 0.0
 
 
 def _zeros(_: Frames, out: Floats) -> None:

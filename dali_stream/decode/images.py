@@ -147,8 +147,12 @@ def decode(data: bytes, feature: Feature, any_size: bool = False) -> npt.NDArray
         # Pillow has readers for some fifty other formats, and the one for PostScript runs a program.
         with Image.open(io.BytesIO(data), formats=_DEPTH_FORMATS if depth else _FORMATS) as image:
             deep = data[:8] == _PNG and data[24] == 16
-            if depth and image.mode not in _DEPTH_MODES:
-                raise DecodeError(f"{expected} with 16 bits or a float32 per pixel, got Pillow's mode {image.mode}")
+            # Older versions of Pillow read a PNG of 16 bits in mode I, with the same values.
+            if depth and image.mode not in _DEPTH_MODES and not (deep and image.mode == "I"):
+                raise DecodeError(
+                    f"{expected} with 16 bits or a float32 per pixel, got Pillow's mode {image.mode}. "
+                    "Leave the camera out of cameras"
+                )
             if not depth and (deep or image.mode not in _MODES):
                 raise DecodeError(
                     f"{expected} with 8 bits per channel, got "
@@ -176,12 +180,17 @@ def decode(data: bytes, feature: Feature, any_size: bool = False) -> npt.NDArray
         got = lfs.pointer(data) or f"got {len(data)} bytes that begin with {data[:8].hex(' ')}"
         kinds = "TIFF or PNG" if depth else "PNG, JPEG or WebP"
         raise DecodeError(f"the image must be a {kinds} file, {got}") from error
-    except (OSError, SyntaxError, ValueError, IndexError, struct.error, *_BOMBS) as error:
+    except _DAMAGED as error:
         raise DecodeError(f"the image is damaged: {error}") from error
 
 
 _FORMATS, _DEPTH_FORMATS = ("PNG", "JPEG", "WEBP"), ("TIFF", "PNG")
 _BOMBS = Image.DecompressionBombError, Image.DecompressionBombWarning  # Python may be set to raise warnings
+# Damaged files cause many kinds of errors in Pillow. Its TIFF reader calculates with values of any type from the file.
+_DAMAGED = (
+    *(OSError, SyntaxError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, struct.error),
+    *_BOMBS,
+)
 _PNG = b"\x89PNG\r\n\x1a\n"  # byte 24 of a PNG is the bit depth: https://www.w3.org/TR/png-3/#11IHDR
 _MODES = ("1", "L", "P", "LA", "RGB", "RGBA")
 _DEPTH_MODES = ("I;16", "I;16B", "I;16L", "F")

@@ -28,7 +28,7 @@ def resize(
 
     The filter is an antialiased triangle, as in Pillow and torchvision, and the aspect ratio is not kept. The kernel is
     `torch.nn.functional.interpolate(mode="bilinear", antialias=True)` on uint8, which rounds to integers. The result for an
-    image does not depend on the other images.
+    image does not depend on the other images. Depth is resized in another way, see "Deploy a policy" in the documentation.
 
     Args:
         images: Images on the CPU, uint8, with 1, 3 or 4 channels: an array of shape (H, W, C) or (N, H, W, C), as cameras
@@ -68,7 +68,8 @@ def resize(
 def _wrong(kind: object, shape: Sequence[int]) -> ValueError:
     return ValueError(
         "images must be uint8 on the CPU, an array of shape (H, W, C) or (N, H, W, C) or a tensor of shape (..., C, H, W), "
-        f"with 1, 3 or 4 channels, got {kind} of shape {tuple(shape)}. Resize before you divide by 255"
+        f"with 1, 3 or 4 channels, got {kind} of shape {tuple(shape)}. Resize before you divide by 255. "
+        'For depth, use torch.nn.functional.interpolate(mode="nearest-exact"), as the Loader does'
     )
 
 

@@ -81,6 +81,11 @@ class DatasetFiles:
                     f"Invalid shape of camera {key!r} in {self.store.where(INFO)}: must be (H, W, C) or (C, H, W) "
                     f"with {' or '.join(map(str, CHANNELS))} channels, got {feature['shape']}"
                 )
+            if feature.is_depth and (fault := feature.depth_fault):
+                raise DatasetError(
+                    f"Invalid info of depth camera {key[:80]!r} in {self.store.where(INFO)}: {fault}. Correct "
+                    "meta/info.json, or leave the camera out of cameras"
+                )
         for key in NEEDED:
             if key in info.left_out:
                 raise DatasetError(f"Feature {key!r} in {self.store.where(INFO)} {info.left_out[key]}")

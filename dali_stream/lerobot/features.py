@@ -12,6 +12,7 @@ CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}  # supported numbers of image channels,
 MOST_PIXELS = 1 << 25  # of a frame whose size differs from `meta/info.json`; a frame of 8K video has 33 million
 ENCODING = ("info", "video_info")  # entries that describe the encoding of a video and not its frames
 UNITS = ("m", "mm")  # of distances
+_MOST_METRES = 1e9  # no camera measures this distance, and float32 has it in millimetres, too
 
 
 class Quantization(NamedTuple):
@@ -32,8 +33,8 @@ class Quantization(NamedTuple):
     def fault(self) -> str:
         """Error message for values that are invalid, since they are from a file. Empty if all are valid."""
         numbers = self[:3]
-        if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
-            return f"depth_min, depth_max and shift must be finite numbers, got {str(numbers)[:80]}"
+        if not all(type(number) in (int, float) and abs(number) <= _MOST_METRES for number in numbers):
+            return f"depth_min, depth_max and shift must be finite numbers of at most {_MOST_METRES:g}, got {str(numbers)[:80]}"
         if not isinstance(self.use_log, bool):
             return f"use_log must be true or false, got {str(self.use_log)[:40]}"
         if self.depth_min >= self.depth_max:
@@ -189,6 +190,15 @@ class Feature(dict[str, Any]):
     def depth_unit(self) -> str | None:
         """Unit of the distances that images in rows and statistics contain, "m" or "mm". None if it was not recorded."""
         return self._entry("info").get("depth_unit")
+
+    @property
+    def depth_fault(self) -> str:
+        """Error message for invalid entries that determine the values of a depth camera. Empty if all are valid."""
+        if self.is_video:
+            return self.quantization.fault
+        if self.depth_unit not in (None, *UNITS):
+            return f'depth_unit must be "m" or "mm", got {str(self.depth_unit)[:40]!r}'
+        return ""
 
     def _entry(self, key: str) -> dict[str, Any]:
         entry = self.get(key)

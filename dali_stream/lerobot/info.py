@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dali_stream.errors import DatasetError
-from dali_stream.lerobot.features import UNITS, Feature
+from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.json_files import read_json
 from dali_stream.storage import Store
 from dali_stream.system.log_records import DATASET_LOG
@@ -206,18 +206,7 @@ def _left_out(key: str, feature: Any, store: Store) -> str:
             "has more than 8 bits per value, but is not marked as depth, so it is not read. If it is a depth map as LeRobot "
             'writes it, add "is_depth_map": true to its info'
         )
-    if Feature(feature).is_depth:
-        _check_depth(key, Feature(feature), store)
     return ""
-
-
-def _check_depth(key: str, feature: Feature, store: Store) -> None:
-    """Check the entries of a depth camera that determine its values. Raises DatasetError if they are invalid."""
-    fault = feature.quantization.fault if feature.is_video else ""
-    if feature.depth_unit not in (None, *UNITS):
-        fault = f'depth_unit must be "m" or "mm", got {str(feature.depth_unit)[:40]!r}'
-    if fault:
-        raise DatasetError(f"Invalid info of depth camera {key[:80]!r} in {store.where(INFO)}: {fault}")
 
 
 def _template(value: Any, name: str, fields: dict[str, str], store: Store) -> str:

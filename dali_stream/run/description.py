@@ -107,9 +107,10 @@ def describe(
         "on_error": "raise" if config.max_substitutes is None else "substitute",
         "max_substitutes": 1.0 if config.max_substitutes is None else config.max_substitutes,
     }
+    used = [name for name in _PACKAGES if name != "av" or any(route.decoder == "pyav" for route in routes.values())]
     described = {
         "version": VERSION,
-        "software": software(),
+        "software": {name: version for name, version in software().items() if name in used},
         "dataset": described_dataset(dataset),
         "loader": loader,
         "dali_graph": described_graph(dali_graph),

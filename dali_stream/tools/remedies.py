@@ -88,7 +88,7 @@ class Study:
         self._smaller = self._changed(image_size=_SMALL) if self._is_larger_than_small() else None
         self.now = self.decodes()
         self._stored = self._with_frames_on_disk() if self.now[1].decoded and config.frame_folder is None else None
-        self._rewritten = self._rewrite() if config.source.videos else []
+        self._rewritten = self._rewrite() if self._is_rewritten() else []
         rewritten = (each for each, _, _ in self._rewritten)
         others = [each for each in (self._as_bytes, self._on_gpu, self._smaller, self._stored, *rewritten) if each]
         for number in range(ROUNDS):
@@ -112,6 +112,11 @@ class Study:
                 f"{rates[0]:.3g} to {rates[-1]:.3g} batches/s in the first epoch say little about it. Run this while nothing "
                 "else uses the machine, or predict anyway (--anyway, or anyway=True)"
             )
+
+    def _is_rewritten(self) -> bool:
+        """Return whether `prepare` would re-encode a video. It copies those of depth cameras."""
+        source = self._config.source
+        return any(not source.features[key].is_depth for key in source.videos)
 
     def _is_larger_than_small(self) -> bool:
         """Return whether frames have the recorded size, and a camera's are larger than `_SMALL`."""

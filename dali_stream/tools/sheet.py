@@ -26,7 +26,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,13 @@ _MOST_FEATURES = 6
 _FALSE_COLOURS = ("#30123b", "#4686fb", "#1ae4b6", "#a4fc3c", "#faba39", "#e4460a", "#7a0402")  # near to far
 _BAR = 3  # height of the bar with the false colours, in pixels
 _STRIP_HEIGHT, _PLOT_HEIGHT = 56, 150  # heights of a plot below frames, and of a plot in a sample without frames
+
+
+class Depth(NamedTuple):
+    """Meaning of the frames of a depth camera: their unit, and the distance of pixels at which nothing was measured."""
+
+    unit: str
+    nothing: float
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ def samples(
     cameras: Sequence[str],
     windows: Mapping[str, Sequence[float]],
     plots: Sequence[str] = (),
-    depth: Mapping[str, str] | None = None,
+    depth: Mapping[str, Depth] | None = None,
 ) -> list[Sample]:
     """Return copies of the samples of a batch.
 
@@ -101,7 +108,7 @@ def samples(
         cameras: Keys of the frames to show.
         windows: Argument `delta_timestamps` of the Loader.
         plots: Keys of the features to plot below the frames. Default: none.
-        depth: {key: unit} of the cameras whose frames are distances. They get false colours. Default: none.
+        depth: Cameras whose frames are distances, by key. They get false colours. Default: none.
     """
     count = len(batch["index"])
 
@@ -115,9 +122,9 @@ def samples(
         parts = zip(data.copy(), [seconds] * count, padded, missing, strict=True)
         return [Series(key, *each, scale) for each in parts]
 
-    units = depth or {}
+    distances = depth or {}
     strips = [
-        split(key, *_false_colours(batch[key], units[key])) if key in units else split(key, _pixels(batch[key]))
+        split(key, *_false_colours(batch[key], distances[key])) if key in distances else split(key, _pixels(batch[key]))
         for key in cameras
     ]
     numbers = {key: batch[key].cpu().double().numpy() for key in plots}
@@ -156,18 +163,19 @@ def _pixels(frames: Any) -> npt.NDArray[np.uint8]:
     return np.repeat(pixels, 3, -1) if pixels.shape[-1] == 1 else pixels
 
 
-def _false_colours(frames: Any, unit: str) -> tuple[npt.NDArray[np.uint8], str]:
+def _false_colours(frames: Any, depth: Depth) -> tuple[npt.NDArray[np.uint8], str]:
     """Return the distances of a batch as colours, shape (B, T, H, W, 3), and the range of the colours as text.
 
-    Distances of 0, which cameras record where they see nothing, are black.
+    Pixels at which nothing was measured are black.
     """
     values = (frames[:, None] if frames.ndim == 4 else frames).movedim(-3, -1)[..., 0].cpu().numpy()
-    measured = values[values > 0]
+    is_measured = np.isfinite(values) & (values > depth.nothing)
+    measured = values[is_measured]
     least, most = (float(measured.min()), float(measured.max())) if len(measured) else (0.0, 0.0)
-    colours = _gradient((values - least) / max(most - least, 1e-9))
-    colours[values <= 0] = 0
-    digits = ".0f" if unit == "mm" else ".2f"
-    return colours, f"{least:{digits}} to {most:{digits}} {unit}"
+    colours = _gradient((np.where(is_measured, values, least) - least) / max(most - least, 1e-9))
+    colours[~is_measured] = 0
+    digits = ".0f" if depth.unit == "mm" else ".2f"
+    return colours, f"{least:{digits}} to {most:{digits}} {depth.unit}"
 
 
 def _gradient(places: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from action_chunks import augmented
+from action_chunks import augmented, colour_cameras
 
 import dali_stream
 from training.policy import ACTION, STATE
@@ -81,7 +81,7 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
         "normalize": {key: "mean_std" for key in (ACTION, STATE) if key in train.features},
         "seed": arguments.seed,
         "consumers": arguments.consumers,
-        "dali_graph": augmented(train.cameras, size),
+        "dali_graph": augmented(colour_cameras(train), size),
     }
     # Each consumer reads different episodes, so with 4 consumers, the 4 frames are from different episodes.
     one_rank = {"batch_size": 4, "consumers": 4, "last_batch": "pad", "rank": 0, "world_size": 1}
@@ -89,7 +89,7 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
         train=dali_stream.Loader(train, **own),
         val=dali_stream.Loader(val, **plain, shuffle=False, last_batch="partial") if val else None,
         shown=plain | {"dataset": val or train} | one_rank,
-        cameras=list(train.cameras),
+        cameras=colour_cameras(train),
         state=math.prod(train.features[STATE]["shape"]) if STATE in train.features else 0,
         action_names=_names(train.features[ACTION]),
         joint_names=_joint_names(arguments.uri, train.datasets) if mixed else {},

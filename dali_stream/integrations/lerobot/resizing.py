@@ -16,6 +16,7 @@ def add_resizing(preprocessor: Any, image_size: Size) -> None:
     Without this step, a policy that accepts frames of any size computes other actions from a robot's frames than from those of
     the Loader. The step does not change a batch of the Loader, since its frames have this size already. For a frame as the
     camera delivers it, the result equals that of the Loader except for rounding to uint8. Save the preprocessor afterwards.
+    Do not add the step if the policy has depth cameras, since it clamps values to [0, 1].
 
     Args:
         preprocessor: PolicyProcessorPipeline, changed in place. If it has a resizing step, its size is replaced.

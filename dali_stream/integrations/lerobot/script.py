@@ -23,6 +23,7 @@ from dali_stream.integrations.lerobot import parts
 from dali_stream.integrations.lerobot.arguments import ARGUMENTS, PREFIX, check_names
 from dali_stream.integrations.lerobot.loader import make_loader
 from dali_stream.integrations.lerobot.resizing import Size, add_resizing, size_of
+from dali_stream.lerobot.features import Feature
 from dali_stream.loader import Loader
 from dali_stream.run.state_file import load_state, write_state
 from dali_stream.system import memory_limit, process
@@ -62,7 +63,7 @@ def patch(**loader_arguments: Any) -> Any:
 
     With `image_size`, the script makes the policy for frames of this size, and the preprocessor in each checkpoint resizes the
     frames of a robot in the same way. See `add_resizing`. A run that begins with `--policy.path` from such a checkpoint takes
-    the size from it.
+    the size from it. A dataset with depth cameras is an error, since this step would clamp their distances to [0, 1].
 
     Args:
         loader_arguments: Arguments of `Loader`. Evaluation uses another Loader, with a quarter of `memory_budget`. In a resumed
@@ -134,6 +135,7 @@ class _Run:
 
     def _set_size(self, size: Size) -> None:
         """Set the size of the Loader's frames in the metadata, from which a policy is made, and in a policy that exists."""
+        self._refuse_depth(size)
         names = dict(getattr(self._config, "rename_map", None) or {})
         for key in self._train.meta.features:
             name = names.get(key, key)
@@ -158,6 +160,16 @@ class _Run:
                 )
                 feature.shape = (*feature.shape[:-2], *size)
 
+    def _refuse_depth(self, size: Size) -> None:
+        """Raise ValueError if the dataset has depth cameras, since LeRobot's resizing step would change their distances."""
+        features = self._train.meta.features
+        if depth := [key for key in self._train.meta.camera_keys if Feature(features[key]).is_depth]:
+            raise ValueError(
+                f"image_size must not be given with depth cameras, got {size} and {', '.join(depth)}. LeRobot's resizing step, "
+                f"which checkpoints contain, clamps values to [0, 1]. Leave {PREFIX}image_size out, or train on a copy without "
+                "these cameras, which `dali-stream prepare URI OUT` writes with --cameras"
+            )
+
     def processing(self, make: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that makes the pre- and postprocessor, and let the preprocessor resize frames as the Loader does."""
 
@@ -166,6 +178,7 @@ class _Run:
             preprocessor, postprocessor = make(*arguments, **named)
             size = self._arguments.get("image_size")
             if size is None and (size := size_of(preprocessor)):
+                self._refuse_depth(size)
                 _log.info("image_size is %s, that of the preprocessor of the policy", size)
                 self._arguments = {**self._arguments, "image_size": size}
             if size is not None:

@@ -25,8 +25,9 @@ from dali_stream.tools.diagnosis import answers
 from dali_stream.tools.diagnosis.frames import Decoders, Deep, call_by_name, psnr
 from dali_stream.tools.diagnosis.report import Finding, Status
 from dali_stream.tools.diagnosis.rows import Rows
-from dali_stream.tools.isolated import Answer, Call
+from dali_stream.tools.isolated import Answer, Call, call
 
+_LOADED_S = 60.0  # time limit for loading PyAV, in seconds
 _MEASURED_S = 2.0  # time for measuring the speed of both decoders of a camera, in seconds
 
 
@@ -58,7 +59,7 @@ class Camera:
         checked: Number of episodes whose rows were compared with the frames.
         faults: {episode: fault}.
         frame: Episode and frame that the decoders decode. Empty before one is chosen.
-        decoded: {decoder: answer with the frame}. Empty if the chosen frame cannot be located.
+        decoded: {decoder: answer with the frame}. Empty if the chosen frame cannot be located, or with a `pyav_error`.
         speeds: {kind of GPU: answer of `rate.measure`}.
         decode_error: Error of the attempt to read the chosen frame, or None.
     """
@@ -81,6 +82,11 @@ class Camera:
     def is_depth(self) -> bool:
         """Whether the camera records depth."""
         return self.dataset.features[self.key].is_depth
+
+    @cached_property
+    def pyav_error(self) -> str:
+        """Reason why PyAV cannot decode a depth camera. Empty if it loads, and for other cameras."""
+        return call([answers.pyav], _LOADED_S).answers[0].reason if self.is_depth else ""
 
     @cached_property
     def video(self) -> VideoFormat:
@@ -133,7 +139,7 @@ class Camera:
                 table = read_index(store, paths[file])
                 episodes = np.flatnonzero(file_of == file)
                 packets = dict(self._locate(table, episodes[self._rows.spread(len(episodes))].tolist()))
-                if self.deep:
+                if self.deep and not self.pyav_error:
                     self.deep.decode_videos(self.key, table, packets)
             except DaliStreamError as error:
                 self.broken[paths[file]] = error
@@ -187,6 +193,8 @@ class Camera:
         A frame in the middle depends on earlier frames, so decoding it tests more than a first frame would.
         """
         dataset, table, store = self.dataset, self.tables[0], self.dataset.data_store
+        if self.pyav_error:
+            return {}, {}
         if not self._packets:  # the rows are broken, which must not hide a broken decoder
             videos = dataset.table.video[self.key]
             episode = int(np.argmax(videos.index[dataset.rows] == videos.number(table.path)))
@@ -202,7 +210,7 @@ class Camera:
         # FFmpeg outputs every frame of an H.264 file with open GOPs only if it decodes from the start. See `decode`.
         clip = pack(store, [table], [packet], from_the_start=table.open_gops and is_avc(table))
         if self.is_depth:
-            return {"PyAV": partial(answers.decode_depth, clip, self.video, self.key)}, {}
+            return {"PyAV": partial(answers.decode_depth, clip, self.video)}, {}
         decodes: dict[str, Call] = {}
         speeds: dict[str, Call] = {}
         if self._decoders.torchcodec:

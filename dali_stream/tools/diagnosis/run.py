@@ -46,7 +46,7 @@ DATASET_CHECKS: Sequence[Check[Rows]] = (
     rows.check_tasks,
 )
 IMAGE_CHECKS: Sequence[Check[ImageCamera]] = (frames.check_images,)
-FILE_CHECKS: Sequence[Check[Camera]] = (video.check_broken_files, video.check_all_frames)
+FILE_CHECKS: Sequence[Check[Camera]] = (video.check_broken_files, video.check_all_frames, video.check_pyav)
 VIDEO_CHECKS: Sequence[Check[Camera]] = (  # if at least one file is whole
     video.check_format,
     video.check_structure,

@@ -18,6 +18,7 @@ from dali_stream.order import Order, default_pools
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import Sizes, divide, horizon
 from dali_stream.schedule.plan import Limits
+from dali_stream.system.install import install_command
 from dali_stream.tools.decodes import decodes, median_gop
 from dali_stream.tools.description import CameraReport, contradictions
 from dali_stream.tools.diagnosis.camera import Camera
@@ -81,7 +82,16 @@ def check_broken_files(camera: Camera) -> list[Finding]:
 
 def check_all_frames(camera: Camera) -> list[Finding]:
     """Check that all frames were decoded, with `deep`."""
-    return [camera.deep.finding(camera.key)] if camera.deep else []
+    return [camera.deep.finding(camera.key)] if camera.deep and not camera.pyav_error else []
+
+
+def check_pyav(camera: Camera) -> list[Finding]:
+    """Check that PyAV loads, if the camera records depth."""
+    if not camera.pyav_error:
+        return []
+    text = f"PyAV, which decodes the video of depth cameras, cannot be loaded ({camera.pyav_error})"
+    remedy = f"install the extra depth, `{install_command('depth')}`, or leave the camera out (cameras=...)"
+    return [camera.finding("PyAV", PROBLEM, text, remedy)]
 
 
 def check_format(camera: Camera) -> list[Finding]:

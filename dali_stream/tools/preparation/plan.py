@@ -139,7 +139,7 @@ def _camera(key: str, feature: Feature, options: Options) -> Json | None:
     also has the "size", "gop" and "encoder".
     """
     if feature.is_image and not options.images_to_video:
-        if options.size is not None:
+        if options.size is not None and not feature.is_depth:  # depth is copied unchanged, as video and as images
             raise ValueError(f"size must be None for {key!r}, whose frames are images in rows. Give --images-to-video too")
         return None
     if not feature.is_video and not feature.is_image:
