@@ -461,6 +461,7 @@ def test_preview_shows_nothing_measured_in_black(root: Path) -> None:
         assert sample.strips[0].data.any(-1).tolist() == [[[False, True, False, True, False]]]
 
 
+@pytest.mark.slow
 def test_doctor_and_info_know_depth(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["info", str(root)])
     assert "pyav" in capsys.readouterr().out
