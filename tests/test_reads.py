@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -143,7 +144,7 @@ def test_a_read_ahead_that_fails_is_repeated_once_for_its_batch(
         if refused < 2:
             assert stream(refused) == [0, 0, 0], "it says nothing about the memory"
             assert seen == list(range(FRAMES * EPISODES))
-            assert not caplog.records
+            assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
         else:
             with pytest.raises(StorageError, match=rf"{path}.*403"):
                 stream(refused)
