@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dali_stream.dataset import Dataset
-from dali_stream.lerobot.features import Feature
 from dali_stream.loader import Loader
 from dali_stream.mixture import Mixture
 from dali_stream.storage.open_files import NO_FOLLOW
@@ -122,22 +121,16 @@ def estimate(dataset: Dataset, image_size: tuple[int, int] | None) -> Fill:
         raise ValueError(f"the dataset must have a camera for a frame cache, got {dataset.uri} without one")
     options: dict[str, Any] = {"image_size": image_size, "image_dtype": "uint8", "device": "cpu", "shuffle": False}
     with Loader(dataset, **options, batch_size=min(_BATCH, dataset.num_frames), last_batch="partial") as loader:
-        began, before, frame_bytes = time.perf_counter(), 0, 0
-        for number, batch in enumerate(loader, 1):
+        began, before = time.perf_counter(), 0
+        for number, _ in enumerate(loader, 1):
             frames = loader.stats()["frames"]
             if number == 1 and len(loader) > 1:  # which also includes the start
                 began, before = time.perf_counter(), frames
-            frame_bytes = sum(batch[camera][0].numel() * _value_bytes(dataset.features[camera]) for camera in dataset.cameras)
             if number > _MEASURED:
                 break
         rate = (frames - before) / (time.perf_counter() - began)
-        size = frame_bytes * dataset.num_frames
+        size = sum(map(loader._config.frame_bytes, dataset.cameras)) * dataset.num_frames
     return Fill(size, rate, dataset.num_frames * len(dataset.cameras) / rate)
-
-
-def _value_bytes(feature: Feature) -> int:
-    """Return the bytes of a value in a frame cache: 2 for the codes of depth video, and 4 for depth images."""
-    return (2 if feature.is_video else 4) if feature.is_depth else 1
 
 
 def _keys(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, dict[str, str]]]:
