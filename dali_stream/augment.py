@@ -166,12 +166,12 @@ def color_jitter(
     drawn = {name: draw.uniform(*bounds) for name, bounds in ranges.items()}
     drawn["hue"] = drawn["hue"] * 360
     lowest, highest = _limits(frame)
-    for name, operator in _COLOR_STEPS.items():
-        if ranges[name] != (_NO_EFFECT[name],) * 2:
-            if operator is fn.color_twist:
-                # It would write beyond the memory of a frame with fewer channels, for which this slice fails.
-                frame = fn.slice(frame, 0, 3, axis_names="C")
-            frame = dali_math.max(dali_math.min(operator(frame, **{name: drawn[name]}), highest), lowest)
+    steps = {name: operator for name, operator in _COLOR_STEPS.items() if ranges[name] != (_NO_EFFECT[name],) * 2}
+    if fn.color_twist in steps.values():
+        # It would write beyond the memory of a frame with fewer channels, for which this slice fails.
+        frame = fn.slice(frame, 0, 3, axis_names="C")
+    for name, operator in steps.items():
+        frame = dali_math.max(dali_math.min(operator(frame, **{name: drawn[name]}), highest), lowest)
     return frame
 
 
