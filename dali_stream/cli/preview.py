@@ -54,8 +54,9 @@ def preview(
     episodes, which are vectors of floats. For several datasets or a mixture file, draw a batch of their mixture.
     """
     if config is not None or state is not None:
-        size = {"image_size": loader.pop("image_size") or kinds.RECORDED} if "image_size" in loader else {}
-        fixed = {"window": loader.pop("delta_timestamps"), **size, **loader, "action": action}
+        fixed: dict[str, object] = {"window": loader.pop("delta_timestamps"), **loader, "action": action}
+        if "image_size" in loader:  # its value for "recorded" is None
+            fixed["image_size"] = kinds.RECORDED
         fixed |= {name: dataset.get(name) for name in ("clock", "tolerance_s", "episodes", "cameras")}
         _refuse(fixed, "must not be given with --config, which has it")
         sheet = _of_run(config, state, uris or [], dataset, epoch, batch, rank, dali_graph)

@@ -132,7 +132,7 @@ class Measurement:
         """
         rounds: Rounds = []
         for each in self.rounds:
-            works = (work_on for work_on in map((node or self.node).share, each.works(decodes, change)))
+            works = map((node or self.node).share, each.works(decodes, change))
             first, later = (_speed(work, epoch.decoded) for work, epoch in zip(works, decodes, strict=True))
             rounds.append((first, later))
         return rounds

@@ -95,8 +95,7 @@ def measure(
 
     Returns:
         The measurements of this rank. `later` contains those of later epochs, or None, and `totals` the CPU seconds and the
-        amounts of work of all batches. See `_Clock.time` and
-        `run.node_report` for the fields.
+        amounts of work of all batches. See `_Clock.time` and `run.node_report` for the fields.
 
     Raises:
         DaliStreamError: If the dataset has no cameras and the mode needs them, or a frame cannot be read.
