@@ -10,9 +10,11 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import obstore
@@ -32,6 +34,7 @@ from dali_stream.tools.preparation import rows
 
 EPISODES, FRAMES = 64, 4
 KILLS = int(os.environ.get("PREPARE_KILLS", "3"))
+HANGS_S = 240.0  # a command that has run for so long since the last kill hangs
 FILE_MB = 0.006  # about 32 files
 ENCODED: dict[str, Any] = {"codec": "h264", "size": (64, 80)}
 
@@ -69,21 +72,32 @@ def run_with_kills(
         How many were killed.
     """
     rng, done = random.Random(0), 0
-    for _ in range(10 * kills + 10):
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-            while process.poll() is None:
-                try:
-                    process.wait(rng.uniform(1.0, 4.0) if done < kills else None)
-                except subprocess.TimeoutExpired:
-                    victims = pick(rng, psutil.Process(process.pid))
-                    if victims:
+    # What the command says goes to a file: a process of Ray that outlives it would keep a pipe open.
+    with tempfile.TemporaryFile("w+") as output:
+        while True:
+            before, since = done, time.monotonic()
+            with subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT) as process:
+                while process.poll() is None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(rng.uniform(1.0, 4.0) if done < kills else HANGS_S)
+                        break
+                    running = psutil.Process(process.pid)
+                    if time.monotonic() - since > HANGS_S:
+                        names = [(child.name(), child.status()) for child in running.children(recursive=True)]
+                        process.kill()
+                        raise AssertionError(f"the command hangs, with the processes {names}: {written(output)}")
+                    if victims := pick(rng, running):
                         rng.choice(victims).kill()
-                        done += 1
-            said = process.communicate()[0]
-        assert process.returncode in (0, 1, -signal.SIGKILL), said
-        if process.returncode == 0:
-            return done
-    raise AssertionError(said)
+                        done, since = done + 1, time.monotonic()
+            if process.returncode == 0:
+                return done
+            assert done > before, written(output)  # it fails only if something was killed
+            assert process.returncode in (1, -signal.SIGKILL), written(output)
+
+
+def written(output: IO[str]) -> str:
+    output.seek(0)
+    return output.read()
 
 
 def workers_and_command(rng: random.Random, process: psutil.Process) -> list[psutil.Process]:
