@@ -51,6 +51,9 @@ def records(folder: Path) -> list[Path]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "little memory": {"memory_budget": "2MiB"},
+    "little memory, windows": {"memory_budget": "3MiB", "delta_timestamps": {TOP: [-0.1, 0.0, 0.25]}},
+    "little memory, contiguous": {"memory_budget": "2MiB", "memory_format": "contiguous"},
+    "little memory, float32": {"memory_budget": "2MiB", "image_dtype": "float32"},
     "windows": {"delta_timestamps": {TOP: [-0.1, 0.0, 0.25]}},
     "global": {"shuffle": "global"},
     "second rank of two": {"rank": 1, "world_size": 2},
@@ -87,7 +90,8 @@ def test_two_ranks_decode_each_frame_once_together(small: Path, tmp_path: Path) 
     assert sum(stats["decoded_frames"] for _, stats in shares) < 1.1 * frames
 
 
-def test_bytes_that_change_on_disk_are_found(small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", ["2MiB", "1GiB"])  # frames are read into the batch, or cached
+def test_bytes_that_change_on_disk_are_found(small: Path, tmp_path: Path, memory: str) -> None:
     expected, _ = run(small, tmp_path)
     rng = random.Random(0)
     for path in records(tmp_path):
@@ -95,7 +99,7 @@ def test_bytes_that_change_on_disk_are_found(small: Path, tmp_path: Path) -> Non
         for _ in range(40):
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
-    found, stats = run(small, tmp_path)
+    found, stats = run(small, tmp_path, memory_budget=memory)
     assert same(found, expected)
     assert stats["decoded_frames"] > 0
     assert run(small, tmp_path)[1]["decoded_frames"] == 0, "what was damaged is written again"

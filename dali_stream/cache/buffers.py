@@ -7,35 +7,37 @@ as filling it. And a heap grows if large and small blocks are allocated and free
 from __future__ import annotations
 
 import sys
+import threading
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+Mask = npt.NDArray[np.bool_]
 _KEPT = 8  # arrays kept per shape and dtype, more than a loader uses at a time. A user who keeps more batches gets new arrays
 
 
 class Buffers:
-    """Pool of arrays. An array is reused when neither a view, nor a tensor, nor DALI refers to it any more.
-
-    Only one thread may call `take`. Any thread may drop references to the arrays.
+    """Pool of arrays. An array is reused when neither a view, nor a tensor, nor DALI refers to it any more. Thread-safe.
 
     Args:
-        channels_first: Whether the last axis of an array, the channels, precedes height and width in memory. Default: False.
+        channels_first: Whether the last axis of an array, the channels, precedes height and width in memory.
     """
 
-    def __init__(self, channels_first: bool = False) -> None:
-        self._channels_first = channels_first
+    def __init__(self, channels_first: bool) -> None:
+        self.channels_first = channels_first
+        self._lock = threading.Lock()
         self._arrays: dict[tuple[Any, ...], list[Array]] = defaultdict(list)
 
     def take(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
         """Return an array with uninitialized values. With `channels_first`, `shape` must end in (height, width, channels)."""
-        if not self._channels_first:
-            return self._take(shape, dtype)
-        *outer, height, width, channels = shape
-        return np.moveaxis(self._take((*outer, channels, height, width), dtype), -3, -1)
+        with self._lock:
+            if not self.channels_first:
+                return self._take(shape, dtype)
+            *outer, height, width, channels = shape
+            return np.moveaxis(self._take((*outer, channels, height, width), dtype), -3, -1)
 
     def _take(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
         arrays = self._arrays[shape, dtype]
@@ -45,6 +47,18 @@ class Buffers:
         arrays.append(np.empty(shape, dtype))
         del arrays[:-_KEPT]
         return arrays[-1]
+
+
+class ReadFrames(NamedTuple):
+    """Frames of a batch, some of which were read directly from the frame cache on disk.
+
+    Attributes:
+        frames: Memory of the batch, shape (B, T, H, W, C).
+        is_read: Whether each frame was read, shape (B · T,). The threads that read frames set it.
+    """
+
+    frames: Array
+    is_read: Mask
 
 
 def _references(arrays: list[Array], i: int) -> int:

@@ -17,6 +17,7 @@ from dali_stream.system.workers import Workers
 
 Frames = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 # The system reads a file 1.6 times as fast into memory whose address is a multiple of 64, on an AMD EPYC, 2026-11-26. NumPy's
 # arrays begin 16 bytes after one.
 _ALIGNMENT = 64
@@ -52,9 +53,17 @@ class Slots:
             for slot in slots:
                 self._errors.pop(slot, None)
 
-    def fill(self, slots: Sequence[int], read: Callable[[list[Frames]], list[bool]]) -> list[bool]:
-        """Let `read` write the frames of slots in place. Return its result: which frames it has written."""
-        filled = read([self._frames[slot] for slot in slots])
+    def fill(
+        self, slots: Sequence[int], read: Callable[[list[Frames]], list[bool]], instead: Sequence[Frames | None]
+    ) -> list[bool]:
+        """Let `read` write frames in place. Return its result: which frames it has written.
+
+        Args:
+            slots: Slot of each frame.
+            read: Function that writes frames into arrays.
+            instead: Array for each frame that is not written into its slot, or None.
+        """
+        filled = read([self._frames[slot] if other is None else other for slot, other in zip(slots, instead, strict=True)])
         if self._errors:
             for slot in itertools.compress(slots, filled):
                 self._errors.pop(slot, None)
@@ -74,7 +83,9 @@ class Slots:
         """Free the memory. The slots cannot be used afterwards."""
         self._frames = self._frames[:0].copy()
 
-    def gather(self, show: Int64, out: npt.NDArray[Any], helpers: Workers) -> dict[int, DaliStreamError]:
+    def gather(
+        self, show: Int64, out: npt.NDArray[Any], helpers: Workers, is_read: Mask | None = None
+    ) -> dict[int, DaliStreamError]:
         """Copy the frames of a batch.
 
         Args:
@@ -82,16 +93,22 @@ class Slots:
             out: Array for the frames, shape (B, T, height, width, channels). It has the type of the slots, or float32 for uint8
                 values divided by 255. In memory, the channels may precede height and width.
             helpers: Threads that help the calling thread to copy.
+            is_read: Whether each frame is in `out` already, shape (B · T,). Default: None, if no frame is.
 
         Returns:
             {sample that failed: error of its first frame that failed}. The frames of these samples in `out` are undefined.
         """
         slots, frames = show.reshape(-1), out.reshape(-1, *out.shape[2:])
         count = max(_COPY_BYTES // max(out.nbytes // max(len(slots), 1), 1), 1)
-        starts = range(0, len(slots), count)
+        if is_read is None:
+            runs = [(at, min(at + count, len(slots))) for at in range(0, len(slots), count)]
+        else:
+            # Frames that are not next to each other are copied one by one.
+            runs = [(at, at + 1) for at in np.flatnonzero(~is_read).tolist()]
         # Each thread takes another share when it has copied one, so a thread that other work slows down copies fewer.
-        shares = iter([(slots[at : at + count], frames[at : at + count]) for at in starts])
-        others = [helpers.submit(self._copy, shares) for _ in range(min(len(helpers), len(starts) - 1))]
+        shares = iter([(slots[start:stop], frames[start:stop]) for start, stop in runs])
+        copies = -(-sum(stop - start for start, stop in runs) // count)
+        others = [helpers.submit(self._copy, shares) for _ in range(min(len(helpers), copies - 1))]
         self._copy(shares)
         for other in others:
             other.result()

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.cache.buffers import Buffers
+from dali_stream.cache.buffers import Buffers, ReadFrames
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.none import NONE
@@ -84,12 +84,22 @@ class Decoder(Protocol):
 
 
 class Decoded:
-    """`Work` of a decoder that puts its frames into slots."""
+    """`Work` of a decoder that puts its frames into slots, or directly into the batch."""
 
-    def __init__(self, slots: Slots, plan: FramePlan, tasks: list[Future[None]], failed: dict[int, DaliStreamError]) -> None:
-        self._slots, self._plan, self.tasks, self.failed = slots, plan, tasks, failed
+    def __init__(
+        self,
+        slots: Slots,
+        plan: FramePlan,
+        tasks: list[Future[None]],
+        failed: dict[int, DaliStreamError],
+        read: ReadFrames | None = None,
+    ) -> None:
+        self._slots, self._plan, self._read, self.tasks, self.failed = slots, plan, read, tasks, failed
 
     def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Array:
+        if self._read is not None:
+            self.failed |= self._slots.gather(self._plan.show, self._read.frames, copiers, self._read.is_read)
+            return self._read.frames
         # Only uint8 is converted to another type. `decode.depth` converts the values of depth cameras.
         own = dtype if self._slots.dtype is np.uint8 else self._slots.dtype
         frames = buffers.take((*self._plan.show.shape, *self._slots.shape), own)
@@ -119,6 +129,7 @@ class VideoAndImages:
             mine = self._has_file[planned.episode] == kind
             part = {name: getattr(planned, name)[mine] for name in ("episode", "frame", "packet", "slot", "gop")}
             reads = planned.reads.chosen(self._has_file[planned.reads.episode] == kind)
+            reads = reads._replace(place=np.full_like(reads.place, NONE))  # both decoders would read into batches of their own
             own = replace(plan, frames={self._key: replace(planned, **part, reads=reads)})
             work.append(decoder.start(pool, own, episodes, store))
         video, images = work

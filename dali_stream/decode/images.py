@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
+from dali_stream.cache.buffers import ReadFrames
 from dali_stream.cache.frame_files import RecordName
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
@@ -65,7 +66,8 @@ class ImageDecoder:
     def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
         """See `Decoder.start`."""
         planned = plan.frames[self.key]
-        tasks = self._read(pool, planned.reads, episodes)
+        batch = None if self._stored is None else self._stored.batch(planned)
+        tasks = self._read(pool, planned.reads, batch, episodes)
         if len(planned.slot):
             encoded = episodes.table.gather(self.key, planned.episode, planned.frame)
             names = episodes.record_names(self.key, np.unique(planned.episode).tolist())
@@ -73,7 +75,7 @@ class ImageDecoder:
             for part in (task == number for number in np.unique(task)):
                 own = encoded[part], planned.episode[part], planned.frame[part], planned.slot[part].tolist()
                 tasks.append(pool.submit(self._decode, names, *own))
-        return Decoded(self._slots, planned, tasks, {})
+        return Decoded(self._slots, planned, tasks, {}, batch)
 
     def close(self) -> None:
         """Free the slots, and close the files of the frame cache."""
@@ -81,7 +83,7 @@ class ImageDecoder:
         if self._stored is not None:
             self._stored.close()
 
-    def _read(self, pool: Pool, reads: Reads, episodes: OpenEpisodes) -> list[Future[None]]:
+    def _read(self, pool: Pool, reads: Reads, batch: ReadFrames | None, episodes: OpenEpisodes) -> list[Future[None]]:
         """Start the tasks that read frames from disk. Those that are missing or damaged there are decoded."""
         if self._stored is None or not len(reads.slot):
             return []
@@ -92,7 +94,7 @@ class ImageDecoder:
             own = encoded[numbers], reads.episode[numbers], reads.frame[numbers], reads.slot[numbers].tolist()
             self._decode(names, *own)
 
-        return self._stored.start(pool, reads, names, decode_instead)
+        return self._stored.start(pool, reads, batch, names, decode_instead)
 
     def _decode(self, names: Mapping[int, RecordName], encoded: Array, episode: Int64, frame: Int64, slots: list[int]) -> None:
         timed, decoded = self._counters.timed, 0

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.cache.buffers import Buffers, ReadFrames
 from dali_stream.cache.frame_files import FrameFiles, RecordName
+from dali_stream.cache.slots import Frames as Frame
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.none import NONE
 from dali_stream.decode.decoder import Pool
 from dali_stream.observe.counters import Counters
-from dali_stream.schedule.frame_plan import Reads
+from dali_stream.schedule.frame_plan import FramePlan, Reads
 
 Int64 = npt.NDArray[np.int64]
 _TASK_FRAMES = 64  # frames of a task, of 150 KB each if they are 224×224: about 5 ms
@@ -29,19 +31,34 @@ class StoredFrames:
         files: Files of the frames.
         slots: Slots into which frames are read.
         counters: Counters of the Loader.
+        buffers: Memory for batches into which frames are read directly. None if the frames of a batch have another type, or are
+            in another order in memory.
     """
 
-    def __init__(self, files: FrameFiles, slots: Slots, counters: Counters) -> None:
-        self._files, self._slots, self._counters = files, slots, counters
+    def __init__(self, files: FrameFiles, slots: Slots, counters: Counters, buffers: Buffers | None) -> None:
+        self._files, self._slots, self._counters, self._buffers = files, slots, counters, buffers
+
+    def batch(self, plan: FramePlan) -> ReadFrames | None:
+        """Return memory for a batch into which frames are read directly. None if all of them are read into slots."""
+        if self._buffers is None or not (plan.reads.place != NONE).any():
+            return None
+        frames = self._buffers.take((*plan.show.shape, *self._slots.shape), self._slots.dtype)
+        return ReadFrames(frames, np.zeros(plan.show.size, np.bool_))
 
     def start(
-        self, pool: Pool, reads: Reads, names: Mapping[int, RecordName], decode: Callable[[list[int]], None]
+        self,
+        pool: Pool,
+        reads: Reads,
+        batch: ReadFrames | None,
+        names: Mapping[int, RecordName],
+        decode: Callable[[list[int]], None],
     ) -> list[Future[None]]:
         """Start the tasks that read the frames of a batch.
 
         Args:
             pool: Decode threads.
             reads: Frames to read.
+            batch: Memory of the batch, see `batch`.
             names: {episode of the frames: name of its file of records}.
             decode: Function that decodes the frames that are missing or damaged on disk. It gets their numbers in `reads`, and
                 runs in a decode thread.
@@ -51,17 +68,32 @@ class StoredFrames:
         count = len(reads.slot)
         tasks = -(-count // _TASK_FRAMES)
         parts = (slice(count * task // tasks, count * (task + 1) // tasks) for task in range(tasks))
-        return [pool.submit(self._read, reads, part, names, decode) for part in parts]
+        return [pool.submit(self._read, reads, batch, part, names, decode) for part in parts]
 
-    def _read(self, reads: Reads, part: slice, names: Mapping[int, RecordName], decode: Callable[[list[int]], None]) -> None:
-        damaged = []
+    def _read(
+        self,
+        reads: Reads,
+        batch: ReadFrames | None,
+        part: slice,
+        names: Mapping[int, RecordName],
+        decode: Callable[[list[int]], None],
+    ) -> None:
         episodes, packets, slots = (column[part].tolist() for column in (reads.episode, reads.packet, reads.slot))
+        place = reads.place[part]
+        instead: list[Frame | None] = [None] * len(slots)
+        if batch is not None:
+            frames = batch.frames.reshape(-1, *batch.frames.shape[2:])
+            instead = [None if at == NONE else frames[at] for at in place.tolist()]
+        good = np.zeros(len(slots), np.bool_)
         with self._counters.timed("read_s"):
             for episode, group in itertools.groupby(range(len(episodes)), episodes.__getitem__):
                 own = list(group)  # adjacent, since frames are sorted by episode
-                places = slice(own[0], own[-1] + 1)
-                filled = self._slots.fill(slots[places], functools.partial(self._files.read, names[episode], packets[places]))
-                damaged += [part.start + i for i, is_filled in zip(own, filled, strict=True) if not is_filled]
+                each = slice(own[0], own[-1] + 1)
+                read = functools.partial(self._files.read, names[episode], packets[each])
+                good[each] = self._slots.fill(slots[each], read, instead[each])
+        if batch is not None:
+            batch.is_read[place[good & (place != NONE)]] = True
+        damaged = (part.start + np.flatnonzero(~good)).tolist()
         self._counters.add(frame_cache_disk_hits=len(episodes) - len(damaged))
         if damaged:
             decode(damaged)
@@ -85,7 +117,7 @@ class StoredFrames:
         if own:
             read = functools.partial(self._files.read, name, [numbers[i] for i in own])
             with self._counters.timed("read_s"):
-                there[own] = self._slots.fill([slots[i] for i in own], read)
+                there[own] = self._slots.fill([slots[i] for i in own], read, [None] * len(own))
             self._counters.add(frame_cache_disk_hits=int(there[own].sum()))
         self._files.added.extend(itertools.compress(places, there.tolist()))
         return there.tolist()

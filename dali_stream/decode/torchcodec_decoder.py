@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from dali_stream.cache.buffers import ReadFrames
 from dali_stream.cache.frame_files import RecordName
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
@@ -105,9 +106,10 @@ class TorchcodecDecoder(VideoFiles):
             if row not in failed:
                 failed[row] = self.missing(episodes, int(episode[row]), plan.shown_in_episode[self.key][row, t : t + 1])
         gops = self._gops(planned, episodes) if len(planned.packet) else []
-        tasks = self._read(pool, planned.reads, episodes)
+        batch = None if self._stored is None else self._stored.batch(planned)
+        tasks = self._read(pool, planned.reads, batch, episodes)
         tasks += [pool.submit(self._decode, store, task) for task in self._deal(gops)]
-        return Decoded(self._slots, planned, tasks, failed)
+        return Decoded(self._slots, planned, tasks, failed, batch)
 
     def close(self) -> None:
         """Free the slots, and close the files of the frame cache."""
@@ -126,7 +128,7 @@ class TorchcodecDecoder(VideoFiles):
             if episode in indices
         ]
 
-    def _read(self, pool: Pool, reads: Reads, episodes: OpenEpisodes) -> list[Future[None]]:
+    def _read(self, pool: Pool, reads: Reads, batch: ReadFrames | None, episodes: OpenEpisodes) -> list[Future[None]]:
         """Start the tasks that read frames from disk."""
         if self._stored is None or not len(reads.slot):
             return []
@@ -135,7 +137,7 @@ class TorchcodecDecoder(VideoFiles):
         if unusable := set(reads.episode.tolist()) - set(indices):
             reads = reads.chosen(~np.isin(reads.episode, list(unusable)))
         decode = functools.partial(self._decode_instead, episodes.store, reads, indices, names)
-        return self._stored.start(pool, reads, names, decode)
+        return self._stored.start(pool, reads, batch, names, decode)
 
     def _decode_instead(
         self,

@@ -169,6 +169,31 @@ class Config:
         """
         return self.gpu is not None or self.augments or len(cached) < len(self.source.cameras)
 
+    def gathered(self, cached: Sequence[str]) -> tuple[type[np.generic], bool]:
+        """Return how frames are gathered from their slots into a batch. A DALI graph converts them afterwards.
+
+        Args:
+            cached: Cameras whose decoded frames are cached.
+
+        Returns:
+            Type of the values, uint8 or float32, and whether the channels precede height and width in memory.
+        """
+        if self.uses_dali(cached):
+            return np.uint8, False
+        return np.float32 if self.image_dtype == "float32" else np.uint8, self.memory_format == "contiguous"
+
+    def reads_directly(self, camera: str, cached: Sequence[str]) -> bool:
+        """Return whether frames on disk are read directly into batches, which have them in the same type and order.
+
+        Args:
+            camera: Name of the camera.
+            cached: Cameras whose decoded frames are cached.
+        """
+        dtype, channels_first = self.gathered(cached)
+        # Frames of depth cameras are converted afterwards.
+        same = dtype is np.uint8 or self.frame_dtype(camera) is not np.uint8
+        return self.frame_folder is not None and same and not channels_first
+
     @property
     def repeats(self) -> bool:
         """Whether each epoch of this rank shows the frames of the epochs before it.
@@ -230,9 +255,10 @@ class Config:
             fetched=source.data_store.remote,
             frame_bytes=sum(frame_bytes.values()),
             scattered=self.arguments.shuffle == "global",
+            # Slots, and the memory of batches into which frames are read directly.
             in_progress_bytes=self.in_progress
             * self.batches.largest
-            * sum(self.windows.steps(c) * n for c, n in frame_bytes.items()),
+            * sum(self.windows.steps(c) * n * (1 + self.reads_directly(c, cached)) for c, n in frame_bytes.items()),
         )
 
     def columns(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.frame_files import FrameFiles
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
@@ -41,6 +42,8 @@ class DecodePool:
         decoders: {camera: decoder}.
         slots: {camera: its cached frames}.
         copiers: Threads that copy frames together with the calling thread.
+        dtype: Type of the frames of a batch, except those of depth cameras. See `Config.gathered`.
+        buffers: Memory for batches.
         starter: Thread that starts the runs of the DALI graph.
     """
 
@@ -53,6 +56,10 @@ class DecodePool:
         counters: Counters,
     ) -> None:
         self._config, self._files, self._counters = config, files, counters
+        cached = config.cached(routes)
+        self.dtype, channels_first = config.gathered(cached)
+        self.buffers = Buffers(channels_first)
+        self._direct = {key for key in slot_counts if config.reads_directly(key, cached)}
         self.slots = {key: Slots(count, config.frame_shape(key), config.frame_dtype(key)) for key, count in slot_counts.items()}
         self.decoders = {key: self._decoder(key, routes[key]) for key in config.source.cameras}
         self._on_cpu = {key for key, route in routes.items() if route.decoder in ("torchcodec", "pyav")}
@@ -70,7 +77,8 @@ class DecodePool:
             choose = (lambda samples: audited(samples.position, samples.epoch, config.audit)) if config.audit else None
             return DaliDecoder(source, key, self._counters, config.gpu, size, choose, any_size)
         slots, files = self.slots[key], self._files.get(key)
-        stored = None if files is None else StoredFrames(files, slots, self._counters)
+        buffers = self.buffers if key in self._direct else None
+        stored = None if files is None else StoredFrames(files, slots, self._counters, buffers)
         decoders: list[Decoder] = []
         if key in source.videos:
             gpu = config.gpu if route.decoder == TORCHCODEC_CUDA else None

@@ -7,9 +7,6 @@ import itertools
 import time
 from concurrent.futures import CancelledError
 
-import numpy as np
-
-from dali_stream.cache.buffers import Buffers
 from dali_stream.checks.none import NONE
 from dali_stream.decode.depth import Distances
 from dali_stream.errors import DaliStreamError, DecodeError
@@ -26,21 +23,10 @@ class Finisher:
         config: Configuration of the loader.
         planner: Planner of the batches.
         counters: Counters to add to.
-        dtype: Dtype of decoded frames: uint8, or float32 for values divided by 255. Distances of depth cameras are always
-            float32. Default: uint8.
-        channels_first: Whether the channels of frames precede height and width in memory. Default: False.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        planner: Planner,
-        counters: Counters,
-        dtype: type[np.generic] = np.uint8,
-        channels_first: bool = False,
-    ) -> None:
-        self._config, self._planner, self._counters, self._dtype = config, planner, counters, dtype
-        self._buffers = Buffers(channels_first)
+    def __init__(self, config: Config, planner: Planner, counters: Counters) -> None:
+        self._config, self._planner, self._counters = config, planner, counters
         source = config.source
         self._distances = {
             key: Distances(source, key, config.depth_unit) for key in source.cameras if source.features[key].is_depth
@@ -76,7 +62,7 @@ class Finisher:
 
     def _finish(self, batch: PlannedBatch) -> None:
         """Wait for the frames of a batch and gather them. Substitute samples that failed, if this is allowed."""
-        config = self._config
+        config, pool = self._config, self._planner.pool
         failed: dict[int, DaliStreamError] = {}
         files: dict[int, str] = {}  # {sample that failed: its file}
         # The tasks of all cameras are waited for before anything is copied, so that no waiting counts as copying.
@@ -84,12 +70,10 @@ class Finisher:
             task.result()
         batch.ready_at = time.perf_counter()
         for key, work in batch.work.items():
-            batch.frames[key] = work.collect(self._buffers, self._dtype, self._planner.pool.copiers)
+            batch.frames[key] = work.collect(pool.buffers, pool.dtype, pool.copiers)
             if key in self._distances:
                 dataset = config.source.dataset_of[batch.samples.episode]
-                batch.frames[key] = self._distances[key].of(
-                    batch.frames[key], dataset, self._buffers, self._planner.pool.copiers
-                )
+                batch.frames[key] = self._distances[key].of(batch.frames[key], dataset, pool.buffers, pool.copiers)
             failed |= work.failed
             files |= {row: self._file(key, int(batch.samples.episode[row])) for row in work.failed}
         failed |= batch.failed

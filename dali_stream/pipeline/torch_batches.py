@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from dali_stream.observe.counters import Counters
@@ -26,8 +25,7 @@ class TorchBatches:
 
     def __init__(self, config: Config, planner: Planner, counters: Counters) -> None:
         self._config, self._counters = config, counters
-        dtype = np.float32 if config.image_dtype == "float32" else np.uint8
-        self._finisher = Finisher(config, planner, counters, dtype, channels_first=config.memory_format == "contiguous")
+        self._finisher = Finisher(config, planner, counters)
 
     def next(self) -> dict[str, Any]:
         """Return the next batch, with frames channels first.

@@ -19,13 +19,17 @@ class Reads(NamedTuple):
         episode: Episode of each frame, shape (n,).
         frame: Index of each frame within its episode, shape (n,).
         packet: Packet of each frame, shape (n,).
-        slot: Slot that each frame is read into, shape (n,).
+        slot: Slot of each frame, shape (n,).
+        place: Place of each frame in the batch, as an index into the flattened `show`, shape (n,). Such a frame may be read
+            directly into the batch, since nothing else needs it in its slot. `NONE` for frames that are cached or that the
+            batch shows several times.
     """
 
     episode: Int64
     frame: Int64
     packet: Int64
     slot: Int64
+    place: Int64
 
     def chosen(self, mask: Mask) -> Reads:
         """Return the frames for which a mask is True."""
@@ -33,7 +37,7 @@ class Reads(NamedTuple):
 
 
 NOTHING = np.empty(0, np.int64)
-NO_READS = Reads(NOTHING, NOTHING, NOTHING, NOTHING)
+NO_READS = Reads(NOTHING, NOTHING, NOTHING, NOTHING, NOTHING)
 
 
 @dataclass(frozen=True)

@@ -140,10 +140,11 @@ class FrameCache:
         into = self._slots.take(batch, len(decode_rows))
         self._keep(decode_rows[keep], into[keep], batch)
         self._slots.free_later(batch, into[~keep])
-        read_into = self._read_into(batch, read_rows)
+        read_into, cached = self._read_into(batch, read_rows)
         new_slots = np.empty(len(new_rows), np.int64)
         new_slots[~stored], new_slots[stored] = into[: len(wanted_rows)], read_into
-        slot[np.flatnonzero(~hit)[present]] = new_slots
+        new = np.flatnonzero(~hit)[present]
+        slot[new] = new_slots
         if self.stores and len(beside_rows):  # and the frames for the disk only
             others = beside_rows[~np.isin(beside_rows, decode_rows)]
             decode_rows = np.concatenate([decode_rows, others])
@@ -163,23 +164,25 @@ class FrameCache:
             hits=int(hit[place].sum()),
             decodes=self._decodes(packet, gop),
             evicted=evicted,
-            reads=self._reads(read_rows, read_into),
+            reads=self._reads(read_rows, read_into, _only_places(place, new[stored], cached)) if len(read_rows) else NO_READS,
         )
 
-    def _read_into(self, batch: int, rows: Int64) -> Int64:
+    def _read_into(self, batch: int, rows: Int64) -> tuple[Int64, int]:
         """Allocate the slots of frames that are read from disk. They are cached only if there is room, since nothing is gained
-        by evicting a frame that must be decoded."""
+        by evicting a frame that must be decoded.
+
+        Returns:
+            Slot of each frame, and how many frames are cached, which are the first ones.
+        """
         slots = self._slots.take(batch, len(rows))
         kept = max(min(self._room, len(rows)), 0)
         self._keep(rows[:kept], slots[:kept], batch)
         self._slots.free_later(batch, slots[kept:])
-        return slots
+        return slots, kept
 
-    def _reads(self, rows: Int64, slots: Int64) -> Reads:
-        if not len(rows):
-            return NO_READS
+    def _reads(self, rows: Int64, slots: Int64, place: Int64) -> Reads:
         episode = self._table.episode[rows].astype(np.int64)
-        return Reads(episode, rows - self._table.first_row[episode], self._camera.packet[rows].astype(np.int64), slots)
+        return Reads(episode, rows - self._table.first_row[episode], self._camera.packet[rows].astype(np.int64), slots, place)
 
     def _beside(self, wanted_rows: Int64) -> Int64:
         """Return the rows of the frames in the same GOPs as `wanted_rows` that are neither wanted, nor cached, nor on disk."""
@@ -298,3 +301,20 @@ class FrameCache:
         self._slots.frame[slots] = NONE
         self._slots.free_later(batch, slots)
         return int((self._slots.next_use[slots] < NEVER).sum())
+
+
+def _only_places(shown: Int64, frames: Int64, cached: int) -> Int64:
+    """Return the only place of each frame in a batch, see `Reads.place`.
+
+    Args:
+        shown: Number of the frame at each place of the batch.
+        frames: Numbers of the frames that are read.
+        cached: How many of them are cached. These are the first ones.
+    """
+    places = shown.reshape(-1)
+    place = np.full(int(places.max()) + 1, NONE)
+    place[places] = np.arange(len(places))
+    place[np.bincount(places) > 1] = NONE
+    own = place[frames]
+    own[:cached] = NONE
+    return own
