@@ -38,11 +38,7 @@ def doctor(
         raise ValueError("--deep, --cameras, --episodes, --clock and --tolerance-s need the URI of a dataset")
     with console.progress("examining") as show:
         report = dali_stream.tools.doctor(uri, **dataset, deep=deep, progress=show)
-    if as_json:
-        console.print_json(report.as_dict())
-    else:
-        console.results().print(_table(report))
-        console.say(_sum(report))
+    console.show(report.as_dict() if as_json else [_table(report), _sum(report)])
     if report.status == "problem":
         raise typer.Exit(1)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from dali_stream.cli import arguments, console
 
@@ -47,10 +49,7 @@ def selftest(
             keep=keep,
         )
         keep(report)
-    if as_json:
-        console.print_json(environment.without_folders(report))
-    else:
-        _print(report)
+    console.show(environment.without_folders(report) if as_json else _text(report))
     if report["status"] in ("failed", "unfinished"):
         raise typer.Exit(1)
 
@@ -76,29 +75,29 @@ _TABLES: dict[str, tuple[tuple[str, str, str], ...]] = {
 }  # fmt: skip
 
 
-def _print(report: dict[str, Any]) -> None:
+def _text(report: dict[str, Any]) -> Iterator[Table | str]:
+    """Yield the tables and lines of the report."""
     if "reason" in report:  # no usable GPU
-        console.say(f"{report['status']}: {report['reason']}")
+        yield f"{report['status']}: {report['reason']}"
         return
-    screen = console.results()
     for part, columns in _TABLES.items():
         numbers = tuple(header for header, _, form in columns if form)
         table = console.table(*(header for header, _, _ in columns), right=numbers)
         for row in report[part]:
             table.add_row(*(_cell(row, key, form) for _, key, form in columns))
-        screen.print(table)
+        yield table
     if ratios := [(row["ratio"], row["test"]) for row in report["speed"] if row["busy"] and "ratio" in row]:
         ratio, test = max(ratios)
-        console.say(f"{test}: the fastest decoder reaches {ratio:.2f} of the CPU's speed")
+        yield f"{test}: the fastest decoder reaches {ratio:.2f} of the CPU's speed"
     for codec, reason in report["codecs"].items():
         if reason:
-            console.say(f"{codec} was not tested: {reason}")
+            yield f"{codec} was not tested: {reason}"
     if report["left_out"]:
-        console.say(f"no time was left for: {'; '.join(report['left_out'])}. Give a higher --limit")
+        yield f"no time was left for: {'; '.join(report['left_out'])}. Give a higher --limit"
     for problem in report["problems"]:
-        console.say(f"failed: {problem}")
+        yield f"failed: {problem}"
     place = report["machine"]["gpu"] or "the CPU"
-    console.say(f"{report['status']} on {place}, in {report['seconds']:.0f} s")
+    yield f"{report['status']} on {place}, in {report['seconds']:.0f} s"
 
 
 def _cell(row: dict[str, Any], key: str, form: str) -> str:

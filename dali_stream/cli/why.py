@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
 from dali_stream.cli import arguments, console, kinds, sizing
 
@@ -58,14 +60,12 @@ def why(
             anyway=anyway,
             progress=lambda text: show(0, 1, text),
         )
-    if as_json:
-        console.print_json(report.as_dict())
-    else:
-        _print(report)
+    console.show(report.as_dict() if as_json else _text(report))
 
 
-def _print(report: WhyReport) -> None:
-    out, table = console.results(), console.pairs()
+def _text(report: WhyReport) -> Iterator[Table | str]:
+    """Yield the tables and lines of the report."""
+    table = console.pairs()
     later = sizing.later_epochs(report.sizing)
     for name, speed in (("first epoch", report.first), (later, report.later)):
         decodes = f"{speed.decodes:.2f} frames decoded per delivered frame"
@@ -80,26 +80,26 @@ def _print(report: WhyReport) -> None:
         table.add_row("the model needs", f"{report.needed:.3g} batches/s: {verdict}")
     if report.sizing is not None:
         sizing.add_rows(table, report.sizing)
-    out.print(table)
+    yield table
     columns = ("first epoch", later, "gain")
     table = console.table("remedy", *columns, "price", right=columns)
     for remedy in report.remedies:
         gain = f"{remedy.gain:.2f} ({remedy.gain_range[0]:.2f} to {remedy.gain_range[1]:.2f})"
         table.add_row(remedy.name, _rate(remedy.first), _rate(remedy.later), gain, remedy.price)
     if report.remedies:
-        out.print(table)
+        yield table
     else:
-        console.say("No remedy raises the rate.")
+        yield "No remedy raises the rate."
     for note in report.notes:
-        console.say(f"{note}.")
-    console.say(
+        yield f"{note}."
+    yield (
         f"Predicted batches/s. Gain: batches/s of a run of {report.epochs} epochs, divided by those without the remedy. "
         f"Rates and gains are medians of three rounds, with {sizing.RANGES if report.sizing else _RANGES} in brackets."
     )
     if report.sizing is not None:
-        console.say(sizing.EXTRAPOLATED)
+        yield sizing.EXTRAPOLATED
     if report.busy is not None:
-        console.say(f"Other processes used {report.busy:.0%} of the cores meanwhile.")
+        yield f"Other processes used {report.busy:.0%} of the cores meanwhile."
 
 
 def _rate(speed: Speed) -> str:

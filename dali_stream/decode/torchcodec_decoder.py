@@ -172,9 +172,10 @@ class TorchcodecDecoder(VideoFiles):
                     if slot != NONE:
                         self._slots.fail(slot, named(self._source, self.key, episode, frame, error))
             else:
-                video = self.format(index, int(plan.packet[start]))
-                if self._gpu is not None and (reason := refusal_of_torchcodec(self._gpu, video, index)):
-                    raise self.change(index, reason)
+                if self._gpu is not None:
+                    video = self.format(index, int(plan.packet[start]))
+                    if reason := refusal_of_torchcodec(self._gpu, video, index):
+                        raise self.change(index, reason)
                 indices[episode] = index
         return indices
 
