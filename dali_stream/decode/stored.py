@@ -21,7 +21,7 @@ from dali_stream.observe.counters import Counters
 from dali_stream.schedule.frame_plan import FramePlan, Reads
 
 Int64 = npt.NDArray[np.int64]
-_TASK_FRAMES = 64  # frames of a task, of 150 KB each if they are 224×224: about 5 ms
+READ_FRAMES = 64  # maximum number of frames that a task reads, of 150 KB each if they are 224×224: about 5 ms
 
 
 class StoredFrames:
@@ -66,7 +66,7 @@ class StoredFrames:
         if not len(reads.slot):
             return []
         count = len(reads.slot)
-        tasks = -(-count // _TASK_FRAMES)
+        tasks = -(-count // READ_FRAMES)
         parts = (slice(count * task // tasks, count * (task + 1) // tasks) for task in range(tasks))
         return [pool.submit(self._read, reads, batch, part, names, decode) for part in parts]
 

@@ -185,7 +185,7 @@ class TorchcodecDecoder(VideoFiles):
         The GOPs of a task share their sample description, because a clip has only one. GOPs that are next to each other in a
         file are in the same task if possible.
         """
-        by_config: dict[bytes, list[_Gop]] = {}
+        by_config: dict[tuple[bytes, bytes], list[_Gop]] = {}
         for gop in sorted(gops, key=lambda gop: (gop.file.path, gop.packets[0])):
             by_config.setdefault(config(gop.file, gop.packets[0]), []).append(gop)
         tasks = []

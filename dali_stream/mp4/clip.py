@@ -205,9 +205,9 @@ def pack(
     return Clip(data, frames, sum(len(run.packets) for run in runs.values()))
 
 
-def config(index: VideoIndex, packet: int) -> bytes:
+def config(index: VideoIndex, packet: int) -> tuple[bytes, bytes]:
     """Return what all packets of a clip must have in common: the sample description, and the matrix and size of the track."""
-    return index.configs[index.config[packet]] + index.track_header
+    return index.configs[index.config[packet]], index.track_header
 
 
 def span(index: VideoIndex, packet: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from dali_stream.cache.indices import IndexCache
 from dali_stream.checks.none import NONE
 from dali_stream.decode.decoder import TASK_FRAMES, task_frames
 from dali_stream.decode.route import TORCHCODEC_CUDA, Route
+from dali_stream.decode.stored import READ_FRAMES
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.source import Source
 from dali_stream.order.batches import Batches
@@ -215,6 +216,8 @@ class Config:
             return self.prefetch
         frames = self.batches.batch_size * sum(map(self.windows.steps, self.source.cameras))
         task = max((task_frames(self.source.features[key].frame_size) for key in self.source.cameras), default=TASK_FRAMES)
+        if self.frame_folder is not None:
+            task = max(task, READ_FRAMES)
         return batches_in_progress(self.num_threads, frames, task)
 
     @property
