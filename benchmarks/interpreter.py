@@ -2,7 +2,7 @@
 
     python benchmarks/interpreter.py URI [--over http|s3 [--latency-ms 50] [--megabytes-per-s 40]] [--mode single|sarm]
                                          [--batch-size 64] [--seconds 6] [--rounds 3]
-                                         [--frame-cache DIR --memory-budget 256MiB] [--json]
+                                         [--frame-cache DIR --memory-budget 256MiB] [--image-dtype float32|uint8] [--json]
 
 py-spy (https://github.com/benfred/py-spy) samples a Loader with one decode thread 500 times per second, in its first epoch and
 with frames resized to 224×224. It counts the samples in which any thread of the process holds the interpreter. The time that
@@ -54,9 +54,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--frame-cache", help="folder of a frame cache, which is filled first")
     parser.add_argument("--memory-budget", help="default: that of a Loader")
+    parser.add_argument("--image-dtype", choices=("float32", "uint8"), default="float32")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
-    loader = {"frame_cache": arguments.frame_cache, "memory_budget": arguments.memory_budget}
+    loader = {name: getattr(arguments, name) for name in ("frame_cache", "memory_budget", "image_dtype")}
     spy = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
     if spy is None:
         print("interpreter: needs the program py-spy; install it (pip install py-spy)", file=sys.stderr)
@@ -128,6 +129,7 @@ def measure(
         "batch_size": batch_size,
         "seconds": seconds,
         "memory_budget": options["memory_budget"],
+        "image_dtype": options["image_dtype"],
         "frame_cache": bool(options["frame_cache"]),
         **environment.ran_on("cpu"),
     }
