@@ -80,15 +80,19 @@ def load_error(of: str) -> RuntimeError:
 
 
 def import_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Message of the error of `dali_stream.decode.torchcodec` if torchcodec's decoders raise this error."""
+    """Message of the error of `dali_stream.decode.torchcodec` if torchcodec's decoders raise this error.
+
+    Without FFmpeg's version, each decoder that is made raises it, and otherwise the import.
+    """
 
     def broken(*arguments: object) -> None:
         raise error
 
     decoders: Any = ModuleType("torchcodec.decoders")
-    decoders.__getattr__ = broken
     if sys.modules["torchcodec"].ffmpeg_major_version is None:
         decoders.VideoDecoder = broken
+    else:
+        decoders.__getattr__ = broken
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", decoders)
     spec = importlib.util.spec_from_file_location("again", torchcodec.__file__)
     assert spec
