@@ -1,5 +1,5 @@
-# Every target but test-gpu sets up the virtual environment first, through docker/install.sh, which is done at once if nothing
-# changed.
+# Every target but test-gpu and test-newest sets up the virtual environment first, through docker/install.sh, which is done at
+# once if nothing changed.
 #
 #   PYTHON      interpreter for the environment, 3.10 to 3.13
 #   DALI_EXTRA  cuda12 or cuda13
@@ -15,7 +15,8 @@ SELFTEST_NEEDS := import dali_stream.cli, dali_stream.tools.selftest, torchcodec
 export PYTHON DALI_EXTRA
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo train-demo bench figures docs test test-repo test-slow test-gpu test-lerobot check lint format clean
+.PHONY: help install demo train-demo bench figures docs test test-repo test-slow test-gpu test-lerobot test-newest \
+    check lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +91,17 @@ test-gpu: ## try NVDEC through DALI on this machine; without a GPU it says so
 test-lerobot: install ## compare LeRobot's training script on a Loader with its own, for 0.6.1 and for LEROBOT_SOURCE=CHECKOUT (6 GB each)
 	bash benchmarks/lerobot.sh $(ARGS)
 
+# In an environment of its own, whose other packages are those of constraints.txt.
+NEWEST := .venv-newest-$(DALI_EXTRA)
+
+test-newest: ## run the tests of decoders with the newest torch and torchcodec, or TORCH=2.14.1 TORCHCODEC=0.14.0 (8 GB)
+	INSTALL=libraries bash docker/install.sh
+	test -x $(NEWEST)/bin/pip || $(PYTHON) -m venv $(NEWEST)
+	grep -Ev '^torch(codec)?==' constraints.txt >$(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade -c $(NEWEST)/constraints.txt -e '.[$(DALI_EXTRA),dev]' \
+	    'torch$(TORCH:%===%)' 'torchcodec$(TORCHCODEC:%===%)'
+	$(NEWEST)/bin/python benchmarks/newest.py --out .demo/newest.json -m 'not slow' $(SEVERAL) $(ARGS)
+
 check: install docs ## lint, format check, types, documentation site
 	$(RUN) ruff check
 	$(RUN) ruff format --check
@@ -110,5 +122,5 @@ format: install ## format the code and fix what ruff can fix
 	$(RUN) ruff format
 
 clean: ## remove the environment, the demo and every cache
-	rm -rf $(VENV) .venv-lerobot-* .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
+	rm -rf $(VENV) .venv-lerobot-* .venv-newest-* .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -188,6 +188,20 @@ def test_libraries_that_are_absent_broken_or_crash(library: str, tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_a_torchcodec_that_lacks_libraries(tmp_path: Path) -> None:
+    """torchcodec 0.16 and later are imported without FFmpeg. With a torch without CUDA, they lack libraries of CUDA, too."""
+    libraries = shadows(tmp_path, torch=cpu_torch(), torchcodec="__version__, ffmpeg_major_version = '0.17.0', None\n")
+    for library, said, remedy in (
+        ("libavutil.so.59", "FFmpeg's libraries were not found", "FFmpeg 4 to 8"),
+        ("libnvrtc.so.13", "libnvrtc.so.13: cannot open", "pip install 'torchcodec<0.14'"),
+    ):
+        error = f"Could not load libtorchcodec. Likely causes:\nOSError: {library}: cannot open shared object file"
+        (tmp_path / "torchcodec/decoders/__init__.py").write_text(f"def VideoDecoder(data): raise RuntimeError({error!r})\n")
+        finding = found(doctor(libraries=libraries), "torchcodec")
+        assert (finding["status"], said in finding["text"], remedy in finding["remedy"]) == ("problem", True, True), finding
+
+
+@pytest.mark.slow
 def test_a_torch_that_does_not_load_where_nothing_has_loaded_it(tmp_path: Path) -> None:
     """In a process that has not imported torch, as the program's is: it must not need it."""
     done = run("--json", libraries=shadows(tmp_path, torch=BROKEN))

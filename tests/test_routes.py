@@ -41,6 +41,13 @@ H264 = VideoFormat("h264", 100, "420", 8, 480, 640)
 AV1 = VideoFormat("av1", 0, "420", 8, 480, 640)
 
 
+@pytest.fixture(autouse=True)
+def torchcodec_without_nvdec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each torchcodec one that decodes on a CPU only. "auto" prefers torchcodec on NVDEC to DALI."""
+    reason = "torchcodec and torch do not decode on a GPU"
+    monkeypatch.setattr("dali_stream.decode.torchcodec_cuda.unavailable", lambda gpu: reason)
+
+
 @pytest.fixture
 def vp9_copy(written: Callable[..., Path], tmp_path: Path) -> Path:
     """Four episodes of VP9, which DALI decodes on a CPU, in a folder of the test's own."""

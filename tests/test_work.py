@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dali_stream import DaliStreamError
 from dali_stream.cache import slots as slots_module
@@ -68,24 +69,71 @@ def test_frames_that_a_thread_decodes_at_once_take_15_mib() -> None:
     assert [frames_at_once(size) for size in ((120, 160), (4000, 4000))] == [64, 1]
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (ImportError("no module\nof that name"), "(no module)"),
-        (OSError("libavutil.so.58: cannot open"), "(libavutil.so.58: cannot open)"),
-        (RuntimeError(""), "(RuntimeError)"),
-    ],
-)
-def test_a_torchcodec_that_cannot_be_loaded_is_explained(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> None:
+def load_error(of: str) -> RuntimeError:
+    """Error of torchcodec, with an attempt for each version of FFmpeg: FFmpeg 5 lacks this library, and others lack all."""
+    missing = ["libavutil.so.61", "libavutil.so.60", of]
+    attempts = [
+        f"Traceback:\nOSError: {name}: cannot open shared object file\n\nOSError: Could not load this library: /lib/core.so"
+        for name in missing
+    ]
+    return RuntimeError("Could not load libtorchcodec. Likely causes:\n1. FFmpeg is missing.\n" + "\n".join(attempts))
+
+
+def import_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Message of the error of `dali_stream.decode.torchcodec` if torchcodec's decoders raise this error.
+
+    Without FFmpeg's version, each decoder that is made raises it, and otherwise the import.
+    """
+
+    def broken(*arguments: object) -> None:
         raise error
 
     decoders: Any = ModuleType("torchcodec.decoders")
-    decoders.__getattr__ = broken
+    if sys.modules["torchcodec"].ffmpeg_major_version is None:
+        decoders.VideoDecoder = broken
+    else:
+        decoders.__getattr__ = broken
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", decoders)
     spec = importlib.util.spec_from_file_location("again", torchcodec.__file__)
     assert spec
     assert spec.loader
     with pytest.raises(DaliStreamError) as caught:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert f"torchcodec cannot be loaded {said}. It needs FFmpeg's shared libraries" in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ImportError("no module\nof that name"), "(no module)"),
+        (OSError("libavutil.so.58: cannot open"), "(libavutil.so.58: cannot open)"),
+        (RuntimeError(""), "(RuntimeError)"),
+        (load_error("libavutil.so.57"), "(FFmpeg's libraries were not found)"),
+        (load_error("libavdevice.so.59"), "(libavdevice.so.59: cannot open shared object file)"),
+    ],
+)
+def test_a_torchcodec_that_cannot_be_loaded_is_explained(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"torchcodec cannot be loaded {said}. It needs FFmpeg's shared libraries" in import_error(error, monkeypatch)
+
+
+def test_a_torchcodec_that_is_imported_without_ffmpeg_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchcodec 0.16 and later: the import succeeds, and each decoder that is made fails."""
+    monkeypatch.setattr(sys.modules["torchcodec"], "ffmpeg_major_version", None)
+    message = import_error(load_error("libavutil.so.57"), monkeypatch)
+    assert "torchcodec cannot be loaded (FFmpeg's libraries were not found). It needs FFmpeg's shared libraries" in message
+
+
+@pytest.mark.parametrize(("cuda", "build", "index"), [(None, "without CUDA", "cpu"), ("12.6", "for CUDA 12.6", "cu126")])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["torchcodec 0.14", "torchcodec 0.17"])
+def test_a_torchcodec_for_another_cuda_than_that_of_torch_is_explained(
+    wrapped: bool, cuda: str | None, build: str, index: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error: Exception = load_error("libnvrtc.so.13")
+    if wrapped:  # its library for images is loaded first
+        error = OSError("Could not load this library: /lib/libtorchcodec_image.so")
+        error.__cause__ = OSError("libnvrtc.so.13: cannot open shared object file")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    message = import_error(error, monkeypatch)
+    assert message.startswith("torchcodec cannot be loaded (libnvrtc.so.13: cannot open shared object file). From version 0.14")
+    assert f"built for CUDA 13, and torch {torch.__version__} is built {build}: install torchcodec 0.13" in message
+    assert f"https://download.pytorch.org/whl/{index}`)" in message

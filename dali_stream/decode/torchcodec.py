@@ -17,23 +17,18 @@ import numpy.typing as npt
 import torch
 
 from dali_stream.decode.decoder import task_frames
-from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.errors import DecodeError
 from dali_stream.mp4.clip import TICK, TIMESCALE, Clip, config, is_avc, pack, span
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.keyframes import has_other_keyframes
 from dali_stream.observe.counters import Timed, untimed
 from dali_stream.storage import Store
+from dali_stream.system.torchcodec_import import explained_import
 
-try:
+with explained_import():
     import torchcodec
     from torchcodec.decoders import VideoDecoder
-except (ImportError, OSError, RuntimeError) as error:
-    raise DaliStreamError(
-        f"torchcodec cannot be loaded ({(str(error).strip() or type(error).__name__).splitlines()[0]}). It needs FFmpeg's "
-        "shared libraries, version 4 to 8 (Debian, Ubuntu: apt-get install ffmpeg), and a version that fits torch "
-        "(constraints.txt has a pair that does)"
-    ) from error
 
 if TYPE_CHECKING:
     from torchcodec import FrameBatch

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from dali_stream.system.torchcodec_import import explained_import
+
 
 @dataclass(frozen=True)
 class Codec:
@@ -74,11 +76,14 @@ def encode_video(images: np.ndarray, path: Path, *, codec: str | Codec, gop: int
         fps: Frames per second.
 
     Raises:
+        TorchcodecError: If torchcodec or FFmpeg cannot be loaded.
         RuntimeError: If FFmpeg lacks the encoder or refuses the settings.
     """
     # Imported on use, because torch takes seconds to load, and the rest of the demo does not require it.
     import torch
-    from torchcodec.encoders import VideoEncoder  # type: ignore[attr-defined]  # exported, but not by __all__
+
+    with explained_import():
+        from torchcodec.encoders import VideoEncoder  # type: ignore[attr-defined]  # exported, but not by __all__
 
     settings = CODECS[codec] if isinstance(codec, str) else codec
     options = {key: value.format(gop=gop) if isinstance(value, str) else value for key, value in settings.options.items()}

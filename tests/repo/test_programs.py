@@ -116,6 +116,13 @@ def test_the_modules_and_tests_of_the_mutants_exist() -> None:
         assert [name for name in tests.split() if not (ROOT / f"tests/test_{name}.py").exists()] == []
 
 
+def test_the_tests_of_the_newest_versions_exist() -> None:
+    tree = ast.parse((ROOT / "benchmarks/newest.py").read_text())
+    [tests] = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TESTS"]
+    names = " ".join(ast.literal_eval(tests).values()).split()
+    assert [name for name in names if not (ROOT / f"tests/test_{name}.py").exists()] == []
+
+
 def test_single_frame_pipeline_crops_every_camera(demo: Path, run_here: Callable[..., str]) -> None:
     out = run_here("pipelines/single_frame.py", demo, "--batch-size", 4, "--batches", 2)
     assert "observation.images.top: (4, 3, 116, 144) torch.float32" in out

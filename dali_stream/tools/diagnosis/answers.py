@@ -11,6 +11,7 @@ import numpy.typing as npt
 from dali_stream.decode import capability
 from dali_stream.mp4.clip import Clip
 from dali_stream.mp4.format import VideoFormat
+from dali_stream.system.torchcodec_import import TorchcodecError, explained_import
 
 
 def driver() -> dict[str, Any]:
@@ -49,10 +50,15 @@ def torch() -> dict[str, Any]:
 
 
 def torchcodec() -> dict[str, Any]:
-    """Return torchcodec's version, and the major version of the FFmpeg that its decoders load."""
-    import torchcodec
-    import torchcodec.decoders
-
+    """Return torchcodec's version, and the major version of the FFmpeg that its decoders load, or an error with its remedy."""
+    try:
+        with explained_import():
+            import torchcodec
+            import torchcodec.decoders
+    except TorchcodecError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            raise error.__cause__ from None
+        return {"failed": error.cause, "remedy": error.remedy}
     return {"version": str(torchcodec.__version__), "ffmpeg": torchcodec.ffmpeg_major_version}
 
 

@@ -169,7 +169,7 @@ def _ask(limit_s: float, cache_dir: str | os.PathLike[str] | None) -> Machine:
 
 
 def _decoders(this_machine: Machine) -> Decoders:
-    loads = {name: not answer.error for name, answer in this_machine.answers.items()}
+    loads = {name: not answer.error and "failed" not in answer.value for name, answer in this_machine.answers.items()}
     gpus = {name: first["index"] for name, first in gpu.group_equal(this_machine.gpus).items() if not first["error"]}
     return Decoders(loads["torchcodec"], loads["dali"], gpus)
 

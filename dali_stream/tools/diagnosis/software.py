@@ -97,14 +97,17 @@ def check_torch(machine: Machine) -> list[Finding]:
 def check_torchcodec(machine: Machine) -> list[Finding]:
     """Check that torchcodec loads with the installed torch and FFmpeg's shared libraries."""
     answer = machine.answers["torchcodec"]
-    if not answer.error:
-        version, ffmpeg = answer.value["version"], answer.value["ffmpeg"]
-        return [_new_enough("torchcodec", "torchcodec", version, f"{version}, fits torch and FFmpeg {ffmpeg}")]
     if answer.kind == "skipped":
         text = "not checked, since torch does not load"
         return [Finding("software", "torchcodec", PROBLEM, text, "repair torch first")]
-    remedy = f"{_INSTALL_FFMPEG}, and a torchcodec that fits torch (constraints.txt has a pair that does)"
-    return [_unloadable("torchcodec", answer, "torchcodec.decoders", remedy)]
+    if answer.error:
+        remedy = f"{_INSTALL_FFMPEG}, and a torchcodec that fits torch (constraints.txt has a pair that does)"
+        return [_unloadable("torchcodec", answer, "torchcodec.decoders", remedy)]
+    if "failed" in answer.value:
+        remedy = f"{answer.value['remedy']}. `python -c 'import dali_stream.decode.torchcodec'` shows the whole error"
+        return [Finding("software", "torchcodec", PROBLEM, f"cannot be loaded: {answer.value['failed']}", remedy)]
+    version, ffmpeg = answer.value["version"], answer.value["ffmpeg"]
+    return [_new_enough("torchcodec", "torchcodec", version, f"{version}, fits torch and FFmpeg {ffmpeg}")]
 
 
 def _unloadable(name: str, answer: Answer, module: str, remedy: str) -> Finding:

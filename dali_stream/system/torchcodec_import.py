@@ -1,0 +1,91 @@
+"""Import of torchcodec, with an error that says what to install if it cannot be loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from dali_stream.errors import DaliStreamError
+
+# Libraries of CUDA and of torch's CUDA build. From 0.14 on, torchcodec's wheels on PyPI are linked against all of them, and
+# cannot be loaded without them, also if there is no GPU. The wheel nvidia-cuda-nvrtc has only the first one.
+_CUDA_LIBRARY = re.compile(r"lib(nvrtc|cudart|c10_cuda|torch_cuda)\.so\S*: cannot open")
+_FIRST_OF_FFMPEG = re.compile(r"libavutil\.so\S*: cannot open")  # the first of FFmpeg's libraries that is loaded
+
+
+class TorchcodecError(DaliStreamError):
+    """torchcodec, or a library that it needs, is missing or does not fit the others.
+
+    Args:
+        message: Message of the error, with the two others.
+        cause: Reason, in one line. Default: "".
+        remedy: Advice for the user. Default: "".
+    """
+
+    def __init__(self, message: str, cause: str = "", remedy: str = "") -> None:
+        super().__init__(message)
+        self.cause, self.remedy = cause, remedy
+
+
+@contextlib.contextmanager
+def explained_import() -> Iterator[None]:
+    """Context manager for the import of torchcodec's decoders or encoders.
+
+    Raises:
+        TorchcodecError: If they cannot be imported or used.
+    """
+    try:
+        yield
+        _check_libraries()
+    except (ImportError, OSError, RuntimeError) as error:
+        cause = _cause(error)
+        remedy = _remedy(cause)
+        message = f"torchcodec cannot be loaded ({cause}). {remedy[0].upper()}{remedy[1:]}"
+        raise TorchcodecError(message, cause, remedy) from error
+
+
+def _check_libraries() -> None:
+    """Raise torchcodec's error if FFmpeg is missing.
+
+    From 0.16 on, torchcodec can be imported without FFmpeg, for images. It would then fail at each video.
+    """
+    if sys.modules["torchcodec"].ffmpeg_major_version is None:
+        from torchcodec.decoders import VideoDecoder  # type: ignore[attr-defined]  # exported, but not by __all__
+
+        VideoDecoder(b"")  # it loads FFmpeg before it reads the data
+
+
+def _cause(error: BaseException) -> str:
+    """Return the reason in one line.
+
+    torchcodec tries a library of its own for each version of FFmpeg, and its message contains the traceback of each attempt.
+    All attempts but the one for the installed version fail because that version's libavutil is missing.
+    """
+    text = str(error).strip() or type(error).__name__
+    first, failed = text.splitlines()[0], "Could not load this library"
+    if first.startswith(failed) and error.__cause__ is not None:
+        return _cause(error.__cause__)
+    attempts = [reason for reason in re.findall(r"^OSError: (.+)$", text, re.MULTILINE) if not reason.startswith(failed)]
+    if not attempts:
+        return first
+    return next((each for each in attempts if not _FIRST_OF_FFMPEG.match(each)), "FFmpeg's libraries were not found")
+
+
+def _remedy(cause: str) -> str:
+    """Return what to install, as a sentence that begins with a small letter."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and _CUDA_LIBRARY.match(cause):
+        cuda = torch.version.cuda
+        build, index = (f"for CUDA {cuda}", f"cu{cuda.replace('.', '')}") if cuda else ("without CUDA", "cpu")
+        return (
+            f"from version 0.14 on, torchcodec's wheels on PyPI are built for CUDA 13, and torch {torch.__version__} is built "
+            f"{build}: install torchcodec 0.13, which needs no CUDA (`pip install 'torchcodec<0.14'`), or the build that fits "
+            f"torch (`pip install --force-reinstall torchcodec --index-url https://download.pytorch.org/whl/{index}`)"
+        )
+    return (
+        "it needs FFmpeg's shared libraries and a version that fits torch: install FFmpeg 4 to 8 (Debian, Ubuntu: apt-get "
+        "install ffmpeg), and a torchcodec that fits torch (constraints.txt has a pair that does)"
+    )
