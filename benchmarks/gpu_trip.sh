@@ -7,8 +7,8 @@
 #                                   LIMIT    time limit of the whole script in seconds (default: 560)
 #                                   DEVICE   cuda, or cpu to test the script itself (default: cuda)
 #                                   CODECS   CODEC:GOP of each dataset that is written (default: h264:2 hevc:12)
-#                                   DATA     NAME=ROOT of each recording for the part loaders, which must be local; the part lerobot
-#                                            gets the first one (default: the datasets that are written)
+#                                   DATA     NAME=ROOT of each recording for the part loaders, which must be local; the part
+#                                            lerobot gets the first one (default: the datasets that are written)
 #                                   SIZE     HxW of the frames that are written (default: 480x640)
 #
 # The parts run in order of importance: doctor; features, which compares frames of depth cameras, mixtures, the frame cache and
@@ -88,8 +88,8 @@ part datasets 60 "$python" -c "$write_datasets" "$data" "$size" "${codecs[@]}"
 part loaders 60 "$python" "$root/benchmarks/nvdec_loaders.py" "${recordings[@]}" --device "$device" --image-size 224x224 \
     --rounds 1 --out "$out/loaders.json"
 if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("lerobot") is None)'; then
-    part lerobot 100 "$python" "$root/benchmarks/lerobot_gpu.py" "${recordings[0]}" --device "$device" "${steps[@]}" --rounds 1 \
-        --sides loader stock --out "$out/lerobot.json"
+    part lerobot 100 "$python" "$root/benchmarks/lerobot_gpu.py" "${recordings[0]}" --device "$device" "${steps[@]}" \
+        --rounds 1 --sides loader stock --out "$out/lerobot.json"
 else
     printf '\n== lerobot: it is not installed\n'
 fi
