@@ -70,7 +70,7 @@ def path() -> str:
     parts.append(
         text(MARGIN, low + high + 28, "Frames that NVDEC decodes go through DALI straight into the batch.", "small", DIM)
     )
-    return svg("The path of a frame: storage, encoded bytes, decode, frame cache, batch; planned by order and schedule",
+    return svg("The path of a frame: storage, encoded bytes, decode, cache in memory, batch; planned by order and schedule",
                low + high + 28 + MARGIN, parts)  # fmt: skip
 
 

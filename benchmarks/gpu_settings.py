@@ -70,7 +70,7 @@ def main() -> int:
         report[part].append(row)
         print(row, flush=True)
         if arguments.out:
-            arguments.out.write_text(environment.report_json(report, indent=1) + "\n")
+            environment.write_report(arguments.out, report)
 
     routes = [("dali", *setting) for setting in SETTINGS] + [("torchcodec", *SETTINGS[0])]
     if gpu is not None and not unavailable(gpu):

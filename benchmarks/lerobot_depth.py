@@ -66,7 +66,7 @@ def main() -> None:
                 report[f"{root.name} {unit} {name}"] = count = compare(root, unit, deltas)
                 print(f"{root.name}, {unit}, {name}: {count} items are equal in all keys and bits", flush=True)
     if options.json:
-        options.json.write_text(environment.report_json(report, indent=1) + "\n")
+        environment.write_report(options.json, report)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def main() -> None:
             report["rows"].append(row)
             print(row, flush=True)
             if arguments.out:
-                arguments.out.write_text(environment.report_json(report, indent=1) + "\n")
+                environment.write_report(arguments.out, report)
 
 
 def run(place: Path, name: str, root: Path, cores: int, side: str, arguments: argparse.Namespace) -> dict[str, Any]:

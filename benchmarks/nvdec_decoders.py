@@ -58,7 +58,7 @@ def main() -> None:
         report["rows"].append(row)
         print(row, flush=True)
         if arguments.out:
-            arguments.out.write_text(environment.report_json(report, indent=1) + "\n")
+            environment.write_report(arguments.out, report)
 
     with tempfile.TemporaryDirectory() as folder:
         videos.write(folder + "/demo", arguments.codec, arguments.gop, arguments.size)

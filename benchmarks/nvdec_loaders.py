@@ -57,7 +57,7 @@ def main() -> None:
         report["rows"].append(row)
         print(row, flush=True)
         if arguments.out:
-            arguments.out.write_text(environment.report_json(report, indent=1) + "\n")
+            environment.write_report(arguments.out, report)
 
 
 def measure(root: Path, decode: str, threads: int, budget: str, arguments: argparse.Namespace, device: str) -> dict[str, Any]:

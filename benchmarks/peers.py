@@ -164,7 +164,7 @@ def main() -> int:
         return 130
     print_table(result)
     if arguments.out:
-        arguments.out.write_text(environment.report_json(result, indent=1) + "\n")
+        environment.write_report(arguments.out, result)
     if arguments.json:
         print(environment.report_json(result))
     loader = result["peers"][0]

@@ -269,7 +269,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"scaling: {error}", file=sys.stderr)
         return 1
     if arguments.out:
-        arguments.out.write_text(environment.report_json(report, indent=1) + "\n")
+        environment.write_report(arguments.out, report)
     if arguments.json:
         print(environment.report_json(report))
     return 0

@@ -68,7 +68,7 @@ def main() -> int:
         report = check(arguments.dataset, arguments.episodes, arguments.repeat)
     report |= environment.ran_on("cpu")
     if arguments.report:
-        arguments.report.write_text(environment.report_json(report, indent=1) + "\n")
+        environment.write_report(arguments.report, report)
     return 0
 
 

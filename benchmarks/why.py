@@ -51,7 +51,7 @@ def main() -> int:
                 report["cases"] += cases(name, path, setting, arguments.repeat, Path(folder))
     report |= summary(report["cases"]) | environment.ran_on("cpu")
     if arguments.report:
-        arguments.report.write_text(environment.report_json(report, indent=1) + "\n")
+        environment.write_report(arguments.report, report)
     print({key: report[key] for key in ("counted", "median_error", "worst_error")})
     return 0
 

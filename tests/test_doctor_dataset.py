@@ -313,7 +313,7 @@ def test_what_long_gops_cost(encoded: Callable[..., Path]) -> None:
     findings, _ = looked_at(encoded(*h264(36)))
     finding = findings[f"{CAMERA} GOPs"]
     assert finding.status == "ok"  # since the default memory_budget keeps all frames
-    assert finding.text.startswith("GOP 36 decodes 18 frames per delivered frame without a frame cache. memory_budget=")
+    assert finding.text.startswith("GOP 36 decodes 18 frames per delivered frame without the cache in memory. memory_budget=")
     assert re.search(r"brings it to about 1\.\d, and to 0 after the first epoch", finding.text)
     assert "`dali-stream prepare URI OUT --codec h264 --gop 2` to 1.5" in finding.text
     assert f"{CAMERA} GOPs" not in looked_at(encoded(*h264(2)))[0]

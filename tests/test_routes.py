@@ -30,6 +30,7 @@ from dali_stream.decode import dali, refusal, route
 from dali_stream.decode.capability import Capability, DriverError
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.rate import Rates
+from dali_stream.decode.torchcodec import decode as decode_on_cpu
 from dali_stream.decode.trial import trial
 from dali_stream.mp4.boxes import box
 from dali_stream.mp4.format import PROFILES, VideoFormat, describe
@@ -259,6 +260,63 @@ def test_the_colours_that_a_file_names_are_read() -> None:
     assert describe(box(b"avc1", entry)).matrix is None
 
 
+_COLR = ("-movflags", "write_colr", "-color_primaries", "bt709", "-color_trc", "bt709")  # without these, no box is written
+
+
+@pytest.mark.parametrize(
+    ("options", "boxes", "said"),
+    [
+        ((), (), ""),
+        ((), ("-colorspace", "smpte170m", "-color_range", "tv"), ""),
+        ((), ("-colorspace", "bt709"), "the colours are those of BT.709 according to the file"),
+        ((), ("-colorspace", "bt470bg", "-color_range", "pc"), "the colours are those of the full range according to the file"),
+        (("colormatrix=bt709",), ("-colorspace", "bt709"), ""),
+        (("colormatrix=bt709", "fullrange=on"), ("-colorspace", "bt709", "-color_range", "pc"), ""),
+        (("colormatrix=smpte240m",), (), "the colours are those of matrix 7, and torchcodec converts them as BT.601"),
+    ],
+)
+def test_colours_that_nvdec_cannot_know_are_decoded_on_the_cpu(
+    options: tuple[str, ...], boxes: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """FFmpeg follows the boxes of a file, and NVDEC only gets the bitstream."""
+    let_nvdec_answer(monkeypatch)
+    plain = (
+        "-c:v",
+        "libx264",
+        "-pix_fmt",
+        "yuv420p",
+        "-bf",
+        "0",
+        "-g",
+        "2",
+        "-x264-params",
+        ":".join(("scenecut=0", *options)),
+    )
+    video_data.encode(video_data.draw(), tmp_path / "bitstream.mp4", plain)
+    if boxes:
+        video_data.ffmpeg("-i", tmp_path / "bitstream.mp4", "-c", "copy", *boxes, "-movflags", "write_colr", tmp_path / "v.mp4")
+    else:
+        (tmp_path / "bitstream.mp4").rename(tmp_path / "v.mp4")
+    store = open_store(str(tmp_path))
+    table = read_index(store, "v.mp4")
+    found = refusal.refusal_of_torchcodec(0, table.format(), table, store)
+    assert found.startswith(said) if said else found == ""
+    if "file" in said:
+        on_dali = refusal.refusal_of_file(0, table.format(), table, store)
+        assert on_dali == found or "DALI converts all as BT.601" in on_dali
+
+
+def test_the_boxes_of_a_file_change_the_colours_on_the_cpu(tmp_path: Path) -> None:
+    """The reason for the refusals above."""
+    video_data.encode(video_data.draw(), tmp_path / "bitstream.mp4", ("-c:v", "libx264", "-bf", "0", "-g", "2"))
+    video_data.ffmpeg("-i", tmp_path / "bitstream.mp4", "-c", "copy", *_COLR, "-colorspace", "bt709", tmp_path / "boxes.mp4")
+    store, frames = open_store(str(tmp_path)), []
+    for name in ("bitstream.mp4", "boxes.mp4"):
+        table = read_index(store, name)
+        frames.append(decode_on_cpu(store, [table], [0], table.format())[0].astype(int))
+    assert np.abs(frames[0] - frames[1]).mean() > 1
+
+
 def test_torchcodec_is_taken_when_asked_for(closed: VideoIndex, store: Store) -> None:
     assert route.choose("torchcodec", 0, H264, closed, store).decoder == "torchcodec"
 
@@ -431,6 +489,9 @@ def test_colours_that_only_the_frames_name_are_kept_from_nvdec(tmp_path: Path) -
     assert found.matrix is None
     assert trial("dali", store, table, found, 0) == (
         "its frames say that their colours are bt709, and DALI converts all as BT.601 on a GPU"
+    )
+    assert trial("torchcodec-cuda", store, table, found, 0) == (
+        "its frames say that their colours are bt709, and NVDEC may not know the colours of vp9"
     )
 
 

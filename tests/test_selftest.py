@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +29,7 @@ from dali_stream.decode.capability import Capability
 from dali_stream.decode.route import TORCHCODEC_CUDA
 from dali_stream.demo import write_demo
 from dali_stream.system import process
+from dali_stream.tools import isolated
 from dali_stream.tools.selftest import identity, load, run, speed, videos
 
 
@@ -191,6 +194,29 @@ def test_a_step_that_fails_crashes_or_hangs_is_a_result(tmp_path: Path, monkeypa
     (package / "__init__.py").write_text("import threading; threading.Event().wait()")
     found = run.run_step(identity.identity, time_limit_s=5, folders=[], gpu=None)
     assert found == {"failed": "no answer within 5 s", "out_of_time": True}
+
+
+def test_a_step_that_returned_in_time_may_end_after_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit passes while the process ends, which takes until the test writes to the pipe."""
+    pipe, limits, wait = tmp_path / "pipe", list[threading.Timer](), isolated._wait
+    os.mkfifo(pipe)
+    monkeypatch.setattr(threading.Timer, "start", lambda limit: limits.append(limit))
+
+    def at_the_limit(child: subprocess.Popen[bytes], limit_s: float) -> str:
+        [limit] = limits
+        if not limit.finished.is_set():
+            limit.function()
+        end = os.open(pipe, os.O_RDWR)
+        os.write(end, b".")
+        try:
+            return wait(child, limit_s)
+        finally:
+            os.close(end)
+
+    monkeypatch.setattr(isolated, "_wait", at_the_limit)
+    step = functools.partial(exec, f"import atexit; atexit.register(lambda: open({str(pipe)!r}).read(1))")
+    called = isolated.call([step], 60, 60)
+    assert (called.answers[0].error, called.ended) == ("", "")
 
 
 @pytest.mark.slow

@@ -144,7 +144,7 @@ class Comparison:
 
     def write(self) -> None:
         if self._out:
-            self._out.write_text(environment.report_json(self.report(), indent=1) + "\n")
+            environment.write_report(self._out, self.report())
 
     def report(self) -> dict[str, Any]:
         versions = {name: importlib.metadata.version(name) for name in ("lerobot", "accelerate", "torchvision")}

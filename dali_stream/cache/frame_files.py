@@ -132,7 +132,7 @@ def pixel_key(
 
 
 class FrameFolder:
-    """Folder of a frame cache, and the limit of its size.
+    """Folder of a frame cache on disk, and the limit of its size.
 
     If the folder can no longer be written (full, read-only or removed), a warning is logged, and no more frames are added.
     Stored frames are still read.

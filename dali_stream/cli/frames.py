@@ -10,11 +10,11 @@ import typer
 
 from dali_stream.cli import arguments, console, datasets
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the frame cache.")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the frame cache on disk.")]
 frames = typer.Typer(add_completion=False, rich_markup_mode=None, help="List, remove and fill the frame cache on disk.")
 
 
-@frames.command("list", short_help="Show what a frame cache holds.")
+@frames.command("list", short_help="Show what a frame cache on disk holds.")
 def show(
     folder: Folder,
     as_json: arguments.Json = False,
@@ -41,7 +41,7 @@ def show(
     console.show({"frames": [each._asdict() for each in found]} if as_json else [table])
 
 
-@frames.command("remove", short_help="Remove frames from a frame cache.")
+@frames.command("remove", short_help="Remove frames from a frame cache on disk.")
 def remove(
     folder: Folder,
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names that `dali-stream frames list DIR` shows.")],
@@ -52,7 +52,7 @@ def remove(
     console.say(f"removed {console.megabytes(stored_frames.remove(folder, names))}")
 
 
-@frames.command("fill", short_help="Decode a dataset into a frame cache.")
+@frames.command("fill", short_help="Decode a dataset into a frame cache on disk.")
 @arguments.with_options(frame_cache=..., image_size=..., frame_cache_bytes=None, num_threads=None)
 def fill(dataset: arguments.DatasetOptions, loader: arguments.LoaderOptions, uris: arguments.Uris) -> None:
     """Decode the frames of a dataset into a cache, so that no epoch of a run decodes them.

@@ -82,7 +82,7 @@ def _filled(fill: Fill | None, image_size: tuple[int, int] | str) -> Iterator[st
     if fill:
         size = image_size if isinstance(image_size, str) else "x".join(map(str, image_size))
         rate = f"filled in {_duration(fill.seconds)} at {fill.frames_per_s:.0f} frames/s"
-        yield f"frame cache for {size}: {fill.size / 1e9:.3g} GB, {rate}"
+        yield f"frame cache on disk for {size}: {fill.size / 1e9:.3g} GB, {rate}"
 
 
 def _index(dataset: dali_stream.Dataset, as_json: bool) -> None:

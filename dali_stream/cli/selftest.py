@@ -36,9 +36,7 @@ def selftest(
 
         def keep(report: dict[str, Any]) -> None:
             if out is not None:
-                unfinished = out.with_name(f"{out.name}.part")  # so that a job that is killed leaves no incomplete report
-                unfinished.write_text(environment.report_json(report, indent=1) + "\n")
-                unfinished.replace(out)
+                environment.write_report(out, report)
 
         report = run(
             device,

@@ -78,7 +78,7 @@ class ImageDecoder:
         return Decoded(self._slots, planned, tasks, {}, batch)
 
     def close(self) -> None:
-        """Free the slots, and close the files of the frame cache."""
+        """Free the slots, and close the files of the frame cache on disk."""
         self._slots.free()
         if self._stored is not None:
             self._stored.close()

@@ -11,10 +11,13 @@ from dali_stream.mp4.format import PROFILES, VideoFormat
 from dali_stream.mp4.hidden import hidden_frames, hidden_frames_refusal
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.keyframes import has_other_keyframes, other_keyframes_refusal
+from dali_stream.mp4.parameter_sets import UNSPECIFIED
 from dali_stream.storage import Store
 
 DALI_ON_CPU = ("vp8", "vp9", "mjpeg")
 _OPEN_GOPS = "open GOPs: a clip may begin with frames that NVDEC would show and FFmpeg drops"
+_TORCHCODEC_MATRICES = (None, UNSPECIFIED, 1, 5, 6, 9, 10)
+"""Colour matrices that torchcodec knows on NVDEC. It converts all others as BT.601 (0.17.0, BetaCudaDeviceInterface.cpp)."""
 _BLOCKS = {"h264": 16, "mpeg4": 16, "hevc": 8}
 """Smallest block size of each codec in pixels, which divides coded sizes. HEVC encoders may use 16, 32 or 64 instead."""
 
@@ -59,6 +62,10 @@ def refusal_of_torchcodec(gpu: int | None, video: VideoFormat, index: VideoIndex
         return refused
     if index.open_gops:
         return _OPEN_GOPS
+    if video.matrix not in _TORCHCODEC_MATRICES:
+        return f"the colours are those of {video.matrix_name}, and torchcodec converts them as BT.601 on NVDEC"
+    if video.colours_in_file_only:
+        return _colours_in_file_only(video)
     return other_keyframes_refusal(video.codec) if store and has_other_keyframes(store, index, video.codec) else ""
 
 
@@ -78,11 +85,18 @@ def _unsafe_on_nvdec(video: VideoFormat, index: VideoIndex) -> str:
         return f"NVDEC is not documented to decode {video.codec} of profile {video.profile}"
     if not video.like_bt601:
         return f"the colours are those of {video.matrix_name}, and DALI converts all as BT.601 on a GPU"
+    if video.colours_in_file_only:
+        return _colours_in_file_only(video)
     if video.interlaced:
         return f"DALI was not seen to deliver interlaced {video.codec} right from NVDEC"
     if video.height % 2 or video.width % 2:
         return f"NVDEC delivers only frames of even sizes, and not of {video.height}×{video.width}"
     return video.header_error or _padding_refusal(video)
+
+
+def _colours_in_file_only(video: VideoFormat) -> str:
+    named = "the full range" if video.like_bt601 else video.matrix_name
+    return f"the colours are those of {named} according to the file, and NVDEC reads only the bitstream, which does not say so"
 
 
 def smallest_coded_size(codec: str, height: int, width: int) -> tuple[int, int]:

@@ -112,7 +112,7 @@ class TorchcodecDecoder(VideoFiles):
         return Decoded(self._slots, planned, tasks, failed, batch)
 
     def close(self) -> None:
-        """Free the slots, and close the files of the frame cache."""
+        """Free the slots, and close the files of the frame cache on disk."""
         self._slots.free()
         if self._stored is not None:
             self._stored.close()

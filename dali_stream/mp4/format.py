@@ -44,6 +44,8 @@ class VideoFormat:
         interlaced: Whether frames may be coded as two fields.
         full_range: Whether values use the full range, according to the bitstream.
         rotation: Angle by which decoded frames are turned counterclockwise for display: 0, 90, -90 or 180 degrees.
+        colours_in_file_only: Whether the boxes of the file specify the full range or a matrix other than BT.601, and the
+            bitstream does not. FFmpeg converts the frames as these boxes say, and NVDEC does not know them.
         header_error: Reason not to trust the headers in the sample description, such as a missing or broken header, or one that
             contradicts the sample description. Empty for valid headers, and for codecs whose headers are not read.
     """
@@ -59,6 +61,7 @@ class VideoFormat:
     interlaced: bool = False
     full_range: bool = False
     rotation: int = 0
+    colours_in_file_only: bool = False
     header_error: str = ""
 
     @property
@@ -97,9 +100,11 @@ def describe(config: bytes) -> VideoFormat:
         raise DecodeError(f"{codec} decoder configuration is truncated") from error
     colour = parts.get(b"colr", b"")
     matrix = struct.unpack_from(">H", colour, 8)[0] if colour[:4] in (b"nclx", b"nclc") and len(colour) >= 10 else None
+    is_full = colour[:4] == b"nclx" and len(colour) >= 11 and colour[10] >= 0x80
     video = VideoFormat(codec, profile, chroma, depth, height, width, matrix)
+    video = replace(video, colours_in_file_only=is_full or not video.like_bt601)
     try:
-        return _completed(video, _read_sequence(codec, parts))
+        return _completed(video, _read_sequence(codec, parts), is_full)
     except DecodeError as error:  # FFmpeg may still decode the file, and NVDEC is not used for it
         return replace(video, header_error=str(error))
 
@@ -140,8 +145,14 @@ def _read_sequence(codec: str, parts: Mapping[bytes, bytes]) -> Sequence | None:
     return sequences[0]
 
 
-def _completed(video: VideoFormat, sequence: Sequence | None) -> VideoFormat:
-    """Replace the parameters of a format by those of the bitstream, which decoders use."""
+def _completed(video: VideoFormat, sequence: Sequence | None, is_full: bool) -> VideoFormat:
+    """Replace the parameters of a format by those of the bitstream, which decoders use.
+
+    Args:
+        video: Format according to the boxes of the file.
+        sequence: Parameters in the bitstream, or None if they are not read.
+        is_full: Whether values use the full range according to the boxes of the file.
+    """
     if sequence is None:
         return video
     (height, width), error = sequence.size, ""
@@ -156,6 +167,7 @@ def _completed(video: VideoFormat, sequence: Sequence | None) -> VideoFormat:
         coded=sequence.coded,
         interlaced=sequence.interlaced,
         full_range=sequence.full_range,
+        colours_in_file_only=(sequence.matrix is None and not video.like_bt601) or (is_full and not sequence.full_range),
         header_error=error,
     )
 

@@ -36,6 +36,13 @@ def report_json(report: dict[str, Any], indent: int | None = None) -> str:
     return json.dumps(without_folders(report), indent=indent)
 
 
+def write_report(path: Path, report: dict[str, Any]) -> None:
+    """Write a report to a file as JSON. See `report_json`. A process that is killed leaves the previous report or this one."""
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_text(report_json(report, indent=1) + "\n")
+    unfinished.replace(path)
+
+
 def without_folders(value: Any) -> Any:
     """Return a copy of a JSON value with the paths of this machine reduced to file names: "/data/g1" becomes "g1".
 

@@ -85,6 +85,8 @@ def call(calls: Sequence[Call], limit_s: float, exit_s: float = 0.0) -> Called:
                 with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the process has crashed
                     while len(answers) < len(calls):
                         answers.append(Answer(*pickle.load(child.stdout)))
+                if len(answers) == len(calls):
+                    timer.cancel()  # its end has a limit of its own
                 ended = _wait(child, exit_s if len(answers) == len(calls) else _CRASH_S)
                 hung = time.monotonic() >= deadline
             finally:

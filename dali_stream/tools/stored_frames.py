@@ -23,7 +23,7 @@ _NAME = re.compile(r"[0-9a-f]{16}")  # folder of the frames with the same key
 
 
 class FrameGroup(NamedTuple):
-    """Frames of one size and of the same versions in a frame cache.
+    """Frames of one size and of the same versions in a frame cache on disk.
 
     Attributes:
         name: Name of their folder.
@@ -41,7 +41,7 @@ class FrameGroup(NamedTuple):
 
 
 def stored(folder: str | os.PathLike[str]) -> list[FrameGroup]:
-    """Return what a frame cache holds, the most recently used frames first.
+    """Return what a frame cache on disk holds, the most recently used frames first.
 
     Raises:
         ValueError: If the folder does not exist.
@@ -50,10 +50,10 @@ def stored(folder: str | os.PathLike[str]) -> list[FrameGroup]:
 
 
 def remove(folder: str | os.PathLike[str], names: list[str]) -> int:
-    """Remove frames from a frame cache. Loaders that use them decode them again. Other files in the folder stay.
+    """Remove frames from a frame cache on disk. Loaders that use them decode them again. Other files in the folder stay.
 
     Args:
-        folder: Folder of the frame cache.
+        folder: Folder of the frame cache on disk.
         names: Names of the frames to remove, see `FrameGroup.name`.
 
     Returns:
@@ -73,7 +73,7 @@ def remove(folder: str | os.PathLike[str], names: list[str]) -> int:
 
 
 def fill(dataset: Dataset | Mixture, progress: Callable[[int, int], None], **arguments: Any) -> dict[str, Any]:
-    """Decode the frames of a dataset into a frame cache. After an interruption, the same call continues.
+    """Decode the frames of a dataset into a frame cache on disk. After an interruption, the same call continues.
 
     Several processes may share the work, each with its `rank` and `world_size`.
 
@@ -118,7 +118,7 @@ def estimate(dataset: Dataset, image_size: tuple[int, int] | None) -> Fill:
         ValueError: If the dataset has no cameras.
     """
     if not dataset.cameras:
-        raise ValueError(f"the dataset must have a camera for a frame cache, got {dataset.uri} without one")
+        raise ValueError(f"the dataset must have a camera for a frame cache on disk, got {dataset.uri} without one")
     options: dict[str, Any] = {"image_size": image_size, "image_dtype": "uint8", "device": "cpu", "shuffle": False}
     with Loader(dataset, **options, batch_size=min(_BATCH, dataset.num_frames), last_batch="partial") as loader:
         began, before = time.perf_counter(), 0
@@ -134,13 +134,13 @@ def estimate(dataset: Dataset, image_size: tuple[int, int] | None) -> Fill:
 
 
 def _keys(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield the folders of a frame cache with frames, and their keys."""
+    """Yield the folders of a frame cache on disk with frames, and their keys."""
     root = Path(folder).expanduser()
     if not root.is_dir():
-        raise ValueError(f"the frame cache must be a folder, got {str(folder)!r}")
+        raise ValueError(f"the frame cache on disk must be a folder, got {str(folder)!r}")
     for place in sorted(root.iterdir()):
         if _NAME.fullmatch(place.name) and not place.is_symlink():
-            with suppress(OSError, ValueError, RecursionError):  # without a key, it is not a folder of a frame cache
+            with suppress(OSError, ValueError, RecursionError):  # without a key, it is not a folder of a frame cache on disk
                 with open(place / "key.json", opener=lambda path, flags: os.open(path, flags | NO_FOLLOW)) as file:
                     key = json.loads(file.read(_MOST))
                 if isinstance(key, dict) and "layout" in key:

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -84,6 +85,20 @@ def test_a_report_keeps_names_and_no_folders(said: str, kept: str) -> None:
     assert report["root"] == said
 
 
+def test_a_report_that_is_not_finished_does_not_replace_the_previous_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "report.json"
+    environment.write_report(path, {"rows": [1], "root": str(tmp_path)})
+    first = path.read_text()
+    assert json.loads(first) == {"rows": [1], "root": tmp_path.name}
+    write = Path.write_text
+    monkeypatch.setattr(Path, "write_text", lambda self, text: write(self, text[:9]) and sys.exit(9))  # it is killed
+    with pytest.raises(SystemExit):
+        environment.write_report(path, {"rows": [1, 2]})
+    assert path.read_text() == first
+
+
 def test_every_program_writes_its_report_without_paths() -> None:
     """All of them call the one function that removes paths. Messages between programs and rows of reports are exempt."""
     programs = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
@@ -96,6 +111,7 @@ def test_every_program_writes_its_report_without_paths() -> None:
         "scale_dataset.py": "info.json",
         "mutation.py": "self.tests",
         "lerobot_gpu.py": "spec.json",
+        "gpu_features.py": "info",
         "disk_frames.py": "json.dumps(",
         "sizing.py": "json.dumps(result)",
         "same_batches.py": "",  # writes no report
@@ -320,30 +336,65 @@ def test_index_reads_every_object(g1: Path) -> None:
     assert json.loads(out.splitlines()[-1])["objects"] == 40
 
 
-def test_a_part_that_crashes_costs_the_gpu_trip_no_other(tmp_path: Path) -> None:
-    """The test replaces Python by a script that records its arguments, is killed at one part and fails at another."""
-    python = tmp_path / "python"
-    python.write_text(
-        f"""#!/bin/bash
-        echo "$@" >> {tmp_path}/calls
-        case "$*" in *gpu_settings.py*) kill -SEGV $$ ;; *peers.py*hevc*) exit 3 ;; esac"""
-    )
+TRIP = ["bash", str(ROOT / "benchmarks/gpu_trip.sh")]
+PARTS = [
+    "-m dali_stream doctor", "gpu_features.py", "-m dali_stream selftest", "nvdec_loaders.py", "lerobot_gpu.py",
+    "gpu_settings.py", "decode_floor.py", "peers.py",
+]  # fmt: skip
+
+
+def fake_python(folder: Path, code: str) -> dict[str, str]:
+    """The environment of a trip whose Python is a script, which records its arguments in `folder/calls` and runs `code`."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/bash\necho "$@" >> {folder}/calls\n{code}\n')
     python.chmod(0o755)
+    return {**os.environ, "PYTHON": str(python), "TMPDIR": str(folder)}
+
+
+def test_a_part_that_crashes_costs_the_gpu_trip_no_other(tmp_path: Path) -> None:
+    """The test replaces Python by a script that is killed at one part and fails at another."""
     out = tmp_path / "out"
-    command = ["bash", str(ROOT / "benchmarks/gpu_trip.sh"), str(out)]
-    environment = {**os.environ, "PYTHON": str(python)}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    code = 'case "$*" in *gpu_settings.py*) kill -SEGV $$ ;; *peers.py*) exit 3 ;; esac'
+    environment = fake_python(tmp_path, code)
+    done = subprocess.run([*TRIP, str(out)], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "not ended well: settings peers of hevc" in done.stdout
+    assert "not ended well: settings peers" in done.stdout
     assert (out / "log.txt").read_text() == done.stdout
-    assert {"doctor.txt", "selftest.txt", "settings.txt", "peers-of-hevc.txt"} <= {path.name for path in out.iterdir()}
     calls = (tmp_path / "calls").read_text()
-    names = ["-m dali_stream doctor", "-m dali_stream selftest", "gpu_settings.py", "decode_floor.py", "peers.py"]
-    assert [call for call in calls.splitlines() if "-c" in call.split()]  # the datasets
-    assert [calls.index(name) for name in names] == sorted(calls.index(name) for name in names)
-    assert calls.count("decode_floor.py") == calls.count("peers.py") == 2
-    done = subprocess.run(command, env={**environment, "LIMIT": "0"}, cwd=tmp_path, capture_output=True, text=True)
+    assert [call for call in calls.splitlines() if "write_demo" in call]  # the datasets
+    assert [calls.index(name) for name in PARTS] == sorted(calls.index(name) for name in PARTS)
+    done = subprocess.run([*TRIP, str(out)], env={**environment, "LIMIT": "0"}, cwd=tmp_path, capture_output=True, text=True)
     assert "selftest: no time was left" in done.stdout
+
+
+def test_a_gpu_trip_that_is_ended_ends_its_part_and_keeps_its_reports(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code = 'case "$*" in *gpu_features.py*) echo {} > "${@: -1}" ;; *selftest*) echo runs as $$; exec sleep 600 ;; esac'
+    environment = fake_python(tmp_path, code)
+    with subprocess.Popen([*TRIP, str(out)], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as trip:
+        assert trip.stdout is not None
+        pid = next(line.split()[-1] for line in trip.stdout if line.startswith("runs as"))
+        trip.terminate()
+        said = trip.stdout.read()
+    assert trip.returncode == 128 + signal.SIGTERM
+    assert "== ended by a signal" in said
+    assert (out / "features.json").read_text() == "{}\n"
+    assert not Path("/proc", pid).exists()
+    assert "gpu_settings.py" not in (tmp_path / "calls").read_text()
+    assert list(tmp_path.glob("tmp.*")) == []  # the datasets
+
+
+@pytest.mark.slow
+def test_features_beside_nvdec_are_compared_with_the_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    run("benchmarks/gpu_features.py", "--device", "cpu", "--size", "120x160", "--episodes", 2, "--out", out)
+    report = json.loads(out.read_text())
+    parts = ["frame cache", "mixture", "depth", "in place", "workers", "to the CPU"]
+    assert [row["part"] for row in report["rows"]] == parts
+    for row in report["rows"]:
+        assert row.get("failed") is None
+        assert row["wrong"] == 0 < row["frames"]
+    assert report["rows"][2]["routes"]["observation.images.side"] == "pyav"
 
 
 @pytest.mark.slow

@@ -189,7 +189,7 @@ def check_ends(camera: Camera) -> list[Finding]:
 
 
 def check_gops(camera: Camera) -> list[Finding]:
-    """Check the cost of long GOPs, and whether the frame cache compensates for it."""
+    """Check the cost of long GOPs, and whether the cache in memory compensates for it."""
     if camera.is_depth:  # `prepare` does not re-encode it
         return []
     tables = camera.tables
@@ -198,7 +198,7 @@ def check_gops(camera: Camera) -> list[Finding]:
     plain = float((gops * (gops + 1) / 2).sum() / gops.sum())
     if plain < _COSTLY:
         return []
-    text = f"GOP {median_gop(tables)} decodes {plain:.0f} frames per delivered frame without a frame cache"
+    text = f"GOP {median_gop(tables)} decodes {plain:.0f} frames per delivered frame without the cache in memory"
     shorter = "`dali-stream prepare URI OUT --codec h264 --gop 2`"
     cached = _cached(camera)
     if not cached:

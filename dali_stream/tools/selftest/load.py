@@ -54,7 +54,7 @@ def lockstep(
         - `frames`, `wrong`: Number of compared frames, and of frames that differ by more than the rounding of a decoder.
         - `worst_mean`, `worst_block`: Largest mean absolute difference of a frame, and of 16 × 16 pixels, in 8-bit values.
     """
-    busy, held, differences = work(device), deque[tuple[Any, Any]](), list[torch.Tensor]()
+    busy, held, compared = work(device), deque[tuple[Any, Any]](), list[torch.Tensor]()
     dataset, number, started = Dataset(folder), 0, time.perf_counter()
     options: dict[str, Any] = {"image_size": image_size, "memory_budget": _BUDGET, "num_threads": num_threads}
     with (
@@ -66,7 +66,7 @@ def lockstep(
             batch = next(batches)
             if len(held) == _HELD:
                 # The comparison waits for the GPU, so it must run before new work is queued.
-                differences += _differences(*held.popleft(), device)
+                compared += differences(*held.popleft(), device)
             busy()
             frames = [batch[camera].clone() if number % 2 else batch[camera] for camera in dataset.cameras]
             del batch
@@ -74,14 +74,14 @@ def lockstep(
             held.append((frames, [reference[camera] for camera in dataset.cameras]))
             number += 1
         for pair in held:
-            differences += _differences(*pair, device)
-        mean, block = torch.cat(differences).T
+            compared += differences(*pair, device)
+        found = torch.cat(compared)
         return {
             **_outcome(ours, started),
-            "frames": len(mean),
-            "wrong": int((~((mean <= _MEAN) & (block <= _BLOCK))).sum()),  # NaN is wrong, too
-            "worst_mean": float(mean.max()),
-            "worst_block": float(block.max()),
+            "frames": len(found),
+            "wrong": count_wrong(found),
+            "worst_mean": float(found[:, 0].max()),
+            "worst_block": float(found[:, 1].max()),
         }
 
 
@@ -171,7 +171,7 @@ def work(device: str) -> Callable[[], None]:
     return queue
 
 
-def _differences(frames: list[torch.Tensor], expected: list[torch.Tensor], device: str) -> Iterator[torch.Tensor]:
+def differences(frames: list[torch.Tensor], expected: list[torch.Tensor], device: str) -> Iterator[torch.Tensor]:
     """Yield the mean absolute differences of each frame and of its worst 16 × 16 pixels, one camera after the other.
 
     Args:
@@ -184,3 +184,13 @@ def _differences(frames: list[torch.Tensor], expected: list[torch.Tensor], devic
     for a, b in zip(frames, expected, strict=True):
         difference = (a.flatten(0, 1) - b.flatten(0, 1).to(device)).abs().mean(1, keepdim=True) * 255
         yield torch.stack([difference.mean((1, 2, 3)), F.avg_pool2d(difference, 16).amax((1, 2, 3))], 1).cpu()
+
+
+def count_wrong(compared: torch.Tensor) -> int:
+    """Return the number of frames that differ by more than the rounding of a decoder.
+
+    Args:
+        compared: Results of `differences`, shape (n, 2).
+    """
+    mean, block = compared.T
+    return int((~((mean <= _MEAN) & (block <= _BLOCK))).sum())  # NaN is wrong, too

@@ -1,0 +1,239 @@
+"""Check features of the Loader beside NVDEC: every frame of two epochs is compared with a Loader on the CPU.
+
+    python benchmarks/gpu_features.py [--device cuda] [--size 480x640] [--episodes 8] [--parts NAME ...] [--out FILE]
+
+frame cache      a Loader fills a cache on disk, and a second Loader reads all frames from it
+mixture          a mixture of a dataset in H.264 and one in HEVC
+depth            a colour camera on NVDEC beside a depth camera, which PyAV decodes; its distances must be equal
+in place         `Transformed` on the GPU's batches
+workers          `Transformed` with worker processes, whose batches are copied to the GPU; they must be equal
+to the CPU       a camera whose last file NVDEC must not decode, so that the CPU continues with it
+
+The datasets are written to a temporary folder. A row has the number of frames, of wrong ones, and the decoders. The row of a
+part that failed has its error instead. `--device cpu` serves only to test this program: torchcodec decodes on the CPU then.
+The exit code is 1 if a frame is wrong or a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import torch
+from argument_types import count, new_file
+
+from dali_stream import Dataset, Loader, Mixture, Transformed
+from dali_stream.checks.frame_size import frame_size, join_sizes
+from dali_stream.decode.torchcodec_cuda import device_name
+from dali_stream.demo import write_demo
+from dali_stream.demo.encode import Codec, encode_video
+from dali_stream.system import process
+from dali_stream.tools import environment
+from dali_stream.tools.selftest import load
+
+TOP, SIDE = "observation.images.top", "observation.images.side"
+OPEN_GOPS = Codec("libx264", None, "veryfast", {"x264-params": "keyint={gop}:open-gop=1:bframes=1:b-adapt=0"})
+EPOCHS, BATCH_SIZE, WORKERS = 2, 32, min(4, process.cores())
+Row = dict[str, Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N")
+    parser.add_argument("--size", type=frame_size, default=(480, 640), metavar="HxW", help="size of the frames")
+    parser.add_argument("--episodes", type=count, default=8, help="number of episodes of a dataset")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--out", type=new_file, help="write the report to this file after each part")
+    arguments = parser.parse_args(join_sizes())
+    device = device_name(process.gpu(arguments.device))
+    report: dict[str, Any] = {
+        "arguments": {key: str(value) for key, value in vars(arguments).items() if key != "out"},
+        **environment.ran_on(device),
+        "rows": [],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        parts = Parts(Path(folder), device, arguments.size, arguments.episodes)
+        for name in arguments.parts:
+            started = time.perf_counter()
+            try:
+                row = PARTS[name](parts)
+            except Exception as error:  # the other parts still run
+                row = {"failed": f"{type(error).__name__}: {error}"[:1000]}
+            row = {"part": name, **row, "seconds": round(time.perf_counter() - started, 2)}
+            report["rows"].append(row)
+            print(row, flush=True)
+            if arguments.out:
+                environment.write_report(arguments.out, report)
+    return 1 if any("failed" in row or row["wrong"] for row in report["rows"]) else 0
+
+
+class Parts:
+    """The parts, and the datasets that they share.
+
+    Args:
+        folder: Folder for the datasets.
+        device: Device of the tested Loaders. With "cpu", torchcodec decodes on the CPU.
+        size: Size (height, width) of the frames.
+        episodes: Number of episodes of each dataset.
+    """
+
+    def __init__(self, folder: Path, device: str, size: tuple[int, int], episodes: int) -> None:
+        self._folder, self._device, self._size, self._episodes = folder, device, size, episodes
+        self._nvdec = "torchcodec" if device == "cpu" else "torchcodec-cuda"
+
+    def frame_cache(self) -> Row:
+        root, cache = self._written("h264"), self._folder / "frames"
+        with self._loader(root, frame_cache=cache) as ours, self._on_cpu(root) as theirs:
+            row = compared(ours, theirs)
+        with self._loader(root, frame_cache=cache) as ours, self._on_cpu(root) as theirs:
+            again = compared(ours, theirs)
+            decoded = ours.stats()["decoded_frames"]
+        if decoded:
+            raise AssertionError(f"the second Loader must decode nothing, got {decoded} frames")
+        return row | {key: row[key] + again[key] for key in ("frames", "wrong")}
+
+    def mixture(self) -> Row:
+        roots = {"first": self._written("h264"), "second": self._written("hevc", gop=12)}
+        with self._loader(Mixture(roots)) as ours, self._on_cpu(Mixture(roots)) as theirs:
+            return compared(ours, theirs)
+
+    def depth(self) -> Row:
+        root = with_depth(self._written("h264", name="depth"))
+        with self._loader(root) as ours, self._on_cpu(root) as theirs:
+            return compared(ours, theirs, equal=[SIDE])
+
+    def in_place(self) -> Row:
+        root = self._written("h264")
+        with Transformed(self._loader(root), moved) as ours, Transformed(self._on_cpu(root), moved) as theirs:
+            return compared(ours, theirs)
+
+    def workers(self) -> Row:
+        root = self._written("h264")
+        with (
+            Transformed(self._on_cpu(root), moved, num_workers=WORKERS, device=self._device) as ours,
+            Transformed(self._on_cpu(root), moved, device="cpu") as theirs,
+        ):
+            return compared(ours, theirs, equal=ours.dataset.cameras)
+
+    def to_the_cpu(self) -> Row:
+        root = with_open_gops(self._written("h264", name="open"))
+        with self._loader(root, decode="auto" if self._nvdec == "torchcodec-cuda" else "torchcodec") as ours:
+            before = routes(ours)
+            with self._on_cpu(root) as theirs:
+                return {"before": before, **compared(ours, theirs)}
+
+    def _written(self, codec: str, gop: int = 2, name: str = "") -> Path:
+        root = self._folder / (name or codec)
+        return root if root.exists() else write_demo(root, episodes=self._episodes, codec=codec, gop=gop, size=self._size)
+
+    def _loader(self, data: Path | Mixture, **options: Any) -> Loader:
+        """Return the tested Loader. Most frames are decoded for each batch, so few are decoded once only."""
+        given = {"device": self._device, "decode": self._nvdec, "memory_budget": "64MiB"} | options
+        return Loader(data, batch_size=BATCH_SIZE, rank=0, world_size=1, **given)
+
+    def _on_cpu(self, data: Path | Mixture) -> Loader:
+        """Return the Loader to compare with, which keeps its frames."""
+        return Loader(data, batch_size=BATCH_SIZE, rank=0, world_size=1, device="cpu", decode="torchcodec")
+
+
+PARTS: dict[str, Callable[[Parts], Row]] = {  # most important first
+    "frame cache": Parts.frame_cache,
+    "mixture": Parts.mixture,
+    "depth": Parts.depth,
+    "in place": Parts.in_place,
+    "workers": Parts.workers,
+    "to the CPU": Parts.to_the_cpu,
+}
+
+
+def moved(sample: dict[str, Any]) -> dict[str, Any]:
+    """Function of `Transformed`: shift the frames by random distances, and return the identity of the sample as well."""
+    shift = random.randrange(8), int(torch.randint(8, ()))
+    frames = {key: torch.roll(sample[key], shift, (-2, -1)) for key in (TOP, SIDE)}
+    return {"index": sample["index"], **frames}
+
+
+def compared(ours: Loader | Transformed, theirs: Loader | Transformed, equal: Iterable[str] = ()) -> Row:
+    """Compare the frames of two Loaders over `EPOCHS` epochs. Cameras in `equal` must have the same values.
+
+    Returns:
+        A row with the number of frames and of wrong ones, the largest mean absolute difference of a frame in 8-bit values, the
+        decoders at the end, and the number of their changes.
+    """
+    frames = wrong = other_rows = 0
+    differences = list[torch.Tensor]()
+    for mine, expected in zip(epochs(ours), epochs(theirs), strict=True):
+        other_rows += not torch.equal(mine["index"].cpu(), expected["index"])
+        for camera in ours.dataset.cameras:
+            a, b = mine[camera].cpu().unsqueeze(1), expected[camera].unsqueeze(1)
+            frames += len(a)
+            if camera in equal:
+                wrong += int((a != b).flatten(1).any(1).sum())
+            else:
+                differences += load.differences([a], [b], "cpu")
+    found = torch.cat(differences) if differences else torch.zeros(0, 2)
+    if other_rows:
+        raise AssertionError(f"{other_rows} batches have other rows than those of the CPU")
+    return {
+        "frames": frames,
+        "wrong": wrong + load.count_wrong(found),
+        "worst_mean": float(found[:, 0].max()) if len(found) else None,
+        "routes": routes(ours),
+        "route_changes": ours.stats()["route_changes"],
+    }
+
+
+def epochs(loader: Loader | Transformed) -> Iterator[dict[str, Any]]:
+    return itertools.chain.from_iterable(itertools.repeat(loader, EPOCHS))
+
+
+def routes(loader: Loader | Transformed) -> dict[str, str]:
+    return {camera: route.decoder for camera, route in loader.routes.items()}
+
+
+def with_depth(root: Path) -> Path:
+    """Replace the second camera of a demo dataset by a depth camera, whose distances are the brightness. Return `root`."""
+    for path in (root / "videos" / SIDE).rglob("*.mp4"):
+        with av.open(path) as source:
+            rate = source.streams.video[0].average_rate
+            images = [frame.to_ndarray(format="gray").astype(np.uint16) * 16 for frame in source.decode(video=0)]
+        with av.open(path, "w") as target:
+            options = {"x265-params": "lossless=1:keyint=2:min-keyint=2:log-level=none"}
+            stream = target.add_stream("libx265", rate=rate, options=options)
+            stream.height, stream.width = images[0].shape
+            stream.pix_fmt = "gray12le"
+            for image in images:
+                frame = av.VideoFrame.from_ndarray(image, format="gray16le").reformat(format="gray12le")
+                target.mux(stream.encode(frame))
+            target.mux(stream.encode(None))
+    path = root / "meta/info.json"
+    info = json.loads(path.read_text())
+    camera = info["features"][SIDE]
+    camera["shape"] = [*camera["shape"][:2], 1]
+    camera["info"] = {"is_depth_map": True, "video.pix_fmt": "gray12le"}
+    path.write_text(json.dumps(info))
+    return root
+
+
+def with_open_gops(root: Path) -> Path:
+    """Encode the last file of the first camera of a demo dataset with open GOPs. Return `root`."""
+    path = max((root / "videos" / TOP).rglob("*.mp4"))
+    with av.open(path) as source:
+        images = np.stack([frame.to_ndarray(format="rgb24") for frame in source.decode(video=0)])
+    path.unlink()
+    encode_video(images, path, codec=OPEN_GOPS, gop=12, fps=round(Dataset(root).fps))
+    return root
+
+
+if __name__ == "__main__":
+    sys.exit(main())
