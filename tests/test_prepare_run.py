@@ -158,7 +158,7 @@ def test_an_unfinished_run_of_another_job_is_left_alone(
 
 @pytest.mark.parametrize("kind", ["older state", "cut off", "not a state", "older plan", "no longer a dataset"])
 def test_a_state_that_is_not_understood_is_refused(demo: Path, tmp_path: Path, kind: str) -> None:
-    """A run that is begun anew beside files of an earlier one could leave some of them in the new dataset."""
+    """A new run beside files of an earlier one could leave some of them in the new dataset."""
     out = tmp_path / "out"
     if kind == "no longer a dataset":
         prepared(demo, out, **SMALL)

@@ -21,7 +21,7 @@ import filelock
 import fsspec
 import obstore
 
-from dali_stream.errors import DatasetError, StorageError
+from dali_stream.errors import DatasetError, StorageError, counted
 from dali_stream.storage import OBJECTS
 from dali_stream.storage.filesystem import check_scheme
 from dali_stream.storage.object_options import parsed
@@ -281,7 +281,7 @@ class RepositoryPlace(FilesystemPlace):
         from huggingface_hub import CommitOperationAdd
 
         added = [*uploads, *(CommitOperationAdd(self._inside(path), data) for path, data in files)]
-        message = f"Add {len(added)} files with dali-stream prepare"
+        message = f"Add {counted(len(added), 'file')} (`dali-stream prepare`)"
         self._retried("", lambda: self._call("create_commit", operations=added, commit_message=message))
 
     def _call(self, name: str, **arguments: Any) -> None:

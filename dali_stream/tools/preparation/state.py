@@ -111,13 +111,11 @@ class RunState:
     def update(self, state: str = "running") -> None:
         """Show the status. Write the state if the last write was more than a few seconds ago, or if the run ends."""
         status = self._status(state)
+        is_first, is_last = not self._next, state in ("stopped", "failed")
+        is_due = state != "running" or time.monotonic() > self._next
         # Commits of a repository are few, so each has finished files, except for the first and the last one of a run.
-        is_new = bool(self._uploads) or not self._place.counts_commits
-        if (
-            not self._next
-            or state in ("stopped", "failed")
-            or (is_new and (state != "running" or time.monotonic() > self._next))
-        ):
+        has_files = bool(self._uploads) or not self._place.counts_commits
+        if is_first or is_last or (is_due and has_files):
             self._write(status)
         self._show(status)
 
