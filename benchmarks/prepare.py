@@ -12,7 +12,7 @@ codecs    frames/s of decoding every tenth frame of a 224×224 video, and bytes 
           `prepare` encodes with three of these settings. The settings of `--for cpu` were chosen from these results.
 chart     chart of the rates in a report of `speed`, as drawn by `make figures`
 overhead  time per empty task, on 1 and 2 processes; speedup of 2 processes over 1 for tasks of 50 ms; and time and
-          memory of the process that submits many tasks, with an executor that answers at once
+          memory of the process that keeps the state of a run with many files, with an executor that answers at once
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import Executor, Future
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,9 @@ import dali_stream
 from dali_stream.system.process import cores, processor
 from dali_stream.tools import environment
 from dali_stream.tools.preparation import executors
+from dali_stream.tools.preparation.place import LocalPlace
+from dali_stream.tools.preparation.plan import Plan
+from dali_stream.tools.preparation.state import RunState
 
 SIZE = (224, 224)
 TARGET_DB = 37.0
@@ -240,32 +242,22 @@ def decoding_rate(path: Path, count: int) -> float:
 # ---- overhead
 
 
-class Instant(Executor):
-    """Executor that answers at once, like a cluster whose workers do nothing."""
-
-    def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(nothing(*args))
-        return future
+def nothing(task: dict[str, Any]) -> dict[str, Any]:
+    return {"path": task["path"], "note": {"bytes": 1}, "upload": None}
 
 
-def nothing(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"path": task["path"], "bytes": 1} for task in tasks]
-
-
-def work(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Use 50 ms of CPU time per task."""
-    for _ in tasks:
-        end = time.thread_time() + 0.05
-        while time.thread_time() < end:
-            pass
-    return nothing(tasks)
+def work(task: dict[str, Any]) -> dict[str, Any]:
+    """Use 50 ms of CPU time."""
+    end = time.thread_time() + 0.05
+    while time.thread_time() < end:
+        pass
+    return nothing(task)
 
 
 def seconds(jobs: int, call: Any, count: int) -> float:
     """Return the time of `count` tasks in seconds, without the time in which the processes start."""
     tasks = [{"path": f"file-{n}"} for n in range(count)]
-    results = executors.run_tasks(lambda: executors.Processes(jobs), call, tasks, jobs)
+    results = (result for result in executors.in_processes(call, tasks, jobs) if result is not None)
     for _ in range(jobs):
         next(results)
     begin = time.perf_counter()
@@ -274,7 +266,7 @@ def seconds(jobs: int, call: Any, count: int) -> float:
 
 
 def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure the overhead per task, and the time and memory of the process that submits the tasks."""
+    """Measure the overhead per task, and the time and memory of the process that keeps the state of a run."""
     per_task = {jobs: 1000 * seconds(jobs, nothing, 500) / 500 for jobs in (1, 2)}
     one, two = (statistics.median(seconds(jobs, work, 100) for _ in range(3)) for jobs in (1, 2))
     episodes = [
@@ -286,9 +278,15 @@ def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
         {"path": f"videos/camera/chunk-000/file-{n}.mp4", "camera": "camera", "episodes": episodes}
         for n in range(arguments.tasks)
     ]
-    begin = time.perf_counter()
-    assert len(list(executors.run_tasks(Instant, nothing, json.loads(json.dumps(tasks)), 1000))) == arguments.tasks
-    took, memory = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.perf_counter()
+        run = RunState(LocalPlace(folder), Plan({}, json.loads(json.dumps(tasks))), {}, lambda status: None)
+        for result in map(nothing, tasks):
+            run.add(result)
+            run.update()
+        run.update("finishing")
+        took, memory = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert run.written == arguments.tasks
     return {
         "ms_per_task": {str(jobs): round(value, 2) for jobs, value in per_task.items()},
         "two_workers_against_one": round(one / two, 2),

@@ -230,7 +230,7 @@ def test_a_missing_program_is_named(
     assert "Unknown encoder" in failed(capsys, ["prepare", small, tmp_path / "out", *FAST], 1)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "apt-get install ffmpeg" in failed(capsys, ["prepare", small, tmp_path / "out", *FAST], 1)
-    assert not (tmp_path / "out/meta/prepare/plan.jsonl").exists()
+    assert not (tmp_path / "out/meta/prepare.json").exists()
 
 
 @pytest.mark.parametrize(("gop", "told"), [(2, "-g 2 "), slow(1, "-g 250 -force_key_frames expr:1 ")])

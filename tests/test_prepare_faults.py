@@ -122,9 +122,7 @@ def test_workers_of_ray_and_the_command_may_die(many: Path, tmp_path: Path, monk
     while done < KILLS:
         out = tmp_path / f"out-{done}"
 
-        def pick(
-            rng: random.Random, process: psutil.Process, plan: Path = out / "meta/prepare/plan.jsonl"
-        ) -> list[psutil.Process]:
+        def pick(rng: random.Random, process: psutil.Process, plan: Path = out / "meta/prepare.json") -> list[psutil.Process]:
             """The command and Ray's workers, without the node's agents; nothing before the plan is stored."""
             named = [child for child in process.children(recursive=True) if child.name().startswith("ray::")]
             return [process, *(child for child in named if "Agent" not in child.name())] if plan.exists() else []
@@ -155,20 +153,23 @@ def test_jobs_of_slurm_may_die(many: Path, tmp_path: Path, whole: dict[str, byte
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_costs_the_files_that_do_not_fit(many: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
-    """A limit of the size of files acts as a full disk does: writes raise OSError."""
+def test_a_disk_that_is_full_costs_the_files_that_do_not_fit(many: Path, tmp_path: Path) -> None:
+    """A limit of the size of files acts as a full disk does: writes raise OSError. The state is smaller than these files."""
+    size = {"file_mb": 0.04}
+    prepared(many, tmp_path / "whole", **size)
+    whole = tree(tmp_path / "whole")
     sizes = sorted(len(data) for name, data in whole.items() if name.startswith(("data/", "videos/")))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with pytest.raises(KeyboardInterrupt):  # after the plan was stored
-        prepared(many, tmp_path / "out", progress=_interrupt, file_mb=FILE_MB)
+        prepared(many, tmp_path / "out", progress=_interrupt, **size)
     resource.setrlimit(resource.RLIMIT_FSIZE, (sizes[len(sizes) // 2], limits[1]))
     try:
-        report = prepare(many, tmp_path / "out", jobs=1, file_mb=FILE_MB)
+        report = prepare(many, tmp_path / "out", jobs=1, **size)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert 0 < len(report.failed) < len(sizes)
     assert not (tmp_path / "out/meta/info.json").exists()
-    assert prepared(many, tmp_path / "out", file_mb=FILE_MB).written == len(report.failed)
+    assert prepared(many, tmp_path / "out", **size).written == len(report.failed)
     assert tree(tmp_path / "out") == whole
 
 

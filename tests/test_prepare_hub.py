@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from support.videos import loader
 
 from dali_stream import Dataset, DatasetError, StorageError
 from dali_stream.storage.hub import HubStore
+from dali_stream.tools.preparation import state
 from dali_stream.tools.preparation.run import status
 
 TOKEN = "hf_s3cretT0ken"
@@ -128,6 +131,30 @@ def test_an_interrupted_run_continues(hub: Hub, small: Path, whole: dict[str, by
         prepared(small, address, **options, rows_per_group=7)
     assert 0 < prepared(small, address, **options).written < len(whole)
     assert stored(hub, address) == whole
+
+
+@pytest.mark.parametrize("seconds_per_file", [1, 25])
+def test_commits_have_finished_files_and_are_few(
+    hub: Hub, small: Path, whole: dict[str, bytes], seconds_per_file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first commit has the plan. Then one a minute has the finished files, and two have the metadata and the report."""
+    now, done = 0.0, 0
+
+    def advance(status: Any) -> None:
+        nonlocal now, done
+        now, done = now + seconds_per_file * (status.done - done), status.done
+
+    monkeypatch.setattr(state, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    prepared(small, ADDRESSES[0], file_mb=FILE_MB, progress=advance, out_storage_options={"token": TOKEN, "endpoint": hub.url})
+    assert stored(hub, ADDRESSES[0]) == whole
+    record, files = {"meta/prepare.json"}, {path for path in whole if not path.startswith("meta/")}
+    plan, *batches, metadata, report = hub.commits
+    assert plan == report == record
+    assert metadata == whole.keys() - files - record
+    assert all(batch > record for batch in batches)
+    assert [path for batch in batches for path in batch - record if path not in files] == []
+    assert sum(len(batch - record) for batch in batches) == len(files)
+    assert len(batches) == (1 if seconds_per_file == 1 else -(-len(files) // 3))
 
 
 @pytest.mark.parametrize("address", ["hf://datasets/owner/nothing", "hf://buckets/owner/nothing"])

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from support.tools import FAST, SMALL, prepared
 from dali_stream import DaliStreamError, Dataset, DatasetError
 from dali_stream.cli import main
 from dali_stream.tools import prepare
-from dali_stream.tools.preparation.executors import run_tasks
+from dali_stream.tools.preparation.executors import in_processes
 
 OPTIONS = ["--file-mb", str(SMALL["file_mb"]), "--jobs", "1"]
 
@@ -77,10 +76,11 @@ def test_a_run_that_writes_no_progress_has_stopped(
     """As after a kill, which leaves no other trace."""
     out = tmp_path / "out"
     interrupted(demo, out)
-    progress = out / "meta/prepare/progress.json"
+    path = out / "meta/prepare.json"
     for silent_s, expected in ((60, state), (601, "stopped")):
-        status = json.loads(progress.read_text()) | {"state": state, "at": time.time() - silent_s}
-        progress.write_text(json.dumps(status))
+        stored = json.loads(path.read_text())
+        status = stored["status"] | {"state": state, "at": time.time() - silent_s}
+        path.write_text(json.dumps(stored | {"status": status}))
         assert main(["prepare", "--status", str(out), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["state"] == expected
 
@@ -105,25 +105,20 @@ def test_a_file_that_was_cut_off_between_two_runs_is_written_again(demo: Path, t
     assert tree(out) == whole
 
 
-# Calls that end their worker once, or always.
-def _kill(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    for task in tasks:
-        if task["kills"] == "always" or (task["kills"] == "once" and not os.path.exists(task["mark"])):
-            Path(task["mark"]).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-    return [{"path": task["path"], "bytes": 1} for task in tasks]
-
-
-def _pool() -> Executor:
-    return ProcessPoolExecutor(2)
+def _kill(task: dict[str, Any]) -> dict[str, Any]:
+    """A task that ends its worker once, or always."""
+    if task["kills"] == "always" or (task["kills"] == "once" and not os.path.exists(task["mark"])):
+        Path(task["mark"]).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"path": task["path"]}
 
 
 @pytest.mark.parametrize(("kills", "fails"), [("once", False), ("always", True)])
 def test_a_worker_that_dies_costs_no_other_file(tmp_path: Path, kills: str, fails: bool) -> None:
     tasks = [{"path": str(n), "mark": str(tmp_path / str(n)), "kills": kills if n in (2, 5) else ""} for n in range(8)]
-    results = {task["path"]: result for task, result in run_tasks(_pool, _kill, tasks, 2)}
-    assert sorted(results) == [task["path"] for task in tasks]
-    assert [path for path in sorted(results) if "error" in results[path]] == (["2", "5"] if fails else [])
+    results = [result for result in in_processes(_kill, tasks, 2) if result is not None]
+    assert sorted(result["path"] for result in results) == [task["path"] for task in tasks]
+    assert sorted(result["path"] for result in results if "error" in result) == (["2", "5"] if fails else [])
 
 
 # ---- somebody else's folder
@@ -158,6 +153,30 @@ def test_an_unfinished_run_of_another_job_is_left_alone(
         line = failed(capsys, ["prepare", source, out, *options], 2)
         assert "an unfinished run of another command, which differs in" in line
         assert why in line
+    assert tree(out) == before
+
+
+@pytest.mark.parametrize("kind", ["older state", "cut off", "not a state", "older plan", "no longer a dataset"])
+def test_a_state_that_is_not_understood_is_refused(demo: Path, tmp_path: Path, kind: str) -> None:
+    """A new run beside files of an earlier one could leave some of them in the new dataset."""
+    out = tmp_path / "out"
+    if kind == "no longer a dataset":
+        prepared(demo, out, **SMALL)
+        (out / "meta/info.json").unlink()
+    else:
+        interrupted(demo, out)
+        state = out / "meta/prepare.json"
+        text = state.read_text()
+        if kind == "older state":
+            state.rename(out / "meta/plan.jsonl")
+        else:
+            older = json.loads(text)
+            older["plan"]["version"] -= 1
+            state.write_text({"cut off": text[:-9], "not a state": '{"plan": {}}', "older plan": json.dumps(older)}[kind])
+    before = tree(out)
+    said = {"cut off": "Invalid", "not a state": "Invalid", "older plan": "differs in version"}.get(kind, "is not empty")
+    with pytest.raises((ValueError, DatasetError), match=said):
+        prepared(demo, out, **SMALL)
     assert tree(out) == before
 
 

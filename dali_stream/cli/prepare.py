@@ -108,23 +108,21 @@ def _cluster(
     executor: str, jobs: int | None, files_per_job: int | None, folder: str, slurm: dict[str, Any], address: str | None
 ) -> dict[str, Any]:
     """Return the arguments of `prepare` that choose the executor."""
-    if executor == "slurm":
-        from dali_stream.tools.preparation.slurm import MOST, SlurmExecutor
+    from dali_stream.tools.preparation.executors import on_ray, on_slurm
 
-        parallel = {} if jobs is None else {"array_parallelism": jobs}
-        make: Any = functools.partial(SlurmExecutor, folder, **slurm, **parallel)
-        return {"executor": make, "jobs": MOST, "files_per_call": files_per_job}
-    if files_per_job is not None or slurm:
-        raise ValueError(f"--files-per-job and --slurm-... need --executor slurm, got {executor}")
-    if executor == "ray":
-        from dali_stream.tools.preparation.ray import RayExecutor
-
-        return {"executor": functools.partial(RayExecutor, address), "jobs": jobs or 1000}
-    if executor != "local":
+    if executor not in ("local", "slurm", "ray"):
         raise ValueError(f"executor must be 'local', 'slurm' or 'ray', got {executor!r}")
-    if address is not None:
+    if executor != "slurm" and (files_per_job is not None or slurm):
+        raise ValueError(f"--files-per-job and --slurm-... need --executor slurm, got {executor}")
+    if executor != "ray" and address is not None:
         raise ValueError("--ray-address needs --executor ray")
-    return {"jobs": jobs}
+    if executor == "slurm":
+        slurm |= {} if jobs is None else {"array_parallelism": jobs}
+        return {"map_tasks": functools.partial(on_slurm, folder=folder, files_per_job=files_per_job, **slurm)}
+    if executor == "ray":
+        limit: dict[str, Any] = {} if jobs is None else {"jobs": jobs}
+        return {"map_tasks": functools.partial(on_ray, address=address, **limit)}
+    return {}
 
 
 @contextmanager

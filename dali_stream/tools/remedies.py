@@ -248,7 +248,7 @@ class Study:
         smaller = size is not None and any(self._whole.features[camera].frame_size != size for camera in self._whole.videos)
         kinds: list[dict[str, Any]] = [{"for_": "cpu"}, {"for_": "cpu", "size": size}]
         read = {key: value for key, value in self._arguments.items() if key not in ("episodes", "cache_dir")}
-        read |= {"episodes": part.episodes.tolist(), "executor": _threads}
+        read |= {"episodes": part.episodes.tolist(), "map_tasks": _in_threads}
         for options in kinds[: 1 + smaller]:
             name = _command(options)
             self._progress(f"rewriting {part.num_episodes} episodes with {name}")
@@ -309,6 +309,7 @@ def _command(options: Mapping[str, Any]) -> str:
     return "prepare --for cpu" + (f" --size {size[0]}x{size[1]}" if size else "")
 
 
-def _threads() -> ThreadPoolExecutor:
-    """Return the executor of a rewrite. For a few files, starting processes would take longer than it saves."""
-    return ThreadPoolExecutor(cores())
+def _in_threads(call: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
+    """Run the tasks of a rewrite. For a few files, starting processes would take longer than it saves."""
+    with ThreadPoolExecutor(cores()) as pool:
+        yield from pool.map(call, tasks)

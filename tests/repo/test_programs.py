@@ -115,7 +115,7 @@ def test_every_program_writes_its_report_without_paths() -> None:
         "disk_frames.py": "json.dumps(",
         "sizing.py": "json.dumps(result)",
         "same_batches.py": "",  # writes no report
-        "prepare.py": "executors.run_tasks",
+        "prepare.py": "RunState(",
         "prepare_lerobot.py": "dumps(jobs)",
     }
     for name, text in programs.items():

@@ -34,6 +34,7 @@ class Hub(Server):
     Attributes:
         link: URL up to the query that the link to the next page names. None: that of the request.
         blobs: contents that were uploaded by `Xet`, by their hash.
+        commits: the paths of the files of each commit or batch, in order.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Hub(Server):
         self.link: str | None = None
         self.names = tuple(repos)
         self.blobs: dict[str, bytes] = {}
+        self.commits: list[set[str]] = []
         for name, files in repos.items():
             self.put(name, files)
         self.cdn = Cdn(self.files, **network)
@@ -161,8 +163,11 @@ class _HubHandler(Handler):
             modes = {path: "regular" if path.endswith(".json") else "lfs" for path in paths}
             return {"files": [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]}
         assert rest == ["commit" if name.startswith("datasets/") else "batch"]
-        for line in sent.splitlines():
-            self.owner.change(name, json.loads(line))
+        lines = [json.loads(line) for line in sent.splitlines()]
+        for line in lines:
+            self.owner.change(name, line)
+        changed = [line.get("value", line) for line in lines if line.get("key") != "header"]
+        self.owner.commits.append({value["path"] for value in changed})
         commit = self.owner.commit(name)
         return {"commitUrl": f"{self.owner.url}/{name}/commit/{commit}", "commitOid": commit, "failed": []}
 
@@ -214,9 +219,12 @@ class Xet:
 
     def start_upload_file(self, path: str, sha256: Any) -> Any:
         """The upload of a file, which is done."""
+        return self.start_upload_bytes(Path(path).read_bytes(), sha256)
+
+    def start_upload_bytes(self, data: bytes, sha256: Any) -> Any:
+        """The upload of some bytes, which is done."""
         if (failure := next(self._failures, None)) is not None:
             raise failure
-        data = Path(path).read_bytes()
         name = hashlib.sha256(data).hexdigest()
         self._hub.blobs[name] = data
         return SimpleNamespace(

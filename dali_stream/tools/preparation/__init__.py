@@ -1,23 +1,25 @@
 """`prepare`: rewrites a dataset for training, on one machine, SLURM or Ray.
 
+The way of an output file: `plan` assigns episodes to it. An executor calls `task.write_file` in some process or job. This reads
+the episodes with `source`, writes and verifies the file with `rows` or `video`, and puts it into `place`. `run` then adds its
+note to the `state`. When all files are finished, `run` writes the `metadata`.
+
+run        `prepare`, which uses all of these
 options    options and presets
 plan       assignment of episodes to output files
+executors  functions like `map`, which run tasks in processes, on SLURM or on Ray
 task       unit of work: one output file, as an idempotent function of JSON arguments
-task_input reads the episodes of one output file from the source
-source     access to the files of the source
-rows, packets, video    write and verify files of rows, of copied packets, and of encoded frames
-encoders, ffmpeg, quality    encode frames, and compare them with the source
+source     reads the episodes of one output file from the source
+rows       reads and writes files of rows
+video      writes and verifies files of video: `packets` copies packets, `encoders` encodes frames, `quality` checks them
 place      OUT, the folder of the new dataset, local or remote
-executors  run tasks on any `concurrent.futures.Executor`
-slurm, ray executors for SLURM and Ray
-progress   state of a run
-metadata   writes the files below meta/, from the plan and the notes of the tasks
-run        `prepare`, which uses all of these
+state      state of a run, one file in OUT
+metadata   the files below meta/, from the plan and the notes of the tasks
 """
 
 from __future__ import annotations
 
-from dali_stream.tools.preparation.progress import PrepareStatus
 from dali_stream.tools.preparation.run import PreparedCamera, PrepareReport, prepare, status
+from dali_stream.tools.preparation.state import PrepareStatus
 
 __all__ = ["PrepareReport", "PrepareStatus", "PreparedCamera", "prepare", "status"]

@@ -1,68 +1,104 @@
-"""Runs tasks on any `concurrent.futures.Executor`: processes of this machine, SLURM, Ray, or an executor of the caller.
+"""Executors, which run tasks in processes of this machine, on SLURM, or on Ray.
 
-A task is a plain function call, and the executor decides where it runs. This module needs no scheduler, queue or worker
-protocol of its own.
+An executor is a function like the built-in `map`, except that results may be in any order. It takes a function and tasks, and
+yields the result of each task. If nothing ends for some time, it may yield None, so that progress shows that it is alive. A
+task whose worker dies is repeated. If it dies each time, its result is an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
 import signal
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from typing import Any
 
+from dali_stream.errors import DaliStreamError
+
 Json = dict[str, Any]
-_TICK_S = 10.0  # interval at which progress is updated while no call ends
-_TRIES = 2  # number of attempts after which a task fails. An attempt does not count if other tasks ran in the pool that broke
+Call = Callable[[Json], Json]
+MapTasks = Callable[[Call, Sequence[Json]], Iterable[Json | None]]
+# Yields results, and returns the tasks whose worker died, with the error.
+_Attempt = Generator[Json | None, None, list[tuple[Json, BaseException]]]
+_TICK_S = 10.0  # time without a result after which None is yielded
+_POLL_S = 1.0  # interval of polling the jobs of SLURM
+_MOST_JOBS = 1000  # maximum number of jobs of SLURM at a time
+_REPEATS = 2  # number of times that a task is repeated after its worker has died
 
 
-class ThisProcess(Executor):
-    """Executor that runs each call in `submit`, in the caller's thread."""
-
-    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call the function. Return a future that is already done."""
-        future: Future[Any] = Future()
-        settle(future, lambda: call(*args, **kwargs))
-        return future
-
-
-class Processes(ProcessPoolExecutor):
-    """Processes of this machine. They are spawned, since the threads of obstore and torch do not survive a fork.
+def in_processes(call: Call, tasks: Sequence[Json], jobs: int) -> Iterator[Json | None]:
+    """Run tasks in processes of this machine. If a process dies, its task is repeated last, when no other task runs.
 
     Args:
+        call: Function that takes a task and returns its result.
+        tasks: Tasks to run.
         jobs: Number of processes.
     """
-
-    def __init__(self, jobs: int) -> None:
-        super().__init__(jobs, multiprocessing.get_context("spawn"), initializer=_begin_worker, initargs=(os.getpid(),))
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the processes. If `cancel_futures`, kill them instead of waiting for running calls."""
-        processes = list((self._processes or {}).values()) if cancel_futures else []
-        super().shutdown(wait=wait, cancel_futures=cancel_futures)
-        for process in processes:
-            process.kill()
+    return _repeated(tasks, lambda part, is_first: _run_in_processes(call, part, jobs if is_first else 1))
 
 
-def settle(future: Future[Any], call: Callable[[], Any]) -> None:
-    """Call a function. Its result, or the error that it raises, becomes that of the future."""
+def _repeated(tasks: Sequence[Json], attempt: Callable[[Sequence[Json], bool], _Attempt]) -> Iterator[Json | None]:
+    """Run tasks, and repeat those whose worker died. `attempt` takes tasks, and whether this is their first attempt."""
+    lost = yield from attempt(tasks, True)
+    for _ in range(_REPEATS):
+        if lost:
+            lost = yield from attempt([task for task, _ in lost], False)
+    for task, error in lost:
+        yield _failed(task, error)
+
+
+def _failed(task: Json, error: BaseException) -> Json:
+    cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return {"path": task["path"], "error": f"its worker died each time ({cause}). Check its memory"}
+
+
+def _run_in_processes(call: Call, tasks: Sequence[Json], jobs: int) -> _Attempt:
+    # A pool breaks if a process dies. With a pool per process, the task that was running in it is known.
+    waiting, lost = deque(tasks), list[tuple[Json, BaseException]]()
+    idle = [_pool() for _ in range(min(jobs, len(tasks)))]
+    running: dict[Future[Json], tuple[Json, ProcessPoolExecutor]] = {}
     try:
-        future.set_result(call())
-    except Exception as error:
-        future.set_exception(error)
+        while waiting or running:
+            while waiting and idle:
+                pool = idle.pop()
+                try:
+                    future = pool.submit(call, waiting[0])
+                except BrokenExecutor:  # the process died while it was idle
+                    idle.append(_pool())
+                    continue
+                running[future] = waiting.popleft(), pool
+            ended = wait(running, _TICK_S, FIRST_COMPLETED).done
+            if not ended:
+                yield None
+            for future in ended:
+                task, pool = running.pop(future)
+                error = future.exception()
+                idle.append(_pool() if isinstance(error, BrokenExecutor) else pool)
+                if error is None:
+                    yield future.result()
+                else:
+                    lost.append((task, error))
+    finally:
+        for pool in [*idle, *(pool for _, pool in running.values())]:
+            processes = list((pool._processes or {}).values())
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.kill()
+    return lost
 
 
-def local(jobs: int) -> Callable[[], Executor]:
-    """Return a function that makes an executor on this machine: this process for one job, or otherwise `jobs` processes."""
-    return ThisProcess if jobs == 1 else functools.partial(Processes, jobs)
+def _pool() -> ProcessPoolExecutor:
+    """Return a pool of one process. It is spawned, since the threads of obstore and torch do not survive a fork."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(os.getpid(),))
 
 
-def _begin_worker(parent: int) -> None:
-    """Prepare a worker process. It ends with its parent, ignores Ctrl-C, and uses one thread."""
+def _begin(parent: int) -> None:
+    """Prepare a process. It ends with its parent, ignores Ctrl-C, and uses one thread."""
     import ctypes
     import sys
 
@@ -76,73 +112,93 @@ def _begin_worker(parent: int) -> None:
     torch.set_num_threads(1)
 
 
-def run_tasks(
-    make: Callable[[], Executor],
-    call: Callable[[Sequence[Json]], list[Json]],
-    tasks: Sequence[Json],
-    at_once: int,
-    per_call: int = 1,
-    starting: Callable[[Sequence[Json]], None] = lambda tasks: None,
-) -> Iterator[tuple[Json, Json]]:
-    """Run tasks. Yield each task with its result, in the order in which they end.
-
-    If a worker dies, a pool of processes is broken, and a new one is made. It is not known which task killed the worker, so the
-    tasks that were running are retried last and one at a time. A task that then kills its worker twice fails. Other executors,
-    such as SLURM, do not break if a job is killed. The tasks of the killed job are retried once, each on its own.
+def on_slurm(
+    call: Call, tasks: Sequence[Json], folder: str, files_per_job: int | None = None, **parameters: Any
+) -> Iterator[Json | None]:
+    """Run tasks as jobs of SLURM, which submitit submits in arrays. If a job dies, each of its tasks gets a job of its own.
 
     Args:
-        make: Function that makes an executor.
-        call: Function that takes some tasks and returns their results.
-        tasks: Tasks to run.
-        at_once: Maximum number of concurrent calls.
-        per_call: Maximum number of tasks per call. Default: 1.
-        starting: Function that is called with the tasks of each call when the call is submitted. While no call ends, it is also
-            called every 10 s with an empty sequence.
+        call, tasks: See `in_processes`.
+        folder: Folder for submitit's files, which all nodes share.
+        files_per_job: Number of tasks per job. Default: the number that results in at most 1,000 jobs.
+        parameters: Arguments of `submitit.SlurmExecutor.update_parameters`, such as `partition`, or `time` in minutes.
+
+    Raises:
+        DaliStreamError: If SLURM does not accept a job.
     """
-    waiting = deque(list(tasks[at : at + per_call]) for at in range(0, len(tasks), per_call))
-    suspects, tries = deque[list[Json]](), Counter[str]()
-    while waiting or suspects:
-        # Suspects run alone, so that a worker that dies identifies its task.
-        limit, queue = (at_once, waiting) if waiting else (1, suspects)
-        executor, running = make(), dict[Future[list[Json]], list[Json]]()
-        try:
-            while queue or running:
-                while queue and len(running) < limit:
-                    starting(queue[0])
-                    running[executor.submit(call, queue[0])] = queue[0]
-                    queue.popleft()
-                ended = wait(running, _TICK_S, FIRST_COMPLETED).done
-                if not ended:
-                    starting(())  # lets progress show that the run is alive
-                for future in ended:
-                    if isinstance(error := future.exception(), BrokenExecutor):
-                        raise error
-                    part = running.pop(future)
-                    if error is None:
-                        yield from zip(part, future.result(), strict=True)
-                    else:
-                        yield from _failed(part, error, tries, queue)
-        except BrokenExecutor as error:
-            # If nothing was running, `submit` itself failed, and the call is still at the front of the queue.
-            lost = [*running.values(), *([queue.popleft()] if queue and not running else [])]
-            if limit > 1:
-                suspects.extend([task] for part in lost for task in part)
-            else:
-                for part in lost:
-                    yield from _failed(part, error, tries, suspects)
-        finally:
-            executor.shutdown(wait=False, cancel_futures=True)
+    import submitit
+
+    cluster = submitit.SlurmExecutor(folder)
+    cluster.update_parameters(**parameters)
+    per_job = files_per_job or max(1, -(-len(tasks) // _MOST_JOBS))
+    return _repeated(tasks, lambda part, is_first: _run_on_slurm(cluster, call, part, per_job if is_first else 1))
 
 
-def _failed(
-    part: Sequence[Json], error: BaseException, tries: Counter[str], again: deque[list[Json]]
-) -> Iterator[tuple[Json, Json]]:
-    """Queue the tasks of a lost call again, one by one. Yield tasks that have failed too often, with an error."""
-    for task in part:
-        tries[task["path"]] += 1
-        if tries[task["path"]] < _TRIES:
-            again.append([task])
-        else:
-            cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            why = f"its worker died each time ({cause}). Check its memory"
-            yield task, {"path": task["path"], "bytes": 0, "error": why}
+def _run_on_slurm(cluster: Any, call: Call, tasks: Sequence[Json], per_job: int) -> _Attempt:
+    waiting, lost = deque(tasks[at : at + per_job] for at in range(0, len(tasks), per_job)), list[tuple[Json, BaseException]]()
+    running: list[tuple[Any, Sequence[Json]]] = []
+    try:
+        while waiting or running:
+            parts = [waiting.popleft() for _ in range(min(len(waiting), _MOST_JOBS - len(running)))]
+            if parts:
+                try:
+                    jobs = cluster.map_array(functools.partial(_call_each, call), parts)
+                except Exception as error:  # sbatch is missing, or rejects the jobs
+                    raise DaliStreamError(f"SLURM does not accept the jobs: {' '.join(str(error).split())[:300]}") from error
+                running += zip(jobs, parts, strict=True)
+            time.sleep(_POLL_S)
+            yield None
+            for job, part in [each for each in running if each[0].done()]:
+                running.remove((job, part))
+                try:
+                    results = job.result()
+                except Exception as error:  # the job was killed
+                    lost += [(task, error) for task in part]
+                else:
+                    yield from results
+    finally:
+        for job, _ in running:
+            job.cancel()
+    return lost
+
+
+def _call_each(call: Call, tasks: Sequence[Json]) -> list[Json]:
+    return [call(task) for task in tasks]
+
+
+def on_ray(call: Call, tasks: Sequence[Json], address: str | None = None, jobs: int = 1000) -> Iterator[Json | None]:
+    """Run tasks on a Ray cluster. Ray repeats a task up to three times if its worker or node dies.
+
+    Args:
+        call, tasks: See `in_processes`.
+        address: Address of the cluster, or "auto". Default: None, which starts Ray on this machine.
+        jobs: Maximum number of tasks at a time. Default: 1,000.
+    """
+    import ray
+
+    is_own = not ray.is_initialized()
+    if is_own:
+        ray.init(address, log_to_driver=False, include_dashboard=False if address is None else None)
+    remote: Any = ray.remote(num_cpus=1, max_retries=3)(lambda task: call(task))
+    waiting, running = deque(tasks), dict[Any, Json]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                task = waiting.popleft()
+                running[remote.remote(task)] = task
+            ended = ray.wait(list(running), timeout=_TICK_S)[0]
+            if not ended:
+                yield None
+            for reference in ended:
+                task = running.pop(reference)
+                try:
+                    result = ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    result = _failed(task, error)
+                yield result
+    finally:
+        with contextlib.suppress(ray.exceptions.RayError):
+            for reference in running:
+                ray.cancel(reference, force=True)
+        if is_own:
+            ray.shutdown()

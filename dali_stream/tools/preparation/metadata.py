@@ -1,4 +1,4 @@
-"""Writes the files below `meta/`, from those of the source (of any version), the plan, and the notes of the tasks."""
+"""The files below `meta/`, made from those of the source (of any version), the plan, and the notes of the tasks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from dali_stream.lerobot.json_files import read_json, read_lines
 from dali_stream.lerobot.parquet import read_parquet
 from dali_stream.lerobot.stats import STATS, table_stats
 from dali_stream.tools.preparation import rows
-from dali_stream.tools.preparation.place import Json, Place
+from dali_stream.tools.preparation.place import Json
 from dali_stream.tools.preparation.plan import DATA_MB, DATA_PATH, VIDEO_MB, VIDEO_PATH, Plan, encoded_cameras, path_of
+from dali_stream.tools.preparation.state import STATE
 from dali_stream.tools.work import grouped
 
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-DONE = "meta/prepare.json"  # header of the plan and report, in a finished dataset
 AT_THE_ROOT = ("README.md", "README", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
 _log = logging.getLogger("dali_stream")
 _EPISODES = 1000  # episodes per part of the episode table, for v2.x
@@ -41,30 +41,32 @@ Columns = dict[str, dict[int, Any]]
 """New values of the episode table, {column: {index of an episode in the source: value}}."""
 
 
-def write(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], place: Place, report: Json) -> None:
-    """Write all metadata except `DONE`. The last file is info.json, which makes OUT a dataset.
+def files(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], report: Json) -> Iterator[tuple[str, bytes]]:
+    """Yield the path and content of each file of metadata except `STATE`. The last one is info.json, which makes OUT a dataset.
 
     Args:
         dataset: Source.
         plan: Plan of the run.
         notes: {path of an output file: note of its task}.
-        place: OUT.
         report: Report of the run.
     """
     recounted = any(note.get("recounted") for note in notes.values())
     plan = Plan(plan.header | {"recounted": recounted}, plan.tasks)
     head, columns = plan.header, _columns(plan, notes)
     files_of_v2 = (v2.EPISODES, v2.TASKS, v2.EPISODES_STATS) if dataset.info.is_v2 else ()
-    skipped = {INFO, DONE, *dataset.table.tables, *files_of_v2}
+    skipped = {INFO, STATE, *dataset.table.tables, *files_of_v2}
     kept = [name for name in dataset.store.files("meta") if name not in skipped and not name.startswith("meta/prepare/")]
     for name in (*kept, *filter(dataset.store.exists, AT_THE_ROOT)):
-        place.write(name, dataset.store.read_all(name))
+        yield name, dataset.store.read_all(name)
     if dataset.info.is_v2:
-        place.write(v3.TASKS, _encoded(v3.tasks_table(dict(sorted(dataset.tasks.items())))))
-    parts = _write_episodes(dataset, plan, columns, place)
-    if (stats := _stats(dataset, plan, columns, notes, parts)) is not None:
-        place.write(STATS, json.dumps(stats, indent=4).encode())
-    place.write(INFO, json.dumps(_info(dataset, head, report), indent=4).encode())
+        yield v3.TASKS, _encoded(v3.tasks_table(dict(sorted(dataset.tasks.items()))))
+    # Types are inferred from all episodes, since a part of them may lack a value, or have integers only.
+    types = {name: pa.infer_type(list(values.values())) for name, values in columns.items()}
+    parts = [(_renewed(source, head, columns, types), nbytes) for source, nbytes in _episode_tables(dataset)]
+    yield from _episode_files(head, parts)
+    if (stats := _stats(dataset, plan, columns, notes, [part for part, _ in parts])) is not None:
+        yield STATS, json.dumps(stats, indent=4).encode()
+    yield INFO, json.dumps(_info(dataset, head, report), indent=4).encode()
 
 
 def _encoded(table: pa.Table) -> bytes:
@@ -160,19 +162,20 @@ def _values(head: Json, camera: str, episode: Json, note: Json) -> Json:
     return values | {f"stats/{key}/{name}": value for key, own in stats.items() for name, value in own.items()}
 
 
-def _write_episodes(dataset: Dataset, plan: Plan, columns: Columns, place: Place) -> list[pa.Table]:
-    """Write the episode table. Return its parts, one per part of the source's table."""
-    # Types are inferred from all episodes, since a part of them may lack a value, or have integers only.
-    types = {name: pa.infer_type(list(values.values())) for name, values in columns.items()}
-    parts = [(_renewed(source, plan.header, columns, types), nbytes) for source, nbytes in _episode_tables(dataset)]
-    most = (plan.header["options"].get("file_mb") or DATA_MB) * (1 << 20)
-    files = grouped(parts, most, lambda pair: pair[1], lambda pair: pair[0].schema.serialize().to_pybytes())
-    for number, file in enumerate(files):
-        table = pa.concat_tables([part for part, _ in file])
-        chunk, index = (pa.array(np.full(len(table), value)) for value in divmod(number, plan.header["chunks_size"]))
+def _episode_files(head: Json, parts: list[tuple[pa.Table, int]]) -> Iterator[tuple[str, bytes]]:
+    """Yield the path and content of each file of the episode table.
+
+    Args:
+        head: Header of the plan.
+        parts: Parts of the table, each with the encoded size of its source in bytes.
+    """
+    most = (head["options"].get("file_mb") or DATA_MB) * (1 << 20)
+    groups = grouped(parts, most, lambda pair: pair[1], lambda pair: pair[0].schema.serialize().to_pybytes())
+    for number, group in enumerate(groups):
+        table = pa.concat_tables([part for part, _ in group])
+        chunk, index = (pa.array(np.full(len(table), value)) for value in divmod(number, head["chunks_size"]))
         table = rows.replaced(table, {"meta/episodes/chunk_index": chunk, "meta/episodes/file_index": index})
-        place.write(path_of(EPISODES_PATH, number, plan.header), _encoded(table))
-    return [part for part, _ in parts]
+        yield path_of(EPISODES_PATH, number, head), _encoded(table)
 
 
 def _renewed(part: pa.Table, head: Json, columns: Columns, types: Mapping[str, pa.DataType]) -> pa.Table:

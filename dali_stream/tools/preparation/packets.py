@@ -10,20 +10,25 @@ A new file has no edit list. Frames that the source's edit list hides are displa
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dali_stream.errors import DecodeError
 from dali_stream.mp4 import muxer
+from dali_stream.mp4.damage import checker
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.mp4.muxer import Track
 from dali_stream.storage import Store
 from dali_stream.tools.preparation.place import content_hash
-from dali_stream.tools.preparation.source import read_packets
+
+RANGE = 8 << 20  # maximum bytes per request: large enough for few requests, and small enough to repeat after a failure
+HOLE = 256 << 10  # maximum bytes between two packets that are fetched in one request
 
 
 @dataclass
@@ -184,3 +189,49 @@ def _digest(parts: Iterable[list[memoryview]], also: Any = lambda part: None) ->
         for packet in part:
             digest.update(packet)
     return digest.hexdigest()
+
+
+def read_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Iterator[list[memoryview]]:
+    """Yield the packets [start, stop) in decode order, in lists of packets that are read together.
+
+    Args:
+        store: Storage of the file.
+        table: Index of the file.
+        start, stop: Range of packets.
+
+    Raises:
+        DecodeError: If the file has become shorter since its index was read.
+    """
+    offset, end = table.offset, table.end
+    while start < stop:
+        last, after = start, int(end[start])
+        while last + 1 < stop and 0 <= offset[last + 1] - after <= HOLE and end[last + 1] - offset[start] <= RANGE:
+            last += 1
+            after = int(end[last])
+        begin = int(offset[start])
+        data = memoryview(store.read(table.path, begin, after))
+        if len(data) != after - begin:
+            raise DecodeError(
+                f"{store.where(table.path)}: bytes {begin} to {after} are missing, because the file has become shorter "
+                "since its index was read. Run the same command again"
+            )
+        yield [data[offset[i] - begin : end[i] - begin] for i in range(start, last + 1)]
+        start = last + 1
+
+
+def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> None:
+    """Check the packets [start, stop) of a source file.
+
+    Decoders conceal damage, so it could no longer be detected after encoding.
+
+    Raises:
+        DecodeError: If a packet is damaged.
+    """
+    is_keyframe = np.isin(np.arange(len(table)), table.keyframes[:])
+    checks = [checker(config) for config in table.configs]
+    packets = itertools.chain.from_iterable(read_packets(store, table, start, stop))
+    for number, data in enumerate(map(bytes, packets), start):
+        check = checks[table.config[number]]
+        if data and check and (wrong := check(data, 0, len(data), bool(is_keyframe[number]))):
+            where = f"at bytes {table.offset[number]} to {table.offset[number] + len(data)}"
+            raise DecodeError(f"the encoded frame {where} is damaged: {wrong}. Copy the file again")

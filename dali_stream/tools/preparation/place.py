@@ -1,15 +1,19 @@
-"""OUT: a local folder, a bucket, or a repository on the Hub. A file gets its name only when it is complete."""
+"""OUT: a local folder, a bucket, or a repository on the Hub. All bytes of a new dataset are written here.
+
+A file gets its name only when it is complete.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -17,7 +21,7 @@ import filelock
 import fsspec
 import obstore
 
-from dali_stream.errors import DatasetError, StorageError
+from dali_stream.errors import DatasetError, StorageError, counted
 from dali_stream.storage import OBJECTS
 from dali_stream.storage.filesystem import check_scheme
 from dali_stream.storage.object_options import parsed
@@ -27,18 +31,25 @@ from dali_stream.storage.store import checked
 Json = dict[str, Any]
 T = TypeVar("T")
 _ATTEMPTS = 6  # maximum number of attempts of a call, with random pauses of up to 0.5, 1, 2, 4 and 8 s between them
+_WORK = "meta/prepare"  # folder for the lock and the unfinished files of a run on local disk
 
 
 class Place(Protocol):
     """Place in which a new dataset is written. It is called OUT, as on the command line.
 
+    Workers call `scratch` and `put`. The command itself calls the other methods.
+
     Attributes:
         address: Address of OUT.
         remote: Whether calls send requests over a network.
+        counts_commits: Whether `commit` makes a commit of a repository, whose number per hour is limited.
+        interval_s: Minimum time between two commits while a run writes files, in seconds.
     """
 
     address: str
     remote: bool = False
+    counts_commits: bool = False
+    interval_s: float = 5.0
 
     def lock(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that keeps other commands from writing OUT. Raises ValueError if another one does."""
@@ -47,26 +58,26 @@ class Place(Protocol):
     def scratch(self) -> contextlib.AbstractContextManager[Path]:
         """Return a context manager of an empty folder on this machine, which is removed at the end."""
 
-    def put(self, path: str, file: Path) -> None:
-        """Move a complete file from a scratch folder to its path in OUT."""
+    def put(self, path: str, file: Path) -> Any:
+        """Move or upload a complete file from a scratch folder to its path in OUT. Return a value for `commit`."""
+
+    def commit(self, files: Iterable[tuple[str, bytes]], uploads: Sequence[Any] = ()) -> None:
+        """Write small files in this order, and complete uploads.
+
+        Args:
+            files: Path and content of each file.
+            uploads: Results of `put`. In a repository, their files appear with this commit.
+        """
+        for path, data in files:
+            with self.scratch() as folder:
+                (folder / "file").write_bytes(data)
+                self.put(path, folder / "file")
 
     def read(self, path: str) -> bytes | None:
         """Return the content of a small file, or None if it does not exist."""
 
-    def sizes(self, folder: str = "") -> dict[str, int]:
-        """Return {path: size in bytes} of the files below a folder. Default: all files."""
-
-    def remove(self, folder: str) -> None:
-        """Remove a folder, if it exists."""
-
-    def size(self, path: str) -> int | None:
-        """Return the size of a file in bytes, or None if it does not exist."""
-
-    def write(self, path: str, data: bytes) -> None:
-        """Write a small file."""
-        with self.scratch() as folder:
-            (folder / "file").write_bytes(data)
-            self.put(path, folder / "file")
+    def sizes(self) -> dict[str, int]:
+        """Return {path: size in bytes} of all files of the dataset."""
 
 
 class LocalPlace(Place):
@@ -77,8 +88,25 @@ class LocalPlace(Place):
         self.address = str(self.root)
 
     @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """See `Place.lock`. At the end, the lock and unfinished files are removed."""
+        if self.root.exists() and not self.root.is_dir():
+            raise ValueError(f"OUT must be a folder that is empty or new, got {self.root}, which is a file")
+        lock = filelock.FileLock(self._new(f"{_WORK}/lock"), timeout=0, fallback_to_soft=False)
+        try:
+            acquired = lock.acquire()
+        except filelock.Timeout:
+            raise ValueError(f"{self.root} is being written by another process. Wait for it, or give another folder") from None
+        with acquired:
+            try:
+                shutil.rmtree(self._place(f"{_WORK}/scratch"), ignore_errors=True)  # of workers that were killed
+                yield
+            finally:
+                shutil.rmtree(self._place(_WORK), ignore_errors=True)
+
+    @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(dir=self._new("meta/prepare/scratch/x").parent) as folder:
+        with tempfile.TemporaryDirectory(dir=self._new(f"{_WORK}/scratch/x").parent) as folder:
             yield Path(folder)
 
     def put(self, path: str, file: Path) -> None:
@@ -91,39 +119,14 @@ class LocalPlace(Place):
             return self._place(path).read_bytes()
         return None
 
-    def sizes(self, folder: str = "") -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
         sizes = {}
-        for root, _, names in os.walk(self.root / folder):
+        for root, _, names in os.walk(self.root):
             for path in (Path(root, name) for name in names):
-                with contextlib.suppress(FileNotFoundError):  # a worker has removed its scratch file
-                    sizes[path.relative_to(self.root).as_posix()] = path.stat().st_size
+                name = path.relative_to(self.root).as_posix()
+                if name != f"{_WORK}/lock" and not name.startswith(f"{_WORK}/scratch/"):
+                    sizes[name] = path.lstat().st_size
         return sizes
-
-    def size(self, path: str) -> int | None:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return self._place(path).stat().st_size
-        return None
-
-    def remove(self, folder: str) -> None:
-        shutil.rmtree(self._place(folder), ignore_errors=True)
-
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """See `Place.lock`. Also raises ValueError if the folder contains something else than an unfinished run."""
-        if self.root.exists() and not self.root.is_dir():
-            raise ValueError(f"OUT must be a folder that is empty or new, got {self.root}, which is a file")
-        if self.root.is_dir() and os.listdir(self.root) and not (self.root / "meta/prepare").is_dir():
-            raise ValueError(
-                f"OUT must be a folder that is empty or new, got {self.root}, which is not empty, and holds no unfinished run"
-            )
-        lock = filelock.FileLock(self._new("meta/prepare/lock"), timeout=0, fallback_to_soft=False)
-        try:
-            acquired = lock.acquire()
-        except filelock.Timeout:
-            raise ValueError(f"{self.root} is being written by another process. Wait for it, or give another folder") from None
-        with acquired:
-            self.remove("meta/prepare/scratch")  # workers that were killed may have left files
-            yield
 
     def _new(self, path: str) -> Path:
         """Return the path of a new file. Create its parent folder if it does not exist."""
@@ -141,42 +144,36 @@ class LocalPlace(Place):
 
 
 class RemotePlace(Place):
-    """A bucket, a repository, or a folder of another fsspec filesystem. Calls are retried."""
+    """Base class of places to which files are uploaded. Calls are retried."""
 
     remote = True
+    interval_s = 10.0
 
-    def __init__(self, address: str, options: dict[str, Any] | None) -> None:
-        self.address = address.rstrip("/")
-        if address.partition("://")[0] not in OBJECTS:
-            check_scheme(address)
-        calls = _Objects if address.partition("://")[0] in OBJECTS else _Files
-        self._calls: _Objects | _Files = calls(self.address, options or {})
+    def __init__(self, address: str) -> None:
+        self.address = address
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="dali_stream-prepare-") as folder:
             yield Path(folder)
 
-    def put(self, path: str, file: Path) -> None:
+    def put(self, path: str, file: Path) -> Any:
         size = file.stat().st_size
-        self._retried(path, lambda: self._calls.upload(checked(path), file))
+        self._retried(path, lambda: self._upload(checked(path), file))
         if (arrived := self.size(path)) != size:
             raise StorageError(
                 f"{self.address}/{path}: {size} bytes were uploaded, and {arrived} arrived. Run the command again"
             )
 
     def read(self, path: str) -> bytes | None:
-        return self._retried(path, lambda: self._calls.read(checked(path)))
-
-    def sizes(self, folder: str = "") -> dict[str, int]:
-        return self._retried(folder, lambda: self._calls.sizes(folder))
+        return self._retried(path, lambda: self._read(checked(path)))
 
     def size(self, path: str) -> int | None:
-        return self._retried(path, lambda: self._calls.size(checked(path)))
+        """Return the size of a file in bytes, or None if it does not exist."""
+        return self._retried(path, lambda: self._size(checked(path)))
 
-    def remove(self, folder: str) -> None:
-        if paths := list(self.sizes(folder)):
-            self._retried(folder, lambda: self._calls.remove(folder, paths))
+    def sizes(self) -> dict[str, int]:
+        return self._retried("", self._sizes)
 
     def _retried(self, path: str, call: Callable[[], T]) -> T:
         for attempt in range(_ATTEMPTS):
@@ -194,63 +191,115 @@ class RemotePlace(Place):
             time.sleep(random.random() * 0.5 * 2**attempt)
         raise AssertionError
 
+    def _upload(self, path: str, file: Path) -> None:
+        raise NotImplementedError
 
-class _Objects:
-    """Calls of an object store, with obstore."""
+    def _read(self, path: str) -> bytes | None:
+        raise NotImplementedError
+
+    def _size(self, path: str) -> int | None:
+        raise NotImplementedError
+
+    def _sizes(self) -> dict[str, int]:
+        raise NotImplementedError
+
+
+class ObjectPlace(RemotePlace):
+    """A folder of an object store, with obstore."""
 
     def __init__(self, address: str, options: dict[str, Any]) -> None:
+        super().__init__(address)
         self._store = parsed(address, options, Patience()).open()
 
-    def upload(self, path: str, file: Path) -> None:
+    def _upload(self, path: str, file: Path) -> None:
         obstore.put(self._store, path, file)
 
-    def read(self, path: str) -> bytes | None:
+    def _read(self, path: str) -> bytes | None:
         with contextlib.suppress(FileNotFoundError):
             return bytes(obstore.get(self._store, path).bytes())
         return None
 
-    def size(self, path: str) -> int | None:
+    def _size(self, path: str) -> int | None:
         with contextlib.suppress(FileNotFoundError):
             return int(obstore.head(self._store, path)["size"])
         return None
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        return {each["path"]: each["size"] for page in obstore.list(self._store, folder or None) for each in page}
-
-    def remove(self, folder: str, paths: list[str]) -> None:
-        obstore.delete(self._store, paths)
+    def _sizes(self) -> dict[str, int]:
+        return {each["path"]: each["size"] for page in obstore.list(self._store) for each in page}
 
 
-class _Files:
-    """Calls of an fsspec filesystem, such as that of huggingface_hub for hf://."""
+class FilesystemPlace(RemotePlace):
+    """A folder of an fsspec filesystem, such as a bucket of the Hub."""
 
     def __init__(self, address: str, options: dict[str, Any]) -> None:
+        check_scheme(address)
+        super().__init__(address)
         self._files, self._root = fsspec.core.url_to_fs(address, **options)
 
-    def upload(self, path: str, file: Path) -> None:
+    def _upload(self, path: str, file: Path) -> None:
         self._files.makedirs(f"{self._root}/{path}".rpartition("/")[0], exist_ok=True)
         with _without_bars():
             self._files.put_file(str(file), f"{self._root}/{path}")
 
-    def read(self, path: str) -> bytes | None:
+    def _read(self, path: str) -> bytes | None:
         with contextlib.suppress(FileNotFoundError):
             return bytes(self._files.cat_file(f"{self._root}/{path}"))
         return None
 
-    def size(self, path: str) -> int | None:
+    def _size(self, path: str) -> int | None:
         self._files.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):  # huggingface_hub lists the file's folder, of at most 1000 files
             return int(self._files.info(f"{self._root}/{path}")["size"])
         return None
 
-    def sizes(self, folder: str) -> dict[str, int]:
+    def _sizes(self) -> dict[str, int]:
         self._files.invalidate_cache()
         root = self._root.rstrip("/")
-        files = self._files.find(f"{root}/{folder}".rstrip("/"), detail=True)
+        files = self._files.find(root, detail=True)
         return {name.removeprefix(root).lstrip("/"): each["size"] for name, each in files.items()}
 
-    def remove(self, folder: str, paths: list[str]) -> None:
-        self._files.rm(f"{self._root}/{folder}", recursive=True)  # huggingface_hub does not accept a list of paths
+
+class RepositoryPlace(FilesystemPlace):
+    """A folder of a repository on the Hub. `put` uploads the content of a file, and `commit` adds all such files at once.
+
+    The Hub checks the size and the digest of the content.
+    """
+
+    counts_commits = True
+    interval_s = 60.0  # the Hub allows 128 commits per hour
+
+    def put(self, path: str, file: Path) -> Any:
+        from huggingface_hub import CommitOperationAdd
+
+        added = CommitOperationAdd(self._inside(path), str(file))
+        self._retried(path, lambda: self._call("preupload_lfs_files", additions=[added]))
+        if added.path_or_fileobj == str(file):  # the Hub wants the content of this small file in the commit
+            added.path_or_fileobj = file.read_bytes()
+        return added
+
+    def commit(self, files: Iterable[tuple[str, bytes]], uploads: Sequence[Any] = ()) -> None:
+        from huggingface_hub import CommitOperationAdd
+
+        added = [*uploads, *(CommitOperationAdd(self._inside(path), data) for path, data in files)]
+        message = f"Add {counted(len(added), 'file')} (`dali-stream prepare`)"
+        self._retried("", lambda: self._call("create_commit", operations=added, commit_message=message))
+
+    def _call(self, name: str, **arguments: Any) -> None:
+        """Call a function of huggingface_hub's API for this repository."""
+        from huggingface_hub import HfApi
+
+        api, place = HfApi(self._files.endpoint, token=self._files.token), self._resolved
+        with _without_bars():
+            getattr(api, name)(place.repo_id, repo_type=place.repo_type, revision=place.revision, **arguments)
+
+    @functools.cached_property
+    def _resolved(self) -> Any:
+        return self._files.resolve_path(self._root)
+
+    def _inside(self, path: str) -> str:
+        """Return the path of a file in the repository."""
+        folder = self._retried(path, lambda: self._resolved).path_in_repo
+        return f"{folder}/{checked(path)}".lstrip("/")
 
 
 @contextlib.contextmanager
@@ -278,7 +327,13 @@ def open_place(address: str, options: dict[str, Any] | None) -> Place:
         address: Local folder, or an address such as s3://bucket/folder.
         options: Credentials and other storage options of a remote place.
     """
-    return RemotePlace(address, options) if "://" in address else LocalPlace(address)
+    scheme, separator, rest = address.rstrip("/").partition("://")
+    if not separator:
+        return LocalPlace(address)
+    kind = ObjectPlace if scheme in OBJECTS else FilesystemPlace
+    if scheme == "hf" and not rest.startswith("buckets/"):
+        kind = RepositoryPlace
+    return kind(address.rstrip("/"), options or {})
 
 
 def content_hash(data: bytes | memoryview) -> str:

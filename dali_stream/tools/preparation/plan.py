@@ -1,6 +1,6 @@
-"""The plan assigns episodes to output files. It is stored in OUT before any output file is written.
+"""The plan assigns episodes to output files. It is stored in OUT before any output file is written. See `state`.
 
-A plan consists of JSON lines: the header, and then one task per output file:
+A plan is JSON: the header, and one task per output file:
 
     {"path": path of the output file,
      "episodes": [{"old": index in the source, "new": index, "length": rows, "data": Parquet file, "place": first row in it,
@@ -56,21 +56,6 @@ class Plan:
 
     header: Json
     tasks: list[Json]
-
-    def to_bytes(self) -> bytes:
-        """Return the plan as JSON lines."""
-        return "".join(json.dumps(each) + "\n" for each in (self.header, *self.tasks)).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Plan:
-        """Return the plan in JSON lines. Raises DatasetError if they are invalid."""
-        try:
-            header, *tasks = (json.loads(line) for line in data.decode().splitlines())
-            return cls(header, tasks)
-        except ValueError as error:
-            raise DatasetError(
-                f"Invalid meta/prepare/plan.jsonl in OUT: {error}. Remove OUT and run the command again"
-            ) from error
 
 
 class FileProperties(NamedTuple):

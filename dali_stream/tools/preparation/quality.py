@@ -1,22 +1,19 @@
-"""Comparison of encoded frames with the encoder's input, and checks of encoded files and of source packets."""
+"""Checks of encoded files: their headers against the request, and their frames against the encoder's input."""
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
 import numpy.typing as npt
 
 from dali_stream.decode.refusal import smallest_coded_size
-from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.errors import DaliStreamError
 from dali_stream.mp4.boxes import UPRIGHT
-from dali_stream.mp4.damage import checker
 from dali_stream.mp4.format import PROFILES, VideoFormat
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.keyframes import has_other_keyframes
 from dali_stream.storage import Store
-from dali_stream.tools.preparation.source import read_packets
 
 FLOOR = 25.0  # minimum PSNR of a compared frame over RGB, in dB; lossy codecs with sensible settings have 30 to 50
 _EVERY = 4  # frames are compared with their neighbours in every fourth row and column
@@ -60,24 +57,6 @@ def _padding(video: VideoFormat) -> str:
         return ""
     coded, best = (f"{height}×{width}" for height, width in (video.coded, smallest))
     return f"{size[0]}×{size[1]} is coded as {coded}, and {best} is possible: use --encoder cpu"
-
-
-def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> None:
-    """Check the packets [start, stop) of a source file.
-
-    Decoders conceal damage, so it could no longer be detected after encoding.
-
-    Raises:
-        DecodeError: If a packet is damaged.
-    """
-    is_keyframe = np.isin(np.arange(len(table)), table.keyframes[:])
-    checks = [checker(config) for config in table.configs]
-    packets = itertools.chain.from_iterable(read_packets(store, table, start, stop))
-    for number, data in enumerate(map(bytes, packets), start):
-        check = checks[table.config[number]]
-        if data and check and (wrong := check(data, 0, len(data), bool(is_keyframe[number]))):
-            where = f"at bytes {table.offset[number]} to {table.offset[number] + len(data)}"
-            raise DecodeError(f"the encoded frame {where} is damaged: {wrong}. Copy the file again")
 
 
 class MovingFrame:

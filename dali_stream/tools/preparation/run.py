@@ -1,4 +1,4 @@
-"""`prepare`: makes a plan, runs its tasks on an executor, and writes the metadata."""
+"""`prepare`: makes a plan, runs its tasks on an executor, records which files are finished, and writes the metadata."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,14 @@ from dali_stream.errors import DaliStreamError, counted
 from dali_stream.lerobot.info import INFO
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.storage import LocalStore
-from dali_stream.system.process import cores, reading_threads
+from dali_stream.system.process import cores
 from dali_stream.tools.diagnosis.run import refusal
 from dali_stream.tools.preparation import executors, metadata, plan, task, video
+from dali_stream.tools.preparation.executors import MapTasks
 from dali_stream.tools.preparation.options import Options
 from dali_stream.tools.preparation.place import Json, LocalPlace, Place, open_place
-from dali_stream.tools.preparation.progress import PROGRESS, PrepareStatus, Progress
+from dali_stream.tools.preparation.state import PrepareStatus, RunState, read_state
 
-PLAN = "meta/prepare/plan.jsonl"
-_CALLS = 1000  # default maximum number of calls of an executor that the caller provides
 _SILENT_S = 600.0  # time without written progress after which a run counts as stopped
 
 
@@ -104,8 +102,7 @@ def prepare(
     storage_options: dict[str, Any] | None = None,
     out_storage_options: dict[str, Any] | None = None,
     jobs: int | None = None,
-    executor: Callable[[], Executor] | None = None,
-    files_per_call: int | None = None,
+    map_tasks: MapTasks | None = None,
     progress: Callable[[PrepareStatus], None] = lambda status: None,
 ) -> PrepareReport:
     """Rewrite a dataset as LeRobot v3.0.
@@ -134,9 +131,11 @@ def prepare(
             larger than the default, `timestamp` becomes frame_index / fps.
         revision, data_files_root, storage_options: See `Dataset`.
         out_storage_options: Credentials and other storage options of OUT. They are passed to the tasks, but not stored in OUT.
-        jobs: Maximum number of concurrent calls. Default: one per core.
-        executor: Function that makes an executor for the tasks. Default: processes of this machine.
-        files_per_call: Number of files per call. Default: 1, or with `executor` the number that results in at most 1,000 calls.
+        jobs: Number of processes of this machine that write files. Default: one per core. With 1, files are written in the
+            process of the caller.
+        map_tasks: Executor, which is used in place of these processes: a function like the built-in `map`, such as the method
+            `map` of a `concurrent.futures.Executor`. It is called with a picklable function and its arguments, and yields the
+            results in any order.
         progress: Function that is called with each new status.
 
     Returns:
@@ -151,27 +150,26 @@ def prepare(
         size, codec, gop, crf, encoder, file_mb, rows_per_group, images_to_video, drop_broken
     ).with_preset(for_).checked()  # fmt: skip
     jobs = cores() if jobs is None else positive("jobs", jobs)
+    if map_tasks is None:
+        map_tasks = map if jobs == 1 else functools.partial(executors.in_processes, jobs=jobs)
     source: Json = {"revision": revision, "data_files_root": data_files_root, "storage_options": storage_options}
     selection: Json = {"episodes": episodes, "episode_filter": episode_filter, "cameras": cameras}
     selection |= {"clock": clock, "tolerance_s": tolerance_s}
-    if files_per_call is not None:
-        positive("files_per_call", files_per_call)
-
-    def run_of(
-        function: Callable[[Json, Json], Json], job: Json, tasks: list[Json], **more: Any
-    ) -> Iterator[tuple[Json, Json]]:
-        call = functools.partial(_call_each, function, job)
-        per_call = files_per_call or (1 if executor is None else max(1, -(-len(tasks) // _CALLS)))
-        return executors.run_tasks(executor or executors.local(jobs), call, tasks, jobs, per_call, **more)
 
     with contextlib.closing(Dataset(uri, **source, **selection)) as dataset:
         place = open_place(os.fspath(out), out_storage_options)
         _check_outside(dataset, place)
         head = plan.header(dataset, options, cameras is None)
-        if (done := _done(place)) is not None:
-            _check_same(place, done["plan"], head, "a finished dataset")
-            cameras_of = {key: PreparedCamera(**camera) for key, camera in done["report"]["cameras"].items()}
-            return PrepareReport(**done["report"] | {"cameras": cameras_of})
+        state = read_state(place)
+        if state is None or "report" in state:
+            if state is not None and place.read(INFO) is not None:
+                _check_same(place, state["plan"], head, "a finished dataset")
+                cameras_of = {key: PreparedCamera(**camera) for key, camera in state["report"]["cameras"].items()}
+                return PrepareReport(**state["report"] | {"cameras": cameras_of})
+            if place.sizes().keys() - {".gitattributes"}:  # a new repository has this file
+                raise ValueError(
+                    f"OUT must be new or empty, got {place.address}, which is not empty, and holds no unfinished run"
+                )
         shared = source | {
             "uri": _absolute(dataset.address),
             "revision": dataset.store.revision,
@@ -181,18 +179,16 @@ def prepare(
             "reads": [key for key, feature in dataset.features.items() if not feature.is_camera and key != "timestamp"],
         }
         with place.lock():
-            out_plan = _planned(dataset, place, head, shared, run_of)
-            return _run(dataset, place, out_plan, out_plan.header | shared, run_of, progress)
+            run = _started(dataset, place, head, shared, map_tasks, progress)
+            _write_files(run, place, run.plan.header | shared, map_tasks)
+            report = _report(run)
+            if not report.failed:
+                _finish(dataset, place, run, report, out_storage_options)
+            return report
 
 
 def _absolute(address: str) -> str:
     return address if "://" in address else str(Path(address).expanduser().absolute())
-
-
-def _done(place: Place) -> Json | None:
-    """Return the plan's header and the report of the run that has finished OUT, or None if OUT is not a dataset."""
-    done = place.read(metadata.DONE)
-    return None if done is None or place.read(INFO) is None else json.loads(done)
 
 
 def _check_same(place: Place, stored: Json, head: Json, content: str) -> None:
@@ -213,26 +209,51 @@ def _check_outside(dataset: Dataset, place: Place) -> None:
                 raise ValueError(f"one of {root} and the dataset's {source} is inside the other. Give another folder")
 
 
-def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: Any) -> plan.Plan:
-    """Return the plan of an earlier run, or make a new plan and store it in OUT."""
-    if (stored := place.read(PLAN)) is not None:
-        out_plan = plan.Plan.from_bytes(stored)
-        _check_same(place, out_plan.header, head, "an unfinished run")
-        return out_plan
-    if place.remote and place.sizes().keys() - {".gitattributes"}:  # a new repository has this file
-        raise ValueError(f"OUT must be an empty place, got {place.address}, which is not empty, and holds no unfinished run")
+def _results(
+    map_tasks: MapTasks, function: Callable[[Json, Json], Json], job: Json, tasks: list[Json]
+) -> Iterator[Json | None]:
+    """Yield the results of `function(job, task)` for each task. See `executors`."""
+    results = iter(map_tasks(functools.partial(function, job), tasks))
+    try:
+        yield from results
+    finally:
+        if isinstance(results, Generator):  # ends processes and jobs if the run is interrupted
+            results.close()
+
+
+def _started(
+    dataset: Dataset, place: Place, head: Json, shared: Json, map_tasks: MapTasks, show: Callable[[PrepareStatus], None]
+) -> RunState:
+    """Return the state of an unfinished run in OUT. Without one, make a plan, and store it in OUT."""
+    state = read_state(place)
+    if state is None:
+        run = RunState(place, _planned(dataset, head, shared, map_tasks), {}, show)
+    else:
+        _check_same(place, state["plan"], head, "an unfinished run")
+        if "report" in state:
+            raise ValueError(f"{place.address} has been finished by another process. Run the command again to see the report")
+        sizes = place.sizes()
+        notes = {path: note for path, note in state["done"].items() if note["bytes"] == sizes.get(path)}
+        run = RunState(place, plan.Plan(state["plan"], state["tasks"]), notes, show)
+    run.update()
+    return run
+
+
+def _planned(dataset: Dataset, head: Json, shared: Json, map_tasks: MapTasks) -> plan.Plan:
+    """Make a plan. This encodes a few frames of each camera that is encoded, and with `drop_broken`, reads all episodes."""
     planner = plan.FilePlanner(dataset, head)
 
-    def run_all(function: Callable[[Json, Json], Json], tasks: list[Json]) -> Iterator[tuple[Json, Json]]:
-        for each, result in run_of(function, head | shared, tasks):
-            if "error" in result:
-                raise DaliStreamError(result["error"])
-            yield each, result
+    def run_all(function: Callable[[Json, Json], Json], tasks: list[Json]) -> Iterator[Json]:
+        for result in _results(map_tasks, function, head | shared, tasks):
+            if result is not None:
+                if "error" in result:
+                    raise DaliStreamError(result["error"])
+                yield result
 
-    frame_bytes = {each["camera"]: result["frame_bytes"] for each, result in run_all(video.trial, planner.trials())}
+    frame_bytes = {result["camera"]: result["frame_bytes"] for result in run_all(video.trial, planner.trials())}
     dropped: dict[int, str] = {}
     if head["options"].get("drop_broken"):
-        for _, result in run_all(task.check_episodes, planner.tasks(frame_bytes, {})):
+        for result in run_all(task.check_episodes, planner.tasks(frame_bytes, {})):
             dropped |= {int(episode): why for episode, why in result["broken"].items()}
     tasks = planner.tasks(frame_bytes, dropped)
     if not tasks:
@@ -243,54 +264,36 @@ def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: A
         "row_stats": renumber and not metadata.has_episode_stats(dataset),
         "dropped": {str(episode): why for episode, why in sorted(dropped.items())},
     }
-    out_plan = plan.Plan(head, tasks)
-    place.write(PLAN, out_plan.to_bytes())
-    return out_plan
+    return plan.Plan(head, tasks)
 
 
-def _call_each(function: Callable[[Json, Json], Json], job: Json, tasks: Sequence[Json]) -> list[Json]:
-    return [function(job, each) for each in tasks]
-
-
-def _run(
-    dataset: Dataset, place: Place, out_plan: plan.Plan, job: Json, run_of: Any, show: Callable[[PrepareStatus], None]
-) -> PrepareReport:
-    done = {path for path, note in _notes(place).items() if note["bytes"] == note["found"]}
-    todo = [each for each in out_plan.tasks if each["path"] not in done]
-    progress = Progress(place, len(out_plan.tasks), len(out_plan.tasks) - len(todo), show)
+def _write_files(run: RunState, place: Place, job: Json, map_tasks: MapTasks) -> None:
+    """Write the files of the plan that are not finished."""
+    todo = [each for each in run.plan.tasks if each["path"] not in run.notes]
     state = "stopped"
     try:
-        for _, result in run_of(task.write_file, job, todo, starting=progress.started):
-            progress.ended(result)
-        state = "failed" if progress.failed else "finishing"
+        for result in _results(map_tasks, task.write_file, job, todo):
+            if result is not None:
+                run.add(result)
+            run.update()
+        state = "failed" if run.failed else "finishing"
     finally:
-        progress.update(state)
-    notes = _notes(place)
-    report = _report(out_plan, notes, progress.failed, len(todo) - len(progress.failed))
-    if not report.failed:
-        stored = report.as_dict() | {"written": 0}
-        metadata.write(dataset, out_plan, notes, place, stored)
-        progress.update("finishing")  # `status` assumes that a run that writes no progress was killed
-        _verify(place, report, job["out_options"])
-        place.write(metadata.DONE, json.dumps({"plan": out_plan.header, "report": stored}, indent=4).encode())
-        place.remove("meta/prepare")
-    return report
+        run.update(state)
 
 
-def _notes(place: Place) -> dict[str, Json]:
-    """Return {path: note} of the files that have a note. The entry "found" is the size of the file itself, or None."""
-    sizes = place.sizes()
-    names = [path for path in sizes if path.startswith(f"{task.NOTES}/")]
-    paths = [name.removeprefix(f"{task.NOTES}/").removesuffix(".json") for name in names]
-    with ThreadPoolExecutor(reading_threads(place.remote)) as pool:
-        notes = [json.loads(data or b"{}") for data in pool.map(place.read, names)]
-    return {path: note | {"found": sizes.get(path)} for path, note in zip(paths, notes, strict=True)}
+def _finish(dataset: Dataset, place: Place, run: RunState, report: PrepareReport, options: Json | None) -> None:
+    """Write the metadata, verify the new dataset, and store the report."""
+    stored = report.as_dict() | {"written": 0}
+    place.commit(metadata.files(dataset, run.plan, run.notes, stored))
+    run.update("finishing")  # `status` assumes that a run that writes nothing was killed
+    _verify(place, report, options)
+    run.finish(stored)
 
 
-def _report(out_plan: plan.Plan, notes: dict[str, Json], failed: dict[str, str], written: int) -> PrepareReport:
-    cameras = {}
-    for key, spec in out_plan.header["cameras"].items():
-        own = [notes[each["path"]] for each in out_plan.tasks if each.get("camera") == key and each["path"] in notes]
+def _report(run: RunState) -> PrepareReport:
+    header, tasks, cameras = run.plan.header, run.plan.tasks, {}
+    for key, spec in header["cameras"].items():
+        own = [run.notes[each["path"]] for each in tasks if each.get("camera") == key and each["path"] in run.notes]
         psnr = [value for note in own for value in note.get("psnr", {}).values()]
         cameras[key] = PreparedCamera(
             files=len(own),
@@ -299,10 +302,12 @@ def _report(out_plan: plan.Plan, notes: dict[str, Json], failed: dict[str, str],
             psnr_min=min(psnr, default=None),
             psnr_mean=statistics.fmean(psnr) if psnr else None,
         )
-    rows = [each for each in out_plan.tasks if "camera" not in each]
+    rows = [each for each in tasks if "camera" not in each]
     lengths = [episode["length"] for each in rows for episode in each["episodes"]]
-    nbytes = sum(note["bytes"] for note in notes.values())
-    return PrepareReport(len(lengths), sum(lengths), len(rows), nbytes, written, cameras, failed, out_plan.header["dropped"])
+    nbytes = sum(note["bytes"] for note in run.notes.values())
+    return PrepareReport(
+        len(lengths), sum(lengths), len(rows), nbytes, run.written, cameras, run.failed, header["dropped"]
+    )  # fmt: skip
 
 
 def _verify(place: Place, report: PrepareReport, options: Json | None) -> None:
@@ -329,12 +334,12 @@ def status(out: str | os.PathLike[str], storage_options: dict[str, Any] | None =
         ValueError: If OUT contains no run.
     """
     place = open_place(os.fspath(out), storage_options)
-    if (done := _done(place)) is not None:
-        report = done["report"]
-        files = report["data_files"] + sum(camera["files"] for camera in report["cameras"].values())
-        return PrepareStatus("finished", files, 0, 0, files, report["bytes"], 0.0, None, time.time())
-    if (stored := place.read(PROGRESS)) is None:
+    if (state := read_state(place)) is None:
         raise ValueError(f"out must be the OUT of a run of prepare, got {place.address}, which holds no run")
-    last = PrepareStatus(**json.loads(stored))
+    if "report" in state:
+        report = state["report"]
+        files = report["data_files"] + sum(camera["files"] for camera in report["cameras"].values())
+        return PrepareStatus("finished", files, 0, files, report["bytes"], 0.0, None, time.time())
+    last = PrepareStatus(**state["status"])
     silent = last.state in ("running", "finishing") and time.time() - last.at > _SILENT_S
-    return dataclasses.replace(last, state="stopped", running=0) if silent else last
+    return dataclasses.replace(last, state="stopped") if silent else last

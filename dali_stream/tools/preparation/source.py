@@ -1,24 +1,32 @@
-"""Access to the files of the source: stores, packets in large ranges, and the frames of rows."""
+"""Input of a task: the episodes of one output file, read from the source."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import math
 from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from dali_stream.checks.none import NONE
 from dali_stream.errors import DecodeError
+from dali_stream.lerobot.arrow import to_numpy
+from dali_stream.lerobot.features import Feature
+from dali_stream.lerobot.rows import check_counting, check_rising
 from dali_stream.mp4.boxes import children, find, read_moov
-from dali_stream.mp4.index import Int64, VideoIndex
+from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.mp4.timing import EpisodeTimes, Interval, explain, find_packets
 from dali_stream.storage import Store, open_store
 from dali_stream.storage.store import StoreView
+from dali_stream.tools.preparation import packets, rows
+from dali_stream.tools.preparation.packets import RANGE
+from dali_stream.tools.preparation.place import Json
 
-RANGE = 8 << 20  # maximum bytes per request: large enough for few requests, and small enough to repeat after a failure
-HOLE = 256 << 10  # maximum bytes between two packets that are fetched in one request
+Times = npt.NDArray[np.float32]
 
 
 def locate(
@@ -44,12 +52,12 @@ def locate(
     Raises:
         DecodeError: If a row has no frame.
     """
-    packets = find_packets(table, interval, seconds, fps, tolerance_s)
-    if (packets == NONE).any():
-        frame = int(np.argmax(packets == NONE))
+    packets_of_rows = find_packets(table, interval, seconds, fps, tolerance_s)
+    if (packets_of_rows == NONE).any():
+        frame = int(np.argmax(packets_of_rows == NONE))
         why = explain(EpisodeTimes(table, interval, seconds, frame_index, fps, tolerance_s), frame, prepares=True)
         raise DecodeError(f"{where}, frame {frame}: {why}")
-    return packets
+    return packets_of_rows
 
 
 @functools.lru_cache(4)
@@ -91,29 +99,107 @@ def refuse_sound(store: Store, path: str) -> None:
             )
 
 
-def read_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Iterator[list[memoryview]]:
-    """Yield the packets [start, stop) in decode order, in lists of packets that are read together.
+def _frame_index(table: pa.Table) -> Int64:
+    """Return `frame_index` of an episode's rows. Without this column, it is the number of the row."""
+    return table["frame_index"].to_numpy() if "frame_index" in table.column_names else np.arange(len(table))
+
+
+class TaskInput:
+    """Reads the episodes of one output file from the source.
 
     Args:
-        store: Storage of the file.
-        table: Index of the file.
-        start, stop: Range of packets.
+        job, task: See `plan`.
+        where: Address of the output file, for messages.
 
-    Raises:
-        DecodeError: If the file has become shorter since its index was read.
+    Attributes:
+        episodes: Episodes of the task. See `plan`.
+        camera: Key of the camera. Empty for a file of rows.
+        rows_per_group: Number of rows of a row group, for a file of rows.
+        spec: How the camera is written. See `plan.header`. Its "mode" is "rows" for a file of rows.
+        store: Storage of the source's files.
+        window: The same storage, which keeps the last loaded range of a video in memory.
+        fps, regular: Frames per second, and whether `timestamp` becomes frame_index / fps. If `frame_index` does not begin at
+            0 or does not increase, the number of the row within its episode replaces it.
+        new_tolerance_s: Tolerance with which rows of the new dataset locate their frames. See `source.locate`.
+        footer: Function that returns the footer of a Parquet file of the source.
     """
-    offset, end = table.offset, table.end
-    while start < stop:
-        last, after = start, int(end[start])
-        while last + 1 < stop and 0 <= offset[last + 1] - after <= HOLE and end[last + 1] - offset[start] <= RANGE:
-            last += 1
-            after = int(end[last])
-        begin = int(offset[start])
-        data = memoryview(store.read(table.path, begin, after))
-        if len(data) != after - begin:
-            raise DecodeError(
-                f"{store.where(table.path)}: bytes {begin} to {after} are missing, because the file has become shorter "
-                "since its index was read. Run the same command again"
-            )
-        yield [data[offset[i] - begin : end[i] - begin] for i in range(start, last + 1)]
-        start = last + 1
+
+    def __init__(self, job: Json, task: Json, where: str = "") -> None:
+        self.job, self.where = job, where
+        self.episodes, self.camera = task["episodes"], task.get("camera", "")
+        self.rows_per_group: int = task.get("rows_per_group", 0)
+        self.spec: Json = job["cameras"].get(self.camera, {"mode": "rows"})
+        revision = None if job["data_files_root"] else job["revision"]
+        self.store = open_cached(job["data_files_root"] or job["uri"], json.dumps(job["storage_options"]), revision)
+        self.window = LoadedRange(self.store)
+        self.fps, self.regular = float(job["fps"]), bool(job["regular"])
+        self.new_tolerance_s: float | None = None if self.regular else job["tolerance_s"]
+        self.footer = functools.lru_cache(4)(lambda path: rows.read_footer(self.store, path))
+        self._index = functools.lru_cache(16)(self._read_index)
+
+    def _read_index(self, path: str) -> VideoIndex:
+        refuse_sound(self.store, path)
+        return read_index(self.store, path)
+
+    def check(self) -> None:
+        """Read all episodes. Raises DaliStreamError if an episode cannot be read."""
+        read = self.rows().read
+        for episode in self.episodes:
+            table = read(episode)
+            self.check_values(episode, table)
+            if self.spec["mode"] in ("copy", "encode"):
+                index, shown = self.shown(episode, table)
+                with self.naming(episode):
+                    packets.check_packets(self.store, index, *packets.needed(index, shown))
+
+    def rows(self, columns: list[str] | None = None) -> rows.EpisodeRows:
+        """Return a reader of some columns of the rows of the episodes. Default: all columns."""
+        return rows.EpisodeRows(self.store, self.footer, self.episodes, columns, self.job["is_v2"])
+
+    def shown(self, episode: Json, table: pa.Table) -> tuple[VideoIndex, Int64]:
+        """Return the index of an episode's video file, and the packets of its rows.
+
+        Args:
+            episode: Episode of the task.
+            table: Rows of the episode.
+        """
+        index = self._index(episode["video"])
+        stop = math.inf if episode["stop"] is None else episode["stop"]
+        where = f"{self.store.where(index.path)}: {self.camera}, episode {episode['old']}"
+        frame_index = _frame_index(table)
+        if self.job["clock"] == "frame_index":
+            check_counting(where, frame_index)
+            times = (frame_index / self.fps).astype(np.float32)
+        else:
+            exact = table["timestamp"].to_numpy()
+            check_rising(where, exact)
+            times = exact.astype(np.float32)
+        return index, locate(where, index, (episode["start"], stop), times, frame_index, self.fps, self.job["tolerance_s"])
+
+    def times(self, table: pa.Table) -> Times:
+        """Return the times of an episode's rows in the new dataset, in seconds since its start: see `self.regular`."""
+        times = self.regular_times(table) if self.regular else table["timestamp"].to_numpy()
+        return times.astype(np.float32)
+
+    def regular_times(self, table: pa.Table) -> npt.NDArray[np.float64]:
+        """Return frame_index / fps of an episode's rows. See `self.regular`."""
+        numbers = _frame_index(table)
+        if numbers[0] != 0 or (np.diff(numbers) <= 0).any():  # it counts something else
+            numbers = np.arange(len(table))
+        return numbers / self.fps
+
+    def check_values(self, episode: Json, table: pa.Table) -> None:
+        """Check that a Loader can read all numbers and texts of an episode. Raises DatasetError if it cannot."""
+        for key in self.job["reads"]:
+            if key in table.column_names:
+                where = f"{self.store.where(episode['data'])}: episode {episode['old']}: {key}"
+                to_numpy(table[key], Feature(self.job["features"][key]), where, leave_out=False)
+
+    @contextlib.contextmanager
+    def naming(self, episode: Json) -> Iterator[None]:
+        """Add the file and the camera to the message of a DecodeError that does not name them."""
+        try:
+            yield
+        except DecodeError as error:
+            path = self.store.where(episode.get("video") or episode["data"])
+            raise DecodeError(str(error) if path in str(error) else f"{path}: {self.camera}: {error}") from error

@@ -1,13 +1,11 @@
 """The unit of work: one output file, as an idempotent function of JSON arguments.
 
-A task writes the file to a scratch folder, verifies it against the source, moves it into place or uploads it, and writes a
-note: a JSON file with the size of the file, and with values for the metadata of the new dataset. A file with a note is not
-written again.
+A task writes the file to a scratch folder, verifies it against the source, and moves it into place or uploads it. Its result
+has a note: the size of the file, and values for the metadata of the new dataset. The state of the run keeps it. See `state`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,36 +16,29 @@ from dali_stream.errors import DaliStreamError
 from dali_stream.lerobot.stats import table_stats
 from dali_stream.tools.preparation import rows, video
 from dali_stream.tools.preparation.place import Json, open_place
-from dali_stream.tools.preparation.task_input import TaskInput
-
-NOTES = "meta/prepare/done"
+from dali_stream.tools.preparation.source import TaskInput
 
 
 def write_file(job: Json, task: Json) -> Json:
-    """Write an output file, unless it is already complete.
+    """Write an output file.
 
     Args:
         job: Values that all tasks share. See `plan`.
         task: Task of the file. See `plan`.
 
     Returns:
-        {"path": path, "bytes": size of the file}. If the file cannot be written, "error" is added.
+        {"path": path, "note": note, "upload": value for `Place.commit`}, or {"path": path, "error": reason} if the file cannot
+        be written. The note is JSON. Its keys for episodes are their new indices as strings.
     """
     path, place = task["path"], open_place(job["out"], job["out_options"])
     try:
-        stored = place.read(f"{NOTES}/{path}.json")
-        if stored is not None and (note := json.loads(stored))["bytes"] == place.size(path):
-            return {"path": path, "bytes": note["bytes"]}
         with place.scratch() as scratch:
             file = scratch / Path(path).name
             source = TaskInput(job, task, f"{place.address}/{path}")
-            note = _WRITERS[source.spec["mode"]](source, file)
-            note["bytes"] = file.stat().st_size
-            place.put(path, file)
-        place.write(f"{NOTES}/{path}.json", json.dumps(note).encode())
-        return {"path": path, "bytes": note["bytes"]}
+            note = _WRITERS[source.spec["mode"]](source, file) | {"bytes": file.stat().st_size}
+            return {"path": path, "note": note, "upload": place.put(path, file)}
     except (DaliStreamError, OSError, pa.ArrowException) as error:
-        return {"path": path, "bytes": 0, "error": str(error) or type(error).__name__}
+        return {"path": path, "error": str(error) or type(error).__name__}
 
 
 def check_episodes(job: Json, task: Json) -> Json:
@@ -70,11 +61,11 @@ def check_episodes(job: Json, task: Json) -> Json:
 
 def _write_rows(task: TaskInput, file: Path) -> Json:
     """Write and verify a Parquet file. Return the content of its note."""
-    job, source, stats = task.job, task.rows(), dict[int, Json]()
+    job, source, stats = task.job, task.rows(), dict[str, Json]()
     first = source.footer(task.episodes[0])
     rows.check_columns(task.store, job["features"], first)
     schema = rows.with_frame_index(rows.without(first.schema, job["without"], job["is_v2"]))
-    times, recounted = dict[int, Json](), False
+    times, recounted = dict[str, Json](), False
 
     def changed() -> Iterator[pa.Table]:
         nonlocal recounted
@@ -83,7 +74,7 @@ def _write_rows(task: TaskInput, file: Path) -> Json:
             task.check_values(episode, table)
             if task.regular:
                 new["timestamp"] = pa.array(task.regular_times(table))
-                times[episode["new"]] = table_stats(task.times(table))
+                times[str(episode["new"])] = table_stats(task.times(table))
             numbers = np.arange(len(table))
             if "frame_index" not in table.column_names or (table["frame_index"].to_numpy() != numbers).any():
                 new["frame_index"], recounted = pa.array(numbers), True
@@ -92,7 +83,7 @@ def _write_rows(task: TaskInput, file: Path) -> Json:
                 new["episode_index"] = pa.array(np.full(len(table), episode["new"]))
             table = rows.replaced(table, new)
             if job["row_stats"]:
-                stats[episode["new"]] = {
+                stats[str(episode["new"])] = {
                     key: table_stats(np.array(table[key].to_pylist()))
                     for key, feature in job["features"].items()
                     if key in table.column_names and feature.get("dtype") not in ("image", "video", "string", "language")

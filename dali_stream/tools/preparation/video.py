@@ -22,12 +22,11 @@ from dali_stream.mp4.boxes import UPRIGHT
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.mp4.muxer import Track
 from dali_stream.storage import LocalStore
-from dali_stream.tools.preparation import ffmpeg, packets, quality
+from dali_stream.tools.preparation import encoders, packets, quality
 from dali_stream.tools.preparation.encoders import Encoder
 from dali_stream.tools.preparation.packets import Run
 from dali_stream.tools.preparation.place import Json
-from dali_stream.tools.preparation.source import locate
-from dali_stream.tools.preparation.task_input import TaskInput, Times
+from dali_stream.tools.preparation.source import TaskInput, Times, locate
 from dali_stream.tools.work import spread
 
 TIMESCALE = 90_000  # ticks per second of encoded files; a multiple of 24, 25, 30, 50 and 60 frames per second
@@ -73,8 +72,8 @@ def copy(task: TaskInput, file: Path) -> Json:
 def _times_of(episodes: list[_Episode], fps: float) -> Json:
     """Return the notes with the time at which each episode begins in a file, and its length in frames, up to its last row."""
     return {
-        "from": {episode.number: episode.start for episode in episodes},
-        "frames": {episode.number: round(float(episode.times[-1]) * fps) + 1 for episode in episodes},
+        "from": {str(episode.number): episode.start for episode in episodes},
+        "frames": {str(episode.number): round(float(episode.times[-1]) * fps) + 1 for episode in episodes},
     }
 
 
@@ -127,7 +126,7 @@ def encode(task: TaskInput, file: Path) -> Json:
         note: Json = _times_of(episodes, task.fps) | {name: {} for name in ("psnr", "stats")}
         for episode, moving in zip(episodes, compared, strict=True):
             for name, value in _compare(task, scratch, index, episode, moving).items():
-                note[name][episode.number] = value
+                note[name][str(episode.number)] = value
     return note
 
 
@@ -148,8 +147,8 @@ def trial(job: Json, first: Json) -> Json:
         first: Task of the camera.
 
     Returns:
-        {"frame_bytes": mean size of a frame in bytes}, or {"error": reason} if frames cannot be encoded. If the episode is
-        broken, the size is a guess.
+        {"camera": key, "frame_bytes": mean size of a frame in bytes}, or {"error": reason} if frames cannot be encoded. If the
+        episode is broken, the size is a guess.
     """
     task = TaskInput(job, first | {"episodes": first["episodes"][:1]})
     [episode], size = task.episodes, tuple(task.spec["size"])
@@ -158,9 +157,9 @@ def trial(job: Json, first: Json) -> Json:
             parts = itertools.islice(_frames(task, episode, task.rows().read(episode)), _TRIAL // _PART)
             frames = _resized(parts, size, quality.MovingFrame())
             index = _encode_episode(scratch, "trial.mp4", frames, size, Encoder(**task.spec["encoder"]))
-            return {"frame_bytes": float(index.size().mean())}
+            return {"camera": task.camera, "frame_bytes": float(index.size().mean())}
         except (DatasetError, DecodeError):  # the task that writes the file reports this error
-            return {"frame_bytes": math.prod(size) / 10}
+            return {"camera": task.camera, "frame_bytes": math.prod(size) / 10}
         except DaliStreamError as error:
             return {"error": str(error)}
 
@@ -169,7 +168,7 @@ def _encode_episode(
     scratch: LocalStore, path: str, frames: Iterator[quality.Frames], size: tuple[int, int], encoder: Encoder
 ) -> VideoIndex:
     """Encode frames to a new file. Return the index of the file."""
-    ffmpeg.encode(frames, size, encoder, Path(scratch.address, path))
+    encoders.encode(frames, size, encoder, Path(scratch.address, path))
     index = read_index(scratch, path)
     if index.reordered:
         raise DecodeError(f"{encoder.name} did not meet the request, and wrote B-frames")
@@ -206,7 +205,7 @@ def _frames(task: TaskInput, episode: Json, table: pa.Table) -> Iterator[quality
     index, shown = task.shown(episode, table)
     start, stop = packets.needed(index, shown)
     task.window.load(index.path, int(index.offset[start]), int(index.end[stop - 1]))
-    quality.check_packets(task.window, index, start, stop)
+    packets.check_packets(task.window, index, start, stop)
     for part in _parts(index, shown):
         expected = index.format(index.config[part[0]])
         if remedy := feature.size_fault((expected.height, expected.width), any_size):
