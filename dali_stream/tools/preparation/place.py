@@ -281,7 +281,7 @@ class RepositoryPlace(FilesystemPlace):
         from huggingface_hub import CommitOperationAdd
 
         added = [*uploads, *(CommitOperationAdd(self._inside(path), data) for path, data in files)]
-        message = f"Add {counted(len(added), 'file')} (`dali-stream prepare`)"
+        message = f"Add {counted(len(added), 'file')} that dali_stream has prepared"
         self._retried("", lambda: self._call("create_commit", operations=added, commit_message=message))
 
     def _call(self, name: str, **arguments: Any) -> None:
