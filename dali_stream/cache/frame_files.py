@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,12 +124,21 @@ def pixel_key(
     if video and depth is not None:
         key |= {"PyAV": importlib.import_module("av").__version__}
     elif video:
-        key |= {"torchcodec": torchcodec.__version__, "FFmpeg": str(torchcodec.ffmpeg_major_version)}
+        key |= {"torchcodec": torchcodec.__version__, "FFmpeg": _ffmpeg_version(torchcodec)}
     if video and nvdec:
         key |= {NVDEC: "NVDEC"}
     if images:
         key |= {"Pillow": PIL.__version__, "images of another size": "resized" if any_size else "refused"}
     return key
+
+
+def _ffmpeg_version(torchcodec: ModuleType) -> str:
+    """Return the version of the libavcodec that torchcodec has loaded, or FFmpeg's major version if it does not report one."""
+    # The function is not documented. Without it, two minor versions of FFmpeg share their frames.
+    versions: dict[str, Any] = getattr(importlib.import_module("torchcodec._core"), "get_ffmpeg_library_versions", dict)()
+    if "libavcodec" not in versions:
+        return str(torchcodec.ffmpeg_major_version)
+    return f"libavcodec {'.'.join(map(str, versions['libavcodec']))}"
 
 
 class FrameFolder:
