@@ -39,7 +39,8 @@ trap 'stop 143' TERM
 # stop CODE: ends the current part, and this script.
 stop() {
     printf '\n== ended by a signal, after %d s\n' "$SECONDS"
-    [[ -z $running ]] || { kill "$running" && wait "$running"; } 2>/dev/null
+    # The whole process group, since `timeout` may not know its command yet.
+    [[ -z $running ]] || { kill -- "-$running" "$running"; wait "$running"; } 2>/dev/null
     exit "$1"
 }
 
