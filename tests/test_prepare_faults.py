@@ -116,6 +116,8 @@ def test_random_kills_of_workers_and_command_change_nothing(many: Path, tmp_path
 @pytest.mark.slow
 def test_workers_of_ray_and_the_command_may_die(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    # Ray's default is 15, with which its workers get next to no time beside other tests.
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     pytest.importorskip("ray")
     prepared(many, tmp_path / "whole", file_mb=FILE_MB, **ENCODED)
     done = 0
