@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from dali_stream.tools.diagnosis.report import Area, Status
     from dali_stream.tools.indexing import IndexReport, index
     from dali_stream.tools.measuring import Speed
-    from dali_stream.tools.preparation import PreparedCamera, PrepareReport, PrepareStatus, prepare
+    from dali_stream.tools.preparation import MapTasks, PreparedCamera, PrepareReport, PrepareStatus, prepare
     from dali_stream.tools.sizing import Need, Node, Sizing
     from dali_stream.tools.why_report import Remedy, WhyReport, why
 
@@ -23,6 +23,7 @@ __all__ = [
     "FeatureReport",
     "Finding",
     "IndexReport",
+    "MapTasks",
     "Need",
     "Node",
     "PrepareReport",
@@ -45,7 +46,7 @@ _MODULES = {
     "diagnosis": ("DoctorReport", "Finding", "doctor"),
     "diagnosis.report": ("Area", "Status"),
     "indexing": ("IndexReport", "index"),
-    "preparation": ("PreparedCamera", "PrepareReport", "PrepareStatus", "prepare"),
+    "preparation": ("MapTasks", "PreparedCamera", "PrepareReport", "PrepareStatus", "prepare"),
     "measuring": ("Speed",),
     "sizing": ("Need", "Node", "Sizing"),
     "why_report": ("Remedy", "WhyReport", "why"),

@@ -19,7 +19,8 @@ metadata   the files below meta/, from the plan and the notes of the tasks
 
 from __future__ import annotations
 
+from dali_stream.tools.preparation.executors import MapTasks
 from dali_stream.tools.preparation.run import PreparedCamera, PrepareReport, prepare, status
 from dali_stream.tools.preparation.state import PrepareStatus
 
-__all__ = ["PrepareReport", "PrepareStatus", "PreparedCamera", "prepare", "status"]
+__all__ = ["MapTasks", "PrepareReport", "PrepareStatus", "PreparedCamera", "prepare", "status"]

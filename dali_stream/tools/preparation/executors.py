@@ -22,7 +22,9 @@ from dali_stream.errors import DaliStreamError
 
 Json = dict[str, Any]
 Call = Callable[[Json], Json]
-MapTasks = Callable[[Call, Sequence[Json]], Iterable[Json | None]]
+MapTasks = Callable[[Callable[[dict[str, Any]], dict[str, Any]], Sequence[dict[str, Any]]], Iterable[dict[str, Any] | None]]
+"""Function like the built-in `map`: it takes a picklable function and its arguments, and yields the results in any order. It
+may also yield None, so that progress shows that it is alive."""
 # Yields results, and returns the tasks whose worker died, with the error.
 _Attempt = Generator[Json | None, None, list[tuple[Json, BaseException]]]
 _TICK_S = 10.0  # time without a result after which None is yielded
