@@ -66,11 +66,10 @@ def main() -> int:
         "deprecations": sorted(results.deprecations),
         "files": {name: dict(counts) for name, counts in results.outcomes.items()},
     }
-    text = environment.report_json(report, indent=1)
-    print(text)
+    print(environment.report_json(report, indent=1))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n")
+        environment.write_report(options.out, report)
     return int(code)
 
 

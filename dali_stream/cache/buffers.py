@@ -27,14 +27,14 @@ class Buffers:
     """
 
     def __init__(self, channels_first: bool) -> None:
-        self.channels_first = channels_first
+        self._channels_first = channels_first
         self._lock = threading.Lock()
         self._arrays: dict[tuple[Any, ...], list[Array]] = defaultdict(list)
 
     def take(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
         """Return an array with uninitialized values. With `channels_first`, `shape` must end in (height, width, channels)."""
         with self._lock:
-            if not self.channels_first:
+            if not self._channels_first:
                 return self._take(shape, dtype)
             *outer, height, width, channels = shape
             return np.moveaxis(self._take((*outer, channels, height, width), dtype), -3, -1)

@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from dali_stream.cache.buffers import Buffers, ReadFrames
 from dali_stream.cache.frame_files import FrameFiles, RecordName
-from dali_stream.cache.slots import Frames as Frame
-from dali_stream.cache.slots import Slots
+from dali_stream.cache.slots import Frames, Slots
 from dali_stream.checks.none import NONE
 from dali_stream.decode.decoder import Pool
 from dali_stream.observe.counters import Counters
@@ -80,7 +79,7 @@ class StoredFrames:
     ) -> None:
         episodes, packets, slots = (column[part].tolist() for column in (reads.episode, reads.packet, reads.slot))
         place = reads.place[part]
-        instead: list[Frame | None] = [None] * len(slots)
+        instead: list[Frames | None] = [None] * len(slots)
         if batch is not None:
             frames = batch.frames.reshape(-1, *batch.frames.shape[2:])
             instead = [None if at == NONE else frames[at] for at in place.tolist()]

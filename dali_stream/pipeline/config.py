@@ -56,7 +56,7 @@ class Config:
         gpu: Index of the CUDA device. None for CPU batches.
         augments: Whether the user gives a function for the DALI graph.
         audit: Average number of samples per audit. 0 turns audits off.
-        frame_folder: Folder of the frame cache on disk. None if there is none.
+        frame_folder: Folder of the frame cache on disk, or None without one.
         substitutes: Log of the substituted samples.
     """
 

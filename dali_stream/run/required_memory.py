@@ -37,7 +37,7 @@ def required_memory(config: Config, cameras: Sequence[str]) -> RequiredMemory:
     """
     batches, share = config.batches, config.batches.frames // config.batches.world_size
     rows = batches.batch_size if batches.last_batch == "pad" else min(batches.batch_size, share)
-    value_bytes = np.dtype(np.uint8 if config.uses_dali(cameras) else config.image_dtype).itemsize
+    value_bytes = np.dtype(config.gathered(cameras)[0]).itemsize
 
     def batch_bytes(camera: str) -> int:
         """Return the memory of a camera's frames of one sample of a batch. Depth has its distances, and its stored values."""
