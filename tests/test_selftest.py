@@ -56,7 +56,15 @@ def test_a_gpu_that_torch_cannot_use_is_a_failure(fake_driver: FakeDriver) -> No
 
 @pytest.mark.alone
 @pytest.mark.slow
-def test_it_passes_where_dali_decodes_on_a_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_it_passes_where_dali_decodes_on_a_cpu(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer lengths of GOPs and smaller frames than on a GPU, since their encoding takes most of the time."""
+    monkeypatch.setattr(run, "GOPS", (2, 12))
+    monkeypatch.setattr(run, "FAST", (240, 320))
+    monkeypatch.setattr(run, "SIZES", ((184, 320), (120, 160), (240, 320)))
+    monkeypatch.setattr(run, "PADDED", ((192, 320), (184, 320), (128, 168), (122, 166)))
+    monkeypatch.setattr(run, "SIZE", (120, 160))
     shortly = ("--soak", "1", "--speed", "0.2", "--limit", "3600")
     assert main(["selftest", "--device", "cpu", *shortly, "--out", str(tmp_path / "report.json")]) == 0
     said = capsys.readouterr().out
@@ -64,7 +72,7 @@ def test_it_passes_where_dali_decodes_on_a_cpu(capsys: pytest.CaptureFixture[str
     assert (report["status"], report["problems"]) == ("passed", [])
     assert {codec for codec, reason in report["codecs"].items() if not reason} == {"vp9"}
     assert report["left_out"] == []
-    asked = [f"vp9, {kind}" for kind in ("GOP 2", "GOP 12", "GOP 30", "GOP 1", "sizes", "padded sizes")]
+    asked = [f"vp9, {kind}" for kind in ("GOP 2", "GOP 12", "sizes", "padded sizes")]
     trusted = [row for row in report["identity"] if row["test"] in asked]
     assert [(row["test"], row["shape"]) for row in trusted] == [(test, shape) for test in asked for shape in videos.SHAPES]
     for row in trusted:
@@ -85,7 +93,7 @@ def test_it_passes_where_dali_decodes_on_a_cpu(capsys: pytest.CaptureFixture[str
         assert row["wrong"] == 0
         assert row["frames"] > 500
         assert row["wait_s"] < row["seconds"]
-    sizes = {f"vp9, {size}, idle GPU" for size in ("480×640", "360×640")}
+    sizes = {f"vp9, {size}, idle GPU" for size in ("240×320", "184×320")}
     idle = [row for row in report["speed"] if not row["busy"]]
     assert {(row["test"], row["decoder"]) for row in idle} == {(t, d) for t in sizes for d in ("dali", "torchcodec")}
     assert {row.get("per_clip") for row in idle} == {1, 4, 16, None}
@@ -94,7 +102,7 @@ def test_it_passes_where_dali_decodes_on_a_cpu(capsys: pytest.CaptureFixture[str
     assert [(row["decoder"], row["threads"]) for row in busy] == tried
     cpu, *rates = [row["frames_per_s"] for row in busy]
     assert [row.get("ratio") for row in busy] == [None, *(rate / cpu for rate in rates)]
-    assert f"vp9, 480×640, busy GPU: the fastest decoder reaches {max(rates) / cpu:.2f} of the CPU's speed" in said
+    assert f"vp9, 240×320, busy GPU: the fastest decoder reaches {max(rates) / cpu:.2f} of the CPU's speed" in said
     assert "av1 was not tested: DALI decodes vp8, vp9, mjpeg on a CPU" in said
     assert "passed on the CPU" in said
 

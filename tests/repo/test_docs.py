@@ -8,6 +8,7 @@ import html
 import importlib
 import inspect
 import json
+import logging
 import os
 import re
 import shlex
@@ -143,8 +144,11 @@ def with_python() -> list[Any]:
 
 
 @pytest.mark.parametrize("page", with_python())
-def test_python_code_runs(page: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_code_runs(
+    page: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The blocks of a page, one after the other in one namespace. The dataset is the demo, and so is the one in a bucket."""
+    caplog.set_level(logging.NOTSET, "dali_stream")  # pytest restores the level after the test: a page sets it to INFO
     (tmp_path / "path/to").mkdir(parents=True)
     (tmp_path / "path/to/dataset").symlink_to(demo)
     monkeypatch.chdir(tmp_path)

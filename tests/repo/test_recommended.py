@@ -28,6 +28,7 @@ from test_install import write_wheel
 from dali_stream import Loader
 from dali_stream.cli import app, main
 from dali_stream.system.install import install_command
+from dali_stream.tools import remedies
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = ("cuda12", "cuda13", "s3", "train")
@@ -170,11 +171,15 @@ def fill(dataset: str, folder: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", runnable())
-def test_each_command_runs(command: str, places: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_each_command_runs(
+    command: str, places: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if " demo " in command:
         places["URI"] = "new"  # the command writes it
     if " why " in command:
         places["URI"] = places["OTHER_URI"]  # which has enough frames for two batches
+        monkeypatch.setattr(remedies, "ROUNDS", 1)  # the rates do not matter here
+        monkeypatch.setattr(remedies, "BATCHES", 4)
     if " frames list " in command or " frames remove " in command:
         places["NAME"] = fill(places["URI"], places["DIR"])
     if " --index " in command:
