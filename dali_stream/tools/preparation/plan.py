@@ -92,7 +92,8 @@ def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
     features.setdefault(FRAME_INDEX, dict(dataset.features[FRAME_INDEX]))
     cameras = {key: spec for key, feature in features.items() if (spec := _camera(key, Feature(feature), options)) is not None}
     _check_apart(cameras)
-    images = [key for key, f in info["features"].items() if f.get("dtype") == "image" and key not in features]
+    others = info["features"].keys() - features.keys() - {*dataset.absent}
+    images = [key for key, feature in info["features"].items() if feature.get("dtype") == "image" and key in others]
     without = images + [key for key, spec in cameras.items() if spec["mode"] == "images"]
     regular = dataset.clock == "frame_index" or dataset.tolerance_s > TOLERANCE / dataset.fps
     size = info.get("chunks_size")

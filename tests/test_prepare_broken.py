@@ -1,0 +1,80 @@
+"""`dali-stream prepare` with sources that are broken or change, and with other commands and workers: no wrong dataset."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support import videos as video_data
+from support.broken import EPISODES as TABLE
+from support.broken import edit_info, edit_table, put
+from support.datasets import ODD_CAMERA, ROWS, write_odd
+from support.tools import prepared
+from support.wild import change_rows
+
+from dali_stream import DaliStreamError, Dataset
+
+Json = dict[str, Any]
+
+
+# ---- rows
+
+
+@pytest.mark.parametrize("group", [None, "of its own"])
+def test_rows_beyond_the_length_of_an_episode_are_not_dropped(root: Path, tmp_path: Path, group: str | None) -> None:
+    table = pq.read_table(root / ROWS)
+    with pq.ParquetWriter(root / ROWS, table.schema) as writer:
+        parts = [table, table.slice(len(table) - 2)] if group else [pa.concat_tables([table, table.slice(len(table) - 2)])]
+        for part in parts:
+            writer.write_table(part)
+    with pytest.raises(DaliStreamError, match="episode 1 must have the 41 rows of the metadata, got 43"):
+        prepared(root, tmp_path / "out")
+
+
+def test_rows_whose_checksum_is_wrong_are_not_copied(demo: Path, tmp_path: Path) -> None:
+    """Other episodes of the file are, with --drop-broken."""
+    prepared(demo, tmp_path / "data", rows_per_group=1)
+    [path] = (tmp_path / "data/data").rglob("*.parquet")
+    footer, lengths = pq.ParquetFile(path).metadata, Dataset(demo).lengths
+    group = footer.row_group(int(lengths[:3].sum()) + 1)  # a row of episode 3
+    chunk = next(c for c in map(group.column, range(group.num_columns)) if c.path_in_schema.startswith("action"))
+    data = bytearray(path.read_bytes())
+    data[chunk.data_page_offset + chunk.total_compressed_size - 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DaliStreamError, match=path.name):
+        prepared(tmp_path / "data", tmp_path / "out")
+    report = prepared(tmp_path / "data", tmp_path / "kept", drop_broken=True)
+    assert list(report.dropped) == ["3"]
+
+
+def test_a_camera_of_images_without_a_column_is_left_out(tmp_path: Path) -> None:
+    root = write_odd(tmp_path / "data", [3, 4])
+    features = json.loads((root / "meta/info.json").read_text())["features"]
+    edit_info(root, features__lost=features[ODD_CAMERA])
+    prepared(root, tmp_path / "out")
+    assert "lost" not in json.loads((tmp_path / "out/meta/info.json").read_text())["features"]
+    assert Dataset(tmp_path / "out").cameras == (ODD_CAMERA,)
+
+
+def test_a_description_that_is_no_json_is_left_out(root: Path, tmp_path: Path) -> None:
+    change_rows(root, lambda table: table.drop_columns(["frame_index"]).replace_schema_metadata({"huggingface": "no JSON"}))
+    edit_info(root, features__frame_index=None)
+    prepared(root, tmp_path / "out")
+    assert b"huggingface" not in (pq.read_schema(tmp_path / "out" / ROWS).metadata or {})
+
+
+# ---- metadata
+
+
+def test_times_of_whole_seconds_become_fractions(tmp_path: Path) -> None:
+    """An episode table may have integers. The second episode begins after 1 s of the old file, and 20 frames of the new one."""
+    path = video_data.encode(video_data.draw(), tmp_path / "a.mp4", video_data.mpeg4(12))
+    root = video_data.write_dataset(tmp_path / "data", [path], [[20, 40]])
+    start = f"videos/{video_data.CAMERA}/from_timestamp"
+    edit_table(root, TABLE, lambda t: put(t, start, pa.array([0, 1])))
+    prepared(root, tmp_path / "out", codec="h264")
+    assert pq.read_table(tmp_path / "out" / TABLE)[start].to_pylist() == pytest.approx([0, 20 / video_data.FPS])
