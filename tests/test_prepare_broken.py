@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support import videos as video_data
 from support.broken import EPISODES as TABLE
 from support.broken import edit_info, edit_table, put
-from support.datasets import ODD_CAMERA, ROWS, write_odd
+from support.datasets import ODD_CAMERA, ROWS, Column, build, change_info, write_odd
 from support.tools import prepared
 from support.wild import change_rows
 
@@ -70,6 +71,35 @@ def test_a_description_that_is_no_json_is_left_out(root: Path, tmp_path: Path) -
 # ---- metadata
 
 
+def test_splits_have_the_new_numbers_of_their_episodes(demo_copy: Path, tmp_path: Path) -> None:
+    change_info(demo_copy, splits={"train": "0:3", "val": "3:4", "test": "4:6", "odd": [0, 1]})
+    prepared(demo_copy, tmp_path / "out", episodes=[1, 2, 4, 5])
+    splits = json.loads((tmp_path / "out/meta/info.json").read_text())["splits"]
+    assert splits == {"train": "0:2", "test": "2:4"}
+    parts = Dataset(tmp_path / "out").split()
+    assert {name: part.episodes.tolist() for name, part in parts.items()} == {"train": [0, 1], "test": [2, 3]}
+
+
+def test_statistics_that_some_episodes_lack(tmp_path: Path) -> None:
+    action = Column("float32", [1], np.arange(9))
+    root = build(tmp_path / "data", [2, 3, 4], {"action": action}, version="v2.1", stats=True)
+    path = root / "meta/episodes_stats.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[::2]))
+    prepared(root, tmp_path / "out", episodes=[0, 1])
+    assert Dataset(tmp_path / "out").stats["action"]["max"].tolist() == [1]
+    path.write_text(lines[2])
+    prepared(root, tmp_path / "none", episodes=[0, 1])
+    assert "action" not in Dataset(tmp_path / "none").stats
+
+
+def test_statistics_of_all_episodes_are_not_those_of_some(root: Path, tmp_path: Path) -> None:
+    numbers = {name: [[[0.5]]] * 3 for name in ("min", "max", "mean", "std")} | {"count": [72]}
+    (root / "meta/stats.json").write_text(json.dumps({video_data.CAMERA: numbers}))
+    prepared(root, tmp_path / "out", episodes=[1])
+    assert not (tmp_path / "out/meta/stats.json").exists()
+
+
 def test_times_of_whole_seconds_become_fractions(tmp_path: Path) -> None:
     """An episode table may have integers. The second episode begins after 1 s of the old file, and 20 frames of the new one."""
     path = video_data.encode(video_data.draw(), tmp_path / "a.mp4", video_data.mpeg4(12))
@@ -78,3 +108,13 @@ def test_times_of_whole_seconds_become_fractions(tmp_path: Path) -> None:
     edit_table(root, TABLE, lambda t: put(t, start, pa.array([0, 1])))
     prepared(root, tmp_path / "out", codec="h264")
     assert pq.read_table(tmp_path / "out" / TABLE)[start].to_pylist() == pytest.approx([0, 20 / video_data.FPS])
+
+
+def test_files_of_the_episode_table_without_episodes_are_not_written(demo_copy: Path, tmp_path: Path) -> None:
+    path = demo_copy / TABLE
+    whole = pq.read_table(path)
+    for number in range(3):
+        pq.write_table(whole.slice(2 * number, 2), path.with_name(f"file-{number:03d}.parquet"))
+    prepared(demo_copy, tmp_path / "out", episodes=[2, 3], file_mb=1e-6)
+    tables = [pq.read_table(each) for each in (tmp_path / "out/meta/episodes").rglob("*.parquet")]
+    assert [len(table) for table in tables] == [2]
