@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,11 +16,12 @@ import pytest
 from support import videos as video_data
 from support.broken import EPISODES as TABLE
 from support.broken import edit_info, edit_table, put
-from support.datasets import ODD_CAMERA, ROWS, Column, build, change_info, write_odd
-from support.tools import prepared
+from support.datasets import ODD_CAMERA, ROWS, Column, build, change_info, tree, write_odd
+from support.tools import SMALL, prepared
 from support.wild import change_rows
 
 from dali_stream import DaliStreamError, Dataset
+from dali_stream.tools.preparation.executors import in_processes
 
 Json = dict[str, Any]
 
@@ -118,3 +122,57 @@ def test_files_of_the_episode_table_without_episodes_are_not_written(demo_copy: 
     prepared(demo_copy, tmp_path / "out", episodes=[2, 3], file_mb=1e-6)
     tables = [pq.read_table(each) for each in (tmp_path / "out/meta/episodes").rglob("*.parquet")]
     assert [len(table) for table in tables] == [2]
+
+
+# ---- episodes that cannot be read
+
+
+# ---- a source that changes
+
+
+# ---- other commands and workers
+
+
+def test_a_local_address_with_a_scheme_is_a_local_folder(demo_copy: Path, tmp_path: Path) -> None:
+    before = tree(demo_copy)
+    with pytest.raises(ValueError, match="is inside the other"):
+        prepared(demo_copy, f"file://{demo_copy}/new")
+    assert tree(demo_copy) == before
+    prepared(demo_copy, f"file://{tmp_path}/out")
+    assert Dataset(tmp_path / "out").num_episodes == 6
+
+
+def test_a_run_that_another_command_began_meanwhile_is_left_alone(small: Path) -> None:
+    """While the second one makes its plan. A bucket has no locks."""
+    out = "memory://meanwhile/out"
+
+    def planning(function: Any, tasks: Sequence[Json]) -> Iterable[Json]:
+        if not begun:
+            begun.append(True)
+            prepared(small, out, **SMALL, codec="h264")
+        return map(function, tasks)
+
+    begun: list[bool] = []
+    with pytest.raises(ValueError, match="another process"):
+        prepared(small, out, codec="h264", gop=4, map_tasks=planning)
+    files = fsspec.filesystem("memory")
+    state = json.loads(files.cat_file("/meanwhile/out/meta/prepare.json"))
+    assert state["plan"]["options"] == {"codec": "h264", **SMALL}
+    with contextlib.closing(Dataset(out)) as new:
+        assert new.num_episodes == Dataset(small).num_episodes
+
+
+def test_an_executor_that_loses_a_result_is_named(demo: Path, tmp_path: Path) -> None:
+    with pytest.raises(DaliStreamError, match=r"no result for 1 file, such as data/chunk-000/file-000\.parquet"):
+        prepared(demo, tmp_path / "out", map_tasks=lambda function, tasks: map(function, tasks[1:]))
+    assert not (tmp_path / "out/meta/info.json").exists()
+
+
+def _fail(task: Json) -> Json:
+    raise RuntimeError(f"{'text ' * 200}and the cause")
+
+
+def test_an_error_of_a_worker_has_its_cause() -> None:
+    [result] = [each for each in in_processes(_fail, [{"path": "a"}], 1) if each is not None]
+    assert "RuntimeError: text" in result["error"]
+    assert "and the cause" in result["error"]
