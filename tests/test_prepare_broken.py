@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
+from support import faults
 from support import videos as video_data
 from support.broken import EPISODES as TABLE
 from support.broken import edit_info, edit_table, put
-from support.datasets import ODD_CAMERA, ROWS, Column, build, change_info, tree, write_odd
+from support.datasets import ODD_CAMERA, ROWS, TOP, Column, build, change_info, image_file, tree, video, videos, write_odd
+from support.servers import Server
 from support.tools import SMALL, prepared
 from support.wild import change_rows
 
 from dali_stream import DaliStreamError, Dataset
+from dali_stream.tools.preparation import packets
 from dali_stream.tools.preparation.executors import in_processes
 
 Json = dict[str, Any]
@@ -63,6 +67,14 @@ def test_a_camera_of_images_without_a_column_is_left_out(tmp_path: Path) -> None
     prepared(root, tmp_path / "out")
     assert "lost" not in json.loads((tmp_path / "out/meta/info.json").read_text())["features"]
     assert Dataset(tmp_path / "out").cameras == (ODD_CAMERA,)
+
+
+def test_a_column_of_another_dtype_has_no_statistics(tmp_path: Path) -> None:
+    """Such as binary data, which a Loader leaves out."""
+    columns = {"blob": Column("binary", [1], pa.array([b"a", b"b"] * 4)), "action": Column("float32", [2], np.ones((8, 2)))}
+    root = build(tmp_path / "data", [3, 5], columns)
+    prepared(root, tmp_path / "out", episodes=[1])
+    assert pq.read_table(tmp_path / "out/data")["blob"].to_pylist() == [b"b", b"a", b"b", b"a", b"b"]
 
 
 def test_a_description_that_is_no_json_is_left_out(root: Path, tmp_path: Path) -> None:
@@ -127,7 +139,58 @@ def test_files_of_the_episode_table_without_episodes_are_not_written(demo_copy: 
 # ---- episodes that cannot be read
 
 
+def test_an_episode_with_a_broken_image_is_dropped(tmp_path: Path) -> None:
+    images = [{"bytes": image_file(Image.fromarray(frame)), "path": None} for frame in video_data.draw([3, 4, 2])]
+    root = build(tmp_path / "data", [3, 4, 2], {ODD_CAMERA: Column("image", [*video_data.SIZE, 3], images)}, rows_per_group=9)
+
+    def damaged(table: pa.Table) -> pa.Table:
+        values = table[ODD_CAMERA].to_pylist()
+        values[4]["bytes"] = values[4]["bytes"][:100]
+        return put(table, ODD_CAMERA, pa.array(values, table.schema.field(ODD_CAMERA).type))
+
+    edit_table(root, ROWS, damaged)
+    for name, options in (("images", {}), ("video", {"images_to_video": True})):
+        report = prepared(root, tmp_path / name, drop_broken=True, **options)
+        assert list(report.dropped) == ["1"]
+        assert ODD_CAMERA in report.dropped["1"]
+        assert Dataset(tmp_path / name).lengths.tolist() == [3, 2]
+
+
+def test_an_episode_that_cannot_be_reached_is_not_dropped(demo: Path, tmp_path: Path) -> None:
+    path = next(path for path in videos(demo) if TOP in str(path)).relative_to(demo).as_posix()
+    with Server(demo) as server:
+        server.set_faults({path: [faults.status(403)] * 1000})
+        with pytest.raises(DaliStreamError, match=path):
+            prepared(server.url, tmp_path / "out", drop_broken=True)
+    assert not (tmp_path / "out/meta/prepare.json").exists()
+
+
+def test_episodes_of_a_file_are_checked_with_few_requests(root: Path, tmp_path: Path) -> None:
+    def requests(**options: Any) -> int:
+        with Server(root) as server:
+            prepared(server.url, tmp_path / str(options), **options)
+            return sum("/videos/" in r.path or "/data/" in r.path for r in server.requests)
+
+    assert requests(drop_broken=True) <= 2 * requests()
+
+
 # ---- a source that changes
+
+
+def test_a_file_that_changes_while_it_is_copied_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = video_data.recorded(tmp_path, video_data.mpeg4(12))
+    other = video_data.encode(video_data.draw()[::-1].copy(), tmp_path / "other.mp4", video_data.mpeg4(2))
+    assert other.stat().st_size > video(root).stat().st_size
+    write = packets.write
+
+    def changing(*arguments: Any) -> Any:
+        video(root).write_bytes(other.read_bytes())  # in place, as `cp` does
+        return write(*arguments)
+
+    monkeypatch.setattr(packets, "write", changing)
+    with pytest.raises(DaliStreamError, match=r"\.mp4: .*has changed"):
+        prepared(root, tmp_path / "out")
+    assert not videos(tmp_path / "out")
 
 
 # ---- other commands and workers
@@ -160,6 +223,17 @@ def test_a_run_that_another_command_began_meanwhile_is_left_alone(small: Path) -
     assert state["plan"]["options"] == {"codec": "h264", **SMALL}
     with contextlib.closing(Dataset(out)) as new:
         assert new.num_episodes == Dataset(small).num_episodes
+
+
+def test_a_worker_of_another_version_is_refused(demo: Path, tmp_path: Path) -> None:
+    def older(function: Any, tasks: Sequence[Json]) -> Iterator[Json]:
+        [job] = function.args
+        job["version"] -= 1  # as a newer worker sees it
+        yield from map(function, tasks)
+
+    with pytest.raises(DaliStreamError, match="version"):
+        prepared(demo, tmp_path / "out", map_tasks=older)
+    assert not videos(tmp_path / "out")
 
 
 def test_an_executor_that_loses_a_result_is_named(demo: Path, tmp_path: Path) -> None:

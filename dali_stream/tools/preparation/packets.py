@@ -219,6 +219,20 @@ def read_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Iter
         start = last + 1
 
 
+def check_unchanged(store: Store, runs: Iterable[Run]) -> None:
+    """Check that local source files have not changed since their indices were read. Remote stores check this themselves.
+
+    Raises:
+        DecodeError: If a file has changed.
+    """
+    if not store.remote:
+        for index in {run.index.path: run.index for run in runs}.values():
+            if read_index(store, index.path).moov_hash != index.moov_hash:
+                raise DecodeError(
+                    f"{store.where(index.path)}: the file has changed while it was copied. Run the same command again"
+                )
+
+
 def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> None:
     """Check the packets [start, stop) of a source file.
 

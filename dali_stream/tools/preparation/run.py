@@ -176,6 +176,7 @@ def prepare(
             "data_files_root": None if data_files_root is None else _absolute(os.fspath(data_files_root)),
             "out": place.address,
             "out_options": out_storage_options,
+            "images": list(dataset.images),
             "reads": [key for key, feature in dataset.features.items() if not feature.is_camera and key != "timestamp"],
         }
         with place.lock():
