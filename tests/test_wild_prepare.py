@@ -89,6 +89,16 @@ def test_a_tolerance_keeps_the_frames_of_rows_that_count_otherwise(root: Path, t
     np.testing.assert_allclose(pq.read_table(tmp_path / "out/data")["timestamp"].to_numpy(), FRAME / FPS, atol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{}, slow(ENCODED)], ids=["copied", "encoded"])
+def test_a_tolerance_keeps_the_frames_of_rows_whose_first_ones_were_cut_out(tmp_path: Path, options: dict[str, Any]) -> None:
+    root = recorded(tmp_path, h264(2))
+    stays = without_rows(root, CUTS[1])
+    prepared(root, tmp_path / "out", tolerance_s=0.0166, **options)
+    assert delivered(tmp_path / "out") == expected(stays)
+    times = np.concatenate(list(stays.values())) / FPS
+    np.testing.assert_allclose(pq.read_table(tmp_path / "out/data")["timestamp"].to_numpy(), times, atol=1e-6)
+
+
 def test_a_clock_by_numbers_that_count_otherwise_is_refused(root: Path, tmp_path: Path) -> None:
     change_rows(root, with_index(FRAME + 1))
     with pytest.raises(DaliStreamError, match=r'Invalid frame_index of row 0 in .* must be 0 for clock="frame_index"'):

@@ -110,6 +110,12 @@ def _frame_index(table: pa.Table) -> Int64:
     return table["frame_index"].to_numpy() if "frame_index" in table.column_names else np.arange(len(table))
 
 
+def frame_numbers(seconds: npt.NDArray[Any], fps: float) -> Int64 | None:
+    """Return the nearest multiples of 1/fps of some times, or None if they do not increase or a time is not finite."""
+    exact = np.round(seconds.astype(np.float64) * fps)
+    return exact.astype(np.int64) if np.isfinite(exact).all() and (np.diff(exact) > 0).all() else None
+
+
 class TaskInput:
     """Reads the episodes of one output file from the source.
 
@@ -126,7 +132,8 @@ class TaskInput:
         window: The same storage, which keeps the last loaded range of a video in memory.
         rows: Reader of the rows of the episodes, with the columns that the task needs.
         fps, regular: Frames per second, and whether `timestamp` becomes frame_index / fps. If `frame_index` does not begin at
-            0 or does not increase, the number of the row within its episode replaces it.
+            0 or does not increase, the nearest frame number of each timestamp replaces it if timestamps locate frames, and
+            otherwise the number of the row within its episode.
         new_tolerance_s: Tolerance with which rows of the new dataset locate their frames. See `source.locate`.
 
     Raises:
@@ -215,8 +222,12 @@ class TaskInput:
     def regular_times(self, table: pa.Table) -> npt.NDArray[np.float64]:
         """Return frame_index / fps of an episode's rows. See `self.regular`."""
         numbers = _frame_index(table)
-        if numbers[0] != 0 or (np.diff(numbers) <= 0).any():  # it counts something else
-            numbers = np.arange(len(table))
+        if numbers[0] != 0 or (np.diff(numbers) <= 0).any():  # it counts something else, or the first rows were cut out
+            has_video = any(spec["mode"] != "images" for spec in self.job["cameras"].values())
+            nearest = frame_numbers(table["timestamp"].to_numpy(), self.fps)
+            # If timestamps locate frames, they are the times of frames. Otherwise, they may be those of any clock.
+            is_time = has_video and self.job["clock"] == "timestamp"
+            numbers = nearest if is_time and nearest is not None else np.arange(len(table))
         return numbers / self.fps
 
     def check_values(self, episode: Json, table: pa.Table) -> None:

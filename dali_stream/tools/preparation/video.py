@@ -26,7 +26,7 @@ from dali_stream.tools.preparation import encoders, packets, quality
 from dali_stream.tools.preparation.encoders import Encoder
 from dali_stream.tools.preparation.packets import Run
 from dali_stream.tools.preparation.place import Json
-from dali_stream.tools.preparation.source import TaskInput, Times, locate
+from dali_stream.tools.preparation.source import TaskInput, Times, frame_numbers, locate
 from dali_stream.tools.work import spread
 
 TIMESCALE = 90_000  # ticks per second of encoded files; a multiple of 24, 25, 30, 50 and 60 frames per second
@@ -177,9 +177,9 @@ def _encode_episode(
 def _grid(task: TaskInput, episode: int, times: Times) -> Int64:
     """Return the time of each row's frame in units of 1/fps. Raises DatasetError if the times are irregular."""
     of_images = task.spec["mode"] == "images"
-    exact = times.astype(np.float64) * task.fps
-    if np.isfinite(exact).all() and (not of_images or np.round(exact[0]) == 0) and (np.diff(np.round(exact)) > 0).all():
-        return np.round(exact).astype(np.int64)
+    numbers = frame_numbers(times, task.fps)
+    if numbers is not None and not (of_images and numbers[0]):
+        return numbers
     advice = "Give --clock frame_index, which writes regular timestamps"  # each image is that of its row
     raise DatasetError(
         f"{task.where}: episode {episode}: its timestamps are not near multiples of 1/fps{' from 0 on' if of_images else ''}, "
