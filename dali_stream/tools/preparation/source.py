@@ -73,24 +73,16 @@ def open_cached(address: str, options: str, revision: str | None) -> Store:
 
 
 class LoadedRange(StoreView):
-    """Store that reads from memory within the last loaded range. One thread may load while others read."""
+    """Store that reads from memory within the range [start, stop) of a file, which the constructor fetches."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, path: str, start: int, stop: int) -> None:
         super().__init__(store)
-        self._loaded = ("", 0, b"")
-
-    def load(self, path: str, start: int, stop: int) -> None:
-        """Fetch the range [start, stop) of a file, unless it is already loaded."""
-        loaded, begin, data = self._loaded
-        if loaded != path or not begin <= start <= stop <= begin + len(data):
-            self._loaded = ("", 0, b"")  # frees the last range before the next one is fetched
-            parts = [self.store.read(path, at, min(at + RANGE, stop)) for at in range(start, stop, RANGE)]
-            self._loaded = (path, start, b"".join(parts))
+        self._path, self._start = path, start
+        self._data = b"".join(store.read(path, at, min(at + RANGE, stop)) for at in range(start, stop, RANGE))
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        loaded, begin, data = self._loaded
-        if loaded == path and begin <= start <= stop <= begin + len(data):
-            return data[start - begin : stop - begin]
+        if path == self._path and self._start <= start <= stop <= self._start + len(self._data):
+            return self._data[start - self._start : stop - self._start]
         return self.store.read(path, start, stop)
 
 
@@ -129,7 +121,6 @@ class TaskInput:
         rows_per_group: Number of rows of a row group, for a file of rows.
         spec: How the camera is written. See `plan.header`. Its "mode" is "rows" for a file of rows.
         store: Storage of the source's files.
-        window: The same storage, which keeps the last loaded range of a video in memory.
         rows: Reader of the rows of the episodes, with the columns that the task needs.
         fps, regular: Frames per second, and whether `timestamp` becomes frame_index / fps. If `frame_index` does not begin at
             0 or does not increase, the nearest frame number of each timestamp replaces it if timestamps locate frames, and
@@ -152,7 +143,6 @@ class TaskInput:
         self.spec: Json = job["cameras"].get(self.camera, {"mode": "rows"})
         revision = None if job["data_files_root"] else job["revision"]
         self.store = open_cached(job["data_files_root"] or job["uri"], json.dumps(job["storage_options"]), revision)
-        self.window = LoadedRange(self.store)
         self.fps, self.regular = float(job["fps"]), bool(job["regular"])
         self.new_tolerance_s: float | None = None if self.regular else job["tolerance_s"]
         columns = {"rows": None, "images": [*_CLOCKS, self.camera]}.get(self.spec["mode"], _CLOCKS)

@@ -26,7 +26,7 @@ from dali_stream.tools.preparation import encoders, packets, quality
 from dali_stream.tools.preparation.encoders import Encoder
 from dali_stream.tools.preparation.packets import Run
 from dali_stream.tools.preparation.place import Json
-from dali_stream.tools.preparation.source import TaskInput, Times, frame_numbers, locate
+from dali_stream.tools.preparation.source import LoadedRange, TaskInput, Times, frame_numbers, locate
 from dali_stream.tools.work import spread
 
 TIMESCALE = 90_000  # ticks per second of encoded files; a multiple of 24, 25, 30, 50 and 60 frames per second
@@ -202,8 +202,8 @@ def _frames(task: TaskInput, episode: Json, table: pa.Table) -> Iterator[quality
     feature, any_size = Feature(task.job["features"][task.camera]), "size" in task.job["options"]
     index, shown = task.shown(episode, table)
     start, stop = packets.needed(index, shown)
-    task.window.load(index.path, int(index.offset[start]), int(index.end[stop - 1]))
-    packets.check_packets(task.window, index, start, stop)
+    loaded = LoadedRange(task.store, index.path, int(index.offset[start]), int(index.end[stop - 1]))
+    packets.check_packets(loaded, index, start, stop)
     for part in _parts(index, shown):
         expected = index.format(index.config[part[0]])
         if remedy := feature.size_fault((expected.height, expected.width), any_size):
@@ -212,7 +212,7 @@ def _frames(task: TaskInput, episode: Json, table: pa.Table) -> Iterator[quality
                     *feature.frame_size, expected.height, expected.width, remedy
                 )
             )
-        yield torchcodec.decode(task.window, [index] * len(part), part.tolist(), expected)[0]
+        yield torchcodec.decode(loaded, [index] * len(part), part.tolist(), expected)[0]
 
 
 def _parts(index: VideoIndex, shown: Int64) -> Iterator[Int64]:
