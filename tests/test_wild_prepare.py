@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 from support.broken import EPISODES as TABLE
 from support.broken import edit_info, put
-from support.datasets import Column, build
+from support.datasets import Camera, Column, build
 from support.slow import slow
 from support.tools import prepared
-from support.videos import CAMERA, EPISODES, FPS, SIZE, draw, h264, recorded
+from support.videos import CAMERA, EPISODES, FPS, SIZE, draw, encode, h264, mpeg4, recorded
 from support.wild import EVERY, FRAME, NUMBERINGS, change_rows, delivered, expected, with_index, with_times, without_rows
 
 from dali_stream import DaliStreamError, Dataset
@@ -58,6 +58,17 @@ def test_rows_that_were_cut_out(tmp_path: Path, gop: int, cut: dict[int, list[in
     assert start[1] >= stop[0] - 1e-6
     last = np.array([numbers[-1] for numbers in stays.values()])
     np.testing.assert_allclose(stop - start, (last + 1) / FPS, atol=1e-6)
+
+
+def test_videos_with_more_frames_than_rows_become_one(tmp_path: Path) -> None:
+    """Each video ends with the frame of its last row."""
+    lengths, step = [4, 3], 6
+    drawn = [draw([step * (n - 1) + 1], first=episode) for episode, n in enumerate(lengths)]
+    files = [encode(frames, tmp_path / f"{n}.mp4", mpeg4(12), fps=step * 10) for n, frames in enumerate(drawn)]
+    camera = Camera(files, [[n] for n in lengths], SIZE)
+    root = build(tmp_path / "data", lengths, {}, cameras={CAMERA: camera}, fps=10)
+    prepared(root, tmp_path / "out")
+    assert delivered(tmp_path / "out") == expected({e: list(range(0, step * n, step)) for e, n in enumerate(lengths)})
 
 
 @pytest.mark.parametrize("name", ["all 0", *(slow(name) for name in NUMBERINGS if name != "all 0")])

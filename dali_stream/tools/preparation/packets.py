@@ -108,11 +108,12 @@ def join(runs: Sequence[Run], fps: float) -> int:
     """Set `first` and `shift` so that runs follow each other. Return the duration of the last frame, in ticks.
 
     If an episode begins before its first frame, a gap precedes the run in the file. Otherwise, the episode would begin before
-    the end of the previous one.
+    the end of the previous one. Video may have more frames per second than the dataset, whose tolerance is up to half a frame.
+    The last frame of a run takes longer than this, so that it is not counted to the next episode. See `find_packets`.
     """
     packet = tick = frame = 0
     for run in runs:
-        pts, frame = run.times(fps), frame_ticks(run.index, fps)
+        pts, frame = run.times(fps), max(frame_ticks(run.index, fps), int(run.index.timescale / fps / 2) + 1)
         gap = int(pts.min()) - min(run.begin, pts.min())
         tick += round(gap) if packet and gap > frame / 2 else 0
         run.first, run.shift = packet, tick - int(pts.min())

@@ -39,7 +39,7 @@ from dali_stream.tools.preparation.options import Options
 from dali_stream.tools.preparation.place import Json, content_hash
 from dali_stream.tools.work import grouped, in_threads
 
-VERSION = 2  # must be increased when the output for the same dataset and options changes
+VERSION = 3  # must be increased when the output for the same dataset and options changes
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 DATA_MB, VIDEO_MB = 100, 200  # default sizes of files, as in LeRobot
