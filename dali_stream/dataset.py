@@ -8,7 +8,6 @@ import functools
 import logging
 import math
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NoReturn
@@ -315,10 +314,10 @@ class Dataset(DatasetFiles):
             raise DatasetError(f"{where} has no splits. Pass shares, such as dataset.split({{'train': 0.9, 'val': 0.1}})")
         chosen = {}
         for name, span in splits.items():
-            match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", span) if isinstance(span, str) else None
-            if match is None:
+            limits = selection.split_range(span)
+            if limits is None:
                 raise DatasetError(f"Invalid split {name!r} in {where}: must be a range such as '0:40', got {str(span)[:40]!r}")
-            start, stop = map(int, match.groups())
+            start, stop = limits
             chosen[name] = np.flatnonzero((self.episodes >= start) & (self.episodes < stop))
         return chosen
 

@@ -157,6 +157,15 @@ def test_commits_have_finished_files_and_are_few(
     assert len(batches) == (1 if seconds_per_file == 1 else -(-len(files) // 3))
 
 
+def test_no_commit_has_a_file_twice(hub: Hub, small: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Of two contents of stats.json, the Hub could take either."""
+    options = {"token": TOKEN, "endpoint": hub.url}
+    prepared(small, ADDRESSES[0], episodes=[0], out_storage_options=options)
+    assert [warning for warning in recwarn if "same file" in str(warning.message)] == []
+    with contextlib.closing(Dataset(ADDRESSES[0], storage_options=options)) as new:
+        assert new.stats["index"]["count"].tolist() == [Dataset(small).lengths[0]]
+
+
 @pytest.mark.parametrize("address", ["hf://datasets/owner/nothing", "hf://buckets/owner/nothing"])
 def test_a_repository_that_does_not_exist_is_named(hub: Hub, small: Path, address: str) -> None:
     with pytest.raises(StorageError, match=f"{address}: does not exist"):

@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 from support.broken import EPISODES as TABLE
 from support.broken import edit_info, put
-from support.datasets import Column, build
+from support.datasets import Camera, Column, build
 from support.slow import slow
 from support.tools import prepared
-from support.videos import CAMERA, EPISODES, FPS, SIZE, draw, h264, recorded
+from support.videos import CAMERA, EPISODES, FPS, SIZE, draw, encode, h264, mpeg4, recorded
 from support.wild import EVERY, FRAME, NUMBERINGS, change_rows, delivered, expected, with_index, with_times, without_rows
 
 from dali_stream import DaliStreamError, Dataset
@@ -60,6 +60,17 @@ def test_rows_that_were_cut_out(tmp_path: Path, gop: int, cut: dict[int, list[in
     np.testing.assert_allclose(stop - start, (last + 1) / FPS, atol=1e-6)
 
 
+def test_videos_with_more_frames_than_rows_become_one(tmp_path: Path) -> None:
+    """Each video ends with the frame of its last row."""
+    lengths, step = [4, 3], 6
+    drawn = [draw([step * (n - 1) + 1], first=episode) for episode, n in enumerate(lengths)]
+    files = [encode(frames, tmp_path / f"{n}.mp4", mpeg4(12), fps=step * 10) for n, frames in enumerate(drawn)]
+    camera = Camera(files, [[n] for n in lengths], SIZE)
+    root = build(tmp_path / "data", lengths, {}, cameras={CAMERA: camera}, fps=10)
+    prepared(root, tmp_path / "out")
+    assert delivered(tmp_path / "out") == expected({e: list(range(0, step * n, step)) for e, n in enumerate(lengths)})
+
+
 @pytest.mark.parametrize("name", ["all 0", *(slow(name) for name in NUMBERINGS if name != "all 0")])
 def test_rows_are_counted_again(root: Path, tmp_path: Path, name: str) -> None:
     change_rows(root, with_index(NUMBERINGS[name]))
@@ -87,6 +98,16 @@ def test_a_tolerance_keeps_the_frames_of_rows_that_count_otherwise(root: Path, t
     assert delivered(tmp_path / "out") == EVERY
     assert_counts(tmp_path / "out")
     np.testing.assert_allclose(pq.read_table(tmp_path / "out/data")["timestamp"].to_numpy(), FRAME / FPS, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, slow(ENCODED)], ids=["copied", "encoded"])
+def test_a_tolerance_keeps_the_frames_of_rows_whose_first_ones_were_cut_out(tmp_path: Path, options: dict[str, Any]) -> None:
+    root = recorded(tmp_path, h264(2))
+    stays = without_rows(root, CUTS[1])
+    prepared(root, tmp_path / "out", tolerance_s=0.0166, **options)
+    assert delivered(tmp_path / "out") == expected(stays)
+    times = np.concatenate(list(stays.values())) / FPS
+    np.testing.assert_allclose(pq.read_table(tmp_path / "out/data")["timestamp"].to_numpy(), times, atol=1e-6)
 
 
 def test_a_clock_by_numbers_that_count_otherwise_is_refused(root: Path, tmp_path: Path) -> None:

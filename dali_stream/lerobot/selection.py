@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -63,6 +64,12 @@ def rows(
     if not len(matching):
         raise ValueError(f"episode_filter accepts none of {len(selected)} episodes. `dali-stream info URI` describes them")
     return matching
+
+
+def split_range(span: Any) -> tuple[int, int] | None:
+    """Return the range [start, stop) of episode indices of a split, such as "0:40", or None for anything else."""
+    match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", span) if isinstance(span, str) else None
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def _named(index: Int64, episodes: Sequence[int]) -> Int64:

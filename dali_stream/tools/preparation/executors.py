@@ -2,7 +2,7 @@
 
 An executor is a function like the built-in `map`, except that results may be in any order. It takes a function and tasks, and
 yields the result of each task. If nothing ends for some time, it may yield None, so that progress shows that it is alive. A
-task whose worker dies is repeated. If it dies each time, its result is an error.
+task that fails, such as one whose worker dies, is repeated. If it fails each time, its result is an error.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _Attempt = Generator[Json | None, None, list[tuple[Json, BaseException]]]
 _TICK_S = 10.0  # time without a result after which None is yielded
 _POLL_S = 1.0  # interval of polling the jobs of SLURM
 _MOST_JOBS = 1000  # maximum number of jobs of SLURM at a time
+_SAID = 200  # maximum number of characters at both ends of an error's text
 _REPEATS = 2  # number of times that a task is repeated after its worker has died
 
 
@@ -55,8 +56,11 @@ def _repeated(tasks: Sequence[Json], attempt: Callable[[Sequence[Json], bool], _
 
 
 def _failed(task: Json, error: BaseException) -> Json:
-    cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return {"path": task["path"], "error": f"its worker died each time ({cause}). Check its memory"}
+    text = " ".join(str(error).split())
+    if len(text) > 2 * _SAID:  # a traceback begins with the worker, and ends with the error
+        text = f"{text[:_SAID]} ... {text[-_SAID:]}"
+    cause = f"{type(error).__name__}: {text}"
+    return {"path": task["path"], "error": f"its worker died or failed each time ({cause}). Check its memory"}
 
 
 def _run_in_processes(call: Call, tasks: Sequence[Json], jobs: int) -> _Attempt:

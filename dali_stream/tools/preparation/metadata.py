@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import io
 import itertools
 import json
@@ -21,6 +22,7 @@ from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.info import FRAME_INDEX, INFO
 from dali_stream.lerobot.json_files import read_json, read_lines
 from dali_stream.lerobot.parquet import read_parquet
+from dali_stream.lerobot.selection import split_range
 from dali_stream.lerobot.stats import STATS, table_stats
 from dali_stream.tools.preparation import rows
 from dali_stream.tools.preparation.place import Json
@@ -53,20 +55,21 @@ def files(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], report: Json)
     recounted = any(note.get("recounted") for note in notes.values())
     plan = Plan(plan.header | {"recounted": recounted}, plan.tasks)
     head, columns = plan.header, _columns(plan, notes)
-    files_of_v2 = (v2.EPISODES, v2.TASKS, v2.EPISODES_STATS) if dataset.info.is_v2 else ()
-    skipped = {INFO, STATE, *dataset.table.tables, *files_of_v2}
+    # Types are inferred from all episodes, since a part of them may lack a value, or have integers only.
+    types = {name: pa.infer_type(list(values.values())) for name, values in columns.items()}
+    parts = [(_renewed(source, head, columns, types), nbytes) for source, nbytes in _episode_tables(dataset)]
+    stats = _stats(dataset, plan, columns, notes, [part for part, _ in parts])
+    other_files = (v2.EPISODES, v2.TASKS, v2.EPISODES_STATS, v3.TASKS) if dataset.info.is_v2 else ()
+    skipped = {INFO, STATE, *dataset.table.tables, *other_files, *([] if stats is None else [STATS])}
     kept = [name for name in dataset.store.files("meta") if name not in skipped and not name.startswith("meta/prepare/")]
     for name in (*kept, *filter(dataset.store.exists, AT_THE_ROOT)):
         yield name, dataset.store.read_all(name)
     if dataset.info.is_v2:
         yield v3.TASKS, _encoded(v3.tasks_table(dict(sorted(dataset.tasks.items()))))
-    # Types are inferred from all episodes, since a part of them may lack a value, or have integers only.
-    types = {name: pa.infer_type(list(values.values())) for name, values in columns.items()}
-    parts = [(_renewed(source, head, columns, types), nbytes) for source, nbytes in _episode_tables(dataset)]
     yield from _episode_files(head, parts)
-    if (stats := _stats(dataset, plan, columns, notes, [part for part, _ in parts])) is not None:
+    if stats:
         yield STATS, json.dumps(stats, indent=4).encode()
-    yield INFO, json.dumps(_info(dataset, head, report), indent=4).encode()
+    yield INFO, json.dumps(_info(dataset, head, report, columns["episode_index"]), indent=4).encode()
 
 
 def _encoded(table: pa.Table) -> bytes:
@@ -78,7 +81,7 @@ def _encoded(table: pa.Table) -> bytes:
 # ---- info.json
 
 
-def _info(dataset: Dataset, head: Json, report: Json) -> Json:
+def _info(dataset: Dataset, head: Json, report: Json, new_index: Mapping[int, int]) -> Json:
     info: Json = read_json(dataset.store, INFO)
     features = {key: feature for key, feature in info["features"].items() if key in head["features"]}
     fps = int(dataset.fps) if dataset.fps == int(dataset.fps) else dataset.fps
@@ -102,9 +105,18 @@ def _info(dataset: Dataset, head: Json, report: Json) -> Json:
         "video_path": VIDEO_PATH if head["cameras"] else None,
         "features": features,
     }
-    if head["renumber"] and "splits" in info:  # ranges of the old indices
-        info["splits"] = {"train": f"0:{report['episodes']}"}
+    if head["renumber"] and "splits" in info:
+        info["splits"] = dict(_new_splits(dataset.info.splits, sorted(new_index)))
     return info
+
+
+def _new_splits(splits: Json, kept: list[int]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the new range of each split with episodes, given the indices of the kept episodes in the source."""
+    for name, span in splits.items():
+        if (limits := split_range(span)) is not None:
+            start, stop = (bisect.bisect_left(kept, limit) for limit in limits)
+            if start < stop:
+                yield name, f"{start}:{stop}"
 
 
 def _encoded_feature(feature: Feature, spec: Json, fps: float) -> Json:
@@ -167,9 +179,10 @@ def _episode_files(head: Json, parts: list[tuple[pa.Table, int]]) -> Iterator[tu
 
     Args:
         head: Header of the plan.
-        parts: Parts of the table, each with the encoded size of its source in bytes.
+        parts: Parts of the table, each with the encoded size of its source in bytes. Empty ones are left out.
     """
     most = (head["options"].get("file_mb") or DATA_MB) * (1 << 20)
+    parts = [(part, nbytes) for part, nbytes in parts if len(part)]
     groups = grouped(parts, most, lambda pair: pair[1], lambda pair: pair[0].schema.serialize().to_pybytes())
     for number, group in enumerate(groups):
         table = pa.concat_tables([part for part, _ in group])
@@ -209,7 +222,7 @@ def has_episode_stats(dataset: Dataset) -> bool:
 
 
 def _stats(dataset: Dataset, plan: Plan, columns: Columns, notes: Mapping[str, Json], parts: list[pa.Table]) -> Json | None:
-    """Return the new content of stats.json, or None if it does not change or does not exist.
+    """Return the new content of stats.json, or None if it does not change. The file is not written if this is empty.
 
     Statistics that change are aggregated from those of the episodes in the same way as in LeRobot.
     """
@@ -227,19 +240,18 @@ def _stats(dataset: Dataset, plan: Plan, columns: Columns, notes: Mapping[str, J
         if key not in changed:
             new[key] = stored[key]
         elif episodes := _episode_stats(key, columns, parts, notes):
-            stats = [{key: {name: np.asarray(v) for name, v in each.items() if v is not None}} for each in episodes]
-            whole = v2.aggregate(stats)[key]
+            whole = v2.aggregate([{key: each} for each in episodes])[key]
             new[key] = {name: value for name, value in whole.items() if name in stored.get(key, whole)}
         else:
             _log.warning("stats of %.80r are left out: the source has none for single episodes", key)
-    return {key: {name: value.tolist() for name, value in statistics.items()} for key, statistics in new.items()} or None
+    return {key: {name: value.tolist() for name, value in statistics.items()} for key, statistics in new.items()}
 
 
 def _episode_stats(key: str, columns: Columns, parts: list[pa.Table], notes: Mapping[str, Json]) -> list[dict[str, Any]]:
     """Return the statistics of a feature for each episode.
 
     These are the new ones if the feature has changed, or otherwise those of the source. If the source has none, they are those
-    that the tasks have computed from the rows.
+    that the tasks have computed from the rows. Episodes without statistics are left out, as in `Dataset.stats`.
     """
 
     def named(names: Iterable[str]) -> dict[str, str]:
@@ -247,12 +259,17 @@ def _episode_stats(key: str, columns: Columns, parts: list[pa.Table], notes: Map
         return {name.rpartition("/")[2]: name for name in names if name.rpartition("/")[0] == f"stats/{key}"}
 
     if new := named(columns):
-        return [{name: columns[column][old] for name, column in new.items()} for old in columns["episode_index"]]
-    own = [
-        part.select(list(names.values())).rename_columns(list(names)) for part in parts if (names := named(part.column_names))
-    ]
-    of_rows = [stats for note in notes.values() if "rows" in note for stats in note["stats"].values()]
-    return [row for part in own for row in part.to_pylist()] or [stats[key] for stats in of_rows if key in stats]
+        episodes = [{name: columns[column][old] for name, column in new.items()} for old in columns["episode_index"]]
+    else:
+        own = [
+            part.select(list(names.values())).rename_columns(list(names))
+            for part in parts
+            if (names := named(part.column_names))
+        ]
+        of_rows = [stats for note in notes.values() if "rows" in note for stats in note["stats"].values()]
+        episodes = [row for part in own for row in part.to_pylist()] or [stats[key] for stats in of_rows if key in stats]
+    known = ({name: np.asarray(value) for name, value in each.items() if value is not None} for each in episodes)
+    return [each for each in known if each]
 
 
 def _episode_tables(dataset: Dataset) -> Iterator[tuple[pa.Table, int]]:

@@ -108,11 +108,12 @@ def join(runs: Sequence[Run], fps: float) -> int:
     """Set `first` and `shift` so that runs follow each other. Return the duration of the last frame, in ticks.
 
     If an episode begins before its first frame, a gap precedes the run in the file. Otherwise, the episode would begin before
-    the end of the previous one.
+    the end of the previous one. Video may have more frames per second than the dataset, whose tolerance is up to half a frame.
+    The last frame of a run takes longer than this, so that it is not counted to the next episode. See `find_packets`.
     """
     packet = tick = frame = 0
     for run in runs:
-        pts, frame = run.times(fps), frame_ticks(run.index, fps)
+        pts, frame = run.times(fps), max(frame_ticks(run.index, fps), int(run.index.timescale / fps / 2) + 1)
         gap = int(pts.min()) - min(run.begin, pts.min())
         tick += round(gap) if packet and gap > frame / 2 else 0
         run.first, run.shift = packet, tick - int(pts.min())
@@ -217,6 +218,20 @@ def read_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Iter
             )
         yield [data[offset[i] - begin : end[i] - begin] for i in range(start, last + 1)]
         start = last + 1
+
+
+def check_unchanged(store: Store, runs: Iterable[Run]) -> None:
+    """Check that local source files have not changed since their indices were read. Remote stores check this themselves.
+
+    Raises:
+        DecodeError: If a file has changed.
+    """
+    if not store.remote:
+        for index in {run.index.path: run.index for run in runs}.values():
+            if read_index(store, index.path).moov_hash != index.moov_hash:
+                raise DecodeError(
+                    f"{store.where(index.path)}: the file has changed while it was copied. Run the same command again"
+                )
 
 
 def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> None:

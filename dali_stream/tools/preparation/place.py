@@ -41,13 +41,11 @@ class Place(Protocol):
 
     Attributes:
         address: Address of OUT.
-        remote: Whether calls send requests over a network.
         counts_commits: Whether `commit` makes a commit of a repository, whose number per hour is limited.
         interval_s: Minimum time between two commits while a run writes files, in seconds.
     """
 
     address: str
-    remote: bool = False
     counts_commits: bool = False
     interval_s: float = 5.0
 
@@ -146,7 +144,6 @@ class LocalPlace(Place):
 class RemotePlace(Place):
     """Base class of places to which files are uploaded. Calls are retried."""
 
-    remote = True
     interval_s = 10.0
 
     def __init__(self, address: str) -> None:
@@ -187,7 +184,8 @@ class RemotePlace(Place):
                 status = getattr(getattr(error, "response", None), "status_code", None)  # huggingface_hub's errors have it
                 if attempt == _ATTEMPTS - 1 or isinstance(error, PermissionError) or status in (401, 403):
                     reason = type(error).__name__ + (f", HTTP {status}" if status else "")  # the text may contain credentials
-                    raise StorageError(f"{self.address}/{path}: cannot be written ({reason}). Run the command again") from None
+                    where = f"{self.address}/{path}".rstrip("/")
+                    raise StorageError(f"{where}: cannot be read or written ({reason}). Run the command again") from None
             time.sleep(random.random() * 0.5 * 2**attempt)
         raise AssertionError
 
@@ -328,8 +326,8 @@ def open_place(address: str, options: dict[str, Any] | None) -> Place:
         options: Credentials and other storage options of a remote place.
     """
     scheme, separator, rest = address.rstrip("/").partition("://")
-    if not separator:
-        return LocalPlace(address)
+    if not separator or scheme in ("file", "local"):
+        return LocalPlace(rest if separator else address)
     kind = ObjectPlace if scheme in OBJECTS else FilesystemPlace
     if scheme == "hf" and not rest.startswith("buckets/"):
         kind = RepositoryPlace

@@ -39,7 +39,7 @@ from dali_stream.tools.preparation.options import Options
 from dali_stream.tools.preparation.place import Json, content_hash
 from dali_stream.tools.work import grouped, in_threads
 
-VERSION = 2  # must be increased when the output for the same dataset and options changes
+VERSION = 3  # must be increased when the output for the same dataset and options changes
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 DATA_MB, VIDEO_MB = 100, 200  # default sizes of files, as in LeRobot
@@ -92,7 +92,8 @@ def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
     features.setdefault(FRAME_INDEX, dict(dataset.features[FRAME_INDEX]))
     cameras = {key: spec for key, feature in features.items() if (spec := _camera(key, Feature(feature), options)) is not None}
     _check_apart(cameras)
-    images = [key for key, f in info["features"].items() if f.get("dtype") == "image" and key not in features]
+    others = info["features"].keys() - features.keys() - {*dataset.absent}
+    images = [key for key, feature in info["features"].items() if feature.get("dtype") == "image" and key in others]
     without = images + [key for key, spec in cameras.items() if spec["mode"] == "images"]
     regular = dataset.clock == "frame_index" or dataset.tolerance_s > TOLERANCE / dataset.fps
     size = info.get("chunks_size")

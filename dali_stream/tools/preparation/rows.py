@@ -128,8 +128,8 @@ class EpisodeRows:
         problem, count = None, 0
         for paths in self._candidates(path, index):
             try:
-                table = self._expected(path, first, length) if paths == [path] else None
-                if table is not None and (table["episode_index"].to_numpy() == index).all():
+                table = self._expected(path, index, first, length) if paths == [path] else None
+                if table is not None:
                     return table
                 parts = [rows for each in paths if len(rows := self._found(each, index))]
             except DatasetError as error:
@@ -172,10 +172,27 @@ class EpisodeRows:
             self._search = RowSearch(data_files(self._store, self._named), self._episodes)
         return self._search
 
-    def _expected(self, path: str, first: int, length: int) -> pa.Table | None:
-        """Return `length` rows of a file, or None if it has fewer."""
+    def _expected(self, path: str, episode: int, first: int, length: int) -> pa.Table | None:
+        """Return `length` rows of a file if they, and none next to them, are rows of an episode. Otherwise, return None."""
         with self._opened(path) as parquet:
-            return self._rows(parquet, first, first + length) if first + length <= self._footer.first_row[-1] else None
+            stop, count = first + length, int(self._footer.first_row[-1])
+            if stop > count:
+                return None
+            table = self._rows(parquet, first, stop)
+            beside = [self._episode_of(parquet, row) for row in (first - 1, stop) if 0 <= row < count]
+            return table if (table["episode_index"].to_numpy() == episode).all() and episode not in beside else None
+
+    def _episode_of(self, parquet: pq.ParquetFile, row: int) -> int | None:
+        """Return the episode index of a row, or None if it is broken. Only this column is read if its row group is not kept."""
+        group = int(np.searchsorted(self._footer.first_row, row, side="right")) - 1
+        rows = self._groups.get(group)
+        if rows is None:
+            try:
+                rows = parquet.read_row_group(group, ["episode_index"], use_threads=False)
+            except (OSError, pa.ArrowException):
+                return None
+        index: int | None = rows["episode_index"][row - int(self._footer.first_row[group])].as_py()
+        return index
 
     def _episodes(self, path: str) -> tuple[int, int]:
         """Return the lowest and the highest episode index in a file. They are (0, -1) for a file without rows."""
@@ -192,7 +209,8 @@ class EpisodeRows:
                 self._footer = self._footers(path)
                 self._path = path
             with self._store.open(path) as file:
-                yield pq.ParquetFile(file, pre_buffer=True)  # fetches adjacent row groups with one request
+                # `pre_buffer` fetches adjacent row groups with one request.
+                yield pq.ParquetFile(file, pre_buffer=True, page_checksum_verification=True)
 
     def _found(self, path: str, index: int) -> pa.Table:
         """Return the rows of an episode in a file whose episodes may be in any order."""
@@ -217,16 +235,22 @@ class EpisodeRows:
             size, until = self._footer.size, self._until.get(self._path, self._footer.first_row[-1])
             while last < len(size) and first_row[last] < until and size[missing : last + 1].sum() <= AT_ONCE:
                 last += 1
-            table = self._checked(parquet.read_row_groups(range(missing, last), self._columns, use_threads=False))
-            self._groups = {group: self._groups[group] for group in groups if group < missing}
+            try:
+                table = self._read(parquet, range(missing, last))
+            except (DatasetError, OSError, pa.ArrowException):  # a later row group may be broken
+                last = groups[-1] + 1
+                table = self._read(parquet, range(missing, last))
+            # Groups that are no longer needed are dropped, except for the one before the episode. See `_episode_of`.
+            self._groups = {group: kept for group, kept in self._groups.items() if groups[0] - 1 <= group < missing}
             for group in range(missing, last):
                 first, end = first_row[group : group + 2] - first_row[missing]
                 self._groups[group] = table.slice(first, end - first)
         rows = pa.concat_tables([self._groups[group] for group in groups])
         return rows.slice(start - first_row[groups[0]], stop - start)
 
-    def _checked(self, rows: pa.Table) -> pa.Table:
-        """Return the rows. Raises DatasetError if an image is stored in a separate file."""
+    def _read(self, parquet: pq.ParquetFile, groups: range) -> pa.Table:
+        """Return the rows of some row groups. Raises DatasetError if an image is stored in a separate file."""
+        rows = parquet.read_row_groups(groups, self._columns, use_threads=False)
         for key in rows.column_names:
             kind = rows[key].type
             names = {field.name for field in kind} if pa.types.is_struct(kind) else set()
@@ -269,32 +293,37 @@ def without(schema: pa.Schema, columns: Collection[str], is_v2: bool) -> pa.Sche
 
     For v2.x, the metadata of pandas are removed too. They describe an index that differs from file to file.
     """
-    described = dict(schema.metadata or {})
     if is_v2:
-        described.pop(b"pandas", None)
+        described = {key: value for key, value in (schema.metadata or {}).items() if key != b"pandas"}
+        schema = schema.with_metadata(described or None)
     for name in columns:
         schema = schema.remove(schema.get_field_index(name))
-    if columns and b"huggingface" in described:
-        try:
-            text = json.loads(described[b"huggingface"])
-            for name in columns:
-                text.get("info", {}).get("features", {}).pop(name, None)
-            described[b"huggingface"] = json.dumps(text).encode()
-        except (ValueError, TypeError, AttributeError, RecursionError):  # it only helps the library `datasets`
-            del described[b"huggingface"]
-    return schema.with_metadata(described or None)
+        schema = _with_feature(schema, name, None)
+    return schema
 
 
 def with_frame_index(schema: pa.Schema) -> pa.Schema:
     """Return a schema that has the column `frame_index`."""
     if "frame_index" in schema.names:
         return schema
+    schema = schema.append(pa.field("frame_index", pa.int64()))
+    return _with_feature(schema, "frame_index", {"dtype": "int64", "_type": "Value"})
+
+
+def _with_feature(schema: pa.Schema, name: str, feature: Json | None) -> pa.Schema:
+    """Return a schema whose metadata of the library `datasets` describe a column, or lack it if `feature` is None."""
     described = dict(schema.metadata or {})
     if b"huggingface" in described:
-        text = json.loads(described[b"huggingface"])
-        text.get("info", {}).get("features", {})["frame_index"] = {"dtype": "int64", "_type": "Value"}
-        described[b"huggingface"] = json.dumps(text).encode()
-    return schema.append(pa.field("frame_index", pa.int64())).with_metadata(described or None)
+        try:
+            text = json.loads(described[b"huggingface"])
+            features = text.get("info", {}).get("features", {})
+            features.pop(name, None)
+            if feature is not None:
+                features[name] = feature
+            described[b"huggingface"] = json.dumps(text).encode()
+        except (ValueError, TypeError, AttributeError, RecursionError):  # only this library needs them
+            del described[b"huggingface"]
+    return schema.with_metadata(described or None)
 
 
 def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -309,11 +338,16 @@ def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def replaced(table: pa.Table, columns: Mapping[str, pa.Array]) -> pa.Table:
-    """Return a table with new values in some columns. Existing columns keep their type, and others are appended."""
+    """Return a table with new values in some columns. Columns that it lacks are appended.
+
+    Existing columns keep their type, except for integers that would become fractions.
+    """
     for name, values in columns.items():
         if name in table.column_names:
             place = table.column_names.index(name)
             field = table.schema.field(place)
+            if pa.types.is_integer(field.type) and pa.types.is_floating(values.type):
+                field = field.with_type(values.type)
             table = table.set_column(place, field, values.cast(field.type))
         else:
             table = table.append_column(name, values)

@@ -176,6 +176,7 @@ def prepare(
             "data_files_root": None if data_files_root is None else _absolute(os.fspath(data_files_root)),
             "out": place.address,
             "out_options": out_storage_options,
+            "images": list(dataset.images),
             "reads": [key for key, feature in dataset.features.items() if not feature.is_camera and key != "timestamp"],
         }
         with place.lock():
@@ -228,6 +229,8 @@ def _started(
     state = read_state(place)
     if state is None:
         run = RunState(place, _planned(dataset, head, shared, map_tasks), {}, show)
+        if read_state(place) is not None:  # a remote place has no lock, and planning may take hours
+            raise ValueError(f"{place.address} is being written by another process. Wait for it, or give another folder")
     else:
         _check_same(place, state["plan"], head, "an unfinished run")
         if "report" in state:
@@ -276,6 +279,11 @@ def _write_files(run: RunState, place: Place, job: Json, map_tasks: MapTasks) ->
             if result is not None:
                 run.add(result)
             run.update()
+        if lost := [each["path"] for each in todo if each["path"] not in run.notes and each["path"] not in run.failed]:
+            raise DaliStreamError(
+                f"map_tasks has returned no result for {counted(len(lost), 'file')}, such as {lost[0]}. It must yield one for "
+                "each task"
+            )
         state = "failed" if run.failed else "finishing"
     finally:
         run.update(state)

@@ -6,14 +6,18 @@ import contextlib
 import functools
 import json
 import math
+import platform
+from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from dali_stream.checks.none import NONE
-from dali_stream.errors import DecodeError
+from dali_stream.decode import images
+from dali_stream.errors import DaliStreamError, DecodeError, prefixed
 from dali_stream.lerobot.arrow import to_numpy
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.rows import check_counting, check_rising
@@ -25,8 +29,10 @@ from dali_stream.storage.store import StoreView
 from dali_stream.tools.preparation import packets, rows
 from dali_stream.tools.preparation.packets import RANGE
 from dali_stream.tools.preparation.place import Json
+from dali_stream.tools.preparation.plan import VERSION
 
 Times = npt.NDArray[np.float32]
+_CLOCKS = ["episode_index", "timestamp", "frame_index"]  # columns that locate frames
 
 
 def locate(
@@ -67,24 +73,16 @@ def open_cached(address: str, options: str, revision: str | None) -> Store:
 
 
 class LoadedRange(StoreView):
-    """Store that reads from memory within the last loaded range. One thread may load while others read."""
+    """Store that reads from memory within the range [start, stop) of a file, which the constructor fetches."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, path: str, start: int, stop: int) -> None:
         super().__init__(store)
-        self._loaded = ("", 0, b"")
-
-    def load(self, path: str, start: int, stop: int) -> None:
-        """Fetch the range [start, stop) of a file, unless it is already loaded."""
-        loaded, begin, data = self._loaded
-        if loaded != path or not begin <= start <= stop <= begin + len(data):
-            self._loaded = ("", 0, b"")  # frees the last range before the next one is fetched
-            parts = [self.store.read(path, at, min(at + RANGE, stop)) for at in range(start, stop, RANGE)]
-            self._loaded = (path, start, b"".join(parts))
+        self._path, self._start = path, start
+        self._data = b"".join(store.read(path, at, min(at + RANGE, stop)) for at in range(start, stop, RANGE))
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        loaded, begin, data = self._loaded
-        if loaded == path and begin <= start <= stop <= begin + len(data):
-            return data[start - begin : stop - begin]
+        if path == self._path and self._start <= start <= stop <= self._start + len(self._data):
+            return self._data[start - self._start : stop - self._start]
         return self.store.read(path, start, stop)
 
 
@@ -104,6 +102,12 @@ def _frame_index(table: pa.Table) -> Int64:
     return table["frame_index"].to_numpy() if "frame_index" in table.column_names else np.arange(len(table))
 
 
+def frame_numbers(seconds: npt.NDArray[Any], fps: float) -> Int64 | None:
+    """Return the nearest multiples of 1/fps of some times, or None if they do not increase or a time is not finite."""
+    exact = np.round(seconds.astype(np.float64) * fps)
+    return exact.astype(np.int64) if np.isfinite(exact).all() and (np.diff(exact) > 0).all() else None
+
+
 class TaskInput:
     """Reads the episodes of one output file from the source.
 
@@ -117,44 +121,68 @@ class TaskInput:
         rows_per_group: Number of rows of a row group, for a file of rows.
         spec: How the camera is written. See `plan.header`. Its "mode" is "rows" for a file of rows.
         store: Storage of the source's files.
-        window: The same storage, which keeps the last loaded range of a video in memory.
+        rows: Reader of the rows of the episodes, with the columns that the task needs.
         fps, regular: Frames per second, and whether `timestamp` becomes frame_index / fps. If `frame_index` does not begin at
-            0 or does not increase, the number of the row within its episode replaces it.
+            0 or does not increase, the nearest frame number of each timestamp replaces it if timestamps locate frames, and
+            otherwise the number of the row within its episode.
         new_tolerance_s: Tolerance with which rows of the new dataset locate their frames. See `source.locate`.
-        footer: Function that returns the footer of a Parquet file of the source.
+
+    Raises:
+        DaliStreamError: If the command has another version of `prepare` than this worker.
     """
 
     def __init__(self, job: Json, task: Json, where: str = "") -> None:
+        if job["version"] != VERSION:
+            raise DaliStreamError(
+                f"the version of prepare must be that of the command, {job['version']}, got {VERSION} on {platform.node()}. "
+                "Install the same dali_stream on all machines"
+            )
         self.job, self.where = job, where
         self.episodes, self.camera = task["episodes"], task.get("camera", "")
         self.rows_per_group: int = task.get("rows_per_group", 0)
         self.spec: Json = job["cameras"].get(self.camera, {"mode": "rows"})
         revision = None if job["data_files_root"] else job["revision"]
         self.store = open_cached(job["data_files_root"] or job["uri"], json.dumps(job["storage_options"]), revision)
-        self.window = LoadedRange(self.store)
         self.fps, self.regular = float(job["fps"]), bool(job["regular"])
         self.new_tolerance_s: float | None = None if self.regular else job["tolerance_s"]
-        self.footer = functools.lru_cache(4)(lambda path: rows.read_footer(self.store, path))
+        columns = {"rows": None, "images": [*_CLOCKS, self.camera]}.get(self.spec["mode"], _CLOCKS)
+        footer = functools.lru_cache(4)(lambda path: rows.read_footer(self.store, path))
+        self.rows = rows.EpisodeRows(self.store, footer, self.episodes, columns, job["is_v2"])
         self._index = functools.lru_cache(16)(self._read_index)
 
     def _read_index(self, path: str) -> VideoIndex:
         refuse_sound(self.store, path)
         return read_index(self.store, path)
 
-    def check(self) -> None:
-        """Read all episodes. Raises DaliStreamError if an episode cannot be read."""
-        read = self.rows().read
-        for episode in self.episodes:
-            table = read(episode)
+    def check(self, episode: Json) -> None:
+        """Read an episode. Raises DaliStreamError if it cannot be read. The task of the rows checks images in rows."""
+        mode = self.spec["mode"]
+        if mode == "rows":
+            table = self.rows.read(episode)
             self.check_values(episode, table)
-            if self.spec["mode"] in ("copy", "encode"):
-                index, shown = self.shown(episode, table)
-                with self.naming(episode):
-                    packets.check_packets(self.store, index, *packets.needed(index, shown))
+            for key in self.job["images"]:
+                deque(self.decoded_images(episode, table, key), maxlen=0)
+        elif mode != "images":
+            index, shown = self.shown(episode, self.rows.read(episode))
+            with self.naming(episode):
+                packets.check_packets(self.store, index, *packets.needed(index, shown))
 
-    def rows(self, columns: list[str] | None = None) -> rows.EpisodeRows:
-        """Return a reader of some columns of the rows of the episodes. Default: all columns."""
-        return rows.EpisodeRows(self.store, self.footer, self.episodes, columns, self.job["is_v2"])
+    def decoded_images(self, episode: Json, table: pa.Table, key: str) -> Iterator[npt.NDArray[Any]]:
+        """Yield the images of an episode, decoded, of shape (H, W, C).
+
+        Args:
+            episode: Episode of the task.
+            table: Rows of the episode.
+            key: Key of the camera. If its images stay in rows, they may have any size.
+        """
+        feature, any_size = Feature(self.job["features"][key]), "size" in self.job["options"] or key not in self.job["cameras"]
+        for number, value in enumerate(table[key].to_pylist()):
+            try:
+                image = images.decode(value["bytes"] if isinstance(value, dict) else value, feature, any_size)
+            except DecodeError as error:
+                where = f"{self.store.where(episode['data'])}: {key}, episode {episode['old']}, frame {number}"
+                raise prefixed(where, error) from error
+            yield image
 
     def shown(self, episode: Json, table: pa.Table) -> tuple[VideoIndex, Int64]:
         """Return the index of an episode's video file, and the packets of its rows.
@@ -184,8 +212,12 @@ class TaskInput:
     def regular_times(self, table: pa.Table) -> npt.NDArray[np.float64]:
         """Return frame_index / fps of an episode's rows. See `self.regular`."""
         numbers = _frame_index(table)
-        if numbers[0] != 0 or (np.diff(numbers) <= 0).any():  # it counts something else
-            numbers = np.arange(len(table))
+        if numbers[0] != 0 or (np.diff(numbers) <= 0).any():  # it counts something else, or the first rows were cut out
+            has_video = any(spec["mode"] != "images" for spec in self.job["cameras"].values())
+            nearest = frame_numbers(table["timestamp"].to_numpy(), self.fps)
+            # If timestamps locate frames, they are the times of frames. Otherwise, they may be those of any clock.
+            is_time = has_video and self.job["clock"] == "timestamp"
+            numbers = nearest if is_time and nearest is not None else np.arange(len(table))
         return numbers / self.fps
 
     def check_values(self, episode: Json, table: pa.Table) -> None:
@@ -197,9 +229,10 @@ class TaskInput:
 
     @contextlib.contextmanager
     def naming(self, episode: Json) -> Iterator[None]:
-        """Add the file and the camera to the message of a DecodeError that does not name them."""
+        """Add the file, the camera and the episode to the message of a DecodeError that does not name the file."""
         try:
             yield
         except DecodeError as error:
             path = self.store.where(episode.get("video") or episode["data"])
-            raise DecodeError(str(error) if path in str(error) else f"{path}: {self.camera}: {error}") from error
+            where = f"{path}: {self.camera}, episode {episode['old']}"
+            raise DecodeError(str(error) if path in str(error) else f"{where}: {error}") from error

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from dali_stream.errors import DaliStreamError
+from dali_stream.errors import DaliStreamError, StorageError
+from dali_stream.lerobot.info import TABULAR
 from dali_stream.lerobot.stats import table_stats
 from dali_stream.tools.preparation import rows, video
 from dali_stream.tools.preparation.place import Json, open_place
@@ -48,21 +49,24 @@ def check_episodes(job: Json, task: Json) -> Json:
         job, task: See `write_file`.
 
     Returns:
-        {"broken": {index in the source: reason}} of the episodes that cannot be read.
+        {"broken": {index in the source: reason}} of the episodes that cannot be read, or {"error": reason} if the storage
+        fails.
     """
-    broken = {}
-    for episode in task["episodes"]:
+    source, broken = TaskInput(job, task), {}
+    for episode in source.episodes:
         try:
-            TaskInput(job, task | {"episodes": [episode]}).check()
-        except DaliStreamError as error:
+            source.check(episode)
+        except StorageError as error:  # the network or the credentials, and not the episode
+            return {"error": str(error)}
+        except (DaliStreamError, pa.ArrowException) as error:
             broken[episode["old"]] = str(error)
     return {"broken": broken}
 
 
 def _write_rows(task: TaskInput, file: Path) -> Json:
     """Write and verify a Parquet file. Return the content of its note."""
-    job, source, stats = task.job, task.rows(), dict[str, Json]()
-    first = source.footer(task.episodes[0])
+    job, stats = task.job, dict[str, Json]()
+    first = task.rows.footer(task.episodes[0])
     rows.check_columns(task.store, job["features"], first)
     schema = rows.with_frame_index(rows.without(first.schema, job["without"], job["is_v2"]))
     times, recounted = dict[str, Json](), False
@@ -70,7 +74,7 @@ def _write_rows(task: TaskInput, file: Path) -> Json:
     def changed() -> Iterator[pa.Table]:
         nonlocal recounted
         for episode in task.episodes:
-            table, new = source.read(episode).drop_columns(job["without"]), dict[str, pa.Array]()
+            table, new = task.rows.read(episode).drop_columns(job["without"]), dict[str, pa.Array]()
             task.check_values(episode, table)
             if task.regular:
                 new["timestamp"] = pa.array(task.regular_times(table))
@@ -85,8 +89,8 @@ def _write_rows(task: TaskInput, file: Path) -> Json:
             if job["row_stats"]:
                 stats[str(episode["new"])] = {
                     key: table_stats(np.array(table[key].to_pylist()))
-                    for key, feature in job["features"].items()
-                    if key in table.column_names and feature.get("dtype") not in ("image", "video", "string", "language")
+                    for key in (*job["reads"], "timestamp")
+                    if key in table.column_names and job["features"][key]["dtype"] in TABULAR
                 }
             yield rows.cast(table, schema)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from dali_stream.decode import images, torchcodec
+from dali_stream.decode import torchcodec
 from dali_stream.decode.resize import resize
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, FrameSizeError
 from dali_stream.lerobot.features import Feature
@@ -26,14 +26,13 @@ from dali_stream.tools.preparation import encoders, packets, quality
 from dali_stream.tools.preparation.encoders import Encoder
 from dali_stream.tools.preparation.packets import Run
 from dali_stream.tools.preparation.place import Json
-from dali_stream.tools.preparation.source import TaskInput, Times, locate
+from dali_stream.tools.preparation.source import LoadedRange, TaskInput, Times, frame_numbers, locate
 from dali_stream.tools.work import spread
 
 TIMESCALE = 90_000  # ticks per second of encoded files; a multiple of 24, 25, 30, 50 and 60 frames per second
 _MOST_CONFIGS = 127  # maximum number of sample descriptions per file that the reader supports
 _PART = 16  # minimum number of frames that are decoded together, in whole GOPs
 _TRIAL = 64  # approximate number of frames of a trial
-_CLOCKS = ["episode_index", "timestamp", "frame_index"]
 
 
 class _Episode(NamedTuple):
@@ -47,9 +46,9 @@ class _Episode(NamedTuple):
 
 def copy(task: TaskInput, file: Path) -> Json:
     """Write and verify a file of copied packets. Return the content of its note."""
-    read, runs, copied = task.rows(_CLOCKS).read, list[Run](), []
+    runs, copied = list[Run](), []
     for episode in task.episodes:
-        table = read(episode)
+        table = task.rows.read(episode)
         index, shown = task.shown(episode, table)
         run = packets.add(runs, index, shown)
         run.begin = min(run.begin, episode["start"] * index.timescale)
@@ -60,6 +59,7 @@ def copy(task: TaskInput, file: Path) -> Json:
     pts = [run.times(task.fps) + run.shift for run in runs]
     index = runs[0].index
     track, digest = packets.write(file, task.store, runs, pts, index.timescale, index.track_header, last)
+    packets.check_unchanged(task.store, runs)
     episodes = [
         _Episode(episode["new"], _moved(episode["start"], run.index.timescale, run.shift), times, shown - run.start + run.first)
         for episode, times, shown, run in copied
@@ -99,12 +99,11 @@ def encode(task: TaskInput, file: Path) -> Json:
     Each episode is encoded separately, so that it begins with a keyframe. The packets are then joined to one file.
     """
     encoder, size, frame = Encoder(**task.spec["encoder"]), tuple(task.spec["size"]), round(TIMESCALE / task.fps)
-    read = task.rows(None if task.spec["mode"] == "images" else _CLOCKS).read
     runs, pts, episodes, compared = list[Run](), list[Int64](), list[_Episode](), list[quality.MovingFrame]()
     first = tick = 0
     with contextlib.closing(LocalStore(str(file.parent))) as scratch:
         for episode in task.episodes:
-            table, length, number = read(episode), episode["length"], episode["new"]
+            table, length, number = task.rows.read(episode), episode["length"], episode["new"]
             times = task.times(table)
             ticks = np.round(_grid(task, number, times) * TIMESCALE / task.fps).astype(np.int64)
             tick -= 0 if runs else int(ticks[0])  # a file begins with a frame, and the first rows may have been removed
@@ -154,7 +153,7 @@ def trial(job: Json, first: Json) -> Json:
     [episode], size = task.episodes, tuple(task.spec["size"])
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(LocalStore(folder)) as scratch:
         try:
-            parts = itertools.islice(_frames(task, episode, task.rows().read(episode)), _TRIAL // _PART)
+            parts = itertools.islice(_frames(task, episode, task.rows.read(episode)), _TRIAL // _PART)
             frames = _resized(parts, size, quality.MovingFrame())
             index = _encode_episode(scratch, "trial.mp4", frames, size, Encoder(**task.spec["encoder"]))
             return {"camera": task.camera, "frame_bytes": float(index.size().mean())}
@@ -178,9 +177,9 @@ def _encode_episode(
 def _grid(task: TaskInput, episode: int, times: Times) -> Int64:
     """Return the time of each row's frame in units of 1/fps. Raises DatasetError if the times are irregular."""
     of_images = task.spec["mode"] == "images"
-    exact = times.astype(np.float64) * task.fps
-    if np.isfinite(exact).all() and (not of_images or np.round(exact[0]) == 0) and (np.diff(np.round(exact)) > 0).all():
-        return np.round(exact).astype(np.int64)
+    numbers = frame_numbers(times, task.fps)
+    if numbers is not None and not (of_images and numbers[0]):
+        return numbers
     advice = "Give --clock frame_index, which writes regular timestamps"  # each image is that of its row
     raise DatasetError(
         f"{task.where}: episode {episode}: its timestamps are not near multiples of 1/fps{' from 0 on' if of_images else ''}, "
@@ -196,16 +195,15 @@ def _frames(task: TaskInput, episode: Json, table: pa.Table) -> Iterator[quality
         episode: Episode of the task.
         table: Rows of the episode.
     """
-    feature, any_size = Feature(task.job["features"][task.camera]), "size" in task.job["options"]
     if task.spec["mode"] == "images":
-        for value in table[task.camera].to_pylist():
-            image = images.decode(value["bytes"] if isinstance(value, dict) else value, feature, any_size)
+        for image in task.decoded_images(episode, table, task.camera):
             yield np.repeat(image, 3, 2)[None] if image.shape[2] == 1 else image[None]
         return
+    feature, any_size = Feature(task.job["features"][task.camera]), "size" in task.job["options"]
     index, shown = task.shown(episode, table)
     start, stop = packets.needed(index, shown)
-    task.window.load(index.path, int(index.offset[start]), int(index.end[stop - 1]))
-    packets.check_packets(task.window, index, start, stop)
+    loaded = LoadedRange(task.store, index.path, int(index.offset[start]), int(index.end[stop - 1]))
+    packets.check_packets(loaded, index, start, stop)
     for part in _parts(index, shown):
         expected = index.format(index.config[part[0]])
         if remedy := feature.size_fault((expected.height, expected.width), any_size):
@@ -214,7 +212,7 @@ def _frames(task: TaskInput, episode: Json, table: pa.Table) -> Iterator[quality
                     *feature.frame_size, expected.height, expected.width, remedy
                 )
             )
-        yield torchcodec.decode(task.window, [index] * len(part), part.tolist(), expected)[0]
+        yield torchcodec.decode(loaded, [index] * len(part), part.tolist(), expected)[0]
 
 
 def _parts(index: VideoIndex, shown: Int64) -> Iterator[Int64]:
