@@ -178,7 +178,7 @@ def test_each_command_runs(
         places["URI"] = "new"  # the command writes it
     if " why " in command:
         places["URI"] = places["OTHER_URI"]  # which has enough frames for two batches
-        monkeypatch.setattr(remedies, "ROUNDS", 1)  # the rates do not matter here
+        monkeypatch.setattr(remedies, "ROUNDS", 2)  # the rates do not matter here, and a range needs two
         monkeypatch.setattr(remedies, "BATCHES", 4)
     if " frames list " in command or " frames remove " in command:
         places["NAME"] = fill(places["URI"], places["DIR"])
