@@ -17,7 +17,15 @@ from dali_stream.storage.store import Store, Traffic
 
 OBJECTS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")  # keys of `object_options.CLOUDS`; its module requires obstore
 
-__all__ = ["DiskCache", "LocalStore", "RemoteStore", "Store", "Traffic", "open_store"]
+__all__ = ["DiskCache", "LocalStore", "RemoteStore", "Store", "Traffic", "local_folder", "open_store"]
+
+
+def local_folder(address: str) -> str | None:
+    """Return the folder of a local address, with or without `file://`. Return None for any other address."""
+    scheme, separator, folder = address.partition("://")
+    if not separator:
+        return address
+    return folder if scheme in ("file", "local") else None
 
 
 def open_store(
@@ -50,13 +58,11 @@ def open_store(
         ValueError: If an argument does not fit the address.
     """
     patience = Patience(None if give_up_after_s is None else seconds(give_up_after_s, "give_up_after_s"))
-    scheme, separator, rest = address.partition("://")
+    scheme = address.partition("://")[0]
     if revision is not None and scheme != "hf":
         raise ValueError(f"revision must be None except for repositories on the Hub, got {revision!r}")
-    if not separator:
-        return LocalStore(address)
-    if scheme in ("file", "local"):
-        return LocalStore(rest)
+    if (folder := local_folder(address)) is not None:
+        return LocalStore(folder)
     cache = None if cache_dir is None else DiskCache(cache_dir, cache_bytes)
     common: dict[str, Any] = {"patience": patience, "cache": cache, "guess": guess}
     # Each store is imported on use, because each requires a library that the others do not.

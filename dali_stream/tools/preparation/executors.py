@@ -31,7 +31,7 @@ _TICK_S = 10.0  # time without a result after which None is yielded
 _POLL_S = 1.0  # interval of polling the jobs of SLURM
 _MOST_JOBS = 1000  # maximum number of jobs of SLURM at a time
 _SAID = 200  # maximum number of characters at both ends of an error's text
-_REPEATS = 2  # number of times that a task is repeated after its worker has died
+_REPEATS = 2  # number of times that a task is repeated after it has failed
 
 
 def in_processes(call: Call, tasks: Sequence[Json], jobs: int) -> Iterator[Json | None]:

@@ -22,7 +22,7 @@ import fsspec
 import obstore
 
 from dali_stream.errors import DatasetError, StorageError, counted
-from dali_stream.storage import OBJECTS
+from dali_stream.storage import OBJECTS, local_folder
 from dali_stream.storage.filesystem import check_scheme
 from dali_stream.storage.object_options import parsed
 from dali_stream.storage.retry import Patience
@@ -94,7 +94,7 @@ class LocalPlace(Place):
         try:
             acquired = lock.acquire()
         except filelock.Timeout:
-            raise ValueError(f"{self.root} is being written by another process. Wait for it, or give another folder") from None
+            raise occupied(self.address) from None
         with acquired:
             try:
                 shutil.rmtree(self._place(f"{_WORK}/scratch"), ignore_errors=True)  # of workers that were killed
@@ -325,13 +325,18 @@ def open_place(address: str, options: dict[str, Any] | None) -> Place:
         address: Local folder, or an address such as s3://bucket/folder.
         options: Credentials and other storage options of a remote place.
     """
-    scheme, separator, rest = address.rstrip("/").partition("://")
-    if not separator or scheme in ("file", "local"):
-        return LocalPlace(rest if separator else address)
+    if (folder := local_folder(address)) is not None:
+        return LocalPlace(folder)
+    scheme, _, rest = address.rstrip("/").partition("://")
     kind = ObjectPlace if scheme in OBJECTS else FilesystemPlace
     if scheme == "hf" and not rest.startswith("buckets/"):
         kind = RepositoryPlace
     return kind(address.rstrip("/"), options or {})
+
+
+def occupied(address: str) -> ValueError:
+    """Return the error for an OUT that another command writes."""
+    return ValueError(f"{address} is being written by another process. Wait for it, or give another folder")
 
 
 def content_hash(data: bytes | memoryview) -> str:

@@ -25,7 +25,7 @@ from dali_stream.tools.diagnosis.run import refusal
 from dali_stream.tools.preparation import executors, metadata, plan, task, video
 from dali_stream.tools.preparation.executors import MapTasks
 from dali_stream.tools.preparation.options import Options
-from dali_stream.tools.preparation.place import Json, LocalPlace, Place, open_place
+from dali_stream.tools.preparation.place import Json, LocalPlace, Place, occupied, open_place
 from dali_stream.tools.preparation.state import PrepareStatus, RunState, read_state
 
 _SILENT_S = 600.0  # time without written progress after which a run counts as stopped
@@ -230,7 +230,7 @@ def _started(
     if state is None:
         run = RunState(place, _planned(dataset, head, shared, map_tasks), {}, show)
         if read_state(place) is not None:  # a remote place has no lock, and planning may take hours
-            raise ValueError(f"{place.address} is being written by another process. Wait for it, or give another folder")
+            raise occupied(place.address)
     else:
         _check_same(place, state["plan"], head, "an unfinished run")
         if "report" in state:
