@@ -35,6 +35,18 @@ def apply(diff: str, root: Path) -> tuple[str, str]:
     return name.removeprefix("+++ "), new
 
 
+def changed_copy(text: str, root: Path) -> list[tuple[str, str]]:
+    """Copy the code and the tests to a folder, and make a change there. Return the path and the new lines of each file."""
+    for folder in ("dali_stream", "tests"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return [apply(diff, root) for diff in re.findall(r"^```diff\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+
+
+@pytest.mark.parametrize(("title", "text"), CHANGES, ids=[title for title, _ in CHANGES])
+def test_the_code_still_has_the_lines_that_a_change_replaces(title: str, text: str, tmp_path: Path) -> None:
+    assert changed_copy(text, tmp_path)
+
+
 def test_the_changes_are_short() -> None:
     """At most 32 lines each, with their tests."""
     assert [title for title, _ in CHANGES] == ["Change 1", "Change 2", "Change 3"]
@@ -45,10 +57,8 @@ def test_the_changes_are_short() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("title", "text"), CHANGES, ids=[title for title, _ in CHANGES])
 def test_a_change_passes_its_test_and_the_linters(title: str, text: str, tmp_path: Path) -> None:
-    for folder in ("dali_stream", "tests"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    changed = changed_copy(text, tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    changed = [apply(diff, tmp_path) for diff in re.findall(r"^```diff\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
     [(file, test)] = [(file, new) for file, new in changed if file.startswith("tests/")]
     [case] = re.findall(r"^def (test_\w+)", test, re.MULTILINE)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
