@@ -1,10 +1,13 @@
 """Rate of LeRobot's image transforms with a Loader, and with LeRobot's DataLoader with as many worker processes.
 
-    PYTHON benchmarks/transforms.py FOLDER [--image-size 224x224] [--workers 2] [--rounds 3] [--json]
+    PYTHON benchmarks/transforms.py FOLDER [--image-size 224x224] [--workers 2] [--memory-budget 256MiB] [--rounds 3] [--json]
 
 PYTHON is that of an environment with LeRobot 0.6.1 and this package. The sides take turns. Each turn begins a new epoch and
 measures batches after the first ones, for which nothing is trained. With --image-size, LeRobot resizes frames in
 `image_transforms` after its transforms, and the Loader before them, as in `dali-stream lerobot-train`.
+
+A Loader decodes frames ahead until its memory is full, and decodes fewer at the end of an epoch, so measure about a whole epoch.
+On a virtual machine, memory that is written for the first time can take longer than decoding into it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from dali_stream.checks.frame_size import frame_size, join_sizes
 from dali_stream.integrations import lerobot
 from dali_stream.tools import environment
 
-WARM = 4  # batches before the measurement
+WARM = 24  # batches before the measurement
 
 
 def main() -> None:
@@ -42,6 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("folder", help="folder of a LeRobot dataset")
     parser.add_argument("--image-size", type=frame_size, metavar="HxW", help="default: the recorded size")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--memory-budget", default="256MiB", help="of the Loader (default: 256MiB)")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--batches", type=int, default=40, help="measured batches of a turn")
     parser.add_argument("--rounds", type=int, default=3)
@@ -86,6 +90,7 @@ def ours(options: argparse.Namespace, plain: bool = False) -> float:
         num_workers=options.workers,
         device="cpu",
         image_size=options.image_size,
+        memory_budget=options.memory_budget,
     )
     with loader:
         return rate(iter(loader), options)

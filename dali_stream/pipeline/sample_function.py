@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from dali_stream.checks.text import listed
 from dali_stream.errors import DaliStreamError
@@ -125,7 +125,7 @@ def _joined(key: str, values: list[Any]) -> Any:
     kinds = dict.fromkeys(f"{tuple(value.shape)} {value.dtype}" for value in values)
     if len(kinds) > 1:
         raise DaliStreamError(f"transform must return {key!r} in one shape and dtype for all samples, got {listed(kinds)}")
-    return torch.stack(values)
+    return default_collate(values)  # in a worker, it stacks them in shared memory, where the result would be copied otherwise
 
 
 def seed_of(seed: int, epoch: int, position: int) -> int:

@@ -101,7 +101,7 @@ def make_loader(
     coloured = [key for key in own.cameras if not own.features[key].is_depth]  # LeRobot does not transform depth
     if transform is None or not coloured:
         return Loader(own, batch_size=batch_size, seed=seed, **arguments)
-    device = arguments.pop("device", "auto")
+    device, are_floats = arguments.pop("device", "auto"), arguments["image_dtype"] in ("float32", torch.float32)
     if num_workers:
         if (decode := arguments.get("decode", "auto")) not in ("auto", "torchcodec"):
             own.close()
@@ -110,9 +110,14 @@ def make_loader(
                 "num_workers=0, they are applied in the training process, and NVDEC can decode"
             )
         arguments = {"num_threads": max(process.cores() - num_workers, 1), **arguments}
+        if are_floats and not arguments.keys() & {"normalize", "dali_graph"}:
+            arguments["image_dtype"] = "uint8"  # a quarter of the size; workers divide the frames as a Loader would
     loader = Loader(own, batch_size=batch_size, seed=seed, device="cpu" if num_workers else device, **arguments)
     try:
-        if loader._config.image_dtype == "uint8" and (names := dict.fromkeys(_for_floats(transform))):
+        are_bytes = loader._config.image_dtype == "uint8"
+        if are_bytes and are_floats:
+            transform = functools.partial(_divided, transform)
+        elif are_bytes and (names := dict.fromkeys(_for_floats(transform))):
             _log.warning("Transforms get frames of float32, since these have no effect on uint8 frames: %s", ", ".join(names))
             transform = functools.partial(_on_floats, transform)
         return Transformed(loader, transform, keys=coloured, num_workers=num_workers, device=device)
@@ -129,6 +134,11 @@ def _for_floats(transform: Any) -> Iterator[str]:
     parts = getattr(transform, "transforms", ())  # of an ImageTransforms {name: transform}, of a Compose a list
     for part in parts.values() if isinstance(parts, Mapping) else parts:
         yield from _for_floats(part)
+
+
+def _divided(transform: Callable[[torch.Tensor], torch.Tensor], frame: torch.Tensor) -> torch.Tensor:
+    """Apply a transform of float32 values in [0, 1] to a uint8 frame."""
+    return transform(frame / 255)
 
 
 def _on_floats(transform: Callable[[torch.Tensor], torch.Tensor], frame: torch.Tensor) -> torch.Tensor:
