@@ -6,7 +6,7 @@ PYTHON is that of an environment with LeRobot 0.6.1 and this package. The sides 
 measures batches after the first ones, for which nothing is trained. With --image-size, LeRobot resizes frames in
 `image_transforms` after its transforms, and the Loader before them, as in `dali-stream lerobot-train`.
 
-A Loader decodes frames ahead until its memory is full, and decodes fewer at the end of an epoch, so measure about a whole epoch.
+A Loader decodes frames ahead until its memory is full, and decodes fewer at the end of an epoch, so measure a whole epoch.
 On a virtual machine, memory that is written for the first time can take longer than decoding into it.
 """
 

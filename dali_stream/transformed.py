@@ -20,7 +20,15 @@ from torch.utils.data import DataLoader
 
 from dali_stream.checks.arguments import from_zero, positive
 from dali_stream.errors import DaliStreamError
-from dali_stream.pipeline.sample_function import Failed, Request, SampleFunction, check_shared_memory, seed_of, size_of
+from dali_stream.pipeline.sample_function import (
+    Failed,
+    Request,
+    SampleFunction,
+    check_shared_memory,
+    seed_of,
+    size_of,
+    start_worker,
+)
 from dali_stream.system import process
 
 if TYPE_CHECKING:
@@ -247,6 +255,7 @@ class Transformed:
                 num_workers=self._num_workers,
                 prefetch_factor=self._prefetch,
                 collate_fn=_same,
+                worker_init_fn=start_worker,
                 pin_memory=self._device.type == "cuda",
                 multiprocessing_context=context,
                 generator=torch.Generator(),  # its own, so that training's random numbers do not depend on the workers

@@ -360,15 +360,31 @@ def test_a_program_without_main_guard_is_told_so(demo: Path, tmp_path: Path) -> 
     assert 'must start under `if __name__ == "__main__":`' in done.stderr
 
 
+def start_guarded(demo: Path, folder: Path, end: str) -> subprocess.Popen[str]:
+    """Start the program with a main guard. It ends with the line `end`."""
+    head, body = PROGRAM.split("loader = ", 1)
+    body = "\n".join(f"    {line}" for line in f"loader = {body}{end}".splitlines())
+    (program := folder / "program.py").write_text(f'{head}\nif __name__ == "__main__":\n{body}\n')
+    return subprocess.Popen([sys.executable, program, demo], stdin=-1, stdout=-1, stderr=-1, text=True)
+
+
 @pytest.mark.slow
 def test_control_c_ends_program_and_workers(demo: Path, tmp_path: Path) -> None:
-    head, body = PROGRAM.split("loader = ", 1)
-    body = "\n".join(f"    {line}" for line in f"loader = {body}".splitlines())
-    (program := tmp_path / "program.py").write_text(f'{head}\nif __name__ == "__main__":\n{body}\n    input()\n')
-    with subprocess.Popen([sys.executable, program, demo], stdin=-1, stdout=-1, stderr=-1, text=True) as process:
+    with start_guarded(demo, tmp_path, "input()") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "0\n"
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)  # ends when the workers have closed the pipes, too
     assert process.returncode in (1, -signal.SIGINT)
     assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.slow
+def test_idle_workers_end_with_a_killed_program(demo: Path, tmp_path: Path) -> None:
+    with start_guarded(demo, tmp_path, "input('all')") as process:
+        assert process.stdout is not None
+        while process.stdout.read(1) != "a":
+            pass
+        process.kill()
+        process.communicate(timeout=60)  # ends when the workers have closed the pipes, too
+    assert process.returncode == -signal.SIGKILL

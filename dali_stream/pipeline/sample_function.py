@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
+import multiprocessing.process
 import os
 import pickle
 import random
 import shutil
+import threading
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +20,7 @@ from torch.utils.data import Dataset, default_collate
 
 from dali_stream.checks.text import listed
 from dali_stream.errors import DaliStreamError
+from dali_stream.system import process
 
 if TYPE_CHECKING:
     from dali_stream.pipeline.stream import Batch
@@ -110,6 +114,24 @@ class SampleFunction(Dataset[Any]):
         if not isinstance(result, dict):
             raise TypeError(f"it must return a dict, got {type(result).__name__}. For a function of tensors, give `keys`")
         return result
+
+
+def start_worker(_number: int) -> None:
+    """Prepare a worker process, whose number is not used."""
+    process.keep_freed_memory()
+    training = multiprocessing.parent_process()
+    if training is not None:
+        threading.Thread(target=_end_with, args=(training,), daemon=True).start()
+
+
+def _end_with(training: multiprocessing.process.BaseProcess) -> None:
+    """End this process when the training process has ended, also if that was killed.
+
+    The DataLoader's own check is about the process that forked the worker. That is the fork server, which lives as long as its
+    workers.
+    """
+    training.join()
+    os._exit(1)
 
 
 def _tensor(value: Any) -> Any:
