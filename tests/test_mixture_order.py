@@ -328,19 +328,6 @@ def test_half_a_pass_is_followed_by_the_other_half(shuffle: bool | str) -> None:
         assert set(halves[0]) != set(halves[2]), "each pass has an order of its own"
 
 
-@given(mixtures, arguments, st.integers(0, 50) | st.integers(0, 2**20), st.data())
-@examples(200)
-def test_an_episode_is_found_at_its_positions(
-    lengths: list[list[int]], given_arguments: dict[str, Any], epoch: int, data: st.DataObject
-) -> None:
-    """Without reading the epoch, which says the same: also where a pass begins or ends in it."""
-    order = MixtureOrder(lengths, data.draw(shares_of(lengths)), epoch=epoch, **given_arguments)
-    shown = read(order)
-    episode = data.draw(st.integers(0, sum(map(len, lengths)) - 1))
-    expected = [(g, frame) for g, (one, frame) in enumerate(shown) if one == episode]
-    assert list(zip(*(found.tolist() for found in order.find(episode)), strict=True)) == expected
-
-
 def test_runs_that_are_drawn_in_parts_are_complete() -> None:
     """A run of more frames than a pool is replayed for."""
     lengths = [[300] * 100, [7]]

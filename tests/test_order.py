@@ -94,50 +94,6 @@ def test_any_slice_is_that_slice_of_the_whole(
         assert read(order, start, count, rank, world) == [whole[g] for g in served]
 
 
-@given(lengths.filter(len), orders, st.data())
-@examples(100)
-def test_an_episode_is_found_at_its_positions(
-    episode_lengths: list[int], arguments: dict[str, Any], data: st.DataObject
-) -> None:
-    """Without reading the epoch, which says the same."""
-    order = Order(episode_lengths, **arguments)
-    episode = data.draw(st.integers(0, len(episode_lengths) - 1))
-    expected = [(g, frame) for g, (shown, frame) in enumerate(read(order)) if shown == episode]
-    assert list(zip(*(found.tolist() for found in order.find(episode)), strict=True)) == expected
-
-
-def test_an_episode_in_a_long_run_is_found_in_its_parts() -> None:
-    lengths = np.random.default_rng(2).integers(1, 9, 3000)
-    order = Order(lengths, consumers=3, episode_pool_size=4)  # 31 parts of 32 episodes each
-    shown = read(order)
-    for episode in (0, 7, 1500, 2999, *order.read(len(order) // 3 - 1, 3)[0].tolist()):  # also at the ends of a run
-        expected = [(g, frame) for g, (one, frame) in enumerate(shown) if one == episode]
-        assert list(zip(*(found.tolist() for found in order.find(episode)), strict=True)) == expected
-
-
-def test_an_episode_in_a_part_of_many_frames_is_found() -> None:
-    """More frames than are drawn at a time."""
-    order = Order([2 * EpisodePool.BLOCK, 40, 10], consumers=1, episode_pool_size=3)
-    shown = [(g, frame) for g, (one, frame) in enumerate(read(order)) if one == 1]
-    assert list(zip(*(found.tolist() for found in order.find(1)), strict=True)) == shown
-
-
-def test_positions_of_an_episode_among_20_million_frames() -> None:
-    """Held against `read`, which says the same of a few of them."""
-    lengths = np.random.default_rng(0).integers(200, 327, 76_000)
-    order = Order(lengths, seed=1, epoch=5)
-    position, frame = order.find(37)
-    assert np.sort(frame).tolist() == list(range(lengths[37]))
-    for number in (0, 100, len(position) - 1):
-        assert [each.item() for each in order.read(int(position[number]), 1)] == [37, frame[number]]
-
-
-@pytest.mark.parametrize("episode", [-1, 3])
-def test_an_episode_that_does_not_exist_is_refused(episode: int) -> None:
-    with pytest.raises(ValueError, match=f"below 3, got {episode}"):
-        Order([1, 2, 3]).find(episode)
-
-
 def test_recorded_order_is_the_recorded_order() -> None:
     assert read(Order([3, 0, 2], shuffle=False, seed=5, epoch=9)) == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]
 

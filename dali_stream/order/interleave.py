@@ -67,7 +67,6 @@ class Interleave:
         self._threshold[:, :datasets] = 0  # so that a leaf does not change the number of a sample
         self._first = weight[:, first]
         self._weight = np.maximum(weight, 1)  # avoids a division by 0; no sample reaches a node of weight 0
-        self._parent = {child: node for node in range(datasets, len(first)) for child in (first[node], second[node])}
 
     def at(self, consumer: Int64, draw: Int64) -> tuple[Int64, Int64]:
         """Return the datasets of some draws, and the numbers of the samples within them.
@@ -92,56 +91,6 @@ class Interleave:
             sample = np.where(is_first, before, sample - before)
             node = self._children[is_first.astype(np.int64), node]
         return node, sample
-
-    def count(self, dataset: int, draws: Int64) -> Int64:
-        """Return the number of samples of a dataset among the first draws of each consumer, shape (C,).
-
-        Args:
-            dataset: Number of the dataset.
-            draws: Number of draws of each consumer, shape (C,).
-        """
-        # The path is walked from the root. At each node, `before` of the draws that reach it continue to its first child.
-        for node, is_first in reversed(self._path(dataset)):
-            weight, of_first = self._weight[:, node], self._first[:, node]
-            times, rest = np.divmod(draws, weight)
-            before = times * of_first + (rest * of_first + self._threshold[:, node]) // weight
-            draws = before if is_first else draws - before
-        return draws
-
-    def find(self, dataset: int, consumer: Int64, sample: Int64) -> Int64:
-        """Return the draws that give some samples of a dataset. This is the inverse of `at`.
-
-        Let a node have weight w and threshold t, and its first child weight a. Then floor((x * a + t) / w) of the first x draws
-        go to the first child, and floor((x * (w - a) + w - 1 - t) / w) go to the second. Sample s of the first child is
-        therefore the smallest draw x with (x + 1) * a + t >= (s + 1) * w.
-
-        Args:
-            dataset: Number of the dataset.
-            consumer: Consumer of each sample, shape (N,).
-            sample: Number of each sample among those of the dataset and the consumer, shape (N,).
-
-        Returns:
-            Number of each draw among those of its consumer, shape (N,).
-        """
-        for node, is_first in self._path(dataset):
-            weight, of_first = self._weight[consumer, node], self._first[consumer, node]
-            threshold = self._threshold[consumer, node]
-            own = of_first if is_first else weight - of_first
-            # The smallest x is ceil(((s + 1) * w - t) / a) - 1. Each `own` samples take exactly `weight` draws, so whole
-            # multiples are split off, which keeps the products within int64.
-            times, rest = np.divmod(sample, own)
-            missing = (rest + 1) * weight - (threshold if is_first else weight - 1 - threshold)
-            sample = times * weight - (-missing // own) - 1
-        return sample
-
-    def _path(self, dataset: int) -> list[tuple[int, bool]]:
-        """Return the nodes above a dataset, from its parent to the root, and whether the path is through their first child."""
-        path, child = [], dataset
-        while child in self._parent:
-            node = self._parent[child]
-            path.append((node, int(self._children[1, node]) == child))
-            child = node
-        return path
 
 
 def _ranks(first: list[int], second: list[int], consumers: int, seed: int) -> Int64:

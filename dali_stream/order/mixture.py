@@ -19,7 +19,7 @@ shares, positions are counted over all epochs, and all consumers have the same w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -87,7 +87,7 @@ class MixtureOrder(EpochOrder):
             raise ValueError(f"episode_lengths must have {shares.frames.tolist()} frames per dataset, as shares, got {frames}")
         if ranges is not None and len(ranges) != len(lengths):
             raise ValueError(f"ranges must have one entry for each of {counted(len(lengths), 'dataset')}, got {len(ranges)}")
-        super().__init__(positions, int(consumers) if shuffle is True else None, sum(map(len, lengths)))
+        super().__init__(positions, int(consumers) if shuffle is True else None)
         self._shuffle, self._seed = shuffle, int(seed)
         self._count = self._consumers or 1
         self._ranges = ranges
@@ -117,32 +117,6 @@ class MixtureOrder(EpochOrder):
                 frame = frames.frames(episode, frame)
             samples[:, at] = episode + self._first_episode[i], frame
         return samples
-
-    def _find(self, episode: int) -> tuple[Int64, Int64]:
-        i = int(np.searchsorted(self._first_episode, episode, side="right")) - 1
-        # Number of samples of the dataset that each consumer draws before this epoch, and before the next one. Consumer c makes
-        # -((c - position) // C) draws before a position, which is (position - c) / C, rounded up.
-        low, high = (
-            self._interleave.count(i, np.maximum(-((np.arange(self._count) - position) // self._count), 0))
-            for position in (self._start, self._start + len(self))
-        )
-        consumer, sample, frame = self._datasets[i].find(episode - int(self._first_episode[i]), self._epoch, low, high)
-        position = self._interleave.find(i, consumer, sample) * self._count + consumer - self._start
-        if self._shuffle == "global":
-            position = self._unpermuted(position)
-        if self._ranges is not None and (frames := self._ranges[i]) is not None:
-            frame = frames.frames(np.full(len(frame), episode - int(self._first_episode[i])), frame)
-        return position, frame
-
-    def _unpermuted(self, position: Int64) -> Int64:
-        """Return the positions that `_permuted` maps to `position`."""
-        # A position is permuted within its window, so only the windows of these positions are computed and inverted.
-        windows = np.unique(position // _WINDOW)
-        places = (windows[:, None] * _WINDOW + np.arange(_WINDOW)).reshape(-1)
-        places = places[places < len(self)]
-        permuted = self._permuted(places)
-        order = np.argsort(permuted)
-        return places[order[np.searchsorted(permuted[order], position)]]
 
     def _permuted(self, position: Int64) -> Int64:
         """Permute positions within windows of `_WINDOW`. The last window of the epoch may be shorter."""
@@ -177,10 +151,6 @@ class _Numbers:
     def of(self, consumer: Int64, epoch: int, sample: Int64) -> Int64:
         """Convert numbers of samples, counted by consumer within an epoch, to numbers over all epochs."""
         return epoch * self._epoch + sample * self._consumers + self._first[consumer]
-
-    def sample(self, consumer: Int64, epoch: int, number: Int64) -> Int64:
-        """Convert numbers of samples over all epochs to numbers by consumer within an epoch. This is the inverse of `of`."""
-        return (number - epoch * self._epoch - self._first[consumer]) // self._consumers
 
     def before(self, number: int) -> Int64:
         """Return the number of samples of each consumer before the sample with this number, shape (C,)."""
@@ -236,42 +206,6 @@ class _Dataset:
             episode[at], frame[at] = self._on_line(line, drawn)
         return episode, frame
 
-    def find(self, episode: int, epoch: int, low: Int64, high: Int64) -> tuple[Int64, Int64, Int64]:
-        """Return consumer, sample and frame of an episode's samples in an epoch, all of shape (N,).
-
-        Args:
-            episode: Number of the episode.
-            epoch: Number of the epoch.
-            low, high: First sample of each consumer in the epoch, and the sample after its last, shape (C,).
-        """
-        parts = [np.empty((3, 0), np.int64)]
-        some = np.flatnonzero(low < high)
-        if len(some):
-            ends = self._numbers.of(some, epoch, low[some]).min(), self._numbers.of(some, epoch, high[some] - 1).max()
-            for number in range(int(ends[0]) // self._count, int(ends[1]) // self._count + 1):
-                parts += self._find_in_pass(episode, epoch, number)
-        consumer, sample, frame = np.concatenate(parts, 1)
-        # The first and the last pass also contain samples of the epochs before and after.
-        own = (low[consumer] <= sample) & (sample < high[consumer])
-        return consumer[own], sample[own], frame[own]
-
-    def _find_in_pass(self, episode: int, epoch: int, number: int) -> Iterator[Int64]:
-        """Yield consumers, samples and frames of an episode in a pass, shape (3, N), including those of other epochs."""
-        line = self._pass(number) if self._shuffle is True else self._recorded
-        stop = int(line.ends[np.flatnonzero(line.episodes == episode)[0]])
-        start = stop - int(self._lengths[episode])
-        if self._shuffle is not True:  # these orders have a single consumer
-            place = laid = np.arange(start, stop)
-            if self._shuffle == "global":
-                place, laid = Permutation(self._count, (*self._key, number)).find(start, stop)
-            consumer = np.zeros(len(place), np.int64)
-            yield np.stack([consumer, self._numbers.sample(consumer, epoch, number * self._count + place), laid - start])
-            return
-        for index in np.flatnonzero((line.runs[:-1] < stop) & (line.runs[1:] > start)).tolist():
-            draw, laid = self._new_run(index, number).find(start, stop)
-            sample = draw + line.before[index] - epoch * self._numbers.samples[index]
-            yield np.stack([np.full(len(draw), index), sample, laid - start])
-
     def _drawn(self, number: int, consumer: Int64, draw: Int64) -> Int64:
         """Return the places of draws on the line of a pass."""
         place = np.empty(len(draw), np.int64)
@@ -305,10 +239,8 @@ class _Dataset:
 
     def _run(self, consumer: int, number: int) -> Run:
         if consumer not in self._runs or self._runs[consumer][0] != number:
-            self._runs[consumer] = number, self._new_run(consumer, number)
+            line = self._pass(number)
+            start, stop = line.runs[consumer : consumer + 2].tolist()
+            run = Run(line.ends, start, stop, (*self._key, number, consumer), self._pool, consumer, len(line.before))
+            self._runs[consumer] = number, run
         return self._runs[consumer][1]
-
-    def _new_run(self, consumer: int, number: int) -> Run:
-        line = self._pass(number)
-        start, stop = line.runs[consumer : consumer + 2].tolist()
-        return Run(line.ends, start, stop, (*self._key, number, consumer), self._pool, consumer, len(line.before))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,11 +38,10 @@ class EpochOrder(ABC):
     Args:
         positions: Number of positions of the epoch.
         consumers: Number of consumers, which the world size must divide. None if every world size is allowed.
-        episodes: Number of episodes.
     """
 
-    def __init__(self, positions: int, consumers: int | None, episodes: int) -> None:
-        self._positions, self._consumers, self._episode_count = positions, consumers, episodes
+    def __init__(self, positions: int, consumers: int | None) -> None:
+        self._positions, self._consumers = positions, consumers
         self._block: tuple[tuple[int, int, int], Int64] | None = None  # (rank, world size, number), samples
         self._lock = threading.Lock()  # because drawing changes the pools
 
@@ -87,28 +85,6 @@ class EpochOrder(ABC):
         episode, frame = np.concatenate(samples, 1)
         return episode, frame
 
-    def find(self, episode: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the positions of an episode's frames in this epoch.
-
-        Only the parts of the consumers' runs that contain the episode are drawn, and not the whole epoch.
-
-        Args:
-            episode: Number of the episode, as `read` returns it.
-
-        Returns:
-            Positions, and frame indices within the episode, both int64, shape (N,), sorted by position. A mixture may contain
-            a frame several times, or not at all.
-
-        Raises:
-            ValueError: If `episode` is out of range.
-        """
-        if not 0 <= episode < self._episode_count:
-            raise ValueError(f"episode must be at least 0 and below {self._episode_count}, got {episode}")
-        with self._lock:
-            position, frame = self._find(episode)
-        rising = np.argsort(position, kind="stable")
-        return position[rising], frame[rising]
-
     def _read_block(self, rank: int, world_size: int, block: int) -> Int64:
         key = (rank, world_size, block)
         if self._block is None or self._block[0] != key:
@@ -119,10 +95,6 @@ class EpochOrder(ABC):
     @abstractmethod
     def _samples(self, positions: Int64) -> Int64:
         """Return episodes and frames, shape (2, N), of positions that a rank serves one after the other."""
-
-    @abstractmethod
-    def _find(self, episode: int) -> tuple[Int64, Int64]:
-        """Return positions and frames of an episode, both of shape (N,), in any order."""
 
 
 class Order(EpochOrder):
@@ -160,7 +132,7 @@ class Order(EpochOrder):
         if epoch < 0:
             raise ValueError(f"epoch must be nonnegative, got {epoch}")
         frames, key = int(lengths.sum()), (seed, epoch)
-        super().__init__(frames, consumers if shuffle is True else None, len(lengths))
+        super().__init__(frames, consumers if shuffle is True else None)
         if shuffle is True:
             # Sorting raw random numbers gives the same permutation in every NumPy version, unlike `Generator.permutation`.
             self._episodes = np.argsort(philox("episodes", *key).random_raw(len(lengths)), kind="stable")
@@ -178,12 +150,6 @@ class Order(EpochOrder):
         # side="right", because an end is exclusive. This also skips episodes without frames, whose end equals the end before.
         run = np.searchsorted(self._ends, laid, side="right")
         return np.stack([self._episodes[run], laid - self._starts[run]])
-
-    def _find(self, episode: int) -> tuple[Int64, Int64]:
-        place = int(np.flatnonzero(self._episodes == episode)[0])
-        start = int(self._starts[place])
-        position, laid = self._walk.find(start, int(self._ends[place]))
-        return position, laid - start
 
 
 def default_pools(
@@ -270,10 +236,6 @@ class _Recorded:
     def at(self, positions: Int64) -> Int64:
         return positions
 
-    def find(self, start: int, stop: int) -> tuple[Int64, Int64]:
-        places = np.arange(start, stop, dtype=np.int64)
-        return places, places
-
 
 class Permutation:
     """Keyed permutation of [0, n). Each value is computed separately, so the permutation takes no memory.
@@ -305,29 +267,12 @@ class Permutation:
             outside = outside[value[outside] >= self._n]
         return value.astype(np.int64)
 
-    def find(self, start: int, stop: int) -> tuple[Int64, Int64]:
-        """Return the positions of the values in [start, stop), and these values. This is the inverse of `at`."""
-        values = np.arange(start, stop, dtype=np.int64)
-        position = self._step_back(values.astype(np.uint64))
-        outside = np.flatnonzero(position >= self._n)
-        while len(outside):
-            position[outside] = self._step_back(position[outside])
-            outside = outside[position[outside] >= self._n]
-        return position.astype(np.int64), values
-
     def _step(self, value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        # Each line of a round changes one half by a function of the other half, so `_step_back` can invert it.
+        # Each line of a round changes one half by a function of the other half, so no two values become equal.
         low, high = value & self._low_mask, value >> self._low
         for for_low, for_high in self._keys:
             low ^= mix(high ^ for_low) & self._low_mask
             high ^= mix(low ^ for_high) & self._high_mask
-        return high << self._low | low
-
-    def _step_back(self, value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        low, high = value & self._low_mask, value >> self._low
-        for for_low, for_high in self._keys[::-1]:
-            high ^= mix(low ^ for_high) & self._high_mask
-            low ^= mix(high ^ for_low) & self._low_mask
         return high << self._low | low
 
 
@@ -359,18 +304,6 @@ class _Pools:
             draw, consumer = divmod(int(positions[i]), self._count)
             laid[i::turn] = self._run(consumer).draw(draw, len(laid[i::turn]))
         return laid
-
-    def find(self, start: int, stop: int) -> tuple[Int64, Int64]:
-        """Return the positions of the places in [start, stop), and these places."""
-        parts = [np.empty((2, 0), np.int64)]
-        first = bisect_right(range(self._count), start, key=lambda consumer: self._bounds(consumer)[1])
-        for consumer in range(first, self._count):
-            if self._bounds(consumer)[0] >= stop:
-                break
-            draw, places = self._run(consumer).find(start, stop)
-            parts.append(np.stack([draw * self._count + consumer, places]))
-        position, places = np.concatenate(parts, 1)
-        return position, places
 
     def _bounds(self, index: int) -> tuple[int, int]:
         """Return the first place of a consumer's run, and the place after its last."""

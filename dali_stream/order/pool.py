@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 
 import numpy as np
 import numpy.typing as npt
@@ -60,36 +60,14 @@ class Run:
             first, count = first + len(drawn), count - len(drawn)
         return places
 
-    def find(self, first: int, stop: int) -> tuple[Int64, Int64]:
-        """Return the numbers of the draws that take the places in [first, stop), and these places, both of shape (N,).
-
-        This draws only the parts of the run that contain these places.
-        """
-        first, stop = max(first - self._start, 0), min(stop - self._start, self._bounds[-1])
-        blocks = [np.empty((2, 0), np.int64)]
-        for part in range(bisect_right(self._bounds, first) - 1, bisect_left(self._bounds, stop)) if first < stop else ():
-            begin, end = self._bounds[part : part + 2]
-            pool, missing = self._new_pool(part), min(stop, end) - max(first, begin)
-            while missing:  # in blocks that bound the memory
-                draw = begin + pool.drawn
-                places = np.array(pool.draw(min(EpisodePool.BLOCK, end - draw)), np.int64)
-                at = np.flatnonzero((places >= self._start + first) & (places < self._start + stop))
-                blocks.append(np.stack([draw + at, places[at]]))
-                missing -= len(at)
-        draws, places = np.concatenate(blocks, 1)
-        return draws, places
-
     def _pool_at(self, part: int, draw: int) -> EpisodePool:
         """Return the pool of a part. If the current pool is past `draw`, return a new one, since a pool cannot go back."""
-        if self._now is None or self._now[0] != part or self._now[1].drawn > draw - self._bounds[part]:
-            self._now = part, self._new_pool(part)
-        return self._now[1]
-
-    def _new_pool(self, part: int) -> EpisodePool:
-        """Return the pool of a part, before its first draw."""
         begin, end = self._bounds[part : part + 2]
-        random = philox("consumer", *self._key, *([part] if part else []))
-        return EpisodePool(self._ends, (self._start + begin, self._start + end), random, self._pool)
+        if self._now is None or self._now[0] != part or self._now[1].drawn > draw - begin:
+            random = philox("consumer", *self._key, *([part] if part else []))
+            pool = EpisodePool(self._ends, (self._start + begin, self._start + end), random, self._pool)
+            self._now = part, pool
+        return self._now[1]
 
 
 class EpisodePool:

@@ -45,7 +45,3 @@ class SelectedOrder(Order):
     def _samples(self, positions: Int64) -> Int64:
         episode, number = super()._samples(positions)
         return np.stack([episode, self._ranges.frames(episode, number)])
-
-    def _find(self, episode: int) -> tuple[Int64, Int64]:
-        position, number = super()._find(episode)
-        return position, self._ranges.frames(np.full(len(number), episode), number)
