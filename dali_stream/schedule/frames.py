@@ -3,6 +3,9 @@
 Each GOP that a batch needs is decoded from its keyframe. Other frames of the GOP are cached for later batches, and the GOP is
 decoded further than the batch needs if that yields frames worth caching. If the cache is full, the frame whose next use is
 farthest away is evicted.
+
+Names say which numbers an array has. Frames are numbered over all episodes of the dataset. A row is the place of a frame in the
+`EpisodeTable`, which holds open episodes only. A slot is a place in memory.
 """
 
 from __future__ import annotations
