@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -179,37 +178,6 @@ class VideoIndex:
         place: Int64 = np.where(is_after, right, left)
         packets = self.display_order[place + begin] if self.reordered else place + begin
         return packets, np.where(is_after, after, before), shown[place]
-
-    def consecutive(self, seconds: Float64, tolerance: float) -> tuple[Int64, Float64] | None:
-        """Return the same packets as `nearest`, but faster, for consecutive frames: the usual episode.
-
-        Args:
-            seconds: Times in seconds, shape (m,).
-            tolerance: Maximum distance between a time and its frame, in seconds.
-
-        Returns:
-            Packets and their display times in seconds, both of shape (m,). None if the frames are others, or farther away.
-        """
-        count = len(seconds)
-        start = (float(seconds[0]) - tolerance) * self.timescale if count else np.nan
-        if not abs(start) < _MOST_TICKS:
-            return None
-        first = max(int(self.shown_at.searchsorted(math.ceil(start))), self.displayed.start)
-        end = first + count
-        if end > self.displayed.stop:
-            return None
-        shown = self.shown_at[first:end] / self.timescale
-        if isinstance(self.shown_at, Line):
-            step = self.shown_at.step / self.timescale
-        else:
-            step = np.diff(shown).min() if count > 1 else 0.0
-        # A frame within less than half a step is the nearest one. The limit is 0.4, since times are rounded.
-        if not (tolerance < 0.4 * step and np.abs(shown - seconds).max() <= tolerance):
-            return None
-        # The next frame may follow after less than a step, such as the first one of another recording in the same file.
-        if end < self.displayed.stop and not self.shown_at[end] / self.timescale - seconds[-1] > abs(shown[-1] - seconds[-1]):
-            return None
-        return self.display_order[first : first + count], shown
 
 
 _MOST_TICKS = float(1 << 62)

@@ -39,13 +39,9 @@ def find_packets(
     """
     tolerance = TOLERANCE / fps if tolerance_s is None else tolerance_s
     seconds = _seconds(interval, timestamp)
+    packets, away, shown = index.nearest(seconds)
     # Times are rounded, so the first frame may be displayed slightly before its episode starts. With the tolerance added, it
     # belongs to this episode and not to the previous one.
-    if found := index.consecutive(seconds, tolerance):
-        packets, shown = found
-        if interval[0] <= shown[0] + tolerance and shown[-1] + tolerance < interval[1]:
-            return packets
-    packets, away, shown = index.nearest(seconds)
     at = shown + tolerance
     exists = (away <= tolerance) & (interval[0] <= at) & (at < interval[1])
     return packets if exists.all() else np.where(exists, packets, NONE)
