@@ -480,7 +480,7 @@ class Loader:
         return metrics(before, now)
 
     def bottleneck(self, since: Mapping[str, Any] | None = None) -> Bottleneck | None:
-        """Return the stage that limits this loader, and the changes that apply. Print the result to read it as text.
+        """Return the stage that limits this loader, and what may help. Print the result to read it as text.
 
         The last 200 batches are judged. Batches of the first epoch are never judged together with later ones, whose frames may
         be in memory already. A Loader logs the result once, after 200 batches. If memory_budget holds all decoded frames, the
@@ -497,8 +497,7 @@ class Loader:
         if since is None:
             return None
         growth = {key: value - (since[key] or 0) for key, value in self._counts().items() if key != "first_batch_s"}
-        setup = bottleneck.setup_of(self._config, self._source, bool(self.normalizer.modes), self._recent.warm)
-        return bottleneck.find(growth, setup)
+        return bottleneck.find(growth, bottleneck.setup_of(self._config, self._source))
 
     def close(self) -> None:
         """Stop all work, join all threads and close all files. The loader cannot be used afterwards."""

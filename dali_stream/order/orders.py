@@ -24,15 +24,12 @@ class Orders(Protocol):
     Attributes:
         positions: Number of positions of each epoch.
         state: Entries about the order in the state of a run, in addition to those of `OrderArguments`.
-        shows_all: Whether each epoch has all sampled frames.
     """
 
     @property
     def positions(self) -> int: ...
     @property
     def state(self) -> dict[str, Any]: ...
-    @property
-    def shows_all(self) -> bool: ...
 
     def of(self, epoch: int, arguments: OrderArguments) -> EpochOrder:
         """Return the order of an epoch."""
@@ -56,7 +53,6 @@ class DatasetOrders:
         self._sampled = lengths if ranges is None else ranges.counts
         self.positions = int(self._sampled.sum())
         self.state: dict[str, Any] = {}
-        self.shows_all = True
 
     def of(self, epoch: int, arguments: OrderArguments) -> Order:
         shuffle, seed, *pools = arguments
@@ -92,8 +88,6 @@ class MixtureOrders:
         self._sampled = [own if selected is None else selected.counts for own, selected in zip(lengths, ranges, strict=True)]
         self.positions = shares.epoch_samples
         self.state: dict[str, Any] = {"mixture": shares.state()}
-        # With weights or a temperature, an epoch has any part of a pass over a dataset.
-        self.shows_all = shares.kind in ("union", "repeats") and not (shares.weights % shares.frames).any()
 
     def of(self, epoch: int, arguments: OrderArguments) -> MixtureOrder:
         shuffle, seed, consumers, pool = arguments

@@ -196,15 +196,6 @@ class Config:
         return self.frame_folder is not None and same and not channels_first
 
     @property
-    def repeats(self) -> bool:
-        """Whether each epoch of this rank shows the frames of the epochs before it.
-
-        One of several ranks gets other frames in each epoch. So does a mixture whose epoch is not a number of whole passes.
-        Samples that `last_batch="drop"` omits are not considered.
-        """
-        return self.batches.world_size == 1 and self.orders.shows_all
-
-    @property
     def audits_apart(self) -> bool:
         """Whether the graph has additional outputs for audits: the decoded frames, before the user's function changes them."""
         return self.audit > 0 and self.augments
