@@ -23,7 +23,8 @@ from dali_stream.observe.metrics import metrics
 from dali_stream.observe.tracing import profiled, record
 from dali_stream.order import Shuffle
 from dali_stream.order.state import STATE_VERSION, check_state, check_version, noted
-from dali_stream.pipeline.stream import Batch, BatchSource
+from dali_stream.pipeline.aliases import Batch, Graph
+from dali_stream.pipeline.stream import BatchSource
 from dali_stream.run import bottleneck, description
 from dali_stream.run.bottleneck import Bottleneck
 from dali_stream.run.loader_config import make_config, make_normalizer, open_dataset
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     import torch
 
     from dali_stream.pipeline.config import Config
-    from dali_stream.pipeline.graph import Graph
 
 _log = logging.getLogger("dali_stream")
 TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes", "failed_checksums", "fetch_s")

@@ -33,7 +33,7 @@ from dali_stream.system import process
 
 if TYPE_CHECKING:
     from dali_stream.loader import Loader
-    from dali_stream.pipeline.stream import Batch
+    from dali_stream.pipeline.aliases import Batch
 
 
 class Transformed:

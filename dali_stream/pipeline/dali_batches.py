@@ -13,6 +13,7 @@ from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import begin_batch
 from dali_stream.pipeline import graph
+from dali_stream.pipeline.aliases import Graph
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.dali_iterator import Iterator, PipelineError, abandon
 from dali_stream.pipeline.external_source import ExternalSource
@@ -41,7 +42,7 @@ class DaliBatches:
     """
 
     def __init__(
-        self, config: Config, planner: Planner, counters: Counters, routes: dict[str, Route], user: graph.Graph | None
+        self, config: Config, planner: Planner, counters: Counters, routes: dict[str, Route], user: Graph | None
     ) -> None:
         self._config, self._counters, self._user = config, counters, user
         self._finisher = Finisher(config, planner, counters)

@@ -28,13 +28,10 @@ if TYPE_CHECKING:
     from nvidia.dali.pipeline import Pipeline
 
     from dali_stream.decode.route import Route
+    from dali_stream.pipeline.aliases import Graph
     from dali_stream.pipeline.config import Config
     from dali_stream.pipeline.external_source import ExternalSource
 
-Graph = Callable[[dict[str, "DataNode"]], dict[str, "DataNode"]]
-"""Function from a dict of DALI nodes to another dict. Its argument has a node for each key of a batch except text. The
-function may change, add and drop nodes. The node "sample" contains the random numbers for `dali_stream.augment`, and is not
-part of a batch. The function is called once. Python functions of its operators run in a thread of the Loader."""
 AUDITED = "audited "  # prefix of the output with a camera's frames before the user's function changes them
 Kind = tuple[str, Any, int, str]  # input of DALI: key, DALI's type, number of dimensions of a sample, and layout
 _log = logging.getLogger("dali_stream")

@@ -23,7 +23,7 @@ from dali_stream.errors import DaliStreamError
 from dali_stream.system import process
 
 if TYPE_CHECKING:
-    from dali_stream.pipeline.stream import Batch
+    from dali_stream.pipeline.aliases import Batch
 
 _SHARED_MEMORY = "/dev/shm"
 _IDENTITY = ("dataset_index", "episode_index", "frame_index", "index")

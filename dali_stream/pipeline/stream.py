@@ -6,12 +6,13 @@ import logging
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import Route
 from dali_stream.errors import DatasetError, DecodeError, StorageError
 from dali_stream.observe.counters import Counters
+from dali_stream.pipeline.aliases import Batch, Graph
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.planned_batch import closed
 from dali_stream.pipeline.planner import MEMORY, Planner
@@ -19,11 +20,8 @@ from dali_stream.pipeline.torch_batches import TorchBatches
 
 if TYPE_CHECKING:
     from dali_stream.pipeline.dali_batches import DaliBatches
-    from dali_stream.pipeline.graph import Graph
     from dali_stream.schedule.budget import Sizes
 
-Batch = dict[str, Any]
-"""{key: tensor, or list of str for text}, with the batch as first dimension."""
 _log = logging.getLogger("dali_stream")
 _CLOSE_S = 5.0  # seconds to wait for the threads of a dropped loader, which normally end much sooner
 _streams: weakref.WeakSet[BatchStream] = weakref.WeakSet()

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dali_stream.checks.arguments import byte_count
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError
 from dali_stream.loader import Loader
 from dali_stream.mixture import Mixture
-from dali_stream.pipeline.stream import Batch
+from dali_stream.pipeline.aliases import Batch, Graph
 from dali_stream.run import description
 from dali_stream.system.memory_limit import memory_limit
-
-if TYPE_CHECKING:
-    from dali_stream.pipeline.graph import Graph
 
 _log = logging.getLogger("dali_stream")
 
