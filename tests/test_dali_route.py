@@ -72,7 +72,7 @@ def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypat
     # Neighbours, since samples and frames are in different orders only within a GOP.
     frames = np.array([7, 20, 0, 31, 12])[:, None] + np.random.default_rng(0).permuted(np.tile(np.arange(7), (5, 1)), axis=1)
     for number, key in enumerate(dataset.cameras):
-        decoder = dali.DaliDecoder(dataset.source, key, Counters(), None, (128, 160), None)
+        decoder = dali.DaliDecoder(dataset.source, key, Counters(), None, (128, 160), None, False)
         packets = np.stack([opened[e].cameras[key].packet[f] for e, f in zip(episode.tolist(), frames, strict=True)])
         with ThreadPoolExecutor(2) as pool:
             step = SimpleNamespace(

@@ -176,7 +176,7 @@ def test_hidden_frames_are_kept_from_nvdec(
 
 def packed(dataset: dali_stream.Dataset, key: str, gpu: int | None, episode: np.ndarray, frame: np.ndarray) -> dali.Clips:
     """The clips of a batch: frames (B, T) of episodes (B,)."""
-    camera = dali.DaliDecoder(dataset.source, key, Counters(), gpu, (128, 160), None)
+    camera = dali.DaliDecoder(dataset.source, key, Counters(), gpu, (128, 160), None, False)
     episodes, opened = open_all(dataset)
     packets = np.stack([opened[e].cameras[key].packet[f] for e, f in zip(episode.tolist(), frame, strict=True)])
     with ThreadPoolExecutor(2) as pool:

@@ -13,22 +13,14 @@ _LONG_WORD, _LONG_TEXT, _LONG_LIST = 500, 4000, 100  # maximum numbers of charac
 _WORD = re.compile(rf"\S{{{_LONG_WORD + 1},}}")
 
 
-def visible(text: object, keep: str = "") -> str:
+def visible(text: object) -> str:
     r"""Return a text that cannot control a terminal or forge a line of a log, and has at most about 4000 characters.
 
     Control characters and line breaks are escaped as in Python, such as "\x1b" and "\n". The middle of a long word, such as a
     path of 100 kB, and of a long text is left out. A text that is visible already is returned unchanged.
-
-    Args:
-        text: Text, or an object with one.
-        keep: Control characters that are not escaped. Default: none.
     """
-    text = _CONTROL.sub(lambda found: found[0] if found[0] in keep else _escaped(found[0]), str(text))
+    text = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
     return shortened(_WORD.sub(lambda found: shortened(found[0], _LONG_WORD), text), _LONG_TEXT)
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()
 
 
 def shortened(text: str, most: int) -> str:

@@ -70,7 +70,7 @@ def preview(
             if not opened.cameras and isinstance(opened, Dataset):
                 _plot(opened, out, batch_size, action)
                 return
-            graph = runs.graph("--dali-graph", dali_graph)
+            graph = runs.graph(dali_graph)
             loaded = {**loader, "batch_size": batch_size, "seed": loader["seed"] or 0, "dali_graph": graph}
             sheet = _of_dataset(opened, plots or not opened.cameras, action, loaded)
     _save(sheet, out, batch_size, plots)
@@ -125,7 +125,7 @@ def _of_run(
         raise ValueError(f"--epoch and --batch must be given together, got {epoch} and {batch}. Without them, give --state")
     if len(uris) > 1:
         raise ValueError(f"URI must be the one dataset of the run, got {counted(len(uris), 'URI')}")
-    graph = runs.graph("--dali-graph", dali_graph, described["dali_graph"])
+    graph = runs.graph(dali_graph, described["dali_graph"])
     with (
         console.progress("decoding a batch"),
         closing(description.open_described(described["dataset"], {**where, "uri": uris[0] if uris else None})) as dataset,

@@ -83,12 +83,11 @@ def _checkpoint(path: Path) -> dict[Any, Any]:
     return content
 
 
-def graph(option: str, named: str | None, recorded: Mapping[str, Any] | None = None) -> Callable[..., Any] | None:
+def graph(named: str | None, recorded: Mapping[str, Any] | None = None) -> Callable[..., Any] | None:
     """Return the function that FILE.py:NAME names, or None.
 
     Args:
-        option: Name of the option, for messages.
-        named: Value of the option, or None.
+        named: Value of --dali-graph, or None.
         recorded: Entry `dali_graph` of a run's description. The function gets the arguments in it. Default: None.
 
     Raises:
@@ -99,7 +98,7 @@ def graph(option: str, named: str | None, recorded: Mapping[str, Any] | None = N
     file, separator, name = named.rpartition(":")
     path = Path(file)
     if not separator or path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"{option} must be FILE.py:NAME with an existing file, got {named!r}")
+        raise ValueError(f"--dali-graph must be FILE.py:NAME with an existing file, got {named!r}")
     sys.path.insert(0, str(path.absolute().parent))  # as with `python FILE.py`, so that the file can import its neighbours
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
@@ -108,16 +107,16 @@ def graph(option: str, named: str | None, recorded: Mapping[str, Any] | None = N
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(f"{option}: {path} cannot be imported: {place_of(error, path)}") from error
+        raise ValueError(f"--dali-graph: {path} cannot be imported: {place_of(error, path)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"{option} must name a function in {file}, got {name!r}")
+        raise ValueError(f"--dali-graph must name a function in {file}, got {name!r}")
     arguments = (recorded or {}).get("arguments")
-    function = _placed(function, option, path)
+    function = _placed(function, path)
     return functools.partial(function, **arguments) if arguments else function
 
 
-def _placed(function: Callable[..., Any], option: str, path: Path) -> Callable[..., Any]:
+def _placed(function: Callable[..., Any], path: Path) -> Callable[..., Any]:
     """Return a function whose errors say where in its file they were raised."""
 
     @functools.wraps(function)
@@ -127,7 +126,7 @@ def _placed(function: Callable[..., Any], option: str, path: Path) -> Callable[.
         except KeyError:  # which lists the keys of the argument
             raise
         except Exception as error:
-            raise ValueError(f"{option}: {place_of(error, path)}") from error
+            raise ValueError(f"--dali-graph: {place_of(error, path)}") from error
 
     return placed
 

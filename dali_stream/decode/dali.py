@@ -138,7 +138,7 @@ class DaliDecoder(VideoFiles):
         gpu: int | None,
         size: tuple[int, int],
         audited: Audited | None,
-        any_size: bool = False,
+        any_size: bool,
     ) -> None:
         super().__init__(source, key, any_size)
         self._counters, self._gpu, self._size, self._audited = counters, gpu, size, audited

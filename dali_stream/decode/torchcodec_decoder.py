@@ -78,7 +78,7 @@ class TorchcodecDecoder(VideoFiles):
         any_size: See `VideoFiles`.
         stored: Frames on disk, from which the decoder reads frames and to which it adds those that it decodes. None without a
             frame cache on disk.
-        gpu: CUDA device whose NVDEC decodes. Default: None, to decode on the CPU.
+        gpu: CUDA device whose NVDEC decodes, or None to decode on the CPU.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class TorchcodecDecoder(VideoFiles):
         counters: Counters,
         slots: Slots,
         size: tuple[int, int],
-        any_size: bool = False,
-        stored: StoredFrames | None = None,
-        gpu: int | None = None,
+        any_size: bool,
+        stored: StoredFrames | None,
+        gpu: int | None,
     ) -> None:
         super().__init__(source, key, any_size)
         self._counters, self._slots, self._size, self._stored, self._gpu = counters, slots, size, stored, gpu

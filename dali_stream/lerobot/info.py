@@ -145,9 +145,9 @@ def _looks(store: Store) -> str:
     return "It has neither meta/episodes/ (v3.0) nor meta/episodes.jsonl (v2.x). Give the folder that holds meta/"
 
 
-def _object(value: Any, store: Store, name: str, path: str = INFO) -> dict[str, Any]:
+def _object(value: Any, store: Store, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DatasetError(f"Invalid {name} in {store.where(path)}: must be a JSON object, got {type(value).__name__}")
+        raise DatasetError(f"Invalid {name} in {store.where(INFO)}: must be a JSON object, got {type(value).__name__}")
     return value
 
 

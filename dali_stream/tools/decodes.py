@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dali_stream.order.batches import Batches
 from dali_stream.order.order import EpochOrder
-from dali_stream.schedule.budget import Sizes, divide, order_horizon
+from dali_stream.schedule.budget import divide, order_horizon
 from dali_stream.schedule.episodes import EpisodeTable, Located, OpenEpisode
 from dali_stream.schedule.plan import BatchPlan, Limits, Schedule
 from dali_stream.schedule.samples import samples
@@ -34,9 +34,7 @@ class Decodes(NamedTuple):
     stored: float
 
 
-def decodes_of(
-    config: Config, cameras: Sequence[str], gop: int | None = None, batches: int = _BATCHES, sizes: Sizes | None = None
-) -> tuple[Decodes, Decodes]:
+def decodes_of(config: Config, cameras: Sequence[str], gop: int | None = None) -> tuple[Decodes, Decodes]:
     """Return the work of a loader in the first epoch, and in later ones, averaged over the frames of its cameras.
 
     All files of a camera are assumed to have GOPs of the same length as its first file.
@@ -45,10 +43,8 @@ def decodes_of(
         config: Configuration of the loader.
         cameras: Cameras whose decoded frames are cached.
         gop: Number of frames of each GOP. Default: that of each camera.
-        batches: Number of simulated batches of a long epoch after the cache is full. Default: 400.
-        sizes: Sizes of the dataset and of its batches. Default: those of `config`, for which indices are read.
     """
-    sizes = sizes or config.sizes(cameras)
+    sizes = config.sizes(cameras)
     parts, found = divide(config.memory_budget, sizes), dict[tuple[bytes, int], tuple[Decodes, Decodes]]()
     limits = Limits(parts.kept, config.in_progress, order_horizon(parts, sizes))
     total, frames = np.zeros((2, 2)), 0
@@ -58,7 +54,7 @@ def decodes_of(
             key = offsets.tobytes(), length
             if key not in found:
                 lengths = config.source.lengths
-                found[key] = decodes(lengths, config.order, config.batches, offsets, length, limits, config.rank, batches)
+                found[key] = decodes(lengths, config.order, config.batches, offsets, length, limits, config.rank)
             total, frames = total + np.array(found[key]) * len(offsets), frames + len(offsets)
     first, later = (total / max(frames, 1)).tolist()
     return Decodes(*first), Decodes(*later)
@@ -77,7 +73,6 @@ def decodes(
     gop: int,
     limits: Limits,
     rank: int = 0,
-    most: int = _BATCHES,
 ) -> tuple[Decodes, Decodes]:
     """Return the work of one camera in the first epoch, and in later ones.
 
@@ -92,13 +87,12 @@ def decodes(
         gop: Number of frames of each GOP.
         limits: Limits of the cache, of the look-ahead and of the batches in progress.
         rank: Rank whose batches are planned. Default: 0.
-        most: Number of simulated batches of a long epoch after the cache is full. Default: 400.
     """
     frames, kept, camera, epoch = int(lengths.sum()), limits.kept, "", batches.count(0)
     fill = kept // (batches.batch_size * min(gop, 8)) + 1  # batches until the cache is about full, since decodes add whole GOPs
     # The frames of a GOP serve later batches for as long as they are cached. For a steady state, the simulation must be long
     # enough to replace the contents of the cache.
-    steady = fill + max(most, 2 * kept // batches.batch_size)
+    steady = fill + max(_BATCHES, 2 * kept // batches.batch_size)
     # In a long epoch, batches after the cache is full are like those of later epochs, so only a part is simulated. A short
     # epoch and the one after it are simulated as a whole, since only the latter finds frames of the first epoch in the cache.
     count, later_from = (2 * epoch, epoch) if kept >= frames or steady > epoch else (steady, fill)

@@ -85,7 +85,7 @@ def machine(device: str) -> dict[str, Any]:
 
     return {
         "processor": process.processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)),
         "platform": platform.platform(),
         "gpu": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
     }

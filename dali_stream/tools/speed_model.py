@@ -106,19 +106,17 @@ class Work:
         store = then.stored / now.stored if now.stored else 1.0
         return self.scaled(decode=decode, store=store)
 
-    def scaled(self, decode: float = 1.0, store: float = 1.0, copy: float = 1.0, network: float = 1.0) -> Work:
-        """Return the work with other amounts of decoding, of storing, of copying, and of fetched bytes.
+    def scaled(self, decode: float = 1.0, store: float = 1.0, network: float = 1.0) -> Work:
+        """Return the work with other amounts of decoding, of storing, and of fetched bytes.
 
         Args:
-            decode, store, copy, network: Factors.
+            decode, store, network: Factors.
         """
         return replace(
             self,
             decode=self.decode * decode,
             store=self.store * store,
             wait=self.wait * decode,
-            copy=self.copy * copy,
-            deliver=self.deliver * copy,
             network=self.network * network,
         )
 

@@ -43,8 +43,6 @@ RESIZING = Part("lerobot.processor", ("ImageCropResizeProcessorStep",), ("resize
 DELTAS = Part("lerobot.datasets.factory", ("resolve_delta_timestamps",), ("cfg", "ds_meta"), "to find a policy's windows")
 
 REQUIRED = (DATASETS, RESUMED, SAVE, SAMPLER, PROCESSORS, RESIZING, DELTAS)
-OPTIONAL = (REWARD_PROCESSORS, REMOTE)
-"""Parts that older versions lack, together with the feature that they are for."""
 
 
 def find(part: Part) -> str:
