@@ -123,7 +123,7 @@ def _run(arguments: list[str]) -> None:
 def _explain(error: BaseException) -> tuple[int, str]:
     """Return the exit code and the message for an error.
 
-    The message is one line, except that indented lines of a ValueError, which form a table, are kept.
+    The message is one line, except that indented lines of a ValueError are kept.
     """
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return 130, "interrupted"

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.checks.text import listed
-from dali_stream.lerobot.common import common, table
+from dali_stream.lerobot.common import common, comparison
 from dali_stream.lerobot.dataset_files import NEEDED, DatasetFiles
 from dali_stream.lerobot.source import Source, concatenate
 
@@ -49,11 +49,11 @@ def combine(datasets: Mapping[str, DatasetFiles], keys: Mapping[str, Mapping[str
             else "Give one of them another key with keys=, or leave it out with Dataset.without"
         )
         raise ValueError(
-            f"Features with the same key must be compatible, got:\n{table(union.conflicts, names, have)}\n{advice}"
+            f"Features with the same key must be compatible, got:\n{comparison(union.conflicts, names, have)}\n{advice}"
         )
     if union.differences and missing == "error":
         raise ValueError(
-            f"Datasets must have the same features, got:\n{table(union.differences, names, have)}\n"
+            f"Datasets must have the same features, got:\n{comparison(union.differences, names, have)}\n"
             'Give missing="pad" to fill up with zeros and masks, or keys={name: {key: common key}} where they are the same '
             "under other keys, or leave features out with Dataset.without"
         )

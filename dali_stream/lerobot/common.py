@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +13,6 @@ from dali_stream.checks.text import visible
 from dali_stream.lerobot.features import Feature
 
 Bools = npt.NDArray[np.bool_]
-_COLUMNS, _LEAST = 80, len("video 480×640")  # width of a terminal, and minimum width of a dataset's column
 
 
 @dataclass(frozen=True)
@@ -61,34 +58,14 @@ def common(datasets: Sequence[Mapping[str, Feature]]) -> Common:
     return result
 
 
-def table(keys: Sequence[str], names: Sequence[str], datasets: Sequence[Mapping[str, Feature]]) -> str:
-    """Return a table with a row per key and a column per dataset, or a list if the table would be wider than a terminal."""
-    names = [visible(name) for name in names]
-    rows = [(visible(key), *(visible(described(features.get(key))) for features in datasets)) for key in keys]
-    widths = _widths([("key", *names), *rows])
-    if widths is None:
-        lines = [line for key, *cells in rows for line in (key, *map("  {}: {}".format, names, cells))]
-    else:
-        lines = [line for row in [("key", *names), *rows] for line in _folded(row, widths)]
-    return "\n".join(f"  {line}" for line in lines)
-
-
-def _widths(rows: Sequence[Sequence[str]]) -> list[int] | None:
-    """Return column widths at which a row fits on a terminal, or None if a dataset's column would become too narrow."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    while sum(widths) + 2 * len(widths) > _COLUMNS:
-        widest = max(range(1, len(widths)), key=widths.__getitem__)  # the column of keys keeps its width
-        if widths[widest] <= _LEAST:
-            return None
-        widths[widest] -= 1
-    return widths
-
-
-def _folded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """Return the lines of a row, with wrapped cells."""
-    cells = [textwrap.wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
-    lines = itertools.zip_longest(*cells, fillvalue="")
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+def comparison(keys: Sequence[str], names: Sequence[str], datasets: Sequence[Mapping[str, Feature]]) -> str:
+    """Return indented lines with each key, and below it the feature of each dataset."""
+    lines = []
+    for key in keys:
+        lines.append(f"  {visible(key)}")
+        for name, features in zip(names, datasets, strict=True):
+            lines.append(f"    {visible(name)}: {visible(described(features.get(key)))}")
+    return "\n".join(lines)
 
 
 def described(feature: Feature | None) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.checks.none import NONE
-from dali_stream.lerobot.common import table
+from dali_stream.lerobot.common import comparison
 from dali_stream.lerobot.dataset_files import DatasetFiles
 from dali_stream.lerobot.features import Feature
 from dali_stream.storage import Store
@@ -140,7 +140,7 @@ class Source:
         if len({features[camera].frame_size for features in have if camera in features}) > 1:
             raise ValueError(
                 f"image_size must be (height, width) because the frames of {camera!r} differ in size, got None:\n"
-                f"{table([camera], self.dataset_names, have)}"
+                f"{comparison([camera], self.dataset_names, have)}"
             )
         return self.features[camera].frame_size
 
