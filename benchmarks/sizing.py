@@ -35,7 +35,7 @@ from dali_stream.system.process import cores
 from dali_stream.tools import Node, environment, prepare
 from dali_stream.tools.bench import run
 from dali_stream.tools.decodes import decodes_of
-from dali_stream.tools.measuring import BATCHES, ROUNDS, Clock, Measurement, cpu_seconds
+from dali_stream.tools.measuring import ROUNDS, Clock, Measurement, cpu_seconds
 from dali_stream.tools.sizing import MODEL_ERROR, prediction_range
 
 CODECS, GOPS, SIZES = ("h264", "hevc", "av1", "vp9"), (2, 30), ((480, 640), (224, 224))
@@ -109,7 +109,7 @@ def check(path: str, episodes: int, repeat: int) -> dict[str, Any]:
     """Return the predicted and the measured batches per second of a rank, and CPU seconds per batch, of each case."""
     cases: list[dict[str, Any]] = []
     with contextlib.closing(Dataset(path, episodes=list(range(episodes)))) as dataset:
-        clock, measurement = Clock(LOADER, BATCHES // ROUNDS), Measurement("", dataset, Node(1, cores(), 1.0, 0.0))
+        clock, measurement = Clock(LOADER), Measurement("", dataset, Node(1, cores(), 1.0, 0.0))
         for _ in range(ROUNDS):
             clock.measure(measurement)
         print(f"measured with {cores()} cores and 1 rank; others used {clock.busy or 0:.0%} of the cores", flush=True)

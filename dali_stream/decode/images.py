@@ -57,7 +57,7 @@ class ImageDecoder:
         slots: Slots,
         size: tuple[int, int],
         any_size: bool,
-        stored: StoredFrames | None = None,
+        stored: StoredFrames | None,
     ) -> None:
         self.key, self._source, self._counters, self._slots, self._size = key, source, counters, slots, size
         self._any_size, self._other_sizes = any_size, OtherSizes(source, key)

@@ -57,7 +57,7 @@ class RowFile:
 
     def __init__(self, dataset: DatasetFiles, store: Store, path: str, number: int, features: Mapping[str, Feature]) -> None:
         table = dataset.table
-        self._store, self._path, self._features = store, path, features
+        self._store, self._path = store, path
         opened = dataset.opened.pop(number, None)
         metadata, footer, self._whole = opened or _open(dataset, store, path, number)
         self.groups = RowGroups(footer, metadata)

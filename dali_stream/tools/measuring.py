@@ -152,11 +152,10 @@ class Clock:
 
     Args:
         options: Arguments of the Loader.
-        least: Minimum number of batches of a measurement.
     """
 
-    def __init__(self, options: dict[str, Any], least: int) -> None:
-        self._options, self._least = options, least
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
         self._others = self._everything = 0.0  # seconds of other processes, and of all cores
 
     @property
@@ -169,7 +168,7 @@ class Clock:
         first: list[dict[str, float]] = []
         later: list[dict[str, float]] = []
         began, started = cpu_seconds(), time.perf_counter()
-        while sum(growth["batches"] for growth in first) < self._least:
+        while sum(growth["batches"] for growth in first) < BATCHES // ROUNDS:
             with Loader(measurement.part, **self._options | {"last_batch": "drop"} | measurement.changed) as loader:
                 config, graph = loader._config, loader._config.uses_dali(loader._config.cached(loader.routes))
                 if len(loader) < 2:

@@ -78,7 +78,7 @@ class Study:
         self._cached = config.cached(self._full.routes)
         self._sized = node is not None
         self.node = node or Node(1, cores(), 0.0, 0.0, config.num_threads)
-        self._clock = Clock(options, BATCHES // ROUNDS)
+        self._clock = Clock(options)
         self.notes: list[str] = []
         self.base = self._changed()
         self._measure(self.base)
