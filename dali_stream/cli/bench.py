@@ -33,9 +33,7 @@ def bench(
     ] = None,
     num_batches: Annotated[int, kinds.count(help="Timed batches.")] = 100,
     warmup: Annotated[int, kinds.count(help="Batches before timing starts.")] = 10,
-    out_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write SOURCE-MODE-DECODE.json and .csv into this folder.")
-    ] = None,
+    out_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Write SOURCE-MODE-DECODE.json into this folder.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Record a trace for ui.perfetto.dev.")] = None,
     as_json: arguments.Json = False,
 ) -> None:

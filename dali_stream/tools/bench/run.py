@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -171,13 +168,7 @@ def stage_seconds(report: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def write(report: dict[str, Any], folder: Path) -> Path:
-    """Write the report as JSON, and its scalar entries as a CSV file with one row. Return the path of the JSON file."""
+    """Write the report as JSON. Return the path of the file."""
     path = folder / f"{'-'.join(str(report[key]) for key in ('source', 'mode', 'decode'))}.json"
-    plain = {key: value for key, value in report.items() if not isinstance(value, (dict, list))}
-    row = io.StringIO()
-    csv.writer(row).writerows([plain.keys(), plain.values()])
-    for target, text in ((path.with_suffix(".csv"), row.getvalue()), (path, json.dumps(report, indent=1) + "\n")):
-        unfinished = target.with_name(f"{target.name}.part")  # so that a job that is killed leaves no incomplete report
-        unfinished.write_text(text, newline="")
-        unfinished.replace(target)
+    environment.write_report(path, report)
     return path
