@@ -16,7 +16,6 @@ damage, but not forgery: users who can write to the folder are trusted.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import importlib
 import json
@@ -24,7 +23,6 @@ import logging
 import os
 import platform
 import threading
-import uuid
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -40,7 +38,7 @@ from dali_stream.checks.arguments import budget_text
 from dali_stream.checks.none import NONE
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
-from dali_stream.storage.open_files import NO_FOLLOW, OpenFiles
+from dali_stream.storage.local_files import NO_FOLLOW, OpenFiles, replace_text, write_at
 
 Frame = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]
@@ -255,10 +253,7 @@ class FrameFiles:
         if folder.is_open:
             try:
                 self._root.mkdir(exist_ok=True)
-                # Each run writes it again, so its time is that of the last use.
-                unfinished = self._root / f"key.json.{uuid.uuid4().hex}"
-                unfinished.write_text(words + "\n")
-                unfinished.replace(self._root / "key.json")
+                replace_text(self._root / "key.json", words + "\n")  # by each run, so its time is that of the last use
             except OSError as error:
                 folder.failed(error)
 
@@ -335,8 +330,8 @@ class FrameFiles:
                 with suppress(FileExistsError):
                     (self._root / path).parent.mkdir()
                 file = self._writers.get(path)
-            _put(file.number, frame.data, self._record * number)
-            _put(file.number, _checksum(name, number, frame), self._record * name.records + _CHECKSUM * number)
+            write_at(file.number, frame.data, self._record * number)
+            write_at(file.number, _checksum(name, number, frame), self._record * name.records + _CHECKSUM * number)
         except OSError as error:
             self._folder.failed(error)
             return False
@@ -356,8 +351,3 @@ def _checksum(name: RecordName, number: int, frame: Frame) -> bytes:
     # The seed makes the checksum of a record at another place, or in another file, a wrong one.
     seed = (int(name.content[:16], 16) + number) % (1 << 64)
     return (xxhash.xxh3_64_intdigest(frame.data, seed=seed) or 1).to_bytes(_CHECKSUM, "little")
-
-
-def _put(handle: int, data: Any, at: int) -> None:
-    if os.pwrite(handle, data, at) != memoryview(data).nbytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ from dali_stream.cli import arguments, console, datasets, kinds
 from dali_stream.dataset import Dataset
 from dali_stream.errors import counted
 from dali_stream.mixture import Mixture
+from dali_stream.storage.local_files import replace_text
 
 
 @arguments.with_options()
@@ -39,9 +39,7 @@ def stats(
     if out is None:
         sys.stdout.write(_json(computed))
         return
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}")
-    unfinished.write_text(_json(computed))
-    unfinished.rename(out)
+    replace_text(out, _json(computed))
     console.say(f"{out}: {size}")
 
 

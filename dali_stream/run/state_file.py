@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import re
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dali_stream.checks import file_content
 from dali_stream.errors import ResumeError
+from dali_stream.storage.local_files import replace_text
 
 PathName = str | os.PathLike[str]
 _LEFTOVER_S = 600.0  # age in seconds from which a temporary file belongs to no process that is still writing
@@ -21,26 +21,14 @@ _LEFTOVER_S = 600.0  # age in seconds from which a temporary file belongs to no 
 def write_state(path: PathName, state: Mapping[str, Any]) -> None:
     """Write a state to a file as JSON. An existing file is replaced atomically.
 
-    A process that is killed at any moment leaves either the previous file or the new one. The temporary file has a unique name,
-    so several processes may write to the same path. It may stay if the process is killed. A later call removes it.
+    See `replace_text`. A later call removes the temporary file of a process that was killed.
 
     Raises:
         OSError: If the file cannot be written. An existing file is unchanged.
     """
     target = Path(os.path.realpath(path))  # a symbolic link is kept, and its target is replaced
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        with partial.open("x") as file:
-            json.dump(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-            now = os.fstat(file.fileno()).st_mtime  # by the clock of the file system, which may be that of a server
-        os.replace(partial, target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    _sync_folder(target.parent)
-    _remove_leftovers(target, now - _LEFTOVER_S)
+    replace_text(target, json.dumps(state), sync=True)
+    _remove_leftovers(target)
 
 
 def load_state(path: PathName, load_state_dict: Callable[[Mapping[str, Any]], None]) -> bool:
@@ -67,26 +55,12 @@ def load_state(path: PathName, load_state_dict: Callable[[Mapping[str, Any]], No
     return True
 
 
-def _remove_leftovers(target: Path, before: float) -> None:
-    """Remove temporary files of killed processes. Younger ones may belong to a process that is writing.
-
-    Args:
-        target: File that the processes wrote.
-        before: Time in seconds since 1970. Files that were changed later are kept.
-    """
+def _remove_leftovers(target: Path) -> None:
+    """Remove temporary files of processes that were killed while they wrote `target`, which was written just now."""
     name = re.compile(re.escape(f".{target.name}.") + "[0-9a-f]{32}")
     with contextlib.suppress(OSError), os.scandir(target.parent) as entries:
+        before = target.stat().st_mtime - _LEFTOVER_S  # by the clock of the file system, which may be that of a server
         for entry in entries:
             with contextlib.suppress(OSError):  # another process has removed it
                 if name.fullmatch(entry.name) and entry.stat(follow_symlinks=False).st_mtime < before:
                     os.unlink(entry.path)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Write the entries of a folder to disk, so that a new file survives a power failure. Some systems cannot do this."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

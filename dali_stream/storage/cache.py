@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache, partial
 
-from dali_stream.storage.open_files import NO_FOLLOW
+from dali_stream.storage.local_files import NO_FOLLOW, write_at
 
 CACHE_BLOCK = 1 << 14  # bytes per block
 _PER_SEGMENT = 256  # blocks per segment
@@ -272,7 +272,9 @@ def _write(path: str, header: bytes, first: int, data: memoryview) -> None:
     entries = b"".join(_ENTRY.pack(len(block), zlib.crc32(block)) for block in blocks)
     with suppress(FileNotFoundError), _opened_segment(path, os.O_RDWR) as handle:
         if os.pread(handle, len(header), 0) == header:
-            return _put(handle, (data, _BLOCKS + first * CACHE_BLOCK), (entries, _ENTRIES + first * _ENTRY.size))
+            write_at(handle, data, _BLOCKS + first * CACHE_BLOCK)
+            write_at(handle, entries, _ENTRIES + first * _ENTRY.size)
+            return
         # The segment has another version. It is replaced and not overwritten, because other processes may still write to it.
         os.unlink(path)
     folder = os.path.dirname(path)
@@ -282,14 +284,8 @@ def _write(path: str, header: bytes, first: int, data: memoryview) -> None:
             os.mkdir(missing)
     # FileExistsError: another process has just created the segment. These blocks are then not cached.
     with suppress(FileExistsError), _opened_segment(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:
-        _put(handle, (data, _BLOCKS + first * CACHE_BLOCK), (header.ljust(_ENTRIES + first * _ENTRY.size, b"\0") + entries, 0))
-    return None
-
-
-def _put(handle: int, *parts: tuple[bytes | memoryview, int]) -> None:
-    for part, at in parts:
-        if os.pwrite(handle, part, at) != len(part):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_at(handle, data, _BLOCKS + first * CACHE_BLOCK)
+        write_at(handle, header.ljust(_ENTRIES + first * _ENTRY.size, b"\0") + entries, 0)
 
 
 def _fixed(digest: bytes, number: int, version: bytes, size: int) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dali_stream.errors import DatasetError, StorageError
-from dali_stream.storage.open_files import OpenFiles
+from dali_stream.storage.local_files import OpenFiles
 from dali_stream.storage.store import Store, checked, missing_file
 
 

@@ -15,6 +15,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 import dali_stream
+from dali_stream.storage.local_files import replace_text
 from dali_stream.system import process
 
 _LIBRARIES = {"torch": "torch", "torchcodec": "torchcodec", "dali": "nvidia.dali"}  # {name in reports: module}
@@ -38,9 +39,7 @@ def report_json(report: dict[str, Any], indent: int | None = None) -> str:
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
     """Write a report to a file as JSON. See `report_json`. A process that is killed leaves the previous report or this one."""
-    unfinished = path.with_name(f"{path.name}.part")
-    unfinished.write_text(report_json(report, indent=1) + "\n")
-    unfinished.replace(path)
+    replace_text(path, report_json(report, indent=1) + "\n")
 
 
 def without_folders(value: Any) -> Any:

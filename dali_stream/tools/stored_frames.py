@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from dali_stream.dataset import Dataset
 from dali_stream.loader import Loader
 from dali_stream.mixture import Mixture
-from dali_stream.storage.open_files import NO_FOLLOW
+from dali_stream.storage.local_files import NO_FOLLOW
 
 _BATCH, _MEASURED = 32, 20  # batch size and number of batches that `estimate` measures
 _MOST = 1 << 16  # characters of a key, far more than it has
@@ -155,5 +155,5 @@ def _looked_at(place: Path, key: dict[str, str]) -> FrameGroup:
                 status = os.lstat(os.path.join(group, name))
                 size += status.st_blocks * 512
                 used = max(used, status.st_mtime)
-                files += not name.startswith("key.json")
+                files += "key.json" not in name
     return FrameGroup(place.name, key, files, size, used)

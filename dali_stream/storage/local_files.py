@@ -1,4 +1,4 @@
-"""Open files of local stores, with one limit for all stores of a process."""
+"""Files on local disks: those that stores keep open, with one limit for all stores of a process, and complete writes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import logging
 import os
 import resource
 import threading
+import uuid
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _log = logging.getLogger("dali_stream")
 _MOST = 8192  # maximum number of descriptors; a training run needs fewer
@@ -161,3 +162,46 @@ def _renew_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_lock)
+
+
+def replace_text(path: Path, text: str, *, sync: bool = False) -> None:
+    """Write a text to a file. An existing file is replaced atomically.
+
+    A process that is killed at any moment leaves either the previous file or the new one. The temporary file has a unique name,
+    `.<name>.<32 hexadecimal digits>`, so several processes may write to the same path. It may stay if the process is killed.
+
+    Args:
+        path: File to write.
+        text: Content of the file.
+        sync: Whether the file also survives a power failure. Default: False.
+
+    Raises:
+        OSError: If the file cannot be written. An existing file is unchanged.
+    """
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        partial.write_text(text)
+        if sync:
+            _sync(partial)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    if sync:
+        with suppress(OSError):  # some systems cannot sync a folder
+            _sync(path.parent)
+
+
+def write_at(handle: int, data: Any, at: int) -> None:
+    """Write all bytes of a buffer at a position of a file. Raises OSError if the disk takes only some of them."""
+    if os.pwrite(handle, data, at) != memoryview(data).nbytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _sync(path: Path) -> None:
+    """Write the content of a file, or the entries of a folder, from memory to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
