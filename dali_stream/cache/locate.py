@@ -11,7 +11,6 @@ from dali_stream.checks.none import NONE
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.blocks import cut
 from dali_stream.mp4.index import VideoIndex
-from dali_stream.mp4.timing import find_packets
 from dali_stream.schedule.episodes import Located
 
 Int64 = npt.NDArray[np.int64]
@@ -44,8 +43,7 @@ def locate(
             return Located(np.arange(length), np.arange(length))  # each image is a GOP of its own
         nothing = np.full(length, NONE, np.int64)
         return Located(nothing, nothing)
-    dataset, interval = source.part_of(episode).dataset, source.videos[camera].interval(episode)
-    packet = find_packets(index, interval, dataset.seconds(rows), dataset.fps, dataset.tolerance_s)
+    packet = source.episode_times(camera, episode, index, rows).packets()
     exists = packet != NONE
     if exists.all():
         keyframe = index.decode_starts(packet)

@@ -29,7 +29,7 @@ from dali_stream.lerobot.stats import (
     stats_of,
 )
 from dali_stream.mp4.index import read_index
-from dali_stream.mp4.timing import EpisodeTimes, explain, find_packets
+from dali_stream.mp4.timing import explain
 from dali_stream.storage import Store
 from dali_stream.system import process
 
@@ -194,16 +194,13 @@ class _Episodes:
         """Return the histogram of each frame of a video. Each GOP is decoded once for all of its frames."""
         from dali_stream.decode import torchcodec as decode  # imported on use: rows and images do not need it
 
-        dataset, row = self._dataset, self._dataset.rows[episode]
-        files = dataset.table.video[camera]
-        index = self._index(files.paths[files.index[row]])
-        interval, times = dataset.table.interval(camera, row), dataset.seconds(rows)
-        packets = find_packets(index, interval, times[frames], dataset.fps, dataset.tolerance_s)
+        files = self._dataset.table.video[camera]
+        index = self._index(files.paths[files.index[self._dataset.rows[episode]]])
+        times = self._dataset.episode_times(camera, episode, index, rows)
+        packets = times.packets(frames)
         if (packets == NONE).any():
             frame = frames[int(np.argmax(packets == NONE))]
-            described = EpisodeTimes(index, interval, times, rows["frame_index"], dataset.fps, dataset.tolerance_s)
-            why = explain(described, frame)
-            raise DecodeError(f"{self._store.where(index.path)}: {why}")
+            raise DecodeError(f"{self._store.where(index.path)}: {explain(times, frame)}")
         histograms: list[Histogram] = []
         for description, alike in itertools.groupby(packets.tolist(), key=lambda packet: index.config[packet]):
             same, video = list(alike), index.format(description)

@@ -15,7 +15,7 @@ from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import config
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
-from dali_stream.mp4.timing import EpisodeTimes, explain
+from dali_stream.mp4.timing import explain
 
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
@@ -62,9 +62,7 @@ class VideoFiles:
             return named(self._source, self.key, episode, frames, error)
         every = np.array([episode]), np.arange(self._source.lengths[episode])[None]
         rows = {key: episodes.table.gather(key, *every)[0] for key in CLOCKS}
-        dataset, interval = self._source.part_of(episode).dataset, self._source.videos[self.key].interval(episode)
-        times = dataset.seconds(rows), rows["frame_index"], dataset.fps, dataset.tolerance_s
-        why = explain(EpisodeTimes(index, interval, *times), int(frames[0]))
+        why = explain(self._source.episode_times(self.key, episode, index, rows), int(frames[0]))
         return self.named(episode, frames, index, DecodeError(why))
 
     def format(self, index: VideoIndex, packet: int) -> VideoFormat:

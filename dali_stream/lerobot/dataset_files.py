@@ -23,6 +23,8 @@ from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
 from dali_stream.lerobot.info import INFO, Info, read_info
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.lerobot.stats import STATS, Stats, read_stats
+from dali_stream.mp4.index import VideoIndex
+from dali_stream.mp4.timing import EpisodeTimes
 from dali_stream.storage import Store
 from dali_stream.system.process import trim_memory
 
@@ -218,6 +220,18 @@ class DatasetFiles:
         if self.clock == "frame_index":
             return rows["frame_index"] / self.fps
         return rows["timestamp"].astype(np.float64)
+
+    def episode_times(self, camera: str, episode: int, index: VideoIndex, rows: Mapping[str, npt.NDArray[Any]]) -> EpisodeTimes:
+        """Return the times of an episode's rows, by which its frames are located in its video file.
+
+        Args:
+            camera: Key of the camera.
+            episode: Position of the episode among the selected episodes.
+            index: Index of its video file.
+            rows: Columns `timestamp` and `frame_index` of its rows, each of shape (L,).
+        """
+        interval = self.table.interval(camera, self.rows[episode])
+        return EpisodeTimes(index, interval, self.seconds(rows), rows["frame_index"], self.fps, self.tolerance_s)
 
     def __getstate__(self) -> dict[str, Any]:
         store, data_store = copy.deepcopy((self.store, self.data_store))  # copied together: they may be the same object

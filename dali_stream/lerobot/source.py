@@ -16,11 +16,12 @@ from dali_stream.checks.none import NONE
 from dali_stream.lerobot.common import comparison
 from dali_stream.lerobot.dataset_files import DatasetFiles
 from dali_stream.lerobot.features import Feature
+from dali_stream.mp4.index import VideoIndex
+from dali_stream.mp4.timing import EpisodeTimes
 from dali_stream.storage import Store
 from dali_stream.storage.numbered import NumberedStores
 
 Int64 = npt.NDArray[np.int64]
-Float64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,11 @@ class Videos:
         paths: Path of each of F files in its dataset.
         dataset: Number of each file's dataset, shape (F,).
         file: Number of each episode's file, shape (E,). `NONE` for the episodes of a dataset without video of the camera.
-        start, stop: Interval [start, stop) of each episode in its file in seconds, shape (E,). `stop` is infinite for the last
-            episode of a file.
     """
 
     paths: list[str]
     dataset: Int64
     file: Int64
-    start: Float64
-    stop: Float64
-
-    def interval(self, episode: int) -> tuple[float, float]:
-        """Return the interval [start, stop) of an episode in its file, in seconds."""
-        return float(self.start[episode]), float(self.stop[episode])
 
 
 @dataclass(frozen=True)
@@ -128,6 +121,11 @@ class Source:
     def part_of(self, episode: int) -> Part:
         """Return the dataset of an episode."""
         return self.parts[self.dataset_of[episode]]
+
+    def episode_times(self, camera: str, episode: int, index: VideoIndex, rows: Mapping[str, npt.NDArray[Any]]) -> EpisodeTimes:
+        """See `DatasetFiles.episode_times`."""
+        part = self.part_of(episode)
+        return part.dataset.episode_times(part.keys[camera], episode - part.first, index, rows)
 
     def path(self, camera: str, file: int) -> str:
         """Return the path to an MP4 file in `data_store`."""
@@ -204,21 +202,18 @@ def _has_video(part: Part, camera: str) -> bool:
 def _videos(camera: str, parts: Sequence[Part]) -> Videos:
     """Return the MP4 files of a camera of some datasets, numbered consecutively."""
     paths: list[str] = []
-    counts, columns = [], []
+    counts, numbers = [], []
     for part in parts:
         before, rows = len(paths), part.dataset.rows
         if _has_video(part, camera):
-            own, metadata = part.keys[camera], part.dataset.table
-            files, times = metadata.video[own], (metadata.start[own], metadata.stop[own])
+            files = part.dataset.table.video[part.keys[camera]]
             paths += files.paths
-            # The arrays of a whole dataset are not copied.
-            file, start, stop = (each if len(rows) == len(each) else each[rows] for each in (files.index, *times))
-            columns.append((file + before if before else file, start, stop))
+            file = files.index if len(rows) == len(files.index) else files.index[rows]  # that of a whole dataset is not copied
+            numbers.append(file + before if before else file)
         else:
-            nothing = np.zeros(len(rows))
-            columns.append((np.full(len(rows), NONE), nothing, nothing))
+            numbers.append(np.full(len(rows), NONE))
         counts.append(len(paths) - before)
-    return Videos(paths, np.repeat(np.arange(len(parts)), counts), *map(_joined, zip(*columns, strict=True)))
+    return Videos(paths, np.repeat(np.arange(len(parts)), counts), _joined(numbers))
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:

@@ -68,6 +68,10 @@ class EpisodeTimes:
         """Maximum distance between the times of a row and its frame, in seconds."""
         return TOLERANCE / self.fps if self.tolerance_s is None else self.tolerance_s
 
+    def packets(self, rows: Any = slice(None)) -> Int64:
+        """Return the packets of some rows, by default of all. See `find_packets`. `explain` returns why a row has none."""
+        return find_packets(self.index, self.interval, self.seconds[rows], self.fps, self.tolerance_s)
+
     def nearest(self, rows: Any) -> tuple[Int64, Float64, Float64]:
         """Find the frames that are nearest to some rows. See `VideoIndex.nearest`."""
         return self.index.nearest(_seconds(self.interval, self.seconds[rows]))
@@ -80,7 +84,7 @@ class EpisodeTimes:
 
 
 def explain(episode: EpisodeTimes, frame: int, *, prepares: bool = False) -> str:
-    """Return why `find_packets` finds no packet for a row, and what to do.
+    """Return why a row has no packet, and what to do.
 
     Args:
         episode: Episode with a row that has no packet.
@@ -121,15 +125,11 @@ def what_helps(episode: EpisodeTimes, *, prepares: bool = False) -> str:
     tolerance, fps, rows = episode.tolerance, episode.fps, np.arange(len(episode.seconds))
     half = math.floor(0.5e4 / fps) / 1e4  # half the duration of a frame in seconds, rounded down to four digits
 
-    def packets_of(seconds: npt.NDArray[Any], tolerance: float) -> Int64:
-        return find_packets(episode.index, episode.interval, seconds, fps, tolerance)
-
     def helps(seconds: npt.NDArray[Any], tolerance: float) -> bool:
-        packets = packets_of(seconds, tolerance)
+        packets = find_packets(episode.index, episode.interval, seconds, fps, tolerance)
         return bool((packets != NONE).all() and len(np.unique(packets)) == len(packets))
 
-    lacking = packets_of(episode.seconds, tolerance) == NONE
-    if (episode.nearest(lacking)[1] <= tolerance).all():
+    if (episode.nearest(episode.packets() == NONE)[1] <= tolerance).all():
         return _AGAIN  # these rows have frames, but of another episode
     count = episode.count_frames()
     remedies = []

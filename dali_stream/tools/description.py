@@ -28,7 +28,7 @@ from dali_stream.lerobot.json_files import read_json
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
-from dali_stream.mp4.timing import EpisodeTimes, explain, find_packets
+from dali_stream.mp4.timing import explain
 from dali_stream.storage import Store
 from dali_stream.system import process
 from dali_stream.tools.work import spread
@@ -258,14 +258,12 @@ def find_frames(
         Packets of shape (L,), which are `NONE` for rows without a frame, and the reason why the first such row has none. The
         reason is empty if all rows have a frame.
     """
-    interval, seconds = dataset.table.interval(camera, dataset.rows[episode]), dataset.seconds(rows)
-    packets = find_packets(index, interval, seconds, dataset.fps, dataset.tolerance_s)
+    times = dataset.episode_times(camera, episode, index, rows)
+    packets = times.packets()
     if (packets != NONE).all():
         return packets, ""
     frame = int(np.argmax(packets == NONE))
-    times = EpisodeTimes(index, interval, seconds, rows["frame_index"], dataset.fps, dataset.tolerance_s)
-    reason = explain(times, frame)
-    return packets, f"frame {frame}: {dataset.data_store.where(index.path)}: {reason}"
+    return packets, f"frame {frame}: {dataset.data_store.where(index.path)}: {explain(times, frame)}"
 
 
 def _rows_without_frames(dataset: Dataset, key: str, index: VideoIndex) -> tuple[str, ...]:

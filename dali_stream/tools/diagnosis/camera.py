@@ -18,7 +18,7 @@ from dali_stream.mp4.clip import is_avc, pack
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
-from dali_stream.mp4.timing import TOLERANCE, EpisodeTimes, what_helps
+from dali_stream.mp4.timing import TOLERANCE, what_helps
 from dali_stream.system import process
 from dali_stream.tools.description import LOOK_AT, CameraReport, describe_video, find_frames
 from dali_stream.tools.diagnosis import answers
@@ -162,9 +162,8 @@ class Camera:
             self.checked += 1
             packets, fault = find_frames(dataset, self.key, table, episode, rows)
             if fault:
-                place = dataset.table.interval(self.key, dataset.rows[episode])
-                times = dataset.seconds(rows), rows["frame_index"], dataset.fps, dataset.tolerance_s
-                self.faults[episode] = Fault(f", {fault}", what_helps(EpisodeTimes(table, place, *times)))
+                remedy = what_helps(dataset.episode_times(self.key, episode, table, rows))
+                self.faults[episode] = Fault(f", {fault}", remedy)
             try:
                 self._video_files.checked(table, packets[packets != NONE], episode)
             except DecodeError as error:

@@ -23,7 +23,7 @@ from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.rows import check_counting, check_rising
 from dali_stream.mp4.boxes import children, find, read_moov
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
-from dali_stream.mp4.timing import EpisodeTimes, Interval, explain, find_packets
+from dali_stream.mp4.timing import EpisodeTimes, explain
 from dali_stream.storage import Store, open_store
 from dali_stream.storage.store import StoreView
 from dali_stream.tools.preparation import packets, rows
@@ -35,34 +35,20 @@ Times = npt.NDArray[np.float32]
 _CLOCKS = ["episode_index", "timestamp", "frame_index"]  # columns that locate frames
 
 
-def locate(
-    where: str,
-    table: VideoIndex,
-    interval: Interval,
-    seconds: npt.NDArray[np.float32],
-    frame_index: Int64,
-    fps: float,
-    tolerance_s: float | None,
-) -> Int64:
-    """Return the packets of an episode's rows, shape (n,).
+def locate(where: str, episode: EpisodeTimes) -> Int64:
+    """Return the packets of an episode's rows, shape (L,).
 
     Args:
         where: File, camera and episode, for the message.
-        table: Index of the file.
-        interval: Interval of the episode in the file.
-        seconds: Times of the rows since the start of the episode in seconds, shape (n,).
-        frame_index: `frame_index` of the rows, shape (n,).
-        fps: Frames per second of the dataset.
-        tolerance_s: Maximum distance of a frame from the time of its row, in seconds. None for a quarter of a frame.
+        episode: Times of the rows.
 
     Raises:
         DecodeError: If a row has no frame.
     """
-    packets_of_rows = find_packets(table, interval, seconds, fps, tolerance_s)
+    packets_of_rows = episode.packets()
     if (packets_of_rows == NONE).any():
         frame = int(np.argmax(packets_of_rows == NONE))
-        why = explain(EpisodeTimes(table, interval, seconds, frame_index, fps, tolerance_s), frame, prepares=True)
-        raise DecodeError(f"{where}, frame {frame}: {why}")
+        raise DecodeError(f"{where}, frame {frame}: {explain(episode, frame, prepares=True)}")
     return packets_of_rows
 
 
@@ -202,7 +188,8 @@ class TaskInput:
             exact = table["timestamp"].to_numpy()
             check_rising(where, exact)
             times = exact.astype(np.float32)
-        return index, locate(where, index, (episode["start"], stop), times, frame_index, self.fps, self.job["tolerance_s"])
+        interval = episode["start"], stop
+        return index, locate(where, EpisodeTimes(index, interval, times, frame_index, self.fps, self.job["tolerance_s"]))
 
     def times(self, table: pa.Table) -> Times:
         """Return the times of an episode's rows in the new dataset, in seconds since its start: see `self.regular`."""

@@ -21,6 +21,7 @@ from dali_stream.lerobot.stats import MAX_IMAGES, image_histogram, image_stats
 from dali_stream.mp4.boxes import UPRIGHT
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.mp4.muxer import Track
+from dali_stream.mp4.timing import EpisodeTimes
 from dali_stream.storage import LocalStore
 from dali_stream.tools.preparation import encoders, packets, quality
 from dali_stream.tools.preparation.encoders import Encoder
@@ -86,9 +87,9 @@ def _verify(task: TaskInput, store: LocalStore, file: Path, track: Track, digest
     stops = dict(zip(starts, [*starts[1:], math.inf], strict=True))
     for number, start, times, expected in episodes:
         where = f"{task.where}: {task.camera}, episode {number}"
-        numbers = np.arange(len(times))
-        packets_of_rows = locate(where, index, (start, stops[start]), times, numbers, task.fps, task.new_tolerance_s)
-        if (packets_of_rows != expected).any():
+        numbers, interval = np.arange(len(times)), (start, stops[start])
+        written = EpisodeTimes(index, interval, times, numbers, task.fps, task.new_tolerance_s)
+        if (locate(where, written) != expected).any():
             raise DaliStreamError(f"{where}: a timestamp has another frame than in the source. Check the disk")
     return index
 
