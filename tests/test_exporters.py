@@ -148,8 +148,8 @@ def test_a_wall_clock_is_named_with_the_command_that_helps(
     wall_clock: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = "`dali-stream prepare URI OUT --clock frame_index`"
-    assert main(["info", str(wall_clock)]) == 1
-    assert command in " ".join(capsys.readouterr().out.split())
+    assert main(["stats", str(wall_clock)]) == 1
+    assert command in " ".join(capsys.readouterr().err.split())
     assert main(["prepare", str(wall_clock), str(tmp_path / "out"), "--jobs", "1"]) == 1
     assert command in " ".join(capsys.readouterr().out.split())
 
@@ -173,13 +173,13 @@ def test_a_tolerance_holds_for_commands_too(plain_v21: Path, tmp_path: Path, cap
         table = pq.read_table(path)
         late = table["timestamp"].to_numpy() + np.float32(0.4 / FPS)
         pq.write_table(put(table, "timestamp", [*late]).cast(table.schema), path)
-    assert main(["info", str(root)]) == 1
-    assert main(["info", str(root), "--tolerance-s", "0.016"]) == 0
+    assert main(["stats", str(root)]) == 1
+    assert main(["stats", str(root), "--tolerance-s", "0.016"]) == 0
     capsys.readouterr()
     out = tmp_path / "out"
     assert main(["prepare", str(root), str(out), "--tolerance-s", "0.016", "--jobs", "1"]) == 0
     assert set(frames_of(out)) == EVERY_FRAME
-    assert main(["info", str(out)]) == 0
+    assert main(["stats", str(out)]) == 0
 
 
 def test_prepare_refuses_a_copy_that_would_need_a_tolerance(early_ends: Path, tmp_path: Path) -> None:

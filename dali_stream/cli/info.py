@@ -39,9 +39,9 @@ def info(
 ) -> None:
     """Describe a dataset: episodes, features, cameras, and the decoder that this machine uses for each camera.
 
-    The command reads metadata, the index of up to 32 video files per camera, and the rows of one episode per camera. It lists
-    missing and broken files, and decodes no frame without --image-size. The exit code is 1 if a file is missing or broken, or
-    if a row has no frame.
+    The command reads metadata and the index of up to 32 video files per camera. It lists missing and broken files, and decodes
+    no frame without --image-size. The exit code is 1 if a file is missing or broken. To check rows and timestamps, use
+    `dali-stream doctor URI`.
 
     For several datasets or a mixture file, show the share of each dataset, how often an epoch repeats it, and which features
     differ.

@@ -1,34 +1,27 @@
 """`describe`: sizes, features, tasks and video formats of a dataset, without decoding.
 
-It reads metadata, the indices (`moov`) of video files, and the rows of one episode per camera. It needs neither torchcodec nor
-DALI.
+It reads metadata and the indices (`moov`) of video files. It needs neither torchcodec nor DALI.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from dali_stream.checks.arguments import positive
-from dali_stream.checks.none import NONE
 from dali_stream.dataset import Dataset
 from dali_stream.decode.refusal import refusal, refusal_of_torchcodec
 from dali_stream.decode.route import DEPTH, IMAGES, TORCHCODEC_CUDA, Route, choose
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
-from dali_stream.lerobot.dataset_files import CLOCKS
 from dali_stream.lerobot.episode_table import Files
 from dali_stream.lerobot.info import INFO
 from dali_stream.lerobot.json_files import read_json
-from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.format import VideoFormat
-from dali_stream.mp4.index import Int64, VideoIndex, read_index
-from dali_stream.mp4.timing import explain
+from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import Store
 from dali_stream.system import process
 from dali_stream.tools.work import spread
@@ -71,7 +64,7 @@ class CameraReport:
         route: Decoder that a Loader starts with on this machine.
         route_change: Reason why a Loader would switch to torchcodec at a later file. Empty if no checked file requires it.
         remarks: Entries of `meta/info.json` that the first file contradicts.
-        broken: Reasons why checked files cannot be read, or why rows of the first episode have no frame.
+        broken: Reasons why checked files cannot be read.
     """
 
     kind: Literal["video", "image"]
@@ -238,44 +231,8 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
         files=len(paths),
         bytes=size,
         remarks=contradictions(dataset, key, tables[0]),
-        broken=broken + _rows_without_frames(dataset, key, tables[0]),
+        broken=broken,
     )
-
-
-def find_frames(
-    dataset: Dataset, camera: str, index: VideoIndex, episode: int, rows: Mapping[str, npt.NDArray[Any]]
-) -> tuple[Int64, str]:
-    """Find the frames of an episode's rows in a file.
-
-    Args:
-        dataset: Dataset of the episode.
-        camera: Key of the camera.
-        index: Index of the file.
-        episode: Position of the episode among the selected episodes.
-        rows: Columns `timestamp` and `frame_index` of the episode, each of shape (L,).
-
-    Returns:
-        Packets of shape (L,), which are `NONE` for rows without a frame, and the reason why the first such row has none. The
-        reason is empty if all rows have a frame.
-    """
-    times = dataset.episode_times(camera, episode, index, rows)
-    packets = times.packets()
-    if (packets != NONE).all():
-        return packets, ""
-    frame = int(np.argmax(packets == NONE))
-    return packets, f"frame {frame}: {dataset.data_store.where(index.path)}: {explain(times, frame)}"
-
-
-def _rows_without_frames(dataset: Dataset, key: str, index: VideoIndex) -> tuple[str, ...]:
-    """Return why rows of the first episode in a video file have no frame. The result is empty if all rows have one."""
-    files = dataset.table.video[key]
-    episode = int(np.argmax(files.index[dataset.rows] == files.number(index.path)))
-    try:
-        rows = RowReader(dataset, keys=set(CLOCKS)).read(episode)[episode]
-    except DatasetError as error:
-        return (str(error),)
-    fault = find_frames(dataset, key, index, episode, rows)[1]
-    return (f"episode {dataset.episodes[episode]}, {fault}",) if fault else ()
 
 
 def _index(dataset: Dataset, path: str) -> VideoIndex | DaliStreamError:

@@ -18,9 +18,9 @@ from dali_stream.mp4.clip import is_avc, pack
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
-from dali_stream.mp4.timing import TOLERANCE, what_helps
+from dali_stream.mp4.timing import TOLERANCE, explain, what_helps
 from dali_stream.system import process
-from dali_stream.tools.description import LOOK_AT, CameraReport, describe_video, find_frames
+from dali_stream.tools.description import LOOK_AT, CameraReport, describe_video
 from dali_stream.tools.diagnosis import answers
 from dali_stream.tools.diagnosis.frames import Decoders, Deep, call_by_name, psnr
 from dali_stream.tools.diagnosis.report import Finding, Status
@@ -160,10 +160,12 @@ class Camera:
             if rows is None:
                 continue
             self.checked += 1
-            packets, fault = find_frames(dataset, self.key, table, episode, rows)
-            if fault:
-                remedy = what_helps(dataset.episode_times(self.key, episode, table, rows))
-                self.faults[episode] = Fault(f", {fault}", remedy)
+            times = dataset.episode_times(self.key, episode, table, rows)
+            packets = times.packets()
+            if (packets == NONE).any():
+                frame = int(np.argmax(packets == NONE))
+                text = f", frame {frame}: {dataset.data_store.where(table.path)}: {explain(times, frame)}"
+                self.faults[episode] = Fault(text, what_helps(times))
             try:
                 self._video_files.checked(table, packets[packets != NONE], episode)
             except DecodeError as error:
@@ -199,7 +201,7 @@ class Camera:
             episode = int(np.argmax(videos.index[dataset.rows] == videos.number(table.path)))
             frames = np.arange(dataset.lengths[episode])
             rows = {"timestamp": frames / dataset.fps, "frame_index": frames}
-            self._packets[episode] = find_frames(dataset, self.key, table, episode, rows)[0]
+            self._packets[episode] = dataset.episode_times(self.key, episode, table, rows).packets()
         episode, packets = next(iter(self._packets.items()))
         frame = len(packets) // 2
         packet = int(packets[frame])
