@@ -11,6 +11,7 @@ import numpy as np
 
 from dali_stream.checks.none import NONE
 from dali_stream.decode import rate
+from dali_stream.decode.audit import difference
 from dali_stream.decode.refusal import refusal
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, counted
@@ -22,7 +23,7 @@ from dali_stream.mp4.timing import TOLERANCE, explain, what_helps
 from dali_stream.system import process
 from dali_stream.tools.description import LOOK_AT, CameraReport, describe_video
 from dali_stream.tools.diagnosis import answers
-from dali_stream.tools.diagnosis.frames import Decoders, Deep, call_by_name, psnr
+from dali_stream.tools.diagnosis.frames import Decoders, Deep, call_by_name
 from dali_stream.tools.diagnosis.report import Finding, Status
 from dali_stream.tools.diagnosis.rows import Rows
 from dali_stream.tools.isolated import Answer, Call, call
@@ -104,12 +105,15 @@ class Camera:
         """Number of hidden frames, and of the frames that were examined. Raises DaliStreamError if they cannot be read."""
         return hidden_frames(self.dataset.data_store, self.tables[0], self.video.codec)
 
-    @cached_property
-    def psnr_db(self) -> dict[str, float | None]:
-        """PSNR of each decoder's frame against that of the first decoder that succeeded. None for this decoder and errors."""
-        right = [name for name, answer in self.decoded.items() if not answer.error]
-        others = {name: psnr(self.decoded[right[0]].value, self.decoded[name].value) for name in right[1:]}
-        return {name: others.get(name) for name in self.decoded}
+    def difference(self, decoder: str) -> str | None:
+        """Return how a decoder's frame differs from that of torchcodec on the CPU. Return None if one of them is missing.
+
+        See `audit.difference`.
+        """
+        expected, own = self.decoded.get("torchcodec"), self.decoded[decoder]
+        if decoder == "torchcodec" or expected is None or expected.error or own.error:
+            return None
+        return difference(own.value[None], expected.value[None])[1]
 
     def finding(self, name: str, status: Status, text: str, remedy: str = "") -> Finding:
         """Return a finding about the camera. The key of the camera is put before `name`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,16 +23,10 @@ from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding
 from dali_stream.tools.isolated import Answer, Call, call_each
 from dali_stream.tools.work import grouped
 
-# Frames are compared in luma, since decoders upsample chroma differently: in saturated colours, the PSNR of DALI against FFmpeg
-# is only 31 dB in RGB. In luma, with VP9 on a CPU, it was 45.4 to 46.7 dB on drawn frames and on the G1 recording. A wrong
-# frame (the next one of a moving drawn scene) had at most 22 dB, and a wrong matrix (BT.601 interpreted as BT.709) had 32 dB in
-# saturated colours. A wrong matrix in muted colours, and a neighbouring frame of a still scene, are not detected.
-LEAST_PSNR_DB = 35.0
 # Standard deviation of the pixels of a channel below which a frame is flat. Recorded and drawn scenes have 20 and more, and
 # the noise of a covered camera has about 1.
 _FLAT_STD = 2.0
 _FLAT = "look at the camera with `dali-stream preview URI --out sheet.png`, and leave it out (cameras=...) if it shows nothing"
-_LUMA = (0.299, 0.587, 0.114)  # weights of R, G and B in BT.601
 _AT_ONCE = 64  # approximate number of frames that `Deep` decodes in a task, which has at least one whole GOP
 _Part = tuple[int, Int64]  # an episode, and numbers of its frames
 _Failure = tuple[int, str]  # the first frame that cannot be decoded, and the reason
@@ -69,20 +62,6 @@ def call_by_name(calls: Mapping[str, Mapping[str, Call]], limit_s: float) -> dic
         for camera, answer in zip(own, call_each(list(own.values()), limit_s), strict=True):
             answered[camera][name] = answer
     return answered
-
-
-def psnr(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
-    """Return the peak signal-to-noise ratio of the luma of two frames, in dB.
-
-    It is 0 if the shapes differ, and 99 if the frames are equal.
-
-    Args:
-        one, other: Frames of shape (H, W, 3).
-    """
-    if one.shape != other.shape:
-        return 0.0
-    error = float(np.mean(((one.astype(np.float64) - other) @ _LUMA) ** 2))
-    return round(10 * math.log10(255**2 / error), 1) if error else 99.0
 
 
 def find_flat_colour(name: str, image: npt.NDArray[np.uint8], episode: int, frame: int) -> list[Finding]:
