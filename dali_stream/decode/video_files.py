@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.decode.decoder import OtherSizes, RouteChange, named
-from dali_stream.errors import DecodeError, FrameSizeError
+from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset_files import CLOCKS
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import config
@@ -89,13 +89,8 @@ class VideoFiles:
             DecodeError: If the video is gray with more than 8 bits per value, and the camera is not marked as depth.
         """
         feature, where = self._source.part_of(episode).features[self.key], self._source.data_store.where(index.path)
-        if remedy := feature.size_fault((video.height, video.width), self._any_size):
-            turned = f" (turned by {video.rotation}°)" if video.rotation else ""
-            raise FrameSizeError(
-                "{}: frames must be {}×{}, as meta/info.json says, got {}×{}{}. {}".format(
-                    where, *feature.frame_size, video.height, video.width, turned, remedy
-                )
-            )
+        turned = f" (turned by {video.rotation}°)" if video.rotation else ""
+        feature.check_size((video.height, video.width), self._any_size, f"{where}: ", turned)
         if video.chroma == "gray" and video.depth > 8 and not feature.is_depth:
             raise DecodeError(
                 f"{where}: Gray video must have 8 bits per value unless it is marked as depth, got {video.depth} bits. If it "

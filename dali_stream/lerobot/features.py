@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dali_stream.errors import FrameSizeError
+
 CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}  # supported numbers of image channels, with Pillow's mode for each
 MOST_PIXELS = 1 << 25  # of a frame whose size differs from `meta/info.json`; a frame of 8K video has 33 million
 ENCODING = ("info", "video_info")  # entries that describe the encoding of a video and not its frames
@@ -150,6 +152,18 @@ class Feature(dict[str, Any]):
             "Set image_size=(height, width), which reads frames of any size, or write a copy of this size with `dali-stream "
             f"prepare URI OUT --size {size[0]}x{size[1]} --codec h264{also}`"
         )
+
+    def check_size(self, size: tuple[int, int], image_size: bool, where: str = "", turned: str = "") -> None:
+        """Check the size of a video's frames. Raises FrameSizeError if `size_fault` returns what to do about it.
+
+        Args:
+            size, image_size: See `size_fault`.
+            where: Beginning of the message. Default: none.
+            turned: How the frames are turned, for the message. Default: not at all.
+        """
+        if remedy := self.size_fault(size, image_size):
+            expected, got = (f"{height}×{width}" for height, width in (self.frame_size, size))
+            raise FrameSizeError(f"{where}frames must be {expected}, as meta/info.json says, got {got}{turned}. {remedy}")
 
     @property
     def channels(self) -> int:

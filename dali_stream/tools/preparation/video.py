@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from dali_stream.decode import torchcodec
 from dali_stream.decode.resize import resize
-from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, FrameSizeError
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.stats import MAX_IMAGES, image_histogram, image_stats
 from dali_stream.mp4.boxes import UPRIGHT
@@ -207,12 +207,7 @@ def _frames(task: TaskInput, episode: Json, table: pa.Table) -> Iterator[quality
     packets.check_packets(loaded, index, start, stop)
     for part in _parts(index, shown):
         expected = index.format(index.config[part[0]])
-        if remedy := feature.size_fault((expected.height, expected.width), any_size):
-            raise FrameSizeError(
-                "frames must be {}×{}, as meta/info.json says, got {}×{}. {}".format(
-                    *feature.frame_size, expected.height, expected.width, remedy
-                )
-            )
+        feature.check_size((expected.height, expected.width), any_size)
         yield torchcodec.decode(loaded, [index] * len(part), part.tolist(), expected)[0]
 
 
