@@ -234,7 +234,7 @@ def test_a_mixture_has_the_distances_of_each_dataset(root: Path, tmp_path: Path,
                 assert bool(batch[f"{KEY}_is_missing"][sample]) == (name == "none")
                 seen.add(name)
     assert seen == set(datasets)
-    with pytest.raises(ValueError, match=rf"{KEY} .*video 48×64 depth .*missing"):
+    with pytest.raises(ValueError, match=rf"{KEY}\n    log: video 48×64 depth\n    none: missing"):
         Mixture({"log": root, "none": small})
 
 
