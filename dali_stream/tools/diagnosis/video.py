@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from dali_stream.tools.isolated import Answer
 
 _SHOWN = 3  # maximum number of broken files reported per camera
 _COSTLY = 4.0  # frames decoded per delivered frame, without a cache, from which GOPs are reported as long; that of a GOP of 7
+_SIZE = 224, 224
+_BUDGET = 2 << 30  # bytes for decoded frames: at least half of the default memory_budget
 
 
 def facts(camera: Camera) -> dict[str, Any]:
@@ -179,7 +182,7 @@ def check_ends(camera: Camera) -> list[Finding]:
 
 
 def check_gops(camera: Camera) -> list[Finding]:
-    """Check that GOPs are short enough for random access. Only the cache in memory makes long ones cheaper."""
+    """Check that GOPs are short enough for random access, unless the default memory_budget holds all frames of the dataset."""
     if camera.is_depth:  # `prepare` does not re-encode it
         return []
     gops = np.concatenate([table.gop_lengths for table in camera.tables])
@@ -188,6 +191,9 @@ def check_gops(camera: Camera) -> list[Finding]:
     if cost < _COSTLY:
         return []
     text = f"GOP {median_gop(camera.tables)} decodes {cost:.0f} frames per delivered frame without the cache in memory"
+    frames = camera.dataset.num_frames * len(camera.dataset.videos)
+    if frames * math.prod(_SIZE) * 3 <= _BUDGET:
+        return [camera.finding("GOPs", OK, f"{text}, which holds all frames of {_SIZE[0]}×{_SIZE[1]}")]
     remedy = (
         "use a larger memory_budget, a smaller image_size, or `dali-stream prepare URI OUT --codec h264 --gop 2`. "
         "`dali-stream why URI` predicts what each remedy brings"
