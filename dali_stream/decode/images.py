@@ -84,7 +84,7 @@ class ImageDecoder:
             self._stored.close()
 
     def _read(self, pool: Pool, reads: Reads, batch: ReadFrames | None, episodes: OpenEpisodes) -> list[Future[None]]:
-        """Start the tasks that read frames from disk. Those that are missing or damaged there are decoded."""
+        """Start the tasks that read frames from disk. They decode frames that are missing or damaged on disk."""
         if self._stored is None or not len(reads.slot):
             return []
         encoded = episodes.table.gather(self.key, reads.episode, reads.frame)

@@ -111,7 +111,7 @@ class Config:
         return math.prod(self.frame_shape(camera)) * np.dtype(self.frame_dtype(camera)).itemsize
 
     def frame_files(self, routes: Mapping[str, Route]) -> dict[str, FrameFiles]:
-        """Return {camera: its frames on disk}, which is empty if there is no frame cache on disk.
+        """Return {camera: its frames on disk}, which is empty without a frame cache on disk.
 
         Args:
             routes: {camera: decoder}.

@@ -127,7 +127,7 @@ def start_worker(_number: int) -> None:
 def _end_with(training: multiprocessing.process.BaseProcess) -> None:
     """End this process when the training process has ended, also if that was killed.
 
-    The DataLoader's own check is about the process that forked the worker. That is the fork server, which lives as long as its
+    The DataLoader only checks the process that forked the worker. This process is the fork server, which lives as long as its
     workers.
     """
     training.join()

@@ -143,7 +143,7 @@ def _divided(transform: Callable[[torch.Tensor], torch.Tensor], frame: torch.Ten
 
 def _on_floats(transform: Callable[[torch.Tensor], torch.Tensor], frame: torch.Tensor) -> torch.Tensor:
     """Apply a transform of float32 values in [0, 1] to a uint8 frame. Return uint8."""
-    result = transform(frame / 255)
+    result = _divided(transform, frame)
     if result.dtype == torch.uint8:
         return result
     if not result.is_floating_point() or result.min() < -_SLACK or result.max() > 1 + _SLACK:
