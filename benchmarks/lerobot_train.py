@@ -16,12 +16,12 @@ streaming    with streaming=true, the losses equal those of the dataset on disk,
 It checks for the first dataset that two ranks deliver 800 frames without a repetition; that a run that is killed on two ranks,
 then killed on one, and continued on two, delivers each frame of the epoch once; that a checkpoint without a state resumes by
 its number of steps or is refused; that a resume with another seed or other episodes is refused by name, and both ways on that
-the message names work; with LeRobot after 0.6.1, that exclude_episodes has the losses of LeRobot's DataLoader and that ranks
-started by `accelerate launch` deliver distinct frames, and that a recipe renders the same messages from annotations
-as with LeRobot's DataLoader; that LeRobot alone computes the same actions of an ACT policy from recorded frames as from those
-of a Loader with --loader.image_size, also after --policy.path has continued it, at the same and at another size; and, with
-LeRobot 0.6 or later, that an evaluation has the same loss as with LeRobot's DataLoader. It also measures the steps per second
-of the script on a Loader with --loader.image_size, and on its own DataLoader with torchvision's Resize.
+the message names work; that LeRobot alone computes the same actions of an ACT policy from recorded frames as from those of a
+Loader with --loader.image_size, also after --policy.path has continued it, at the same and at another size. With LeRobot 0.6 or
+later, it also checks that an evaluation has the same loss, and batches the same depth maps, as with LeRobot's DataLoader. With
+LeRobot after 0.6.1, it checks that exclude_episodes has the losses of LeRobot's DataLoader, that ranks started by
+`accelerate launch` deliver distinct frames, and that a recipe renders the same messages from annotations. It also measures the
+steps per second of the script on a Loader with --loader.image_size, and on its own DataLoader with torchvision's Resize.
 
 The exit code is 1 if a check fails.
 """
@@ -34,6 +34,7 @@ import importlib.metadata
 import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ from lerobot_programs.comparison import NEWER, Comparison, Failed, Run
 from lerobot_programs.resizing import resized
 from lerobot_programs.trainable import trainable
 
-PARTS = ("policies", "ranks", "newer", "language", "steps", "changed", "deployment", "evaluation", "speed")
+PARTS = ("policies", "ranks", "newer", "language", "depth", "steps", "changed", "deployment", "evaluation", "speed")
 STEPS = 15
 SIZE = (32, 32)  # size of frames in runs that are not compared with LeRobot's own DataLoader
 OTHER_SIZE = (48, 64)
@@ -240,6 +241,29 @@ def check_language(comparison: Comparison, name: str, root: Path, folder: Path) 
     comparison.attempt("a recipe renders the messages of LeRobot's DataLoader", rendered)
 
 
+def check_depth(comparison: Comparison, folder: Path) -> None:
+    """Check the depth maps of batches, and the losses of a policy that does not look at them: no policy of 0.6.1 does."""
+    written = folder / "depth"
+    writer = Path(__file__).parent / "lerobot_programs" / "write_depth.py"
+    subprocess.run([sys.executable, str(writer), str(written)], check=True, capture_output=True)
+    top, state = '{"type": "VISUAL", "shape": [3, 96, 128]}', '{"type": "STATE", "shape": [2]}'
+    inputs = f'{{"observation.images.top": {top}, "observation.state": {state}}}'
+    for name in ("video", "images"):
+        arguments = [*of_dataset(name, written / name, "act"), f"--policy.input_features={inputs}"]
+        arguments += [f"--steps={STEPS}", "--batch_size=4", "--num_workers=0", "--save_checkpoint=false"]
+
+        def depth(arguments: list[str] = arguments) -> tuple[bool, Any]:
+            stock, _ = comparison.run("ordered", arguments)
+            ours, _ = comparison.run("loader", [*arguments, "--loader.num_threads=1"])
+            same_depth, maps = equal(ours.depth, stock.depth, STEPS)
+            same_losses, losses = equal(ours.losses, stock.losses, STEPS)
+            cameras = sorted({key for batch in ours.depth for key in batch})
+            passed = same_depth and same_losses and ours.index == stock.index and len(cameras) == 2
+            return passed, {"equal batches": maps, "equal losses": losses, "cameras": cameras}
+
+        comparison.attempt(f"depth stored as {name} and the losses are those of LeRobot's DataLoader", depth)
+
+
 def check_without_state(comparison: Comparison, name: str, root: Path) -> None:
     """Check how checkpoints without the state of a Loader resume. LeRobot without a Loader writes such checkpoints."""
     arguments = [*of_dataset(name, root, "act"), "--dataset.episodes=[0]", "--num_workers=0", "--batch_size=8"]
@@ -389,6 +413,8 @@ def main() -> int:
             check_newer(comparison, *first)
         if "language" in arguments.only and NEWER:
             check_language(comparison, *first, folder)
+        if "depth" in arguments.only and NEW:
+            check_depth(comparison, folder)
         if "steps" in arguments.only:
             check_without_state(comparison, *first)
         if "changed" in arguments.only:

@@ -42,12 +42,14 @@ class Run:
         evals: Lines that LeRobot logged about its evaluation.
         frames: Dtype and memory format of the frames.
         messages: Messages that a recipe rendered from each batch of rank 0.
+        depth: Hashes of the depth maps in each batch of rank 0, by camera.
     """
 
     def __init__(self, folder: Path) -> None:
         self.ranks, self.losses, self.times, self.evals = [], [], [], []
         self.frames: list[str] = []
         self.messages: list[dict[str, Any]] = []
+        self.depth: list[dict[str, str]] = []
         for path in sorted(folder.glob("out.*")):
             entries = [json.loads(line) for line in path.read_text().splitlines()]
             self.ranks.append([entry["index"] for entry in entries if "index" in entry])
@@ -55,6 +57,7 @@ class Run:
                 self.losses = [entry["loss"] for entry in entries if "loss" in entry]
                 self.times = [entry["time"] for entry in entries if "time" in entry]
                 self.messages = [entry["messages"] for entry in entries if "messages" in entry]
+                self.depth = [entry["depth"] for entry in entries if entry.get("depth")]
                 self.evals = [entry["eval"] for entry in entries if "eval" in entry]
                 self.frames = next((entry["frames"] for entry in entries if "frames" in entry), [])
         self.index = self.ranks[0] if self.ranks else []

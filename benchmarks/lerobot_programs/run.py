@@ -13,12 +13,13 @@ SPEC.json contains an object with the entries
     recipe     LeRobot's recipe that renders messages from each batch, or null
     records    "times" to record nothing but the times of batches, on any number of threads, for measurements of speed
     out        path of the output file, to which the rank is appended. Each line of the file is a JSON object: the indices and
-               the time of a batch, what a recipe rendered from it, the loss of a step, or a message that LeRobot logs about
-               its evaluation.
+               the time of a batch with hashes of its depth maps, what a recipe rendered from it, the loss of a step, or a
+               message that LeRobot logs about its evaluation.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import logging
@@ -63,7 +64,12 @@ class Recorder:
                 os.kill(os.getpid(), signal.SIGKILL)
             frames = [value for key, value in batch.items() if "image" in key and torch.is_tensor(value) and value.ndim > 3]
             described = sorted({f"{value.dtype}, {'' if value.is_contiguous() else 'not '}contiguous" for value in frames})
-            self.record(index=batch["index"].tolist(), time=time.perf_counter(), frames=described)
+            depth = {
+                key: hashlib.sha256(value.numpy().tobytes()).hexdigest()
+                for key, value in batch.items()
+                if "depth" in key and torch.is_tensor(value) and value.ndim == 4
+            }
+            self.record(index=batch["index"].tolist(), time=time.perf_counter(), frames=described, depth=depth)
             if recipe := self._spec.get("recipe"):
                 self.record(messages=rendered(batch, recipe))
             yield batch
