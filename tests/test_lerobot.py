@@ -511,12 +511,36 @@ def test_a_video_backend_without_effect_is_told(train: Train, caplog: pytest.Log
     assert "--dataset.video_backend=pyav has no effect" in caplog.text
 
 
-def test_transforms_on_the_gpu_are_refused(train: Train, demo: Path, tmp_path: Path, script: Any) -> None:
+def test_transforms_of_batches_are_repeated_by_a_resumed_run(train: Train, demo: Path, tmp_path: Path) -> None:
+    """In mid-epoch and in the next epoch. They differ between batches, cameras and seeds, and leave global generators alone."""
+    lerobot.patch(image_size=(24, 32))
+    settings = {"image_transforms": SimpleNamespace(enable=True, backend="gpu"), "episodes": [0], "batch_size": 16}
+    torch.manual_seed(1)
+    whole = train(**settings, steps=9, save_at=(2,))
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(1)))
+    length = len(whole.loader)
+    assert 2 < length < 9
+    rest = train(**settings, steps=9, resume=True, checkpoint_path=tmp_path / "2")
+    assert rest.steps == whole.steps[2:]
+    for ours, theirs in zip(rest.frames, whole.frames[2:], strict=True):
+        assert all(torch.equal(ours[key], theirs[key]) for key in (TOP, SIDE))
+    plain = train(episodes=[0], batch_size=16, steps=9)
+    other = train(**settings, steps=9, seed=4)
+    pairs = zip(whole.frames, plain.frames, strict=True)
+    added = {float((ours[key] - theirs[key]).mean()) for ours, theirs in pairs for key in (TOP, SIDE)}
+    assert len(added) == 2 * 9
+    assert not torch.equal(other.frames[0][TOP], whole.frames[0][TOP])
+
+
+@pytest.mark.parametrize("script", [False], ids=["0.6.1"], indirect=True)
+def test_transforms_of_batches_need_a_lerobot_that_has_them(train: Train, script: Any) -> None:
     lerobot.patch()
-    config = lerobot_script.config(demo, tmp_path)
-    config.dataset.image_transforms = SimpleNamespace(enable=True, backend="gpu")
-    with pytest.raises(ValueError, match=r"--dataset\.image_transforms\.backend must be dataloader with a Loader, got 'gpu'"):
-        script.train(config)
+    train(image_transforms=SimpleNamespace(enable=False, backend="gpu"))
+    with pytest.raises(
+        dali_stream.DaliStreamError,
+        match=r"image_transforms\.backend must be dataloader, got 'gpu'\. LeRobot must have .*_make_image_augmentation",
+    ):
+        train(image_transforms=SimpleNamespace(enable=True, backend="gpu"))
 
 
 def test_another_folder_of_the_new_streaming_class_is_refused(train: Train, demo: Path, tmp_path: Path, script: Any) -> None:

@@ -1,7 +1,7 @@
 """A replacement for LeRobot's training script, with the parts that `dali_stream.integrations.lerobot` uses.
 
-It has the calls of LeRobot 0.6.1 in their order or, with `newer`, those of LeRobot's main of 2026-08-23. `make test-lerobot`
-runs the real ones.
+It has the calls of LeRobot 0.6.1 in their order or, with `newer`, those of LeRobot's main of 2026-08-23, and the transforms of
+batches that LeRobot has since then. `make test-lerobot` runs the real ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class MapDataset(torch.utils.data.Dataset[Any]):
 
 def config(root: Path, output: Path, **values: Any) -> SimpleNamespace:
     """A TrainPipelineConfig with what the script reads."""
-    dataset = SimpleNamespace(episodes=values.pop("episodes", None), video_backend=values.pop("video_backend", "torchcodec"))
+    of_dataset = {"episodes": None, "video_backend": "torchcodec", "image_transforms": None}
+    dataset = SimpleNamespace(**{name: values.pop(name, default) for name, default in of_dataset.items()})
     defaults: dict[str, Any] = {"resume": False, "checkpoint_path": None, "seed": 3, "batch_size": 8, "steps": 4, "save_at": ()}
     given = {"eval_episodes": None, "max_eval_samples": 0, "policy": policy(), "attributes": {}} | defaults | values
     return SimpleNamespace(root=root, output=output, dataset=dataset, trainable_config=given["policy"], **given)
@@ -100,6 +101,16 @@ class ImageCropResizeProcessorStep:
         return {"crop_params_dict": self.crop_params_dict, "resize_size": self.resize_size}
 
 
+class BatchedImageTransforms:
+    """LeRobot's class of this name. The only transform adds a random number to the frames of each sample."""
+
+    def __init__(self, cfg: Any, chunk_size: int | None = None, compile_model: bool = False) -> None:
+        assert (cfg.enable, chunk_size, compile_model) == (True, 32, False)
+
+    def __call__(self, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return images + torch.rand(len(images), generator=generator).reshape(-1, *[1] * (images.ndim - 1))
+
+
 class Pipeline:
     """A PolicyProcessorPipeline."""
 
@@ -128,8 +139,10 @@ def modules(newer: bool = False) -> dict[str, ModuleType]:
     processor.ImageCropResizeProcessorStep = ImageCropResizeProcessorStep
     factory: Any = ModuleType("lerobot.datasets.factory")
     factory.resolve_delta_timestamps = lambda cfg, ds_meta, rename_map=None: None
+    transforms: Any = ModuleType("lerobot.transforms")
+    transforms.BatchedImageTransforms = BatchedImageTransforms
     packages = {name: ModuleType(name) for name in ("lerobot", "lerobot.scripts", "lerobot.datasets")}
-    return packages | {each.__name__: each for each in (script(newer), processor, factory)}
+    return packages | {each.__name__: each for each in (script(newer), processor, factory, transforms)}
 
 
 def script(newer: bool = False) -> ModuleType:
@@ -156,7 +169,7 @@ def script(newer: bool = False) -> ModuleType:
         (checkpoint_dir / "training_state/training_step.json").write_text(json.dumps(saved))
         train_config = {"batch_size": cfg.batch_size, "seed": cfg.seed, "dataset": vars(cfg.dataset)}
         train_config["policy"] = {"drop_n_last_frames": cfg.policy.drop_n_last_frames}
-        (checkpoint_dir / "pretrained_model/train_config.json").write_text(json.dumps(train_config))
+        (checkpoint_dir / "pretrained_model/train_config.json").write_text(json.dumps(train_config, default=vars))
         inputs = {key: list(feature.shape) for key, feature in cfg.policy.input_features.items()}
         (checkpoint_dir / "pretrained_model/config.json").write_text(json.dumps(inputs))
         preprocessor.save_pretrained(checkpoint_dir / "pretrained_model")
@@ -167,6 +180,13 @@ def script(newer: bool = False) -> ModuleType:
     def resume_before_prepare(cfg: Any) -> int:
         step: int = json.loads((cfg.checkpoint_path / "training_state/training_step.json").read_text())["step"]
         return step
+
+    def make_image_augmentation(cfg: Any, dataset: Any) -> SimpleNamespace | None:
+        transforms = cfg.dataset.image_transforms
+        if transforms is None:
+            return None
+        values = {"device": "cpu", "chunk_size": 32, "compile_model": False}
+        return SimpleNamespace(config=transforms, image_keys=dataset.meta.camera_keys, **values)
 
     def sampler(count: int) -> list[int]:
         return list(range(count))
@@ -186,6 +206,7 @@ def script(newer: bool = False) -> ModuleType:
             step = module.resume_before_prepare(cfg)
         elif cfg.resume:
             step = module.load_training_state(cfg.checkpoint_path, None, None)[0]
+        augmentation = module._make_image_augmentation(cfg, dataset) if newer else None
         order = module.EpisodeAwareSampler(len(dataset))
         loader: Any = torch.utils.data.DataLoader(dataset, batch_size=cfg.batch_size, sampler=order)
         eval_loader: Any = None
@@ -195,22 +216,28 @@ def script(newer: bool = False) -> ModuleType:
             eval_loader = torch.utils.data.DataLoader(subset, batch_size=cfg.batch_size)
         prepared = accelerator.prepare(*(each for each in (loader, eval_loader) if each is not None))
         loader, eval_loader = prepared if eval_loader is not None else (prepared, None)
-        batches, steps = cycle(loader), []
+        batches, steps, frames = cycle(loader), [], []
         for done in range(step + 1, cfg.steps + 1):
             batch = next(batches)
             steps.append(batch["index"].tolist())
+            batch = augmentation.observation(batch) if augmentation is not None else batch
+            frames.append({key: batch[key] for key in dataset.meta.camera_keys})
             processed = preprocessor(batch)
             if done in cfg.save_at:
                 module.save_checkpoint(checkpoint_dir=cfg.output / str(done), step=done, cfg=cfg, preprocessor=preprocessor)
         evaluated = [each["index"].tolist() for each in eval_loader] if eval_loader is not None else []
         shapes = {key: feature.shape for key, feature in cfg.policy.input_features.items()}
         return SimpleNamespace(
-            steps=steps, evaluated=evaluated, shapes=shapes, batch=batch, processed=processed, loader=loader
+            steps=steps, frames=frames, evaluated=evaluated, shapes=shapes, batch=batch, processed=processed, loader=loader
         )  # fmt: skip
 
     vars(module).update(
         make_train_eval_datasets=make_train_eval_datasets, save_checkpoint=save_checkpoint, train=train,
         make_pre_post_processors=make_pre_post_processors, EpisodeAwareSampler=sampler,
-        **({"resume_before_prepare": resume_before_prepare} if newer else {"load_training_state": load_training_state}),
+        **(
+            {"resume_before_prepare": resume_before_prepare, "_make_image_augmentation": make_image_augmentation}
+            if newer
+            else {"load_training_state": load_training_state}
+        ),
     )  # fmt: skip
     return module

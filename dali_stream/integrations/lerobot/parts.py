@@ -40,6 +40,10 @@ PROCESSORS = Part(SCRIPT, ("make_pre_post_processors",), (), "to resize frames w
 REWARD_PROCESSORS = Part(SCRIPT, ("make_reward_pre_post_processors",), (), "to resize the frames of a reward model")
 REMOTE = Part(SCRIPT, ("submit_to_hf",), (), "to refuse remote jobs")
 RESIZING = Part("lerobot.processor", ("ImageCropResizeProcessorStep",), ("resize_size",), "to resize frames at deployment")
+AUGMENTATION = Part(SCRIPT, ("_make_image_augmentation",), (), "to repeat the transforms of batches after a resume")
+BATCHED = Part(
+    "lerobot.transforms", ("BatchedImageTransforms",), ("cfg", "chunk_size", "compile_model"), "to transform frames on the GPU"
+)
 DELTAS = Part("lerobot.datasets.factory", ("resolve_delta_timestamps",), ("cfg", "ds_meta"), "to find a policy's windows")
 
 REQUIRED = (DATASETS, RESUMED, SAVE, SAMPLER, PROCESSORS, RESIZING, DELTAS)

@@ -1,8 +1,8 @@
 """LeRobot's training script with a Loader in place of its DataLoader.
 
 The source of the script is not changed. `patch` replaces the script's functions that make datasets, load checkpoints, save
-checkpoints, make preprocessors and submit remote jobs, its sampler, and `Accelerator.prepare`. `parts` lists them. The script
-passes all of its DataLoaders to `prepare`, no matter how it makes them.
+checkpoints, make preprocessors, make the transforms of batches and submit remote jobs, its sampler, and `Accelerator.prepare`.
+`parts` lists them. The script passes all of its DataLoaders to `prepare`, no matter how it makes them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from dali_stream.errors import DaliStreamError, ResumeError
 from dali_stream.integrations.lerobot import parts
 from dali_stream.integrations.lerobot.arguments import ARGUMENTS, PREFIX, check_names
+from dali_stream.integrations.lerobot.augmentation import BatchAugmentation
 from dali_stream.integrations.lerobot.loader import make_loader
 from dali_stream.integrations.lerobot.resizing import Size, add_resizing, size_of
 from dali_stream.lerobot.features import Feature
 from dali_stream.loader import Loader
+from dali_stream.pipeline.sample_function import seed_of
 from dali_stream.run.state_file import load_state, write_state
 from dali_stream.system import memory_limit, process
 from dali_stream.transformed import Transformed
@@ -89,6 +91,7 @@ def patch(**loader_arguments: Any) -> Any:
         parts.SAMPLER: run.sampling,
         parts.PROCESSORS: run.processing,
         parts.REWARD_PROCESSORS: run.processing,
+        parts.AUGMENTATION: run.augmenting,
         parts.REMOTE: lambda _: _refuse_remote,
     }
     for part, wrap in wrappers.items():
@@ -186,6 +189,22 @@ class _Run:
             return preprocessor, postprocessor
 
         return processors
+
+    def augmenting(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the function that makes the step with transforms of batches, and let a resumed run repeat its random numbers."""
+
+        @functools.wraps(make)
+        def made(*arguments: Any, **named: Any) -> Any:
+            step = make(*arguments, **named)
+            return None if step is None else BatchAugmentation(step, self._batch_seed)
+
+        return made
+
+    def _batch_seed(self) -> int:
+        """Return the seed for the transforms of the batch that the Loader has delivered last. It differs between ranks."""
+        assert self._loader is not None
+        seed = (self._config.seed or 0) + process.ranks(None, None).rank
+        return seed_of(seed, self._loader.epoch, self._loader.batch_index)
 
     def resuming(self, resume: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the function that reads the number of steps of a checkpoint, and remember both."""
@@ -328,8 +347,12 @@ def _setting(config: Any, name: str) -> Any:
 
 def _check_settings(config: Any) -> None:
     """Refuse settings that a Loader cannot follow, and warn about those that have no effect."""
-    if (backend := _setting(config, "dataset.image_transforms.backend")) not in (None, "dataloader"):
-        raise ValueError(f"--dataset.image_transforms.backend must be dataloader with a Loader, got {backend!r}")
+    transforms = _setting(config, "dataset.image_transforms")
+    if _setting(transforms, "enable") and (backend := _setting(transforms, "backend")) not in (None, "dataloader"):
+        try:
+            parts.find(parts.AUGMENTATION)
+        except DaliStreamError as error:
+            raise DaliStreamError(f"--dataset.image_transforms.backend must be dataloader, got {backend!r}. {error}") from error
     if (root := _setting(config, "dataset.streaming_data_root")) is not None:
         raise ValueError(
             f"--dataset.streaming_data_root must not be given with a Loader, which reads the dataset itself, got {root!r}. "
