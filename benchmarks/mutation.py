@@ -58,7 +58,7 @@ PARTS = {  # name of the part: its modules, and its test files
     ),
     "decode": (
         ["decode"],
-        "turns work images audit timestamps torchcodec_cuda clips routes capability normalize bad_video",
+        "turns work images audit timestamps torchcodec_cuda clips routes capability normalize bad_video depth frame_cache",
     ),
     "mp4": (["mp4"], "damage video_index index_memory parameter_sets clips index timestamps codecs reads routes bad_video"),
     "rows": (["lerobot/rows.py", "lerobot/row_memory.py"], "row_groups reread features bad_metadata windows timestamps"),

@@ -201,6 +201,9 @@ def test_frames_are_cached_as_codes(root: Path, tmp_path: Path) -> None:
             assert_as_written(batch)
         assert loader.stats()["decoded_bytes"] == sum(LENGTHS) * math.prod(SIZE) * 2
         assert loader.stats()["frame_cache_disk_written_bytes"] == sum(LENGTHS) * math.prod(SIZE) * 2
+    [key] = (json.loads(path.read_text()) for path in (tmp_path / "frames").rglob("key.json"))
+    assert "PyAV" in key, "frames of another version are kept apart"
+    assert "torchcodec" not in key
     with Loader(root, depth_unit="m", **options) as loader:  # the unit is not that of the stored frames
         for batch in loader:
             assert_as_written(batch, "m")
