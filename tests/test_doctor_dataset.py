@@ -33,9 +33,13 @@ from support.videos import CAMERA, av1, draw, encode, ffmpeg, h264, hevc, loader
 import dali_stream
 from dali_stream import Dataset
 from dali_stream.lerobot.info import INFO
+from dali_stream.system import memory_limit
+from dali_stream.system.memory_limit import MemoryLimit
 from dali_stream.tools.description import describe
 from dali_stream.tools.diagnosis import Finding, frames, video
+from dali_stream.tools.diagnosis.camera import Camera
 from dali_stream.tools.diagnosis.frames import Decoders, Deep
+from dali_stream.tools.diagnosis.rows import Rows
 from dali_stream.tools.diagnosis.run import examine as examine_dataset
 from dali_stream.tools.diagnosis.run import open_dataset
 from dali_stream.tools.isolated import Answer
@@ -133,6 +137,25 @@ def test_a_decoder_that_delivers_another_frame_is_a_problem(
     assert finding["text"].startswith("its frame must differ from FFmpeg's by at most 4 of 255 on average, got ")
     assert 'decode="torchcodec"' in finding["remedy"]
     assert found(report, f"{TOP} frame, torchcodec")["status"] == "ok"
+
+
+def test_decoders_are_compared_with_each_other_where_torchcodec_fails(encoded: Callable[..., Path]) -> None:
+    right, other = draw()[:2]
+    camera = Camera(CAMERA, Rows(Dataset(encoded(*vp9(12))), False), NO_DECODER, None)
+    camera.frame = {"episode": 0, "frame": 0}
+    camera.decoded = {
+        "torchcodec": Answer({}, "no such codec", "DecodeError"),
+        "DALI on the CPU": Answer(right),
+        "NVDEC of GPU 0": Answer(other),
+        "NVDEC of GPU 1": Answer(right),
+    }
+    failing, first, wrong, same = video.check_frame(camera)
+    assert (failing.status, failing.text) == ("problem", "no such codec. DALI on the CPU decodes it")
+    assert (first.status, first.text) == ("ok", "decoded")
+    assert (same.status, same.text) == ("ok", "decoded, like DALI on the CPU")
+    assert wrong.status == "problem"
+    assert wrong.text.startswith("its frame must differ from that of DALI on the CPU by at most 4 of 255 on average, got ")
+    assert "torchcodec" not in wrong.remedy
 
 
 @pytest.mark.slow
@@ -320,8 +343,9 @@ def test_what_long_gops_cost(encoded: Callable[..., Path], monkeypatch: pytest.M
     findings, _ = looked_at(encoded(*h264(36)))
     finding = findings[f"{CAMERA} GOPs"]
     assert finding.status == "ok"
-    assert finding.text.endswith("without the cache in memory, which holds all frames of 224×224")
-    monkeypatch.setattr(video, "_BUDGET", 72 * 224 * 224 * 3 - 1)
+    assert "without the cache in memory, which holds all frames of 224×224 with the default memory_budget of" in finding.text
+    frames_bytes = 72 * 224 * 224 * 3  # half of the default, which is a quarter of the machine's memory, must hold them
+    monkeypatch.setattr(memory_limit, "memory_limit", lambda: MemoryLimit(8 * frames_bytes - 8, "this machine"))
     findings, _ = looked_at(encoded(*h264(36)))
     finding = findings[f"{CAMERA} GOPs"]
     assert finding.status == "warning"

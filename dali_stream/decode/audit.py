@@ -23,12 +23,13 @@ a CPU. BT.709 and BT.601 differ by only 2.6 on a demo frame, so this tolerance d
 `trial` therefore compare the colour matrix that a file specifies."""
 
 
-def difference(decoded: npt.NDArray[Any], expected: Frames) -> tuple[int, str]:
-    """Return how decoded frames differ from FFmpeg's.
+def difference(decoded: npt.NDArray[Any], expected: Frames, reference: str = "FFmpeg's") -> tuple[int, str]:
+    """Return how decoded frames differ from those of another decoder.
 
     Args:
         decoded: Decoded frames with values in [0, 255], shape (n, H, W, 3).
-        expected: FFmpeg's frames.
+        expected: Frames of the other decoder.
+        reference: Name of these frames, for the text. Default: "FFmpeg's".
 
     Returns:
         Index of the frame that differs most, and the difference as the end of a sentence. The text is empty if all frames agree
@@ -40,7 +41,7 @@ def difference(decoded: npt.NDArray[Any], expected: Frames) -> tuple[int, str]:
     worst = int(errors.argmax())
     if errors[worst] <= COLOUR_TOLERANCE:
         return worst, ""
-    return worst, f"must differ from FFmpeg's by at most {COLOUR_TOLERANCE:g} of 255 on average, got {errors[worst]:.1f}"
+    return worst, f"must differ from {reference} by at most {COLOUR_TOLERANCE:g} of 255 on average, got {errors[worst]:.1f}"
 
 
 class Audit(NamedTuple):

@@ -105,15 +105,21 @@ class Camera:
         """Number of hidden frames, and of the frames that were examined. Raises DaliStreamError if they cannot be read."""
         return hidden_frames(self.dataset.data_store, self.tables[0], self.video.codec)
 
+    @property
+    def reference(self) -> str:
+        """First decoder that delivered the frame, which is torchcodec unless it failed. Empty if none did."""
+        return next((name for name, answer in self.decoded.items() if not answer.error), "")
+
     def difference(self, decoder: str) -> str | None:
-        """Return how a decoder's frame differs from that of torchcodec on the CPU. Return None if one of them is missing.
+        """Return how a decoder's frame differs from that of `reference`. Return None if there are no two frames to compare.
 
         See `audit.difference`.
         """
-        expected, own = self.decoded.get("torchcodec"), self.decoded[decoder]
-        if decoder == "torchcodec" or expected is None or expected.error or own.error:
+        reference, own = self.reference, self.decoded[decoder]
+        if own.error or decoder == reference:
             return None
-        return difference(own.value[None], expected.value[None])[1]
+        name = "FFmpeg's" if reference == "torchcodec" else f"that of {reference}"
+        return difference(own.value[None], self.decoded[reference].value[None], name)[1]
 
     def finding(self, name: str, status: Status, text: str, remedy: str = "") -> Finding:
         """Return a finding about the camera. The key of the camera is put before `name`."""

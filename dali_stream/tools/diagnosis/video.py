@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from dali_stream.checks.arguments import budget_text
 from dali_stream.decode import rate
 from dali_stream.decode.capability import capability
 from dali_stream.decode.refusal import smallest_coded_size
 from dali_stream.errors import DaliStreamError, DecodeError, counted
 from dali_stream.mp4.timing import BY_FRAME_INDEX
+from dali_stream.system import memory_limit, process
 from dali_stream.system.install import install_command
 from dali_stream.tools.decodes import median_gop
 from dali_stream.tools.description import CameraReport, contradictions
@@ -28,7 +30,6 @@ from dali_stream.tools.isolated import Answer
 _SHOWN = 3  # maximum number of broken files reported per camera
 _COSTLY = 4.0  # frames decoded per delivered frame, without a cache, from which GOPs are reported as long; that of a GOP of 7
 _SIZE = 224, 224
-_BUDGET = 2 << 30  # bytes for decoded frames: at least half of the default memory_budget
 
 
 def facts(camera: Camera) -> dict[str, Any]:
@@ -182,7 +183,10 @@ def check_ends(camera: Camera) -> list[Finding]:
 
 
 def check_gops(camera: Camera) -> list[Finding]:
-    """Check that GOPs are short enough for random access, unless the default memory_budget holds all frames of the dataset."""
+    """Check that GOPs are short enough for random access, unless the default memory_budget holds all frames of the dataset.
+
+    At least half of a budget is for decoded frames.
+    """
     if camera.is_depth:  # `prepare` does not re-encode it
         return []
     gops = np.concatenate([table.gop_lengths for table in camera.tables])
@@ -192,8 +196,10 @@ def check_gops(camera: Camera) -> list[Finding]:
         return []
     text = f"GOP {median_gop(camera.tables)} decodes {cost:.0f} frames per delivered frame without the cache in memory"
     frames = camera.dataset.num_frames * len(camera.dataset.videos)
-    if frames * math.prod(_SIZE) * 3 <= _BUDGET:
-        return [camera.finding("GOPs", OK, f"{text}, which holds all frames of {_SIZE[0]}×{_SIZE[1]}")]
+    default = memory_limit.budget(None, memory_limit.memory_limit(), process.local_ranks().count).size
+    if frames * math.prod(_SIZE) * 3 <= default // 2:
+        held = f"which holds all frames of {_SIZE[0]}×{_SIZE[1]} with the default memory_budget of {budget_text(default)}"
+        return [camera.finding("GOPs", OK, f"{text}, {held}")]
     remedy = (
         "use a larger memory_budget, a smaller image_size, or `dali-stream prepare URI OUT --codec h264 --gop 2`. "
         "`dali-stream why URI` predicts what each remedy brings"
@@ -210,29 +216,27 @@ def check_frame(camera: Camera) -> list[Finding]:
     if camera.decode_error:
         raise camera.decode_error
     findings = [_check_decoded(camera, name) for name in camera.decoded]
-    if right := _right_decoder(camera):
-        findings += find_flat_colour(f"{camera.key} picture", camera.decoded[right].value, **camera.frame)
+    if camera.reference:
+        findings += find_flat_colour(f"{camera.key} picture", camera.decoded[camera.reference].value, **camera.frame)
     return findings
 
 
-def _right_decoder(camera: Camera) -> str:
-    """Return the first decoder that delivered the frame. Empty if none did."""
-    return next((name for name, answer in camera.decoded.items() if not answer.error), "")
-
-
 def _check_decoded(camera: Camera, decoder: str) -> Finding:
-    name, error, right = f"frame, {decoder}", camera.decoded[decoder].reason, _right_decoder(camera)
-    if error and right:  # another decoder succeeds, so the file is not broken
-        remedy = f"the loader uses {right}. Check this decoder's version and driver, and please report it"
-        return camera.finding(name, PROBLEM, f"{error}. {right} decodes it", remedy)
+    name, error, other = f"frame, {decoder}", camera.decoded[decoder].reason, camera.reference
+    if error and other:  # another decoder succeeds, so the file is not broken
+        remedy = f"the loader uses {other}. Check this decoder's version and driver, and please report it"
+        return camera.finding(name, PROBLEM, f"{error}. {other} decodes it", remedy)
     if error:
         return broken(
             f"{camera.key} {name}", camera.dataset.data_store, camera.tables[0].path, DecodeError(f"{decoder}: {error}")
         )
     text = camera.difference(decoder)
     if not text:
-        return camera.finding(name, OK, "decoded" if text is None else "decoded, like torchcodec on the CPU")
-    remedy = 'use Loader(decode="torchcodec"), and please report it with the file'
+        like = "torchcodec on the CPU" if other == "torchcodec" else other
+        return camera.finding(name, OK, "decoded" if text is None else f"decoded, like {like}")
+    remedy = "please report it with the file"
+    if other == "torchcodec":
+        remedy = f'use Loader(decode="torchcodec"), and {remedy}'
     return camera.finding(name, PROBLEM, f"its frame {text}", remedy)
 
 
