@@ -118,7 +118,8 @@ def check(path: str, episodes: int, repeat: int) -> dict[str, Any]:
                 decodes = decodes_of(loader._config, loader._config.cached(loader.routes))
             node = Node(ranks, number_of_cores, 1.0, 0.0)
             rate = [first.batches_per_s for first, _ in measurement.speeds(decodes, node=node)]
-            work = [each.works(decodes, lambda work: work)[0].cpu / each.first.delay for each in measurement.rounds]
+            rounds = zip(measurement.works(decodes), measurement.rounds, strict=True)
+            work = [works[0].cpu / first.delay for works, (first, _) in rounds]
             cases.append(
                 {
                     "cores": number_of_cores,

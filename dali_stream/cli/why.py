@@ -8,13 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from dali_stream.cli import arguments, console, kinds, sizing
+from dali_stream.cli import arguments, console, kinds
+from dali_stream.errors import counted
 
 if TYPE_CHECKING:
-    from dali_stream.tools.measuring import Speed
-    from dali_stream.tools.why_report import WhyReport
+    from dali_stream.tools import Need, Sizing, Speed, WhyReport
 
 _RANGES = "the smallest and the largest"
+_SIZED_RANGES = "a range that contains 4 of 5 measured rates (of gains: the smallest and the largest)"
+_EXTRAPOLATED = (
+    "Measured here, with one rank: the work of a batch. Extrapolated: another number of cores or ranks. This assumes that the "
+    "cores are as fast as those here, that the training program of each rank takes 1 core, and that all ranks share a network "
+    "like the one here. Without --memory-budget, a rank has the default of a Loader here. Give it if the memory of the node "
+    "differs."
+)
+_LITTLE = 0.005  # smallest use of a resource to print
 _FULL = 0.95  # minimum share of the needed batches per second at which a Loader keeps up
 
 
@@ -66,7 +74,7 @@ def why(
 def _text(report: WhyReport) -> Iterator[Table | str]:
     """Yield the tables and lines of the report."""
     table = console.pairs()
-    later = sizing.later_epochs(report.sizing)
+    later = _later_epochs(report.sizing)
     for name, speed in (("first epoch", report.first), (later, report.later)):
         decodes = f"{speed.decodes:.2f} frames decoded per delivered frame"
         table.add_row(name, f"{_rate(speed)} batches/s, limited by {speed.limit}; {decodes}")
@@ -79,7 +87,7 @@ def _text(report: WhyReport) -> Iterator[Table | str]:
         verdict = f"training waits in {' and in '.join(slow)}" if slow else "the loader keeps up"
         table.add_row("the model needs", f"{report.needed:.3g} batches/s: {verdict}")
     if report.sizing is not None:
-        sizing.add_rows(table, report.sizing)
+        _add_needs(table, report.sizing)
     yield table
     columns = ("first epoch", later, "gain")
     table = console.table("remedy", *columns, "price", right=columns)
@@ -94,10 +102,10 @@ def _text(report: WhyReport) -> Iterator[Table | str]:
         yield f"{note}."
     yield (
         f"Predicted batches/s. Gain: batches/s of a run of {report.epochs} epochs, divided by those without the remedy. "
-        f"Rates and gains are medians of three rounds, with {sizing.RANGES if report.sizing else _RANGES} in brackets."
+        f"Rates and gains are medians of three rounds, with {_SIZED_RANGES if report.sizing else _RANGES} in brackets."
     )
     if report.sizing is not None:
-        yield sizing.EXTRAPOLATED
+        yield _EXTRAPOLATED
     if report.busy is not None:
         yield f"Other processes used {report.busy:.0%} of the cores meanwhile."
 
@@ -105,3 +113,38 @@ def _text(report: WhyReport) -> Iterator[Table | str]:
 def _rate(speed: Speed) -> str:
     low, high = speed.range
     return f"{speed.batches_per_s:.3g} ({low:.3g} to {high:.3g})"
+
+
+def _add_needs(table: Table, sizing: Sizing) -> None:
+    """Add the needs of a node to a table with two columns."""
+    node = sizing.node
+    for name, need in (("first epoch", sizing.first), (_later_epochs(sizing), sizing.later)):
+        low, high = need.cores_range
+        cores = f"{need.cores:.1f} ({low:.1f} to {high:.1f}) of {counted(node.cores, 'core')}"
+        table.add_row(f"cores, {name}", f"{cores}: {_verdict(need, node.cores)}")
+        use = ", ".join(f"{resource} {share:.0%}" for resource, share in need.use.items() if share >= _LITTLE)
+        table.add_row("", f"first to run out: {need.first}; use during a step: {use}")
+    of = f"of {counted(node.ranks, 'rank')}"
+    whole = console.megabytes(sizing.memory_for_all_frames)
+    table.add_row("memory", f"{console.megabytes(sizing.memory)} {of}; {whole} to keep all frames that a rank decodes")
+    if sizing.frame_cache:
+        table.add_row("local disk", f"{console.megabytes(sizing.frame_cache)} for a frame_cache with all decoded frames")
+    if sizing.videos:
+        rate, videos = console.megabytes(sizing.network), console.megabytes(sizing.videos)
+        table.add_row("network", f"{rate}/s of video if the data are remote, until a cache_dir has all {videos}")
+
+
+def _later_epochs(sizing: Sizing | None) -> str:
+    """Return the name of the epochs that the later speeds are of. See `WhyReport`."""
+    return "second epoch" if sizing and sizing.node.ranks > 1 else "later epochs"
+
+
+def _verdict(need: Need, cores: int) -> str:
+    """Return whether the cores are enough, or which other resource is not."""
+    low, high = need.cores_range
+    if not need.enough and need.first not in ("CPU cores", "decode threads"):
+        name = need.first if need.first == "copying" else f"the {need.first}"
+        return f"{name} is too slow, and more cores do not change that"
+    if low > cores:
+        return "not enough"
+    return "enough" if high <= cores and need.enough else "too close to say"

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from dali_stream.tools.indexing import IndexReport, index
     from dali_stream.tools.measuring import Speed
     from dali_stream.tools.preparation import MapTasks, PreparedCamera, PrepareReport, PrepareStatus, prepare
+    from dali_stream.tools.remedies import Remedy
     from dali_stream.tools.sizing import Need, Node, Sizing
-    from dali_stream.tools.why_report import Remedy, WhyReport, why
+    from dali_stream.tools.why_report import WhyReport, why
 
 __all__ = [
     "Area",
@@ -49,7 +50,8 @@ _MODULES = {
     "preparation": ("MapTasks", "PreparedCamera", "PrepareReport", "PrepareStatus", "prepare"),
     "measuring": ("Speed",),
     "sizing": ("Need", "Node", "Sizing"),
-    "why_report": ("Remedy", "WhyReport", "why"),
+    "remedies": ("Remedy",),
+    "why_report": ("WhyReport", "why"),
 }
 
 

@@ -19,7 +19,7 @@ from dali_stream.loader import Loader
 from dali_stream.mixture import Mixture
 from dali_stream.system.process import cores
 from dali_stream.tools.decodes import Decodes
-from dali_stream.tools.sizing import Need, Node
+from dali_stream.tools.sizing import MODEL_ERROR, Node, prediction_range
 from dali_stream.tools.speed_model import Work, work_of
 
 if TYPE_CHECKING:
@@ -79,27 +79,6 @@ class Epoch:
         return change(self.work.decoding(self.decodes, decodes)).times(self.delay)
 
 
-@dataclass(frozen=True)
-class Round:
-    """Measurements of the first epoch of a part of a dataset, and of the epoch after it, in one round."""
-
-    first: Epoch
-    later: Epoch
-
-    def works(self, decodes: Sequence[Decodes], change: Change) -> list[Work]:
-        """Return the work of a batch of the first epoch and of later ones, after a remedy.
-
-        The measured part may fit in memory although the whole dataset does not. Its later epochs then decode nothing, and an
-        epoch that decodes can only be predicted from the first one, by scaling the decode work.
-
-        Args:
-            decodes: Decodes of the whole dataset in the first epoch and in later ones.
-            change: Remedy.
-        """
-        epochs = (self.later if each.decoded <= FEW * self.first.decodes.decoded else self.first for each in decodes)
-        return [epoch.work_after(each, change) for epoch, each in zip(epochs, decodes, strict=True)]
-
-
 Rounds = list[tuple[Speed, Speed]]
 """Predicted speeds of the first epoch and of later ones, from each round of measurements."""
 
@@ -113,38 +92,61 @@ class Measurement:
         part: Dataset to stream. It is closed at the end.
         node: Machine for which speeds are predicted.
         changed: Arguments of the Loader that change.
-        rounds: Results.
+        rounds: First epoch of the part, and the epoch after it, in each round.
     """
 
     name: str
     part: Dataset | Mixture
     node: Node
     changed: dict[str, Any] = field(default_factory=dict)
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[tuple[Epoch, Epoch]] = field(default_factory=list)
 
-    def speeds(self, decodes: Sequence[Decodes], change: Change = lambda work: work, node: Node | None = None) -> Rounds:
-        """Return the predicted speeds of the first epoch and of later ones, from each round.
+    def works(self, decodes: Sequence[Decodes], change: Change = lambda work: work) -> list[list[Work]]:
+        """Return the work of a batch of the first epoch and of later ones, after a remedy, from each round.
+
+        The measured part may fit in memory although the whole dataset does not. Its later epochs then decode nothing, and an
+        epoch that decodes can only be predicted from the first one, by scaling the decode work.
 
         Args:
             decodes: Decodes of the whole dataset in the first epoch and in later ones.
             change: Remedy. Default: no change.
+        """
+        return [
+            [(later if each.decoded <= FEW * first.decodes.decoded else first).work_after(each, change) for each in decodes]
+            for first, later in self.rounds
+        ]
+
+    def speeds(self, decodes: Sequence[Decodes], change: Change = lambda work: work, node: Node | None = None) -> Rounds:
+        """Return the predicted speeds of the first epoch and of later ones, from each round. See `works`.
+
+        Args:
+            decodes, change: See `works`.
             node: Machine. Default: `self.node`.
         """
-        rounds: Rounds = []
-        for each in self.rounds:
-            works = map((node or self.node).share, each.works(decodes, change))
-            first, later = (_speed(work, epoch.decoded) for work, epoch in zip(works, decodes, strict=True))
-            rounds.append((first, later))
-        return rounds
-
-    def needs(self, decodes: Sequence[Decodes]) -> list[list[Need]]:
-        """Return what `node` needs in the first epoch and in later ones, from each round. See `speeds`."""
-        return [[self.node.need(work) for work in each.works(decodes, lambda work: work)] for each in self.rounds]
+        share, (now, then) = (node or self.node).share, decodes
+        return [(_speed(share(first), now), _speed(share(later), then)) for first, later in self.works(decodes, change)]
 
 
-def _speed(work: Work, decoded: float) -> Speed:
+def _speed(work: Work, decodes: Decodes) -> Speed:
     rate = 1 / work.seconds
-    return Speed(rate, work.limit, decoded, (rate, rate))
+    return Speed(rate, work.limit, decodes.decoded, (rate, rate))
+
+
+def medians(rounds: Rounds, sized: bool) -> tuple[Speed, Speed]:
+    """Return the median speeds of the first epoch and of later ones, with their ranges.
+
+    Args:
+        rounds: Speeds from each round.
+        sized: Whether the speeds are predicted for another machine. Their ranges then include the error of the model.
+    """
+    first, later = (_median(speeds, sized) for speeds in zip(*rounds, strict=True))
+    return first, later
+
+
+def _median(speeds: Sequence[Speed], sized: bool) -> Speed:
+    by_rate = sorted(speeds, key=lambda each: each.batches_per_s)
+    rates = [each.batches_per_s for each in by_rate]
+    return replace(by_rate[len(rates) // 2], range=prediction_range(rates, MODEL_ERROR) if sized else (rates[0], rates[-1]))
 
 
 class Clock:
@@ -181,7 +183,7 @@ class Clock:
             others = max((ended[0] - began[0]) - (ended[1] - began[1]), 0.0)
             everything = seconds * len(os.sched_getaffinity(0))
             self._others, self._everything, share = self._others + others, self._everything + everything, others / everything
-        measurement.rounds.append(Round(*(_epoch(config, graph, growths, share) for growths in (first, later))))
+        measurement.rounds.append((_epoch(config, graph, first, share), _epoch(config, graph, later, share)))
 
 
 def cpu_seconds() -> tuple[float, float] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from dali_stream.schedule.budget import frames_budget
 from dali_stream.system.memory_limit import fits
 from dali_stream.system.process import cores
 from dali_stream.tools.decodes import Decodes, decodes_of
-from dali_stream.tools.measuring import BATCHES, FEW, ROUNDS, Clock, Measurement, Rounds, first_episodes
+from dali_stream.tools.measuring import BATCHES, FEW, ROUNDS, Clock, Measurement, Rounds, Speed, first_episodes, medians
 from dali_stream.tools.preparation import prepare
 from dali_stream.tools.sizing import Node, Sizing, size_node
 from dali_stream.tools.speed_model import Work
@@ -35,12 +36,26 @@ _SMALL = (224, 224)  # frame size to suggest if frames have the recorded size
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """Remedy before its gain is known. See `Remedy`."""
+class Remedy:
+    """Change to a loader, and its predicted effect.
+
+    Attributes:
+        name: Description of the change, such as "num_threads=8".
+        price: Cost of the change, such as memory or disk space.
+        first, later: Predicted speed in the first epoch, and in later ones. See `WhyReport`.
+        gain: Batches per second of the run after the change, divided by those before it, the median of several rounds. It is
+            greater than 1.
+        gain_range: Smallest and largest gain of a round.
+        loader: Arguments of the Loader that change.
+        prepare: Arguments of `prepare` if the dataset is rewritten. Otherwise empty.
+    """
 
     name: str
     price: str
-    rounds: Rounds
+    first: Speed
+    later: Speed
+    gain: float
+    gain_range: tuple[float, float]
     loader: dict[str, Any] = field(default_factory=dict)
     prepare: dict[str, Any] = field(default_factory=dict)
 
@@ -53,21 +68,20 @@ class Study:
         arguments: Other arguments of the Dataset.
         options: Arguments of the Loader.
         whole: Opened dataset.
+        epochs: Number of epochs of the run, which determines the gain of a remedy.
         node: Machine to predict for. None for this machine, with one rank.
         stack: Stack that removes rewritten datasets at the end.
         progress: Function that is called with a description of each measurement.
         anyway: See `why`.
 
     Attributes:
-        node: Machine that is predicted for.
-        base: Measurement of the loader without a remedy.
-        now: Decodes of the first epoch and of later ones, without a remedy.
+        speeds: Speeds of the first epoch and of later ones, without a remedy.
         notes: See `WhyReport`.
     """
 
     def __init__(
         self, uri: str | os.PathLike[str], arguments: dict[str, Any], options: dict[str, Any], whole: Dataset | Mixture,
-        node: Node | None, stack: contextlib.ExitStack, progress: Callable[[str], None], anyway: bool,
+        epochs: int, node: Node | None, stack: contextlib.ExitStack, progress: Callable[[str], None], anyway: bool,
     ) -> None:  # fmt: skip
         self._uri, self._arguments, self._options, self._progress = uri, arguments, options, progress
         self._whole, self._stack, self._anyway = whole, stack, anyway
@@ -76,27 +90,28 @@ class Study:
         self._full = stack.enter_context(Loader(whole, **options | self._ranks))  # to inspect, and not to iterate
         config = self._config = self._full._config
         self._cached = config.cached(self._full.routes)
-        self._sized = node is not None
-        self.node = node or Node(1, cores(), 0.0, 0.0, config.num_threads)
+        self._sized, self._epochs = node is not None, epochs
+        self._node = node or Node(1, cores(), 0.0, 0.0, config.num_threads)
         self._clock = Clock(options)
         self.notes: list[str] = []
-        self.base = self._changed()
-        self._measure(self.base)
+        self._base = self._changed()
+        self._measure(self._base)
         self._check_busy()  # before anything is rewritten
         self._as_bytes = self._changed(image_dtype="uint8") if config.gpu is None and config.image_dtype == "float32" else None
         self._on_gpu = self._changed(device="cuda") if config.gpu is None and torch.cuda.is_available() else None
         self._smaller = self._changed(image_size=_SMALL) if self._is_larger_than_small() else None
-        self.now = self.decodes()
-        self._stored = self._with_frames_on_disk() if self.now[1].decoded and config.frame_folder is None else None
+        self._now = self._decodes()
+        self._stored = self._with_frames_on_disk() if self._now[1].decoded and config.frame_folder is None else None
         self._rewritten = self._rewrite() if self._is_rewritten() else []
         rewritten = (each for each, _, _ in self._rewritten)
         others = [each for each in (self._as_bytes, self._on_gpu, self._smaller, self._stored, *rewritten) if each]
         for number in range(ROUNDS):
             # Every other round is in reverse order, so that a load that grows or shrinks slows down all of them.
-            in_turns = [self.base, *others] if number else others
+            in_turns = [self._base, *others] if number else others
             for each in in_turns if number % 2 == 0 else in_turns[::-1]:
                 self._measure(each)
         self._check_busy()
+        self.speeds = self._base.speeds(self._now)
 
     @property
     def busy(self) -> float | None:
@@ -106,7 +121,7 @@ class Study:
     def _check_busy(self) -> None:
         """Raise DaliStreamError if other processes made the measurements meaningless."""
         if self.busy is not None and self.busy > _BUSY and not self._anyway:
-            rates = sorted(1 / each.first.seconds for each in self.base.rounds)
+            rates = sorted(1 / first.seconds for first, _ in self._base.rounds)
             raise DaliStreamError(
                 f"other processes used {self.busy:.0%} of the cores of this process while the loader was measured, so its "
                 f"{rates[0]:.3g} to {rates[-1]:.3g} batches/s in the first epoch say little about it. Run this while nothing "
@@ -124,12 +139,12 @@ class Study:
         return self._config.image_size is None and any(height * width > _SMALL[0] * _SMALL[1] for height, width in sizes)
 
     def sizing(self) -> Sizing:
-        """Return what `node` needs, without a remedy."""
+        """Return what the node needs, without a remedy."""
         config = self._config
         sizes = config.sizes(self._cached)
         return size_node(
-            self.node,
-            self.base.needs(self.now),
+            self._node,
+            [[self._node.need(work) for work in works] for works in self._base.works(self._now)],
             frames=int(sizes.lengths.sum()),
             batch_size=config.batches.batch_size,
             frame_bytes=sizes.frame_bytes,
@@ -138,7 +153,7 @@ class Study:
             frames_budget=frames_budget(sizes),
         )
 
-    def decodes(self, gop: int | None = None, **changed: Any) -> tuple[Decodes, Decodes]:
+    def _decodes(self, gop: int | None = None, **changed: Any) -> tuple[Decodes, Decodes]:
         """Replay the schedule for the whole dataset. Return the decodes of the first epoch, and of later ones.
 
         Args:
@@ -150,53 +165,59 @@ class Study:
         with Loader(self._whole, **self._options | self._ranks | changed) as loader:
             return decodes_of(loader._config, self._cached, gop)
 
-    def remedies(self, now: tuple[Decodes, Decodes]) -> Iterator[Proposal]:
-        """Yield the remedies that apply. Their gains are computed later.
-
-        Args:
-            now: Decodes of the first epoch and of later ones, without a remedy.
-        """
-        config, base, node = self._config, self.base, self.node
+    def remedies(self) -> Iterator[Remedy]:
+        """Yield the remedies that apply, whether they help or not."""
+        config, base, now, node = self._config, self._base, self._now, self._node
         for budget in (2 * config.memory_budget, 4 * config.memory_budget):
             if now[1].decoded and (self._sized or fits(budget)):  # the memory of another machine is unknown
                 price = f"{budget_text(budget)} of memory per rank instead of {budget_text(config.memory_budget)}"
-                rounds = base.speeds(self.decodes(memory_budget=budget))
-                yield Proposal(f'memory_budget="{budget_text(budget)}"', price, rounds, {"memory_budget": budget})
+                rounds = base.speeds(self._decodes(memory_budget=budget))
+                yield self._remedy(f'memory_budget="{budget_text(budget)}"', price, rounds, memory_budget=budget)
         if self._stored:
             size = sum(config.frame_bytes(camera) for camera in self._cached) * self._whole.num_frames
             price = f"{size / 1e9:.3g} GB on a local disk, for all ranks of the machine"
             # The first epoch decodes each frame once, whatever the memory holds, as in the measured part.
-            decodes = self._stored.rounds[0].first.decodes, Decodes(0.0, 0.0)
-            yield Proposal("frame_cache=DIR", price, self._stored.speeds(decodes), {"frame_cache": "DIR"})
+            decodes = self._stored.rounds[0][0].decodes, Decodes(0.0, 0.0)
+            yield self._remedy("frame_cache=DIR", price, self._stored.speeds(decodes), frame_cache="DIR")
         if (count := node.cores // node.ranks) > node.threads:
             rounds = base.speeds(now, node=replace(node, num_threads=count))
-            yield Proposal(f"num_threads={count}", "none", rounds, {"num_threads": count})
+            yield self._remedy(f"num_threads={count}", "none", rounds, num_threads=count)
         more = replace(node, cores=2 * node.cores, num_threads=max(2 * node.cores // node.ranks, 1))
-        yield Proposal(f"{more.cores} CPU cores instead of {node.cores}", "a larger machine", base.speeds(now, node=more))
+        yield self._remedy(f"{more.cores} CPU cores instead of {node.cores}", "a larger machine", base.speeds(now, node=more))
         if self._as_bytes:
             rounds = self._as_bytes.speeds(now)
-            yield Proposal('image_dtype="uint8"', "conversion in the model", rounds, {"image_dtype": "uint8"})
+            yield self._remedy('image_dtype="uint8"', "conversion in the model", rounds, image_dtype="uint8")
         if self._smaller:
-            rounds = self._smaller.speeds(self.decodes(image_size=_SMALL))
-            yield Proposal(f"image_size={_SMALL}", "smaller frames for the model", rounds, {"image_size": _SMALL})
+            rounds = self._smaller.speeds(self._decodes(image_size=_SMALL))
+            yield self._remedy(f"image_size={_SMALL}", "smaller frames for the model", rounds, image_size=_SMALL)
         if self._on_gpu:
-            yield Proposal('device="cuda"', "time of the GPU's decoders", self._on_gpu.speeds(now), {"device": "cuda"})
+            yield self._remedy('device="cuda"', "time of the GPU's decoders", self._on_gpu.speeds(now), device="cuda")
         if config.source.data_store.remote:
             rounds = base.speeds(now, lambda work: work.scaled(network=0.5))
-            yield Proposal("twice the bandwidth", "a faster connection, or nearer storage", rounds)
+            yield self._remedy("twice the bandwidth", "a faster connection, or nearer storage", rounds)
             if config.source.cache_dir is None:
                 cached = base.speeds(now, lambda work: work.scaled(network=0.0))
                 rounds = [(first, later) for (first, _), (_, later) in zip(base.speeds(now), cached, strict=True)]
-                yield Proposal("cache_dir=DIR", "disk space for the files", rounds)
+                yield self._remedy("cache_dir=DIR", "disk space for the files", rounds)
         if config.arguments.shuffle is True and (fewer := config.arguments.consumers // 2) >= self._full._ranks.world_size:
-            rounds = base.speeds(self.decodes(consumers=fewer))
-            yield Proposal(f"consumers={fewer}", "another order of the samples", rounds, {"consumers": fewer})
+            rounds = base.speeds(self._decodes(consumers=fewer))
+            yield self._remedy(f"consumers={fewer}", "another order of the samples", rounds, consumers=fewer)
         if self._rewritten:
-            then = self.decodes(_SHORT)
+            then = self._decodes(_SHORT)
             for measurement, options, sample_bytes in self._rewritten:
                 price = f"a copy of the dataset, about {sample_bytes * self._whole.num_frames / 1e6:.3g} MB of video"
-                rounds = self._after_rewrite(measurement, now, then, sample_bytes)
-                yield Proposal(_command(options), price, rounds, prepare=options)
+                rounds = self._after_rewrite(measurement, then, sample_bytes)
+                yield replace(self._remedy(_command(options), price, rounds), prepare=options)
+
+    def _remedy(self, name: str, price: str, rounds: Rounds, **loader: Any) -> Remedy:
+        """Return a remedy with its gain, which compares measurements of the same round."""
+        pairs = zip(self.speeds, rounds, strict=True)
+        gains = sorted(self._seconds(*now) / self._seconds(*then) for now, then in pairs)
+        return Remedy(name, price, *medians(rounds, self._sized), statistics.median(gains), (gains[0], gains[-1]), loader)
+
+    def _seconds(self, first: Speed, later: Speed) -> float:
+        """Return the mean seconds per batch in a run of several epochs."""
+        return (1 / first.batches_per_s + (self._epochs - 1) / later.batches_per_s) / self._epochs
 
     def _with_frames_on_disk(self) -> Measurement | None:
         """Return a measurement of a part with a frame cache on disk, or None if memory_budget must hold the whole part.
@@ -216,22 +237,20 @@ class Study:
                 budget *= 2
         return None
 
-    def _after_rewrite(
-        self, measurement: Measurement, now: Sequence[Decodes], then: Sequence[Decodes], sample_bytes: float
-    ) -> Rounds:
+    def _after_rewrite(self, measurement: Measurement, then: Sequence[Decodes], sample_bytes: float) -> Rounds:
         """Return the speeds after a rewrite.
 
         Epochs that decode next to nothing, before and after it, copy the same frames from memory, and so are equally fast.
 
         Args:
             measurement: Measurement of the rewritten part.
-            now, then: Decodes of the first epoch and of later ones, before and after the rewrite.
+            then: Decodes of the first epoch and of later ones after the rewrite.
             sample_bytes: Bytes of encoded video per sample of the rewritten part.
         """
         rounds = measurement.speeds(then, functools.partial(self._over_the_network, sample_bytes))
-        if any(later.decoded > FEW * first.decoded for first, later in (now, then)):
+        if any(later.decoded > FEW * first.decoded for first, later in (self._now, then)):
             return rounds
-        return [(first, later) for (first, _), (_, later) in zip(rounds, self.base.speeds(now), strict=True)]
+        return [(first, later) for (first, _), (_, later) in zip(rounds, self.speeds, strict=True)]
 
     def _rewrite(self) -> list[tuple[Measurement, dict[str, Any], float]]:
         """Rewrite a small part of the dataset in each way that may help.
@@ -263,7 +282,7 @@ class Study:
                 break
             opened = self._stack.enter_context(closing(Dataset(f"{folder}/part")))
             sample_bytes = sum(camera.bytes for camera in report.cameras.values()) / report.frames
-            rewritten.append((Measurement(f"streaming the part after {name}", opened, self.node), options, sample_bytes))
+            rewritten.append((Measurement(f"streaming the part after {name}", opened, self._node), options, sample_bytes))
         return rewritten
 
     def _over_the_network(self, sample_bytes: float, work: Work) -> Work:
@@ -275,7 +294,7 @@ class Study:
             sample_bytes: Bytes of encoded video per sample of the rewritten part.
             work: Work that was measured on the local disk.
         """
-        now = self.base.rounds[0].first
+        now = self._base.rounds[0][0]
         network = now.work.network * sample_bytes / now.fetched if now.fetched and work.decode else 0.0
         return replace(work, network=network)
 
@@ -296,7 +315,7 @@ class Study:
         """Return a measurement of a part of the dataset, with changed arguments of the Loader."""
         name = " with ".join(["streaming a part of the dataset", *(f"{key}={value!r}" for key, value in changed.items())])
         part = self._stack.enter_context(closing(self._part(BATCHES * self._config.batches.batch_size)))
-        return Measurement(name, part, self.node, changed)
+        return Measurement(name, part, self._node, changed)
 
     def _measure(self, measurement: Measurement) -> None:
         self._progress(f"{measurement.name}, round {len(measurement.rounds) + 1} of {ROUNDS}")

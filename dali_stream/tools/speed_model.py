@@ -112,13 +112,8 @@ class Work:
         Args:
             decode, store, network: Factors.
         """
-        return replace(
-            self,
-            decode=self.decode * decode,
-            store=self.store * store,
-            wait=self.wait * decode,
-            network=self.network * network,
-        )
+        decode_s, store_s, wait_s = self.decode * decode, self.store * store, self.wait * decode
+        return replace(self, decode=decode_s, store=store_s, wait=wait_s, network=self.network * network)
 
 
 def work_of(times: Mapping[str, float], threads: int, cores: int, remote: bool, graph: bool, others: float = 0.0) -> Work:

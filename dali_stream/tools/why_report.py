@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dali_stream.checks.arguments import positive
@@ -20,36 +19,11 @@ from dali_stream.dataset import Dataset
 from dali_stream.mixture import Mixture
 from dali_stream.run import mixture_file
 from dali_stream.system.process import cores
-from dali_stream.tools.measuring import Rounds, Speed
-from dali_stream.tools.remedies import Proposal, Study
-from dali_stream.tools.sizing import MODEL_ERROR, Node, Sizing, prediction_range
+from dali_stream.tools.measuring import Speed, medians
+from dali_stream.tools.remedies import Remedy, Study
+from dali_stream.tools.sizing import Node, Sizing
 
 _GAIN = 1.005  # smallest gain of a remedy
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """Change to a loader, and its predicted effect.
-
-    Attributes:
-        name: Description of the change, such as "num_threads=8".
-        price: Cost of the change, such as memory or disk space.
-        first, later: Predicted speed in the first epoch, and in later ones. See `WhyReport`.
-        gain: Batches per second of the run after the change, divided by those before it, the median of several rounds. It is
-            greater than 1.
-        gain_range: Smallest and largest gain of a round.
-        loader: Arguments of the Loader that change.
-        prepare: Arguments of `prepare` if the dataset is rewritten. Otherwise empty.
-    """
-
-    name: str
-    price: str
-    first: Speed
-    later: Speed
-    gain: float
-    gain_range: tuple[float, float]
-    loader: dict[str, Any] = field(default_factory=dict)
-    prepare: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,13 +100,11 @@ def why(
     node = _node(ranks, node_cores, step_s, options)
     with contextlib.ExitStack() as stack:
         whole = stack.enter_context(closing(_opened(uri, arguments)))
-        study = Study(uri, arguments, options, whole, node, stack, progress, anyway)
-        decodes, base = study.now, study.base.speeds(study.now)
-        remedies = [_remedy(each, base, epochs, node is not None) for each in study.remedies(decodes)]
+        study = Study(uri, arguments, options, whole, epochs, node, stack, progress, anyway)
+        helping = sorted((each for each in study.remedies() if each.gain >= _GAIN), key=lambda each: -each.gain)
         sizing = study.sizing() if node else None
-    helping = sorted((each for each in remedies if each.gain >= _GAIN), key=lambda each: -each.gain)
     needed = 1 / step_s if step_s else None
-    return WhyReport(*_medians(base, node is not None), needed, epochs, helping, study.busy, study.notes, sizing)
+    return WhyReport(*medians(study.speeds, node is not None), needed, epochs, helping, study.busy, study.notes, sizing)
 
 
 def _node(ranks: int | None, node_cores: int | None, step_s: float | None, options: Mapping[str, Any]) -> Node | None:
@@ -151,34 +123,3 @@ def _opened(uri: str | os.PathLike[str], arguments: Mapping[str, Any]) -> Datase
     if not mixture_file.is_mixture_file(uri):
         return Dataset(uri, **arguments)
     return Mixture(**mixture_file.read(uri, {name: value for name, value in arguments.items() if value is not None}))
-
-
-def _remedy(proposal: Proposal, base: Rounds, epochs: int, sized: bool) -> Remedy:
-    """Return a remedy with its gain, which compares measurements of the same round."""
-    pairs = zip(base, proposal.rounds, strict=True)
-    gains = sorted(_seconds(*now, epochs) / _seconds(*then, epochs) for now, then in pairs)
-    first, later = _medians(proposal.rounds, sized)
-    gain, ends = statistics.median(gains), (gains[0], gains[-1])
-    return Remedy(proposal.name, proposal.price, first, later, gain, ends, proposal.loader, proposal.prepare)
-
-
-def _medians(rounds: Rounds, sized: bool) -> tuple[Speed, Speed]:
-    """Return the median speeds of the first epoch and of later ones, with their ranges.
-
-    Args:
-        rounds: Speeds from each round.
-        sized: Whether the speeds are predicted for another machine. Their ranges then include the error of the model.
-    """
-    first, later = (_median(speeds, sized) for speeds in zip(*rounds, strict=True))
-    return first, later
-
-
-def _median(speeds: Sequence[Speed], sized: bool) -> Speed:
-    by_rate = sorted(speeds, key=lambda each: each.batches_per_s)
-    rates = [each.batches_per_s for each in by_rate]
-    return replace(by_rate[len(rates) // 2], range=prediction_range(rates, MODEL_ERROR) if sized else (rates[0], rates[-1]))
-
-
-def _seconds(first: Speed, later: Speed, epochs: int) -> float:
-    """Return the mean seconds per batch in a run of several epochs."""
-    return (1 / first.batches_per_s + (epochs - 1) / later.batches_per_s) / epochs
