@@ -6,8 +6,8 @@ answers                   questions to libraries and the driver, answered in sep
 machine, gpu, software    context `Machine`: the answers and the limits of this process; its checks
 rows                      context `Rows`: the rows of a dataset; checks of metadata, files, rows, actions and tasks
 camera, video             context `Camera`: the files of a video camera and a decoded frame; its checks
-frames                    decoders of one frame and of all frames; context `ImageCamera` and its check
-mixed                     context `Mixed`: the datasets of a mixture; its check
+frames                    decoders of one frame and of all frames; check of a camera whose frames are images
+mixed                     check of a mixture
 looks                     recognizes what a broken file contains
 """
 

@@ -6,7 +6,6 @@ import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -79,22 +78,8 @@ def find_flat_colour(name: str, image: npt.NDArray[np.uint8], episode: int, fram
     return [Finding("dataset", name, WARNING, text, _FLAT)]
 
 
-class ImageCamera(NamedTuple):
-    """Context of the checks of a camera whose frames are images in the rows."""
-
-    key: str
-    dataset: Dataset
-    deep: Deep | None
-
-    def facts(self) -> dict[str, Any]:
-        """Return the facts for the report."""
-        height, width = self.dataset.features[self.key].frame_size
-        return {"kind": "image", "height": height, "width": width}
-
-
-def check_images(camera: ImageCamera) -> list[Finding]:
-    """Decode an image of the first episode and, with `deep`, all images."""
-    key, dataset, deep = camera
+def check_images(key: str, dataset: Dataset, deep: Deep | None) -> list[Finding]:
+    """Decode an image of the first episode of a camera whose frames are images in the rows and, with `deep`, all images."""
     height, width = dataset.features[key].frame_size
     findings = [Finding("dataset", key, OK, f"images of {height}×{width} in Parquet rows; one was decoded")]
     try:

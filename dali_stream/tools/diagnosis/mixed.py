@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted
@@ -12,27 +12,20 @@ from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding
 from dali_stream.tools.mixture import repeated_often
 
 
-class Mixed(NamedTuple):
-    """Context of the checks of a mixture.
+def check_mixture(arguments: Mapping[str, Any], datasets: Mapping[str, Dataset]) -> list[Finding]:
+    """Check that the datasets can be mixed, and that an epoch does not repeat the frames of one much more often.
 
-    Attributes:
+    Args:
         arguments: Arguments of the `Mixture` by name, as the mixture file has them.
         datasets: Those of its datasets that could be opened, by name.
     """
-
-    arguments: Mapping[str, Any]
-    datasets: Mapping[str, Dataset]
-
-
-def check_mixture(mixed: Mixed) -> list[Finding]:
-    """Check that the datasets can be mixed, and that an epoch does not repeat the frames of one much more often."""
-    if len(mixed.datasets) < len(mixed.arguments["datasets"]):
+    if len(datasets) < len(arguments["datasets"]):
         return []  # another finding says why a dataset cannot be opened
     try:
-        mixture = Mixture(**{**mixed.arguments, "datasets": mixed.datasets})
+        mixture = Mixture(**{**arguments, "datasets": datasets})
     except (DaliStreamError, ValueError, TypeError) as error:
         return [Finding("dataset", "mixture", PROBLEM, str(error), "correct the mixture file as the message says")]
-    text = f"{counted(len(mixed.datasets), 'dataset')}, {counted(len(mixture), 'sample')} an epoch"
-    if warning := repeated_often(dict(zip(mixed.datasets, mixture.shares.passes.tolist(), strict=True))):
+    text = f"{counted(len(datasets), 'dataset')}, {counted(len(mixture), 'sample')} an epoch"
+    if warning := repeated_often(dict(zip(datasets, mixture.shares.passes.tolist(), strict=True))):
         return [Finding("dataset", "mixture", WARNING, f"{text}. {warning}", "change the weights, or give repeats instead")]
     return [Finding("dataset", "mixture", OK, text)]

@@ -14,10 +14,10 @@ from dali_stream.errors import DaliStreamError, StorageError, prefixed
 from dali_stream.run import mixture_file
 from dali_stream.tools.diagnosis import answers, frames, gpu, machine, rows, software, video
 from dali_stream.tools.diagnosis.camera import Camera, decode_frames
-from dali_stream.tools.diagnosis.frames import Decoders, Deep, ImageCamera
+from dali_stream.tools.diagnosis.frames import Decoders, Deep
 from dali_stream.tools.diagnosis.looks import broken
 from dali_stream.tools.diagnosis.machine import Machine
-from dali_stream.tools.diagnosis.mixed import Mixed, check_mixture
+from dali_stream.tools.diagnosis.mixed import check_mixture
 from dali_stream.tools.diagnosis.report import PROBLEM, Check, DoctorReport, Finding, run_checks
 from dali_stream.tools.diagnosis.rows import Rows
 from dali_stream.tools.isolated import call
@@ -45,7 +45,6 @@ DATASET_CHECKS: Sequence[Check[Rows]] = (
     rows.check_actions,
     rows.check_tasks,
 )
-IMAGE_CHECKS: Sequence[Check[ImageCamera]] = (frames.check_images,)
 FILE_CHECKS: Sequence[Check[Camera]] = (video.check_broken_files, video.check_all_frames, video.check_pyav)
 VIDEO_CHECKS: Sequence[Check[Camera]] = (  # if at least one file is whole
     video.check_format,
@@ -58,7 +57,6 @@ VIDEO_CHECKS: Sequence[Check[Camera]] = (  # if at least one file is whole
     video.check_frame,
     video.check_speeds,
 )
-MIXTURE_CHECKS: Sequence[Check[Mixed]] = (check_mixture,)
 # Each group runs in one process. After a crash or hang, the remaining questions of the group are skipped.
 _QUESTIONS = ((answers.driver, answers.nvdec), (answers.dali,), (answers.torch, answers.torchcodec))
 
@@ -97,9 +95,13 @@ def doctor(
         options["cache_dir"] = cache_dir
     mixture = mixture_file.read(uri, options) if uri is not None and mixture_file.is_mixture_file(uri) else None
     parts = mixture["datasets"] if mixture else {} if uri is None else {"": {"uri": uri, **options}}
+    opened, datasets = dict[str, Dataset | Finding](), dict[str, Dataset]()
     with contextlib.ExitStack() as stack:
-        # Datasets are opened first, so that an invalid argument fails before the slow questions.
-        opened = {name: _open_part(name, stack, **arguments) for name, arguments in parts.items()}
+        for name, arguments in parts.items():  # first, so that an invalid argument fails before the slow questions
+            opened[name] = found = open_dataset(name=name, **arguments)
+            if isinstance(found, Dataset):
+                datasets[name] = found
+                stack.callback(found.close)
         this_machine = _ask(limit_s, cache_dir)
         findings = list(run_checks(MACHINE_CHECKS, this_machine))
         decoders = _decoders(this_machine)
@@ -112,8 +114,7 @@ def doctor(
                 own, facts[name] = examine(dataset, decoders, limit_s, every)
             findings += [replace(finding, name=f"{name}: {finding.name}") for finding in own] if mixture else own
         if mixture:
-            datasets = {name: dataset for name, dataset in opened.items() if isinstance(dataset, Dataset)}
-            findings += run_checks(MIXTURE_CHECKS, Mixed(mixture, datasets))
+            findings += check_mixture(mixture, datasets)
     return DoctorReport(
         findings=tuple(findings),
         gpus=tuple(this_machine.gpus),
@@ -123,11 +124,12 @@ def doctor(
     )
 
 
-def open_dataset(uri: str | os.PathLike[str], **options: Any) -> Dataset | Finding:
+def open_dataset(uri: str | os.PathLike[str], name: str = "", **options: Any) -> Dataset | Finding:
     """Open a dataset. Return the dataset, or a finding if it cannot be opened.
 
     Args:
         uri: Address of the dataset.
+        name: Name of the dataset in its mixture. Default: "", for the only dataset.
         options: Other arguments of `Dataset`.
 
     Raises:
@@ -137,19 +139,10 @@ def open_dataset(uri: str | os.PathLike[str], **options: Any) -> Dataset | Findi
         return Dataset(uri, **options)
     except DaliStreamError as error:
         return _unreadable(error)
-
-
-def _open_part(name: str, stack: contextlib.ExitStack, **arguments: Any) -> Dataset | Finding:
-    """Open a dataset of a mixture, or the only one, whose name is empty. The stack closes it. See `open_dataset`."""
-    try:
-        dataset = open_dataset(**arguments)
     except (ValueError, TypeError) as error:
         if not name:
             raise
         raise prefixed(f"dataset {name!r}", error) from error
-    if isinstance(dataset, Dataset):
-        stack.callback(dataset.close)
-    return dataset
 
 
 def _unreadable(error: DaliStreamError) -> Finding:
@@ -205,9 +198,9 @@ def examine(
     except StorageError as error:  # the findings before it are kept
         return [*findings, _unreadable(error)], facts
     for key in dataset.images:
-        image_camera = ImageCamera(key, dataset, deep)
-        findings += run_checks(IMAGE_CHECKS, image_camera)
-        cameras[key] = image_camera.facts()
+        findings += frames.check_images(key, dataset, deep)
+        height, width = dataset.features[key].frame_size
+        cameras[key] = {"kind": "image", "height": height, "width": width}
     videos = [Camera(key, subject, decoders, deep) for key in dataset.videos]
     decode_frames(videos, limit_s)
     for camera in videos:

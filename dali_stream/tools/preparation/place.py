@@ -5,6 +5,7 @@ A file gets its name only when it is complete.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import hashlib
@@ -156,23 +157,32 @@ class RemotePlace(Place):
 
     def put(self, path: str, file: Path) -> Any:
         size = file.stat().st_size
-        self._retried(path, lambda: self._upload(checked(path), file))
+        self._retried(path, lambda: self._upload(path, file))
         if (arrived := self.size(path)) != size:
             raise StorageError(
                 f"{self.address}/{path}: {size} bytes were uploaded, and {arrived} arrived. Run the command again"
             )
 
-    def read(self, path: str) -> bytes | None:
-        return self._retried(path, lambda: self._read(checked(path)))
-
+    @abc.abstractmethod
     def size(self, path: str) -> int | None:
         """Return the size of a file in bytes, or None if it does not exist."""
-        return self._retried(path, lambda: self._size(checked(path)))
 
-    def sizes(self) -> dict[str, int]:
-        return self._retried("", self._sizes)
+    @abc.abstractmethod
+    def _upload(self, path: str, file: Path) -> None:
+        """Upload a file."""
+
+    def _optional(self, path: str, call: Callable[[], T]) -> T | None:
+        """Return `call()`, or None if the file does not exist. See `_retried`."""
+
+        def optional() -> T | None:
+            with contextlib.suppress(FileNotFoundError):
+                return call()
+            return None
+
+        return self._retried(checked(path), optional)
 
     def _retried(self, path: str, call: Callable[[], T]) -> T:
+        """Return `call()`, which is repeated if it fails."""
         for attempt in range(_ATTEMPTS):
             try:
                 return call()
@@ -189,18 +199,6 @@ class RemotePlace(Place):
             time.sleep(random.random() * 0.5 * 2**attempt)
         raise AssertionError
 
-    def _upload(self, path: str, file: Path) -> None:
-        raise NotImplementedError
-
-    def _read(self, path: str) -> bytes | None:
-        raise NotImplementedError
-
-    def _size(self, path: str) -> int | None:
-        raise NotImplementedError
-
-    def _sizes(self) -> dict[str, int]:
-        raise NotImplementedError
-
 
 class ObjectPlace(RemotePlace):
     """A folder of an object store, with obstore."""
@@ -210,20 +208,16 @@ class ObjectPlace(RemotePlace):
         self._store = parsed(address, options, Patience()).open()
 
     def _upload(self, path: str, file: Path) -> None:
-        obstore.put(self._store, path, file)
+        obstore.put(self._store, checked(path), file)
 
-    def _read(self, path: str) -> bytes | None:
-        with contextlib.suppress(FileNotFoundError):
-            return bytes(obstore.get(self._store, path).bytes())
-        return None
+    def read(self, path: str) -> bytes | None:
+        return self._optional(path, lambda: bytes(obstore.get(self._store, path).bytes()))
 
-    def _size(self, path: str) -> int | None:
-        with contextlib.suppress(FileNotFoundError):
-            return int(obstore.head(self._store, path)["size"])
-        return None
+    def size(self, path: str) -> int | None:
+        return self._optional(path, lambda: int(obstore.head(self._store, path)["size"]))
 
-    def _sizes(self) -> dict[str, int]:
-        return {each["path"]: each["size"] for page in obstore.list(self._store) for each in page}
+    def sizes(self) -> dict[str, int]:
+        return self._retried("", lambda: {each["path"]: each["size"] for page in obstore.list(self._store) for each in page})
 
 
 class FilesystemPlace(RemotePlace):
@@ -235,25 +229,22 @@ class FilesystemPlace(RemotePlace):
         self._files, self._root = fsspec.core.url_to_fs(address, **options)
 
     def _upload(self, path: str, file: Path) -> None:
-        self._files.makedirs(f"{self._root}/{path}".rpartition("/")[0], exist_ok=True)
+        self._files.makedirs(f"{self._root}/{checked(path)}".rpartition("/")[0], exist_ok=True)
         with _without_bars():
             self._files.put_file(str(file), f"{self._root}/{path}")
 
-    def _read(self, path: str) -> bytes | None:
-        with contextlib.suppress(FileNotFoundError):
-            return bytes(self._files.cat_file(f"{self._root}/{path}"))
-        return None
+    def read(self, path: str) -> bytes | None:
+        return self._optional(path, lambda: bytes(self._files.cat_file(f"{self._root}/{path}")))
 
-    def _size(self, path: str) -> int | None:
+    def size(self, path: str) -> int | None:
         self._files.invalidate_cache()
-        with contextlib.suppress(FileNotFoundError):  # huggingface_hub lists the file's folder, of at most 1000 files
-            return int(self._files.info(f"{self._root}/{path}")["size"])
-        return None
+        # huggingface_hub lists the file's folder, of at most 1000 files.
+        return self._optional(path, lambda: int(self._files.info(f"{self._root}/{path}")["size"]))
 
-    def _sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
         self._files.invalidate_cache()
         root = self._root.rstrip("/")
-        files = self._files.find(root, detail=True)
+        files = self._retried("", lambda: self._files.find(root, detail=True))
         return {name.removeprefix(root).lstrip("/"): each["size"] for name, each in files.items()}
 
 
