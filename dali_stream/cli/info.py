@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,9 +19,8 @@ from dali_stream.tools.mixture import MixtureReport, describe_mixture
 
 if TYPE_CHECKING:
     from dali_stream.tools.indexing import IndexReport
-    from dali_stream.tools.stored_frames import Fill
 
-_TASKS, _MISSING, _BROKEN = 20, 20, 20  # maximum numbers of tasks and of missing and broken files in the text
+_MOST = 20  # maximum numbers of tasks, and of missing and broken files, in the text
 
 
 @arguments.with_options()
@@ -65,24 +64,18 @@ def info(
             _index(opened, as_json)
             return
         report = dali_stream.tools.describe(opened)
-        fill = _fill(opened, image_size) if image_size else None
-    content = report.as_dict() | ({"frame_cache": fill._asdict()} if fill else {})
-    console.show(content if as_json else [*_dataset(report), *_filled(fill, image_size)])
+        content, text = report.as_dict(), list(_dataset(report))
+        if image_size:
+            from dali_stream.tools import stored_frames
+
+            fill = stored_frames.estimate(opened, None if image_size == kinds.RECORDED else image_size)
+            size = image_size if image_size == kinds.RECORDED else "x".join(map(str, image_size))
+            rate = f"filled in {_duration(fill.seconds)} at {fill.frames_per_s:.0f} frames/s"
+            content["frame_cache"] = fill._asdict()
+            text.append(f"frame cache on disk for {size}: {fill.size / 1e9:.3g} GB, {rate}")
+    console.show(content if as_json else text)
     if not report.whole:
         raise typer.Exit(1)
-
-
-def _fill(dataset: dali_stream.Dataset, image_size: tuple[int, int] | str) -> Fill:
-    from dali_stream.tools import stored_frames
-
-    return stored_frames.estimate(dataset, None if isinstance(image_size, str) else image_size)
-
-
-def _filled(fill: Fill | None, image_size: tuple[int, int] | str) -> Iterator[str]:
-    if fill:
-        size = image_size if isinstance(image_size, str) else "x".join(map(str, image_size))
-        rate = f"filled in {_duration(fill.seconds)} at {fill.frames_per_s:.0f} frames/s"
-        yield f"frame cache on disk for {size}: {fill.size / 1e9:.3g} GB, {rate}"
 
 
 def _index(dataset: dali_stream.Dataset, as_json: bool) -> None:
@@ -96,10 +89,14 @@ def _index(dataset: dali_stream.Dataset, as_json: bool) -> None:
 def _indexed(report: IndexReport) -> Iterator[str]:
     fetched, cached = console.megabytes(report.fetched_bytes), console.megabytes(report.cached_bytes)
     yield f"{counted(report.files, 'file')}: {fetched} fetched, {cached} from the cache"
-    for error in list(report.broken.values())[:_BROKEN]:
-        yield f"broken: {error}"
-    if len(report.broken) > _BROKEN:
-        yield f"and {len(report.broken) - _BROKEN} more broken files; --json lists all"
+    yield from _first([f"broken: {error}" for error in report.broken.values()])
+
+
+def _first(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the first lines, and the number of the others."""
+    yield from lines[:_MOST]
+    if len(lines) > _MOST:
+        yield f"  and {len(lines) - _MOST} more; --json lists all"
 
 
 def _described(mixture: dict[str, Any]) -> MixtureReport:
@@ -149,10 +146,7 @@ def _dataset(report: DatasetReport) -> Iterator[Table | str]:
     yield _tasks(report)
     if report.missing:
         yield f"{counted(len(report.missing), 'file')} missing:"
-    for path in report.missing[:_MISSING]:
-        yield f"  {path}"
-    if len(report.missing) > _MISSING:
-        yield f"  and {len(report.missing) - _MISSING} more; --json lists all"
+    yield from _first([f"  {path}" for path in report.missing])
 
 
 def _summary(report: DatasetReport) -> Iterator[tuple[str, str]]:
@@ -189,17 +183,12 @@ def _cameras(report: DatasetReport) -> Table:
         "camera", "codec", "pixels", "H × W", "GOP", "B-frames", "open GOPs", "files", "size", right=("size",)
     )
     for key, camera in report.cameras.items():
-        size = f"{camera.height} × {camera.width}"
-        if camera.kind == "image":
-            table.add_row(key, "images in Parquet", "", size, "", "", "", "", "")
-            continue
-        codec = " ".join(filter(None, (camera.codec, camera.profile)))
-        if camera.codec is None:
-            table.add_row(key, "unknown", "", size, "", "", "", _files(camera), console.megabytes(camera.bytes))
-            continue
+        is_video = camera.kind == "video"
+        codec = " ".join(filter(None, (camera.codec, camera.profile))) or ("unknown" if is_video else "images in Parquet")
         gop = f"{camera.gop_min}" if camera.gop_min == camera.gop_max else f"{camera.gop_min} to {camera.gop_max}"
-        flags = ["yes" if flag else "no" for flag in (camera.b_frames, camera.open_gops)]
-        table.add_row(key, codec, camera.pixel_format, size, gop, *flags, _files(camera), console.megabytes(camera.bytes))
+        known = [gop, *("yes" if flag else "no" for flag in (camera.b_frames, camera.open_gops))] if camera.codec else [""] * 3
+        files = [_files(camera), console.megabytes(camera.bytes)] if is_video else ["", ""]
+        table.add_row(key, codec, camera.pixel_format or "", f"{camera.height} × {camera.width}", *known, *files)
     return table
 
 
@@ -223,12 +212,10 @@ def _routes(report: DatasetReport) -> Table:
 
 
 def _tasks(report: DatasetReport) -> Table:
-    table = console.table("", "task", right=("",))
-    for index, task in list(report.tasks.items())[:_TASKS]:
-        table.add_row(str(index), task)
-    if len(report.tasks) > _TASKS:
-        table.add_row("", f"and {len(report.tasks) - _TASKS} more; --json lists all")
-    return table
+    rows = [(str(index), task) for index, task in report.tasks.items()]
+    if len(rows) > _MOST:
+        rows[_MOST:] = [("", f"and {len(rows) - _MOST} more; --json lists all")]
+    return console.table("", "task", right=("",), rows=rows)
 
 
 def _duration(seconds: float) -> str:

@@ -52,25 +52,13 @@ def selftest(
         raise typer.Exit(1)
 
 
-# Columns of the table for each part of the report, from left to right: header, key of the row, and format.
-_TEST = (("test", "test", ""), ("decoder", "decoder", ""))
-_FRAMES = (("frames", "frames", "d"), ("wrong", "wrong", "d"))
-_RATE = ("frames/s", "frames_per_s", ".0f")
-_NOTE = ("", "note", "")
-_TABLES: dict[str, tuple[tuple[str, str, str], ...]] = {
-    "identity": (
-        *_TEST, ("requests", "shape", ""), *_FRAMES, ("mean error", "mean_error", ".2f"),
-        ("ms per clip", "clip_ms", ".2f"), _NOTE,
-    ),
-    "load": (
-        *_TEST, ("routes", "routes", ""), *_FRAMES, ("worst mean error", "worst_mean", ".2f"),
-        ("worst 16×16 pixels", "worst_block", ".1f"), _RATE, _NOTE,
-    ),
-    "speed": (
-        *_TEST, ("requests per clip", "per_clip", "d"), ("threads", "threads", "d"), ("prefetch", "prefetch", "d"), _RATE,
-        ("of the CPU", "ratio", ".2f"), ("GPU memory", "gpu_bytes", "B"), _NOTE,
-    ),
-}  # fmt: skip
+_TEXTS = ("test", "decoder", "shape", "routes", "note")  # columns without numbers
+_COLUMNS = {
+    "identity": ("test", "decoder", "shape", "frames", "wrong", "mean_error", "clip_ms", "note"),
+    "load": ("test", "decoder", "routes", "frames", "wrong", "worst_mean", "worst_block", "frames_per_s", "note"),
+    "speed": ("test", "decoder", "per_clip", "threads", "prefetch", "frames_per_s", "ratio", "gpu_bytes", "note"),
+}
+"""Entries of the rows that the table of each part of the report has, from left to right."""
 
 
 def _text(report: dict[str, Any]) -> Iterator[Table | str]:
@@ -78,12 +66,9 @@ def _text(report: dict[str, Any]) -> Iterator[Table | str]:
     if "reason" in report:  # no usable GPU
         yield f"{report['status']}: {report['reason']}"
         return
-    for part, columns in _TABLES.items():
-        numbers = tuple(header for header, _, form in columns if form)
-        table = console.table(*(header for header, _, _ in columns), right=numbers)
-        for row in report[part]:
-            table.add_row(*(_cell(row, key, form) for _, key, form in columns))
-        yield table
+    for part, columns in _COLUMNS.items():
+        numbers = tuple(key for key in columns if key not in _TEXTS)
+        yield console.table(*columns, right=numbers, rows=([_cell(row, key) for key in columns] for row in report[part]))
     if ratios := [(row["ratio"], row["test"]) for row in report["speed"] if row["busy"] and "ratio" in row]:
         ratio, test = max(ratios)
         yield f"{test}: the fastest decoder reaches {ratio:.2f} of the CPU's speed"
@@ -98,12 +83,12 @@ def _text(report: dict[str, Any]) -> Iterator[Table | str]:
     yield f"{report['status']} on {place}, in {report['seconds']:.0f} s"
 
 
-def _cell(row: dict[str, Any], key: str, form: str) -> str:
-    value = row.get(key)
+def _cell(row: dict[str, Any], key: str) -> str:
     if key == "note":
         return row.get("failed") or (f"informational: {row['refused']}" if row.get("refused") else "")
-    if value is None:
-        return ""
+    value = row.get(key, "")
     if isinstance(value, dict):  # routes of cameras
         return ", ".join(value.values())
-    return console.megabytes(value) if form == "B" else format(value, form)
+    if key == "gpu_bytes" and value:
+        return console.megabytes(value)
+    return f"{value:.2f}" if isinstance(value, float) else "" if value is None else str(value)
