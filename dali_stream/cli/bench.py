@@ -111,10 +111,4 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     fetched, hits = (console.megabytes(report[key]) for key in ("fetched_bytes", "cached_bytes"))
     yield "network", f"{fetched} in {report['requests']} requests; {hits} from the cache"
     yield "mixing", f"{report['unique_episodes_per_batch']:.1f} episodes per batch"
-    yield "peak memory", f"{console.megabytes(report['peak_rss_bytes'])} of a process"
-    if report["peak_gpu_bytes"] is not None:
-        yield "", f"{console.megabytes(report['peak_gpu_bytes'])} of the GPU, all processes"
-    for camera, route in report["routes"].items():
-        yield camera.rpartition(".")[2], f"{route['decoder']}: {route['reason']}"
-    machine = report["machine"]
-    yield "machine", f"{machine['processor']}, {machine['cores']} cores, {machine['gpu'] or report['device']}"
+    yield from console.machine_rows(report, "a process")

@@ -45,7 +45,7 @@ def say(text: object, *, err: bool = False) -> None:
 def show(report: Mapping[str, Any] | Iterable[Table | str]) -> None:
     """Print a report to stdout: the content of a JSON object, or the tables and lines of a text."""
     if isinstance(report, Mapping):
-        print_json(report)
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
         return
     out = results()
     for part in report:
@@ -85,11 +85,6 @@ def pairs(rows: Iterable[tuple[str, str]] = ()) -> Table:
     return table
 
 
-def print_json(content: Mapping[str, Any]) -> None:
-    """Print a JSON object to stdout."""
-    sys.stdout.write(json.dumps(content, indent=2) + "\n")
-
-
 class Show(Protocol):
     """Function that shows progress towards a total."""
 
@@ -124,3 +119,19 @@ def megabytes(count: float) -> str:
         if count >= size:
             return f"{count / size:.{1 if count < 100 * size else 0}f} {unit}"
     return f"{count:.0f} B"
+
+
+def machine_rows(report: Mapping[str, Any], owner: str) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of a table with the memory, the routes and the machine of a measurement.
+
+    Args:
+        report: Report of `demo` or `bench`.
+        owner: Owner of the memory, such as "this process".
+    """
+    yield "peak memory", f"{megabytes(report['peak_rss_bytes'])} of {owner}"
+    if report["peak_gpu_bytes"] is not None:
+        yield "", f"{megabytes(report['peak_gpu_bytes'])} of the GPU, all processes"
+    for camera, route in report["routes"].items():
+        yield camera.rpartition(".")[2], f"{route['decoder']}: {route['reason']}"
+    machine = report["machine"]
+    yield "machine", f"{machine['processor']}, {machine['cores']} cores, {machine['gpu'] or report['device']}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -12,9 +12,6 @@ import dali_stream
 from dali_stream import DaliStreamError, Dataset, DatasetError
 from dali_stream.cli import arguments, console, kinds
 from dali_stream.errors import counted
-
-if TYPE_CHECKING:
-    from dali_stream.tools.sheet import Sample
 
 _ROBOT = "simulated_pusher"  # `robot_type` of demo datasets, which identifies them
 
@@ -43,12 +40,15 @@ def demo(
     """
     wanted = {"episodes": episodes, "size": size, "codec": codec}
     out = out or Path(f"{root.absolute()}-sheet.png")
-    from dali_stream.tools.epoch import stream  # imported first, to fail before the dataset is written if a library is missing
+    from dali_stream.tools import sheet  # imported first, to fail before the dataset is written if a library is missing
+    from dali_stream.tools.epoch import stream
 
     dataset = _dataset(root, {name: value for name, value in wanted.items() if value is not None})
     with console.progress("streaming one epoch") as show:
         report, first = stream(dataset, loader["batch_size"], loader["device"], loader["decode"], show)
-    _draw_sheet(out, dataset, first)
+    title = f"{Path(dataset.uri).name}: the first batch, {len(first)} of {dataset.num_frames} frames"
+    width = sum(strip.data.shape[2] for strip in first[0].strips)
+    sheet.save(out, title, first, columns=max(1, 2000 // width))
     report["sheet"] = str(out)
     console.show(report if as_json else [console.pairs(_rows(report))])
     if not report["exactly_once"]:
@@ -103,14 +103,6 @@ def _text(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _draw_sheet(out: Path, dataset: Dataset, first: list[Sample]) -> None:
-    from dali_stream.tools import sheet
-
-    title = f"{Path(dataset.uri).name}: the first batch, {len(first)} of {dataset.num_frames} frames"
-    width = sum(strip.data.shape[2] for strip in first[0].strips)
-    sheet.save(out, title, first, columns=max(1, 2000 // width))
-
-
 def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the names and values of the table."""
     waits = report["wait_ms"]
@@ -121,12 +113,7 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "batch wait", f"p50 {waits['p50']:.1f} ms, p95 {waits['p95']:.1f} ms, p99 {waits['p99']:.1f} ms"
     if report["bottleneck"]:
         yield "bottleneck", report["bottleneck"]["text"]
-    for camera, route in report["routes"].items():
-        yield camera.rpartition(".")[2], f"{route['decoder']}: {route['reason']}"
-    yield "peak memory", f"{console.megabytes(report['peak_rss_bytes'])} of this process"
-    if report["peak_gpu_bytes"] is not None:
-        yield "", f"{console.megabytes(report['peak_gpu_bytes'])} of the GPU, all processes"
     yield "exactly once", f"{once}: {report['frames']} delivered, {report['unique_frames']} different"
     yield "correct frames", f"yes: {report['frames_checked']} frames of the first batch are the requested ones"
-    yield "machine", f"{report['machine']['processor']}, {report['machine']['cores']} cores, {report['device']}"
+    yield from console.machine_rows(report, "this process")
     yield "contact sheet", report["sheet"]

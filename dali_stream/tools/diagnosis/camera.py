@@ -131,7 +131,7 @@ class Camera:
         An error becomes `decode_error`.
         """
         try:
-            return self._calls() if self.tables else ({}, {})
+            return self._calls() if self.tables and not self.pyav_error else ({}, {})
         except DaliStreamError as error:
             self.decode_error = error
             return {}, {}
@@ -204,8 +204,6 @@ class Camera:
         A frame in the middle depends on earlier frames, so decoding it tests more than a first frame would.
         """
         dataset, table, store = self.dataset, self.tables[0], self.dataset.data_store
-        if self.pyav_error:
-            return {}, {}
         if not self._packets:  # the rows are broken, which must not hide a broken decoder
             videos = dataset.table.video[self.key]
             episode = int(np.argmax(videos.index[dataset.rows] == videos.number(table.path)))

@@ -363,41 +363,24 @@ def _problem(row: Report) -> str:
     """Return what is wrong with a row of the report. Empty if nothing is, or if the Loader would refuse the video."""
     if row.get("refused"):
         return ""
-    problem = row.get("failed") or next(filter(None, (check(row) for check in _ROW_CHECKS)), "")
+    problem = row.get("failed") or next(_faults(row), "")
     name = ", ".join(filter(None, (row["test"], row["decoder"], row.get("shape"))))
     return f"{name}: {problem}" if problem else ""
 
 
-def _wrong_frames(row: Report) -> str:
-    return f"{row['wrong']} of {row['frames']} frames are of another frame" if row.get("wrong") else ""
-
-
-def _colours(row: Report) -> str:
-    if row.get("mean_error", 0.0) <= COLOUR_TOLERANCE:
-        return ""
-    return f"the frames differ from FFmpeg's by {row['mean_error']} on average, and at most {COLOUR_TOLERANCE} is allowed"
-
-
-def _routes(row: Report) -> str:
-    """Check that the cameras all have the same decoder, which is not torchcodec, and never changed it.
-
-    With "auto", the second camera has a codec that NVDEC may not decode, so only the first one counts.
-    """
-    if "routes" not in row:
-        return ""
-    decoders = set(list(row["routes"].values())[: 1 if row["decoder"] == "auto" else None])
-    if row["route_changes"] or len(decoders) != 1 or decoders == {"torchcodec"}:
-        return f"a camera is not on the requested route: {row['routes']}"
-    return ""
-
-
-def _growth(row: Report) -> str:
+def _faults(row: Report) -> Iterator[str]:
+    """Yield the faults of a row: wrong frames or colours, a camera on another route, and memory that grew over the epochs."""
+    if row.get("wrong"):
+        yield f"{row['wrong']} of {row['frames']} frames are of another frame"
+    error = row.get("mean_error", 0.0)
+    if not error <= COLOUR_TOLERANCE:  # NaN is wrong, too
+        yield f"the frames differ from FFmpeg's by {error} on average, and at most {COLOUR_TOLERANCE} is allowed"
+    if "routes" in row:
+        # With "auto", the second camera has a codec that NVDEC may not decode, so only the first one counts.
+        decoders = set(list(row["routes"].values())[: 1 if row["decoder"] == "auto" else None])
+        if row["route_changes"] or len(decoders) != 1 or decoders == {"torchcodec"}:
+            yield f"a camera is not on the requested route: {row['routes']}"
     for kind in ("memory", "gpu_memory"):
         used = row.get(kind)
         if used and used["first"] and used["last"] > used["first"] * _GROWTH[0] + _GROWTH[1]:
-            return f"{kind} grew from {used['first']} to {used['last']} bytes in {row['epochs']} epochs"
-    return ""
-
-
-_ROW_CHECKS: Sequence[Callable[[Report], str]] = (_wrong_frames, _colours, _routes, _growth)
-"""Checks of a row, which return the problem or an empty string. A check ignores rows without the entries that it needs."""
+            yield f"{kind} grew from {used['first']} to {used['last']} bytes in {row['epochs']} epochs"
