@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from dali_stream.cli import arguments, console, datasets, kinds
 from dali_stream.errors import counted
@@ -25,16 +25,16 @@ def bench(
     loader: arguments.LoaderOptions,
     uris: arguments.Uris,
     mode: Annotated[
-        str, typer.Option(metavar="single|sarm|action_chunk", help="Current frames; 8 steps 1 s apart; frames and 50 actions.")
+        str, Option(metavar="single|sarm|action_chunk", help="Current frames; 8 steps 1 s apart; frames and 50 actions.")
     ] = "single",
     action: arguments.Action = None,
     source: Annotated[
-        str | None, typer.Option(metavar="LABEL", help="Name of the storage in reports; default: the URI's scheme.")
+        str | None, Option(metavar="LABEL", help="Name of the storage in reports; default: the URI's scheme.")
     ] = None,
     num_batches: Annotated[int, kinds.count(help="Timed batches.")] = 100,
     warmup: Annotated[int, kinds.count(help="Batches before timing starts.")] = 10,
-    out_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Write SOURCE-MODE-DECODE.json into this folder.")] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Record a trace for ui.perfetto.dev.")] = None,
+    out_dir: Annotated[Path | None, Option(metavar="DIR", help="Write SOURCE-MODE-DECODE.json into this folder.")] = None,
+    trace: Annotated[Path | None, Option(metavar="FILE", help="Record a trace for ui.perfetto.dev.")] = None,
     as_json: arguments.Json = False,
 ) -> None:
     """Measure data loading alone: batches are moved to the device and dropped.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 import dali_stream
 from dali_stream import DaliStreamError, Dataset, DatasetError
@@ -19,19 +19,11 @@ _ROBOT = "simulated_pusher"  # `robot_type` of demo datasets, which identifies t
 @arguments.with_options(batch_size=32, device="auto", decode="auto")
 def demo(
     loader: arguments.LoaderOptions,
-    root: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the dataset.")] = Path("dali-stream-demo"),
+    root: Annotated[Path, Option(metavar="DIR", help="Folder of the dataset.")] = Path("dali-stream-demo"),
     episodes: Annotated[int | None, kinds.count(help="Episodes to write; 16 unless given.")] = None,
-    size: Annotated[
-        Any,
-        kinds.frame_size(help="Frames' size, even, from 120x128 up; 240x320 unless given."),
-    ] = None,
-    codec: Annotated[
-        str | None, typer.Option(metavar="av1|h264|hevc|vp9|mpeg4", help="Codec of the videos. Default: av1.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        kinds.png(help="Contact sheet of the first batch; DIR-sheet.png unless given."),
-    ] = None,
+    size: Annotated[Any, kinds.frame_size(help="Frames' size, even, from 120x128 up; 240x320 unless given.")] = None,
+    codec: Annotated[str | None, Option(metavar="av1|h264|hevc|vp9|mpeg4", help="Codec of the videos. Default: av1.")] = None,
+    out: Annotated[Path | None, kinds.png(help="Contact sheet of the first batch; DIR-sheet.png unless given.")] = None,
     as_json: arguments.Json = False,
 ) -> None:
     """Make a small dataset unless it exists, stream one epoch of it, and report speed and correctness.

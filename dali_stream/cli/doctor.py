@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.styled import Styled
 from rich.table import Table
+from typer import Argument, Option
 
 import dali_stream
 from dali_stream.cli import arguments, console
@@ -21,11 +22,9 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 @arguments.with_options()
 def doctor(
     dataset: arguments.DatasetOptions,
-    uri: Annotated[str | None, typer.Argument(metavar="[URI]", help="A dataset or a mixture file to examine as well.")] = None,
+    uri: Annotated[str | None, Argument(metavar="[URI]", help="A dataset or a mixture file to examine as well.")] = None,
     as_json: arguments.Json = False,
-    deep: Annotated[
-        bool, typer.Option("--deep", help="Check all files and rows of the dataset, and decode every frame.")
-    ] = False,
+    deep: Annotated[bool, Option("--deep", help="Check all files and rows of the dataset, and decode every frame.")] = False,
 ) -> None:
     """Check what this machine decodes and whether its software is compatible, and say how to fix problems.
 

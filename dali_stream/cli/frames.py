@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument
 
 from dali_stream.cli import arguments, console, datasets
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the frame cache on disk.")]
+Folder = Annotated[Path, Argument(metavar="DIR", help="Folder of the frame cache on disk.")]
 frames = typer.Typer(add_completion=False, rich_markup_mode=None, help="List, remove and fill the frame cache on disk.")
 
 
@@ -44,7 +45,7 @@ def show(
 @frames.command("remove", short_help="Remove frames from a frame cache on disk.")
 def remove(
     folder: Folder,
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names that `dali-stream frames list DIR` shows.")],
+    names: Annotated[list[str], Argument(metavar="NAME...", help="Names that `dali-stream frames list DIR` shows.")],
 ) -> None:
     """Remove frames from a cache. Loaders that use them meanwhile decode them again."""
     from dali_stream.tools import stored_frames

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from typer import Option
 
 import dali_stream
 from dali_stream.cli import arguments, console, datasets, kinds
@@ -31,8 +32,7 @@ def info(
         Any, kinds.image_size(help="Also measure what a frame cache on disk takes for frames of this size.")
     ] = None,
     index: Annotated[
-        bool,
-        typer.Option("--index", help="Instead, read the index of every file of a remote dataset into --cache-dir."),
+        bool, Option("--index", help="Instead, read the index of every file of a remote dataset into --cache-dir.")
     ] = False,
     as_json: arguments.Json = False,
 ) -> None:

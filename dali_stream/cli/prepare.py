@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.table import Table
+from typer import Argument, Option
 
 from dali_stream.cli import arguments, console, kinds
 from dali_stream.errors import DaliStreamError, counted
@@ -24,26 +24,26 @@ _LINE_EVERY_S = 10.0  # time between two lines of progress if stderr is not a te
 @arguments.with_options()
 def prepare(
     dataset: arguments.SourceOptions,
-    uri: Annotated[str, typer.Argument(metavar="[URI]", help="The dataset.")],
-    out: Annotated[str | None, typer.Argument(metavar="OUT", help="A new folder, or an address such as s3://.")] = None,
+    uri: Annotated[str, Argument(metavar="[URI]", help="The dataset.")],
+    out: Annotated[str | None, Argument(metavar="OUT", help="A new folder, or an address such as s3://.")] = None,
     for_: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--for",
             metavar="cpu|nvdec|hub",
             help="Encoding that CPUs decode fast, that all GPUs decode, or that LeRobot writes.",
         ),
     ] = None,
     size: Annotated[Any, kinds.frame_size(help="Size of all cameras' frames.")] = None,
-    codec: Annotated[str | None, typer.Option(help="h264, hevc, av1 or vp9.")] = None,
+    codec: Annotated[str | None, Option(help="h264, hevc, av1 or vp9.")] = None,
     gop: Annotated[int | None, kinds.count(help="Distance of keyframes; 2 is best for single frames.")] = None,
     crf: Annotated[int | None, kinds.natural(help="Quality, lower is better. Default: close to the source.")] = None,
-    encoder: Annotated[str | None, typer.Option(help="cpu (default) or nvenc.")] = None,
-    file_mb: Annotated[float | None, typer.Option(metavar="MB", help="Approximate size of a file, in MiB.")] = None,
+    encoder: Annotated[str | None, Option(help="cpu (default) or nvenc.")] = None,
+    file_mb: Annotated[float | None, Option(metavar="MB", help="Approximate size of a file, in MiB.")] = None,
     rows_per_group: Annotated[int | None, kinds.count(help="Rows of a row group, of whole episodes.")] = None,
-    images_to_video: Annotated[bool, typer.Option("--images-to-video", help="Make videos of images in rows.")] = False,
+    images_to_video: Annotated[bool, Option("--images-to-video", help="Make videos of images in rows.")] = False,
     drop_broken: Annotated[
-        bool, typer.Option("--drop-broken", help="Check all episodes first, and leave out those that cannot be read.")
+        bool, Option("--drop-broken", help="Check all episodes first, and leave out those that cannot be read.")
     ] = False,
     episode_filter: Annotated[
         Any, kinds.json_object(help="Only episodes with these values, such as '{\"success\": true}'.")
@@ -51,19 +51,19 @@ def prepare(
     out_storage_options: Annotated[Any, kinds.json_object(help="Storage options of OUT, such as credentials.")] = None,
     jobs: Annotated[int | None, kinds.count(help="Files at a time. Default: one per core.")] = None,
     executor: Annotated[
-        str, typer.Option(metavar="local|slurm|ray", help="Executor: processes of this machine, or a cluster.")
+        str, Option(metavar="local|slurm|ray", help="Executor: processes of this machine, or a cluster.")
     ] = "local",
     files_per_job: Annotated[int | None, kinds.count(help="Files of a job of SLURM. Default: 1000 jobs.")] = None,
-    slurm_partition: Annotated[str | None, typer.Option(metavar="NAME", help="Partition of the jobs.")] = None,
+    slurm_partition: Annotated[str | None, Option(metavar="NAME", help="Partition of the jobs.")] = None,
     slurm_time: Annotated[int | None, kinds.count(metavar="MINUTES", help="Time limit of a job.")] = None,
-    slurm_account: Annotated[str | None, typer.Option(metavar="NAME", help="Account of the jobs.")] = None,
+    slurm_account: Annotated[str | None, Option(metavar="NAME", help="Account of the jobs.")] = None,
     slurm_folder: Annotated[
-        str, typer.Option(metavar="DIR", help="Folder that all nodes share, for the jobs' files.")
+        str, Option(metavar="DIR", help="Folder that all nodes share, for the jobs' files.")
     ] = "prepare-slurm",
     ray_address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Address of a Ray cluster. Default: start Ray on this machine.")
+        str | None, Option(metavar="ADDRESS", help="Address of a Ray cluster. Default: start Ray on this machine.")
     ] = None,
-    as_status: Annotated[bool, typer.Option("--status", help="Print the state of the run that writes URI, and exit.")] = False,
+    as_status: Annotated[bool, Option("--status", help="Print the state of the run that writes URI, and exit.")] = False,
     as_json: arguments.Json = False,
 ) -> None:
     """Rewrite a dataset of any version as LeRobot v3.0, with smaller frames, another codec, other files or fewer episodes.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 import dali_stream
 from dali_stream import Dataset, DatasetError, Mixture
@@ -30,15 +30,13 @@ def preview(
     dataset: arguments.DatasetOptions,
     loader: arguments.LoaderOptions,
     uris: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="URI...", help="The dataset; or several, or a mixture file. Optional with --config."),
+        list[str] | None, Argument(metavar="URI...", help="The dataset; or several, or a mixture file. Optional with --config.")
     ] = None,
     out: Annotated[Path, kinds.png(help="Output file.")] = Path("sheet.png"),
     batch_size: Annotated[
-        int | None,
-        kinds.count(help="Samples on the sheet. Default: 8, or the whole batch of a run."),
+        int | None, kinds.count(help="Samples on the sheet. Default: 8, or the whole batch of a run.")
     ] = None,
-    plots: Annotated[bool, typer.Option("--plots", help="Plot actions and states below the frames.")] = False,
+    plots: Annotated[bool, Option("--plots", help="Plot actions and states below the frames.")] = False,
     action: arguments.Action = None,
     dali_graph: runs.GraphFunction = None,
     config: runs.ConfigFile = None,

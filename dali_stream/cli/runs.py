@@ -11,25 +11,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from dali_stream.checks import file_content
 from dali_stream.run import description
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option(metavar="JSON", help="A run: Loader.describe() as JSON, such as train.py's run.json."),
+    Option(metavar="JSON", help="A run: Loader.describe() as JSON, such as train.py's run.json."),
 ]
 StateFile = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         metavar="FILE",
         help="A state of the run: a checkpoint of torch.save that has Loader.state_dict() as 'loader', or the state as JSON.",
     ),
 ]
 GraphFunction = Annotated[
     str | None,
-    typer.Option(metavar="FILE.py:NAME", help="Function for dali_graph. A run's recorded arguments are passed to it."),
+    Option(metavar="FILE.py:NAME", help="Function for dali_graph. A run's recorded arguments are passed to it."),
 ]
 
 

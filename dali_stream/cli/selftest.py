@@ -8,16 +8,17 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from typer import Option
 
 from dali_stream.cli import arguments, console
 
 
 def selftest(
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Device that decodes.")] = "auto",
-    soak: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time to stream.")] = 30.0,
-    limit: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time limit in all.")] = 460.0,
-    speed: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time per speed measurement.")] = 1.0,
-    out: Annotated[Path | None, typer.Option(metavar="JSON", help="File for the report, written after each step.")] = None,
+    device: Annotated[str, Option(metavar="auto|cpu|cuda|cuda:N", help="Device that decodes.")] = "auto",
+    soak: Annotated[float, Option(metavar="SECONDS", min=0, help="Time to stream.")] = 30.0,
+    limit: Annotated[float, Option(metavar="SECONDS", min=0, help="Time limit in all.")] = 460.0,
+    speed: Annotated[float, Option(metavar="SECONDS", min=0, help="Time per speed measurement.")] = 1.0,
+    out: Annotated[Path | None, Option(metavar="JSON", help="File for the report, written after each step.")] = None,
     as_json: arguments.Json = False,
 ) -> None:
     """Test NVDEC through DALI on this machine: whether frames are right, whether they stay right under load, and how fast it is

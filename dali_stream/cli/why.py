@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.table import Table
+from typer import Option
 
 from dali_stream.cli import arguments, console, kinds
 from dali_stream.errors import counted
@@ -35,12 +35,12 @@ def why(
     loader: arguments.LoaderOptions,
     uri: arguments.Uri,
     step_ms: Annotated[
-        float | None, typer.Option(metavar="MS", help="Milliseconds of a training step without loading, on the GPU.")
+        float | None, Option(metavar="MS", help="Milliseconds of a training step without loading, on the GPU.")
     ] = None,
     ranks: Annotated[int | None, kinds.count(help="Ranks of a node to size, one per GPU.")] = None,
     node_cores: Annotated[int | None, kinds.count("--cores", help="Cores of this node. Default: those here.")] = None,
     epochs: Annotated[int, kinds.count(help="Epochs of the run, from which gains are computed.")] = 10,
-    anyway: Annotated[bool, typer.Option("--anyway", help="Predict even if other processes use the cores.")] = False,
+    anyway: Annotated[bool, Option("--anyway", help="Predict even if other processes use the cores.")] = False,
     as_json: arguments.Json = False,
 ) -> None:
     """Say which stage limits a Loader on this machine, and predict the batches per second after each remedy.
