@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dali_stream.errors import DatasetError, StorageError, counted
+from dali_stream.errors import DatasetError, counted
 from dali_stream.lerobot.arrow import to_numpy
 from dali_stream.lerobot.dataset_files import NEEDED, DatasetFiles
 from dali_stream.lerobot.features import Feature
@@ -64,19 +64,6 @@ class RowReader:
         self._row_search: RowSearch | None = None
         self.misnamed: set[str] = set()
         self._wrong: set[str] = set()  # named files in which an episode has no row; the episodes that name them are searched
-        self._expected: dict[int, list[int]] = {}  # {number of the file: episodes that will be read next}
-        self._early: dict[int, DecodedGroups] = {}  # {expected episode: row groups that were read already}
-
-    def expect(self, episodes: Sequence[int]) -> None:
-        """Announce the next episodes to read, so that small row groups of one local file can be read with one call.
-
-        The episodes replace those of the last call. Do not call this method while another thread reads.
-        """
-        self._expected, self._early = {}, {}
-        if not self._store.remote:  # requests for remote data are sent in parallel
-            files = self._dataset.table.data.index[self._dataset.rows[list(episodes)]]
-            for number, episode in zip(files.tolist(), episodes, strict=True):
-                self._expected.setdefault(number, []).append(episode)
 
     def read(self, episode: int) -> Found:
         """Return the rows of a selected episode, and those of other episodes that had to be read with it.
@@ -96,14 +83,12 @@ class RowReader:
         number = int(dataset.table.data.index[row])
         path, length = dataset.table.data.paths[number], int(dataset.lengths[episode])
         first, problem = int(dataset.table.first_row[row]), None
-        group, is_new = self._early.pop(episode, None), False
+        group, is_new = None, False
         try:
             with parquet_errors(self._store, path):
                 if path not in self._wrong:
                     file = self._file(path, number)
-                    group = group or self._together(file, path, number, episode)
-                    if group is None:
-                        group, is_new = self._group(file, path, file.groups_at(first, first + length), episode)
+                    group, is_new = self._group(file, path, file.groups_at(first, first + length), episode)
                     if episode not in group.lengths:  # the episodes of the file are not in the metadata's order
                         group, is_new = self._group(file, path, file.groups_of(int(dataset.episodes[episode])), episode)
         except DatasetError as error:
@@ -217,28 +202,6 @@ class RowReader:
             return group, True
 
         return self._once(key, read)
-
-    def _together(self, file: RowFile, path: str, number: int, episode: int) -> DecodedGroups | None:
-        """Read the row group of an episode together with those of other expected episodes, if each has its own.
-
-        Return None if this is impossible or fails. Each episode is then read by itself, so that only broken ones are errors.
-        """
-        expected = self._expected.pop(number, [])
-        if episode not in expected:
-            return None
-        episodes = np.array(expected[expected.index(episode) :])
-        groups = file.groups_alone(self._dataset.table.first_row[self._dataset.rows[episodes]], self._dataset.lengths[episodes])
-        sizes = np.where(groups < 0, 0, file.sizes[groups])
-        is_together = (groups >= 0) & (np.cumsum(sizes) <= min(_TOGETHER, self._memory.at_once))
-        self._expected[number] = episodes[1:][~is_together[1:]].tolist()
-        if not is_together[0] or is_together.sum() < 2:
-            return None
-        with suppress(DatasetError, StorageError), parquet_errors(self._store, path):
-            group = self._decoded(file, path, groups[is_together].tolist())
-            if list(group.lengths) == episodes[is_together].tolist():
-                self._early |= dict.fromkeys(group.lengths, group)
-                return self._early.pop(episode)
-        return None
 
     def _decoded(self, file: RowFile, path: str, groups: list[int], index: int | None = None) -> DecodedGroups:
         """Read row groups from a file, or only the rows of the episode `index` in them, and convert their numbers to NumPy."""
@@ -359,7 +322,6 @@ def check_counting(where: str, frame_index: npt.NDArray[Any]) -> None:
 
 
 _CHECKS = {"timestamp": check_rising, "frame_index": check_counting}  # checks of the column that locates frames, by clock
-_TOGETHER = 1 << 20  # maximum size of row groups that are read together for several episodes, in bytes
 _MANY = 1000  # number of row groups above which memory is returned to the operating system after parsing
 _PIECE = 4 << 20  # maximum number of bytes that are decoded at a time if the rows of a single episode are read
 _LARGEST = 1 << 30  # maximum memory of row groups that take far more memory than their file, in bytes
