@@ -46,6 +46,7 @@ class RowFile:
         features: Features to read, by key. `frame_index` is not read if the file lacks it.
 
     Attributes:
+        path: See above.
         groups: Row groups of the file.
         size: Size of the file in bytes.
         sizes: Approximate memory of each row group in bytes, shape (G,). It is larger than `groups.sizes` if many values are
@@ -57,12 +58,12 @@ class RowFile:
 
     def __init__(self, dataset: DatasetFiles, store: Store, path: str, number: int, features: Mapping[str, Feature]) -> None:
         table = dataset.table
-        self._store, self._path = store, path
+        self._store, self.path = store, path
         opened = dataset.opened.pop(number, None)
         metadata, footer, self._whole = opened or _open(dataset, store, path, number)
         self.groups = RowGroups(footer, metadata)
         parquet = pq.ParquetFile(pa.BufferReader(b""), metadata=self.groups.sample)
-        self.size = store.size(self._path)
+        self.size = store.size(self.path)
         self._gap = 0 if dataset.skips_images else _GAP
         self._names = parquet.schema_arrow.names
         # Without the column `frame_index`, it is the number of the row within its episode.
@@ -71,7 +72,7 @@ class RowFile:
         missing = [key for key in self._columns if key not in self._names]
         if missing:
             raise DatasetError(
-                f"Missing column {missing[0]} in {store.where(self._path)}. The dataset's meta/info.json has it as a feature"
+                f"Missing column {missing[0]} in {store.where(self.path)}. The dataset's meta/info.json has it as a feature"
             )
         self._leaves = {key: leaves for key, leaves in _leaves(parquet).items() if key in self._columns}
         self._values = {key: _values(feature) for key, feature in features.items()} | {_EPISODE: 1}
@@ -83,7 +84,7 @@ class RowFile:
         rows = self.groups.rows
         if (wrong := (rows < 0) | (rows > most)).any():
             raise DatasetError(
-                f"Invalid row group in {store.where(self._path)}: must have at most {most} rows, since the dataset has "
+                f"Invalid row group in {store.where(self.path)}: must have at most {most} rows, since the dataset has "
                 f"{promised} frames, got {rows[wrong][0]}"
             )
         self.sizes = np.maximum(self.groups.sizes, rows * row_bytes)
@@ -126,7 +127,7 @@ class RowFile:
         self._ranges(metadata, numbers, self._columns, self._gap)
         rows = max(size * int(self.groups.rows[groups].sum()) // max(int(self.sizes[groups].sum()), 1), 1)
         is_wanted = self._index(groups) == episode
-        file = self._store.open(self._path, self.size)
+        file = self._store.open(self.path, self.size)
         parquet = self._parquet(file, metadata)
         columns: dict[str, pa.ChunkedArray] = {}
         for run in [self._columns] if self._gap else self._runs():
@@ -147,7 +148,7 @@ class RowFile:
         if whole:
             parquet = self._parquet(pa.BufferReader(whole), metadata, pre_buffer=False)
             return parquet.read_row_groups(numbers, columns=self._columns, use_threads=False), len(whole)
-        file = self._store.open(self._path, self.size)
+        file = self._store.open(self.path, self.size)
         for start, stop in ranges:
             file.hold(start, stop)
         parquet = self._parquet(file, metadata, pre_buffer=not ranges)
@@ -178,11 +179,11 @@ class RowFile:
     def _index(self, groups: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return the episode index of each row of some row groups."""
         metadata, numbers = self.groups.metadata(groups)
-        file = self._store.open(self._path, self.size)
+        file = self._store.open(self.path, self.size)
         for start, stop in self._ranges(metadata, numbers, [_EPISODE], _FAR if self._gap and self._store.remote else self._gap):
             file.hold(start, stop)
         column = self._parquet(file, metadata).read_row_groups(numbers, columns=[_EPISODE], use_threads=False)[_EPISODE]
-        return to_numpy(column, EPISODE_INDEX, f"{self._store.where(self._path)}: {_EPISODE}")
+        return to_numpy(column, EPISODE_INDEX, f"{self._store.where(self.path)}: {_EPISODE}")
 
     def _parquet(self, file: Ranges | pa.BufferReader, metadata: pq.FileMetaData, pre_buffer: bool = True) -> pq.ParquetFile:
         return pq.ParquetFile(file, metadata=metadata, pre_buffer=pre_buffer, page_checksum_verification=True)
@@ -209,7 +210,7 @@ class RowFile:
                 most, size = max(2 * promised, _FEW_VALUES), chunk.total_uncompressed_size
                 if chunk.num_values > most or (size > _VALUE_BYTES * most and column not in self._objects):
                     raise DatasetError(
-                        f"Invalid column {column} in {self._store.where(self._path)}: must have {promised} values in {rows} "
+                        f"Invalid column {column} in {self._store.where(self.path)}: must have {promised} values in {rows} "
                         f"rows, as meta/info.json says, got {chunk.num_values} in {size} bytes. Copy or record the dataset "
                         "again"
                     )

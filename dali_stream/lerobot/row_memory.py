@@ -23,6 +23,7 @@ class DecodedGroups:
     """Decoded row groups of a file.
 
     Attributes:
+        path: Path of the file, for messages. For an episode in several files, it is that of the first one.
         columns: {key: values of all rows}. Columns of images, of strings and with errors are not converted to NumPy yet.
         nbytes: Memory of the columns in bytes.
         bytes_read: Number of bytes that were read for the columns and that `take_bytes` has not returned yet.
@@ -32,12 +33,13 @@ class DecodedGroups:
 
     def __init__(
         self,
+        path: str,
         columns: dict[str, pa.ChunkedArray | npt.NDArray[Any]],
         index: npt.NDArray[np.int64],
         dataset: DatasetFiles,
         bytes_read: int,
     ) -> None:
-        self.columns, self.bytes_read = columns, bytes_read
+        self.path, self.columns, self.bytes_read = path, columns, bytes_read
         self.nbytes = sum(values.nbytes for values in columns.values())
         starts = np.flatnonzero(np.append(True, index[1:] != index[:-1])) if len(index) else np.empty(0, np.int64)
         lengths, index = np.diff(np.append(starts, len(index))), index[starts]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections import OrderedDict
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Container, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,11 +17,10 @@ from dali_stream.lerobot.dataset_files import NEEDED, DatasetFiles
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.parquet import parquet_errors
 from dali_stream.lerobot.row_file import EPISODE_INDEX, RowFile
+from dali_stream.lerobot.row_files import RowFiles
 from dali_stream.lerobot.row_memory import Columns, DecodedGroups, Found, RowMemory
-from dali_stream.lerobot.row_search import RowSearch, data_files
 from dali_stream.storage import Store
 from dali_stream.system.log_records import DATASET_LOG
-from dali_stream.system.process import trim_memory
 from dali_stream.system.workers import Once
 
 _log = logging.getLogger(DATASET_LOG)
@@ -37,13 +34,7 @@ class RowReader:
         store: Store to read from. Default: the store of the dataset.
         memory: Memory for decoded row groups. Default: a new one that is not shared.
         keys: Features to read. Default: all selected features.
-
-    Attributes:
-        features: {key: feature that is read}.
-        misnamed: Data files that the metadata names for episodes whose rows are, at least in part, in other files.
     """
-
-    FILES = 256  # maximum number of files whose footers are kept; the least recently used ones are dropped first
 
     def __init__(
         self,
@@ -54,16 +45,17 @@ class RowReader:
     ) -> None:
         self._dataset, self._store = dataset, store or dataset.data_store
         self._memory, self._warned = memory or RowMemory(), False
-        self.features = {k: f for k, f in dataset.features.items() if not f.is_video and (keys is None or k in keys)}
+        self._features = {k: f for k, f in dataset.features.items() if not f.is_video and (keys is None or k in keys)}
+        self._files = RowFiles(dataset, self._store, self._features)
         self._row_bytes = dataset.row_bytes
         self._locates = dataset.clock if dataset.videos else ""  # column that locates frames
-        self._files: OrderedDict[str, RowFile] = OrderedDict()
-        self._lock = threading.Lock()
         self._piece = min(_PIECE, self._memory.largest)  # bytes that are decoded at a time if one episode's rows are read
         self._once = Once()
-        self._row_search: RowSearch | None = None
-        self.misnamed: set[str] = set()
-        self._wrong: set[str] = set()  # named files in which an episode has no row; the episodes that name them are searched
+
+    @property
+    def misnamed(self) -> set[str]:
+        """Data files that the metadata names for episodes whose rows are, at least in part, in other files."""
+        return self._files.misnamed
 
     def read(self, episode: int) -> Found:
         """Return the rows of a selected episode, and those of other episodes that had to be read with it.
@@ -78,30 +70,36 @@ class RowReader:
             DatasetError: If a file is missing or broken, or its rows contradict the metadata.
             StorageError: If a file cannot be read.
         """
-        dataset = self._dataset
-        row = int(dataset.rows[episode])
-        number = int(dataset.table.data.index[row])
-        path, length = dataset.table.data.paths[number], int(dataset.lengths[episode])
-        first, problem = int(dataset.table.first_row[row]), None
-        group, is_new = None, False
-        try:
-            with parquet_errors(self._store, path):
-                if path not in self._wrong:
-                    file = self._file(path, number)
-                    group, is_new = self._group(file, path, file.groups_at(first, first + length), episode)
-                    if episode not in group.lengths:  # the episodes of the file are not in the metadata's order
-                        group, is_new = self._group(file, path, file.groups_of(int(dataset.episodes[episode])), episode)
-        except DatasetError as error:
-            problem = error.with_traceback(None)  # the traceback would keep row groups in memory
-        if group is None or episode not in group.lengths:
-            path, group, is_new = self._search(episode, path, problem)
-        lengths = group.lengths if is_new else {episode: length}
-        episode_rows = Found(lengths, lambda group, e: self._columns(group, path, e), self._row_bytes, group)
-        with parquet_errors(self._store, path):
+        group, is_new = self._find(episode)
+        lengths = group.lengths if is_new else {episode: group.lengths[episode]}
+        episode_rows = Found(lengths, self._columns, self._row_bytes, group)
+        with parquet_errors(self._store, group.path):
             _ = episode_rows[episode]  # convert the episode now, so that `read` raises its errors
         return episode_rows
 
-    def _search(self, episode: int, named: str, problem: DatasetError | None) -> tuple[str, DecodedGroups, bool]:
+    def _find(self, episode: int) -> tuple[DecodedGroups, bool]:
+        """Return row groups with all rows of an episode, and whether they were read for this call. See `_group`.
+
+        The rows are looked for where the metadata says, then in all row groups of this file, and then in other files. Usually,
+        the first attempt finds them.
+        """
+        table, row = self._dataset.table, int(self._dataset.rows[episode])
+        number, first, length = int(table.data.index[row]), int(table.first_row[row]), int(table.length[row])
+        named, problem = table.data.paths[number], None
+        if named not in self._files.without_rows:
+            try:
+                with parquet_errors(self._store, named):
+                    file = self._files.open(named, number)
+                    group, is_new = self._group(file, file.groups_at(first, first + length), episode)
+                    if episode not in group.lengths:  # the episodes of the file are not in the metadata's order
+                        group, is_new = self._group(file, file.groups_of(int(table.index[row])), episode)
+                if episode in group.lengths:
+                    return group, is_new
+            except DatasetError as error:
+                problem = error.with_traceback(None)  # the traceback would keep row groups in memory
+        return self._search(episode, named, problem)
+
+    def _search(self, episode: int, named: str, problem: DatasetError | None) -> tuple[DecodedGroups, bool]:
         """Find the rows of an episode that are not, or not all, contiguous in the file that the metadata names.
 
         Args:
@@ -110,26 +108,28 @@ class RowReader:
             problem: Error of this file, or None.
 
         Returns:
-            Path of the first file, and the result of `_group`.
+            See `_find`.
 
         Raises:
             DatasetError: If the episode has fewer or more rows than the metadata says.
         """
         index, length = int(self._dataset.episodes[episode]), int(self._dataset.lengths[episode])
         count = 0
-        for paths in self._candidates(index, named):
-            count = 0
+        for paths in self._files.candidates(index, named):
+            count, parts = 0, list[tuple[RowFile, list[int]]]()
             for path in paths:
                 with parquet_errors(self._store, path):
-                    file = self._file(path)
-                    group, is_new = self._group(file, path, file.groups_of(index), episode)
+                    file = self._files.open(path)
+                    groups = file.groups_of(index)
+                    group, is_new = self._group(file, groups, episode)
                 if episode in group.lengths:
-                    self._note(index, named, [path])
-                    return path, group, is_new
+                    self._files.note(index, named, [path])
+                    return group, is_new
                 count += group.rows_of(index)
+                parts.append((file, groups))
             if count == length:
-                self._note(index, named, paths)
-                return paths[0], self._joined(paths, index), True
+                self._files.note(index, named, paths)
+                return self._joined(parts, index), True
         if problem is not None and not count:
             raise problem
         more = ", where all files are searched" if self._store.remote and not self._dataset.info.is_v2 else ""
@@ -138,78 +138,59 @@ class RowReader:
             f"got {count}. Copy the dataset again{more and ' to a local folder'}{more}"
         )
 
-    def _candidates(self, index: int, named: str) -> Iterator[list[str]]:
-        """Yield lists of files that may contain the rows of an episode together, by its index and the file that is named."""
-        if self._dataset.info.is_v2:  # the name of a file contains the index of its episode
-            yield [named]
-            return
-        search = self._once("search", self._file_search)
-        yield search.in_order(index, named)
-        if not self._store.remote:  # thousands of footers take too long over a network
-            yield search.anywhere(index)
+    def _joined(self, parts: Sequence[tuple[RowFile, list[int]]], index: int) -> DecodedGroups:
+        """Return only the rows of an episode in row groups of one or more files, in the order of the files.
 
-    def _file_search(self) -> RowSearch:
-        if self._row_search is None:
-            self._row_search = RowSearch(data_files(self._store, self._dataset.table.data.paths), self._episodes_of)
-        return self._row_search
-
-    def _episodes_of(self, path: str) -> tuple[int, int]:
-        with parquet_errors(self._store, path):
-            return self._file(path).episodes()
-
-    def _note(self, index: int, named: str, paths: list[str]) -> None:
-        """Record if the metadata names the wrong file for an episode, and warn the first time."""
-        if paths == [named]:
-            return
-        with self._lock:
-            is_first = not self.misnamed
-            self.misnamed.add(named)
-            self._wrong |= {named} - {*paths}
-        if is_first:
-            _log.warning(
-                "%s: the metadata names this file for episode %d, whose rows are in %s. Such rows are found by their "
-                "episode_index, which takes more reads. `dali-stream prepare URI OUT` writes a dataset without this defect",
-                self._store.where(named), index, " and ".join(paths),
-            )  # fmt: skip
-
-    def _joined(self, paths: Sequence[str], index: int) -> DecodedGroups:
-        """Return the rows of an episode that are in several files or not contiguous, in the order of the files."""
+        Args:
+            parts: Files, and row groups of each.
+            index: Index of the episode.
+        """
         tables, bytes_read = [], 0
-        for path in paths:
-            with parquet_errors(self._store, path), self._memory.turn(self._piece):
-                file = self._file(path)
-                table, read = file.read_episode(index, file.groups_of(index), self._piece)
+        for file, groups in parts:
+            with parquet_errors(self._store, file.path), self._memory.turn(self._piece):
+                table, read = file.read_episode(index, groups, self._piece)
             tables.append(table)
             bytes_read += read
-        with parquet_errors(self._store, paths[0]):
+        path = parts[0][0].path
+        with parquet_errors(self._store, path):
             table = pa.concat_tables(tables, promote_options="permissive")
-            return self._converted(dict(zip(table.column_names, table.columns, strict=True)), bytes_read, paths[0])
+            return self._converted(dict(zip(table.column_names, table.columns, strict=True)), bytes_read, path)
 
-    def _group(self, file: RowFile, path: str, groups: list[int], episode: int) -> tuple[DecodedGroups, bool]:
+    def _group(self, file: RowFile, groups: list[int], episode: int) -> tuple[DecodedGroups, bool]:
         """Return decoded row groups, and whether this call, or one that overlaps with it, read them from the file.
 
         If they take more than the memory for row groups, and far more than the file, only the rows of the episode are returned.
         """
         size, most = int(file.sizes[groups].sum()), max(_RATIO * file.size, min(self._memory.largest, _LARGEST))
         index = int(self._dataset.episodes[episode]) if size > most else None
-        key = (id(self), path, index, *groups)
+        key = (id(self), file.path, index, *groups)
 
         def read() -> tuple[DecodedGroups, bool]:
             if (group := self._memory.get(key)) is not None:
                 return group, False
-            group = self._decoded(file, path, groups, index)
+            group = self._decoded(file, groups, size) if index is None else self._joined([(file, groups)], index)
             self._memory.put(key, group)
             return group, True
 
         return self._once(key, read)
 
-    def _decoded(self, file: RowFile, path: str, groups: list[int], index: int | None = None) -> DecodedGroups:
-        """Read row groups from a file, or only the rows of the episode `index` in them, and convert their numbers to NumPy."""
-        with self._turn(path, int(file.sizes[groups].sum())) if index is None else self._memory.turn(self._piece):
-            table, bytes_read = file.read(groups) if index is None else file.read_episode(index, groups, self._piece)
+    def _decoded(self, file: RowFile, groups: list[int], size: int) -> DecodedGroups:
+        """Read row groups of `size` bytes from a file, and convert their numbers to NumPy.
+
+        Warn once if they are too large to be kept.
+        """
+        if size > self._memory.largest and not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s: a row group has %d bytes, and memory_budget leaves %d for rows, so it is read again for each of its "
+                "episodes. `dali-stream prepare URI OUT` writes smaller ones",
+                self._store.where(file.path), size, self._memory.largest,
+            )  # fmt: skip
+        with self._memory.turn(size):
+            table, bytes_read = file.read(groups)
             columns = dict(zip(table.column_names, table.columns, strict=True))
             del table  # so that each column is freed when it has been converted
-            return self._converted(columns, bytes_read, path)
+            return self._converted(columns, bytes_read, file.path)
 
     def _converted(self, columns: dict[str, Any], bytes_read: int, path: str) -> DecodedGroups:
         """Convert the numbers of rows from Arrow to NumPy, in place."""
@@ -217,46 +198,17 @@ class RowReader:
             columns["timestamp"] = _without_gaps(columns["timestamp"])
         where = f"{self._store.where(path)}: episode_index"
         index = to_numpy(columns["episode_index"], EPISODE_INDEX, where, leave_out=False)
-        for key, feature in self.features.items():
+        for key, feature in self._features.items():
             # Annotations repeat in each row of an episode, and take far less memory after the conversion.
             if key in columns and (feature.is_language or not (feature.is_image or feature.is_text)):
                 with suppress(DatasetError), parquet_errors(self._store, path):  # raised again for the broken episodes
                     columns[key] = to_numpy(columns[key], feature, "", dtype=_exact(key, feature))
-        return DecodedGroups(columns, index, self._dataset, bytes_read)
+        return DecodedGroups(path, columns, index, self._dataset, bytes_read)
 
-    @contextmanager
-    def _turn(self, path: str, size: int) -> Iterator[None]:
-        """Wait as in `RowMemory.turn`. Warn once if a row group is too large to be kept."""
-        if size > self._memory.largest and not self._warned:
-            self._warned = True
-            _log.warning(
-                "%s: a row group has %d bytes, and memory_budget leaves %d for rows, so it is read again for each of its "
-                "episodes. `dali-stream prepare URI OUT` writes smaller ones",
-                self._store.where(path), size, self._memory.largest,
-            )  # fmt: skip
-        with self._memory.turn(size):
-            yield
-
-    def _file(self, path: str, number: int | None = None) -> RowFile:
-        """Return a data file by its path, and its number if it is known. Files are cached with their footers."""
-        with self._lock:
-            file = self._files.get(path)
-        if file is None:
-            number = self._dataset.table.data.number(path) if number is None else number
-            file = self._once(path, lambda: RowFile(self._dataset, self._store, path, number, self.features))
-            if len(file.groups.rows) > _MANY:  # parsing such a footer takes several MB
-                trim_memory()
-        with self._lock:
-            self._files[path] = file
-            self._files.move_to_end(path)
-            while len(self._files) > self.FILES:
-                self._files.popitem(last=False)
-        return file
-
-    def _columns(self, group: DecodedGroups, path: str, episode: int) -> Columns:
+    def _columns(self, group: DecodedGroups, episode: int) -> Columns:
         """Return the columns of an episode. Raises DatasetError if their values are broken."""
         start, length = group.start[episode], group.lengths[episode]
-        where = f"{self._store.where(path)}: episode {self._dataset.episodes[episode]}"
+        where = f"{self._store.where(group.path)}: episode {self._dataset.episodes[episode]}"
 
         def image(name: str) -> bytes:
             data = self._store.read_all(name)
@@ -264,14 +216,14 @@ class RowReader:
             return data
 
         columns: Columns = {}
-        for key, feature in self.features.items():
+        for key, feature in self._features.items():
             values = group.columns.get(key)
             if values is None:  # only `frame_index` may be absent, see `RowFile`
                 columns[key] = np.arange(length)
             elif isinstance(values, np.ndarray):
                 columns[key] = values[start : start + length]
             else:
-                with parquet_errors(self._store, path):  # only the conversion detects text that is not UTF-8
+                with parquet_errors(self._store, group.path):  # only the conversion detects text that is not UTF-8
                     columns[key] = to_numpy(
                         values.slice(start, length), feature, f"{where}: {key}", image,
                         dtype=_exact(key, feature), leave_out=key not in NEEDED,
@@ -279,7 +231,7 @@ class RowReader:
         if self._locates and self._locates in columns:
             _CHECKS[self._locates](where, columns[self._locates])
         if "timestamp" in columns:  # compared above before it is rounded
-            columns["timestamp"] = columns["timestamp"].astype(self.features["timestamp"].numpy)
+            columns["timestamp"] = columns["timestamp"].astype(self._features["timestamp"].numpy)
         return columns
 
 
@@ -322,7 +274,6 @@ def check_counting(where: str, frame_index: npt.NDArray[Any]) -> None:
 
 
 _CHECKS = {"timestamp": check_rising, "frame_index": check_counting}  # checks of the column that locates frames, by clock
-_MANY = 1000  # number of row groups above which memory is returned to the operating system after parsing
 _PIECE = 4 << 20  # maximum number of bytes that are decoded at a time if the rows of a single episode are read
 _LARGEST = 1 << 30  # maximum memory of row groups that take far more memory than their file, in bytes
 _RATIO = 8  # ratio above which row groups take far more memory than their file
