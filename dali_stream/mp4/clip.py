@@ -23,7 +23,7 @@ from dali_stream.mp4 import hidden, keyframes
 from dali_stream.mp4.damage import checker
 from dali_stream.mp4.format import codec_of
 from dali_stream.mp4.index import VideoIndex
-from dali_stream.mp4.muxer import file_head
+from dali_stream.mp4.muxer import Track, head
 from dali_stream.mp4.slices import is_idr
 from dali_stream.observe.counters import Timed, untimed
 from dali_stream.storage import Store
@@ -247,28 +247,24 @@ _HELD_BACK = 4
 
 
 def _mux(store: Store, runs: list[_Run], for_nvdec: bool, hidden_frames: bool, timed: Timed) -> bytearray:
-    lengths = [len(run.packets) for run in runs]
-    n = sum(lengths)
     index, first = runs[0].index, runs[0].packets[0]
-    shifts = None
-    if any(run.index.reordered for run in runs):
-        # A shift is display time minus decode time. Both are counted from the start of the run, because the number of earlier
-        # frames cancels out.
-        shifts = np.ones(n, np.int64), np.array([rank - i for run in runs for i, rank in enumerate(run.ranks)]) * TICK
-    head = file_head(
-        TIMESCALE, n * TICK, index.track_header, [index.configs[index.config[first]]],
-        np.array([size for run in runs for size in run.sizes], ">u4"),
-        nbytes=sum([sum(run.sizes) for run in runs]),
-        durations=([n], [TICK]),
-        shifts=shifts,
-        # Only the first packet of each run is marked as a keyframe. A run may also contain the keyframe of an open GOP. If that
-        # were marked, a decoder could seek to it, and lose the frames that follow it but are displayed before it.
-        keyframes=list(itertools.accumulate(lengths[:-1], initial=1)),
-        chunks=([1], [n], [1]),
-        offsets=[0],
-    )  # fmt: skip
+    begins = list(itertools.accumulate((len(run.packets) for run in runs), initial=0))
+    sync = np.zeros(begins.pop(), np.bool_)
+    # Only the first packet of each run is marked as a keyframe. A run may also contain the keyframe of an open GOP. If that
+    # were marked, a decoder could seek to it, and lose the frames that follow it but are displayed before it.
+    sync[begins] = True
+    track = Track(
+        TIMESCALE,
+        index.track_header,
+        (index.configs[index.config[first]],),
+        size=np.array([size for run in runs for size in run.sizes]),
+        pts=TICK * np.array([begin + rank for begin, run in zip(begins, runs, strict=True) for rank in run.ranks]),
+        sync=sync,
+        config=np.zeros(len(sync), np.int64),
+        last=TICK,
+    )
     with timed("read_s"):  # once per clip and not per run, because timing takes as long as a local read
         body = [run.read(store) for run in runs]
     for run, data in zip(runs, body, strict=True):
         run.check(data, for_nvdec, hidden_frames)
-    return bytearray().join((head, *body))
+    return bytearray().join((head(track), *body))

@@ -7,12 +7,9 @@ nominal decode time. `tkhd`, `mdhd` and `mvhd` are of version 1, which has 64-bi
 
 from __future__ import annotations
 
-import functools
-import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +18,6 @@ from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import UPRIGHT, box, full_box
 
 Int64 = npt.NDArray[np.int64]
-Column = Sequence[int] | Int64
-_DTYPES = {"I": ">u4", "i": ">i4", "Q": ">u8"}
 CHUNK = 1 << 20  # approximate size of a chunk in bytes; `stco` has one offset per chunk
 _U32 = (1 << 32) - 1
 
@@ -60,113 +55,66 @@ def head(track: Track) -> bytes:
     """
     # The nominal decode time of the i-th packet is the i-th display time. This keeps the shifts small, and makes all of them 0
     # without B-frames, so that `ctts` is omitted.
-    shown = np.sort(track.pts)
-    durations, shifts = np.append(np.diff(shown), track.last), track.pts - shown
+    shown, durations = np.sort(track.pts), np.full(len(track.pts), track.last, np.int64)
+    durations[:-1] = shown[1:] - shown[:-1]
+    shifts = track.pts - shown
     if durations.max() > _U32 or np.abs(shifts).max() > _U32 // 2:
         raise DecodeError("consecutive frames must be at most 2^32 ticks apart. Record or convert the file again")
     begin = np.cumsum(track.size) - track.size
     # A chunk starts about every `CHUNK` bytes. It has only one sample description, so a new chunk starts where that changes.
-    first = np.flatnonzero(np.append(True, (np.diff(begin // CHUNK) != 0) | (np.diff(track.config) != 0)))
-    count, description = np.diff(np.append(first, len(begin))), track.config[first] + 1
+    first, count = _runs(begin // CHUNK, track.config)
+    description = track.config[first] + 1
     # `stsc` lists only the chunks whose packet count or sample description differs from the chunk before.
-    entry = np.flatnonzero(np.append(True, (np.diff(count) != 0) | (np.diff(description) != 0)))
-    return file_head(
-        track.timescale, int(track.pts.max()) + track.last, track.header, track.configs, track.size,
-        nbytes=int(track.size.sum()),
-        durations=_runs(durations),
-        shifts=_runs(shifts) if shifts.any() else None,
-        keyframes=None if track.sync.all() else np.flatnonzero(track.sync) + 1,
-        chunks=(entry + 1, count[entry], description[entry]),
-        offsets=begin[first],
-    )  # fmt: skip
-
-
-def file_head(
-    timescale: int,
-    duration: int,
-    track_header: bytes,
-    configs: Sequence[bytes],
-    sizes: npt.NDArray[Any],
-    nbytes: int,
-    *,
-    durations: tuple[Column, Column],
-    shifts: tuple[Column, Column] | None,
-    keyframes: Column | None,
-    chunks: tuple[Column, Column, Column],
-    offsets: Column,
-) -> bytes:
-    """Return all bytes of a file before its first packet, made from the columns of its tables.
-
-    Args:
-        timescale: Number of ticks per second.
-        duration: Duration of the track in ticks.
-        track_header: Matrix and display size, the end of `tkhd`.
-        configs: Sample descriptions (`stsd` entries).
-        sizes: Size of each packet in bytes, shape (n,).
-        nbytes: Size of all packets in bytes.
-        durations: Counts and values of runs of equal durations in ticks (`stts`).
-        shifts: Counts and values of runs of equal shifts in ticks (`ctts`), or None if frames are displayed in decode order.
-        keyframes: Numbers of the packets at which decoding can start (`stss`), counted from 1, or None for all packets.
-        chunks: First chunk, packets per chunk and sample description of each run of equal chunks (`stsc`). Chunks and sample
-            descriptions are counted from 1.
-        offsets: Position of each chunk in bytes, relative to the first packet.
-    """
+    entry, _ = _runs(count, description)
+    duration, duration_count = _runs(durations)
     tables = [
-        full_box(b"stsd", 0, 0, struct.pack(">I", len(configs)), *configs),
-        _table(b"stts", "I", *durations),
-        _table(b"stsc", "I", *chunks),
-        full_box(b"stsz", 0, 0, struct.pack(">II", 0, len(sizes)), np.asarray(sizes, ">u4").tobytes()),
+        full_box(b"stsd", 0, 0, struct.pack(">I", len(track.configs)), *track.configs),
+        _table(b"stts", ">u4", duration_count, durations[duration]),
+        _table(b"stsc", ">u4", entry + 1, count[entry], description[entry]),
+        full_box(b"stsz", 0, 0, struct.pack(">II", 0, len(track.size)), track.size.astype(">u4").tobytes()),
     ]
-    if shifts is not None:
-        tables.append(_table(b"ctts", "i", *shifts))
-    if keyframes is not None:
-        tables.append(_table(b"stss", "I", keyframes))
+    if shifts.any():
+        shift, shift_count = _runs(shifts)
+        tables.append(_table(b"ctts", ">i4", shift_count, shifts[shift]))
+    if not track.sync.all():
+        tables.append(_table(b"stss", ">u4", np.flatnonzero(track.sync) + 1))
     # The AV1 binding for ISO media files requires the brand `av01`.
-    ftyp = _FTYP_AV1 if b"av01" in [config[4:8] for config in configs] else _FTYP
-    before = len(ftyp) + _REST + sum(map(len, tables))
+    ftyp = _FTYP_AV1 if b"av01" in [config[4:8] for config in track.configs] else _FTYP
+    before, nbytes = len(ftyp) + _REST + sum(map(len, tables)), int(track.size.sum())
     # The offsets depend on the size of their own table, so an upper limit of the file size decides between 32 and 64 bits.
-    wide = before + 12 * len(offsets) + nbytes + 4096 > _U32
+    wide = before + 12 * len(first) + nbytes + 4096 > _U32
     # `mdat` gets its final size here, so nothing has to be corrected after the packets are written.
     mdat = struct.pack(">I4s", nbytes + 8, b"mdat") if nbytes + 8 <= _U32 else struct.pack(">I4sQ", 1, b"mdat", nbytes + 16)
     # `before` still lacks the table of offsets, with a header of 16 bytes and one entry per chunk, and the header of `mdat`.
-    before += 16 + len(offsets) * (8 if wide else 4) + len(mdat)
-    places = [before + offset for offset in offsets]
-    tables.append(_table(b"co64", "Q", places) if wide else _table(b"stco", "I", places))
-    return b"".join((ftyp, _moov(timescale, duration, track_header, tables), mdat))
+    places = begin[first] + before + 16 + len(first) * (8 if wide else 4) + len(mdat)
+    tables.append(_table(b"co64", ">u8", places) if wide else _table(b"stco", ">u4", places))
+    return b"".join((ftyp, _moov(track.timescale, int(track.pts.max()) + track.last, track.header, tables), mdat))
 
 
-def _runs(values: Int64) -> tuple[Int64, Int64]:
-    """Return the counts and the values of runs of equal consecutive values."""
-    first = np.flatnonzero(np.append(True, np.diff(values) != 0))
-    return np.diff(np.append(first, len(values))), values[first]
+def _runs(*columns: Int64) -> tuple[Int64, Int64]:
+    """Return the first place and the length of each run of equal consecutive values in all columns."""
+    is_first = np.ones(len(columns[0]) + 1, np.bool_)  # and the end of the columns
+    is_first[1:-1] = False
+    for values in columns:
+        is_first[1:-1] |= values[1:] != values[:-1]
+    bounds = np.flatnonzero(is_first)
+    return bounds[:-1], bounds[1:] - bounds[:-1]
 
 
-def _table(kind: bytes, form: str, *columns: Column) -> bytes:
-    count, version = len(columns[0]), 1 if form == "i" else 0
-    if isinstance(columns[0], np.ndarray):
-        entries = np.stack(columns, 1).astype(_DTYPES[form]).tobytes()
-        return full_box(kind, version, 0, struct.pack(">I", count), entries)
-    # The tables of packed clips are short lists, for which NumPy is slower. `zip` turns columns into rows.
-    values = columns[0] if len(columns) == 1 else [*itertools.chain.from_iterable(zip(*columns, strict=True))]
-    size = 16 + len(values) * (8 if form == "Q" else 4)
-    return struct.pack(f">I4sII{len(values)}{form}", size, kind, version << 24, count, *values)
+def _table(kind: bytes, dtype: str, *columns: Int64) -> bytes:
+    entries = np.stack(columns, 1).astype(dtype).tobytes()
+    version = 1 if dtype == ">i4" else 0  # in which the shifts of `ctts` are signed
+    return full_box(kind, version, 0, struct.pack(">I", len(columns[0])), entries)
 
 
 def _moov(timescale: int, duration: int, track_header: bytes, tables: Sequence[bytes]) -> bytes:
-    mvhd, tkhd, mdhd = _headers(timescale, duration, track_header)
+    # The movie has the timescale of the track, so that its duration is exact. The flags 3 of `tkhd` enable the track and
+    # include it in the movie, and 0x55C4 in `mdhd` is the language code "und".
+    mvhd = full_box(b"mvhd", 1, 0, struct.pack(">QQIQ", 0, 0, timescale, duration), _MVHD_REST)
+    tkhd = full_box(b"tkhd", 1, 3, struct.pack(">QQIIQ", 0, 0, 1, 0, duration), bytes(16), track_header)
+    mdhd = full_box(b"mdhd", 1, 0, struct.pack(">QQIQHH", 0, 0, timescale, duration, 0x55C4, 0))
     minf = box(b"minf", _VMHD_AND_DINF, box(b"stbl", *tables))
     return box(b"moov", mvhd, box(b"trak", tkhd, box(b"mdia", mdhd, _HDLR, minf)))
-
-
-@functools.lru_cache(1024)  # packed clips have few different durations
-def _headers(timescale: int, duration: int, track_header: bytes) -> tuple[bytes, bytes, bytes]:
-    return (
-        # The movie has the timescale of the track, so that its duration is exact. The flags 3 of `tkhd` enable the track and
-        # include it in the movie, and 0x55C4 in `mdhd` is the language code "und".
-        full_box(b"mvhd", 1, 0, struct.pack(">QQIQ", 0, 0, timescale, duration), _MVHD_REST),
-        full_box(b"tkhd", 1, 3, struct.pack(">QQIIQ", 0, 0, 1, 0, duration), bytes(16), track_header),
-        full_box(b"mdhd", 1, 0, struct.pack(">QQIQHH", 0, 0, timescale, duration, 0x55C4, 0)),
-    )
 
 
 _BRANDS = b"isom" + struct.pack(">I", 512) + b"isomiso2iso4mp41"
