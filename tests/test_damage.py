@@ -8,8 +8,9 @@ import pytest
 
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import box
-from dali_stream.mp4.damage import checker, leb128
+from dali_stream.mp4.damage import checker
 from dali_stream.mp4.hidden import hidden
+from dali_stream.mp4.sequence_header import leb128
 from dali_stream.mp4.slices import is_idr, is_intra_refresh
 
 TOO_LONG = "64 equal bytes in a row, which arithmetic coding does not write"

@@ -55,26 +55,15 @@ class Bits:
         for _ in range(count):
             self.number("value")
 
-    def leb128(self) -> int:
-        """Return a number of up to eight bytes in LEB128: seven bits per byte, with the least significant ones first."""
-        value = 0
-        for place in range(8):
-            more, part = self.flag(), self.take(7)
-            value |= part << 7 * place
-            if not more:
-                return value
-        raise DecodeError(f"invalid {self._name}: a size has more than eight bytes")
-
-    def data(self, count: int | None) -> bytes:
-        """Return the next `count` bytes, or all remaining bytes for None. The position must be at the beginning of a byte."""
+    def data(self, count: int) -> bytes:
+        """Return the next `count` bytes. The position must be at the beginning of a byte."""
         start = self._at >> 3
-        stop = len(self._data) if count is None else start + count
+        stop = start + count
         if stop > len(self._data):
             raise DecodeError(f"invalid {self._name}: truncated")
         self._at = 8 * stop
         return self._data[start:stop]
 
-    @property
-    def left(self) -> int:
-        """Number of remaining bits."""
-        return 8 * len(self._data) - self._at
+    def rest(self) -> bytes:
+        """Return the remaining bytes. The position must be at the beginning of a byte."""
+        return self._data[self._at >> 3 :]

@@ -31,7 +31,11 @@ import functools
 import re
 from collections.abc import Callable
 
+from dali_stream.errors import DecodeError
+from dali_stream.mp4.bits import Bits
 from dali_stream.mp4.format import codec_of, config_box, length_bytes
+from dali_stream.mp4.parameter_sets import avc_sets
+from dali_stream.mp4.sequence_header import obus
 from dali_stream.mp4.slices import is_intra
 
 Check = Callable[[bytes, int, int, bool], str]
@@ -94,19 +98,16 @@ def _nal_check(codec: str, config: bytes) -> Check:
 
 def _is_cabac(avcc: bytes) -> bool:
     """Return whether all picture parameter sets in avcC select arithmetic coding (ISO/IEC 14496-10, 7.3.2.2)."""
-    at = 6
-    for _ in range(avcc[5] & 31):
-        at += 2 + int.from_bytes(avcc[at : at + 2], "big")
-    flags, at = [], at + 1
-    for _ in range(avcc[at - 1] if at <= len(avcc) else 0):
-        size = int.from_bytes(avcc[at : at + 2], "big")
-        bits = "".join(f"{byte:08b}" for byte in avcc[at + 3 : at + 2 + min(size, 9)])
-        for _number in range(2):  # skip the id of the set and the id of its SPS, in exponential Golomb code
-            zeros = len(bits) - len(bits.lstrip("0"))
-            bits = bits[2 * zeros + 1 :]
-        flags.append(bits[:1] == "1")
-        at += 2 + size
-    return bool(flags) and all(flags)
+    try:
+        _, units, _ = avc_sets(avcc)
+        for unit in units:
+            bits = Bits(unit[1:], "PPS")
+            bits.skip_numbers(2)  # the id of the set, and the id of its SPS
+            if not bits.flag():
+                return False
+    except DecodeError:  # a broken box does not tell
+        return False
+    return bool(units)
 
 
 def _unprotected(data: bytes, start: int, end: int) -> int:
@@ -126,44 +127,22 @@ def _monotonous(data: bytes, start: int, end: int) -> bool:
 
 def _av1(data: bytes, start: int, end: int, key: bool) -> str:
     frames, reduced = 0, 0
-    while start < end:
-        # OBU header: forbidden bit, type (4 bits), extension flag, size flag, reserved bit.
-        header, start = data[start], start + 1
+    for header, first, stop in obus(data, start, end):
         kind = header >> 3 & 15
         if header & 0x81 or kind not in (1, 2, 3, 4, 5, 6, 7, 8, 15):
             return f"invalid OBU header {header:02x}"
-        start += header >> 2 & 1
-        stop = end
-        if header & 2:
-            size, start = leb128(data, start)
-            stop = start + size
-        if stop > end or start > end:
+        if max(first, stop) > end:
             return "its OBUs do not add up to its size"
-        if kind == 1 and start < stop:  # sequence header: profile (3 bits), still picture, reduced_still_picture_header
-            reduced = data[start] >> 3 & 1
+        if kind == 1 and first < stop:  # sequence header: profile (3 bits), still picture, reduced_still_picture_header
+            reduced = data[first] >> 3 & 1
         elif kind in (3, 4, 6):
             # Frame header: show_existing_frame, frame_type (2 bits). All three bits of a keyframe are 0.
-            if key and not frames and not reduced and (start == stop or data[start] & 0xE0):
+            if key and not frames and not reduced and (first == stop or data[first] & 0xE0):
                 return _NO_KEY
             frames += kind != 4
-            if _monotonous(data, start, stop):
+            if _monotonous(data, first, stop):
                 return _TOO_LONG
-        start = stop
     return "" if frames else "no frame"
-
-
-def leb128(data: bytes, start: int) -> tuple[int, int]:
-    """Parse a number of up to eight bytes in LEB128.
-
-    Returns:
-        Value of the number and position after it. If the number is truncated, the value is 2^62, which exceeds any size.
-    """
-    value = 0
-    for i, byte in enumerate(data[start : start + 8]):
-        value |= (byte & 127) << 7 * i
-        if byte < 128:
-            return value, start + i + 1
-    return 1 << 62, start
 
 
 def _vp9_check(config: bytes) -> Check:

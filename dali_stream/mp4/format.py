@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import children
-from dali_stream.mp4.parameter_sets import CHROMA, UNSPECIFIED, Sequence, h264_sequences, hevc_sequences
+from dali_stream.mp4.parameter_sets import CHROMA, UNSPECIFIED, Sequence, avc_sets, h264_sequences, hevc_sequences
 from dali_stream.mp4.sequence_header import av1_sequences
 
 CODECS = {
@@ -226,12 +226,7 @@ def _details(codec: str, parts: dict[bytes, bytes]) -> tuple[int | None, str, in
 
 def _avc_chroma(avcc: bytes) -> tuple[str, int]:
     """Return (chroma, bit depth) from avcC. High and later profiles store them after the parameter sets."""
-    at = 6
-    for _ in range(avcc[5] & 31):
-        at += 2 + int.from_bytes(avcc[at : at + 2], "big")
-    count, at = avcc[at], at + 1
-    for _ in range(count):
-        at += 2 + int.from_bytes(avcc[at : at + 2], "big")
-    if avcc[1] not in (66, 77, 88) and len(avcc) >= at + 3:
-        return CHROMA[avcc[at] & 3], (avcc[at + 1] & 7) + 8
+    _, _, rest = avc_sets(avcc)
+    if avcc[1] not in (66, 77, 88) and len(rest) >= 3:
+        return CHROMA[rest[0] & 3], (rest[1] & 7) + 8
     return "420", 8

@@ -10,8 +10,9 @@ import contextlib
 
 import numpy as np
 
-from dali_stream.mp4.damage import leb128, vp9_frames
+from dali_stream.mp4.damage import vp9_frames
 from dali_stream.mp4.index import VideoIndex
+from dali_stream.mp4.sequence_header import obus
 from dali_stream.storage import Store
 
 CODECS = ("av1", "vp9", "vp8")  # other codecs display every decoded frame, at once or later
@@ -70,18 +71,15 @@ def hidden_frames_refusal(codec: str) -> str:
 
 
 def _av1(data: bytes) -> int:
-    at = count = reduced = 0
-    while at < len(data):
-        kind, extended, sized = data[at] >> 3 & 15, data[at] >> 2 & 1, data[at] & 2
-        at += 1 + extended
-        size, at = leb128(data, at) if sized else (len(data) - at, at)
-        if not size:
+    count = reduced = 0
+    for header, at, stop in obus(data, 0, len(data)):
+        kind = header >> 3 & 15
+        if at == stop:
             continue
         if kind == 1:  # sequence header: profile (3 bits), still frame (1), reduced still frame header (1)
             reduced = data[at] & 0x08
         elif kind in (3, 6) and not reduced:  # frame header, frame: show_existing_frame, frame_type (2 bits), show_frame
             count += not data[at] & 0x90
-        at += size
     return count
 
 

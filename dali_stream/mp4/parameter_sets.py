@@ -52,9 +52,20 @@ def h264_sequences(avcc: bytes) -> list[Sequence]:
     Raises:
         DecodeError: If the box or an SPS is truncated or invalid.
     """
-    bits = Bits(avcc[5:], "avcC")
-    units = [bits.data(bits.take(16)) for _ in range(bits.take(8) & 31)] if avcc else []
+    units, _, _ = avc_sets(avcc) if avcc else ([], [], b"")
     return [_h264(_unescaped(unit[1:])) for unit in units if unit and unit[0] & 31 == 7]
+
+
+def avc_sets(avcc: bytes) -> tuple[list[bytes], list[bytes], bytes]:
+    """Return the SPS and the picture parameter sets (PPS) in an `avcC` box as NAL units, and the bytes after them.
+
+    Raises:
+        DecodeError: If the box is truncated.
+    """
+    bits = Bits(avcc[5:], "avcC")
+    sequence_sets = [bits.data(bits.take(16)) for _ in range(bits.take(8) & 31)]
+    picture_sets = [bits.data(bits.take(16)) for _ in range(bits.take(8))]
+    return sequence_sets, picture_sets, bits.rest()
 
 
 def hevc_sequences(hvcc: bytes) -> list[Sequence]:

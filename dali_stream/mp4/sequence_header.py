@@ -6,6 +6,10 @@ Sources: the AV1 bitstream, 5.3 (OBU header), 5.5 (sequence header) and 6.4.2 (c
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
+from dali_stream.errors import DecodeError
 from dali_stream.mp4.bits import Bits
 from dali_stream.mp4.parameter_sets import UNSPECIFIED, Sequence
 
@@ -18,15 +22,42 @@ def av1_sequences(av1c: bytes) -> list[Sequence]:
     Raises:
         DecodeError: If the box or a sequence header is truncated or invalid.
     """
-    bits, headers = Bits(av1c[4:], "av1C"), list[bytes]()
-    for _ in range(_MOST_OBUS):
-        if not bits.left:
-            break
-        kind, extended, sized = bits.take(5) & 15, bits.flag(), bits.flag()
-        bits.take(9 if extended else 1)
-        body = bits.data(bits.leb128() if sized else None)
-        headers += [body] if kind == 1 else []
+    headers = []
+    for kind, start, stop in itertools.islice(obus(av1c, 4, len(av1c)), _MOST_OBUS):
+        if max(start, stop) > len(av1c):
+            raise DecodeError("invalid av1C: truncated")
+        if kind >> 3 & 15 == 1:
+            headers.append(av1c[start:stop])
     return [_sequence(header) for header in headers]
+
+
+def obus(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first byte of the header, start, end) for the body of each OBU in `data[start:end]`.
+
+    The first byte has a forbidden bit, the type (4 bits), the extension flag, the size flag and a reserved bit. If the sizes do
+    not add up, the start or the end of the last body exceeds `end`.
+    """
+    while start < end:
+        header, start, stop = data[start], start + 1 + (data[start] >> 2 & 1), end
+        if header & 2:
+            size, start = leb128(data, start)
+            stop = start + size
+        yield header, start, stop
+        start = max(start, stop)
+
+
+def leb128(data: bytes, start: int) -> tuple[int, int]:
+    """Parse a number of up to eight bytes in LEB128.
+
+    Returns:
+        Value of the number and position after it. If the number is truncated, the value is 2^62, which exceeds any size.
+    """
+    value = 0
+    for i, byte in enumerate(data[start : start + 8]):
+        value |= (byte & 127) << 7 * i
+        if byte < 128:
+            return value, start + i + 1
+    return 1 << 62, start
 
 
 def _sequence(header: bytes) -> Sequence:
