@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -50,18 +50,6 @@ class Route:
     reason: str
 
 
-class Measured(NamedTuple):
-    """Speeds that were measured while the routes of a Loader are chosen.
-
-    Attributes:
-        threads: Number of decode threads of the Loader.
-        rates: {(decoder of NVDEC, format of the video, median GOP length): speeds}.
-    """
-
-    threads: int
-    rates: dict[tuple[str, VideoFormat, int], Rates]
-
-
 IMAGES = Route("torchcodec", "its frames are images in Parquet rows")
 DEPTH = Route("pyav", "depth has 12 bits, and torchcodec decodes to 8")
 
@@ -88,14 +76,14 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
         if why := unavailable(gpu):
             raise ValueError(f'decode="{TORCHCODEC_CUDA}": {why}')
     routes = dict.fromkeys(source.cameras, IMAGES)
-    measured = Measured(threads, {})
+    choice = _Choice(source, indices, decode, gpu, threads)
     for key in source.videos:
         if source.features[key].is_depth:
             depth.pyav(key)
             routes[key] = DEPTH
         else:
-            routes[key] = _choose_for_camera(key, source, indices, decode, gpu, measured)
-    if gpu is not None and any(decoder == TORCHCODEC_CUDA for decoder, *_ in measured.rates):
+            routes[key] = choice.of_camera(key)
+    if gpu is not None and any(decoder == TORCHCODEC_CUDA for decoder, *_ in choice.rates):
         from dali_stream.decode.torchcodec_cuda import release_decoders
 
         if not any(route.decoder == TORCHCODEC_CUDA for route in routes.values()):
@@ -107,115 +95,114 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
     return routes
 
 
-def _choose_for_camera(
-    key: str, source: Source, indices: IndexCache, decode: str, gpu: int | None, measured: Measured
-) -> Route:
-    """Return the route of a camera that is stored as video. See `choose_routes` for the other arguments and the errors.
+@dataclass(frozen=True)
+class _Choice:
+    """Choice of the routes of the cameras of a Loader that are stored as video. See `choose_routes` for the other attributes.
 
-    The first file of each dataset is tested. If torchcodec must decode one of them, it decodes the camera in all datasets.
+    Attributes:
+        rates: Speeds that were measured so far, {(decoder of NVDEC, format of the video, median GOP length): speeds}.
     """
-    present = source.videos[key].file != NONE
-    try:
-        why = "a dataset of the mixture has no video of the camera, and DALI would need a clip of each sample"
-        not_dali = "" if present.all() else why
-        if decode == "dali" and not_dali:
-            return _torchcodec_instead(decode, not_dali)
-        _, first = np.unique(source.dataset_of[present], return_index=True)
+
+    source: Source
+    indices: IndexCache
+    decode: str
+    gpu: int | None
+    threads: int
+    rates: dict[tuple[str, VideoFormat, int], Rates] = field(default_factory=dict)
+
+    def of_camera(self, key: str) -> Route:
+        """Return the route of a camera. See `choose_routes` for the errors.
+
+        The first file of each dataset is tested. If torchcodec must decode one of them, it decodes the camera in all datasets.
+        """
+        present = self.source.videos[key].file != NONE
+        _, first = np.unique(self.source.dataset_of[present], return_index=True)
         routes = []
-        for episode in np.flatnonzero(present)[first].tolist():
-            routes.append(_choose_for_episode(key, source, indices, episode, decode, gpu, measured, not_dali))
-            if routes[-1].decoder == "torchcodec":
-                return routes[-1]
+        try:
+            if self.decode == "dali" and (why := self._unfit_for_dali(key)):
+                return _torchcodec_instead(self.decode, why)
+            for episode in np.flatnonzero(present)[first].tolist():
+                routes.append(self._of_episode(key, episode))
+                if routes[-1].decoder == "torchcodec":
+                    return routes[-1]
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
         if len({route.decoder for route in routes}) > 1:
             return Route("torchcodec", "NVDEC would need different decoders for the datasets of the mixture")
         return routes[0]
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
 
+    def _unfit_for_dali(self, key: str) -> str:
+        """Return why DALI must not decode a camera, whatever its files are. The text is empty if it may."""
+        if (self.source.videos[key].file == NONE).any():
+            return "a dataset of the mixture has no video of the camera, and DALI would need a clip of each sample"
+        return ""
 
-def _choose_for_episode(
-    key: str,
-    source: Source,
-    indices: IndexCache,
-    episode: int,
-    decode: str,
-    gpu: int | None,
-    measured: Measured,
-    not_dali: str,
-) -> Route:
-    """Return the route of a camera according to the file that contains an episode, after a trial.
+    def _of_episode(self, key: str, episode: int) -> Route:
+        """Return the route of a camera according to the file that contains an episode, after a trial."""
+        store = self.source.data_store
+        try:
+            index = self.indices.of(key, episode, store)
+            video = VideoFiles(self.source, key).format(index, 0)
+            if self.decode == "auto" and self.gpu is not None:
+                return self._fastest(key, index, video, self.gpu)
+            route = choose(self.decode, self.gpu, video, index, store)
+            if route.decoder != "torchcodec":
+                from dali_stream.decode.trial import trial  # imported on use, because it imports DALI
 
-    See `choose_routes` and `_nvdec_decoder` for the arguments.
-    """
-    store = source.data_store
-    try:
-        index = indices.of(key, episode, store)
-        video = VideoFiles(source, key).format(index, 0)
-        if decode == "auto" and gpu is not None:
-            return _fastest(store, index, video, gpu, len(source.videos), measured, not_dali)
-        route = choose(decode, gpu, video, index, store)
-        if route.decoder != "torchcodec":
-            from dali_stream.decode.trial import trial  # imported on use, because it imports DALI
-
-            if refused := trial(route.decoder, store, index, video, gpu):
-                return _torchcodec_instead(decode, refused)
-        return route
-    except StorageError:
-        raise
-    except DaliStreamError as error:
-        if decode in ("dali", TORCHCODEC_CUDA):
+                if refused := trial(route.decoder, store, index, video, self.gpu):
+                    return _torchcodec_instead(self.decode, refused)
+            return route
+        except StorageError:
             raise
-        # Other files may be intact, so no error is raised here. The first batch that requires the damaged file raises it.
-        return Route("torchcodec", f"the file of its first episode cannot be read: {error}")
+        except DaliStreamError as error:
+            if self.decode in ("dali", TORCHCODEC_CUDA):
+                raise
+            # Other files may be intact, so no error is raised here. The first batch that requires the damaged file raises it.
+            return Route("torchcodec", f"the file of its first episode cannot be read: {error}")
 
+    def _fastest(self, key: str, index: VideoIndex, video: VideoFormat, gpu: int) -> Route:
+        """Return the fastest route for a file on this machine.
 
-def _fastest(
-    store: Store, index: VideoIndex, video: VideoFormat, gpu: int, cameras: int, measured: Measured, not_dali: str
-) -> Route:
-    """Return the fastest route for a file on this machine.
+        torchcodec is the first choice for NVDEC. On an H100, DALI delivered 117 frames/s of H.264 of 480×640 with a clip per
+        frame, and torchcodec 9,085 with 16 frames per clip (`benchmarks/nvdec_decoders.py`).
+        """
+        try:
+            decoder, why = self._on_nvdec(key, index, video, gpu)
+            if not decoder:
+                return Route("torchcodec", why)
+            kind = decoder, video, int(np.median(index.gop_lengths))
+            if kind not in self.rates:
+                from dali_stream.decode import rate
 
-    torchcodec is the first choice for NVDEC. On an H100, DALI delivered 117 frames/s of H.264 of 480×640 with a clip per frame,
-    and torchcodec 9,085 with 16 frames per clip (`benchmarks/nvdec_decoders.py`).
-    """
-    try:
-        decoder, why = _nvdec_decoder(store, index, video, gpu, not_dali)
-        if not decoder:
-            return Route("torchcodec", why)
-        kind = decoder, video, int(np.median(index.gop_lengths))
-        if kind not in measured.rates:
-            from dali_stream.decode import rate
+                cameras = len(self.source.videos)
+                try:
+                    clips = rate.request_clips(self.source.data_store, index, gpu, decoder)
+                    self.rates[kind] = rate.measure(clips, video, gpu, cameras, self.threads, _MEASURED_S, decoder)
+                except DecodeError as error:
+                    return Route("torchcodec", f"the speed of NVDEC could not be measured: {error}")
+        except (RuntimeError, MemoryError) as error:  # such as too little memory on the GPU
+            return Route("torchcodec", f"NVDEC could not be tried: {error}")
+        rates = self.rates[kind]
+        text = (
+            f"NVDEC decodes {video_name(video)} of {video.height}×{video.width} at {rates.nvdec:.0f} frames/s here, and the "
+            f"CPU with {self.threads} threads at {rates.cpu:.0f}"
+        )
+        return Route(decoder if rates.nvdec_is_faster else "torchcodec", text)
 
-            try:
-                clips = rate.request_clips(store, index, gpu, decoder)
-                measured.rates[kind] = rate.measure(clips, video, gpu, cameras, measured.threads, _MEASURED_S, decoder)
-            except DecodeError as error:
-                return Route("torchcodec", f"the speed of NVDEC could not be measured: {error}")
-    except (RuntimeError, MemoryError) as error:  # such as too little memory on the GPU
-        return Route("torchcodec", f"NVDEC could not be tried: {error}")
-    rates = measured.rates[kind]
-    text = (
-        f"NVDEC decodes {video_name(video)} of {video.height}×{video.width} at {rates.nvdec:.0f} frames/s here, and the CPU "
-        f"with {measured.threads} threads at {rates.cpu:.0f}"
-    )
-    return Route(decoder if rates.nvdec_is_faster else "torchcodec", text)
+    def _on_nvdec(self, key: str, index: VideoIndex, video: VideoFormat, gpu: int) -> tuple[str, str]:
+        """Return the first decoder that decodes a file correctly on NVDEC, or "" and the reasons why none does."""
+        store, reasons = self.source.data_store, list[str]()
+        for decoder, judge in ((TORCHCODEC_CUDA, refusal_of_torchcodec), ("dali", refusal_of_file)):
+            reason = judge(gpu, video, index, store)
+            reason = reason or (_lacks_torchcodec(gpu) if decoder == TORCHCODEC_CUDA else self._unfit_for_dali(key))
+            if not reason:
+                from dali_stream.decode.trial import trial  # imported on use, because it imports DALI
 
-
-def _nvdec_decoder(store: Store, index: VideoIndex, video: VideoFormat, gpu: int, not_dali: str) -> tuple[str, str]:
-    """Return the first decoder that decodes a file correctly on NVDEC, or "" and the reasons why none does.
-
-    `not_dali` is a reason that the file does not show why DALI must not decode it, or "".
-    """
-    reasons = list[str]()
-    for decoder, judge in ((TORCHCODEC_CUDA, refusal_of_torchcodec), ("dali", refusal_of_file)):
-        reason = judge(gpu, video, index, store) or (_lacks_torchcodec(gpu) if decoder == TORCHCODEC_CUDA else not_dali)
-        if not reason:
-            from dali_stream.decode.trial import trial  # imported on use, because it imports DALI
-
-            reason = trial(decoder, store, index, video, gpu)
-        if not reason:
-            return decoder, ""
-        reasons.append(reason)
-    return "", "; ".join(dict.fromkeys(reasons))
+                reason = trial(decoder, store, index, video, gpu)
+            if not reason:
+                return decoder, ""
+            reasons.append(reason)
+        return "", "; ".join(dict.fromkeys(reasons))
 
 
 def _torchcodec_instead(decode: str, why: str) -> Route:
