@@ -100,20 +100,20 @@ def decode_in_parts(
     decode_parts = decode_parts or decode_clip_in_parts
     for group in _groups(indices, packets):
         mine, wanted = [indices[i] for i in group], [packets[i] for i in group]
-        with timed("pack_s"):
-            clip = pack(store, mine, wanted, for_nvdec=device != "cpu", hidden_frames=True, timed=timed)
-        try:
-            for requests, frames, decoded in decode_parts(clip, expected, part, device):
-                yield [group[i] for i in requests], frames, decoded
-            continue
-        except DecodeError:
-            if not _holds_back(store, mine):
-                raise
-        # The requests are decoded again from the start of the file, including those that were already yielded.
-        with timed("pack_s"):
-            clip = pack(store, mine, wanted, from_the_start=True, timed=timed)
-        for requests, frames, decoded in decode_parts(clip, expected, part, device):
-            yield [group[i] for i in requests], frames, decoded
+        # If a clip fails, its requests are decoded again from the start of the file, also those that were already yielded.
+        for from_the_start in (False, True):
+            for_nvdec = device != "cpu" and not from_the_start
+            with timed("pack_s"):
+                clip = pack(
+                    store, mine, wanted, from_the_start=from_the_start, for_nvdec=for_nvdec, hidden_frames=True, timed=timed
+                )
+            try:
+                for requests, frames, decoded in decode_parts(clip, expected, part, device):
+                    yield [group[i] for i in requests], frames, decoded
+                break
+            except DecodeError:
+                if from_the_start or not _holds_back(store, mine):
+                    raise
 
 
 def _holds_back(store: Store, indices: Sequence[VideoIndex]) -> bool:

@@ -20,7 +20,7 @@ from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.none import NONE
 from dali_stream.decode import depth
-from dali_stream.decode.decoder import Decoded, Pool, even_tasks, named, task_frames
+from dali_stream.decode.decoder import Decoded, even_tasks, named, task_frames
 from dali_stream.decode.refusal import refusal_of_torchcodec
 from dali_stream.decode.resize import resize, resize_on_gpu
 from dali_stream.decode.stored import StoredFrames
@@ -35,33 +35,63 @@ from dali_stream.observe.counters import Counters
 from dali_stream.schedule.frame_plan import FramePlan, Reads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
-
-
-class _Gop(NamedTuple):
-    """Frames of one GOP that a task decodes.
-
-    Attributes:
-        file: Index of the file.
-        episode: Episode of the frames.
-        name: Name of the file's frames on disk. None if they are not stored.
-        frames: Frame indices within the episode.
-        packets: Packet of each frame.
-        slots: Slot into which each frame is put. `NONE` for frames that are decoded for the frame cache on disk only.
-    """
-
-    file: VideoIndex
-    episode: int
-    name: RecordName | None
-    frames: list[int]
-    packets: list[int]
-    slots: list[int]
+from dali_stream.system.workers import Workers
 
 
 class _Frame(NamedTuple):
-    """One of the frames of a `_Gop`, by its number in the lists."""
+    """Frame that a task decodes.
 
-    gop: _Gop
+    Attributes:
+        file: Index of the file.
+        name: Name of the file's frames on disk. None if they are not stored.
+        episode: Episode of the frame.
+        number: Frame index within the episode.
+        packet: Packet of the frame.
+        slot: Slot into which the frame is put. `NONE` for a frame that is decoded for the frame cache on disk only.
+    """
+
+    file: VideoIndex
+    name: RecordName | None
+    episode: int
     number: int
+    packet: int
+    slot: int
+
+
+class _Parts:
+    """Division of frames into parts that are decoded together, which finds the frames that fail with few attempts.
+
+    The first part has all frames. If a part fails, its first half is next, until a single frame fails. The frames after it
+    often fail, too, so the next part has one frame, and the size doubles after each part that succeeds. While frames remain of
+    a part that failed, at least one of them must fail, so half of them are next.
+
+    Args:
+        count: Number of frames.
+
+    Attributes:
+        start, stop: Frames [start, stop) of the next part. Both are `count` at the end.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.start, self.stop, self._count = 0, count, count
+        self._failed = 0  # end of the smallest part that failed, if it is after `start`
+
+    def divide(self) -> None:
+        """Continue with the first half of the part, which has failed."""
+        self._failed, self.stop = self.stop, self.start + (self.stop - self.start) // 2
+
+    def advance(self) -> None:
+        """Continue after the part, which has succeeded."""
+        remaining = self._failed - self.stop
+        self._continue((remaining + 1) // 2 if remaining > 0 else 2 * (self.stop - self.start))
+
+    def give_up(self) -> None:
+        """Continue after the part, which has failed and is not divided."""
+        self._failed = 0
+        self._continue(1)
+
+    def _continue(self, size: int) -> None:
+        self.start, self.stop = self.stop, min(self.stop + size, self._count)
 
 
 class TorchcodecDecoder(VideoFiles):
@@ -97,7 +127,7 @@ class TorchcodecDecoder(VideoFiles):
         self._present = source.videos[key].file != NONE
         self._is_depth = source.features[key].is_depth
 
-    def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
+    def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
         """See `Decoder.start`."""
         planned, episode = plan.frames[self.key], plan.samples.episode
         failed: dict[int, DaliStreamError] = {}
@@ -105,10 +135,9 @@ class TorchcodecDecoder(VideoFiles):
         for row, t in np.argwhere((planned.show == NONE) & present[:, None]).tolist():
             if row not in failed:
                 failed[row] = self.missing(episodes, int(episode[row]), plan.shown_in_episode[self.key][row, t : t + 1])
-        gops = self._gops(planned, episodes) if len(planned.packet) else []
         batch = None if self._stored is None else self._stored.batch(planned)
         tasks = self._read(pool, planned.reads, batch, episodes)
-        tasks += [pool.submit(self._decode, store, task) for task in self._deal(gops)]
+        tasks += [pool.submit(self._decode, store, task) for task in self._tasks(planned, episodes)]
         return Decoded(self._slots, planned, tasks, failed, batch)
 
     def close(self) -> None:
@@ -117,18 +146,36 @@ class TorchcodecDecoder(VideoFiles):
         if self._stored is not None:
             self._stored.close()
 
-    def _gops(self, plan: FramePlan, episodes: OpenEpisodes) -> list[_Gop]:
+    def _tasks(self, plan: FramePlan, episodes: OpenEpisodes) -> list[list[_Frame]]:
+        """Distribute the frames of a batch to tasks.
+
+        The frames of a task share their sample description, because a clip has only one. Each GOP is in one task, and GOPs that
+        are next to each other in a file are in the same task if possible.
+        """
+        by_config: dict[tuple[bytes, bytes], list[list[_Frame]]] = {}
+        for gop in sorted(self._gops(plan, episodes), key=lambda gop: (gop[0].file.path, gop[0].packet)):
+            by_config.setdefault(config(gop[0].file, gop[0].packet), []).append(gop)
+        tasks = []
+        for alike in by_config.values():
+            video = self.format(alike[0][0].file, alike[0][0].packet)
+            task = even_tasks(np.cumsum([len(gop) for gop in alike]), task_frames((video.height, video.width)))
+            for number in np.unique(task):
+                tasks.append([frame for i in np.flatnonzero(task == number) for frame in alike[i]])
+        return tasks
+
+    def _gops(self, plan: FramePlan, episodes: OpenEpisodes) -> list[list[_Frame]]:
+        """Return the frames to decode, by GOP."""
         starts = np.flatnonzero(np.diff(plan.gop, prepend=NONE)).tolist()
-        stops = [*starts, len(plan.gop)][1:]
         indices = self._usable(plan, episodes)
         columns = [values.tolist() for values in (plan.frame, plan.packet, plan.slot)]
-        return [
-            _Gop(indices[episode], episode, episodes.record_name(self.key, episode), *(each[start:stop] for each in columns))
-            for episode, start, stop in zip(plan.episode[starts].tolist(), starts, stops, strict=True)
-            if episode in indices
-        ]
+        gops = []
+        for episode, start, stop in zip(plan.episode[starts].tolist(), starts, [*starts, len(plan.gop)][1:], strict=True):
+            if episode in indices:
+                own = indices[episode], episodes.record_name(self.key, episode), episode
+                gops.append([_Frame(*own, *values) for values in zip(*(each[start:stop] for each in columns), strict=True)])
+        return gops
 
-    def _read(self, pool: Pool, reads: Reads, batch: ReadFrames | None, episodes: OpenEpisodes) -> list[Future[None]]:
+    def _read(self, pool: Workers, reads: Reads, batch: ReadFrames | None, episodes: OpenEpisodes) -> list[Future[None]]:
         """Start the tasks that read frames from disk."""
         if self._stored is None or not len(reads.slot):
             return []
@@ -148,11 +195,10 @@ class TorchcodecDecoder(VideoFiles):
         numbers: list[int],
     ) -> None:
         """Decode frames that could not be read from disk. `numbers` are their numbers in `reads`."""
-        for episode, own in itertools.groupby(numbers, lambda number: int(reads.episode[number])):
-            chosen = list(own)
-            values = (column[chosen].tolist() for column in (reads.frame, reads.packet, reads.slot))
-            # The blocks of encoded video for these frames were not fetched, so the file is read.
-            self._decode(store, [_Gop(indices[episode], episode, names[episode], *values)])
+        columns = (column[numbers].tolist() for column in (reads.episode, reads.frame, reads.packet, reads.slot))
+        frames = [_Frame(indices[episode], names[episode], episode, *own) for episode, *own in zip(*columns, strict=True)]
+        # The blocks of encoded video for these frames were not fetched, so the file is read.
+        self._decode(store, frames)
 
     def _usable(self, plan: FramePlan | Reads, episodes: OpenEpisodes) -> dict[int, VideoIndex]:
         """Return the index of each episode's file. If a file contradicts the metadata, its frames' slots get the error.
@@ -179,63 +225,45 @@ class TorchcodecDecoder(VideoFiles):
                 indices[episode] = index
         return indices
 
-    def _deal(self, gops: list[_Gop]) -> list[list[_Gop]]:
-        """Distribute GOPs to tasks.
+    def _decode(self, store: Store, frames: list[_Frame]) -> None:
+        """Decode frames in a decode thread, and put them into slots.
 
-        The GOPs of a task share their sample description, because a clip has only one. GOPs that are next to each other in a
-        file are in the same task if possible.
-        """
-        by_config: dict[tuple[bytes, bytes], list[_Gop]] = {}
-        for gop in sorted(gops, key=lambda gop: (gop.file.path, gop.packets[0])):
-            by_config.setdefault(config(gop.file, gop.packets[0]), []).append(gop)
-        tasks = []
-        for alike in by_config.values():
-            ends = np.cumsum([len(gop.packets) for gop in alike])
-            video = self.format(alike[0].file, alike[0].packets[0])
-            task = even_tasks(ends, task_frames((video.height, video.width)))
-            tasks += [[alike[i] for i in np.flatnonzero(task == number)] for number in np.unique(task)]
-        return tasks
-
-    def _decode(self, store: Store, gops: list[_Gop]) -> None:
-        """Decode GOPs in a decode thread, and put their frames into slots.
-
-        If decoding fails, the first half of the frames is tried, until a single frame fails. Only this frame gets the error.
-        The frames after it often fail, too, so they are tried in groups that begin with one frame and double. If the frames of
-        a group are all in one file that cannot be read, all of them get the error.
+        If decoding fails, `_Parts` finds the frames that fail, and only their slots get the error. If the frames of a part are
+        all in one file that cannot be read, all of them get the error.
 
         Raises:
             RouteChange: If NVDEC cannot decode a frame, and the CPU can, or if the GPU's memory is not enough.
         """
-        frames = [_Frame(gop, i) for gop in gops for i in range(len(gop.packets))]
         if self._stored is not None:
             frames = list(self._still_missing(self._stored, frames))
-        start, count = 0, len(frames)
-        failed = 0  # end of the frames of which at least one must fail, because they failed together
-        while start < len(frames):
-            part = frames[start : start + count]
+        parts = _Parts(len(frames))
+        while part := frames[parts.start : parts.stop]:
             try:
                 self._decode_together(store, part)
             except torch.OutOfMemoryError as error:
-                raise self.change(part[0].gop.file, f"the GPU's memory is not enough for {len(part)} frames") from error
+                raise self.change(part[0].file, f"the GPU's memory is not enough for {len(part)} frames") from error
             except (DecodeError, DatasetError, StorageError) as error:
-                # No batch needs the frames for the disk only. They may be why others failed.
-                if any(gop.slots[i] == NONE for gop, i in part):
-                    frames = frames[:start] + [frame for frame in frames[start:] if frame.gop.slots[frame.number] != NONE]
-                    continue
-                if len(part) > 1 and (isinstance(error, DecodeError) or len({gop.file.path for gop, _ in part}) > 1):
-                    failed, count = start + len(part), len(part) // 2
-                    continue
-                for gop, i in part:  # a single frame, or frames of one file that cannot be read
-                    if isinstance(error, DecodeError) and self._gpu is not None:
-                        error = self._on_cpu(store, gop.file, gop.packets[i], error)
-                    if isinstance(error, DecodeError):
-                        error = self.named(gop.episode, np.array([gop.frames[i]]), gop.file, error)
-                    self._slots.fail(gop.slots[i], error.with_traceback(None))  # it would keep packets and pixels
-                failed, count = 0, 1
+                if any(frame.slot == NONE for frame in part):
+                    # No batch needs the frames for the disk only, and they may be why others failed. The first part had all
+                    # frames, so no frame was decoded yet.
+                    frames = [frame for frame in frames if frame.slot != NONE]
+                    parts = _Parts(len(frames))
+                elif len(part) > 1 and (isinstance(error, DecodeError) or len({frame.file.path for frame in part}) > 1):
+                    parts.divide()
+                else:
+                    for frame in part:
+                        self._fail(store, frame, error)
+                    parts.give_up()
             else:
-                rest = failed - start - len(part)
-                count = (rest + 1) // 2 if rest > 0 else 2 * count
-            start += len(part)
+                parts.advance()
+
+    def _fail(self, store: Store, frame: _Frame, error: DecodeError | DatasetError | StorageError) -> None:
+        """Put an error into the slot of a frame. Raises RouteChange if NVDEC failed, and the CPU can decode the frame."""
+        if isinstance(error, DecodeError) and self._gpu is not None:
+            error = self._on_cpu(store, frame.file, frame.packet, error)
+        if isinstance(error, DecodeError):
+            error = self.named(frame.episode, np.array([frame.number]), frame.file, error)
+        self._slots.fail(frame.slot, error.with_traceback(None))  # it would keep packets and pixels
 
     def _on_cpu(
         self, store: Store, file: VideoIndex, packet: int, error: DecodeError
@@ -249,20 +277,18 @@ class TorchcodecDecoder(VideoFiles):
 
     def _still_missing(self, stored: StoredFrames, frames: list[_Frame]) -> Iterator[_Frame]:
         """Yield the frames that must be decoded, because they were not added to the frame cache on disk meanwhile."""
-        for name, group in itertools.groupby(frames, lambda frame: frame.gop.name):
+        for name, group in itertools.groupby(frames, lambda frame: frame.name):
             own = list(group)
             if name is None:
                 yield from own
                 continue
-            places = [(gop.episode, gop.frames[i]) for gop, i in own]
-            packets, slots = [gop.packets[i] for gop, i in own], [gop.slots[i] for gop, i in own]
-            is_there = stored.read_added(name, packets, slots, places)
+            places = [(frame.episode, frame.number) for frame in own]
+            is_there = stored.read_added(name, [frame.packet for frame in own], [frame.slot for frame in own], places)
             yield from (frame for frame, there in zip(own, is_there, strict=True) if not there)
 
     def _decode_together(self, store: Store, frames: list[_Frame]) -> None:
         """Decode frames with one clip if possible, and put them into slots. Raises DecodeError if one of them fails."""
-        indices = [gop.file for gop, _ in frames]
-        packets, slots = [gop.packets[i] for gop, i in frames], [gop.slots[i] for gop, i in frames]
+        indices, packets = [frame.file for frame in frames], [frame.packet for frame in frames]
         video, decoded, stored = self.format(indices[0], packets[0]), 0, 0
         part, timed = frames_at_once((video.height, video.width), self._gpu), self._counters.timed
         device, decode_parts = device_name(self._gpu), depth.decode_clip_in_parts if self._is_depth else None
@@ -270,13 +296,14 @@ class TorchcodecDecoder(VideoFiles):
             with timed("decode_s"), own_stream(self._gpu):
                 parts = decode_in_parts(store, indices, packets, video, part, timed, device, decode_parts)
                 for requests, tensor, more in parts:
+                    own = [frames[i] for i in requests]
                     with timed("resize_s"):
-                        resized = self._resized(tensor, frames[0].gop.file)
-                        self._put([slots[i] for i in requests], resized)
+                        resized = self._resized(tensor, indices[0])
+                        self._put([frame.slot for frame in own], resized)
                     if self._stored is not None:
                         self._stored.add(
-                            (gop.name, gop.packets[i], (gop.episode, gop.frames[i]), pixels)
-                            for (gop, i), pixels in zip((frames[i] for i in requests), resized, strict=True)
+                            (frame.name, frame.packet, (frame.episode, frame.number), pixels)
+                            for frame, pixels in zip(own, resized, strict=True)
                         )
                     decoded, stored = decoded + more, stored + len(requests)
         finally:
