@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ from dali_stream.decode import dali
 from dali_stream.decode.audit import COLOUR_TOLERANCE
 from dali_stream.demo import read_identities
 from dali_stream.observe.counters import Counters
+from dali_stream.system.workers import Workers
 
 FPS = 20
 STEPS = {TOP: [-2, -1, 0], SIDE: [0, 1, 30], "action": [0, 1, 2, 3]}
@@ -74,11 +74,8 @@ def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypat
     for number, key in enumerate(dataset.cameras):
         decoder = dali.DaliDecoder(dataset.source, key, Counters(), None, (128, 160), None, False)
         packets = np.stack([opened[e].cameras[key].packet[f] for e, f in zip(episode.tolist(), frames, strict=True)])
-        with ThreadPoolExecutor(2) as pool:
-            step = SimpleNamespace(
-                packets={key: packets}, shown_in_episode={key: frames}, samples=SimpleNamespace(episode=episode)
-            )
-            clips = decoder.start(pool, step, episodes, dataset.data_store)
+        step = SimpleNamespace(packets={key: packets}, shown_in_episode={key: frames}, samples=SimpleNamespace(episode=episode))
+        clips = decoder.start(Workers("", 0), step, episodes, dataset.data_store)
         for row, (clip, places, order, _) in enumerate(clips.packed):
             assert (np.diff(places) > 0).all()
             ffmpeg = VideoDecoder(clip.tobytes(), dimension_order="NHWC")

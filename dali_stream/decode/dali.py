@@ -18,7 +18,7 @@ from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.checks.none import NONE
 from dali_stream.decode.audit import Audit
 from dali_stream.decode.capability import SESSIONS_PER_ENGINE
-from dali_stream.decode.decoder import Pool, named
+from dali_stream.decode.decoder import named
 from dali_stream.decode.refusal import refusal
 from dali_stream.decode.resize import resize
 from dali_stream.decode.turns import turns
@@ -144,7 +144,7 @@ class DaliDecoder(VideoFiles):
         self._counters, self._gpu, self._size, self._audited = counters, gpu, size, audited
         self._first: dict[str, object] = {}  # {path of a file: object of the task that audits its first sample}
 
-    def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Clips:
+    def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Clips:
         """See `Decoder.start`."""
         clips = Clips(np.zeros(len(plan.samples.episode), np.bool_) if self._audited is None else self._audited(plan.samples))
         requests = self._requests(clips, plan, episodes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
@@ -28,14 +28,6 @@ Int64 = npt.NDArray[np.int64]
 # A decode task has about 32 frames of 640×480, or up to 64 smaller frames. See `task_frames`. Opening a decoder takes about
 # 1.2 ms, as long as decoding 1 frame of 640×480 or 8 frames of 224×224.
 TASK_FRAMES, _SMALL_TASK_FRAMES, _TASK_PIXELS = 32, 64, 32 * 640 * 480
-
-
-class Pool(Protocol):
-    """Pool of threads that run tasks: `Workers`, or an executor of the standard library."""
-
-    def submit(self, call: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """Schedule a call."""
-        ...
 
 
 class Work(Protocol):
@@ -67,7 +59,7 @@ class Work(Protocol):
 class Decoder(Protocol):
     """Decoder of one camera of a dataset."""
 
-    def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Work:
+    def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Work:
         """Start the tasks of a batch.
 
         Args:
@@ -122,7 +114,7 @@ class VideoAndImages:
         self._key, self._slots, self._of = key, slots, {True: video, False: images}
         self._has_file = source.videos[key].file != NONE
 
-    def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
+    def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
         """See `Decoder.start`."""
         planned, work = plan.frames[self._key], []
         for kind, decoder in self._of.items():

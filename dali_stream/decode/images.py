@@ -20,7 +20,7 @@ from dali_stream.cache.buffers import ReadFrames
 from dali_stream.cache.frame_files import RecordName
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
-from dali_stream.decode.decoder import TASK_FRAMES, Decoded, OtherSizes, Pool, even_tasks, named
+from dali_stream.decode.decoder import TASK_FRAMES, Decoded, OtherSizes, even_tasks, named
 from dali_stream.decode.depth import resize_nearest
 from dali_stream.decode.resize import resize
 from dali_stream.decode.stored import StoredFrames
@@ -31,6 +31,7 @@ from dali_stream.observe.counters import Counters
 from dali_stream.schedule.frame_plan import Reads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store, lfs
+from dali_stream.system.workers import Workers
 
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
@@ -63,7 +64,7 @@ class ImageDecoder:
         self._any_size, self._other_sizes = any_size, OtherSizes(source, key)
         self._stored = stored
 
-    def start(self, pool: Pool, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
+    def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
         """See `Decoder.start`."""
         planned = plan.frames[self.key]
         batch = None if self._stored is None else self._stored.batch(planned)
@@ -83,7 +84,7 @@ class ImageDecoder:
         if self._stored is not None:
             self._stored.close()
 
-    def _read(self, pool: Pool, reads: Reads, batch: ReadFrames | None, episodes: OpenEpisodes) -> list[Future[None]]:
+    def _read(self, pool: Workers, reads: Reads, batch: ReadFrames | None, episodes: OpenEpisodes) -> list[Future[None]]:
         """Start the tasks that read frames from disk. They decode frames that are missing or damaged on disk."""
         if self._stored is None or not len(reads.slot):
             return []

@@ -15,9 +15,9 @@ from dali_stream.cache.buffers import Buffers, ReadFrames
 from dali_stream.cache.frame_files import FrameFiles, RecordName
 from dali_stream.cache.slots import Frames, Slots
 from dali_stream.checks.none import NONE
-from dali_stream.decode.decoder import Pool
 from dali_stream.observe.counters import Counters
 from dali_stream.schedule.frame_plan import FramePlan, Reads
+from dali_stream.system.workers import Workers
 
 Int64 = npt.NDArray[np.int64]
 READ_FRAMES = 64  # maximum number of frames that a task reads, of 150 KB each if they are 224×224: about 5 ms
@@ -46,7 +46,7 @@ class StoredFrames:
 
     def start(
         self,
-        pool: Pool,
+        pool: Workers,
         reads: Reads,
         batch: ReadFrames | None,
         names: Mapping[int, RecordName],
