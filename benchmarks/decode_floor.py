@@ -345,7 +345,7 @@ def packets_of(dataset: dali_stream.Dataset, camera: str) -> Callable[[int], tup
     def packets(episode: int) -> tuple[VideoIndex, np.ndarray]:
         table = indices.of(camera, episode, dataset.data_store)
         interval = dataset.table.interval(camera, dataset.rows[episode])
-        return table, find_packets(table, interval, reader.read(episode)[episode]["timestamp"], dataset.fps)
+        return table, find_packets(table, interval, reader.read(episode)[episode]["timestamp"], dataset.tolerance_s)
 
     return packets
 

@@ -263,7 +263,7 @@ def test_the_frame_of_a_row_is_the_nearest_one_of_its_episode(
     interval = (first / fps, (first + length) / fps if length else float("inf"))
     asked = np.arange(25) / fps + np.resize([0.0, 0.2 / fps, -0.3 / fps], 25)
     tolerance = share / fps
-    found = find_packets(index, interval, asked, fps, None if share == 0.25 else tolerance)
+    found = find_packets(index, interval, asked, tolerance)
     for seconds, packet in zip((interval[0] + asked).tolist(), found.tolist(), strict=True):
         away = np.where(hidden, np.inf, np.abs(times - seconds))
         nearest = np.flatnonzero(away == away.min()).tolist()  # two, at the middle between their times

@@ -21,23 +21,19 @@ BY_FRAME_INDEX = (
 Interval = tuple[float, float]  # from_timestamp of an episode and of the next one: [start, stop) in seconds of the file
 
 
-def find_packets(
-    index: VideoIndex, interval: Interval, timestamp: npt.NDArray[Any], fps: float, tolerance_s: float | None = None
-) -> Int64:
+def find_packets(index: VideoIndex, interval: Interval, timestamp: npt.NDArray[Any], tolerance: float) -> Int64:
     """Return the packets with the frames of an episode's rows.
 
     Args:
         index: Index of the file that contains the episode.
         interval: Time range [start, stop) of the episode in the file, in seconds.
         timestamp: Time of each row since the start of the episode, in seconds, shape (n,).
-        fps: Frames per second of the dataset.
-        tolerance_s: Maximum distance between the times of a row and its frame, in seconds. Default: a quarter of a frame.
+        tolerance: Maximum distance between the times of a row and its frame, in seconds.
 
     Returns:
-        Packet of each row, int64, shape (n,). It is `NONE` if the nearest frame is farther away than `tolerance_s`, or if
-        its time plus `tolerance_s` is outside the interval. `explain` returns which of these is the reason.
+        Packet of each row, int64, shape (n,). It is `NONE` if the nearest frame is farther away than `tolerance`, or if
+        its time plus `tolerance` is outside the interval. `explain` returns which of these is the reason.
     """
-    tolerance = TOLERANCE / fps if tolerance_s is None else tolerance_s
     seconds = _seconds(interval, timestamp)
     packets, away, shown = index.nearest(seconds)
     # Times are rounded, so the first frame may be displayed slightly before its episode starts. With the tolerance added, it
@@ -49,11 +45,13 @@ def find_packets(
 
 @dataclass(frozen=True, eq=False)
 class EpisodeTimes:
-    """Times of an episode's rows, and the video file that contains the episode. See `find_packets` for the other attributes.
+    """Times of an episode's rows, and its video file. See `find_packets` for `interval` and `tolerance`.
 
     Attributes:
+        index: Index of the file.
         seconds: Time of each row of the episode since its start, in seconds, shape (L,).
         frame_index: `frame_index` of each row, shape (L,).
+        fps: Frames per second of the dataset.
     """
 
     index: VideoIndex
@@ -61,16 +59,11 @@ class EpisodeTimes:
     seconds: npt.NDArray[Any]
     frame_index: npt.NDArray[Any]
     fps: float
-    tolerance_s: float | None = None
-
-    @property
-    def tolerance(self) -> float:
-        """Maximum distance between the times of a row and its frame, in seconds."""
-        return TOLERANCE / self.fps if self.tolerance_s is None else self.tolerance_s
+    tolerance: float
 
     def packets(self, rows: Any = slice(None)) -> Int64:
         """Return the packets of some rows, by default of all. See `find_packets`. `explain` returns why a row has none."""
-        return find_packets(self.index, self.interval, self.seconds[rows], self.fps, self.tolerance_s)
+        return find_packets(self.index, self.interval, self.seconds[rows], self.tolerance)
 
     def nearest(self, rows: Any) -> tuple[Int64, Float64, Float64]:
         """Find the frames that are nearest to some rows. See `VideoIndex.nearest`."""
@@ -126,7 +119,7 @@ def what_helps(episode: EpisodeTimes, *, prepares: bool = False) -> str:
     half = math.floor(0.5e4 / fps) / 1e4  # half the duration of a frame in seconds, rounded down to four digits
 
     def helps(seconds: npt.NDArray[Any], tolerance: float) -> bool:
-        packets = find_packets(episode.index, episode.interval, seconds, fps, tolerance)
+        packets = find_packets(episode.index, episode.interval, seconds, tolerance)
         return bool((packets != NONE).all() and len(np.unique(packets)) == len(packets))
 
     if (episode.nearest(episode.packets() == NONE)[1] <= tolerance).all():

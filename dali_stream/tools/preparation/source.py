@@ -23,7 +23,7 @@ from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.rows import check_counting, check_rising
 from dali_stream.mp4.boxes import children, find, read_moov
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
-from dali_stream.mp4.timing import EpisodeTimes, explain
+from dali_stream.mp4.timing import TOLERANCE, EpisodeTimes, explain
 from dali_stream.storage import Store, open_store
 from dali_stream.storage.store import StoreView
 from dali_stream.tools.preparation import packets, rows
@@ -130,7 +130,7 @@ class TaskInput:
         revision = None if job["data_files_root"] else job["revision"]
         self.store = open_cached(job["data_files_root"] or job["uri"], json.dumps(job["storage_options"]), revision)
         self.fps, self.regular = float(job["fps"]), bool(job["regular"])
-        self.new_tolerance_s: float | None = None if self.regular else job["tolerance_s"]
+        self.new_tolerance_s: float = TOLERANCE / self.fps if self.regular else job["tolerance_s"]
         columns = {"rows": None, "images": [*_CLOCKS, self.camera]}.get(self.spec["mode"], _CLOCKS)
         footer = functools.lru_cache(4)(lambda path: rows.read_footer(self.store, path))
         self.rows = rows.EpisodeRows(self.store, footer, self.episodes, columns, job["is_v2"])
