@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.checks.arguments import known_arguments, positive
-from dali_stream.errors import counted
 from dali_stream.order.pool import Run
 from dali_stream.order.rng import mix, philox
 
@@ -137,16 +136,16 @@ class Order(EpochOrder):
             # Sorting raw random numbers gives the same permutation in every NumPy version, unlike `Generator.permutation`.
             self._episodes = np.argsort(philox("episodes", *key).random_raw(len(lengths)), kind="stable")
             ends = np.cumsum(lengths[self._episodes])
-            self._walk: _Pools | Permutation | _Recorded = _Pools(ends, frames, key, consumers, episode_pool_size)
+            self._laid: _Pools | Permutation | None = _Pools(ends, frames, key, consumers, episode_pool_size)
         else:
             self._episodes = np.arange(len(lengths))
             ends = np.cumsum(lengths)
-            self._walk = Permutation(frames, key) if shuffle == "global" else _Recorded()
+            self._laid = Permutation(frames, key) if shuffle == "global" else None
         self._ends = ends
         self._starts = ends - lengths[self._episodes]
 
     def _samples(self, positions: Int64) -> Int64:
-        laid = self._walk.at(positions)
+        laid = positions if self._laid is None else self._laid.at(positions)
         # side="right", because an end is exclusive. This also skips episodes without frames, whose end equals the end before.
         run = np.searchsorted(self._ends, laid, side="right")
         return np.stack([self._episodes[run], laid - self._starts[run]])
@@ -182,21 +181,6 @@ def default_pools(
     return consumers, positive("episode_pool_size", episode_pool_size)
 
 
-def uneven(consumers: int, batch_size: int, world_size: int) -> str | None:
-    """Return a warning if `consumers` does not divide the global batch, or None if it does."""
-    stride = batch_size * world_size
-    if stride % consumers == 0:
-        return None
-    own, _ = default_pools(batch_size, world_size)
-    return (
-        f"consumers={consumers} does not divide the global batch of {stride} samples (batch_size {batch_size}, "
-        f"{counted(world_size, 'rank')}): consecutive batches draw from different groups of episodes, and the training loss "
-        "can alternate with the "
-        f"batch number. Choose a batch size whose global batch is a multiple of {consumers}. A new run can also leave "
-        f"consumers out, which makes it {own}"
-    )
-
-
 def check_order_arguments(shuffle: Shuffle, seed: int, consumers: int, episode_pool_size: int) -> None:
     """Raise ValueError if an argument of an order is out of range."""
     if shuffle != "global" and not isinstance(shuffle, bool):
@@ -228,13 +212,6 @@ def check_world(rank: int, world_size: int, consumers: int | None) -> None:
 def allowed_worlds(consumers: int) -> str:
     """Return the 20 smallest world sizes that divide `consumers`, for an error message."""
     return ", ".join(map(str, [w for w in range(1, min(consumers, _RANKS) + 1) if consumers % w == 0][:20]))
-
-
-class _Recorded:
-    """Recorded order: position g is frame g."""
-
-    def at(self, positions: Int64) -> Int64:
-        return positions
 
 
 class Permutation:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dali_stream.order.batches import Batches
 from dali_stream.order.mixture import MixtureOrder
-from dali_stream.order.order import EpochOrder, Order
+from dali_stream.order.order import Order
 from dali_stream.order.selected import Ranges, SelectedOrder
 from dali_stream.order.shares import Shares
 from dali_stream.order.state import OrderArguments
@@ -18,34 +18,16 @@ from dali_stream.order.state import OrderArguments
 Int64 = npt.NDArray[np.int64]
 
 
-class Orders(Protocol):
-    """Orders of all epochs of a run.
-
-    Attributes:
-        positions: Number of positions of each epoch.
-        state: Entries about the order in the state of a run, in addition to those of `OrderArguments`.
-    """
-
-    @property
-    def positions(self) -> int: ...
-    @property
-    def state(self) -> dict[str, Any]: ...
-
-    def of(self, epoch: int, arguments: OrderArguments) -> EpochOrder:
-        """Return the order of an epoch."""
-        ...
-
-    def episodes_in_use(self, arguments: OrderArguments, batches: Batches) -> int:
-        """Return the approximate number of episodes that a rank draws from at a time."""
-        ...
-
-
 class DatasetOrders:
-    """`Orders` of one dataset.
+    """Orders of one dataset.
 
     Args:
         lengths: Number of frames of each episode, shape (E,).
         ranges: Sampled frames of each episode, or None for all frames. Default: None.
+
+    Attributes:
+        positions: Number of positions of each epoch.
+        state: Entries about the order in the state of a run, in addition to those of `OrderArguments`.
     """
 
     def __init__(self, lengths: Int64, ranges: Ranges | None = None) -> None:
@@ -55,12 +37,14 @@ class DatasetOrders:
         self.state: dict[str, Any] = {}
 
     def of(self, epoch: int, arguments: OrderArguments) -> Order:
+        """Return the order of an epoch."""
         shuffle, seed, *pools = arguments
         if self._ranges is None:
             return Order(self._lengths, shuffle, seed, epoch, *pools)
         return SelectedOrder(self._ranges, shuffle, seed, epoch, *pools)
 
     def episodes_in_use(self, arguments: OrderArguments, batches: Batches) -> int:
+        """Return the approximate number of episodes that a rank draws from at a time."""
         lengths = self._sampled
         shuffle, _, consumers, episode_pool_size = arguments
         if shuffle is True:  # the segments of a pool, and one more that replaces a drained segment
@@ -75,7 +59,7 @@ class DatasetOrders:
 
 
 class MixtureOrders:
-    """`Orders` of a mixture.
+    """Orders of a mixture, see `DatasetOrders`.
 
     Args:
         lengths: Number of frames of each episode, shape (E,), for each dataset.
@@ -99,3 +83,6 @@ class MixtureOrders:
             return min(batches.batch_size if arguments.shuffle else 2 * len(self._sampled), episodes)
         pools = self._shares.pools(arguments.episode_pool_size)
         return min(arguments.consumers // batches.world_size * (sum(pools) + len(pools)), episodes)
+
+
+Orders = DatasetOrders | MixtureOrders

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dali_stream.checks.arguments import MOST_EPOCHS
-from dali_stream.errors import ResumeError
-from dali_stream.order.order import Shuffle, allowed_worlds, check_order_arguments, check_world, uneven
+from dali_stream.errors import ResumeError, counted
+from dali_stream.order.order import Shuffle, allowed_worlds, check_order_arguments, check_world, default_pools
 
 MOST_CONSUMERS, MOST_SEGMENTS = 1 << 20, 1 << 31  # limits of what a state may set
 STATE_VERSION = 2
@@ -42,7 +42,16 @@ class OrderArguments(NamedTuple):
 
     def uneven(self, batch_size: int, world_size: int) -> str | None:
         """Return a warning if `consumers` does not divide the global batch, or None if it does."""
-        return uneven(self.consumers, batch_size, world_size) if self.shuffle is True else None
+        stride = batch_size * world_size
+        if self.shuffle is not True or stride % self.consumers == 0:
+            return None
+        default, _ = default_pools(batch_size, world_size)
+        return (
+            f"consumers={self.consumers} does not divide the global batch of {stride} samples (batch_size {batch_size}, "
+            f"{counted(world_size, 'rank')}): consecutive batches draw from different groups of episodes, and the training "
+            f"loss can alternate with the batch number. Choose a batch size whose global batch is a multiple of "
+            f"{self.consumers}. A new run can also leave consumers out, which makes it {default}"
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the arguments that affect the order, as entries of the state of a run."""
