@@ -188,10 +188,8 @@ class _Caps(ctypes.Structure):
 
 
 def _ask(nvcuvid: ctypes.CDLL, codec: str, chroma: str, depth: int) -> Capability:
-    caps, format_name = (
-        _Caps(codec=_CODECS[codec], chroma=_CHROMA[chroma], depth_minus_8=depth - 8),
-        f"{codec} {chroma} {depth} bit",
-    )
+    caps = _Caps(codec=_CODECS[codec], chroma=_CHROMA[chroma], depth_minus_8=depth - 8)
+    format_name = f"{codec} {chroma} {depth} bit"
     failed = nvcuvid.cuvidGetDecoderCaps(ctypes.byref(caps))
     if failed == _NO_DEVICE:  # NVDEC is not accessible at all, for any codec
         message = f"the driver answers {_error_name(failed)} when asked what NVDEC decodes"

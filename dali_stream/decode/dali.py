@@ -170,7 +170,9 @@ class DaliDecoder(VideoFiles):
         except UnsafeForNvdec as error:
             raise self.change(request.file, error) from error
         except (DecodeError, DatasetError, StorageError) as error:
-            self._fail(work, request, error)
+            if isinstance(error, DecodeError):
+                error = self.named(request.episode, request.frames, request.file, error)
+            work.failed[request.row] = error.with_traceback(None)  # it would keep packets and pixels
             return
         self._counters.add(clips=1, decoded_frames=clip.coded_frames)
         places = np.array(clip.frames, np.int32)
@@ -193,12 +195,6 @@ class DaliDecoder(VideoFiles):
             else:
                 requests.append(Request(row, episode, shown[row], packets, index))
         return requests
-
-    def _fail(self, work: Clips, request: Request, error: DaliStreamError) -> None:
-        """Add the error of a sample to `work`, without the traceback, which would keep packets and pixels."""
-        if isinstance(error, DecodeError):
-            error = self.named(request.episode, request.frames, request.file, error)
-        work.failed[request.row] = error.with_traceback(None)
 
     def _locate(self, episodes: OpenEpisodes, episode: int, frames: Int64, packets: Int64) -> VideoIndex:
         """Return the index of the episode's file, after all checks that are possible without decoding.

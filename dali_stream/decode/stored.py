@@ -62,8 +62,6 @@ class StoredFrames:
             decode: Function that decodes the frames that are missing or damaged on disk. It gets their numbers in `reads`, and
                 runs in a decode thread.
         """
-        if not len(reads.slot):
-            return []
         count = len(reads.slot)
         tasks = -(-count // READ_FRAMES)
         parts = (slice(count * task // tasks, count * (task + 1) // tasks) for task in range(tasks))

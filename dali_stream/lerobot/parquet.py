@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -68,20 +69,15 @@ def opened(store: Store, path: str) -> Ranges | pa.BufferReader:
     return pa.BufferReader(store.read_all(path)) if store.size(path) <= SMALL else store.open(path)
 
 
-class parquet_errors:
+@contextmanager
+def parquet_errors(store: Store, path: str) -> Iterator[None]:
     """Context manager that converts pyarrow's errors for a broken file to a DatasetError with the name of the file."""
-
-    def __init__(self, store: Store, path: str) -> None:
-        self._store, self._path = store, path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        known = (pa.ArrowException, OSError, ValueError, KeyError, MemoryError, OverflowError, TypeError)
-        if isinstance(error, known) and not isinstance(error, (DatasetError, StorageError)):
-            where = self._store.where(self._path)
-            if pointer := lfs.pointer(self._store.read(self._path, 0, lfs.ENOUGH)):
-                raise DatasetError(f"{where}: {pointer}") from None
-            said = (str(error) or type(error).__name__).splitlines()[0][:200]
-            raise DatasetError(f"Invalid Parquet file {where}: {said}. Fetch or record it again") from None
+    try:
+        yield
+    except (DatasetError, StorageError):  # which may be of a type below
+        raise
+    except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError, OverflowError, TypeError) as error:
+        if pointer := lfs.pointer(store.read(path, 0, lfs.ENOUGH)):
+            raise DatasetError(f"{store.where(path)}: {pointer}") from None
+        said = (str(error) or type(error).__name__).splitlines()[0][:200]
+        raise DatasetError(f"Invalid Parquet file {store.where(path)}: {said}. Fetch or record it again") from None

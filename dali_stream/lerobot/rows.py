@@ -245,8 +245,10 @@ def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
     Raises:
         DatasetError: If a timestamp is not greater than that of the previous row, or if the first is not a number.
     """
-    row = _not_rising(timestamp)
-    if row is not None:
+    # NaN is not greater than any number.
+    wrong = np.append(~(timestamp[:1] > -np.inf), ~(timestamp[1:] > timestamp[:-1]))
+    if wrong.any():
+        row = int(np.argmax(wrong))
         allowed = f"greater than {timestamp[row - 1]:.4f} s, that of row {row - 1}" if row else "a finite number"
         raise DatasetError(
             f"Invalid timestamp of row {row} in {where}: must be {allowed}, got {timestamp[row]:.4f} s. The file is damaged, "
@@ -289,11 +291,3 @@ def _without_gaps(timestamp: pa.ChunkedArray) -> pa.ChunkedArray:
 def _exact(key: str, feature: Feature) -> type[np.generic]:
     """Return the dtype in which a column is read. Timestamps are rounded to that of a batch only after they are compared."""
     return np.float64 if key == "timestamp" and feature.is_float else feature.numpy
-
-
-def _not_rising(timestamp: npt.NDArray[Any]) -> int | None:
-    """Return the first row whose timestamp is NaN or not greater than that of the previous row. None if all increase."""
-    wrong = ~(timestamp[1:] > timestamp[:-1])
-    if not timestamp[:1] > -np.inf:
-        return 0
-    return int(np.argmax(wrong)) + 1 if wrong.any() else None
