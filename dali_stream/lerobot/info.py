@@ -115,9 +115,7 @@ def read_info(store: Store) -> Info:
         episodes=_count(info.get("total_episodes"), "total_episodes", store),
         frames=_count(info.get("total_frames"), "total_frames", store),
         splits=splits if isinstance(splits := info.get("splits"), dict) else {},
-        chunk=_chunk(info.get("chunks_size"), store)
-        if version.startswith("v2.") and _names_chunk(f"{data_path}{video_path}")
-        else 0,
+        chunk=_chunk(info.get("chunks_size"), f"{data_path}{video_path}", store) if version.startswith("v2.") else 0,
         left_out=left_out,
         tools=_tools(info.get("tools"), store),
     )
@@ -159,33 +157,34 @@ def _fps(value: Any, store: Store) -> float:
             number = float(value)
             number = int(number) if number.is_integer() else number
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number <= 100_000:
-        raise DatasetError(f"Invalid fps in {store.where(INFO)}: must be above 0 and at most 100000, got {str(value)[:40]}")
+        raise _invalid("fps", "above 0 and at most 100000", value, store)
     return number
 
 
 def _tools(value: Any, store: Store) -> list[dict[str, Any]]:
     tools = [] if value is None else value
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DatasetError(f"Invalid tools in {store.where(INFO)}: must be a list of JSON objects, got {str(value)[:40]}")
+        raise _invalid("tools", "a list of JSON objects", value, store)
     return tools
 
 
 def _count(value: Any, name: str, store: Store) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise DatasetError(f"Invalid {name} in {store.where(INFO)}: must be a nonnegative integer, got {str(value)[:40]}")
+        raise _invalid(name, "a nonnegative integer", value, store)
     return value
 
 
-def _names_chunk(templates: str) -> bool:
-    return "{episode_chunk" in templates or "{chunk_index" in templates
-
-
-def _chunk(value: Any, store: Store) -> int:
+def _chunk(value: Any, templates: str, store: Store) -> int:
+    """Return the number of episodes in a chunk of v2.x, or 0 if the templates of paths do not contain the chunk."""
+    if "{episode_chunk" not in templates and "{chunk_index" not in templates:
+        return 0
     if type(value) is not int or not 0 < value < 1 << 31:
-        raise DatasetError(
-            f"Invalid chunks_size in {store.where(INFO)}: must be the number of episodes in a chunk, got {str(value)[:40]}"
-        )
+        raise _invalid("chunks_size", "the number of episodes in a chunk", value, store)
     return value
+
+
+def _invalid(name: str, allowed: str, value: Any, store: Store) -> DatasetError:
+    return DatasetError(f"Invalid {name} in {store.where(INFO)}: must be {allowed}, got {str(value)[:40]}")
 
 
 def _left_out(key: str, feature: Any, store: Store) -> str:

@@ -11,48 +11,27 @@ from dali_stream.checks.frame_size import frame_size
 PREFIX = "--loader."
 
 
-def _size(text: str) -> tuple[int, int]:
-    try:
-        return frame_size(text)
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(str(error)) from None
-
-
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"must be an integer, got {text!r}") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"must be a number, got {text!r}") from None
-
-
 def _shuffle(text: str) -> bool | str:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
 ARGUMENTS: dict[str, Callable[[str], Any]] = {
-    "image_size": _size,
+    "image_size": frame_size,
     "memory_format": str,
     "shuffle": _shuffle,
-    "consumers": _integer,
-    "episode_pool_size": _integer,
+    "consumers": int,
+    "episode_pool_size": int,
     "device": str,
     "decode": str,
-    "num_threads": _integer,
-    "prefetch": _integer,
+    "num_threads": int,
+    "prefetch": int,
     "memory_budget": str,
     "frame_cache": str,
     "frame_cache_bytes": str,
-    "audit": _integer,
+    "audit": int,
     "last_batch": str,
     "on_error": str,
-    "max_substitutes": _number,
+    "max_substitutes": float,
 }
 """Arguments of a Loader that LeRobot does not set, each with a function that parses its value."""
 
@@ -83,10 +62,14 @@ def split_arguments(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             value = next(remaining, "")
         if not value or value.startswith("--"):
             raise ValueError(f"{PREFIX}{name} must have a value, such as {PREFIX}{name}=VALUE, got {value!r}")
+        parse = ARGUMENTS[name]
         try:
-            arguments[name] = ARGUMENTS[name](value)
-        except ValueError as error:
+            arguments[name] = parse(value)
+        except argparse.ArgumentTypeError as error:
             raise ValueError(f"{PREFIX}{name} {error}") from None
+        except ValueError:
+            kind = "an integer" if parse is int else "a number"
+            raise ValueError(f"{PREFIX}{name} must be {kind}, got {value!r}") from None
     return arguments, rest
 
 
