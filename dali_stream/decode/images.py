@@ -6,9 +6,10 @@ Images of depth cameras are TIFF or PNG files with one value of 16 bits or a flo
 
 from __future__ import annotations
 
+import functools
 import io
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from dali_stream.cache.buffers import ReadFrames
 from dali_stream.cache.frame_files import RecordName
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
@@ -28,13 +28,12 @@ from dali_stream.errors import DecodeError, FrameSizeError
 from dali_stream.lerobot.features import CHANNELS, Feature
 from dali_stream.lerobot.source import Source
 from dali_stream.observe.counters import Counters
-from dali_stream.schedule.frame_plan import Reads
+from dali_stream.schedule.frame_plan import FramePlan, Reads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store, lfs
 from dali_stream.system.workers import Workers
 
 Array = npt.NDArray[Any]
-Int64 = npt.NDArray[np.int64]
 
 
 class ImageDecoder:
@@ -68,14 +67,15 @@ class ImageDecoder:
         """See `Decoder.start`."""
         planned = plan.frames[self.key]
         batch = None if self._stored is None else self._stored.batch(planned)
-        tasks = self._read(pool, planned.reads, batch, episodes)
+        tasks = list[Future[None]]()
+        if self._stored is not None and len(planned.reads.slot):
+            # Frames that are missing or damaged on disk are decoded.
+            decode, names = self._decoding(planned.reads, episodes)
+            tasks += self._stored.start(pool, planned.reads, batch, names, decode)
         if len(planned.slot):
-            encoded = episodes.table.gather(self.key, planned.episode, planned.frame)
-            names = episodes.record_names(self.key, np.unique(planned.episode).tolist())
+            decode, _ = self._decoding(planned, episodes)
             task = even_tasks(np.arange(1, len(planned.slot) + 1), TASK_FRAMES)
-            for part in (task == number for number in np.unique(task)):
-                own = encoded[part], planned.episode[part], planned.frame[part], planned.slot[part].tolist()
-                tasks.append(pool.submit(self._decode, names, *own))
+            tasks += [pool.submit(decode, np.flatnonzero(task == number).tolist()) for number in np.unique(task)]
         return Decoded(self._slots, planned, tasks, {}, batch)
 
     def close(self) -> None:
@@ -84,45 +84,37 @@ class ImageDecoder:
         if self._stored is not None:
             self._stored.close()
 
-    def _read(self, pool: Workers, reads: Reads, batch: ReadFrames | None, episodes: OpenEpisodes) -> list[Future[None]]:
-        """Start the tasks that read frames from disk. They decode frames that are missing or damaged on disk."""
-        if self._stored is None or not len(reads.slot):
-            return []
-        encoded = episodes.table.gather(self.key, reads.episode, reads.frame)
-        names = episodes.record_names(self.key, np.unique(reads.episode).tolist())
+    def _decoding(
+        self, plan: FramePlan | Reads, episodes: OpenEpisodes
+    ) -> tuple[Callable[[list[int]], None], dict[int, RecordName]]:
+        """Return a function that decodes some frames of a plan, by their numbers in it, and the names of records by episode."""
+        encoded = episodes.table.gather(self.key, plan.episode, plan.frame)
+        names = episodes.record_names(self.key, np.unique(plan.episode).tolist())
+        return functools.partial(self._decode, plan, encoded, names), names
 
-        def decode_instead(numbers: list[int]) -> None:
-            own = encoded[numbers], reads.episode[numbers], reads.frame[numbers], reads.slot[numbers].tolist()
-            self._decode(names, *own)
-
-        return self._stored.start(pool, reads, batch, names, decode_instead)
-
-    def _decode(self, names: Mapping[int, RecordName], encoded: Array, episode: Int64, frame: Int64, slots: list[int]) -> None:
+    def _decode(self, plan: FramePlan | Reads, encoded: Array, names: Mapping[int, RecordName], numbers: list[int]) -> None:
         timed, decoded = self._counters.timed, 0
         with timed("decode_s"):
-            for i, slot in enumerate(slots):
-                name = names.get(int(episode[i]))
-                if self._stored is not None and name and self._is_there(self._stored, name, slot, episode[i], frame[i]):
+            for i in numbers:
+                episode, frame, slot = int(plan.episode[i]), int(plan.frame[i]), int(plan.slot[i])
+                name = names.get(episode)
+                if self._stored is not None and name and self._stored.read_added(name, [frame], [slot], [(episode, frame)])[0]:
                     continue
                 decoded += 1
                 try:
-                    feature = self._source.part_of(int(episode[i])).features[self.key]
+                    feature = self._source.part_of(episode).features[self.key]
                     pixels = decode(encoded[i], feature, self._any_size)
                     height, width, _ = pixels.shape
-                    self._other_sizes.add(int(episode[i]), (height, width), f"episode {self._source.episodes[episode[i]]}")
+                    self._other_sizes.add(episode, (height, width), f"episode {self._source.episodes[episode]}")
                     with timed("resize_s"):
                         scale = resize_nearest if feature.is_depth else resize
                         resized = scale(pixels[None], self._size)
                         self._slots.put([slot], resized)
                     if self._stored is not None:
-                        self._stored.add([(name, int(frame[i]), (int(episode[i]), int(frame[i])), resized[0])])
+                        self._stored.add([(name, frame, (episode, frame), resized[0])])
                 except DecodeError as error:
-                    self._slots.fail(slot, named(self._source, self.key, int(episode[i]), frame[i : i + 1], error))
+                    self._slots.fail(slot, named(self._source, self.key, episode, np.array([frame]), error))
         self._counters.add(clips=1, decoded_frames=decoded, stored_frames=decoded)
-
-    def _is_there(self, stored: StoredFrames, name: RecordName, slot: int, episode: np.int64, frame: np.int64) -> bool:
-        """Read a frame that was added meanwhile. Return False if it must be decoded."""
-        return stored.read_added(name, [int(frame)], [slot], [(int(episode), int(frame))])[0]
 
 
 def decode(data: bytes, feature: Feature, any_size: bool = False) -> npt.NDArray[Any]:
