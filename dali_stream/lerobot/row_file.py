@@ -65,11 +65,11 @@ class RowFile:
         parquet = pq.ParquetFile(pa.BufferReader(b""), metadata=self.groups.sample)
         self.size = store.size(self.path)
         self._gap = 0 if dataset.skips_images else _GAP
-        self._names = parquet.schema_arrow.names
+        names = parquet.schema_arrow.names
         # Without the column `frame_index`, it is the number of the row within its episode.
-        absent = {FRAME_INDEX}.difference(self._names)
+        absent = {FRAME_INDEX}.difference(names)
         self._columns = [key for key in dict.fromkeys([*features, _EPISODE]) if key not in absent]
-        missing = [key for key in self._columns if key not in self._names]
+        missing = [key for key in self._columns if key not in names]
         if missing:
             raise DatasetError(
                 f"Missing column {missing[0]} in {store.where(self.path)}. The dataset's meta/info.json has it as a feature"
@@ -123,40 +123,21 @@ class RowFile:
             groups: Row groups that may contain its rows.
             size: Approximate number of bytes that are decoded at a time.
         """
-        metadata, numbers = self.groups.metadata(groups)
-        self._ranges(metadata, numbers, self._columns, self._gap)
+        parquet, numbers, file = self._fetched(groups, self._columns, self._gap)
         rows = max(size * int(self.groups.rows[groups].sum()) // max(int(self.sizes[groups].sum()), 1), 1)
         is_wanted = self._index(groups) == episode
-        file = self._store.open(self.path, self.size)
-        parquet = self._parquet(file, metadata)
-        columns: dict[str, pa.ChunkedArray] = {}
-        for run in [self._columns] if self._gap else self._runs():
-            parts, at = [], 0
-            for batch in parquet.iter_batches(rows, numbers, run, use_threads=False):
-                parts.append(batch.filter(pa.array(is_wanted[at : at + len(batch)])))
-                at += len(batch)
-            table = pa.Table.from_batches(parts)
-            columns |= dict(zip(run, table.select(run).columns, strict=True))
-        return pa.table(columns), file.bytes_read
+        parts, at = [], 0
+        for batch in parquet.iter_batches(rows, numbers, self._columns, use_threads=False):
+            parts.append(batch.filter(pa.array(is_wanted[at : at + len(batch)])))
+            at += len(batch)
+        return pa.Table.from_batches(parts), file.bytes_read
 
     def read(self, groups: Sequence[int]) -> tuple[pa.Table, int]:
         """Return the columns of some row groups, and the number of bytes that were read for them."""
-        metadata, numbers = self.groups.metadata(groups)
-        ranges = self._ranges(metadata, numbers, self._columns, self._gap)
         # The bytes that `_open` has read serve one call only, since footers are cached and whole files must not be.
         whole, self._whole = self._whole, b""
-        if whole:
-            parquet = self._parquet(pa.BufferReader(whole), metadata, pre_buffer=False)
-            return parquet.read_row_groups(numbers, columns=self._columns, use_threads=False), len(whole)
-        file = self._store.open(self.path, self.size)
-        for start, stop in ranges:
-            file.hold(start, stop)
-        parquet = self._parquet(file, metadata, pre_buffer=not ranges)
-        # Pyarrow also reads small gaps between columns, which may contain images. Reading each run by itself avoids that.
-        runs = [self._columns] if ranges or self._gap else self._runs()
-        parts = [parquet.read_row_groups(numbers, columns=run, use_threads=False) for run in runs]
-        table = pa.table({name: part[name] for part in parts for name in part.column_names}) if len(parts) > 1 else parts[0]
-        return table, file.bytes_read
+        parquet, numbers, file = self._fetched(groups, self._columns, self._gap, whole)
+        return parquet.read_row_groups(numbers, columns=self._columns, use_threads=False), len(whole) or file.bytes_read
 
     @functools.cached_property
     def _episodes(self) -> npt.NDArray[np.int64]:
@@ -178,15 +159,38 @@ class RowFile:
 
     def _index(self, groups: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return the episode index of each row of some row groups."""
-        metadata, numbers = self.groups.metadata(groups)
-        file = self._store.open(self.path, self.size)
-        for start, stop in self._ranges(metadata, numbers, [_EPISODE], _FAR if self._gap and self._store.remote else self._gap):
-            file.hold(start, stop)
-        column = self._parquet(file, metadata).read_row_groups(numbers, columns=[_EPISODE], use_threads=False)[_EPISODE]
+        parquet, numbers, _ = self._fetched(groups, [_EPISODE], _FAR if self._gap and self._store.remote else self._gap)
+        column = parquet.read_row_groups(numbers, columns=[_EPISODE], use_threads=False)[_EPISODE]
         return to_numpy(column, EPISODE_INDEX, f"{self._store.where(self.path)}: {_EPISODE}")
 
-    def _parquet(self, file: Ranges | pa.BufferReader, metadata: pq.FileMetaData, pre_buffer: bool = True) -> pq.ParquetFile:
-        return pq.ParquetFile(file, metadata=metadata, pre_buffer=pre_buffer, page_checksum_verification=True)
+    def _fetched(
+        self, groups: Sequence[int], columns: Sequence[str], gap: int, whole: bytes = b""
+    ) -> tuple[pq.ParquetFile, Sequence[int], Ranges]:
+        """Fetch some columns of some row groups.
+
+        Args:
+            groups: Row groups to read.
+            columns: Columns to read.
+            gap: Maximum gap between two columns that are read in one request, in bytes.
+            whole: Bytes of the whole file, if they were read before. Default: none.
+
+        Returns:
+            Open file, the numbers of the row groups in its metadata, and the file object from which bytes were read. If the
+            columns are large, they are read only when pyarrow needs them.
+
+        Raises:
+            DatasetError: See `_ranges`.
+        """
+        metadata, numbers = self.groups.metadata(groups)
+        ranges = self._ranges(metadata, numbers, columns, gap)
+        file = self._store.open(self.path, self.size)
+        for start, stop in ranges if not whole else ():
+            file.hold(start, stop)
+        # With `pre_buffer`, pyarrow sends several requests at a time. It then also reads small gaps between columns.
+        pre_buffer = not ranges and self._gap > 0
+        source = pa.BufferReader(whole) if whole else file
+        parquet = pq.ParquetFile(source, metadata=metadata, pre_buffer=pre_buffer, page_checksum_verification=True)
+        return parquet, numbers, file
 
     def _ranges(
         self, metadata: pq.FileMetaData, groups: Sequence[int], columns: Sequence[str], gap: int
@@ -222,17 +226,6 @@ class RowFile:
                     start = ranges.pop()[0]
                 ranges.append((start, stop))
         return ranges if is_valid and sum(stop - start for start, stop in ranges) <= _LARGE else []
-
-    def _runs(self) -> list[list[str]]:
-        """Return the columns, grouped into runs that are adjacent in the file."""
-        runs: list[list[str]] = []
-        before = -2
-        for place in sorted(map(self._names.index, self._columns)):
-            if place != before + 1:
-                runs.append([])
-            runs[-1].append(self._names[place])
-            before = place
-        return runs
 
 
 def _values(feature: Feature) -> int:
