@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from support.servers import Server
 from support.slow import examples
 
 from dali_stream import Dataset, DatasetError, Loader, Mixture
+from dali_stream.lerobot.row_file import RowFile
 from dali_stream.lerobot.row_groups import RowGroups
 from dali_stream.lerobot.rows import check_rising
 
@@ -243,7 +245,7 @@ def own_groups(tmp_path: Path) -> Path:
 
 
 def assert_alone(root: Path, broken: int, said: str) -> None:
-    """Only one episode is an error."""
+    """Only one episode is an error, although row groups of several episodes are read with one call."""
     first, count = broken * (broken + 1) // 2, 78
     with Loader(root, batch_size=1, shuffle=False, device="cpu") as loader:
         epoch = iter(loader)
@@ -252,6 +254,23 @@ def assert_alone(root: Path, broken: int, said: str) -> None:
             next(epoch)
     others = Dataset(root, episodes=[episode for episode in range(12) if episode != broken])
     assert delivered(others, batch_size=16)["index"].tolist() == [*range(first), *range(first + broken + 1, count)]
+
+
+def test_row_groups_of_the_next_episodes_are_read_together(own_groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[int]] = []
+    read = RowFile.read
+
+    def note(self: RowFile, groups: Sequence[int]) -> tuple[pa.Table, int]:
+        calls.append(list(groups))
+        return read(self, groups)
+
+    monkeypatch.setattr(RowFile, "read", note)
+    expected, rows = read_rows(own_groups), delivered(Dataset(own_groups, episodes=[1, 3, 4]), batch_size=11)
+    assert calls == [[1, 3, 4]]
+    for key, values in rows.items():
+        if key != "task":
+            wanted = expected[key][np.isin(expected["episode_index"], [1, 3, 4])]
+            np.testing.assert_array_equal(values, np.array(wanted.tolist(), values.dtype), err_msg=key)
 
 
 def test_a_broken_row_group_is_an_error_of_its_episode_only(own_groups: Path) -> None:

@@ -178,6 +178,7 @@ class OpenEpisodes:
             for key, size in zip(missing, sizes, strict=True):
                 self._cache.add(key, size)
                 reads.append((key, batch, now))
+        self._reader.expect([number for (camera, number), _, _ in reads if not camera])
         return sum(self._submit(*read) for read in reads)
 
     def open(self, ahead: Sequence[Samples]) -> None:

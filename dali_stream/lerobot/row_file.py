@@ -105,6 +105,22 @@ class RowFile:
         last += last < len(self._stop) and int(self._stop[last] - self.groups.rows[last]) < stop
         return [group for group in range(first, last) if self.groups.rows[group]]
 
+    def groups_alone(self, start: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the row groups that contain one episode each, if the file's episodes are in the metadata's order.
+
+        Args:
+            start: First row of each episode in the dataset, shape (n,).
+            length: Number of rows of each episode, shape (n,).
+
+        Returns:
+            Row group of each episode, shape (n,). -1 if an episode has no row group of its own.
+        """
+        if not len(self._stop):
+            return np.full(len(start), -1)
+        groups = np.minimum(self._stop.searchsorted(start, "right"), len(self._stop) - 1)
+        is_alone = (self._stop[groups] == start + length) & (self.groups.rows[groups] == length)
+        return np.where(is_alone, groups, -1)
+
     def groups_of(self, episode: int) -> list[int]:
         """Return the row groups that may contain rows of an episode, by its index, for files with any order of episodes."""
         lowest, highest = self._episodes.T

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dali_stream.errors import DatasetError, counted
+from dali_stream.errors import DatasetError, StorageError, counted
 from dali_stream.lerobot.arrow import to_numpy
 from dali_stream.lerobot.dataset_files import NEEDED, DatasetFiles
 from dali_stream.lerobot.features import Feature
@@ -51,11 +51,24 @@ class RowReader:
         self._locates = dataset.clock if dataset.videos else ""  # column that locates frames
         self._piece = min(_PIECE, self._memory.largest)  # bytes that are decoded at a time if one episode's rows are read
         self._once = Once()
+        self._expected: dict[int, list[int]] = {}  # {number of the file: episodes that will be read next}
+        self._early: dict[int, DecodedGroups] = {}  # {expected episode: row groups that were read already}
 
     @property
     def misnamed(self) -> set[str]:
         """Data files that the metadata names for episodes whose rows are, at least in part, in other files."""
         return self._files.misnamed
+
+    def expect(self, episodes: Sequence[int]) -> None:
+        """Announce the next episodes to read, so that small row groups of one local file can be read with one call.
+
+        The episodes replace those of the last call. Do not call this method while another thread reads.
+        """
+        self._expected, self._early = {}, {}
+        if not self._store.remote:  # requests for remote data are sent in parallel
+            files = self._dataset.table.data.index[self._dataset.rows[list(episodes)]]
+            for number, episode in zip(files.tolist(), episodes, strict=True):
+                self._expected.setdefault(number, []).append(episode)
 
     def read(self, episode: int) -> Found:
         """Return the rows of a selected episode, and those of other episodes that had to be read with it.
@@ -83,6 +96,8 @@ class RowReader:
         The rows are looked for where the metadata says, then in all row groups of this file, and then in other files. Usually,
         the first attempt finds them.
         """
+        if (early := self._early.pop(episode, None)) is not None:
+            return early, False
         table, row = self._dataset.table, int(self._dataset.rows[episode])
         number, first, length = int(table.data.index[row]), int(table.first_row[row]), int(table.length[row])
         named, problem = table.data.paths[number], None
@@ -90,6 +105,8 @@ class RowReader:
             try:
                 with parquet_errors(self._store, named):
                     file = self._files.open(named, number)
+                    if (together := self._together(file, number, episode)) is not None:
+                        return together, False
                     group, is_new = self._group(file, file.groups_at(first, first + length), episode)
                     if episode not in group.lengths:  # the episodes of the file are not in the metadata's order
                         group, is_new = self._group(file, file.groups_of(int(table.index[row])), episode)
@@ -173,6 +190,28 @@ class RowReader:
             return group, True
 
         return self._once(key, read)
+
+    def _together(self, file: RowFile, number: int, episode: int) -> DecodedGroups | None:
+        """Read the row group of an episode together with those of other expected episodes, if each has its own.
+
+        Return None if this is impossible or fails. Each episode is then read by itself, so that only broken ones are errors.
+        """
+        expected = self._expected.pop(number, [])
+        if episode not in expected:
+            return None
+        episodes = np.array(expected[expected.index(episode) :])
+        groups = file.groups_alone(self._dataset.table.first_row[self._dataset.rows[episodes]], self._dataset.lengths[episodes])
+        sizes = np.where(groups < 0, 0, file.sizes[groups])
+        is_together = (groups >= 0) & (np.cumsum(sizes) <= min(_TOGETHER, self._memory.at_once))
+        self._expected[number] = episodes[1:][~is_together[1:]].tolist()
+        if not is_together[0] or is_together.sum() < 2:
+            return None
+        with suppress(DatasetError, StorageError), parquet_errors(self._store, file.path):
+            group = self._decoded(file, groups[is_together].tolist(), int(sizes[is_together].sum()))
+            if list(group.lengths) == episodes[is_together].tolist():
+                self._early |= dict.fromkeys(group.lengths, group)
+                return self._early.pop(episode)
+        return None
 
     def _decoded(self, file: RowFile, groups: list[int], size: int) -> DecodedGroups:
         """Read row groups of `size` bytes from a file, and convert their numbers to NumPy.
@@ -276,6 +315,7 @@ def check_counting(where: str, frame_index: npt.NDArray[Any]) -> None:
 
 
 _CHECKS = {"timestamp": check_rising, "frame_index": check_counting}  # checks of the column that locates frames, by clock
+_TOGETHER = 1 << 20  # maximum size of row groups that are read together for several episodes, in bytes
 _PIECE = 4 << 20  # maximum number of bytes that are decoded at a time if the rows of a single episode are read
 _LARGEST = 1 << 30  # maximum memory of row groups that take far more memory than their file, in bytes
 _RATIO = 8  # ratio above which row groups take far more memory than their file

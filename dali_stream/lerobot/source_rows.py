@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,14 @@ class SourceRows:
         self._source, memory = source, memory or RowMemory()
         stores = store.stores if isinstance(store, NumberedStores) else [store]
         self._readers = [RowReader(part.dataset, own, memory) for part, own in zip(source.parts, stores, strict=True)]
+
+    def expect(self, episodes: Sequence[int]) -> None:
+        """Announce the next episodes to read. See `RowReader.expect`."""
+        numbers = np.array(episodes, np.int64)
+        datasets = self._source.dataset_of[numbers]
+        for number in np.unique(datasets).tolist():
+            first = self._source.parts[number].first
+            self._readers[number].expect((numbers[datasets == number] - first).tolist())
 
     def read(self, episode: int) -> Found:
         """Return the rows of an episode, and of others of its dataset that had to be read with it. See `RowReader.read`."""
