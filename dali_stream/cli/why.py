@@ -47,7 +47,7 @@ def why(
 
     The command streams a part of the dataset, or of a mixture file. To measure `prepare`, it rewrites a few episodes into a
     temporary folder. Each rate is measured three times, in turns with the others. This takes about a minute. If other processes
-    use more than a fifth of the cores meanwhile, the command predicts nothing, unless --anyway is given.
+    use more than a fifth of the cores meanwhile, the command predicts nothing, unless you pass --anyway.
 
     With --ranks or --cores, and --step-ms, it predicts for a node with these ranks and cores: whether they are enough, what
     runs out first, and the memory, disk and network that training needs.

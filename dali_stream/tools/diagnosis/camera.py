@@ -111,9 +111,9 @@ class Camera:
         return next((name for name, answer in self.decoded.items() if not answer.error), "")
 
     def difference(self, decoder: str) -> str | None:
-        """Return how a decoder's frame differs from that of `reference`. Return None if there are no two frames to compare.
+        """Return how a decoder's frame differs from that of `reference`, see `audit.difference`.
 
-        See `audit.difference`.
+        Return None for `reference` itself, and for a decoder that delivered no frame.
         """
         reference, own = self.reference, self.decoded[decoder]
         if own.error or decoder == reference:
