@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
@@ -10,6 +11,7 @@ import random
 import resource
 import shutil
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from support.killing import start
 from support.servers import Handler, Server
 
 from dali_stream import DecodeError, Loader, Mixture, StorageError
+from dali_stream.cache import claims
+from dali_stream.cache.claims import Claims
 from dali_stream.cli import main
 from dali_stream.storage.local import LocalStore
 from dali_stream.system.memory_limit import is_in_memory
@@ -45,7 +49,7 @@ def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
 
 
 def records(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "key.json")
+    return sorted(folder.glob("*/*/*"))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -88,6 +92,44 @@ def test_two_ranks_decode_each_frame_once_together(small: Path, tmp_path: Path) 
     with Loader(small, **ARGUMENTS) as loader:
         frames = loader.dataset.num_frames * 2
     assert sum(stats["decoded_frames"] for _, stats in shares) < 1.1 * frames
+
+
+@pytest.mark.parametrize("dataset", ["small", "odd"])  # video, and images in rows
+def test_runs_with_the_same_order_divide_the_decoding(dataset: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    root = request.getfixturevalue(dataset)
+    expected, alone = run(root, None, 1)
+    loaders = [Loader(root, **ARGUMENTS, frame_cache=tmp_path) for _ in range(2)]
+    with loaders[0], loaders[1], ThreadPoolExecutor(2) as threads:
+        for found in threads.map(list, loaders):
+            assert same(found, expected)
+        assert sum(loader.stats()["decoded_frames"] for loader in loaders) < 1.3 * alone["decoded_frames"]
+
+
+def unsupported(*arguments: object) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+@pytest.mark.parametrize("cause", ["a process that does not continue", "no locks", "another kind of file"])
+def test_claims_that_are_never_free_or_impossible_are_passed_over(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    expected, _ = run(small, tmp_path)
+    [group] = tmp_path.iterdir()
+    every = [(path.name, number) for path in records(tmp_path) for number in range(1000)]
+    for path in group.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    holder = Claims(group).divided(every)
+    if cause == "a process that does not continue":
+        monkeypatch.setattr(claims, "WAIT_S", 0.0)
+        assert len(next(holder)) == len(every)
+    elif cause == "no locks":
+        monkeypatch.setattr("fcntl.fcntl", unsupported)
+    else:
+        (group / "claims").mkdir()
+    found, stats = run(small, tmp_path)
+    assert same(found, expected)
+    assert stats["frame_cache_disk_written_bytes"] > 0
+    holder.close()
 
 
 @pytest.mark.parametrize("memory", ["2MiB", "1GiB"])  # frames are read into the batch, or cached

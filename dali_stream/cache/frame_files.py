@@ -1,6 +1,7 @@
 """Decoded frames on disk, which all processes of a machine and later runs share.
 
     <folder>/1f0c…/key.json    what determines the pixels of the frames in this folder, in words
+    <folder>/1f0c…/claims      empty, see `Claims`
     <folder>/1f0c…/9b/9b41…    frames of one video file, or of the images of one episode
 
 A file of records is named by what its frames are decoded from. For a video file, the name is a hash of its index and of
@@ -9,9 +10,9 @@ has a record. Record k of n, of `record` bytes, is at `k * record`. A record tha
 checksum is at `n * record + 8 * k`: the XXH3 hash of the record with 64 bits, seeded with the name of the file and k, or 0 if
 it has no frame.
 
-There are no locks. Processes that write the same frame write the same bytes, and the checksum is written after the record. If a
-process dies or a disk loses data, the checksum does not match the record, and the frame is decoded again. A checksum detects
-damage, but not forgery: users who can write to the folder are trusted.
+Reading and writing need no locks. Processes that write the same frame write the same bytes, and the checksum is written after
+the record. If a process dies or a disk loses data, the checksum does not match the record, and the frame is decoded again. A
+checksum detects damage, but not forgery: users who can write to the folder are trusted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import os
 import platform
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from dali_stream.cache.claims import Claims
 from dali_stream.checks.arguments import budget_text
 from dali_stream.checks.none import NONE
 from dali_stream.mp4.index import VideoIndex
@@ -250,6 +252,7 @@ class FrameFiles:
         self._readers = OpenFiles(self._root, os.O_RDONLY | NO_FOLLOW)
         self.added: deque[tuple[int, int]] = deque()
         self._writers = OpenFiles(self._root, os.O_WRONLY | os.O_CREAT | NO_FOLLOW)
+        self._claims = Claims(self._root)
         if folder.is_open:
             try:
                 self._root.mkdir(exist_ok=True)
@@ -337,8 +340,23 @@ class FrameFiles:
             return False
         return True
 
+    def divided(self, frames: Sequence[tuple[RecordName | None, int]]) -> Iterator[list[int]]:
+        """Divide the decoding of frames between the processes that need them at the same time. See `Claims.divided`.
+
+        Args:
+            frames: Name of the file and number of the record of each frame.
+
+        Yields:
+            Numbers of the frames in `frames` to read or decode next.
+        """
+        if self.is_open and all(name is not None for name, _ in frames):
+            yield from self._claims.divided([(name.content, number) for name, number in frames if name is not None])
+        else:  # other processes would not find the frames
+            yield list(range(len(frames)))
+
     def close(self) -> None:
         """Close all files. The next read or write opens them again."""
+        self._claims.close()
         self._readers.close()
         self._writers.close()
 

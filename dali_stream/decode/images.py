@@ -93,6 +93,17 @@ class ImageDecoder:
         return functools.partial(self._decode, plan, encoded, names), names
 
     def _decode(self, plan: FramePlan | Reads, encoded: Array, names: Mapping[int, RecordName], numbers: list[int]) -> None:
+        """Put images into slots, in a decode thread. Decode those that are not on disk, and that no other process decodes."""
+        if self._stored is None:
+            self._decode_missing(plan, encoded, names, numbers)
+            return
+        for own in self._stored.divided([(names.get(int(plan.episode[i])), int(plan.frame[i])) for i in numbers]):
+            self._decode_missing(plan, encoded, names, [numbers[i] for i in own])
+
+    def _decode_missing(
+        self, plan: FramePlan | Reads, encoded: Array, names: Mapping[int, RecordName], numbers: list[int]
+    ) -> None:
+        """Decode images, except those that were added to the frame cache on disk meanwhile."""
         timed, decoded = self._counters.timed, 0
         with timed("decode_s"):
             for i in numbers:

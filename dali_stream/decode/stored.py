@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -94,6 +94,10 @@ class StoredFrames:
         self._counters.add(frame_cache_disk_hits=len(episodes) - len(damaged))
         if damaged:
             decode(damaged)
+
+    def divided(self, frames: Sequence[tuple[RecordName | None, int]]) -> Iterator[list[int]]:
+        """See `FrameFiles.divided`."""
+        return self._files.divided(frames)
 
     def read_added(
         self, name: RecordName, numbers: Sequence[int], slots: Sequence[int], places: Sequence[tuple[int, int]]

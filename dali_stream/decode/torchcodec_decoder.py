@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -161,7 +162,9 @@ class TorchcodecDecoder(VideoFiles):
             task = even_tasks(np.cumsum([len(gop) for gop in alike]), task_frames((video.height, video.width)))
             for number in np.unique(task):
                 tasks.append([frame for i in np.flatnonzero(task == number) for frame in alike[i]])
-        return tasks
+        # Processes that decode the same batches begin with different tasks, see `Claims`.
+        first = os.getpid() % max(len(tasks), 1)
+        return tasks[first:] + tasks[:first]
 
     def _gops(self, plan: FramePlan, episodes: OpenEpisodes) -> list[list[_Frame]]:
         """Return the frames to decode, by GOP."""
@@ -226,7 +229,15 @@ class TorchcodecDecoder(VideoFiles):
         return indices
 
     def _decode(self, store: Store, frames: list[_Frame]) -> None:
-        """Decode frames in a decode thread, and put them into slots.
+        """Put frames into slots, in a decode thread. Decode those that are not on disk, and that no other process decodes."""
+        if self._stored is None:
+            self._decode_missing(store, frames)
+            return
+        for own in self._stored.divided([(frame.name, frame.packet) for frame in frames]):
+            self._decode_missing(store, list(self._still_missing(self._stored, [frames[i] for i in own])))
+
+    def _decode_missing(self, store: Store, frames: list[_Frame]) -> None:
+        """Decode frames, and put them into slots.
 
         If decoding fails, `_Parts` finds the frames that fail, and only their slots get the error. If the frames of a part are
         all in one file that cannot be read, all of them get the error.
@@ -234,8 +245,6 @@ class TorchcodecDecoder(VideoFiles):
         Raises:
             RouteChange: If NVDEC cannot decode a frame, and the CPU can, or if the GPU's memory is not enough.
         """
-        if self._stored is not None:
-            frames = list(self._still_missing(self._stored, frames))
         parts = _Parts(len(frames))
         while part := frames[parts.start : parts.stop]:
             try:

@@ -155,5 +155,5 @@ def _looked_at(place: Path, key: dict[str, str]) -> FrameGroup:
                 status = os.lstat(os.path.join(group, name))
                 size += status.st_blocks * 512
                 used = max(used, status.st_mtime)
-                files += "key.json" not in name
+                files += Path(group) != place  # the folder itself has other files
     return FrameGroup(place.name, key, files, size, used)

@@ -1,0 +1,97 @@
+"""Claims of frames, with which processes that share a frame cache on disk divide the decoding.
+
+Processes such as the runs of a sweep need the same frames at the same time. Each claims frames before it decodes them, and
+reads those that another process has claimed afterwards. A claim is a lock on a range of an empty file, which the system
+releases if the process dies. A claim that cannot be made, or that takes too long, only causes frames to be decoded twice.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dali_stream.storage.local_files import NO_FOLLOW, OpenFile, OpenFiles
+
+WAIT_S = 2.0  # maximum wait for frames that other processes decode, in seconds. A task usually takes less than 0.5 s
+_POLL_S = 0.005  # interval at which a waiting thread tries again
+_FLOCK = "hhqqi0q"  # `struct flock` of fcntl(2) on 64-bit Linux: type, whence, start, length and process
+
+
+class Claims:
+    """Claims of the frames in a folder. Threads may use it at the same time for different frames.
+
+    Args:
+        folder: Folder of the frame cache.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files = OpenFiles(folder, os.O_WRONLY | os.O_CREAT | NO_FOLLOW)
+
+    def divided(self, frames: Sequence[tuple[str, int]]) -> Iterator[list[int]]:
+        """Divide the decoding of frames between the processes that need them at the same time.
+
+        The frames of a part are claimed until the next part is requested. While other processes have claimed all that remain,
+        this waits. After `WAIT_S`, or if the folder allows no claims, the last part has all of them.
+
+        Args:
+            frames: Hexadecimal digits that identify the file of each frame, and number of the frame in it.
+
+        Yields:
+            Numbers of the frames in `frames` that the caller should read or decode next.
+        """
+        remaining = list(range(len(frames)))
+        try:
+            file = self._files.get("claims")
+        except OSError:  # for example, the folder was removed
+            yield remaining
+            return
+        # Each frame has a byte. Two files whose digits begin alike share bytes, and only wait for each other.
+        places = [(int(digits[:7], 16) << 32) + number for digits, number in frames]
+        while remaining:
+            claimed = _claimed(file, _ranges([places[i] for i in remaining]))
+            own = {place for each in claimed for place in each}
+            part = [i for i in remaining if places[i] in own] or remaining
+            try:
+                yield part
+            finally:
+                for each in claimed:
+                    _lock(file, fcntl.F_UNLCK, each)
+            remaining = [i for i in remaining if i not in part]
+
+    def close(self) -> None:
+        """Close the file. The next claim opens it again."""
+        self._files.close()
+
+
+def _claimed(file: OpenFile, ranges: list[range]) -> list[range]:
+    """Claim those ranges of a file that no other process has claimed. Wait for one. Return none if this takes too long."""
+    until = time.monotonic() + WAIT_S
+    while not (own := [each for each in ranges if _lock(file, fcntl.F_WRLCK, each)]) and time.monotonic() < until:
+        time.sleep(_POLL_S)
+    return own
+
+
+def _ranges(places: list[int]) -> list[range]:
+    """Return the ranges of consecutive numbers among `places`."""
+    ranges: list[range] = []
+    for place in sorted(places):
+        if ranges and place <= ranges[-1].stop:
+            ranges[-1] = range(ranges[-1].start, place + 1)
+        else:
+            ranges.append(range(place, place + 1))
+    return ranges
+
+
+def _lock(file: OpenFile, kind: int, places: range) -> bool:
+    """Set a lock of a kind on a range of a file. Return False if another process has locked a part of the range."""
+    try:
+        fcntl.fcntl(file.number, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, places.start, len(places), 0))
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
