@@ -6,8 +6,10 @@ import io
 import itertools
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,14 @@ from support.batches import samples
 from support.datasets import ROWS as ROWS_FILE
 from support.datasets import Column, build, change_info, read_rows
 from support.rows import delivered
-from support.servers import Server
+from support.servers import Handler, Server
 from support.slow import examples
 
 from dali_stream import Dataset, DatasetError, Loader, Mixture
 from dali_stream.lerobot.row_file import RowFile
 from dali_stream.lerobot.row_groups import RowGroups
-from dali_stream.lerobot.rows import check_rising
+from dali_stream.lerobot.row_memory import RowMemory
+from dali_stream.lerobot.rows import RowReader, check_rising
 
 ROWS = 6  # of a group
 
@@ -182,6 +185,72 @@ def test_each_row_group_is_read_once_and_by_itself(name: str, shuffle: bool, req
     assert len(spans) == len(groups)
     assert max(stop - start for start, stop in spans) <= max(sizes)
     assert 0 < needed <= sum(stop - start for start, stop in spans)
+
+
+@pytest.mark.parametrize(
+    ("episodes", "most", "is_kept", "warnings"), [(1, 1 << 20, False, 0), (2, 1 << 20, True, 0), (3, 1000, False, 1)]
+)
+def test_a_row_group_is_kept_if_it_fits_and_has_other_episodes(
+    tmp_path: Path, episodes: int, most: int, is_kept: bool, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The read of a row group returns all of its episodes. If it is kept, it is not read again for the others."""
+    root = build(tmp_path / "set", [5] * 6, {"action": Column("float32", [9], np.zeros((30, 9)))}, rows_per_group=5 * episodes)
+    memory = RowMemory(most, most)
+    with Server(root) as server:
+        reader = RowReader(Dataset(server.url), memory=memory)
+        assert list(reader.read(0)) == list(range(episodes))
+        assert (memory.nbytes > 0) == is_kept
+        before, last = len(server.requests), episodes - 1
+        assert list(reader.read(last)) == ([last] if is_kept else list(range(episodes)))
+        assert (len(server.requests) == before) == is_kept
+    assert sum("so it is read again for each of its episodes" in record.getMessage() for record in caplog.records) == warnings
+
+
+@pytest.fixture
+def wide_groups(tmp_path: Path) -> Path:
+    """A dataset of five row groups that take 40 KB each, with two episodes in each of them."""
+    return build(tmp_path / "set", [5] * 10, {"wide": Column("float32", [1000], np.zeros((50, 1000)))}, rows_per_group=10)
+
+
+def test_the_row_groups_that_were_used_last_are_kept(wide_groups: Path) -> None:
+    """The memory holds two row groups, including a row group that is being read."""
+    memory, kept = RowMemory(100_000, 100_000), []
+
+    def note(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        kept.append(memory.nbytes)
+        handler.head(206, len(data), fields)
+        handler.body(data)
+
+    with Server(wide_groups) as server:
+        reader = RowReader(Dataset(server.url), memory=memory)
+        for episode, is_read in ((0, True), (2, True), (1, False), (4, True), (5, False), (0, False), (3, True), (1, False)):
+            server.set_faults([note])
+            before = len(server.requests)
+            reader.read(episode)
+            assert (len(server.requests) > before) == is_read
+            assert 40_000 < memory.nbytes <= 100_000
+    assert max(kept) < 60_000
+
+
+def test_as_many_row_groups_are_read_at_a_time_as_fit(wide_groups: Path) -> None:
+    """The memory holds two row groups. The server sends each with another one, while four threads read."""
+    pair, reading, counts = threading.Barrier(2), list[int](), list[int]()
+
+    def answer(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        reading.append(1)
+        counts.append(len(reading))
+        pair.wait(30)
+        reading.pop()
+        handler.head(206, len(data), fields)
+        handler.body(data)
+
+    with Server(wide_groups) as server, ThreadPoolExecutor(4) as pool:
+        reader = RowReader(Dataset(server.url), memory=RowMemory(100_000, 100_000))
+        server.set_faults([answer] * 4)
+        server.requests.clear()
+        assert [list(found) for found in pool.map(reader.read, [2, 4, 6, 8])] == [[2, 3], [4, 5], [6, 7], [8, 9]]
+    assert len(server.requests) == 4, "no request was repeated because the other one did not come"
+    assert max(counts) == 2
 
 
 def test_only_the_selected_episodes_of_a_row_group_are_delivered(many_groups: Path) -> None:
