@@ -17,15 +17,18 @@ from hypothesis import strategies as st
 from PIL import Image
 from support import faults, videos
 from support.datasets import V2_ROWS, V2_VIDEO, Camera, Column, build, copied, image_file, v2_path
-from support.servers import Handler, Server
+from support.opened import batch_of, open_episodes
+from support.servers import Handler, Server, spans
 from support.slow import examples, slow_after
 
-import dali_stream
-from dali_stream import DatasetError, DecodeError, Loader, MemoryBudgetError, StorageError
-from dali_stream.cache.open_episodes import OpenEpisodes
+from dali_stream import Dataset, DatasetError, DecodeError, Loader, MemoryBudgetError, StorageError
+from dali_stream.cache.open_episodes import OpenEpisodes, ReadLimits
 from dali_stream.cache.video import BlockCache
+from dali_stream.mp4.clip import span
+from dali_stream.mp4.index import read_index
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.samples import Samples
+from dali_stream.storage import LocalStore
 
 CAMERA = videos.CAMERA
 FILM, FILES = 45, 3  # frames of a video file, and number of files
@@ -99,6 +102,38 @@ def test_all_that_a_batch_shows_is_read_in_time_and_within_the_budget(
         return
     if budget == 1 << 30:
         assert again == [0, 0, 0]
+
+
+def test_encoded_video_in_memory_is_not_requested_again(tmp_path: Path) -> None:
+    """Frames of open GOPs of H.264 are decoded with packets of several blocks, some of which belong to both episodes."""
+    cuts = [17, FILM - 17]
+    film = videos.encode(videos.draw([FILM]), tmp_path / "film.mp4", CODECS["open GOPs"])
+    with Server(write(tmp_path / "set", [film], [cuts])) as server:
+        dataset = Dataset(server.url)
+        sizes = read_index(dataset.data_store, videos.VIDEO.format(CAMERA, 0)).size()
+        shared = sizes[12:26].sum()  # of the two GOPs that both episodes need
+        of_index = len(spans(server.requests, ".mp4"))
+        server.requests.clear()
+        # A batch shows all frames, and this budget divides the video into blocks of a GOP.
+        with videos.loader(dataset, batch_size=FILM, consumers=1, memory_budget=3_000_000) as loader:
+            for batch in loader:
+                assert_right_frames(batch, [cuts], [0])
+        asked = [stop - start for _, start, stop in spans(server.requests, ".mp4")]
+    assert sum(asked[of_index:]) == sizes.sum() + shared
+
+
+def test_packets_that_no_block_of_the_batch_contains_are_requested(tmp_path: Path) -> None:
+    """If H.264 has many B-frames, a frame of an open GOP needs packets that are even in the block after its own."""
+    film = videos.encode(videos.draw([FILM]), tmp_path / "film.mp4", videos.h264(20, open_gop=True, b_frames=8))
+    index = read_index(LocalStore(str(tmp_path)), film.name)
+    first = 38
+    packet = int(index.display_order[first])
+    assert index.gop_start(packet + 8) == index.gop_start(packet) < index.gop_start(span(index, packet)[1])
+    root = write(tmp_path / "set", [film], [[first, FILM - first]])
+    options = {"batch_size": 1, "consumers": 1, "memory_budget": 100_000}  # a block for each GOP
+    with Server(root) as server, videos.loader(Dataset(server.url, episodes=[1]), **options) as loader:
+        shown = [videos.identities(batch[CAMERA]) for batch in loader]
+    assert sorted(shown) == [[(0, frame)] for frame in range(first, FILM)]
 
 
 FRAMES, EPISODES = 8, 8  # of the datasets below
@@ -186,7 +221,7 @@ def test_an_episode_that_cannot_be_read_is_substituted_until_it_can(
     path = v2_path(template, 5, CAMERA)
     options: dict[str, Any] = {"batch_size": FRAMES, "consumers": 4, "episode_pool_size": 1, "on_error": "substitute"}
     options["prefetch"] = 2  # so that no batch of the third epoch is planned while requests for the second one fail
-    with videos.loader(dali_stream.Dataset(one_file_each, cameras=[]), **options | {"on_error": "raise"}) as rows:
+    with videos.loader(Dataset(one_file_each, cameras=[]), **options | {"on_error": "raise"}) as rows:
         epochs = [[batch["index"].tolist() for batch in rows] for _ in range(3)]
     faulty = {path: [None] * earlier + [faults.status(403)] * 1000}
     with Server(one_file_each, faults=faulty) as server, videos.loader(server.url, **options) as loader:
@@ -269,6 +304,36 @@ def test_an_estimate_that_is_larger_than_the_budget_is_no_error(tmp_path: Path) 
     with Loader(root, batch_size=8, consumers=4, memory_budget=200_000, device="cpu", prefetch=2) as loader:
         assert sorted(index for batch in loader for index in batch["index"].tolist()) == list(range(40))
         assert 0 < loader.stats()["row_bytes"] < 200_000
+
+
+def test_rows_of_later_batches_that_one_read_returns_are_kept_and_counted(tmp_path: Path) -> None:
+    """Each of four row groups has ten episodes, and each batch is an episode."""
+    values = np.random.default_rng(0).random((200, 256))
+    root = build(tmp_path / "set", [5] * 40, {"wide": Column("float32", [256], values)}, rows_per_group=50)
+    numbers = 5 * (256 * 4 + 4 + 4 * 8)  # bytes of an episode's numbers
+    with Loader(root, batch_size=5, shuffle=False, prefetch=2, device="cpu") as loader:
+        epoch = iter(loader)
+        for _ in range(11):  # the last one is the first batch of the second row group
+            next(epoch)
+        assert loader.stats()["row_bytes"] > 20 * numbers
+        assert len(list(epoch)) == 29
+        # The table of open episodes may have a quarter more rows than are in use.
+        assert 1.25 * 40 * numbers < loader.stats()["row_bytes"] < 1.3 * 40 * numbers
+
+
+def test_reading_ahead_continues_after_the_memory_was_full(tmp_path: Path) -> None:
+    """The memory holds the rows of three batches, so the next two batches are open when a batch is planned."""
+    count, most = 12, int(3.5 * FRAMES * 512 * 4 * 5 / 4)
+    wide = Column("float32", [512], np.zeros((FRAMES * count, 512)))
+    dataset = Dataset(build(tmp_path / "set", [FRAMES] * count, {"wide": wide}))
+    episodes = open_episodes(dataset, ReadLimits(most, look_ahead=count))
+    batches = [batch_of(dataset, number, [number]) for number in range(count)]
+    for now in range(1, count):
+        ahead = batches[now : now + 1 + episodes.horizon(now)]
+        episodes.read_ahead(ahead)
+        episodes.open(ahead)
+        assert episodes.table.is_open(np.arange(now, min(now + 3, count))).all()
+        assert sum(episodes.bytes_by_kind) <= most
 
 
 @examples(40, phases=PHASES)

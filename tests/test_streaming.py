@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.batches import Batch, check_identities, equal, samples
 from support.datasets import ODD_CAMERA, SIDE, TOP, Camera, build, read_lengths, write_odd
-from support.servers import Request, Server
+from support.servers import Server, spans
 from support.slow import slow
 from support.videos import SIZE, draw, encode, h264
 
@@ -39,16 +39,6 @@ def batches_of(uri: Path | str | Dataset, **arguments: Any) -> list[Batch]:
     """One epoch. A batch may live in the loader's memory no longer than the loader, so it is copied."""
     with Loader(uri, **arguments) as loader:
         return list(loader)
-
-
-def spans(requests: list[Request], ending: str) -> list[tuple[str, int, int]]:
-    """(path, start, stop) of the ranges that were asked for in files of that ending."""
-    found = []
-    for request in requests:
-        if request.path.endswith(ending) and request.range:
-            start, stop = request.range.removeprefix("bytes=").split("-")
-            found.append((request.path, int(start), int(stop) + 1))
-    return found
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,14 +30,25 @@ class Recorded(EpisodeTable):
         super().open(opened)
 
 
+def open_episodes(dataset: Dataset, limits: ReadLimits, memory: RowMemory | None = None) -> OpenEpisodes:
+    """Episodes none of which is open yet. They are read in the thread of the caller."""
+    table, source = Recorded(dataset.lengths, dataset.cameras), dataset.source
+    store, readers = dataset.data_store.session(), Workers("", 0)
+    reads = IndexCache(source), store, readers, memory or RowMemory()
+    return OpenEpisodes(source, limits, *reads, table, table.close, False, {}, Counters())
+
+
+def batch_of(dataset: Dataset, number: int, episodes: Sequence[int]) -> Samples:
+    """The first frames of some episodes, as a batch."""
+    first = np.zeros(len(episodes), np.int64)
+    return Samples(number, 0, Order(dataset.lengths), first, episode=np.array(episodes), frame=first, padded=0)
+
+
 def open_all(dataset: Dataset) -> tuple[OpenEpisodes, list[OpenEpisode]]:
-    """Open all episodes of a dataset. They are read in the thread of the caller."""
-    table = Recorded(dataset.lengths, dataset.cameras)
-    source, reads = dataset.source, (dataset.data_store.session(), Workers("", 0), RowMemory())
-    indices, limits = IndexCache(source), ReadLimits(1 << 40)
-    episodes = OpenEpisodes(source, limits, indices, *reads, table, table.close, False, {}, Counters())
-    numbers = np.arange(len(dataset.lengths))
-    batch = Samples(0, 0, Order(dataset.lengths), numbers, episode=numbers, frame=np.zeros_like(numbers), padded=0)
+    """Open all episodes of a dataset."""
+    episodes = open_episodes(dataset, ReadLimits(1 << 40))
+    batch = batch_of(dataset, 0, range(len(dataset.lengths)))
     episodes.read_ahead([batch])
     episodes.open([batch])
-    return episodes, table.opened
+    assert isinstance(episodes.table, Recorded)
+    return episodes, episodes.table.opened

@@ -36,6 +36,16 @@ class Request:
     sent: int = 0  # bytes of the answer's body
 
 
+def spans(requests: Iterable[Request], ending: str) -> list[tuple[str, int, int]]:
+    """(path, start, stop) of the ranges that were asked for in files of that ending."""
+    found = []
+    for request in requests:
+        if request.path.endswith(ending) and request.range:
+            start, stop = request.range.removeprefix("bytes=").split("-")
+            found.append((request.path, int(start), int(stop) + 1))
+    return found
+
+
 class Network:
     """Latency per request, and a bandwidth that all connections share.
 

@@ -41,9 +41,9 @@ VPX = ("-c:v", "libvpx-vp9", "-crf", "32", "-b:v", "0", "-deadline", "good", "-c
 MPEG4 = ("-c:v", "mpeg4", "-q:v", "3")
 
 
-def h264(gop: int, open_gop: bool = False, pixels: str = "yuv420p") -> tuple[str, ...]:
-    """x264 with three B-frames, one of which others may refer to, and keyframes exactly `gop` apart."""
-    params = f"b-pyramid=normal:b-adapt=0:open-gop={int(open_gop)}:keyint={gop}:min-keyint={gop}"
+def h264(gop: int, open_gop: bool = False, pixels: str = "yuv420p", b_frames: int = 3) -> tuple[str, ...]:
+    """x264 with this many B-frames, one of which others may refer to, and keyframes exactly `gop` apart."""
+    params = f"b-pyramid=normal:b-adapt=0:bframes={b_frames}:open-gop={int(open_gop)}:keyint={gop}:min-keyint={gop}"
     return (*X264, "-pix_fmt", pixels, "-x264-params", params)
 
 
