@@ -118,8 +118,9 @@ def test_encoded_video_in_memory_is_not_requested_again(tmp_path: Path) -> None:
         with videos.loader(dataset, batch_size=FILM, consumers=1, memory_budget=3_000_000) as loader:
             for batch in loader:
                 assert_right_frames(batch, [cuts], [0])
+            needed = loader.stats()["needed_bytes"]
         asked = [stop - start for _, start, stop in spans(server.requests, ".mp4")]
-    assert sum(asked[of_index:]) == sizes.sum() + shared
+    assert sum(asked[of_index:]) == sizes.sum() + shared <= needed
 
 
 def test_packets_that_no_block_of_the_batch_contains_are_requested(tmp_path: Path) -> None:
@@ -211,6 +212,49 @@ def test_a_read_ahead_that_fails_while_its_batch_waits_for_it_is_repeated(
         for batch in loader:
             assert_right_frames(batch, [[FRAMES]] * EPISODES, [0])
         assert sum(request.path == f"/{path}" for request in server.requests) == 5
+
+
+def test_video_is_fetched_ahead_and_evicted_within_the_budget(one_file_each: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The memory holds the video of four batches. The server sends the video of batch 4 after a request for that of batch 7.
+
+    Until then, no batch after batch 5 is planned, and the memory was full before.
+    """
+    requested, budget = threading.Event(), 50_000
+
+    def note(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        requested.set()
+        handler.head(206, len(data), fields)
+        handler.body(data)
+
+    def delay(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        if not requested.wait(30):
+            return handler.reply(403, b"")
+        handler.head(206, len(data), fields)
+        return handler.body(data)
+
+    of_index: list[Any] = [None] * 3
+    script = {v2_path(V2_VIDEO, 4, CAMERA): [*of_index, *[delay] * 99], v2_path(V2_VIDEO, 7, CAMERA): [*of_index, note]}
+    with (
+        Server(one_file_each, faults=script) as server,
+        videos.loader(server.url, batch_size=FRAMES, shuffle=False, prefetch=2, memory_budget=budget) as loader,
+    ):
+        for batch in loader:
+            assert_right_frames(batch, [[FRAMES]] * EPISODES, [0])
+            held = loader.stats()
+            assert held["encoded_bytes"] + held["decoded_bytes"] <= budget
+            assert held["resident_bytes"] <= budget + held["row_bytes"] + held["index_bytes"]
+        assert loader.stats()["evicted_early"] > 0
+    assert sum("bytes are fetched more than once" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_video_leaves_the_memory_when_all_of_its_frames_are_decoded(one_file_each: Path) -> None:
+    """Until then, it stays, so that no byte is requested again after the three requests for the index of each file."""
+    with Server(one_file_each) as server, videos.loader(server.url, batch_size=2) as loader:
+        assert all(len(list(loader)) == FRAMES * EPISODES // 2 for _ in range(2))
+        assert loader.stats()["encoded_bytes"] == 0
+        for path in (v2_path(V2_VIDEO, episode, CAMERA) for episode in range(EPISODES)):
+            asked = [stop - start for _, start, stop in spans(server.requests, path)]
+            assert sum(asked[3:]) == read_index(LocalStore(str(one_file_each)), path).size().sum()
 
 
 @pytest.mark.parametrize(("template", "earlier"), [(V2_ROWS, 0), (V2_VIDEO, 0), (V2_VIDEO, 3)], ids=["rows", "index", "video"])
@@ -334,6 +378,18 @@ def test_reading_ahead_continues_after_the_memory_was_full(tmp_path: Path) -> No
         episodes.open(ahead)
         assert episodes.table.is_open(np.arange(now, min(now + 3, count))).all()
         assert sum(episodes.bytes_by_kind) <= most
+
+
+def test_rows_that_are_larger_than_estimated_leave_the_memory_to_the_next_batch(tmp_path: Path) -> None:
+    """The memory would hold the estimated rows of both batches, but holds those of one batch."""
+    texts = Column("string", [1], ["x" * 10_000] * 2 * FRAMES)
+    dataset = Dataset(build(tmp_path / "set", [FRAMES] * 2, {"text": texts}))
+    episodes = open_episodes(dataset, ReadLimits(15_000 * FRAMES, look_ahead=2))
+    ahead = [batch_of(dataset, number, [number - 1]) for number in (1, 2)]
+    episodes.read_ahead(ahead)
+    episodes.open(ahead)
+    assert episodes.table.is_open(np.arange(2)).tolist() == [True, False]
+    assert sum(episodes.bytes_by_kind) <= 15_000 * FRAMES
 
 
 @examples(40, phases=PHASES)
