@@ -21,6 +21,7 @@ from support.tools import prepared
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader, MemoryBudgetError, Mixture
 from dali_stream.decode.resize import resize
 from dali_stream.demo import read_identities
+from dali_stream.lerobot.rows import RowReader
 
 LENGTHS = (3, 2)
 FRAMES = [(episode, frame) for episode, length in enumerate(LENGTHS) for frame in range(length)]
@@ -88,6 +89,8 @@ def test_images_in_files_of_the_dataset_are_read(tmp_path: Path, stored: str, re
         np.testing.assert_array_equal(found.numpy(), [with_pillow(png, "RGB") for png in PNGS])
         if remote:
             assert sorted(request.path for request in server.requests if ".png" in request.path) == [f"/{n}" for n in NAMES]
+            read = RowReader(Dataset(server.url)).read(0).release(0)
+            assert read.take_bytes() > sum(map(len, PNGS[: LENGTHS[0]]))
         server.requests.clear()
         with Loader(Dataset(server.url, cameras=[]), batch_size=5) as loader:
             assert len(list(loader)) == 1

@@ -26,6 +26,8 @@ from support.slow import examples
 from support.tools import prepared
 
 from dali_stream import Dataset, DatasetError, Loader
+from dali_stream.lerobot import row_files
+from dali_stream.lerobot.rows import RowReader
 from dali_stream.tools.diagnosis import Finding
 from dali_stream.tools.diagnosis.frames import Decoders
 from dali_stream.tools.diagnosis.run import examine
@@ -102,10 +104,14 @@ def test_any_cuts_and_any_names(tmp_path_factory: pytest.TempPathFactory, draw: 
     assert_rows(root, lengths)
 
 
-def test_a_search_is_a_warning_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert_rows(write_rows(plain(tmp_path / "set"), ONE_EACH, [1, 2, 3, 4, 5]))
+@pytest.mark.parametrize(
+    ("name", "found"), [("one too late", "in {}"), ("an episode in two files, the last one named", "in {} and {}")]
+)
+def test_a_search_is_a_warning_once(name: str, found: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert_rows(write_rows(plain(tmp_path / "set"), *LAYOUTS[name]))
     [said] = [record.getMessage() for record in caplog.records]
-    assert f"{file(1)}: the metadata names this file for episode 0, whose rows are in {file(0)}" in said
+    assert f"{file(1)}: the metadata names this file for episode {int('two' in name)}, whose rows are" in said
+    assert f"rows are {found.format(file(0), file(1))}. " in said
 
 
 def test_files_out_of_order_are_found_on_a_disk(tmp_path: Path) -> None:
@@ -169,6 +175,42 @@ def test_the_neighbours_of_a_file_are_found_on_a_web_server(name: str, tmp_path:
     parts, named = LAYOUTS[name]
     with Server(write_rows(plain(tmp_path / "set"), parts, named)) as server:
         assert_rows(server.url)
+
+
+def test_the_bytes_of_an_episode_in_two_files_count_once(tmp_path: Path) -> None:
+    parts, named = LAYOUTS["an episode in two files, the first one named"]
+    with Server(write_rows(plain(tmp_path / "set"), parts, named)) as server:
+        reader = RowReader(Dataset(server.url))
+        found = reader.read(1).release(1)
+        sent = sum(request.sent for request in server.requests if "/data/" in request.path)
+    assert 0 < found.take_bytes() < sent
+    assert found.take_bytes() == 0
+
+
+def pairs(root: Path, named: Sequence[int]) -> Path:
+    """A dataset of four files with two episodes of six rows each."""
+    return write_rows(plain(root, [6] * 8), [(at, at + 12) for at in range(0, 48, 12)], named, row_group_size=6)
+
+
+def test_the_footers_of_the_files_that_were_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_files, "_KEPT", 2)
+    with Server(pairs(tmp_path / "set", [0, 0, 1, 1, 2, 2, 3, 3])) as server:
+        reader = RowReader(Dataset(server.url))
+        requests = []
+        for number in (1, 2, 1, 3, 3, 1, 2):
+            server.requests.clear()
+            assert reader.read(2 * number)[2 * number]["index"].tolist() == list(range(12 * number, 12 * number + 6))
+            requests.append(len(server.requests))
+    assert requests == [3, 3, 1, 3, 1, 1, 2]  # for the size of a file at first, for its footer, and for the rows
+
+
+def test_a_file_without_the_rows_of_an_episode_is_not_read_for_the_next_one(tmp_path: Path) -> None:
+    with Server(pairs(tmp_path / "set", [1, 1, 2, 2, 3, 3, 4, 4])) as server:
+        reader = RowReader(Dataset(server.url))
+        for episode, files in ((0, {file(0), file(1)}), (1, {file(0)})):
+            server.requests.clear()
+            assert reader.read(episode)[episode]["index"].tolist() == list(range(6 * episode, 6 * episode + 6))
+            assert {*data_requests(server)} == files
 
 
 @pytest.fixture(scope="module")
