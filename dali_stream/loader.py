@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
@@ -538,6 +539,7 @@ class Loader:
                 self._counters.add(batches=1, wait_s=now - started)
                 if self._counters.first_batch_s is None:
                     self._counters.first_batch_s = now - self._constructed
+                    self._prepare_to_save()
                     if self._config.frame_folder is not None and not self._config.rank and _log.isEnabledFor(logging.INFO):
                         _log.info("%s", self._config.frame_folder_text(self._config.cached(self._source.routes)))
                 self._position = batches.span(self._position)[1]
@@ -566,6 +568,12 @@ class Loader:
             # requesting another one has not left early.
             if not ended and self._abandoned and iteration == self._iteration and batches.count(self._position):
                 self._stop()
+
+    def _prepare_to_save(self) -> None:
+        """Read what the state has of a remote dataset, so that a run can be saved while its storage does not respond."""
+        if any(store.remote for store in self.dataset.stores):
+            with suppress(DaliStreamError):  # raised again by `state_dict`
+                _ = self.dataset.identity
 
     def _log_bottleneck(self) -> None:
         """Log the bottleneck once. Log it as a warning only if training has to wait, and only on rank 0.

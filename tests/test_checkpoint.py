@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.killing import places_until_killed, start
+from support.servers import Server
 from support.slow import slow
 
 from dali_stream import Dataset, FrameSampler, Loader, Mixture
@@ -169,6 +170,18 @@ def test_a_state_is_read_by_torch_and_from_json(
         assert loader.state_dict() == ranks[1][1]
         delivered += [each for batch in loader for each in ids(batch)]
     assert delivered == expected
+
+
+def test_a_run_is_saved_while_its_server_does_not_respond(demo: Path) -> None:
+    with Server(demo) as server:
+        loader = make(Dataset(server.url, give_up_after_s=0.1))
+        batches = iter(loader)
+        next(batches)
+    with loader:
+        state = loader.state_dict()
+    with make(Dataset(demo)) as again:
+        again.load_state_dict(state)
+        assert again.batch_index == 1
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -425,7 +425,7 @@ def test_a_server_that_answers_for_every_name_is_not_asked_without_end(
         assert (
             delivered(dataset.without(dataset.cameras))["episode_index"].tolist() == np.repeat([0, 1], dataset.lengths).tolist()
         )
-        assert len(server.requests) < 10
+        assert len(server.requests) < 15
         root = copied(small, tmp_path)
         change_info(root, total_episodes=3)
         server.files = root
