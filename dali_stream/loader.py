@@ -368,10 +368,10 @@ class Loader:
         )
 
     def resume(self, *, epoch: int, batch: int) -> None:
-        """Continue from a checkpoint that contains only the number of steps, and no state of the Loader.
+        """Continue without a saved state, from the number of steps of a checkpoint.
 
-        The Loader cannot check that the dataset, the order and the global batch are those of the run, because the number of
-        steps says nothing about them. Prefer `load_state_dict`. Call this method before the first iteration.
+        The dataset, the order and the global batch must be those of the run. The Loader cannot check them, because the number
+        of steps says nothing about them. Prefer `load_state_dict`. Call this method before the first iteration.
 
         Args:
             epoch: Epoch of the checkpoint, from 0.

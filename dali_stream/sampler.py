@@ -276,7 +276,7 @@ class FrameSampler(Sampler[int]):
             self._warn_if_uneven()
 
     def resume(self, *, epoch: int, batch: int, batch_size: int, world_size: int | None = None) -> None:
-        """Continue from a checkpoint that contains only the number of steps, and no state of the sampler. See `Loader.resume`.
+        """Continue without a saved state, from the number of steps of a checkpoint. See `Loader.resume`.
 
         Args:
             epoch: Epoch of the checkpoint, from 0.
