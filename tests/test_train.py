@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,12 +18,12 @@ import pytest
 import torch
 from PIL import Image
 from support.batches import as_bytes, equal
-from support.datasets import SIDE, TOP
+from support.datasets import SIDE, TOP, copied
 from support.programs import pictures
 from support.train import ENVIRONMENT, ROOT, SMALL, command, in_this_process, journal, losses, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dali_stream import Dataset, Loader, Mixture, batch_at, cli
+from dali_stream import Dataset, DecodeError, Loader, Mixture, batch_at, cli
 from dali_stream.demo import write_demo
 
 STEPS, SPIKE = 8, 5
@@ -242,6 +243,20 @@ def test_dummy_trains_nothing_and_measures_the_loader(program: Any, demo: Path, 
     assert [set(entry) for entry in journal(tmp_path)] == [
         {"step", "samples_per_s", "wait_share", "epoch", "batch", "position"}
     ] * 3
+
+
+def test_a_run_continues_without_what_cannot_be_decoded(program: Any, small: Path, tmp_path: Path) -> None:
+    root = copied(small, tmp_path)
+    video = sorted((root / "videos").rglob("*.mp4"))[0]
+    data = video.read_bytes()
+    start = data.index(b"mdat") + 4
+    video.write_bytes(data[:start] + bytes(len(data) // 4) + data[start + len(data) // 4 :])
+    line = [*map(str, [root, "--out", tmp_path / "run", *SMALL, "--dummy", "--max-steps", 4])]
+    with pytest.raises(DecodeError, match=video.name):
+        program.main(line)
+    shutil.rmtree(tmp_path / "run")
+    program.main([*line, "--on-error", "substitute"])
+    assert len(journal(tmp_path / "run")) == 4
 
 
 @pytest.mark.parametrize(

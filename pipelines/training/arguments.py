@@ -63,6 +63,10 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
         "wall-clock timestamps (default: timestamp)")  # fmt: skip
     add("--tolerance-s", type=float, help="largest distance of a frame from its row's time in seconds (default: a quarter of a "
         "frame)")  # fmt: skip
+    add("--give-up-after-s", type=float, help="time limit of a request for remote data with all attempts, in seconds "
+        "(default: 60)")  # fmt: skip
+    add("--on-error", choices=("raise", "substitute"), default="raise", help="substitute: replace samples that cannot be read "
+        "or decoded by others of the batch, and count them")  # fmt: skip
     arguments = parser.parse_args(join_sizes(argv))
     for name in ("max_steps", "batch_size", "chunk", "val_every", "save_every", "log_every"):
         if getattr(arguments, name) < 1:

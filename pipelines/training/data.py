@@ -75,6 +75,7 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
         "num_threads": arguments.num_threads,
         "frame_cache": arguments.frame_cache,
         "frame_cache_bytes": arguments.frame_cache_bytes,
+        "on_error": arguments.on_error,
     }
     plain = common | {"image_size": size}
     own = (plain if mixed else common) | {  # the augmentation also resizes, but requires frames of one size
@@ -108,7 +109,7 @@ def open_sets(arguments: Namespace) -> tuple[Set, Set | None]:
         DaliStreamError: If a dataset cannot be read.
     """
     count = arguments.val_episodes
-    names = ("revision", "data_files_root", "cache_dir", "clock", "tolerance_s")
+    names = ("revision", "data_files_root", "cache_dir", "clock", "tolerance_s", "give_up_after_s")
     where = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if Path(arguments.uri).suffix not in (".yaml", ".yml", ".json"):
         return divided({"uri": arguments.uri, **where}, count)
