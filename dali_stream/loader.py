@@ -103,7 +103,7 @@ class Loader:
             ones, and a warning names file and frame. The first sample of each file is always audited. 0 turns audits off. With
             a `dali_graph`, audits take the memory of another batch of frames on the GPU. Default: 1000.
         last_batch: Treatment of samples that do not fill the last batch of an epoch: "drop" omits them, "partial" delivers a
-            smaller batch, and "pad" fills the batch with the first samples of the epoch. Default: "drop".
+            smaller batch, and "pad" fills the batch with the first samples that the rank has in the epoch. Default: "drop".
         on_error: "raise", or "substitute" to replace a sample that cannot be read or decoded with another sample of its
             batch. Substitutes are counted in `stats()`, summed up in a warning per file and epoch, and marked in
             `is_substitute`, bool of shape (B,). They depend on the batch only, so they are the same in a run that is resumed

@@ -186,6 +186,19 @@ def test_more_padding_than_frames_repeats_them(demo: Path) -> None:
     assert counts.max() - counts.min() <= 1
 
 
+@pytest.mark.parametrize("shuffle", [True, "global", False])
+def test_padding_of_a_rank_without_a_sample_is_of_the_selection(demo: Path, shuffle: Any) -> None:
+    """Two frames on three ranks."""
+    dataset = Dataset(demo, cameras=[], frames={2: [(3, 5)]})
+    options: dict[str, Any] = {"batch_size": 3, "last_batch": "pad", "shuffle": shuffle, "world_size": 3}
+    served = [batches_of(dataset, rank=rank, **options) for rank in range(3)]
+    assert [len(batches) for batches in served] == [1, 1, 1]
+    for [batch] in served:
+        assert batch["episode_index"].tolist() == [2] * 3
+        assert set(batch["frame_index"].tolist()) <= {3, 4}
+    assert {frame for [batch] in served for frame in batch["frame_index"].tolist()} == {3, 4}
+
+
 def test_an_epoch_without_a_batch_is_refused(rows_only: Dataset) -> None:
     with pytest.raises(
         ValueError, match=r"batch_size=300 on 2 ranks needs 600 frames, but the selection has 523.* Use a smaller batch_size"

@@ -56,8 +56,10 @@ def samples(order: Callable[[int], EpochOrder], batches: Batches, rank: int, epo
             episode, frame = current.read(start, len(places), rank, world)
             padded = batches.batch_size - len(places) if batches.last_batch == "pad" else 0
             if padded:  # pad with the rank's first samples of the epoch, repeated if they are too few
-                again = current.read(0, padded, rank, world)
-                more = (rank + world * np.arange(len(again[0])), *again)
+                # A rank has no sample if there are fewer samples than ranks. It then gets those of all ranks.
+                own, ranks = (rank, world) if rank < batches.frames else (0, 1)
+                again = current.read(0, padded, own, ranks)
+                more = (own + ranks * np.arange(len(again[0])), *again)
                 places, episode, frame = (
                     np.append(a, np.resize(b, padded)) for a, b in zip((places, episode, frame), more, strict=True)
                 )
