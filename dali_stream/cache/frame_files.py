@@ -120,7 +120,8 @@ def pixel_key(
         "layout": "1",
     }
     if depth is not None:
-        key |= {"frames": f"{'×'.join(map(str, shape))} depth {depth.__name__}", "resized with": "nearest neighbour"}
+        key |= {"frames": f"{'×'.join(map(str, shape))} depth {depth.__name__}"}
+        key |= {"resized with": "torch.nn.functional.interpolate, nearest-exact"}
     if video and depth is not None:
         key |= {"PyAV": importlib.import_module("av").__version__}
     elif video:

@@ -120,14 +120,21 @@ def _codes(frame: Any, expected: VideoFormat) -> npt.NDArray[np.uint16]:
 def resize_nearest(frames: Frames, size: tuple[int, int]) -> Frames:
     """Resize frames of shape (N, H, W, 1) to `size` (height, width). Each value is that of the nearest pixel.
 
-    Other kernels compute means, and the mean of two distances is a distance that nobody measured.
+    The pixels are those of `torch.nn.functional.interpolate(mode="nearest-exact")`, which has no kernel for uint16. Other
+    kernels compute means, and the mean of two distances is a distance that nobody measured.
     """
     height, width = frames.shape[1:3]
     if size == (height, width):
         return frames
-    # The centre of pixel i of `count` is at (i + 1/2) / count of the length.
-    rows, columns = ((2 * np.arange(new) + 1) * old // (2 * new) for new, old in zip(size, (height, width), strict=True))
-    return frames[:, rows[:, None], columns]
+    return frames[:, _nearest(height, size[0])[:, None], _nearest(width, size[1])]
+
+
+def _nearest(old: int, new: int) -> npt.NDArray[np.int64]:
+    """Return the nearest of `old` pixels for each of `new` pixels. If two are equally near, torch's rounding decides."""
+    import torch
+
+    places = torch.arange(old, dtype=torch.float32)[None, None]
+    return torch.nn.functional.interpolate(places, new, mode="nearest-exact")[0, 0].to(torch.int64).numpy()
 
 
 class Distances:
