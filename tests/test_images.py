@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import zlib
 from collections.abc import Callable
@@ -14,9 +15,10 @@ import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
-from support.datasets import ODD_CAMERA, ODD_SIZE, TOP, Column, build, image_file, noise
+from support.datasets import ODD_CAMERA, ODD_SIZE, TOP, Camera, Column, build, image_file, noise
 from support.servers import Server
 from support.tools import prepared
+from support.videos import SIZE, draw, encode, h264
 
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader, MemoryBudgetError, Mixture
 from dali_stream.decode.resize import resize
@@ -399,3 +401,23 @@ def test_images_stay_within_the_memory_budget(tmp_path: Path) -> None:
     assert 0 < most <= least * 5 // 4
     with pytest.raises(MemoryBudgetError):
         Loader(root, memory_budget=1, **options)
+
+
+def test_a_budget_that_images_leave_too_small_for_video_is_an_error_with_one_that_is_enough(tmp_path: Path) -> None:
+    """The sizes of images are unknown before they are read, so the constructor accepts the budget."""
+    video = encode(draw(LENGTHS), tmp_path / "video.mp4", h264(2), fps=10)
+    root = build(
+        tmp_path / "data",
+        LENGTHS,
+        {ODD_CAMERA: Column("image", (*ODD_SIZE, 3), structs(PNGS))},
+        cameras={TOP: Camera([video], [LENGTHS], SIZE)},
+    )
+    options: dict[str, Any] = {"batch_size": len(FRAMES), "device": "cpu", "shuffle": False, "image_dtype": "uint8"}
+    with Server(root) as server:
+        budget: int | str = sum(map(len, PNGS)) + video.stat().st_size
+        with Loader(server.url, memory_budget=budget, **options) as loader, pytest.raises(MemoryBudgetError) as caught:
+            list(loader)
+        [budget] = re.findall(r'for encoded video, .* Use a larger memory_budget, such as "(\w+)", or', str(caught.value))
+        with Loader(server.url, memory_budget=budget, **options) as loader:
+            [batch] = loader
+    assert read_identities(batch[TOP].movedim(1, -1).numpy())[:, :2].tolist() == [list(place) for place in FRAMES]

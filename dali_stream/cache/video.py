@@ -16,6 +16,7 @@ from concurrent.futures import Future
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.checks.arguments import budget_text
 from dali_stream.checks.none import NONE
 from dali_stream.errors import MemoryBudgetError
 from dali_stream.observe.counters import Counters
@@ -90,6 +91,7 @@ class BlockCache:
 
     Attributes:
         room: Bytes that encoded video may take.
+        others: Bytes that rows and indices take.
         bytes: Bytes of the blocks that are in memory or being fetched.
         evicted_early: Number of blocks that were evicted although a later batch was known to need them.
         requests: Requests that the last call of `request` has begun.
@@ -108,7 +110,7 @@ class BlockCache:
         self._table, self._frames, self._block, self._look_ahead = schedule.table, schedule.frames, block, look_ahead
         self._windows = {camera: schedule.windows[camera] for camera in self._table.blocks.cameras}
         self._store, self._pool, self._path, self._counters = store, pool, path, counters
-        self.room = self.bytes = self.evicted_early = 0
+        self.room = self.others = self.bytes = self.evicted_early = 0
         self.requests: list[Future[None]] = []
         self._now = NONE  # batch of the last call of `request`
         self._fetched = NONE  # last batch whose blocks were requested ahead
@@ -153,9 +155,11 @@ class BlockCache:
         blocks.epoch[fresh], blocks.touched[needed] = samples.epoch, self._now
         missing = needed[~blocks.held(needed)]
         if not self._make_room(missing, self._now):
+            larger = 2 * (self.others + int(blocks.sizes(needed).sum()))  # rows, indices and encoded video get up to half
             raise MemoryBudgetError(
                 f"memory_budget leaves {self.room} bytes for encoded video, of which {self.bytes} are in use, but a batch "
-                f"needs {blocks.sizes(missing).sum()} more. Use a larger memory_budget or a smaller batch_size"
+                f"needs {blocks.sizes(missing).sum()} more. Use a larger memory_budget, such as "
+                f'"{budget_text(larger)}", or a smaller batch_size'
             )
         self._submit(self._now, missing)
         views: dict[str, list[tuple[str, _Block]]] = {}

@@ -122,7 +122,8 @@ class Reading:
         """Open the episodes of the next batch, and those of later batches that are due. Wait for their reads."""
         self.episodes.open(self._schedule.already_read(_SOON))  # `read_ahead` has read at least the next one
         # Encoded video may take the memory that rows and indices do not use. Their sizes are known now.
-        self.video.room = self.parts.encoded - sum(self.episodes.bytes_by_kind)
+        self.video.others = sum(self.episodes.bytes_by_kind)
+        self.video.room = self.parts.encoded - self.video.others
 
     def fetch(self, plan: BatchPlan) -> Mapping[str, Store]:
         """Begin to fetch the encoded video of a batch, and of batches after it.
