@@ -58,18 +58,17 @@ def to_numpy(
     if array.null_count:
         raise DatasetError(f"{where}: {array.null_count} of {len(array)} values are missing{advice}")
     shape, depth = feature.row_shape, 0
+    expected = f"{where} must have shape {feature['shape']}, as meta/info.json says"
     # Each pass removes one level of lists. A number of shape (1,) may be stored in a list of length 1.
     while depth < len(shape) or _is_list(array.type):
         size = shape[depth] if depth < len(shape) else 1
         if not _is_list(array.type):
-            raise DatasetError(f"{where} must have shape {feature['shape']}, as meta/info.json says, got {column.type}")
+            raise DatasetError(f"{expected}, got {column.type}{advice}")
         if not _has_length(array, size):
-            raise DatasetError(
-                f"{where} must have shape {feature['shape']}, as meta/info.json says, got a value of another shape"
-            )
+            raise DatasetError(f"{expected}, got a value of another shape{advice}")
         array, depth = array.flatten(), depth + 1
         if array.null_count:
-            raise DatasetError(f"{where}: {array.null_count} numbers are missing")
+            raise DatasetError(f"{where}: {array.null_count} numbers are missing{advice}")
     if feature.is_text:
         values = _objects(array.to_pylist(), str, where, advice)
     else:
