@@ -142,6 +142,18 @@ def test_a_state_of_another_seed_is_refused_where_only_augmentation_has_one(data
         loader.load_state_dict(state)
 
 
+@pytest.mark.parametrize("graphs", [(everything, None), (None, everything)])
+def test_a_run_in_recorded_order_resumes_with_or_without_a_graph(dataset: Dataset, graphs: tuple[Any, Any]) -> None:
+    before, after = graphs
+    with Loader(dataset, dali_graph=before, batch_size=8, shuffle=False, seed=1) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        state, expected = loader.state_dict(), next(iterator)
+    with Loader(dataset, dali_graph=after, batch_size=8, shuffle=False, seed=1) as loader:
+        loader.load_state_dict(state)
+        assert torch.equal(next(iter(loader))["index"], expected["index"])
+
+
 @pytest.mark.slow
 def test_rows_and_the_frames_of_a_window_are_treated_alike(dataset: Dataset) -> None:
     steps = {TOP: [0.0, 0.0, 0.0], "action": [0.0, 0.05]}

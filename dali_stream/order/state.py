@@ -119,6 +119,9 @@ def check_state(state: Mapping[str, Any], whose: str, order: Mapping[str, Any], 
         ResumeError: If the state has another order, or an invalid epoch or position.
     """
     saved, epoch, position = (state.get(key) for key in ("order", "epoch", "position"))
+    if isinstance(saved, Mapping) and saved.get("shuffle") is False and ("seed" in saved) != ("seed" in order):
+        # Without shuffling, the seed is that of dali_graph alone, which a resumed run may add or leave out.
+        saved, order = ({key: value for key, value in each.items() if key != "seed"} for each in (saved, order))
     if saved != order:
         differences = _differences(saved, order) if isinstance(saved, Mapping) else f"it was {str(saved)[:80]} in the run"
         raise ResumeError(f"order of the state must be that of this {whose}: {differences}. Resume with the same arguments")
