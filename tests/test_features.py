@@ -267,7 +267,7 @@ IMPOSSIBLE: dict[str, tuple[str, list[int], pa.Array, str]] = {
     "a list of none for one number": ("float32", [1], pa.array([[0.0]] * 3 + [[], [0.0]]), r"must have shape \[1\], .*another"),
     "a number for a list": ("float32", [2], pa.array([0.0] * 5), r"must have shape \[2\], as meta/info.json says, got double"),
     "a missing number": ("float32", [1], pa.array([0.0, 0.0, 0.0, None, 0.0]), "1 of 2 values are missing"),
-    "a missing number in a list": ("float32", [2], pa.array([[0.0, 1.0]] * 4 + [[0.0, None]]), "1 numbers are missing"),
+    "a missing number in a list": ("float32", [2], pa.array([[0.0, 1.0]] * 4 + [[0.0, None]]), "1 of its numbers are missing"),
     "text for numbers": ("float32", [1], pa.array(list("abcde")), "must hold float32 .*, got string"),
     "a missing text": ("string", [1], pa.array(["", "", "", None, ""]), "1 of 2 values are missing"),
     "bytes for text": ("string", [1], pa.array([b"a"] * 5), "must hold str, got bytes"),

@@ -187,7 +187,7 @@ def decode(data: bytes, feature: Feature, any_size: bool = False) -> npt.NDArray
         kinds = "TIFF or PNG" if depth else "PNG, JPEG or WebP"
         raise DecodeError(f"the image must be a {kinds} file, {got}") from error
     except _DAMAGED as error:
-        raise DecodeError(f"the image is damaged: {error}") from error
+        raise DecodeError(f"the image is damaged: {error}. Copy the dataset again, or leave its episode out") from error
 
 
 _FORMATS, _DEPTH_FORMATS = ("PNG", "JPEG", "WEBP"), ("TIFF", "PNG")

@@ -68,7 +68,7 @@ def to_numpy(
             raise DatasetError(f"{expected}, got a value of another shape{advice}")
         array, depth = array.flatten(), depth + 1
         if array.null_count:
-            raise DatasetError(f"{where}: {array.null_count} numbers are missing{advice}")
+            raise DatasetError(f"{where}: {array.null_count} of its numbers are missing{advice}")
     if feature.is_text:
         values = _objects(array.to_pylist(), str, where, advice)
     else:

@@ -47,9 +47,9 @@ class OrderArguments(NamedTuple):
             return None
         default, _ = default_pools(batch_size, world_size)
         return (
-            f"consumers={self.consumers} does not divide the global batch of {stride} samples (batch_size {batch_size}, "
-            f"{counted(world_size, 'rank')}): consecutive batches draw from different groups of episodes, and the training "
-            f"loss can alternate with the batch number. Choose a batch size whose global batch is a multiple of "
+            f"consumers={self.consumers} does not divide the global batch of {counted(stride, 'sample')} (batch_size "
+            f"{batch_size}, {counted(world_size, 'rank')}): consecutive batches draw from different groups of episodes, and "
+            f"the training loss can alternate with the batch number. Choose a batch size whose global batch is a multiple of "
             f"{self.consumers}. A new run can also leave consumers out, which makes it {default}"
         )
 
