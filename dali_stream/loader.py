@@ -429,9 +429,9 @@ class Loader:
         - `rows_s`, `gather_s`, `plan_s`: Reading rows or waiting for them, gathering them into batches, and all other work of
           the planner thread.
         - `read_s`, `pack_s`, `decode_s`, `resize_s`, `write_s`: Reading encoded video or waiting for it, or reading
-          `frame_cache`, packing video into clips, decoding, resizing and storing, and writing `frame_cache`, added up over the
-          decode threads.
-          The sum is up to `num_threads` seconds per second.
+          `frame_cache`; packing video into clips; decoding, or waiting for frames that other processes decode for
+          `frame_cache`; resizing and storing; writing `frame_cache`. They are added up over the decode threads, so the sum is
+          up to `num_threads` seconds per second.
         - `decode_cpu_s`, `plan_cpu_s`, `copy_cpu_s`: CPU time of the decode threads, of the planner thread, and of copying.
         - `first_batch_s`: Time from construction to the first batch. None before it.
 

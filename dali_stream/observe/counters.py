@@ -29,7 +29,8 @@ class Counters:
         batches, first_batch_s: Number of batches that the loader delivered, and seconds from its construction to the first
             batch, or None before it.
         read_s, pack_s, decode_s, resize_s, write_s: Seconds of the stages of the decode threads, added up over the threads.
-            `read_s` includes reading the frame cache on disk, and `write_s` is writing to it.
+            `read_s` includes reading the frame cache on disk, `decode_s` waiting for frames that other processes decode for it,
+            and `write_s` is writing to it.
         rows_s, gather_s, plan_s: Seconds of the stages of the planner thread.
         starved_s, graph_s, training_s, wait_s: Seconds of the thread that iterates. `wait_s` includes the first two.
         decode_cpu_s, plan_cpu_s, copy_cpu_s: CPU seconds of the decode threads, of the planner thread, and of `graph_s` and the
