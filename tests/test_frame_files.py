@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
 import itertools
 import json
 import logging
@@ -10,7 +12,7 @@ import os
 import random
 import resource
 import shutil
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -125,10 +127,31 @@ def test_claims_that_are_never_free_or_impossible_are_passed_over(
     elif cause == "no locks":
         monkeypatch.setattr("fcntl.fcntl", unsupported)
     else:
-        (group / "claims").mkdir()
+        (group / "claims00").mkdir()
     found, stats = run(small, tmp_path)
     assert same(found, expected)
     assert stats["frame_cache_disk_written_bytes"] > 0
+    holder.close()
+
+
+def test_many_claims_are_not_in_one_file_and_a_waiting_thread_tries_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The time of a try grows with the number of locks of the file.
+    digits = [hashlib.md5(bytes([file])).hexdigest() for file in range(4)]
+    frames = [(each, number) for each in digits for number in range(0, 500, 2)]
+    holder = Claims(tmp_path).divided(frames)
+    assert len(next(holder)) == len(frames)
+    locks = Counter(line.split()[5].rpartition(":")[2] for line in Path("/proc/locks").read_text().splitlines())
+    held = [locks[str(path.stat().st_ino)] for path in tmp_path.iterdir()]
+    assert sum(held) == len(frames)
+    assert max(held) < len(frames) / 8
+
+    tries, lock = itertools.count(), fcntl.fcntl
+    monkeypatch.setattr("fcntl.fcntl", lambda *arguments: (next(tries), lock(*arguments))[1])
+    monkeypatch.setattr(claims, "WAIT_S", 0.1)
+    assert list(Claims(tmp_path).divided(frames)) == [list(range(len(frames)))]
+    assert next(tries) < 1.5 * len(frames)
     holder.close()
 
 

@@ -3,6 +3,9 @@
 Processes such as the runs of a sweep need the same frames at the same time. Each claims frames before it decodes them, and
 reads those that another process has claimed afterwards. A claim is a lock on a range of an empty file, which the system
 releases if the process dies. A claim that cannot be made, or that takes too long, only causes frames to be decoded twice.
+
+To set or to release a lock, the system searches all locks of the file, while no other process can use the file. With hundreds
+of threads that claim single frames, this takes longer than decoding. Therefore, claims are distributed to several files.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from dali_stream.storage.local_files import NO_FOLLOW, OpenFile, OpenFiles
 
 WAIT_S = 2.0  # maximum wait for frames that other processes decode, in seconds. A task usually takes less than 0.5 s
 _POLL_S = 0.005  # interval at which a waiting thread tries again
+_FILES = 31  # number of files. It is prime, so the blocks of all videos are distributed evenly
+_BLOCK = 64  # frames of a video next to each other whose claims are in the same file
 _FLOCK = "hhqqi0q"  # `struct flock` of fcntl(2) on 64-bit Linux: type, whence, start, length and process
 
 
@@ -45,49 +50,54 @@ class Claims:
         """
         remaining = list(range(len(frames)))
         try:
-            file = self._files.get("claims")
+            files = [self._files.get(f"claims{number:02}") for number in range(_FILES)]
         except OSError:  # for example, the folder was removed
             yield remaining
             return
         # Each frame has a byte. Two files whose digits begin alike share bytes, and only wait for each other.
         places = [(int(digits[:7], 16) << 32) + number for digits, number in frames]
         while remaining:
-            claimed = _claimed(file, _ranges([places[i] for i in remaining]))
+            claimed = _claimed(files, _ranges([places[i] for i in remaining]))
             own = {place for each in claimed for place in each}
             part = [i for i in remaining if places[i] in own] or remaining
             try:
                 yield part
             finally:
                 for each in claimed:
-                    _lock(file, fcntl.F_UNLCK, each)
+                    _lock(files, fcntl.F_UNLCK, each)
             remaining = [i for i in remaining if i not in part]
 
     def close(self) -> None:
-        """Close the file. The next claim opens it again."""
+        """Close the files. The next claim opens them again."""
         self._files.close()
 
 
-def _claimed(file: OpenFile, ranges: list[range]) -> list[range]:
-    """Claim those ranges of a file that no other process has claimed. Wait for one. Return none if this takes too long."""
+def _claimed(files: Sequence[OpenFile], ranges: list[range]) -> list[range]:
+    """Claim those ranges that no other process has claimed, or else wait for the first. Return none after `WAIT_S`."""
     until = time.monotonic() + WAIT_S
-    while not (own := [each for each in ranges if _lock(file, fcntl.F_WRLCK, each)]) and time.monotonic() < until:
+    if claimed := [each for each in ranges if _lock(files, fcntl.F_WRLCK, each)]:
+        return claimed
+    while not _lock(files, fcntl.F_WRLCK, ranges[0]):
+        if time.monotonic() >= until:
+            return []
         time.sleep(_POLL_S)
-    return own
+    return ranges[:1] + [each for each in ranges[1:] if _lock(files, fcntl.F_WRLCK, each)]
 
 
 def _ranges(places: list[int]) -> list[range]:
-    """Return the ranges of consecutive numbers among `places`."""
+    """Return the ranges of consecutive numbers among `places`, each within a block."""
     ranges: list[range] = []
     for place in sorted(places):
-        if ranges and place <= ranges[-1].stop:
+        if ranges and place <= ranges[-1].stop and place // _BLOCK == ranges[-1].start // _BLOCK:
             ranges[-1] = range(ranges[-1].start, place + 1)
         else:
             ranges.append(range(place, place + 1))
     return ranges
 
 
-def _lock(file: OpenFile, kind: int, places: range) -> bool:
-    """Set a lock of a kind on a range of a file. Return False if another process has locked a part of the range."""
+def _lock(files: Sequence[OpenFile], kind: int, places: range) -> bool:
+    """Set a lock of a kind on a range. Return False if another process has locked a part of the range."""
+    file = files[places.start // _BLOCK % _FILES]
     try:
         fcntl.fcntl(file.number, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, places.start, len(places), 0))
     except (BlockingIOError, PermissionError):

@@ -1,7 +1,7 @@
 """Decoded frames on disk, which all processes of a machine and later runs share.
 
     <folder>/1f0c…/key.json    what determines the pixels of the frames in this folder, in words
-    <folder>/1f0c…/claims      empty, see `Claims`
+    <folder>/1f0c…/claims00    empty, as claims01 to claims30, see `Claims`
     <folder>/1f0c…/9b/9b41…    frames of one video file, or of the images of one episode
 
 A file of records is named by what its frames are decoded from. For a video file, the name is a hash of its index and of
