@@ -107,6 +107,14 @@ def test_runs_with_the_same_order_divide_the_decoding(dataset: str, tmp_path: Pa
         assert sum(loader.stats()["decoded_frames"] for loader in loaders) < 1.3 * alone["decoded_frames"]
 
 
+def test_runs_with_equal_process_ids_both_decode(g1: Path, tmp_path: Path) -> None:  # such as those in two containers
+    arguments = ARGUMENTS | {"batch_size": 128, "num_threads": 1}
+    with Loader(g1, **arguments, frame_cache=tmp_path) as one, Loader(g1, **arguments, frame_cache=tmp_path) as other:
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda loader: list(itertools.islice(loader, 4)), (one, other)))
+        assert min(loader.stats()["decoded_frames"] for loader in (one, other)) > 0
+
+
 def unsupported(*arguments: object) -> None:
     raise OSError(errno.ENOLCK, "No locks available")
 
