@@ -97,7 +97,10 @@ def test_two_ranks_decode_each_frame_once_together(small: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("dataset", ["small", "odd"])  # video, and images in rows
-def test_runs_with_the_same_order_divide_the_decoding(dataset: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_runs_with_the_same_order_divide_the_decoding(
+    dataset: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "WAIT_S", 60.0)  # a busy machine may need more than 2 s for a task
     root = request.getfixturevalue(dataset)
     expected, alone = run(root, None, 1)
     loaders = [Loader(root, **ARGUMENTS, frame_cache=tmp_path) for _ in range(2)]
@@ -111,7 +114,7 @@ def test_runs_with_equal_process_ids_both_decode(g1: Path, tmp_path: Path) -> No
     arguments = ARGUMENTS | {"batch_size": 128, "num_threads": 1}
     with Loader(g1, **arguments, frame_cache=tmp_path) as one, Loader(g1, **arguments, frame_cache=tmp_path) as other:
         with ThreadPoolExecutor(2) as threads:
-            list(threads.map(lambda loader: list(itertools.islice(loader, 4)), (one, other)))
+            list(threads.map(lambda loader: list(itertools.islice(loader, 8)), (one, other)))
         assert min(loader.stats()["decoded_frames"] for loader in (one, other)) > 0
 
 
@@ -148,18 +151,16 @@ def test_many_claims_are_not_in_one_file_and_a_waiting_thread_tries_one(
     # The time of a try grows with the number of locks of the file.
     digits = [hashlib.md5(bytes([file])).hexdigest() for file in range(4)]
     frames = [(each, number) for each in digits for number in range(0, 500, 2)]
+    tried: list[int] = []  # descriptors
+    lock = fcntl.fcntl
+    monkeypatch.setattr("fcntl.fcntl", lambda file, *arguments: (tried.append(file), lock(file, *arguments))[1])
     holder = Claims(tmp_path).divided(frames)
-    assert len(next(holder)) == len(frames)
-    locks = Counter(line.split()[5].rpartition(":")[2] for line in Path("/proc/locks").read_text().splitlines())
-    held = [locks[str(path.stat().st_ino)] for path in tmp_path.iterdir()]
-    assert sum(held) == len(frames)
-    assert max(held) < len(frames) / 8
-
-    tries, lock = itertools.count(), fcntl.fcntl
-    monkeypatch.setattr("fcntl.fcntl", lambda *arguments: (next(tries), lock(*arguments))[1])
+    assert len(next(holder)) == len(frames) == len(tried)
+    assert max(Counter(tried).values()) < len(frames) / 8
+    tried.clear()
     monkeypatch.setattr(claims, "WAIT_S", 0.1)
     assert list(Claims(tmp_path).divided(frames)) == [list(range(len(frames)))]
-    assert next(tries) < 1.5 * len(frames)
+    assert len(tried) < 1.5 * len(frames)
     holder.close()
 
 

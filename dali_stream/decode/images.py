@@ -75,7 +75,9 @@ class ImageDecoder:
         if len(planned.slot):
             decode, _ = self._decoding(planned, episodes)
             task = even_tasks(np.arange(1, len(planned.slot) + 1), TASK_FRAMES)
-            tasks += [pool.submit(decode, np.flatnonzero(task == number).tolist()) for number in np.unique(task)]
+            numbers = [np.flatnonzero(task == number).tolist() for number in np.unique(task)]
+            numbers = numbers if self._stored is None else self._stored.rotated(numbers)
+            tasks += [pool.submit(decode, own) for own in numbers]
         return Decoded(self._slots, planned, tasks, {}, batch)
 
     def close(self) -> None:

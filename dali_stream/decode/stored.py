@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ from dali_stream.schedule.frame_plan import FramePlan, Reads
 from dali_stream.system.workers import Workers
 
 Int64 = npt.NDArray[np.int64]
+T = TypeVar("T")
+_random = random.SystemRandom()  # equal process IDs, as in containers, do not matter, and the state of `random` is the user's
 READ_FRAMES = 64  # maximum number of frames that a task reads, of 150 KB each if they are 224×224: about 5 ms
 
 
@@ -94,6 +97,11 @@ class StoredFrames:
         self._counters.add(frame_cache_disk_hits=len(episodes) - len(damaged))
         if damaged:
             decode(damaged)
+
+    def rotated(self, tasks: list[T]) -> list[T]:
+        """Return the decode tasks of a batch in another order, so that runs with the same batches begin with different ones."""
+        first = _random.randrange(max(len(tasks), 1))
+        return tasks[first:] + tasks[:first]
 
     def divided(self, frames: Sequence[tuple[RecordName | None, int]]) -> Iterator[list[int]]:
         """See `FrameFiles.divided`. Waiting for other processes counts as decoding."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -37,8 +36,6 @@ from dali_stream.schedule.frame_plan import FramePlan, Reads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 from dali_stream.system.workers import Workers
-
-_random = random.SystemRandom()
 
 
 class _Frame(NamedTuple):
@@ -164,12 +161,7 @@ class TorchcodecDecoder(VideoFiles):
             task = even_tasks(np.cumsum([len(gop) for gop in alike]), task_frames((video.height, video.width)))
             for number in np.unique(task):
                 tasks.append([frame for i in np.flatnonzero(task == number) for frame in alike[i]])
-        if self._stored is None or not tasks:
-            return tasks
-        # Runs that decode the same batches begin with different tasks, see `Claims`. Those in containers may have equal process
-        # IDs, and the state of `random` belongs to the user.
-        first = _random.randrange(len(tasks))
-        return tasks[first:] + tasks[:first]
+        return tasks if self._stored is None else self._stored.rotated(tasks)
 
     def _gops(self, plan: FramePlan, episodes: OpenEpisodes) -> list[list[_Frame]]:
         """Return the frames to decode, by GOP."""
