@@ -338,8 +338,9 @@ class Dataset(DatasetFiles):
             {key: {"min", "max", "mean", "std", "q01", "q10", "q50", "q90", "q99": array, "count": (1,) int}}. Statistics of
             rows are exact and have the shape of a row, (1,) for scalars. Quantiles of more than 4 million numbers are
             computed from evenly spaced rows. Statistics of a camera have shape (3, 1, 1) and values in [0, 1]. They are
-            computed from about 100 evenly spaced frames per episode, at most 10 000, reduced in size as in LeRobot. `count`
-            counts rows or frames.
+            computed from about 100 evenly spaced frames per episode, at most 10 000, reduced in size as in LeRobot. Frames that
+            `frames`, `drop_n_first_frames` or `drop_n_last_frames` leave out count only for rows. `count` counts rows or
+            frames.
 
         Raises:
             DatasetError, StorageError, DecodeError: If rows or frames cannot be read.

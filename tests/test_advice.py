@@ -43,9 +43,11 @@ def advice(dataset: Path | Dataset) -> str:
     return message
 
 
-def remedy(root: Path, name: str) -> str:
+def remedy(dataset: Path | Dataset, name: str) -> str:
     """Remedy that `doctor` recommends for a finding."""
-    findings, _ = examine(Dataset(root), Decoders(torchcodec=False, dali=False, gpus={}), 60)
+    findings, _ = examine(
+        dataset if isinstance(dataset, Dataset) else Dataset(dataset), Decoders(torchcodec=False, dali=False, gpus={}), 60
+    )
     return next(finding.remedy for finding in findings if finding.name == name)
 
 
@@ -71,6 +73,10 @@ def test_a_video_that_is_a_few_frames_short(tmp_path: Path, short: int) -> None:
                 at = zip(batch["episode_index"].tolist(), (batch["frame_index"] + step).tolist(), strict=True)
                 assert identities(batch[CAMERA][:, step]) == list(at)
     assert remedy(root, f"{CAMERA} timestamps").startswith(f"Dataset(drop_n_last_frames={short}) leaves the last")
+    assert remedy(Dataset(root, drop_n_last_frames=short), f"{CAMERA} timestamps") == ""
+    with pytest.raises(DecodeError):
+        Dataset(root).compute_stats([CAMERA])
+    assert Dataset(root, drop_n_last_frames=short).compute_stats([CAMERA])[CAMERA]["count"] == sum(EPISODES) - 2 * short
 
 
 def test_prepare_names_what_it_has_instead_of_drop_n_last_frames(tmp_path: Path) -> None:

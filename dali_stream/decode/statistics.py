@@ -106,14 +106,16 @@ def _keys(dataset: DatasetFiles, keys: Iterable[str] | None) -> list[str]:
 def _sample(dataset: DatasetFiles) -> dict[int, list[int]]:
     """Return the frames of each episode from which cameras' statistics are computed.
 
-    They are evenly spaced: about 100 per episode, and at most 10,000 in total. Episodes without such frames are omitted.
+    They are evenly spaced among the sampled frames, since other rows may have no frame: about 100 per episode, and at most
+    10,000 in total. Episodes without such frames are omitted.
     """
-    total = int(dataset.lengths.sum())
+    lengths = dataset.sampled_lengths
+    total = int(lengths.sum())
     count = min(total, MAX_IMAGES * dataset.num_episodes, _MAX_FRAMES)
     places = np.linspace(0, total - 1, count).round().astype(np.int64)
-    stops = np.cumsum(dataset.lengths)
+    stops = np.cumsum(lengths)
     episodes = np.searchsorted(stops, places, side="right")
-    frames = places - (stops - dataset.lengths)[episodes]
+    frames = dataset.sampled(episodes, places - (stops - lengths)[episodes])
     chosen: dict[int, list[int]] = {}
     for episode, frame in zip(episodes.tolist(), frames.tolist(), strict=True):
         chosen.setdefault(episode, []).append(frame)

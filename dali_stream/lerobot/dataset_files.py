@@ -144,6 +144,15 @@ class DatasetFiles:
         """Number of frames of each selected episode that an epoch samples, shape (E,)."""
         return self.lengths if self.frame_ranges is None else self.frame_ranges.counts
 
+    def sampled(self, episodes: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the frame index within its episode of each sampled frame.
+
+        Args:
+            episodes: Position of each frame's episode among the selected ones.
+            numbers: Number of each frame among the sampled frames of its episode, from 0, the same shape.
+        """
+        return numbers if self.frame_ranges is None else self.frame_ranges.frames(episodes, numbers)
+
     def read_table(self, cameras: Iterable[str]) -> Episodes:
         """Read the table of all episodes, with the columns of some cameras. Raises DatasetError if the metadata is broken."""
         read = v2.read_episodes if self.info.is_v2 else v3.read_episodes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import statistics
 import tempfile
@@ -266,7 +267,8 @@ class Study:
         assert isinstance(part, Dataset)
         smaller = size is not None and any(self._whole.features[camera].frame_size != size for camera in self._whole.videos)
         kinds: list[dict[str, Any]] = [{"for_": "cpu"}, {"for_": "cpu", "size": size}]
-        read = {key: value for key, value in self._arguments.items() if key not in ("episodes", "cache_dir")}
+        # A selection of frames and statistics do not change the work of a rewritten episode.
+        read = {key: value for key, value in self._arguments.items() if key in inspect.signature(prepare).parameters}
         read |= {"episodes": part.episodes.tolist(), "map_tasks": _in_threads}
         for options in kinds[: 1 + smaller]:
             name = _command(options)

@@ -172,8 +172,10 @@ class Camera:
             self.checked += 1
             times = dataset.episode_times(self.key, episode, table, rows)
             packets = times.packets()
-            if (packets == NONE).any():
-                frame = int(np.argmax(packets == NONE))
+            numbers = np.arange(dataset.sampled_lengths[episode])
+            sampled = dataset.sampled(np.full_like(numbers, episode), numbers)
+            if len(missing := sampled[packets[sampled] == NONE]):
+                frame = int(missing[0])
                 text = f", frame {frame}: {dataset.data_store.where(table.path)}: {explain(times, frame)}"
                 self.faults[episode] = Fault(text, what_helps(times))
             try:
@@ -189,7 +191,9 @@ class Camera:
         """Return faults of episodes that, according to the metadata, are longer than their interval of the file."""
         dataset = self.dataset
         start, stop = (times[self.key][dataset.rows] for times in (dataset.table.start, dataset.table.stop))
-        short = np.flatnonzero(stop - start <= (dataset.lengths - 1 + TOLERANCE) / dataset.fps).tolist()
+        some = np.flatnonzero(dataset.sampled_lengths)
+        last = dataset.sampled(some, dataset.sampled_lengths[some] - 1)
+        short = some[(stop - start)[some] <= (last + TOLERANCE) / dataset.fps].tolist()
         return {
             episode: Fault(
                 f": meta/episodes: it begins at {start[episode]:.4f} s and the next episode of the file at "
