@@ -91,7 +91,7 @@ class OpenEpisodes:
         table: Table of the open episodes.
         close: Function that removes an episode from the table.
         substitutes: Whether samples of episodes that cannot be read are substituted, so that these episodes are no error.
-        files: {camera: its frames on disk}.
+        frame_files: {camera: its frames on disk}.
         counters: Counters to add to.
 
     Attributes:
@@ -111,10 +111,10 @@ class OpenEpisodes:
         table: EpisodeTable,
         close: Callable[[int], None],
         substitutes: bool,
-        files: Mapping[str, FrameFiles],
+        frame_files: Mapping[str, FrameFiles],
         counters: Counters,
     ) -> None:
-        self.table, self._close_in_table, self._frames = table, close, files
+        self.table, self._close_in_table, self._frame_files = table, close, frame_files
         self._told = False  # whether a file without a version was logged
         self._names: dict[tuple[str, int], RecordName] = {}  # {(camera, open episode): name of its frames on disk}
         self._source, self._limits, self._indices, self._substitutes = source, limits, indices, substitutes
@@ -122,7 +122,7 @@ class OpenEpisodes:
         self.store, self._readers, self._counters = store, readers, counters
         self._reader = SourceRows(source, self.store, memory)
         self._cache = PinnedCache(limits.room, limits.index_share)
-        self._files = {camera: videos.file for camera, videos in source.videos.items()}
+        self._video_file = {camera: videos.file for camera, videos in source.videos.items()}
         self._row_bytes = source.row_bytes_of * ROW_SPARE[0] // ROW_SPARE[1] + limits.table_bytes  # by dataset
         self._index_bytes = dict(limits.index_bytes)
         self._rows: dict[int, Columns] = {}  # {episode that is not open yet: its rows}
@@ -230,9 +230,9 @@ class OpenEpisodes:
 
     def look_on_disk(self) -> None:
         """Find out again which frames of the open episodes are on disk, since other processes add frames."""
-        for episode in np.flatnonzero(self.table.first_row != NONE).tolist() if self._frames else ():
+        for episode in np.flatnonzero(self.table.first_row != NONE).tolist() if self._frame_files else ():
             rows = self.table.rows_of(episode)
-            for camera, files in self._frames.items():
+            for camera, files in self._frame_files.items():
                 own, name = self.table.cameras[camera], self.record_name(camera, episode)
                 if name is not None and not own.stored[rows].all():
                     own.stored[rows] = files.stored(name, own.packet[rows])
@@ -278,7 +278,7 @@ class OpenEpisodes:
         """Add a batch to the look-ahead, and pin its rows and indices."""
         episodes = sorted(set(samples.episode.tolist()))  # faster than `np.unique` for so few
         keys: list[Key] = [("", episode) for episode in episodes]
-        for camera, files in self._files.items():
+        for camera, files in self._video_file.items():
             keys += [(camera, file) for file in sorted(set(files[episodes].tolist())) if file != NONE]
         batch = _Pinned(samples.number, samples.epoch, episodes, keys)
         self._cache.pin(keys)
@@ -397,7 +397,7 @@ class OpenEpisodes:
         return all(key in self._cache and not self._cache.is_coming(key) for key in self._keys_of_indices(episode))
 
     def _keys_of_indices(self, episode: int) -> list[Key]:
-        return [(camera, int(files[episode])) for camera, files in self._files.items() if files[episode] != NONE]
+        return [(camera, int(files[episode])) for camera, files in self._video_file.items() if files[episode] != NONE]
 
     def _open_failed(self, episode: int, error: DaliStreamError) -> None:
         """Open an episode that cannot be read: its frames have no packets, and its rows are undefined."""
@@ -414,7 +414,7 @@ class OpenEpisodes:
         """Locate the frames of an episode whose rows were read."""
         source, rows, block = self._source, self._rows.pop(episode), self._limits.block
         cameras = {c: locate(source, c, episode, rows, self._index_or_none(c, episode), block) for c in source.cameras}
-        for camera, files in self._frames.items():
+        for camera, files in self._frame_files.items():
             index = self._index_or_none(camera, episode)
             if index is not None:
                 name = video_name(self.store, index)
@@ -435,7 +435,7 @@ class OpenEpisodes:
 
     def _close(self, episode: int) -> None:
         self._close_in_table(episode)
-        for camera in self._frames:
+        for camera in self._frame_files:
             self._names.pop((camera, episode), None)
 
     def _index_or_none(self, camera: str, episode: int) -> VideoIndex | None:

@@ -23,7 +23,7 @@ from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import span
 from dali_stream.schedule.belady import nearest
 from dali_stream.schedule.budget import GROWTH
-from dali_stream.schedule.look_ahead import NEVER
+from dali_stream.schedule.next_uses import NEVER
 from dali_stream.schedule.plan import Schedule
 from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
@@ -92,7 +92,8 @@ class BlockCache:
     Attributes:
         room: Bytes that encoded video may take.
         others: Bytes that rows and indices take.
-        bytes: Bytes of the blocks that are in memory or being fetched.
+        bytes: Bytes of the blocks that are in the table or being fetched. A batch in progress that uses an evicted block keeps
+            it until its tasks have ended.
         evicted_early: Number of blocks that were evicted although a later batch was known to need them.
         requests: Requests that the last call of `request` has begun.
     """

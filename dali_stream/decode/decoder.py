@@ -1,4 +1,4 @@
-"""Interface of the decoders. Implementations are in `torchcodec`, `dali`, `images` and `depth`."""
+"""Interface of the decoders. Implementations are in `torchcodec_decoder`, `dali` and `images`."""
 
 from __future__ import annotations
 

@@ -196,9 +196,9 @@ def _checked(batch: FrameBatch, indices: list[int], expected: VideoFormat) -> to
     """
     frames: torch.Tensor = batch.data
     # No stream is known that fails this check with torchcodec 0.13. torchcodec allocates a batch at the size in its metadata,
-    # which `_decode_clip` has checked, and raises an error for a decoded frame of another size. Another size in the middle
-    # of a stream was tried, and each bit of the first 12 bytes of each packet of a GOP was changed, in five codecs. Other
-    # versions of torchcodec may resize such a frame.
+    # which `decode_clip_in_parts` has checked, and raises an error for a decoded frame of another size. Another size in the
+    # middle of a stream was tried, and each bit of the first 12 bytes of each packet of a GOP was changed, in five codecs.
+    # Other versions of torchcodec may resize such a frame.
     if frames.shape[1:] != (expected.height, expected.width, 3):
         size = "×".join(map(str, frames.shape[1:3]))
         raise DecodeError(

@@ -35,7 +35,7 @@ class DecodePool:
         config: Configuration of the loader.
         routes: {camera: decoder}.
         slot_counts: {camera whose decoded frames are cached: number of slots for them}.
-        files: {camera: its frames on disk}.
+        frame_files: {camera: its frames on disk}.
         counters: Counters to add to.
 
     Attributes:
@@ -52,10 +52,10 @@ class DecodePool:
         config: Config,
         routes: Mapping[str, Route],
         slot_counts: Mapping[str, int],
-        files: Mapping[str, FrameFiles],
+        frame_files: Mapping[str, FrameFiles],
         counters: Counters,
     ) -> None:
-        self._config, self._files, self._counters = config, files, counters
+        self._config, self._frame_files, self._counters = config, frame_files, counters
         cached = config.cached(routes)
         self.dtype, channels_first = config.gathered(cached)
         self.buffers = Buffers(channels_first)
@@ -76,7 +76,7 @@ class DecodePool:
 
             choose = (lambda samples: audited(samples.position, samples.epoch, config.audit)) if config.audit else None
             return DaliDecoder(source, key, self._counters, config.gpu, size, choose, any_size)
-        slots, files = self.slots[key], self._files.get(key)
+        slots, files = self.slots[key], self._frame_files.get(key)
         buffers = self.buffers if key in self._direct else None
         stored = None if files is None else StoredFrames(files, slots, self._counters, buffers)
         decoders: list[Decoder] = []
@@ -99,9 +99,9 @@ class DecodePool:
             {camera: tasks in progress}.
         """
         self._count(plan)
-        files = self._config.source.data_store
+        store = self._config.source.data_store
         return {
-            key: decoder.start(self._workers, plan, episodes, stores.get(key, files)) for key, decoder in self.decoders.items()
+            key: decoder.start(self._workers, plan, episodes, stores.get(key, store)) for key, decoder in self.decoders.items()
         }
 
     def _count(self, plan: BatchPlan) -> None:

@@ -162,7 +162,7 @@ class Planner:
             reading.episodes.look_on_disk()
         for key, files in self._files.items():
             self._schedule.table.set_stored(key, files.take_added())
-            self._schedule.frames[key].stores = files.is_open
+            self._schedule.frames[key].adds_to_disk = files.is_open
         plan = self._schedule.plan()
         stores = reading.fetch(plan)
         errors = reading.episodes.failed

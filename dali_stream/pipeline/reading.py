@@ -111,7 +111,8 @@ class Reading:
     def read_ahead(self, number: int) -> None:
         """Begin to read rows and indices for batch `number` and batches after it, and close episodes to make room for them.
 
-        Batches in progress do not need open episodes: their rows have been copied, and the packets of their frames are known.
+        Local rows are read at once. Before the second batch, this waits for the encoded video of the first one. Batches in
+        progress do not need open episodes: their rows have been copied, and the packets of their frames are known.
         """
         again = self.episodes.read_ahead(self._schedule.ahead(1 + self.episodes.horizon(number)))
         self._count_again("indices_read_again", again, "indices are read")

@@ -20,7 +20,7 @@ from dali_stream.checks.none import NONE
 from dali_stream.schedule.belady import nearest
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.frame_plan import NO_READS, NOTHING, FramePlan, Reads
-from dali_stream.schedule.look_ahead import NEVER, Window
+from dali_stream.schedule.next_uses import NEVER, Window
 from dali_stream.schedule.slot_allocator import SlotAllocator
 
 Int64 = npt.NDArray[np.int64]
@@ -30,9 +30,11 @@ _TURNOVERS = 2  # a frame without a known next use is assumed to be evicted befo
 
 
 class FrameCache:
-    """Cache of one camera's decoded frames. It assigns slot numbers, and `dali_stream.cache.slots` stores the frames.
+    """Cache of one camera's decoded frames in memory. It assigns slot numbers, and `dali_stream.cache.slots` stores the frames.
 
-    A slot is the place of one decoded frame in memory. Each frame of a batch has a slot until the batch is delivered. A batch
+    The argument `frame_cache` of a Loader is another one, on disk: `dali_stream.cache.frame_files`.
+
+    A slot is the place of one decoded frame in memory. Each frame of a batch has a slot until the batch is copied. A batch
     may show a slot that an earlier batch in progress is still decoding: batches are completed in order, so the frame has been
     written before the later batch is copied. Up to `kept` frames are cached for later batches, those with the nearest next
     uses.
@@ -43,14 +45,14 @@ class FrameCache:
         window: Window of the camera.
         kept: Maximum number of frames that are kept for later batches.
         batch_frames: Maximum number of frames of a batch, B · T.
-        in_progress: Maximum number of batches that are planned and not delivered. Batch n - in_progress is delivered before
+        in_progress: Maximum number of batches that are planned and not copied. Batch n - in_progress is copied before
             batch n is planned, so batch n may overwrite the slots of batch n - in_progress.
 
     Attributes:
         slot_count: Number of slots, for cached frames and for the frames of the batches in progress.
         keeps_all: Whether the cache has room for every frame of the dataset, so that none is ever evicted.
-        stores: Whether decoded frames are added to the frame cache on disk. Other frames of a decoded GOP are then decoded as
-            well, since a later batch, or another process, reads them from there.
+        adds_to_disk: Whether decoded frames are added to the frame cache on disk. Other frames of a decoded GOP are then
+            decoded as well, since a later batch, or another process, reads them from there.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class FrameCache:
         self._slots = SlotAllocator(self.slot_count, in_progress)
         self._room = kept  # number of frames that may still be cached
         self._room_later = defaultdict[int, int](int)  # {batch: growth of `_room` when this batch is planned}
-        self.stores = False
+        self.adds_to_disk = False
 
     @property
     def cached(self) -> int:
@@ -148,7 +150,7 @@ class FrameCache:
         new_slots[~stored], new_slots[stored] = into[: len(wanted_rows)], read_into
         new = np.flatnonzero(~hit)[present]
         slot[new] = new_slots
-        if self.stores and len(beside_rows):  # and the frames for the disk only
+        if self.adds_to_disk and len(beside_rows):  # and the frames for the disk only
             others = beside_rows[~np.isin(beside_rows, decode_rows)]
             decode_rows = np.concatenate([decode_rows, others])
             into = np.concatenate([into, np.full(len(others), NONE)])
@@ -236,7 +238,7 @@ class FrameCache:
             passed = np.flatnonzero((self._slots.frame != NONE) & (next_use <= batch))
             next_use[passed] = self._window.uses.next(self._slots.frame[passed], batch)
             gone = passed[(next_use[passed] == NEVER) & (self._slots.touched[passed] != batch)]
-            # Unlike in `_evict`, these frames make room at once. Until the batch that has shown them is delivered, their slots
+            # Unlike in `_evict`, these frames make room at once. Until the batch that has shown them is copied, their slots
             # are among the B · T other slots of that batch.
             self._room += len(gone)
             evicted += self._forget(batch, gone)
@@ -284,7 +286,7 @@ class FrameCache:
 
     def _evict(self, batch: int, slots: Int64) -> int:
         """Evict frames that the batch does not show. Return how many of them a later batch is known to show."""
-        # A slot cannot be reused while a batch in progress shows or writes it. The room grows once that batch is delivered.
+        # A slot cannot be reused while a batch in progress shows or writes it. The room grows once that batch is copied.
         free_from, count = np.unique(self._slots.free_from(batch, slots), return_counts=True)
         for at, freed in zip(free_from.tolist(), count.tolist(), strict=True):
             if at == batch:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.frame_plan import FramePlan
 from dali_stream.schedule.frames import FrameCache
-from dali_stream.schedule.look_ahead import Window
+from dali_stream.schedule.next_uses import Window
 from dali_stream.schedule.samples import Samples
 
 Int64 = npt.NDArray[np.int64]
@@ -26,7 +26,7 @@ class Limits:
 
     Attributes:
         kept: Maximum number of decoded frames of each camera that are cached for later batches.
-        in_progress: Maximum number of batches that are planned and not delivered yet.
+        in_progress: Maximum number of batches that are planned and not copied yet.
         horizon: Number of samples that the order is read ahead.
     """
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.checks.none import NONE
-from dali_stream.schedule.look_ahead import NEVER
+from dali_stream.schedule.next_uses import NEVER
 
 Int64 = npt.NDArray[np.int64]
 
@@ -48,7 +48,7 @@ class SlotAllocator:
         return slots
 
     def free_from(self, batch: int, slots: Int64) -> Int64:
-        """Return the first batch that may write each slot. The batches that write or show it now are delivered by then."""
+        """Return the first batch that may write each slot. The batches that write or show it now are copied by then."""
         return np.maximum(self.touched[slots] + self._in_progress, batch)
 
     def free_later(self, batch: int, slots: Int64) -> None:
