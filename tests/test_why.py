@@ -239,3 +239,9 @@ def test_bad_arguments_of_the_command(small: Path, capsys: pytest.CaptureFixture
     assert "--step-ms must be greater than 0, got 0" in capsys.readouterr().err
     assert main(["why", str(small), "--batch-size", "500", "--device", "cpu"]) == 2
     assert "batch" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_arguments_of_the_dataset_that_prepare_lacks_are_left_out(demo: Path) -> None:
+    found = why(demo, dataset={"drop_n_last_frames": 1, "give_up_after_s": 5.0}, loader=SETTINGS, anyway=True)
+    assert not found.notes
