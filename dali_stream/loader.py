@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +35,7 @@ from dali_stream.schedule.budget import divide
 from dali_stream.system import process
 from dali_stream.system.log_records import note_given
 from dali_stream.system.memory_limit import memory_limit
+from dali_stream.system.workers import join_started
 
 if TYPE_CHECKING:
     import torch
@@ -202,6 +204,7 @@ class Loader:
         self._source = self._make_source(decode, dali_graph)
         windows = {key: list(map(float, seconds)) for key, seconds in (delta_timestamps or {}).items()}
         self._described: dict[str, Any] = {"windows": windows, "decode": decode, "dali_graph": dali_graph}
+        self._state_reader: threading.Thread | None = None
         self._warn_if_uneven()
 
     def _make_source(self, decode: str, dali_graph: Graph | None) -> BatchSource:
@@ -509,6 +512,8 @@ class Loader:
             process.trim_memory()  # a large dataset leaves much free memory in small blocks
             self._config.substitutes.report(self._epoch + 1)  # batches of the next epoch may have been prepared already
             self.dataset.close()
+            if self._state_reader is not None:
+                join_started(self._state_reader)
 
     def __enter__(self) -> Loader:
         return self
@@ -572,8 +577,10 @@ class Loader:
     def _prepare_to_save(self) -> None:
         """Read what the state has of a remote dataset, so that a run can be saved while its storage does not respond."""
         if any(store.remote for store in self.dataset.stores):
-            with suppress(DaliStreamError):  # raised again by `state_dict`
-                _ = self.dataset.identity
+            self._state_reader = threading.Thread(
+                target=_read_identity, args=(self.dataset,), name="dali_stream state", daemon=True
+            )
+            self._state_reader.start()
 
     def _log_bottleneck(self) -> None:
         """Log the bottleneck once. Log it as a warning only if training has to wait, and only on rank 0.
@@ -649,3 +656,8 @@ class Loader:
         told = config.arguments.uneven(config.batches.batch_size, config.batches.world_size)
         if told and config.rank == 0:
             _log.warning("%s", told)
+
+
+def _read_identity(dataset: Dataset | Mixture) -> None:
+    with suppress(DaliStreamError):  # raised again by `state_dict`
+        _ = dataset.identity

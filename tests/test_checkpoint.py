@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
@@ -177,6 +178,9 @@ def test_a_run_is_saved_while_its_server_does_not_respond(demo: Path) -> None:
         loader = make(Dataset(server.url, give_up_after_s=0.1))
         batches = iter(loader)
         next(batches)
+        for thread in threading.enumerate():
+            if thread.name == "dali_stream state":
+                thread.join()
     with loader:
         state = loader.state_dict()
     with make(Dataset(demo)) as again:
