@@ -52,7 +52,7 @@ class FrameCache:
         slot_count: Number of slots, for cached frames and for the frames of the batches in progress.
         keeps_all: Whether the cache has room for every frame of the dataset, so that none is ever evicted.
         adds_to_disk: Whether decoded frames are added to the frame cache on disk. Other frames of a decoded GOP are then
-            decoded as well, since a later batch, or another process, reads them from there.
+            decoded as well, since a later batch or another process reads them from the disk.
     """
 
     def __init__(
