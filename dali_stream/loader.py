@@ -35,13 +35,13 @@ from dali_stream.schedule.budget import divide
 from dali_stream.system import process
 from dali_stream.system.log_records import note_given
 from dali_stream.system.memory_limit import memory_limit
-from dali_stream.system.workers import join_started
 
 if TYPE_CHECKING:
     import torch
 
     from dali_stream.pipeline.config import Config
 
+_JOIN_S = 0.1  # time after which the reads of a thread that is joined are ended again
 _log = logging.getLogger("dali_stream")
 TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes", "failed_checksums", "fetch_s")
 
@@ -511,9 +511,7 @@ class Loader:
             self._config.indices.cached.clear()
             process.trim_memory()  # a large dataset leaves much free memory in small blocks
             self._config.substitutes.report(self._epoch + 1)  # batches of the next epoch may have been prepared already
-            self.dataset.close()
-            if self._state_reader is not None:
-                join_started(self._state_reader)
+            self._close_dataset()
 
     def __enter__(self) -> Loader:
         return self
@@ -608,8 +606,15 @@ class Loader:
         """Drop the batches in progress. The next iteration starts new ones."""
         if os.getpid() == self._pid:  # in a forked process, a lock that another thread held is never released
             self._source.stop()
-            self.dataset.close()
+            self._close_dataset()
             self._config.substitutes.report(self._epoch)
+
+    def _close_dataset(self) -> None:
+        """Close the dataset, and join the thread that reads what a state needs."""
+        self.dataset.close()
+        while self._state_reader is not None and self._state_reader.is_alive():
+            self._state_reader.join(_JOIN_S)
+            self.dataset.close()  # ends a request that was made after the dataset was closed
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.batches import Batch, check_identities, equal, samples
 from support.datasets import ODD_CAMERA, SIDE, TOP, Camera, build, read_lengths, write_odd
+from support.faults import hang
 from support.servers import Server, spans
 from support.slow import slow
 from support.videos import SIZE, draw, encode, h264
@@ -263,6 +264,20 @@ def test_close_leaves_no_thread(server: Server) -> None:
     del loader, epoch
     gc.collect()
     assert {t.name for t in threading.enumerate() if t.name.startswith("dali_stream")} <= before
+
+
+def test_close_ends_the_reads_for_a_state(demo: Path) -> None:
+    """Statistics, a part of a state, are read in the background. A server that never answers must not delay `close`."""
+    with Server(demo, faults={"meta/stats.json": itertools.repeat(hang)}) as server:
+        for closed in (True, False):
+            loader = Loader(Dataset(server.url, give_up_after_s=86_400), batch_size=8)
+            epoch = iter(loader)
+            next(epoch)
+            if closed:
+                loader.close()
+            del loader, epoch
+            gc.collect()
+            assert not any(thread.name == "dali_stream state" for thread in threading.enumerate())
 
 
 def test_several_loaders_share_a_dataset(server: Server) -> None:
