@@ -33,6 +33,7 @@ from dali_stream.lerobot.row_memory import RowMemory
 from dali_stream.lerobot.rows import RowReader, check_rising
 
 ROWS = 6  # of a group
+POOLS: list[pa.MemoryPool] = []  # kept, since a pool must outlive what is allocated from it: pyarrow has no reference to it
 
 COLUMNS = {
     "observation.state": lambda n: pa.array([[float(i), -1.0] for i in range(n)], pa.list_(pa.float32())),
@@ -402,6 +403,7 @@ def many_megabytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_row_groups_take_little_memory_beside_the_budget(many_megabytes: Path, kind: str) -> None:
     """A batch needs rows of nearly all row groups. 128 MiB of them are kept, and no more are read than fit."""
     pool, before = pa.proxy_memory_pool(pa.default_memory_pool()), pa.default_memory_pool()
+    POOLS.append(pool)
     pa.set_memory_pool(pool)
     try:
         with Server(many_megabytes) as server:
