@@ -19,7 +19,7 @@ from support.datasets import SIDE, TOP
 from support.slow import examples, slow
 from torchcodec.decoders import VideoDecoder  # type: ignore[attr-defined]  # exported, but not by __all__
 
-from dali_stream.demo import read_identities, read_identity, render, scene, stamp, write_demo
+from dali_stream.demo import read_identities, render, scene, stamp, write_demo
 from dali_stream.demo.identity import COLUMNS, MIN_SIZE, ROWS, STRIP
 
 SIZE = (128, 160)  # of `demo`
@@ -225,7 +225,7 @@ def test_identity_survives_resize_and_noise(
 ) -> None:
     image = np.asarray(Image.fromarray(stamped(identity)).resize((width, height), Image.Resampling.BILINEAR))
     noise = np.random.default_rng(seed).normal(0, sigma, image.shape)
-    assert read_identity(np.clip(image + noise, 0, 255).astype(np.uint8)) == identity
+    assert read_identities(np.clip(image + noise, 0, 255).astype(np.uint8)[None]).tolist() == [list(identity)]
 
 
 @given(identities, st.sets(st.integers(0, ROWS * COLUMNS - 1), min_size=1, max_size=3))
@@ -238,7 +238,7 @@ def test_checksum_finds_up_to_three_flipped_cells(identity: tuple[int, int, int]
         columns = np.rint(np.array([column, column + 1]) / COLUMNS * image.shape[1]).astype(int)
         image[slice(*rows), slice(*columns)] = 251 - image[slice(*rows), slice(*columns)]
     with pytest.raises(ValueError, match="No readable identity"):
-        read_identity(image)
+        read_identities(image[None])
 
 
 @pytest.mark.parametrize("value", [0, 128, 255])
@@ -249,11 +249,11 @@ def test_a_blank_frame_has_no_identity(value: int) -> None:
 
 def test_wrong_frames_are_refused() -> None:
     image = stamped((1, 2, 3))
-    for wrong in (image.transpose(2, 0, 1), image.astype(np.float32), image[:100], image[None]):
+    for wrong in (image.transpose(2, 0, 1)[None], image.astype(np.float32)[None], image[None, :100], image):
         with pytest.raises(ValueError, match=r"must have shape|must be uint8|must have at least"):
-            read_identity(wrong)
+            read_identities(wrong)
     with pytest.raises(ValueError, match="No readable identity"):
-        read_identity(image[:, ::-1])
+        read_identities(image[None, :, ::-1])
     for identity in ((-1, 0, 0), (65536, 0, 0), (0, 4096, 0), (0, 0, 16)):
         with pytest.raises(ValueError, match=r"must be from 0 to .* bits hold, got"):
             stamp(image, *identity)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from support.tools import prepared
 from support.videos import loader
 
 from dali_stream import Dataset, DatasetError, StorageError
+from dali_stream.cli import main
 from dali_stream.storage.hub import HubStore
 from dali_stream.tools.preparation import state
 from dali_stream.tools.preparation.run import status
@@ -83,6 +85,20 @@ def test_a_repository_is_prepared_by_its_id(small: Path, whole: dict[str, bytes]
         prepared("owner/robot", tmp_path / "out", file_mb=FILE_MB, storage_options={"token": TOKEN, "endpoint": server.url})
     new = tree(tmp_path / "out")
     assert new.keys() == whole.keys()
+    assert all(new[path] == data for path, data in whole.items() if path != "meta/prepare.json")  # which names the commit
+
+
+def test_the_command_takes_a_token_for_each_repository(
+    hub: Hub, small: Path, whole: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Hub({"datasets/owner/robot": tree(small)}, token="hf_of_the_source") as source:
+        read = json.dumps({"token": "hf_of_the_source", "endpoint": source.url})
+        written = json.dumps({"token": TOKEN, "endpoint": hub.url})
+        options = ["--storage-options", read, "--out-storage-options", written]
+        assert main(["prepare", "owner/robot", ADDRESSES[0], "--file-mb", str(FILE_MB), "--jobs", "1", *options]) == 0
+        assert main(["prepare", "owner/robot", ADDRESSES[0], "--status", "--json", "--out-storage-options", written]) == 0
+    assert '"finished"' in capsys.readouterr().out
+    new = stored(hub, ADDRESSES[0])
     assert all(new[path] == data for path, data in whole.items() if path != "meta/prepare.json")  # which names the commit
 
 

@@ -31,7 +31,6 @@ def test_a_batch_larger_than_the_memory_is_refused_with_the_numbers(demo: Path) 
     total, one, other, limit = map(float, re.findall(r"([\d.]+) GiB", str(raised.value)))
     assert [total, one, other] == pytest.approx([(batch + decoded) / 2**30, batch / 2**30, decoded / 2**30], abs=0.01)
     actual = memory_limit()
-    assert actual is not None
     assert limit == pytest.approx(actual.size / 2**30, abs=0.01)
     assert f"batch_size={size} needs at least" in str(raised.value)
     assert 'image_dtype="uint8"' in str(raised.value)
@@ -44,7 +43,6 @@ def test_a_batch_larger_than_the_memory_is_refused_with_the_numbers(demo: Path) 
 def test_a_batch_size_that_no_batch_reaches_is_not_refused(demo: Path) -> None:
     """With last_batch="partial", a batch has at most the frames of the epoch."""
     dataset, limit = Dataset(demo, cameras=[TOP], episodes=[0]), memory_limit()
-    assert limit is not None
     size = limit.size // (128 * 160 * 3) // 2  # samples that take twice the memory as float32
     with Loader(dataset, batch_size=size, last_batch="partial", prefetch=1, device="cpu", shuffle=False) as loader:
         assert len(next(iter(loader))["index"]) == dataset.num_frames
@@ -131,7 +129,6 @@ V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/memory"
 )
 def test_the_limit_is_that_of_the_cgroup(tmp_path: Path, groups: str, files: dict[str, str], expected: int) -> None:
     limit = memory_limit(written(tmp_path, groups, files))
-    assert limit is not None
     assert (limit.size, limit.owner) == (expected, "the cgroup of this process")
 
 
@@ -148,11 +145,9 @@ def test_the_limit_is_that_of_the_cgroup(tmp_path: Path, groups: str, files: dic
 def test_without_a_limit_the_machine_has_one(tmp_path: Path, groups: str, files: dict[str, str]) -> None:
     psutil = pytest.importorskip("psutil")
     limit = memory_limit(written(tmp_path, groups, files))
-    assert limit is not None
     assert (limit.size, limit.owner) == (psutil.virtual_memory().total, "this machine")
 
 
 def test_the_machine_alone_where_there_are_no_cgroups(tmp_path: Path) -> None:
     limit = memory_limit(tmp_path)
-    assert limit is not None
     assert limit.owner == "this machine"

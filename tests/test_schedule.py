@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.slow import examples, slow
 
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches
 from dali_stream.order.windows import window
@@ -248,7 +248,7 @@ HUGE = """
 import numpy as np
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import horizon
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE
 from dali_stream.order import Order
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.plan import Schedule, Limits

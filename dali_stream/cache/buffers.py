@@ -12,10 +12,9 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
-Mask = npt.NDArray[np.bool_]
+from dali_stream.checks.arrays import Array, Mask
+
 _KEPT = 8  # arrays kept per shape and dtype, more than a loader uses at a time. A user who keeps more batches gets new arrays
 
 

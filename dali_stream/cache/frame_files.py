@@ -37,13 +37,12 @@ import xxhash
 
 from dali_stream.cache.claims import Claims
 from dali_stream.checks.arguments import budget_text
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE, Mask
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
 from dali_stream.storage.local_files import NO_FOLLOW, OpenFiles, replace_text, write_at
 
 Frame = npt.NDArray[Any]
-Mask = npt.NDArray[np.bool_]
 _CHECKSUM = 8  # bytes of a checksum
 _SAMPLE = 64 << 10  # maximum number of bytes of a video's first packet in its name
 _SHARE = 16  # smallest part of the free space that a process may take, as 1/16

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE
 from dali_stream.errors import DatasetError, DecodeError, counted
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.index import VideoIndex, read_index

@@ -7,13 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.blocks import cut
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.schedule.episodes import Located
-
-Int64 = npt.NDArray[np.int64]
 
 
 def locate(

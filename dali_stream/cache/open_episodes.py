@@ -18,14 +18,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dali_stream.cache.frame_files import FrameFiles, RecordName, image_name, video_name
 from dali_stream.cache.indices import IndexCache, size_of
 from dali_stream.cache.locate import locate
 from dali_stream.cache.pinned import Key, PinnedCache
 from dali_stream.checks.arguments import budget_text
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE
 from dali_stream.errors import DaliStreamError, DecodeError, MemoryBudgetError
 from dali_stream.lerobot.row_memory import Columns, Found, RowMemory
 from dali_stream.lerobot.source import Source
@@ -39,7 +38,6 @@ from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
 from dali_stream.system.workers import Workers
 
-Int64 = npt.NDArray[np.int64]
 _log = logging.getLogger("dali_stream")
 
 

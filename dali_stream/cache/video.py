@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
 import numpy as np
-import numpy.typing as npt
 
 from dali_stream.checks.arguments import budget_text
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE, Int64, Mask
 from dali_stream.errors import MemoryBudgetError
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import span
@@ -30,8 +29,6 @@ from dali_stream.storage import Store
 from dali_stream.storage.store import StoreView
 from dali_stream.system.workers import Workers
 
-Int64 = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
 RANGE = 4 << 20  # maximum bytes of a request: large enough to be efficient, small enough to delay other requests only briefly
 # A full cache evicts 1/32 of its bytes more than necessary. Each search for blocks to evict computes the next uses of all
 # frames of open episodes, so it should not be repeated for every batch.

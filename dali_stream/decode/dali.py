@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.open_episodes import OpenEpisodes
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE, Array, Int64
 from dali_stream.decode.audit import Audit
 from dali_stream.decode.capability import SESSIONS_PER_ENGINE
 from dali_stream.decode.decoder import named
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from nvidia.dali.data_node import DataNode
 
 Frames = npt.NDArray[np.uint8]
-Array = npt.NDArray[Any]
-Int64 = npt.NDArray[np.int64]
 Audited = Callable[[Samples], npt.NDArray[np.bool_]]
 Encoded = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]  # bytes of a clip, and indices of its frames, increasing
 

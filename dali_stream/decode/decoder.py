@@ -9,12 +9,11 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from dali_stream.cache.buffers import Buffers, ReadFrames
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE, Array, Int64
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.source import Source
 from dali_stream.schedule.frame_plan import FramePlan
@@ -23,8 +22,6 @@ from dali_stream.storage import Store
 from dali_stream.system.workers import Workers
 
 _log = logging.getLogger("dali_stream")
-Array = npt.NDArray[Any]
-Int64 = npt.NDArray[np.int64]
 # A decode task has about 32 frames of 640×480, or up to 64 smaller frames. See `task_frames`. Opening a decoder takes about
 # 1.2 ms, as long as decoding 1 frame of 640×480 or 8 frames of 224×224.
 TASK_FRAMES, _SMALL_TASK_FRAMES, _TASK_PIXELS = 32, 64, 32 * 640 * 480

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.cache.buffers import Buffers
+from dali_stream.checks.arrays import Int64
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.features import Feature, Quantization
 from dali_stream.lerobot.source import Source
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     import torch
 
 Frames = npt.NDArray[Any]
-Int64 = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 _CODES, _MM_PER_M, _MOST_MM = 4096, 1000.0, 65535.0
 _PIXELS = "gray12le"  # LeRobot converts each frame to this format of FFmpeg

@@ -20,6 +20,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from dali_stream.cache.frame_files import RecordName
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
+from dali_stream.checks.arrays import Array
 from dali_stream.decode.decoder import TASK_FRAMES, Decoded, OtherSizes, even_tasks, named
 from dali_stream.decode.depth import resize_nearest
 from dali_stream.decode.resize import resize
@@ -32,8 +33,6 @@ from dali_stream.schedule.frame_plan import FramePlan, Reads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store, lfs
 from dali_stream.system.workers import Workers
-
-Array = npt.NDArray[Any]
 
 
 class ImageDecoder:

@@ -45,7 +45,7 @@ def refusal(gpu: int | None, video: VideoFormat, index: VideoIndex) -> str:
         return "the file asks for rotated frames, which DALI does not support"
     if index.open_gops:
         return _OPEN_GOPS
-    return "" if gpu is None else _unsafe_on_nvdec(video, index)
+    return "" if gpu is None else _unsafe_on_nvdec(video)
 
 
 def refusal_of_torchcodec(gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store | None = None) -> str:
@@ -74,7 +74,7 @@ def capability_refusal(gpu: int, video: VideoFormat) -> str:
     return capability(gpu, video.codec, video.chroma, video.depth).refusal(video.height, video.width)
 
 
-def _unsafe_on_nvdec(video: VideoFormat, index: VideoIndex) -> str:
+def _unsafe_on_nvdec(video: VideoFormat) -> str:
     """Return why DALI must not decode a video on a GPU. The text is empty if DALI may.
 
     DALI decodes some of the refused formats wrongly, according to its sources. Most of them were never tested on a GPU.

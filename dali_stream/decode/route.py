@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dali_stream.cache.indices import IndexCache
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE
 from dali_stream.decode import depth
 from dali_stream.decode.capability import DriverError, capabilities
 from dali_stream.decode.refusal import refusal_of_file, refusal_of_torchcodec, video_name

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE
 from dali_stream.checks.text import listed
 from dali_stream.decode import images as image
 from dali_stream.errors import DecodeError

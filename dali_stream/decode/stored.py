@@ -15,12 +15,11 @@ import numpy.typing as npt
 from dali_stream.cache.buffers import Buffers, ReadFrames
 from dali_stream.cache.frame_files import FrameFiles, RecordName
 from dali_stream.cache.slots import Frames, Slots
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE
 from dali_stream.observe.counters import Counters
 from dali_stream.schedule.frame_plan import FramePlan, Reads
 from dali_stream.system.workers import Workers
 
-Int64 = npt.NDArray[np.int64]
 T = TypeVar("T")
 _random = random.SystemRandom()  # equal process IDs, as in containers, do not matter, and the state of `random` is the user's
 READ_FRAMES = 64  # maximum number of frames that a task reads, of 150 KB each if they are 224×224: about 5 ms

@@ -18,7 +18,7 @@ from dali_stream.cache.buffers import ReadFrames
 from dali_stream.cache.frame_files import RecordName
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE
 from dali_stream.decode import depth
 from dali_stream.decode.decoder import Decoded, even_tasks, named, task_frames
 from dali_stream.decode.refusal import refusal_of_torchcodec

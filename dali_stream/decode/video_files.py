@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from dali_stream.cache.open_episodes import OpenEpisodes
+from dali_stream.checks.arrays import Array, Int64
 from dali_stream.decode.decoder import OtherSizes, RouteChange, named
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset_files import CLOCKS
@@ -16,9 +14,6 @@ from dali_stream.mp4.clip import config
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.timing import explain
-
-Array = npt.NDArray[Any]
-Int64 = npt.NDArray[np.int64]
 
 
 class VideoFiles:

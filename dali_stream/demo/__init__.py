@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dali_stream.demo.identity import read_identities, read_identity, stamp
+from dali_stream.demo.identity import read_identities, stamp
 from dali_stream.demo.write import write_demo
 
-__all__ = ["read_identities", "read_identity", "stamp", "write_demo"]
+__all__ = ["read_identities", "stamp", "write_demo"]

@@ -43,25 +43,6 @@ def stamp(image: np.ndarray, episode: int, frame: int, camera: int) -> None:
     image[row_edges[0] :] = np.where(strip, _WHITE, _BLACK).astype(np.uint8)[..., None]
 
 
-def read_identity(image: np.ndarray) -> tuple[int, int, int]:
-    """Read the identity of one frame.
-
-    Args:
-        image: Frame, uint8, shape (H, W, 3).
-
-    Returns:
-        Episode, frame index and camera.
-
-    Raises:
-        ValueError: If the checksum is wrong, or if the frame is too small or has another shape or dtype.
-    """
-    image = np.asarray(image)
-    if image.ndim != 3:
-        raise ValueError(f"image must have shape (H, W, 3), got {image.shape}. Use read_identities for several frames.")
-    episode, frame, camera = read_identities(image[None])[0].tolist()
-    return episode, frame, camera
-
-
 def read_identities(batch: np.ndarray) -> np.ndarray:
     """Read the identities of frames.
 

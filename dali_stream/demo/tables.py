@@ -23,9 +23,6 @@ from dali_stream.demo import render, scene
 from dali_stream.lerobot import stats, v3
 
 CHUNKS_SIZE = 1000
-DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
-EPISODES_PATH = "meta/episodes/chunk-000/file-000.parquet"
 
 # An episode starts a new file if its index modulo 5 is one of these. Except at episode 0, no two kinds of files start at the
 # same episode.
@@ -65,7 +62,7 @@ def write_tables(
     starts = np.cumsum([0, *map(len, recorded)]).tolist()
     rows = [_rows(episode, i, starts[i], tasks.index(episode.task), fps) for i, episode in enumerate(recorded)]
     _write_data(root, rows)
-    path = root / EPISODES_PATH
+    path = root / v3.EPISODES_PATH.format(**place(0))
     path.parent.mkdir(parents=True)
     pq.write_table(v3.tasks_table(dict(enumerate(tasks)), name=None), root / "meta/tasks.parquet")
     entries = _episode_entries(recorded, starts, fps)
@@ -105,7 +102,7 @@ def _write_data(root: Path, rows: list[dict[str, np.ndarray]]) -> None:
     schema = pa.schema([(key, _arrow_type(values)) for key, values in rows[0].items()])
     numbers = file_numbers(len(rows), _DATA_CUTS)
     for number, held in groupby(range(len(rows)), key=numbers.__getitem__):
-        path = root / DATA_PATH.format(**place(number))
+        path = root / v3.DATA_PATH.format(**place(number))
         path.parent.mkdir(parents=True, exist_ok=True)
         with pq.ParquetWriter(path, schema) as writer:
             for columns in (rows[episode] for episode in held):
@@ -172,8 +169,8 @@ def _info(rows: list[dict[str, np.ndarray]], tasks: int, size: tuple[int, int], 
         "video_files_size_in_mb": 200,
         "fps": fps,
         "splits": {"train": f"0:{len(rows)}"},
-        "data_path": DATA_PATH,
-        "video_path": VIDEO_PATH,
+        "data_path": v3.DATA_PATH,
+        "video_path": v3.VIDEO_PATH,
         "features": features,
     }
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from dali_stream.demo import identity, render, scene, tables
 from dali_stream.demo.encode import CODECS, encode_video, quiet_encoders
-from dali_stream.lerobot import stats
+from dali_stream.lerobot import stats, v3
 
 
 def write_demo(
@@ -29,7 +29,7 @@ def write_demo(
 ) -> Path:
     """Write a dataset of simulated episodes. In each one, a gripper pushes a block to a goal, and two cameras record it.
 
-    The rows depend only on `episodes`, `fps` and `seed`. Each frame contains its identity, which `read_identity` reads. The
+    The rows depend only on `episodes`, `fps` and `seed`. Each frame contains its identity, which `read_identities` reads. The
     dataset is written to a temporary folder next to `root`, which is renamed to `root` at the end. If writing fails, `root` is
     not created.
 
@@ -117,7 +117,7 @@ def _write_videos(
 
     def write(camera: str, number: int, held: list[int]) -> int:
         images, drawn_histograms = _draw({episode: recorded[episode] for episode in held}, camera, size)
-        path = root / tables.VIDEO_PATH.format(video_key=camera, **tables.place(number))
+        path = root / v3.VIDEO_PATH.format(video_key=camera, **tables.place(number))
         path.parent.mkdir(parents=True, exist_ok=True)
         encode_video(images, path, codec=codec, gop=gop, fps=fps)
         histograms.update(drawn_histograms)

@@ -23,11 +23,6 @@ _NO_FILE = "no-such-file.parquet"
 _log = logging.getLogger(DATASET_LOG)
 
 
-def has_listings(store: Store) -> bool:
-    """Return whether a store can list folders, which web servers cannot."""
-    return store.listings or not store.remote
-
-
 def parquet_files(store: Store, folder: str) -> list[str]:
     """Return the paths of the Parquet files in the folders of a folder, `<folder>/*/*.parquet`, which is LeRobot's rule.
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.checks.file_content import from_json, read
 
-Int64 = npt.NDArray[np.int64]
 Frames = Mapping[int, Sequence[Sequence[int]]] | Mapping[str, Sequence[Sequence[int]]]
 """Ranges of frames within each episode, {episode index: [(start, stop), ...]}. `stop` is excluded."""
 

@@ -17,13 +17,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.storage.store import Ranges
 
-Int64 = npt.NDArray[np.int64]
 _MAGIC = b"PAR1"
 TAIL = 64 << 10  # number of bytes at the end of a file that are read first; they usually contain the whole footer
 _SMALL = 8  # a file with at most this number of row groups keeps its metadata as a pyarrow object

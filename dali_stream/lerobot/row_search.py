@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from dali_stream.errors import DatasetError
-from dali_stream.lerobot.file_names import has_listings, parquet_files
+from dali_stream.lerobot.file_names import parquet_files
 from dali_stream.storage import Store
 from dali_stream.storage.store import checked
 
@@ -92,7 +92,7 @@ def data_files(store: Store, named: Sequence[str]) -> set[str]:
         named: Data files that the metadata names.
     """
     folder, *rest = checked(named[0]).rsplit("/", 2)  # LeRobot's paths are data/chunk-000/file-000.parquet
-    if has_listings(store) and len(rest) == 2:
+    if store.listings and len(rest) == 2:
         return {*parquet_files(store, folder)}
     beside = {_beside(path, step) for path in named for step in (-1, 1)}
     return {*named, *beside} - {""}

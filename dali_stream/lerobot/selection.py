@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.checks.text import listed
 from dali_stream.lerobot.info import Info
 
-Int64 = npt.NDArray[np.int64]
 EpisodeFilter: TypeAlias = Callable[[dict[str, Any]], bool] | pc.Expression
 """Function that returns whether to select an episode, given its columns, or a `pyarrow.compute` expression."""
 

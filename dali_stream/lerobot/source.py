@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE, Int64
 from dali_stream.lerobot.common import comparison
 from dali_stream.lerobot.dataset_files import DatasetFiles
 from dali_stream.lerobot.features import Feature
@@ -20,8 +20,6 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.timing import EpisodeTimes
 from dali_stream.storage import Store
 from dali_stream.storage.numbered import NumberedStores
-
-Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

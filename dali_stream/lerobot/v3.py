@@ -17,11 +17,15 @@ import pyarrow.parquet as pq
 from dali_stream.checks.file_content import from_json
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot.episode_table import Episodes, Files, check_episodes, wrong_total
-from dali_stream.lerobot.file_names import has_listings, numbered_files, parquet_files
+from dali_stream.lerobot.file_names import numbered_files, parquet_files
 from dali_stream.lerobot.info import Info, video_template
 from dali_stream.lerobot.parquet import count_rows, opened, parquet_errors, read_parquet
 from dali_stream.storage import Store
 
+# Templates with which LeRobot writes data and videos. Those of a dataset are in its `info.json`.
+DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 TASKS = "meta/tasks.parquet"
 SUBTASKS = "meta/subtasks.parquet"
 _FEW_ROWS = 1 << 20  # maximum number of episodes of a dataset whose info.json has no total
@@ -46,7 +50,7 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
         names.append(name)
         parts.append(_numbers(store, name, needed, optional, info))
         # Without listings, each file is found by a request, and some web servers answer for any name.
-        if not has_listings(store) and sum(len(part["length"]) for part in parts) == info.episodes:
+        if not store.listings and sum(len(part["length"]) for part in parts) == info.episodes:
             break
     if not names:
         raise DatasetError(f"No Parquet files in {store.where('meta/episodes')}, so the dataset has no episodes")
@@ -80,7 +84,7 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
 
 def _table_files(store: Store) -> Iterable[str]:
     """Return the files of the episode table. Without listings (HTTP), each is requested when the iterator comes to it."""
-    return parquet_files(store, "meta/episodes") if has_listings(store) else numbered_files("meta/episodes", store.exists)
+    return parquet_files(store, "meta/episodes") if store.listings else numbered_files("meta/episodes", store.exists)
 
 
 def _check_apart(index: npt.NDArray[np.int64], file: npt.NDArray[np.int64], names: list[str], store: Store) -> None:

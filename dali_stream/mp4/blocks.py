@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE, Int64
 from dali_stream.mp4.clip import is_avc
 from dali_stream.mp4.index import VideoIndex
 
-Int64 = npt.NDArray[np.int64]
 _REACH = 8  # packets after the requested one that a clip from an open GOP of H.264 usually needs, see `clip.span`
 
 

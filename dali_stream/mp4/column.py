@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Int64 = npt.NDArray[np.int64]
+from dali_stream.checks.arrays import Int64
 
 
 class Column(np.lib.mixins.NDArrayOperatorsMixin):

@@ -7,13 +7,11 @@ read in several ways is read as in FFmpeg.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.errors import DecodeError, counted
 from dali_stream.mp4.boxes import UPRIGHT, find
 from dali_stream.mp4.sample_tables import entries, required, ticks_per_second
-
-Int64 = npt.NDArray[np.int64]
 
 
 def apply_edit_list(moov: bytes, track: tuple[int, int], pts: Int64, timescale: int, codec: str) -> tuple[Int64, range]:

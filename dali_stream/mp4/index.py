@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from dali_stream.checks.arrays import Float64, Int64
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import find, read_moov
 from dali_stream.mp4.column import Column, Line, packed
@@ -30,9 +31,6 @@ from dali_stream.mp4.sample_tables import (
 )
 from dali_stream.mp4.slices import SLICE_HEAD, is_intra_refresh
 from dali_stream.storage import Store
-
-Int64 = npt.NDArray[np.int64]
-Float64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import UPRIGHT, box, full_box
 
-Int64 = npt.NDArray[np.int64]
 CHUNK = 1 << 20  # approximate size of a chunk in bytes; `stco` has one offset per chunk
 _U32 = (1 << 32) - 1
 

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import box, children, find
-
-Int64 = npt.NDArray[np.int64]
 
 
 def video_track(moov: bytes) -> tuple[int, int]:

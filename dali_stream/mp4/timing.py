@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE, Float64, Int64
 from dali_stream.errors import counted
-from dali_stream.mp4.index import Float64, Int64, VideoIndex
+from dali_stream.mp4.index import VideoIndex
 
 TOLERANCE = 0.25  # in frames: small enough for a unique frame, and large enough for times that are rounded to milliseconds
 BY_FRAME_INDEX = (

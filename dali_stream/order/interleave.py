@@ -18,11 +18,9 @@ import heapq
 import math
 
 import numpy as np
-import numpy.typing as npt
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.order.rng import philox
-
-Int64 = npt.NDArray[np.int64]
 
 
 class Interleave:

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.checks.arguments import known_arguments
+from dali_stream.checks.arrays import Int64
 from dali_stream.errors import counted
 from dali_stream.order.interleave import Interleave
 from dali_stream.order.order import EpochOrder, Permutation, Shuffle, check_order_arguments, checked_lengths
@@ -35,7 +36,6 @@ from dali_stream.order.rng import mix, philox
 from dali_stream.order.selected import Ranges
 from dali_stream.order.shares import Shares
 
-Int64 = npt.NDArray[np.int64]
 _SAMPLES = 1 << 62  # maximum number of positions of all epochs together
 _WINDOW = 64  # shuffle="global" permutes this many positions together; otherwise one rank could get a whole dataset
 _PASSES = 16  # number of passes of a dataset to cache, which is enough because consumers are in the same or adjacent passes

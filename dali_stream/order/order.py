@@ -19,10 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.checks.arguments import known_arguments, positive
+from dali_stream.checks.arrays import Int64
 from dali_stream.order.pool import Run
 from dali_stream.order.rng import mix, philox
-
-Int64 = npt.NDArray[np.int64]
 
 Shuffle = bool | str
 """True (pools of episodes), "global" (one permutation of all frames) or False (recorded order)."""

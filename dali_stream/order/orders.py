@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.order.batches import Batches
 from dali_stream.order.mixture import MixtureOrder
 from dali_stream.order.order import Order
 from dali_stream.order.selected import Ranges, SelectedOrder
 from dali_stream.order.shares import Shares
 from dali_stream.order.state import OrderArguments
-
-Int64 = npt.NDArray[np.int64]
 
 
 class DatasetOrders:

@@ -6,11 +6,10 @@ from array import array
 from bisect import bisect_right
 
 import numpy as np
-import numpy.typing as npt
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.order.rng import philox
 
-Int64 = npt.NDArray[np.int64]
 _PART = 8  # a part of a run has on average as many frames as _PART * pool episodes, and at most 1.875 times as many
 
 

@@ -7,9 +7,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.order.order import Order, Shuffle
-
-Int64 = npt.NDArray[np.int64]
 
 
 class Ranges(Protocol):

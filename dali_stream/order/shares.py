@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from dali_stream.checks.arguments import positive
 
-Int64 = npt.NDArray[np.int64]
-Float64 = npt.NDArray[np.float64]
 _TOTAL = 1 << 31  # maximum sum of the integers in `Shares.weights` for the kinds "weights" and "temperature"
 _SMALLEST = Fraction(1, 10**6)  # minimum ratio to the largest weight, so that rounded integers are at least about 2100 / M
 _POSITIONS = 1 << 31  # maximum number of positions of an epoch, which keeps products in the order within int64

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.checks.text import listed
 
-Int64 = npt.NDArray[np.int64]
 TOLERANCE_S = 1e-4  # maximum difference of a delta from a multiple of 1/fps, in seconds: LeRobot's default of `tolerance_s`
 
 

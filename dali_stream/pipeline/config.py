@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dali_stream.cache.frame_files import FrameFiles, FrameFolder, has_frames, pixel_key
 from dali_stream.cache.indices import IndexCache
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE
 from dali_stream.decode.decoder import TASK_FRAMES, task_frames
 from dali_stream.decode.route import TORCHCODEC_CUDA, Route
 from dali_stream.decode.stored import READ_FRAMES

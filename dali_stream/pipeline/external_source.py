@@ -6,14 +6,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-import numpy.typing as npt
-
+from dali_stream.checks.arrays import Array
 from dali_stream.decode.route import Route
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.finisher import Finisher
 from dali_stream.pipeline.planned_batch import PlannedBatch, with_time_axis
-
-Array = npt.NDArray[Any]
 
 
 class ExternalSource:

@@ -7,7 +7,7 @@ import itertools
 import time
 from concurrent.futures import CancelledError
 
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE
 from dali_stream.decode.depth import Distances
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.observe.counters import Counters

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from dali_stream.checks.arrays import Array
 from dali_stream.errors import DaliStreamError, DatasetError
 from dali_stream.lerobot.arrow import parse_annotations
 from dali_stream.order import windows
@@ -19,7 +18,6 @@ from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.schedule.samples import Samples
 
-Array = npt.NDArray[Any]
 Names = Mapping[str, Sequence[Mapping[int, str]]]
 """See `Source.names`."""
 

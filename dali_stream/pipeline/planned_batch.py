@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy.typing as npt
-
+from dali_stream.checks.arrays import Array
 from dali_stream.decode.decoder import Work
 from dali_stream.errors import DaliStreamError
 from dali_stream.pipeline.config import Config
 from dali_stream.schedule.samples import Samples
 
-Array = npt.NDArray[Any]
 Texts = dict[str, list[Any]]
 """{key: one string per sample, or a list of annotations per sample for a language column}."""
 

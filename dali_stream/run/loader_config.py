@@ -141,9 +141,8 @@ def _frame_folder(folder: str | os.PathLike[str] | None, limit: int | str | None
             raise ValueError(f"frame_cache_bytes={limit!r} needs frame_cache, the folder whose size it limits")
         return None
     size = None if limit is None else byte_count(limit, "frame_cache_bytes")
-    memory = memory_limit.memory_limit()
-    if size is None and memory is not None and memory_limit.is_in_memory(folder):
-        size = memory.size // 4
+    if size is None and memory_limit.is_in_memory(folder):
+        size = memory_limit.memory_limit().size // 4
     return FrameFolder(folder, size, ranks)
 
 

@@ -72,9 +72,8 @@ def _loader(dataset: Dataset | Mixture, config: Mapping[str, Any], dali_graph: G
     arguments = dict(config["loader"])
     if arguments["device"] == "cuda":
         arguments["device"] = "auto"
-    limit = memory_limit()
-    if limit and "memory_budget" in arguments:  # the run may have had a larger machine, and the budget changes no batch
-        arguments["memory_budget"] = min(byte_count(arguments["memory_budget"]), limit.size)
+    if "memory_budget" in arguments:  # the run may have had a larger machine, and the budget changes no batch
+        arguments["memory_budget"] = min(byte_count(arguments["memory_budget"]), memory_limit().size)
     size = arguments["image_size"]
     arguments["image_size"] = None if size is None else tuple(size)
     return Loader(dataset, **arguments, dali_graph=dali_graph, rank=rank, prefetch=1, audit=0)

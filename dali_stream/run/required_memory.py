@@ -49,19 +49,19 @@ def required_memory(config: Config, cameras: Sequence[str]) -> RequiredMemory:
     return RequiredMemory(rows * sum(map(batch_bytes, cameras)), samples * sum(map(config.frame_bytes, with_current_frame)))
 
 
-def check_memory(config: Config, cameras: Sequence[str], limit: MemoryLimit | None) -> None:
+def check_memory(config: Config, cameras: Sequence[str], limit: MemoryLimit) -> None:
     """Check that the frames of batches fit into memory.
 
     Args:
         config: Configuration of the loader.
         cameras: Cameras whose decoded frames are cached.
-        limit: Memory limit of this process. None if it is unknown.
+        limit: Memory limit of this process.
 
     Raises:
         MemoryBudgetError: If the frames need more memory than the limit.
     """
     required = required_memory(config, cameras)
-    if limit is None or sum(required) <= limit.size:
+    if sum(required) <= limit.size:
         return
     raise MemoryBudgetError(
         f"batch_size={config.batches.batch_size} needs at least {_gibibytes(sum(required))} of memory: "

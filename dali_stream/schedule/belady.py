@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-Int64 = npt.NDArray[np.int64]
+from dali_stream.checks.arrays import Int64
 
 
 def nearest(next_use: Int64, room: int, sizes: Int64 | None = None) -> npt.NDArray[np.bool_]:

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dali_stream.checks.arguments import budget_text
+from dali_stream.checks.arrays import Int64
 from dali_stream.errors import MemoryBudgetError
 from dali_stream.schedule.episodes import ROW_SPARE
 
 if TYPE_CHECKING:
     from dali_stream.mp4.index import VideoIndex
 
-Int64 = npt.NDArray[np.int64]
 BLOCK = 64 << 10  # bytes of a block, unless a GOP is larger. At 1.3 MB/s, a block takes as long as a round trip of 50 ms
 GROWTH = 2  # number of batches by which the look-ahead grows per planned batch
 LOOK_AHEAD = 4096  # number of samples per rank whose encoded video is fetched ahead, a few seconds of decoding

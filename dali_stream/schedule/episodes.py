@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE, Int64
 
 if TYPE_CHECKING:
     from dali_stream.mp4.blocks import Blocks
 
 Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 Scalar = TypeVar("Scalar", bound=np.generic)
 ROW_SPARE = 5, 4  # the table of open episodes has at most 5/4 as many rows as are in use, since closed episodes leave gaps
 

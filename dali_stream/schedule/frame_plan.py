@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Int64 = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
+from dali_stream.checks.arrays import Int64, Mask
 
 
 class Reads(NamedTuple):

@@ -14,17 +14,14 @@ import itertools
 from collections import defaultdict
 
 import numpy as np
-import numpy.typing as npt
 
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE, Int64, Mask
 from dali_stream.schedule.belady import nearest
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.frame_plan import NO_READS, NOTHING, FramePlan, Reads
 from dali_stream.schedule.next_uses import NEVER, Window
 from dali_stream.schedule.slot_allocator import SlotAllocator
 
-Int64 = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
 _SLACK = 256  # a full cache evicts 1/256 of its frames more than necessary, so that it rarely ranks all of them
 _TURNOVERS = 2  # a frame without a known next use is assumed to be evicted before a full cache was replaced this many times
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.order.windows import window
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.samples import Samples
 
-Int64 = npt.NDArray[np.int64]
 NEVER = np.iinfo(np.int64).max  # next use of a frame that is not shown by any batch read so far
 _BATCH = (1 << 32) - 1  # mask of the bits of a use that hold the number of the batch
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.frame_plan import FramePlan
 from dali_stream.schedule.frames import FrameCache
 from dali_stream.schedule.next_uses import Window
 from dali_stream.schedule.samples import Samples
 
-Int64 = npt.NDArray[np.int64]
 _AT_ONCE = 8  # batches of the order that each `plan` reads ahead, until the horizon is full
 
 

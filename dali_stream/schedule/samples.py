@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.order.batches import Batches
 from dali_stream.order.order import EpochOrder
-
-Int64 = npt.NDArray[np.int64]
 
 
 class Samples(NamedTuple):

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 
 import numpy as np
-import numpy.typing as npt
 
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE, Int64
 from dali_stream.schedule.next_uses import NEVER
-
-Int64 = npt.NDArray[np.int64]
 
 
 class SlotAllocator:

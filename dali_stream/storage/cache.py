@@ -144,7 +144,7 @@ class DiskCache:
         be fetched twice, which is correct but wastes bandwidth.
         """
         handle = -1
-        with suppress(OSError, AttributeError):  # open file description locks (F_OFD_SETLK) exist only on Linux
+        with suppress(OSError):  # some network file systems have no locks
             handle = os.open(os.path.join(self._folder, "locks"), os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o666)
             # A file has 2**22 bytes of `locks`, at a position that depends on its hash. If the positions of two files overlap,
             # their fetches wait for each other, which is harmless.

@@ -28,20 +28,15 @@ class MemoryLimit(NamedTuple):
     owner: str
 
 
-def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
+def memory_limit(root: Path = Path("/")) -> MemoryLimit:
     """Return the memory of this machine, or the limit of a cgroup of this process if that is lower.
 
     Args:
         root: Root of the file system with the cgroups. Default: "/".
-
-    Returns:
-        Limit with its owner, or None on systems that report neither.
     """
+    machine = MemoryLimit(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")
     size = cgroup_memory_limit(root)
-    limits = [] if size is None else [MemoryLimit(size, "the cgroup of this process")]
-    with contextlib.suppress(AttributeError, ValueError, OSError):  # Windows
-        limits.append(MemoryLimit(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"))
-    return min(limits, default=None)
+    return machine if size is None else min(machine, MemoryLimit(size, "the cgroup of this process"))
 
 
 def is_in_memory(folder: str | os.PathLike[str]) -> bool:
@@ -56,8 +51,7 @@ def is_in_memory(folder: str | os.PathLike[str]) -> bool:
 
 def fits(size: int | None) -> bool:
     """Return whether each rank of this machine may use `size` bytes. False if `size` is None."""
-    limit = memory_limit()
-    return size is not None and (limit is None or size * local_ranks().count <= limit.size)
+    return size is not None and size * local_ranks().count <= memory_limit().size
 
 
 class Budget(NamedTuple):
@@ -75,7 +69,7 @@ class Budget(NamedTuple):
         return f'memory_budget="{budget_text(self.size)}" ({self.reason})'
 
 
-def budget(given: int | str | None, limit: MemoryLimit | None, ranks: int) -> Budget:
+def budget(given: int | str | None, limit: MemoryLimit, ranks: int) -> Budget:
     """Return the memory budget of a Loader.
 
     The default is 4 GiB, but at most a quarter of the limit divided by the number of ranks that share it. Training and
@@ -83,7 +77,7 @@ def budget(given: int | str | None, limit: MemoryLimit | None, ranks: int) -> Bu
 
     Args:
         given: Argument of the Loader. None for the default.
-        limit: Memory limit of this process. None if it is unknown.
+        limit: Memory limit of this process.
         ranks: Number of ranks on this machine.
 
     Raises:
@@ -91,13 +85,13 @@ def budget(given: int | str | None, limit: MemoryLimit | None, ranks: int) -> Bu
         MemoryBudgetError: If the argument exceeds the limit.
     """
     if given is None:
-        size = _DEFAULT_BUDGET if limit is None else limit.size // 4 // ranks
-        if limit is None or size >= _DEFAULT_BUDGET:
+        size = limit.size // 4 // ranks
+        if size >= _DEFAULT_BUDGET:
             return Budget(_DEFAULT_BUDGET, "the default")
         shared = f", divided by {ranks} local ranks" if ranks > 1 else ""
         return Budget(size, f"the default, a quarter of the {budget_text(limit.size)} of {limit.owner}{shared}")
     size = byte_count(given)
-    if limit is not None and size > limit.size:
+    if size > limit.size:
         raise MemoryBudgetError(
             f"memory_budget must be at most {limit.size} bytes, the memory of {limit.owner}, got {given!r}. Each rank has its "
             "own budget, and torch and the model need memory too. Leave memory_budget out to get the default"

@@ -223,8 +223,7 @@ def available_cores(root: Path = Path("/"), environment: Mapping[str, str] = os.
         environment: Environment variables. Default: those of this process.
     """
     machine = os.cpu_count() or 1
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
-    return Cores(affinity, cpuset_cores(root) or machine, cpu_quota(root), local_ranks(environment))
+    return Cores(len(os.sched_getaffinity(0)), cpuset_cores(root) or machine, cpu_quota(root), local_ranks(environment))
 
 
 def cores() -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE, Int64
 from dali_stream.decode import rate
 from dali_stream.decode.audit import difference
 from dali_stream.decode.refusal import refusal
@@ -18,7 +18,7 @@ from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, cou
 from dali_stream.mp4.clip import is_avc, pack
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.hidden import hidden_frames
-from dali_stream.mp4.index import Int64, VideoIndex, read_index
+from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.mp4.timing import TOLERANCE, explain, what_helps
 from dali_stream.system import process
 from dali_stream.tools.description import LOOK_AT, CameraReport, describe_video

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE, Int64
 from dali_stream.dataset import Dataset
 from dali_stream.decode import images
 from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, counted
 from dali_stream.lerobot.rows import RowReader
-from dali_stream.mp4.index import Int64, VideoIndex
+from dali_stream.mp4.index import VideoIndex
 from dali_stream.system import process
 from dali_stream.tools.diagnosis.looks import located
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding

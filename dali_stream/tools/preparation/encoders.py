@@ -25,12 +25,11 @@ ENCODERS = ("cpu", "nvenc")  # processors that encode
 _LONGEST_GOP = 10_000
 _X265_BLOCK = 16  # with the preset ultrafast, x265 pads the sides of frames to multiples of this number of pixels
 _SAID = 400  # maximum number of characters of ffmpeg's stderr in an error
-# On Linux, ffmpeg ends with this process, even if this process is killed. A small program requests this from the kernel, and
+# ffmpeg ends with this process, even if this process is killed. A small program requests this from the kernel, and
 # then replaces itself by ffmpeg. Code between fork and exec, the usual solution, is unsafe in a process with threads.
 _TIED = """
 import ctypes, os, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9)
+ctypes.CDLL(None).prctl(1, 9)
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """

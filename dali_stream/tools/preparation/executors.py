@@ -106,11 +106,9 @@ def _pool() -> ProcessPoolExecutor:
 def _begin(parent: int) -> None:
     """Prepare a process. It ends with its parent, ignores Ctrl-C, and uses one thread."""
     import ctypes
-    import sys
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)
     import torch

@@ -26,11 +26,10 @@ from dali_stream.lerobot.selection import split_range
 from dali_stream.lerobot.stats import STATS, table_stats
 from dali_stream.tools.preparation import rows
 from dali_stream.tools.preparation.place import Json
-from dali_stream.tools.preparation.plan import DATA_MB, DATA_PATH, VIDEO_MB, VIDEO_PATH, Plan, encoded_cameras, path_of
+from dali_stream.tools.preparation.plan import DATA_MB, VIDEO_MB, Plan, encoded_cameras, path_of
 from dali_stream.tools.preparation.state import STATE
 from dali_stream.tools.work import grouped
 
-EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 AT_THE_ROOT = ("README.md", "README", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
 _log = logging.getLogger("dali_stream")
 _EPISODES = 1000  # episodes per part of the episode table, for v2.x
@@ -101,8 +100,8 @@ def _info(dataset: Dataset, head: Json, report: Json, new_index: Mapping[int, in
         "chunks_size": head["chunks_size"],
         "data_files_size_in_mb": max(1, round(size or DATA_MB)),
         "video_files_size_in_mb": max(1, round(size or VIDEO_MB)),
-        "data_path": DATA_PATH,
-        "video_path": VIDEO_PATH if head["cameras"] else None,
+        "data_path": v3.DATA_PATH,
+        "video_path": v3.VIDEO_PATH if head["cameras"] else None,
         "features": features,
     }
     if head["renumber"] and "splits" in info:
@@ -188,7 +187,7 @@ def _episode_files(head: Json, parts: list[tuple[pa.Table, int]]) -> Iterator[tu
         table = pa.concat_tables([part for part, _ in group])
         chunk, index = (pa.array(np.full(len(table), value)) for value in divmod(number, head["chunks_size"]))
         table = rows.replaced(table, {"meta/episodes/chunk_index": chunk, "meta/episodes/file_index": index})
-        yield path_of(EPISODES_PATH, number, head), _encoded(table)
+        yield path_of(v3.EPISODES_PATH, number, head), _encoded(table)
 
 
 def _renewed(part: pa.Table, head: Json, columns: Columns, types: Mapping[str, pa.DataType]) -> pa.Table:

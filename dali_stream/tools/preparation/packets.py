@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.errors import DecodeError
 from dali_stream.mp4 import muxer
 from dali_stream.mp4.damage import checker
-from dali_stream.mp4.index import Int64, VideoIndex, read_index
+from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.mp4.muxer import Track
 from dali_stream.storage import Store
 from dali_stream.tools.preparation.place import content_hash

@@ -23,13 +23,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
+from dali_stream.lerobot import v3
 from dali_stream.lerobot.episode_table import Files
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.info import FRAME_INDEX, INFO
 from dali_stream.lerobot.json_files import read_json
-from dali_stream.mp4.index import Int64, read_index
+from dali_stream.mp4.index import read_index
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.storage.store import checked
 from dali_stream.system.process import reading_threads
@@ -40,8 +42,6 @@ from dali_stream.tools.preparation.place import Json, content_hash
 from dali_stream.tools.work import grouped, in_threads
 
 VERSION = 3  # must be increased when the output for the same dataset and options changes
-DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 DATA_MB, VIDEO_MB = 100, 200  # default sizes of files, as in LeRobot
 
 
@@ -176,7 +176,7 @@ def path_of(template: str, number: int, head: Json, key: str = "") -> str:
     """Return the path of an output file.
 
     Args:
-        template: Template of the path, such as `VIDEO_PATH`.
+        template: Template of the path, such as `v3.VIDEO_PATH`.
         number: Number of the file, from 0.
         head: Header of the plan.
         key: Key of the camera. Default: "", for rows.
@@ -278,7 +278,7 @@ class FilePlanner:
             camera: Key of the camera. Default: "", for rows.
         """
         surveyed, unknown = self._surveyed.get(camera, {}), FileProperties("", frame_bytes)
-        template, default_mb, place = (VIDEO_PATH, VIDEO_MB, "video") if camera else (DATA_PATH, DATA_MB, "data")
+        template, default_mb, place = (v3.VIDEO_PATH, VIDEO_MB, "video") if camera else (v3.DATA_PATH, DATA_MB, "data")
 
         def source(episode: Json) -> FileProperties:
             return surveyed.get(episode.get(place, ""), unknown)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot.parquet import parquet_errors
 from dali_stream.lerobot.row_search import RowSearch, data_files
@@ -26,7 +26,6 @@ from dali_stream.tools.work import grouped
 
 ROW_GROUP = 32 << 20  # default size of a row group, in bytes
 AT_ONCE = 16 << 20  # maximum encoded size of row groups that are read together, in bytes; a single one may be larger
-Int64 = npt.NDArray[np.int64]
 
 
 class Footer(NamedTuple):

@@ -181,7 +181,7 @@ def prepare(
         }
         with place.lock():
             run = _started(dataset, place, head, shared, map_tasks, progress)
-            _write_files(run, place, run.plan.header | shared, map_tasks)
+            _write_files(run, run.plan.header | shared, map_tasks)
             report = _report(run)
             if not report.failed:
                 _finish(dataset, place, run, report, out_storage_options)
@@ -270,7 +270,7 @@ def _planned(dataset: Dataset, head: Json, shared: Json, map_tasks: MapTasks) ->
     return plan.Plan(head, tasks)
 
 
-def _write_files(run: RunState, place: Place, job: Json, map_tasks: MapTasks) -> None:
+def _write_files(run: RunState, job: Json, map_tasks: MapTasks) -> None:
     """Write the files of the plan that are not finished."""
     todo = [each for each in run.plan.tasks if each["path"] not in run.notes]
     state = "stopped"

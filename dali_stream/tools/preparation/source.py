@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dali_stream.checks.none import NONE
+from dali_stream.checks.arrays import NONE, Int64
 from dali_stream.decode import images
 from dali_stream.errors import DaliStreamError, DecodeError, prefixed
 from dali_stream.lerobot.arrow import to_numpy
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.rows import check_counting, check_rising
 from dali_stream.mp4.boxes import children, find, read_moov
-from dali_stream.mp4.index import Int64, VideoIndex, read_index
+from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.mp4.timing import TOLERANCE, EpisodeTimes, explain
 from dali_stream.storage import Store, open_store
 from dali_stream.storage.store import StoreView

@@ -13,13 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.decode import torchcodec
 from dali_stream.decode.resize import resize
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.stats import MAX_IMAGES, image_histogram, image_stats
 from dali_stream.mp4.boxes import UPRIGHT
-from dali_stream.mp4.index import Int64, VideoIndex, read_index
+from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.mp4.muxer import Track
 from dali_stream.mp4.timing import EpisodeTimes
 from dali_stream.storage import LocalStore
