@@ -175,7 +175,7 @@ def test_a_state_is_read_by_torch_and_from_json(
 
 def test_a_run_is_saved_while_its_server_does_not_respond(demo: Path) -> None:
     with Server(demo) as server:
-        loader = make(Dataset(server.url, give_up_after_s=0.1))
+        loader = make(Dataset(server.url))
         batches = iter(loader)
         next(batches)
         for thread in threading.enumerate():
