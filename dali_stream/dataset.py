@@ -70,8 +70,8 @@ class Dataset(DatasetFiles):
             episode["tasks"]`), or a `pyarrow.compute` expression (`pc.field("length") > 50`). The filter applies to the
             episodes in `episodes`. Default: all.
         frames: Frames to sample, {episode index: [(start, stop), ...]}, or the path of a JSON file with that content. Ranges
-            exclude `stop`, and episodes without ranges yield no samples. Windows still extend to the ends of the episode.
-            Default: all.
+            exclude `stop`. Those of an episode must be in increasing order and must not overlap. Episodes without ranges yield
+            no samples. Windows still extend to the ends of the episode. Default: all.
         drop_n_first_frames, drop_n_last_frames: Number of frames at the beginning and the end of each episode that are not
             sampled. Default: 0.
         clock: Time at which the frame of a row is located in a video: "timestamp" for the row's timestamp, as in LeRobot, or
