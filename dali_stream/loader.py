@@ -216,7 +216,7 @@ class Loader:
         try:
             routes = choose_routes(config.source, config.indices, decode, config.gpu, config.num_threads)
         finally:
-            self.dataset.close()
+            self._release_dataset()
         if decode == "auto":
             routes = config.with_stored(routes)
         self._check_budget(config)
@@ -545,12 +545,12 @@ class Loader:
                     self._prepare_to_save()
                     if self._config.frame_folder is not None and not self._config.rank and _log.isEnabledFor(logging.INFO):
                         _log.info("%s", self._config.frame_folder_text(self._config.cached(self._source.routes)))
-                self._position = batches.span(self._position)[1]
                 self._recent.add(self._counters.batches, self._counts)
                 if self._counters.batches % bottleneck.JUDGED == 0 and not self._bottleneck_logged:
                     self._log_bottleneck()
                 given = time.perf_counter()
                 try:
+                    self._position = batches.span(self._position)[1]  # last, so that Ctrl-C before it does not lose the batch
                     yield batch
                 except GeneratorExit:
                     # After `close`, or at the exit of the interpreter, no batches are in progress, so `_stop` is not necessary.
@@ -610,11 +610,15 @@ class Loader:
             self._config.substitutes.report(self._epoch)
 
     def _close_dataset(self) -> None:
-        """Close the dataset, and join the thread that reads what a state needs."""
-        self.dataset.close()
+        """End the thread that reads what a state needs, and release the dataset, which other Loaders may be reading."""
         while self._state_reader is not None and self._state_reader.is_alive():
+            self.dataset.close()  # repeatedly, since a request may begin afterwards
             self._state_reader.join(_JOIN_S)
-            self.dataset.close()  # ends a request that was made after the dataset was closed
+        self._release_dataset()
+
+    def _release_dataset(self) -> None:
+        for store in self.dataset.stores:
+            store.release()
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:

@@ -198,9 +198,11 @@ class Transformed:
             for result in self._in_workers(requests) if self._num_workers else map(self._function.here, requests):
                 if isinstance(result, Failed):
                     raise DaliStreamError(result.error) from RuntimeError(f"in a worker process:\n{result.traceback}")
-                self._state, rest = self._in_progress.popleft()
+                state, rest = self._in_progress.popleft()
                 iteration = iteration or self.loader._iteration
-                yield {key: self._moved(value) for key, value in (rest | result).items()}
+                batch = {key: self._moved(value) for key, value in (rest | result).items()}
+                self._state = state  # last, so that Ctrl-C before it does not lose the batch
+                yield batch
                 self.loader._check_current(iteration)
             if self._failure is not None:
                 raise self._failure

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,39 @@ def test_a_killed_process_lets_go_of_a_range(tmp_path: Path) -> None:
         waiting.join(HANG)
     assert entered.is_set()
     assert_in_order(tmp_path)
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """Fork a process that keeps the open files, as those of a DataLoader do. It ends after the `with` block."""
+    ended, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        os.read(ended, 1)
+        os._exit(0)
+    os.close(ended)
+    try:
+        yield
+    finally:
+        os.close(end)
+        os.waitpid(child, 0)
+
+
+def test_a_forked_process_does_not_keep_the_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, forks, write = DiskCache(tmp_path, LIMIT), ExitStack(), os.pwrite
+
+    def fork(*arguments: Any) -> int:
+        forks.enter_context(forked())
+        return write(*arguments)
+
+    with forks:
+        with cache.fetching("a", 0, 2):
+            forks.enter_context(forked())
+        with monkeypatch.context() as patched:
+            patched.setattr("os.pwrite", fork)
+            keep(cache, "a", 0, 2)
+        assert_in_order(tmp_path)
 
 
 def test_other_ranges_do_not_wait(tmp_path: Path) -> None:

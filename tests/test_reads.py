@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,9 @@ from support.opened import batch_of, open_episodes
 from support.servers import Handler, Server, spans
 from support.slow import examples, slow_after
 
-from dali_stream import Dataset, DatasetError, DecodeError, Loader, MemoryBudgetError, StorageError
+from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader, MemoryBudgetError, StorageError
 from dali_stream.cache.open_episodes import OpenEpisodes, ReadLimits
-from dali_stream.cache.video import BlockCache
+from dali_stream.cache.video import BlockCache, _Block
 from dali_stream.mp4.clip import span
 from dali_stream.mp4.index import read_index
 from dali_stream.schedule.episodes import EpisodeTable
@@ -212,6 +214,61 @@ def test_a_read_ahead_that_fails_while_its_batch_waits_for_it_is_repeated(
         for batch in loader:
             assert_right_frames(batch, [[FRAMES]] * EPISODES, [0])
         assert sum(request.path == f"/{path}" for request in server.requests) == 5
+
+
+def test_every_decode_task_waits_for_a_read_that_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server refuses the read-ahead of episode 3's video. It answers the second request when two tasks need the video."""
+    frames, episodes = 80, 4  # a batch of 80 frames has several tasks
+    films = [
+        videos.encode(videos.draw([frames], first=number), tmp_path / f"{number}.mp4", videos.h264(1))
+        for number in range(episodes)
+    ]
+    cameras = {CAMERA: Camera(films, [[frames]] * episodes, videos.SIZE)}
+    root = build(tmp_path / "set", [frames] * episodes, {}, cameras=cameras, fps=videos.FPS, version="v2.1")
+    lock, waiting, two, wait = threading.Lock(), set[int](), threading.Event(), _Block.wait
+
+    def noted(self: _Block, *arguments: Any) -> bytes:
+        if self.done.exception() is not None:
+            with lock:
+                waiting.add(threading.get_ident())
+            if len(waiting) == 2:
+                two.set()
+        return wait(self, *arguments)
+
+    def late(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        assert two.wait(30)
+        handler.head(206, len(data), fields)
+        handler.body(data)
+
+    monkeypatch.setattr(_Block, "wait", noted)
+    script = [None] * 3 + [faults.status(403), late]
+    with (
+        Server(root, faults={v2_path(V2_VIDEO, 3, CAMERA): script}) as server,
+        videos.loader(server.url, batch_size=frames, shuffle=False, prefetch=2, num_threads=4) as loader,
+    ):
+        for batch in loader:
+            assert_right_frames(batch, [[frames]] * episodes, [0])
+
+
+def test_close_ends_reads_that_decode_tasks_would_repeat(one_file_each: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server never answers the read-ahead of episode 5's video, and a decode task waits for it."""
+    waits, wait = threading.Event(), _Block.wait
+
+    def noted(self: _Block, batch: int, *arguments: Any) -> bytes:
+        if batch == 5:
+            waits.set()
+        return wait(self, batch, *arguments)
+
+    monkeypatch.setattr(_Block, "wait", noted)
+    script = itertools.chain([None] * 3, itertools.repeat(faults.hang))
+    with Server(one_file_each, faults={v2_path(V2_VIDEO, 5, CAMERA): script}) as server:
+        loader = videos.loader(Dataset(server.url, give_up_after_s=86_400), batch_size=FRAMES, shuffle=False, prefetch=2)
+        with ThreadPoolExecutor(1) as threads:
+            rest = threads.submit(list, loader)
+            assert waits.wait(60)
+            loader.close()
+            with pytest.raises(DaliStreamError, match="closed"):
+                rest.result()
 
 
 def test_video_is_fetched_ahead_and_evicted_within_the_budget(one_file_each: Path, caplog: pytest.LogCaptureFixture) -> None:

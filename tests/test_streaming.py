@@ -6,6 +6,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import pytest
 from support.batches import Batch, check_identities, equal, samples
 from support.datasets import ODD_CAMERA, SIDE, TOP, Camera, build, read_lengths, write_odd
 from support.faults import hang
-from support.servers import Server, spans
+from support.servers import Handler, Server, spans
 from support.slow import slow
 from support.videos import SIZE, draw, encode, h264
 
 from dali_stream import DaliStreamError, Dataset, Loader
+from dali_stream.pipeline import gather
 
 DELTAS = {TOP: [-0.5, 0.0, 0.05], "action": [0.0, 0.05]}
 
@@ -278,6 +280,60 @@ def test_close_ends_the_reads_for_a_state(demo: Path) -> None:
             del loader, epoch
             gc.collect()
             assert not any(thread.name == "dali_stream state" for thread in threading.enumerate())
+
+
+def test_close_ends_the_read_of_the_tasks(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner waits for it before the first batch."""
+    asked, waits, columns = threading.Event(), threading.Event(), gather.columns
+
+    def never(*arguments: Any) -> None:
+        asked.set()
+        hang(*arguments)
+
+    def noted(*arguments: Any) -> Any:
+        waits.set()  # the names of the tasks are needed next
+        return columns(*arguments)
+
+    monkeypatch.setattr(gather, "columns", noted)
+    with Server(demo) as server, ThreadPoolExecutor(1) as threads:
+        loader = Loader(Dataset(server.url, storage_options={"timeout": 86_400}, give_up_after_s=86_400), batch_size=8)
+        server.set_faults({"meta/tasks.parquet": itertools.repeat(never)})
+        first = threads.submit(next, iter(loader))
+        assert asked.wait(60)
+        assert waits.wait(60)
+        loader.close()
+        with pytest.raises(DaliStreamError, match="closed"):
+            first.result()
+
+
+@pytest.mark.parametrize("use", ["made", "left early", "closed"])
+def test_a_loader_does_not_end_the_reads_of_another(demo: Path, use: str) -> None:
+    """One waits for the tasks of its first batch while another one, with the same dataset, is made, left or closed."""
+    asked, answer = threading.Event(), threading.Event()
+
+    def late(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        asked.set()
+        assert answer.wait(60)
+        handler.head(206, len(data), fields)
+        handler.body(data)
+
+    with Server(demo) as server, ThreadPoolExecutor(1) as threads:
+        parts = Dataset(server.url).split({"train": 0.5, "val": 0.5}, seed=0)  # which share connections
+        with Loader(parts["train"], batch_size=8) as loader, Loader(parts["val"], batch_size=8) as other:
+            epoch = iter(other)
+            next(epoch)
+            server.set_faults({"meta/tasks.parquet": [late]})
+            first = threads.submit(next, iter(loader))
+            assert asked.wait(60)
+            if use == "made":
+                Loader(parts["train"], batch_size=4).close()
+            elif use == "left early":
+                del epoch
+            else:
+                other.close()
+            assert not wait([first], timeout=0.5).done  # a read that was ended raises an error within this time
+            answer.set()
+            assert len(first.result()["index"]) == 8
 
 
 def test_several_loaders_share_a_dataset(server: Server) -> None:

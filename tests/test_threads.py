@@ -28,6 +28,7 @@ from support.slow import slow, slow_after
 
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader
 from dali_stream.pipeline import stream as stream_module
+from dali_stream.run import bottleneck
 from dali_stream.storage import LocalStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads and handles are read from /proc")
@@ -328,6 +329,27 @@ def test_control_c_in_next(small: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert not any("dali_stream" in name for name in traces()[0])
         assert len(list(loader)) == len(loader)
         loader.close()
+
+
+def test_control_c_after_next_has_a_batch(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that is saved then does not count the batch, which was never delivered."""
+    order = [i for batch in Loader(small, batch_size=8) for i in batch["index"].tolist()]
+    add, calls = bottleneck.Recent.add, itertools.count(1)
+
+    def interrupt(*arguments: Any) -> None:
+        add(*arguments)
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+
+    seen: list[int] = []
+    with monkeypatch.context() as patched, Loader(small, batch_size=8) as loader:
+        patched.setattr(bottleneck.Recent, "add", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            seen.extend(i for batch in loader for i in batch["index"].tolist())
+        state = loader.state_dict()
+    with Loader(small, batch_size=8) as loader:
+        loader.load_state_dict(state)
+        assert seen + [i for batch in loader for i in batch["index"].tolist()] == order
 
 
 INTERRUPTED_IMPORT = """

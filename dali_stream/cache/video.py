@@ -61,13 +61,15 @@ class _Block:
             DaliStreamError: If the request has failed, and was repeated for this batch or made for it in the first place.
             CancelledError: If the threads that fetch were stopped.
         """
-        if self.requested_by < batch and self.done.exception():
+        if self.done.exception():
             with self._lock:
-                if self.requested_by < batch:
-                    self.requested_by = batch
-                    read(self)
-                    self.done = Future()
-                    self.done.set_result(None)
+                if self.requested_by < batch and self.done.exception():
+                    try:
+                        read(self)
+                        self.done = Future()
+                        self.done.set_result(None)
+                    finally:
+                        self.requested_by = batch
         self.done.result()
         return self.data
 

@@ -97,7 +97,7 @@ class Reading:
             files,
             counters,
         )
-        self._names = source.names
+        self._source = source
         self.names: Future[dict[str, list[dict[int, str]]]] = Future()
         self._first: list[Future[None]] = []  # fetches for the first batch
         self._remedies = _reread_remedies(
@@ -106,7 +106,7 @@ class Reading:
 
     def start(self) -> None:
         """Begin to read the names of the tasks."""
-        self.names = self._readers.submit(self._names)
+        self.names = self._readers.submit(self._source.names)
 
     def read_ahead(self, number: int) -> None:
         """Begin to read rows and indices for batch `number` and batches after it, and close episodes to make room for them.
@@ -147,10 +147,20 @@ class Reading:
         self._readers.stop()
         if self._store.remote:
             self._store.close()
+        self._end_names()
 
     def join(self) -> None:
         """Wait for the threads to end, after `stop`."""
+        while not self.names.done():
+            wait([self.names], timeout=0.1)
+            self._end_names()  # again, since the thread may have begun another read
         self._readers.join()
+
+    def _end_names(self) -> None:
+        """End the reads of names, which are made through the stores of the datasets, since these keep the names."""
+        if not self.names.cancel() and not self.names.done():
+            for part in self._source.parts:
+                part.dataset.close()
 
     def _count_again(self, counter: str, count: int, what: str) -> None:
         """Count data that must be read again, since memory_budget did not hold it until its next use. Warn the first time.

@@ -149,12 +149,14 @@ class DiskCache:
             # A file has 2**22 bytes of `locks`, at a position that depends on its hash. If the positions of two files overlap,
             # their fetches wait for each other, which is harmless.
             start = (int.from_bytes(_hash(file)[:5], "little") << 22) + first % (1 << 22)
-            lock = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, last - first, 0)
-            _locked(lambda: fcntl.fcntl(handle, fcntl.F_OFD_SETLK, lock), 30.0)
+            span = os.SEEK_SET, start, last - first, 0
+            _locked(lambda: fcntl.fcntl(handle, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, *span)), 30.0)
         try:
             yield
         finally:
             if handle >= 0:
+                with suppress(OSError):  # a child of a fork keeps its copy of the handle open, and with it the lock
+                    fcntl.fcntl(handle, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, *span))
                 os.close(handle)
 
     def _path(self, file: str, number: int) -> str:
@@ -192,14 +194,18 @@ class DiskCache:
         with _opened(os.path.join(self._folder, "usage"), os.O_RDWR | os.O_CREAT) as handle:
             if not _locked(lambda: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB), 5.0):
                 return
-            noted = os.pread(handle, 21, 0)
-            # If the number is missing or damaged, a value above the limit causes a recount.
-            usage = int(noted) if re.fullmatch(rb"\d{20}\n", noted) and write is not None else limit + 1
-            if usage + size > limit:
-                usage = self._evicted(size, limit)
-            os.pwrite(handle, b"%020d\n" % (usage + size), 0)
-            if write is not None:
-                write()
+            try:
+                noted = os.pread(handle, 21, 0)
+                # If the number is missing or damaged, a value above the limit causes a recount.
+                usage = int(noted) if re.fullmatch(rb"\d{20}\n", noted) and write is not None else limit + 1
+                if usage + size > limit:
+                    usage = self._evicted(size, limit)
+                os.pwrite(handle, b"%020d\n" % (usage + size), 0)
+                if write is not None:
+                    write()
+            finally:
+                with suppress(OSError):  # closing would not suffice, see `fetching`
+                    fcntl.flock(handle, fcntl.LOCK_UN)
 
     def _evicted(self, size: int, limit: int) -> int:
         """Recount all segments, and evict the least recently used ones if `size` more bytes would exceed the limit.

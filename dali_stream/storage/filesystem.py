@@ -74,9 +74,9 @@ class FsspecStore(RemoteStore):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_filesystems": {}}  # a copy creates its own
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Release the filesystem, which closes its connections."""
-        super().close()
+        super().release()
         self._filesystems.clear()
 
     def _get(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:

@@ -50,9 +50,9 @@ class HttpStore(RemoteStore):
         self._targets: dict[str, _Target] = {}  # redirect targets, by path
         super().__init__(self._folder, host, **common)
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Close idle connections and forget redirects."""
-        super().close()
+        super().release()
         self._targets.clear()
         self._client.close()
 

@@ -54,3 +54,7 @@ class NumberedStores(Store):
     def close(self) -> None:
         for store in self.stores:
             store.close()
+
+    def release(self) -> None:
+        for store in self.stores:
+            store.release()

@@ -65,9 +65,9 @@ class ObjectStore(RemoteStore):
         super().__setstate__(state)
         self._opening = threading.Lock()
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Release the client, which closes its connections."""
-        super().close()
+        super().release()
         self._clients.clear()
 
     def _get(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:

@@ -81,6 +81,8 @@ class RemoteStore(Store):
     frozen = False
     hint = "Give credentials in storage_options"
 
+    _is_session = False
+
     def __init__(
         self,
         address: str,
@@ -177,11 +179,11 @@ class RemoteStore(Store):
     def session(self) -> RemoteStore:
         """Return a view of this store for one of several users. It shares versions, connections and counts with the store.
 
-        Its `close` ends only reads that were made through the view.
+        Its `close` ends the reads that are made through the view, also those that begin later, and no others.
         """
         session = object.__new__(type(self))
         vars(session).update(vars(self))
-        session._stop = threading.Event()
+        session._stop, session._is_session = threading.Event(), True
         return session
 
     def __getstate__(self) -> dict[str, Any]:
@@ -194,9 +196,15 @@ class RemoteStore(Store):
         self._traffic, self._stop = Traffic(), threading.Event()
 
     def close(self) -> None:
-        """End reads in progress. They raise `StorageError`. Subclasses also close their connections."""
-        stop, self._stop = self._stop, threading.Event()
+        """End reads in progress, which raise `StorageError`, and close connections. Reads of a session cannot begin anew."""
+        stop = self._stop
+        if not self._is_session:
+            self._stop = threading.Event()
         stop.set()
+        self.release()
+
+    def release(self) -> None:
+        """Close idle connections, and end idle threads. Subclasses close their own connections as well."""
         end_idle()
 
     # -- versions

@@ -109,8 +109,15 @@ class Store(abc.ABC):
     def close(self) -> None:
         """Close all handles. The next read opens them again."""
 
+    def release(self) -> None:
+        """Close what no read is using, such as idle connections. The next read opens them again."""
+        self.close()
+
     def session(self) -> Store:
-        """Return a view of this store for one of several users. If the store is remote, `close` ends only the view's reads."""
+        """Return a view of this store for one of several users.
+
+        If the store is remote, `close` ends the view's reads, also those that begin later, and no others.
+        """
         return self
 
     def read_all(self, path: str) -> bytes:
