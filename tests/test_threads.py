@@ -7,6 +7,7 @@ import copy
 import gc
 import itertools
 import json
+import linecache
 import os
 import pickle
 import signal
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -350,6 +352,65 @@ def test_control_c_after_next_has_a_batch(small: Path, monkeypatch: pytest.Monke
     with Loader(small, batch_size=8) as loader:
         loader.load_state_dict(state)
         assert seen + [i for batch in loader for i in batch["index"].tolist()] == order
+
+
+def interrupt_line(number: int) -> Any:
+    """Trace function that raises KeyboardInterrupt before a line of the pipeline or of its pools.
+
+    It counts lines from 0, and a line that runs several times once for each line that calls its function.
+    """
+    lines: set[tuple[str, int, int]] = set()
+
+    def trace(frame: types.FrameType, event: str, _: Any) -> Any:
+        path = frame.f_code.co_filename
+        if "/dali_stream/pipeline/" not in path and not path.endswith("/dali_stream/system/workers.py"):
+            return None
+        # Python itself leaves a lock locked if Ctrl-C comes between `__enter__` and the block.
+        if event == "line" and not linecache.getline(path, frame.f_lineno).lstrip().startswith("with "):
+            caller = frame.f_back
+            lines.add((path, frame.f_lineno, caller.f_lineno if caller else 0))
+            if len(lines) > number:
+                raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+@pytest.mark.parametrize("again", slow_after(1, [True, False]), ids=["closed again", "dropped"])
+def test_control_c_anywhere_in_close(small: Path, again: bool) -> None:
+    """The next `close` completes it, and so does the garbage collector."""
+
+    def close(number: int) -> bool:
+        """Close a loader. Return whether an interrupt came."""
+        loader = Loader(dataset, batch_size=8, num_threads=1, device="cpu")
+        epoch = iter(loader)
+        next(epoch)
+        gc.disable()  # see above
+        tracing = sys.gettrace()
+        try:
+            sys.settrace(interrupt_line(number))
+            loader.close()
+        except KeyboardInterrupt:
+            if again:
+                sys.settrace(tracing)
+                loader.close()
+            return True
+        finally:
+            sys.settrace(tracing)
+            gc.enable()
+        return False
+
+    with Server(small) as server:
+        dataset = Dataset(server.url)
+        number = 0
+        while close(number):
+            gc.collect()
+            ours = [t for t in threading.enumerate() if t.name.startswith("dali_stream ") and t.name != "dali_stream request"]
+            assert not (again and ours), f"interrupted at line {number}"
+            for thread in ours:
+                thread.join()  # it was told to stop
+            number += 1
+    assert number > 10
 
 
 INTERRUPTED_IMPORT = """

@@ -111,12 +111,22 @@ class Planner:
 
     def close(self) -> None:
         """Stop the planner and its threads, and wait for them. In a forked process, which has no such threads, do nothing."""
+        self.stop()
+        self.join()
+
+    def stop(self) -> None:
+        """Tell all threads to stop, without waiting for them. If Ctrl-C interrupts this method, it must be called again."""
         if os.getpid() != self._pid:
             return
         self.stopping = True
-        self._reading.stop()
         self.pool.stop()
+        self._reading.stop()
         self._room.release()  # wakes the planner's thread if it waits for room
+
+    def join(self) -> None:
+        """Wait for the threads to end, after `stop`."""
+        if os.getpid() != self._pid:
+            return
         # The garbage collector may close an iterator in one of these threads, and a thread cannot join itself.
         if threading.current_thread().name.startswith("dali_stream "):
             threading.Thread(target=self._join, name="dali_stream: close", daemon=True).start()

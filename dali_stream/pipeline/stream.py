@@ -91,9 +91,10 @@ class BatchStream:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Stop all threads and wait for them."""
-        if self._finalizer.detach():
-            self.planner.close()
+        """Stop all threads and wait for them. If Ctrl-C interrupts this method, the next call continues."""
+        self.planner.stop()
+        self._finalizer.detach()  # afterwards, since until then only the finalizer may be left to stop the threads
+        self.planner.join()
         self._batches = None  # frees the pipeline
 
 
@@ -195,9 +196,11 @@ class BatchSource:
     def stop(self) -> None:
         """Drop the batches in progress."""
         self.epochs = 0
-        if self._stream is not None:
-            stream, self._stream = self._stream, None
+        stream = self._stream
+        if stream is not None:
             stream.close()
+            if self._stream is stream:  # another thread may have stopped it too, and started another stream
+                self._stream = None
 
     def close(self) -> None:
         """Drop the batches in progress, and refuse to make others."""

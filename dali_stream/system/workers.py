@@ -71,11 +71,13 @@ class Workers:
         """Cancel jobs that have not begun. Return without waiting for the others."""
         with self._changed:
             self._stopping = True
-            jobs, self._jobs = self._jobs, []
             self._changed.notify_all()
-        for _, _, future, _, _ in jobs:
-            future.cancel()
-            future.set_running_or_notify_cancel()
+            while self._jobs:  # a job is removed last, so that another call continues if Ctrl-C interrupts this one
+                _, _, future, _, _ = self._jobs[-1]
+                future.cancel()
+                with contextlib.suppress(RuntimeError):  # an interrupted call has already notified the threads that wait
+                    future.set_running_or_notify_cancel()
+                self._jobs.pop()
 
     def join(self) -> None:
         """Wait for the threads to end, after `stop`."""
