@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import logging
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,8 @@ import pytest
 import torch
 from support.batches import equal
 from support.datasets import ODD_CAMERA, SIDE, TOP, read_rows, tree
-from support.servers import Server
+from support.faults import hang
+from support.servers import Handler, Server
 from support.slow import slow_after
 
 from dali_stream import Dataset, DatasetError, Loader, Mixture
@@ -339,6 +344,25 @@ def test_statistics_of_images_in_rows_and_of_remote_data(odd: Path) -> None:
     for key, found in remote.items():
         for name, value in found.items():
             np.testing.assert_array_equal(value, local[key][name])
+
+
+def test_control_c_ends_the_reads_for_statistics(demo: Path) -> None:
+    """A server that never answers must not delay it."""
+
+    def interrupt(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        handler.wait()
+
+    with Server(demo) as server:
+        dataset = Dataset(server.url, give_up_after_s=86_400)
+        server.set_faults(itertools.chain([interrupt], itertools.repeat(hang)))
+        gc.disable()  # Python drops an interrupt that arrives in a destructor
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                dataset.compute_stats([STATE])
+        finally:
+            gc.enable()
+        assert not any(thread.name.startswith("dali_stream stats") for thread in threading.enumerate())
 
 
 def test_validation_has_no_part_in_statistics_that_are_given(demo: Path) -> None:

@@ -408,7 +408,7 @@ def test_control_c_anywhere_in_close(small: Path, again: bool) -> None:
             ours = [t for t in threading.enumerate() if t.name.startswith("dali_stream ") and t.name != "dali_stream request"]
             assert not (again and ours), f"interrupted at line {number}"
             for thread in ours:
-                thread.join()  # it was told to stop
+                thread.join()  # the interrupted `close`, or the garbage collector, has stopped it
             number += 1
     assert number > 10
 

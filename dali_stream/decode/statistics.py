@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -68,7 +68,7 @@ def compute_stats(
     try:
         read = _Episodes(dataset, store, list(tabular), cameras)
         jobs = (functools.partial(read, episode, chosen.get(episode, [])) for episode in episodes)
-        for done, part in enumerate(_in_order(dataset, jobs), 1):
+        for done, part in enumerate(_in_order(store, jobs), 1):
             for key, each in tabular.items():
                 each.add(part.rows[key])
             for camera, own in part.histograms.items():
@@ -122,20 +122,33 @@ def _sample(dataset: DatasetFiles) -> dict[int, list[int]]:
     return chosen
 
 
-def _in_order(dataset: DatasetFiles, jobs: Iterable[Callable[[], _T]]) -> Iterator[_T]:
-    """Yield the results of jobs in order, while threads run the next ones. After an error, no further jobs are started."""
-    threads = process.reading_threads(dataset.data_store.remote)
+def _in_order(store: Store, jobs: Iterable[Callable[[], _T]]) -> Iterator[_T]:
+    """Yield the results of jobs in order, while threads run the next ones.
+
+    After an error or Ctrl-C, no further jobs are started, and the reads of the others are ended.
+
+    Args:
+        store: Store from which the jobs read.
+        jobs: Functions to call.
+    """
+    threads = process.reading_threads(store.remote)
     with ThreadPoolExecutor(threads, thread_name_prefix="dali_stream stats") as pool:
         ahead: deque[Future[_T]] = deque()
         try:
             for job in jobs:
                 ahead.append(pool.submit(job))
                 if len(ahead) > 2 * threads:
-                    yield ahead.popleft().result()
+                    yield ahead[0].result()
+                    ahead.popleft()
             while ahead:
-                yield ahead.popleft().result()
+                yield ahead[0].result()
+                ahead.popleft()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            begun = [future for future in ahead if not future.cancelled()]  # `wait` never returns for the others
+            store.close()
+            while wait(begun, timeout=0.5).not_done:
+                store.close()  # again, since a job that was between two reads has started another one
             raise
 
 
