@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import logging
 import math
 import os
@@ -35,6 +34,7 @@ from dali_stream.order import windows
 from dali_stream.order.orders import DatasetOrders
 from dali_stream.order.rng import philox
 from dali_stream.storage import open_store
+from dali_stream.system.cached import cached_property
 from dali_stream.system.log_records import DATASET_LOG
 
 _log = logging.getLogger(DATASET_LOG)
@@ -272,7 +272,7 @@ class Dataset(DatasetFiles):
         part._take(rows, None if ranges is None else ranges.of(np.searchsorted(self.rows, rows)))
         return part
 
-    @functools.cached_property
+    @cached_property
     def identity(self) -> Identity:
         """Properties that distinguish the dataset from others, for the state of a run."""
         return identity(self)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import json
 import os
@@ -28,6 +27,7 @@ from dali_stream.order.orders import MixtureOrders
 from dali_stream.order.shares import shares
 from dali_stream.run import mixture_file
 from dali_stream.storage import Store
+from dali_stream.system.cached import cached_property
 
 _OPENED_AT_ONCE = 16  # maximum number of datasets that are opened in parallel, since each needs several requests in sequence
 
@@ -169,7 +169,7 @@ class Mixture:
         """
         return mixture_file.read(path)
 
-    @functools.cached_property
+    @cached_property
     def identity(self) -> Identity:
         """Properties that distinguish the mixture from others, for the state of a run."""
         parts = {name: dataset.identity for name, dataset in self.datasets.items()}

@@ -21,7 +21,7 @@ from support.servers import Handler, Server, spans
 from support.slow import slow
 from support.videos import SIZE, draw, encode, h264
 
-from dali_stream import DaliStreamError, Dataset, Loader
+from dali_stream import DaliStreamError, Dataset, Loader, StorageError
 from dali_stream.pipeline import gather
 
 DELTAS = {TOP: [-0.5, 0.0, 0.05], "action": [0.0, 0.05]}
@@ -334,6 +334,41 @@ def test_a_loader_does_not_end_the_reads_of_another(demo: Path, use: str) -> Non
             assert not wait([first], timeout=0.5).done  # a read that was ended raises an error within this time
             answer.set()
             assert len(first.result()["index"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("file", "read"),
+    [
+        ("meta/stats.json", lambda dataset: dataset.identity),
+        ("meta/stats.json", lambda dataset: dataset.stats),
+        ("meta/tasks.parquet", lambda dataset: dataset.tasks),
+    ],
+    ids=["identity", "stats", "tasks"],
+)
+def test_a_server_that_hangs_does_not_block_other_datasets(demo: Path, file: str, read: Callable[[Dataset], Any]) -> None:
+    asked, ended = threading.Event(), threading.Event()
+
+    def hang_and_tell(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        asked.set()
+        hang(handler, data, fields)
+
+    def wait_for_the_server() -> None:
+        with pytest.raises(StorageError):
+            read(remote)
+        ended.set()
+
+    with Server(demo, faults={file: itertools.repeat(hang_and_tell)}) as server:
+        remote = Dataset(server.url, give_up_after_s=86_400)
+        thread = threading.Thread(target=wait_for_the_server)
+        thread.start()
+        try:
+            asked.wait()
+            read(Dataset(demo))
+            assert not ended.is_set()
+        finally:
+            remote.close()
+            thread.join()
+    assert ended.is_set()
 
 
 def test_several_loaders_share_a_dataset(server: Server) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFilter
 
 from dali_stream.demo import scene
+from dali_stream.system.cached import cached_property
 
 _LIGHT = np.array([0.34, -0.40, 0.85]) / np.linalg.norm([0.34, -0.40, 0.85])  # direction to the lamp
 _BLOCK_COLOURS = np.array([[214, 62, 52], [52, 168, 92], [50, 108, 214]], dtype=np.float64)

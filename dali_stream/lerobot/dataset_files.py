@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import importlib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from dali_stream.lerobot.stats import STATS, Stats, read_stats
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.timing import EpisodeTimes
 from dali_stream.storage import Store
+from dali_stream.system.cached import cached_property
 from dali_stream.system.process import trim_memory
 
 NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # features that every batch has
@@ -158,12 +158,12 @@ class DatasetFiles:
         read = v2.read_episodes if self.info.is_v2 else v3.read_episodes
         return read(self.store, self.info, cameras)
 
-    @functools.cached_property
+    @cached_property
     def tasks(self) -> dict[int, str]:
         """Tasks {task_index: task} from `meta/tasks.parquet` or `meta/tasks.jsonl`."""
         return v2.read_tasks(self.store) if self.info.is_v2 else v3.read_names(self.store, v3.TASKS, "task_index")
 
-    @functools.cached_property
+    @cached_property
     def subtasks(self) -> dict[int, str]:
         """Subtasks {subtask_index: subtask}. Empty for datasets without subtasks."""
         return v3.read_names(self.store, v3.SUBTASKS, "subtask_index")
@@ -178,7 +178,7 @@ class DatasetFiles:
         """
         return self.stored_stats if self.own_stats is None else self.own_stats
 
-    @functools.cached_property
+    @cached_property
     def stored_stats(self) -> Stats:
         """Statistics in the files of the dataset, even if the user passed others."""
         return v2.read_aggregated_stats(self.store, self.info) if self.info.is_v2 else read_stats(self.store)
@@ -193,7 +193,7 @@ class DatasetFiles:
         """Origin of `stats`, for messages."""
         return self.stored_stats_place if self.own_stats is None else "stats="
 
-    @functools.cached_property
+    @cached_property
     def stored_stats_place(self) -> str:
         """Path of the file that contains `stored_stats`."""
         return v2.stats_place(self.store, self.info) if self.info.is_v2 else STATS

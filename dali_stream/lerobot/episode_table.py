@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ import numpy.typing as npt
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot.info import INFO, Info
 from dali_stream.storage import Store
+from dali_stream.system.cached import cached_property
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Files:
         """Return the number of a file, or -1 if it is none of these files."""
         return self._number_of.get(path, -1)
 
-    @functools.cached_property
+    @cached_property
     def _number_of(self) -> dict[str, int]:
         return {path: number for number, path in enumerate(self.paths)}
 
-    @functools.cached_property
+    @cached_property
     def _by_file(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         order = np.argsort(self.index, kind="stable")
         return order, self.index[order]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 
 from dali_stream.checks.arrays import Int64
 from dali_stream.checks.file_content import from_json, read
+from dali_stream.system.cached import cached_property
 
 Frames = Mapping[int, Sequence[Sequence[int]]] | Mapping[str, Sequence[Sequence[int]]]
 """Ranges of frames within each episode, {episode index: [(start, stop), ...]}. `stop` is excluded."""
@@ -33,7 +33,7 @@ class FrameRanges:
     start: Int64
     stop: Int64
 
-    @functools.cached_property
+    @cached_property
     def counts(self) -> Int64:
         """Number of frames in the ranges of each episode, shape (E,)."""
         counts = np.zeros(self.episodes, np.int64)
@@ -90,11 +90,11 @@ class FrameRanges:
         """Return bytes that identify the ranges, for a fingerprint."""
         return np.stack([self.episode, self.start, self.stop]).astype("<i8").tobytes()
 
-    @functools.cached_property
+    @cached_property
     def _ends(self) -> Int64:
         return np.cumsum(self.stop - self.start)
 
-    @functools.cached_property
+    @cached_property
     def _before(self) -> Int64:
         return np.cumsum(self.counts) - self.counts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -19,6 +18,7 @@ from dali_stream.lerobot.info import FRAME_INDEX
 from dali_stream.lerobot.row_groups import TAIL, RowGroups, as_file, read_footer
 from dali_stream.storage import Store
 from dali_stream.storage.store import SMALL, Ranges
+from dali_stream.system.cached import cached_property
 
 _GAP = 8 << 10  # maximum gap between two columns that are read in one request, in bytes
 _LARGE = 32 << 20  # above this size of the columns in bytes, pyarrow plans the reads and sends several requests at a time
@@ -155,7 +155,7 @@ class RowFile:
         parquet, numbers, file = self._fetched(groups, self._columns, self._gap, whole)
         return parquet.read_row_groups(numbers, columns=self._columns, use_threads=False), len(whole) or file.bytes_read
 
-    @functools.cached_property
+    @cached_property
     def _episodes(self) -> npt.NDArray[np.int64]:
         """Lowest and highest episode index of each row group, shape (G, 2). They are (0, -1) for an empty one.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.timing import EpisodeTimes
 from dali_stream.storage import Store
 from dali_stream.storage.numbered import NumberedStores
+from dali_stream.system.cached import cached_property
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ class Source:
     images: tuple[str, ...]
     constants: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
-    @functools.cached_property
+    @cached_property
     def cameras(self) -> tuple[str, ...]:
         """Keys of the selected cameras."""
         return tuple(key for key, feature in self.features.items() if feature.is_camera)
 
-    @functools.cached_property
+    @cached_property
     def data_store(self) -> Store:
         """Store of the rows and videos. In a mixture, each path begins with the number of its dataset."""
         stores = [part.dataset.data_store for part in self.parts]
@@ -99,18 +99,18 @@ class Source:
         folders = [part.dataset.cache_dir for part in self.parts if part.dataset.data_store.remote]
         return folders[0] if folders and all(folders) else None
 
-    @functools.cached_property
+    @cached_property
     def row_bytes_without_objects(self) -> int:
         """Memory of a row in bytes, without images and text."""
         return sum(feature.row_bytes for feature in self.features.values())
 
-    @functools.cached_property
+    @cached_property
     def row_bytes_of(self) -> Int64:
         """Approximate memory of a row of each dataset in bytes, with its images and text, shape (M,)."""
         objects = [sum(feature.object_bytes for feature in part.features.values()) for part in self.parts]
         return self.row_bytes_without_objects + np.array(objects, np.int64)
 
-    @functools.cached_property
+    @cached_property
     def row_bytes(self) -> int:
         """Approximate memory of a row in bytes, averaged over all frames."""
         frames = np.array([part.dataset.lengths.sum() for part in self.parts])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.mp4.timing import TOLERANCE, explain, what_helps
 from dali_stream.system import process
+from dali_stream.system.cached import cached_property
 from dali_stream.tools.description import LOOK_AT, CameraReport, describe_video
 from dali_stream.tools.diagnosis import answers
 from dali_stream.tools.diagnosis.frames import Decoders, Deep, call_by_name

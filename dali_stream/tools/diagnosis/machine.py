@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 import re
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 from dali_stream.checks.arguments import budget_text
 from dali_stream.system import process
+from dali_stream.system.cached import cached_property
 from dali_stream.system.cgroups import cpu_quota
 from dali_stream.system.memory_limit import MemoryLimit, budget, cgroup_memory_limit
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding
@@ -69,7 +69,7 @@ class Machine:
         folder = Path(self.cache_dir).expanduser().absolute() if self.cache_dir else Path.cwd()
         return next(path for path in (folder, *folder.parents) if path.exists())
 
-    @functools.cached_property
+    @cached_property
     def limits(self) -> ProcessLimits:
         """Limits of this process."""
         shm, writable = self.root / "dev/shm", self.folder.is_dir() and os.access(self.folder, os.W_OK)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 import hashlib
 import os
 import random
@@ -28,6 +27,7 @@ from dali_stream.storage.filesystem import check_scheme
 from dali_stream.storage.object_options import parsed
 from dali_stream.storage.retry import Patience
 from dali_stream.storage.store import checked
+from dali_stream.system.cached import cached_property
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -281,7 +281,7 @@ class RepositoryPlace(FilesystemPlace):
         with _without_bars():
             getattr(api, name)(place.repo_id, repo_type=place.repo_type, revision=place.revision, **arguments)
 
-    @functools.cached_property
+    @cached_property
     def _resolved(self) -> Any:
         return self._files.resolve_path(self._root)
 
