@@ -355,19 +355,22 @@ def test_control_c_after_next_has_a_batch(small: Path, monkeypatch: pytest.Monke
 
 
 def interrupt_line(number: int) -> Any:
-    """Trace function that raises KeyboardInterrupt before a line of the pipeline or of its pools.
+    """Trace function that raises KeyboardInterrupt before a line of the pipeline, its pools, or what they use of `threading`.
 
     It counts lines from 0, and a line that runs several times once for each line that calls its function.
     """
     lines: set[tuple[str, int, int]] = set()
 
+    def is_ours(frame: types.FrameType | None) -> bool:
+        path = frame.f_code.co_filename if frame else ""
+        return "/dali_stream/pipeline/" in path or path.endswith("/dali_stream/system/workers.py")
+
     def trace(frame: types.FrameType, event: str, _: Any) -> Any:
-        path = frame.f_code.co_filename
-        if "/dali_stream/pipeline/" not in path and not path.endswith("/dali_stream/system/workers.py"):
+        path, caller = frame.f_code.co_filename, frame.f_back
+        if not is_ours(frame) and not (path.endswith("/threading.py") and is_ours(caller)):
             return None
         # Python itself leaves a lock locked if Ctrl-C comes between `__enter__` and the block.
         if event == "line" and not linecache.getline(path, frame.f_lineno).lstrip().startswith("with "):
-            caller = frame.f_back
             lines.add((path, frame.f_lineno, caller.f_lineno if caller else 0))
             if len(lines) > number:
                 raise KeyboardInterrupt

@@ -34,9 +34,10 @@ class Planner:
 
     `_run` and `_plan` run in the planner's thread, and nothing else changes the schedule or the table of open episodes, so they
     need no locks. `take` and `done` run in the thread that makes batches: the caller's or, with DALI, the thread that
-    starts its runs. Two objects connect these threads: the queue `_planned` passes batches on, and the semaphore `_room`
-    limits the batches in progress. Slots can be reused without locks because of `_room`: when batch n is planned, the frames of
-    batch n - config.in_progress were copied.
+    starts its runs. Two queues connect these threads: `_planned` passes batches on, and `_room`, which has an item for each
+    batch that may be planned, limits the batches in progress. `queue.Queue` and `threading.Semaphore` are written in Python, so
+    Ctrl-C may leave their locks locked. `SimpleQueue` is written in C. Slots can be reused without locks because of `_room`:
+    when batch n is planned, the frames of batch n - config.in_progress were copied.
 
     Args:
         config: Configuration of the loader.
@@ -73,8 +74,10 @@ class Planner:
         slots = {key: self._schedule.frames[key].slot_count for key in cached}
         self.pool = DecodePool(config, routes, slots, self._files, counters)
         self.keeps_all = not on_dali and parts.kept >= int(source.lengths.sum())
-        self._planned: queue.Queue[PlannedBatch | BaseException] = queue.Queue()  # needs no size limit because of `_room`
-        self._room = threading.Semaphore(config.in_progress)
+        self._planned: queue.SimpleQueue[PlannedBatch | BaseException] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(config.in_progress):
+            self._room.put(None)
         self.stopping = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)
@@ -97,7 +100,7 @@ class Planner:
 
     def done(self) -> None:
         """Report that the frames of the batch that `take` returned last were copied, so that another batch may be planned."""
-        self._room.release()
+        self._room.put(None)
 
     def memory(self) -> dict[str, int]:
         """Return the memory in use in bytes, with the keys `MEMORY`.
@@ -121,7 +124,7 @@ class Planner:
         self.stopping = True
         self.pool.stop()
         self._reading.stop()
-        self._room.release()  # wakes the planner's thread if it waits for room
+        self._room.put(None)  # wakes the planner's thread if it waits for room
 
     def join(self) -> None:
         """Wait for the threads to end, after `stop`."""
@@ -149,7 +152,7 @@ class Planner:
                 # progress needs the episodes that `read_ahead` closes, see `Reading.read_ahead`.
                 with self._counters.timed("rows_s"):  # rows of local data are read here
                     self._reading.read_ahead(number)
-                self._room.acquire()
+                self._room.get()
                 if self.stopping:
                     return
                 with self._counters.timed("plan_s"):

@@ -39,7 +39,9 @@ class Workers:
     ) -> None:
         self._name, self._count, self._around = name, threads, around
         self._jobs: list[_Job] = []  # a heap
-        self._changed = threading.Condition()
+        # The condition is written in Python, so Ctrl-C in `with self._changed` may leave it locked. The lock is written in C.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._number = itertools.count()
         self._stopping = False
         self._threads: list[threading.Thread] = []
@@ -56,7 +58,7 @@ class Workers:
             priority: Priority of the job, compared as a tuple. Lower values run first. Default: ().
         """
         future: Future[Any] = Future()
-        with self._changed:
+        with self._lock:
             if self._stopping:
                 future.cancel()
             elif self._count:
@@ -69,7 +71,7 @@ class Workers:
 
     def stop(self) -> None:
         """Cancel jobs that have not begun. Return without waiting for the others."""
-        with self._changed:
+        with self._lock:
             self._stopping = True
             self._changed.notify_all()
             while self._jobs:  # a job is removed last, so that another call continues if Ctrl-C interrupts this one
