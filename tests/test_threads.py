@@ -134,10 +134,11 @@ def test_close_wakes_a_planner_that_waits_for_room(small: Path) -> None:
     next(batches)
     [planner] = (thread for thread in threading.enumerate() if "planner" in thread.name)
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:  # until the batches in progress fill the room, and the planner waits for a lock
+    while True:  # until the batches in progress fill the room, and the planner waits
         frame = sys._current_frames()[planner.ident or 0]
-        if loader.stats()["samples"] == 4 and frame.f_code.co_filename == threading.__file__:
+        if loader.stats()["samples"] == 4 and "_room.get()" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
             break
+        assert time.monotonic() < deadline
         time.sleep(0.001)
     closing = threading.Thread(target=loader.close, name="closing", daemon=True)
     closing.start()

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -128,7 +128,7 @@ def _in_order(store: Store, jobs: Iterable[Callable[[], _T]]) -> Iterator[_T]:
     After an error or Ctrl-C, no further jobs are started, and the reads of the others are ended.
 
     Args:
-        store: Store from which the jobs read.
+        store: Session of a store, from which the jobs read.
         jobs: Functions to call.
     """
     threads = process.reading_threads(store.remote)
@@ -138,17 +138,12 @@ def _in_order(store: Store, jobs: Iterable[Callable[[], _T]]) -> Iterator[_T]:
             for job in jobs:
                 ahead.append(pool.submit(job))
                 if len(ahead) > 2 * threads:
-                    yield ahead[0].result()
-                    ahead.popleft()
+                    yield ahead.popleft().result()
             while ahead:
-                yield ahead[0].result()
-                ahead.popleft()
+                yield ahead.popleft().result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            begun = [future for future in ahead if not future.cancelled()]  # `wait` never returns for the others
             store.close()
-            while wait(begun, timeout=0.5).not_done:
-                store.close()  # again, since a job that was between two reads has started another one
             raise
 
 
