@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import logging
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.batches import equal
+from support.collection import no_collection
 from support.datasets import ODD_CAMERA, SIDE, TOP, read_rows, tree
 from support.faults import hang
 from support.servers import Handler, Server
@@ -356,12 +356,8 @@ def test_control_c_ends_the_reads_for_statistics(demo: Path) -> None:
     with Server(demo) as server:
         dataset = Dataset(server.url, give_up_after_s=86_400)
         server.set_faults(itertools.chain([interrupt], itertools.repeat(hang)))
-        gc.disable()  # Python drops an interrupt that arrives in a destructor
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                dataset.compute_stats([STATE])
-        finally:
-            gc.enable()
+        with no_collection(), pytest.raises(KeyboardInterrupt):
+            dataset.compute_stats([STATE])
         for thread in threading.enumerate():  # Ctrl-C while the pool starts one leaves it to end by itself
             if thread.name.startswith("dali_stream stats"):
                 thread.join()

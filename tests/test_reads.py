@@ -18,6 +18,7 @@ from hypothesis import Phase, given
 from hypothesis import strategies as st
 from PIL import Image
 from support import faults, videos
+from support.collection import no_collection
 from support.datasets import V2_ROWS, V2_VIDEO, Camera, Column, build, copied, image_file, v2_path
 from support.opened import batch_of, open_episodes
 from support.servers import Handler, Server, spans
@@ -237,8 +238,7 @@ def test_every_decode_task_waits_for_a_read_that_is_repeated(tmp_path: Path, mon
 
     def late(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
         assert two.wait(30)
-        handler.head(206, len(data), fields)
-        handler.body(data)
+        handler.reply(206, data, fields)
 
     monkeypatch.setattr(_Block, "wait", noted)
     script = [None] * 3 + [faults.status(403), late]
@@ -280,14 +280,12 @@ def test_video_is_fetched_ahead_and_evicted_within_the_budget(one_file_each: Pat
 
     def note(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
         requested.set()
-        handler.head(206, len(data), fields)
-        handler.body(data)
+        handler.reply(206, data, fields)
 
     def delay(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
         if not requested.wait(30):
             return handler.reply(403, b"")
-        handler.head(206, len(data), fields)
-        return handler.body(data)
+        return handler.reply(206, data, fields)
 
     of_index: list[Any] = [None] * 3
     script = {v2_path(V2_VIDEO, 4, CAMERA): [*of_index, *[delay] * 99], v2_path(V2_VIDEO, 7, CAMERA): [*of_index, note]}
@@ -386,16 +384,12 @@ def test_the_bytes_of_an_index_count_once_among_those_that_batches_need(one_file
 def test_rows_and_video_are_freed_without_a_garbage_collection(one_file_each: Path) -> None:
     """They have no reference cycles, so a closed Loader frees its gigabytes at once, without a garbage collection."""
     kinds = (EpisodeTable, OpenEpisodes, BlockCache)
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collection():
         before = sum(isinstance(each, kinds) for each in gc.get_objects())
         with Server(one_file_each) as server, videos.loader(server.url) as loader:
             for _ in loader:
                 assert sum(isinstance(each, kinds) for each in gc.get_objects()) == before + len(kinds)
         assert sum(isinstance(each, kinds) for each in gc.get_objects()) == before
-    finally:
-        gc.enable()
 
 
 def test_an_estimate_that_is_larger_than_the_budget_is_no_error(tmp_path: Path) -> None:

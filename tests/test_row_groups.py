@@ -220,8 +220,7 @@ def test_the_row_groups_that_were_used_last_are_kept(wide_groups: Path) -> None:
 
     def note(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
         kept.append(memory.nbytes)
-        handler.head(206, len(data), fields)
-        handler.body(data)
+        handler.reply(206, data, fields)
 
     with Server(wide_groups) as server:
         reader = RowReader(Dataset(server.url), memory=memory)
@@ -250,8 +249,7 @@ def test_as_many_row_groups_are_read_at_a_time_as_fit(wide_groups: Path) -> None
             reading.discard(span)
         if not is_answered:
             return handler.reply(403, b"")
-        handler.head(206, len(data), fields)
-        return handler.body(data)
+        return handler.reply(206, data, fields)
 
     with Server(wide_groups) as server, ThreadPoolExecutor(4) as pool:
         reader = RowReader(Dataset(server.url), memory=RowMemory(100_000, 100_000))

@@ -24,6 +24,7 @@ from typing import Any, cast
 
 import pytest
 from support.batches import equal, samples
+from support.collection import no_collection
 from support.datasets import TOP
 from support.servers import Server
 from support.slow import slow, slow_after
@@ -108,12 +109,9 @@ def test_a_closed_loader_keeps_neither_its_plans_nor_its_indices(demo: Path) -> 
     next(batches)
     planner = weakref.ref(loader._source._stream.planner)  # type: ignore[union-attr]
     assert loader._config.indices.cached
-    gc.disable()
-    try:
+    with no_collection():
         loader.close()
         assert planner() is None
-    finally:
-        gc.enable()
     assert not loader._config.indices.cached
 
 
@@ -319,15 +317,10 @@ def test_control_c_in_next(small: Path, monkeypatch: pytest.MonkeyPatch) -> None
             return read(self, path, start, stop)
 
         loader = Loader(small, batch_size=8)
-        gc.collect()
-        gc.disable()  # Python drops an interrupt that arrives in a destructor, such as that of another test's pipeline
-        try:
-            with monkeypatch.context() as patched:
-                patched.setattr(LocalStore, "read", interrupt)
-                with pytest.raises(KeyboardInterrupt):
-                    next(iter(loader))
-        finally:
-            gc.enable()
+        with no_collection(), monkeypatch.context() as patched:
+            patched.setattr(LocalStore, "read", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                next(iter(loader))
         assert sent.is_set()
         assert not any("dali_stream" in name for name in traces()[0])
         assert len(list(loader)) == len(loader)
@@ -389,7 +382,6 @@ def test_control_c_anywhere_in_close(small: Path, again: bool) -> None:
         loader = Loader(dataset, batch_size=8, num_threads=1, device="cpu")
         epoch = iter(loader)
         next(epoch)
-        gc.disable()  # see above
         tracing = sys.gettrace()
         try:
             sys.settrace(interrupt_line(number))
@@ -401,10 +393,9 @@ def test_control_c_anywhere_in_close(small: Path, again: bool) -> None:
             return True
         finally:
             sys.settrace(tracing)
-            gc.enable()
         return False
 
-    with Server(small) as server:
+    with Server(small) as server, no_collection():
         dataset = Dataset(server.url)
         number = 0
         while close(number):
@@ -468,15 +459,10 @@ def test_control_c_while_a_thread_starts(small: Path, monkeypatch: pytest.Monkey
             assert len(list(loader)) == len(loader)
 
     with nothing_left(), Server(small) as server:
-        gc.collect()
-        gc.disable()  # see above
-        try:
-            with monkeypatch.context() as patched:
-                patched.setattr(threading, launch, interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    epoch(server.url if remote else small)
-        finally:
-            gc.enable()
+        with no_collection(), monkeypatch.context() as patched:
+            patched.setattr(threading, launch, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                epoch(server.url if remote else small)
         assert sent, "no such thread was started"
         assert not any("dali_stream" in name for name in traces()[0] if name != "dali_stream request")
         epoch(server.url if remote else small)

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import fcntl
 import os
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dali_stream.storage.local_files import NO_FOLLOW, OpenFile, OpenFiles
+from dali_stream.storage.local_files import NO_FOLLOW, OpenFile, OpenFiles, lock_range
 
 WAIT_S = 2.0  # maximum wait for frames that other processes decode, in seconds. A task usually takes less than 0.5 s
 _POLL_S = 0.005  # interval at which a waiting thread tries again
 _FILES = 31  # number of files. It is prime, so the blocks of all videos are distributed evenly
 _BLOCK = 64  # frames of a video next to each other whose claims are in the same file
-_FLOCK = "hhqqi0q"  # `struct flock` of fcntl(2) on 64-bit Linux: type, whence, start, length and process
 
 
 class Claims:
@@ -99,7 +97,7 @@ def _lock(files: Sequence[OpenFile], kind: int, places: range) -> bool:
     """Set a lock of a kind on a range. Return False if another process has locked a part of the range."""
     file = files[places.start // _BLOCK % _FILES]
     try:
-        fcntl.fcntl(file.number, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, places.start, len(places), 0))
+        lock_range(file.number, kind, places.start, len(places))
     except (BlockingIOError, PermissionError):
         return False
     except OSError:  # a file system without locks

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache, partial
 
-from dali_stream.storage.local_files import NO_FOLLOW, write_at
+from dali_stream.storage.local_files import NO_FOLLOW, lock_range, write_at
 
 CACHE_BLOCK = 1 << 14  # bytes per block
 _PER_SEGMENT = 256  # blocks per segment
@@ -40,7 +40,6 @@ _MAGIC = b"dsblock1"
 _ENTRY = struct.Struct("<II")  # length of a block and its CRC-32; the length of a missing block is 0
 _ENTRIES, _BLOCKS = 64, 4096  # offsets of the entries and of the blocks in a segment
 _SEGMENT = re.compile(r"[0-9a-f]{32}-[0-9]{1,12}")
-_LOCK = struct.Struct("hhqqi")  # struct flock: kind, whence, start, length, process
 _PAGE = 4096  # smallest allocation of a file system, in bytes
 _FULL = 0.9  # fraction of the limit that remains after an eviction; evictions scan all segments, so they should be rare
 # The modification time of a segment records its last use, for eviction. It is updated at most once in this time, in seconds:
@@ -149,14 +148,13 @@ class DiskCache:
             # A file has 2**22 bytes of `locks`, at a position that depends on its hash. If the positions of two files overlap,
             # their fetches wait for each other, which is harmless.
             start = (int.from_bytes(_hash(file)[:5], "little") << 22) + first % (1 << 22)
-            span = os.SEEK_SET, start, last - first, 0
-            _locked(lambda: fcntl.fcntl(handle, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, *span)), 30.0)
+            _locked(lambda: lock_range(handle, fcntl.F_WRLCK, start, last - first), 30.0)
         try:
             yield
         finally:
             if handle >= 0:
                 with suppress(OSError):  # a child of a fork keeps its copy of the handle open, and with it the lock
-                    fcntl.fcntl(handle, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, *span))
+                    lock_range(handle, fcntl.F_UNLCK, start, last - first)
                 os.close(handle)
 
     def _path(self, file: str, number: int) -> str:

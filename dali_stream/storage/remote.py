@@ -196,7 +196,7 @@ class RemoteStore(Store):
         self._traffic, self._stop = Traffic(), threading.Event()
 
     def close(self) -> None:
-        """End reads in progress, which raise `StorageError`, and close connections. Reads of a session cannot begin anew."""
+        """End reads in progress, which raise `StorageError`, and close connections. A session ends later reads as well."""
         stop = self._stop
         if not self._is_session:
             self._stop = threading.Event()
