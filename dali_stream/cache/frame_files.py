@@ -4,15 +4,24 @@
     <folder>/1f0c…/claims00    empty, as claims01 to claims30, see `Claims`
     <folder>/1f0c…/9b/9b41…    frames of one video file, or of the images of one episode
 
-A file of records is named by what its frames are decoded from. For a video file, the name is a hash of its index and of
-`Store.identity`, and each packet has a record. For images in rows, it is a hash of all images of an episode, and each image
-has a record. Record k of n, of `record` bytes, is at `k * record`. A record that was never written takes no space. Its
-checksum is at `n * record + 8 * k`: the XXH3 hash of the record with 64 bits, seeded with the name of the file and k, or 0 if
-it has no frame.
+The file of a video with n packets is named by a hash of its index and its size. It has three parts:
 
-Reading and writing need no locks. Processes that write the same frame write the same bytes, and the checksum is written after
-the record. If a process dies or a disk loses data, the checksum does not match the record, and the frame is decoded again. A
-checksum detects damage, but not forgery: users who can write to the folder are trusted.
+    n records     the frame of each packet, of `record` bytes. One that was never written takes no space
+    n entries     for each record, a hash of the encoded packets from which its frame was decoded, and a checksum
+    256 tables    for each packet, a hash of the packets from its keyframe to it, as they were read from one source
+
+Two videos may have the same index and size, such as a file before and after it was damaged, and a server may send other bytes
+for the same name. So a record is used only if its entry has the hash of the packets of this very file. `Records.packets` has
+these hashes. They result from decoding, and a table remembers them for each source, which is a version of a file at one place,
+see `Store.identity`. So a known source needs no packet to be read. If the source is new, its packets are read once and compared
+with the entries, and nothing is decoded. A source has the table whose number is its hash modulo 256, with each value xor the
+hash of the source, so values of another source match no entry. Images in rows need no packets: their file is named by a hash of
+all images of an episode, and its hashes of packets are 0.
+
+Reading and writing need no locks. Processes that decode the same packets write the same bytes, and the entry is written after
+the record. If a process dies or a disk loses data, the checksum does not match the record, and the frame is decoded again. It
+is the XXH3 hash of the record with 64 bits, seeded with the name of the file, the number of the record, and the hash of its
+packets. A checksum detects damage, but not forgery: users who can write to the folder are trusted.
 """
 
 from __future__ import annotations
@@ -25,11 +34,12 @@ import os
 import platform
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,50 +50,69 @@ from dali_stream.checks.arguments import budget_text
 from dali_stream.checks.arrays import NONE, Mask
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
-from dali_stream.storage.local_files import NO_FOLLOW, OpenFiles, replace_text, write_at
+from dali_stream.storage.local_files import NO_FOLLOW, OpenFile, OpenFiles, replace_text, write_at
 
 Frame = npt.NDArray[Any]
-_CHECKSUM = 8  # bytes of a checksum
-_SAMPLE = 64 << 10  # maximum number of bytes of a video's first packet in its name
+Hashes = npt.NDArray[np.uint64]
+LAYOUT = "2"  # version of the files. Records of version 1 had no hash of packets, and may belong to another video
+_HASH, _ENTRY = 8, 16  # bytes of a hash, and of an entry
+_TABLES = 256  # number of tables. Two of them rarely belong to the same number, and a table that is not written takes no space
 _SHARE = 16  # smallest part of the free space that a process may take, as 1/16
 _LEAST_FREE = 64  # frames that must fit at least, since the size of the folder is counted again whenever it may be reached
 _log = logging.getLogger("dali_stream")
 
 
-class RecordName(NamedTuple):
-    """Name of a file of records.
+@dataclass(frozen=True, eq=False)
+class Records:
+    """Records of the frames of one episode and camera, in the file of its video or images.
 
     Attributes:
-        content: Hash that identifies the encoded video or images, in hexadecimal digits.
-        records: Number of records: the packets of a video file, or the images of an episode.
+        name: Hash that names the file, in hexadecimal digits.
+        count: Number of records in the file: the packets of a video file, or the images of an episode.
+        source: Hash of the source of a video file, see `Store.identity`. 0 for images.
+        first: First record of the episode.
+        packets: For each record of the episode, the hash of the packets of the source from which its frame is decoded, uint64.
+            0 if it is not known, and for images. Any thread may set a value that is 0.
     """
 
-    content: str
-    records: int
+    name: str
+    count: int
+    source: int
+    first: int
+    packets: Hashes
+
+    @property
+    def path(self) -> str:
+        """Path of the file, relative to the folder of its frames."""
+        return f"{self.name[:2]}/{self.name}"
 
 
-def video_name(store: Store, index: VideoIndex) -> RecordName | None:
-    """Return the name under which the frames of a video file are stored. None if the store cannot tell versions apart.
+def video_records(store: Store, index: VideoIndex, packets: npt.NDArray[np.integer]) -> Records | None:
+    """Return the records of an episode in the file of its video. None if the store cannot tell versions of the video apart.
 
     Args:
         store: Store that has read the index.
-        index: Index of the file.
+        index: Index of the video file.
+        packets: Packets of the episode. `NONE` for frames that have no packet.
     """
-    # The sizes of all packets are in the hash of the index, so files with equal names have equal frames, unless they were
-    # replaced on purpose. Videos of a constant picture may have equal sizes, but not an equal first packet.
-    start, stop = int(index.offset[0]), int(index.end[0])
-    identity = store.identity(index.path, start, min(stop, start + _SAMPLE))
-    content = xxhash.xxh3_128_hexdigest(f"{index.moov_hash} {identity}".encode())
-    return RecordName(content, len(index)) if identity else None
+    identity = store.identity(index.path)
+    if not identity:
+        return None
+    # A server may choose its version, so the hash must not allow it to find another source with the same one.
+    source = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
+    name = xxhash.xxh3_128_hexdigest(f"{index.moov_hash} {store.size(index.path)}".encode())
+    own = packets[packets != NONE]
+    first, length = (int(own.min()), int(np.ptp(own)) + 1) if len(own) else (0, 0)
+    return Records(name, len(index), source, first, np.zeros(length, np.uint64))
 
 
-def image_name(images: npt.NDArray[np.object_]) -> RecordName:
-    """Return the name under which the frames of an episode are stored whose encoded images, as bytes, are in its rows."""
+def image_records(images: npt.NDArray[np.object_]) -> Records:
+    """Return the records of an episode whose encoded images, as bytes, are in its rows."""
     digest = xxhash.xxh3_128()
     for data in images.tolist():
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
-    return RecordName(digest.hexdigest(), len(images))
+    return Records(digest.hexdigest(), len(images), 0, 0, np.zeros(len(images), np.uint64))
 
 
 NVDEC = "decoded and resized on"  # entry of the key of frames that NVDEC decoded
@@ -116,7 +145,7 @@ def pixel_key(
         "resized with": "torch.nn.functional.interpolate, bilinear, antialias",
         "torch": torch.__version__,
         "processor": platform.machine(),
-        "layout": "1",
+        "layout": LAYOUT,
     }
     if depth is not None:
         key |= {"frames": f"{'×'.join(map(str, shape))} depth {depth.__name__}"}
@@ -154,6 +183,7 @@ class FrameFolder:
 
     Attributes:
         is_open: Whether frames can be added.
+        is_writable: Whether the hashes of packets can be added, which take little space. It stays set at the limit.
 
     Raises:
         ValueError: If the folder is a file or cannot be created, or if the limit is less than 1.
@@ -169,7 +199,7 @@ class FrameFolder:
             raise ValueError(
                 f"frame_cache must be a folder that can be created, got {str(folder)!r}: {error.strerror}"
             ) from error
-        self.is_open = os.access(self.path, os.W_OK)
+        self.is_open = self.is_writable = os.access(self.path, os.W_OK)
         if not self.is_open:
             _log.warning("frame_cache %s cannot be written. Frames that it has are read, and no others are added", self.path)
         self._lock = threading.Lock()
@@ -212,10 +242,19 @@ class FrameFolder:
 
     def failed(self, error: OSError) -> None:
         """Add no more frames after an error, and log it."""
-        with self._lock:
-            first, self.is_open = self.is_open, False
-        if first:
+        if self._end():
             _log.warning("cannot write to frame_cache %s: %s. No more frames are added", self.path, error.strerror or error)
+
+    def removed(self) -> None:
+        """Add no more frames after files were removed that are in use, and log it."""
+        if self._end():
+            _log.warning("files of frame_cache %s were removed while they were in use. No more frames are added", self.path)
+
+    def _end(self) -> bool:
+        """Add nothing more. Return whether this is the first call."""
+        with self._lock:
+            first, self.is_open, self.is_writable = self.is_writable, False, False
+        return first
 
 
 def has_frames(folder: FrameFolder, key: Mapping[str, str]) -> bool:
@@ -269,88 +308,163 @@ class FrameFiles:
         """Return the frames that were added since the last call. See `added`."""
         return [self.added.popleft() for _ in range(len(self.added))]
 
-    def stored(self, name: RecordName, numbers: npt.NDArray[np.integer]) -> Mask:
-        """Return which records have a frame, with the shape of `numbers`. Their frames are not checked.
+    def look(self) -> None:
+        """Notice whether files that are open were removed. See `FrameFolder.removed`."""
+        if self._readers.any_removed():
+            self._leave()
+
+    def stored(
+        self,
+        records: Records,
+        numbers: npt.NDArray[np.integer],
+        read_packets: Callable[[list[int]], Mapping[int, int]] | None = None,
+    ) -> Mask:
+        """Return which records have a frame of this source, with the shape of `numbers`. Their frames are not checked.
 
         Args:
-            name: Name of the file.
+            records: Records of the episode.
             numbers: Numbers of records. There is none for the number `NONE`.
+            read_packets: Function that reads packets from the source, and returns their hashes and those of others. It is
+                called for frames that were decoded from packets of another source, which may be the same packets. Default:
+                None, if such frames count as missing.
         """
         stored, exists = np.zeros(numbers.shape, np.bool_), numbers != NONE
-        if exists.any():
-            own = numbers[exists]
-            first, count = int(own.min()), int(np.ptp(own)) + 1
-            checksums = np.zeros(count, "<u8")
-            with suppress(OSError):  # no file exists yet, or it cannot be read
-                file = self._readers.get(_path(name))
-                data = os.pread(file.number, _CHECKSUM * count, self._record * name.records + _CHECKSUM * first)
-                whole = len(data) // _CHECKSUM  # somebody may have shortened the file
-                checksums[:whole] = np.frombuffer(data[: whole * _CHECKSUM], "<u8")
-            stored[exists] = checksums[own - first] != 0
+        if not exists.any():
+            return stored
+        own = numbers[exists]
+        first, count = int(own.min()), int(np.ptp(own)) + 1
+        entries = np.zeros((count, 2), np.uint64)
+        with suppress(OSError):  # no file exists yet, or it cannot be read
+            file = self._readers.get(records.path)
+            self._fill(entries, file, self._entry(records, first))
+            if records.source:
+                self._recall(records, file)
+        entries, place = entries[own - first], own - records.first
+        is_there = entries[:, 1] != 0
+        same = is_there & (entries[:, 0] == records.packets[place])
+        if read_packets is not None and (other := is_there & ~same).any():
+            self.remember(records, read_packets(own[other].tolist()))
+            same = is_there & (entries[:, 0] == records.packets[place])
+        stored[exists] = same
         return stored
 
-    def read(self, name: RecordName, numbers: list[int], frames: list[Frame]) -> list[bool]:
-        """Read frames into arrays. Return which of them have an undamaged record. The others are undefined.
+    def read(self, records: Records, numbers: list[int], frames: list[Frame]) -> list[bool]:
+        """Read frames into arrays. Return which of them have an undamaged record of this source. The others are undefined.
 
         Args:
-            name: Name of the file.
+            records: Records of the episode.
             numbers: Number of each record.
             frames: Array of each record, of `record` bytes, C-contiguous.
         """
         first, last = min(numbers), max(numbers)
         try:
-            handle = self._readers.get(_path(name))
-            # One read returns all checksums, since each call may wait for the interpreter.
-            where = self._record * name.records + _CHECKSUM * first
-            checksums = os.pread(handle.number, _CHECKSUM * (last + 1 - first), where)
+            handle = self._readers.get(records.path)
+            # One read returns all entries, since each call may wait for the interpreter.
+            entries = os.pread(handle.number, _ENTRY * (last + 1 - first), self._entry(records, first))
         except OSError:
             return [False] * len(numbers)
         good = []
         for number, frame in zip(numbers, frames, strict=True):
-            at = _CHECKSUM * (number - first)
+            at = _ENTRY * (number - first)
+            packets = int(records.packets[number - records.first])
             try:
                 whole = os.preadv(handle.number, [frame.data], self._record * number) == self._record
             except OSError:
                 whole = False
-            good.append(whole and checksums[at : at + _CHECKSUM] == _checksum(name, number, frame))
+            good.append(whole and entries[at : at + _ENTRY] == _entry(records, number, packets, frame))
         return good
 
-    def write(self, name: RecordName, number: int, frame: Frame) -> bool:
+    def write(self, records: Records, number: int, packets: int, frame: Frame) -> bool:
         """Store a frame. Return whether it was stored. Errors of the disk are logged and not raised.
 
         Args:
-            name: Name of the file.
+            records: Records of the episode.
             number: Number of the record.
+            packets: Hash of the packets from which the frame was decoded. 0 for an image.
             frame: Frame of `record` bytes, C-contiguous.
         """
         if not self._folder.reserve(self._record):
             return False
-        path = _path(name)
         try:
             try:
-                file = self._writers.get(path)
+                file = self._writers.get(records.path)
             except FileNotFoundError:  # the subfolder. The folder itself is not created again if somebody has removed it.
                 with suppress(FileExistsError):
-                    (self._root / path).parent.mkdir()
-                file = self._writers.get(path)
+                    (self._root / records.path).parent.mkdir()
+                file = self._writers.get(records.path)
+            if file.is_removed:
+                self._leave()
+                return False
             write_at(file.number, frame.data, self._record * number)
-            write_at(file.number, _checksum(name, number, frame), self._record * name.records + _CHECKSUM * number)
+            write_at(file.number, _entry(records, number, packets, frame), self._entry(records, number))
         except OSError as error:
             self._folder.failed(error)
             return False
         return True
 
-    def divided(self, frames: Sequence[tuple[RecordName | None, int]]) -> Iterator[list[int]]:
+    def remember(self, records: Records, packets: Mapping[int, int]) -> None:
+        """Remember hashes of packets that were read from the source, also for later runs.
+
+        Args:
+            records: Records of the episode.
+            packets: {packet: hash}. Those of other episodes are ignored.
+        """
+        own = sorted(number for number in packets if 0 <= number - records.first < len(records.packets))
+        own = [number for number in own if int(records.packets[number - records.first]) != packets[number]]
+        if not own:
+            return
+        hashes = np.array([packets[number] for number in own], np.uint64)
+        records.packets[np.array(own) - records.first] = hashes
+        if not self._folder.is_writable:
+            return
+        values = (hashes ^ np.uint64(records.source)).astype("<u8")
+        try:
+            file = self._writers.get(records.path)
+            for each in np.split(np.arange(len(own)), np.flatnonzero(np.diff(own) > 1) + 1):
+                write_at(file.number, values[each].tobytes(), self._table(records, own[each[0]]))
+        except FileNotFoundError:  # nothing was stored
+            pass
+        except OSError as error:
+            self._folder.failed(error)
+
+    def _recall(self, records: Records, file: OpenFile) -> None:
+        """Set the hashes of the episode's packets that are not known to those that were remembered for the source."""
+        values = np.zeros(len(records.packets), np.uint64)
+        self._fill(values, file, self._table(records, records.first))
+        found = (values != 0) & (records.packets == 0)
+        records.packets[found] = values[found] ^ np.uint64(records.source)
+
+    def _fill(self, values: Hashes, file: OpenFile, at: int) -> None:
+        """Read values from a position of a file. Those that the file does not have, such as a shortened one, stay 0."""
+        data = os.pread(file.number, values.nbytes, at)
+        whole = len(data) // _HASH
+        values.reshape(-1)[:whole] = np.frombuffer(data[: whole * _HASH], "<u8")
+
+    def _entry(self, records: Records, number: int) -> int:
+        """Return the position of the entry of a record."""
+        return self._record * records.count + _ENTRY * number
+
+    def _table(self, records: Records, number: int) -> int:
+        """Return the position of the hash of a packet in the table of the source."""
+        table = records.source % _TABLES
+        return self._entry(records, records.count) + _HASH * (table * records.count + number)
+
+    def _leave(self) -> None:
+        """Stop using files that somebody has removed, since the disk is not freed as long as they are open."""
+        self._folder.removed()
+        self.close()
+
+    def divided(self, frames: Sequence[tuple[Records | None, int]]) -> Iterator[list[int]]:
         """Divide the decoding of frames between the processes that need them at the same time. See `Claims.divided`.
 
         Args:
-            frames: Name of the file and number of the record of each frame.
+            frames: Records of the episode, and number of the record, of each frame.
 
         Yields:
             Numbers of the frames in `frames` to read or decode next.
         """
-        if self.is_open and all(name is not None for name, _ in frames):
-            yield from self._claims.divided([(name.content, number) for name, number in frames if name is not None])
+        if self.is_open and all(records is not None for records, _ in frames):
+            yield from self._claims.divided([(records.name, number) for records, number in frames if records is not None])
         else:  # other processes would not find the frames
             yield list(range(len(frames)))
 
@@ -361,11 +475,9 @@ class FrameFiles:
         self._writers.close()
 
 
-def _path(name: RecordName) -> str:
-    return f"{name.content[:2]}/{name.content}"
-
-
-def _checksum(name: RecordName, number: int, frame: Frame) -> bytes:
+def _entry(records: Records, number: int, packets: int, frame: Frame) -> bytes:
+    """Return the entry of a record."""
     # The seed makes the checksum of a record at another place, or in another file, a wrong one.
-    seed = (int(name.content[:16], 16) + number) % (1 << 64)
-    return (xxhash.xxh3_64_intdigest(frame.data, seed=seed) or 1).to_bytes(_CHECKSUM, "little")
+    seed = (int(records.name[:16], 16) + number + packets) % (1 << 64)
+    checksum = xxhash.xxh3_64_intdigest(frame.data, seed=seed) or 1
+    return packets.to_bytes(_HASH, "little") + checksum.to_bytes(_HASH, "little")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dali_stream.cache.frame_files import FrameFiles, RecordName, image_name, video_name
+from dali_stream.cache.frame_files import FrameFiles, Records, image_records, video_records
 from dali_stream.cache.indices import IndexCache, size_of
 from dali_stream.cache.locate import locate
 from dali_stream.cache.pinned import Key, PinnedCache
@@ -114,7 +114,7 @@ class OpenEpisodes:
     ) -> None:
         self.table, self._close_in_table, self._frame_files = table, close, frame_files
         self._told = False  # whether a file without a version was logged
-        self._names: dict[tuple[str, int], RecordName] = {}  # {(camera, open episode): name of its frames on disk}
+        self._records: dict[tuple[str, int], Records] = {}  # {(camera, open episode): its frames on disk}
         self._source, self._limits, self._indices, self._substitutes = source, limits, indices, substitutes
         self.failed: dict[int, DaliStreamError] = {}
         self.store, self._readers, self._counters = store, readers, counters
@@ -227,22 +227,24 @@ class OpenEpisodes:
         self._due = max(self._due, self._last_due())
 
     def look_on_disk(self) -> None:
-        """Find out again which frames of the open episodes are on disk, since other processes add frames."""
+        """Find out again which frames of the open episodes are on disk, since other processes add frames and remove files."""
+        for files in self._frame_files.values():
+            files.look()
         for episode in np.flatnonzero(self.table.first_row != NONE).tolist() if self._frame_files else ():
             rows = self.table.rows_of(episode)
             for camera, files in self._frame_files.items():
-                own, name = self.table.cameras[camera], self.record_name(camera, episode)
-                if name is not None and not own.stored[rows].all():
-                    own.stored[rows] = files.stored(name, own.packet[rows])
+                own, records = self.table.cameras[camera], self.records(camera, episode)
+                if records is not None and not own.stored[rows].all():
+                    own.stored[rows] = files.stored(records, own.packet[rows])
 
-    def record_name(self, camera: str, episode: int) -> RecordName | None:
-        """Return the name under which the frames of an open episode are stored on disk. None if they are not stored."""
-        return self._names.get((camera, episode))
+    def records(self, camera: str, episode: int) -> Records | None:
+        """Return the records of the frames of an open episode on disk. None if they are not stored."""
+        return self._records.get((camera, episode))
 
-    def record_names(self, camera: str, episodes: Iterable[int]) -> dict[int, RecordName]:
-        """Return {open episode: name under which its frames are stored on disk}. Episodes without such a name are left out."""
-        names = {episode: self.record_name(camera, episode) for episode in episodes}
-        return {episode: name for episode, name in names.items() if name is not None}
+    def records_of(self, camera: str, episodes: Iterable[int]) -> dict[int, Records]:
+        """Return {open episode: records of its frames on disk}. Episodes whose frames are not stored are left out."""
+        records = {episode: self.records(camera, episode) for episode in episodes}
+        return {episode: own for episode, own in records.items() if own is not None}
 
     def index(self, camera: str, episode: int) -> VideoIndex:
         """Return the index of an episode's file. Raises DecodeError if the file or the episode cannot be read, see `failed`."""
@@ -415,8 +417,8 @@ class OpenEpisodes:
         for camera, files in self._frame_files.items():
             index = self._index_or_none(camera, episode)
             if index is not None:
-                name = video_name(self.store, index)
-                if name is None and not self._told:
+                records = video_records(self.store, index, cameras[camera].packet)
+                if records is None and not self._told:
                     self._told = True
                     _log.warning(
                         "frame_cache: %s has no version that the server sends (ETag or Last-Modified), so the frames of such "
@@ -425,16 +427,16 @@ class OpenEpisodes:
                     )
             else:
                 feature = source.part_of(episode).features.get(camera)
-                name = image_name(rows[camera]) if feature is not None and feature.is_image else None
-            if name is not None:
-                self._names[camera, episode] = name
-                cameras[camera] = replace(cameras[camera], stored=files.stored(name, cameras[camera].packet))
+                records = image_records(rows[camera]) if feature is not None and feature.is_image else None
+            if records is not None:
+                self._records[camera, episode] = records
+                cameras[camera] = replace(cameras[camera], stored=files.stored(records, cameras[camera].packet))
         return OpenEpisode(episode, cameras, rows)
 
     def _close(self, episode: int) -> None:
         self._close_in_table(episode)
         for camera in self._frame_files:
-            self._names.pop((camera, episode), None)
+            self._records.pop((camera, episode), None)
 
     def _index_or_none(self, camera: str, episode: int) -> VideoIndex | None:
         try:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from dali_stream.cache.frame_files import RecordName
+from dali_stream.cache.frame_files import Records
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.arrays import Array
@@ -69,8 +69,8 @@ class ImageDecoder:
         tasks = list[Future[None]]()
         if self._stored is not None and len(planned.reads.slot):
             # Frames that are missing or damaged on disk are decoded.
-            decode, names = self._decoding(planned.reads, episodes)
-            tasks += self._stored.start(pool, planned.reads, batch, names, decode)
+            decode, records = self._decoding(planned.reads, episodes)
+            tasks += self._stored.start(pool, planned.reads, batch, records, decode)
         if len(planned.slot):
             decode, _ = self._decoding(planned, episodes)
             task = even_tasks(np.arange(1, len(planned.slot) + 1), TASK_FRAMES)
@@ -87,30 +87,30 @@ class ImageDecoder:
 
     def _decoding(
         self, plan: FramePlan | Reads, episodes: OpenEpisodes
-    ) -> tuple[Callable[[list[int]], None], dict[int, RecordName]]:
-        """Return a function that decodes some frames of a plan, by their numbers in it, and the names of records by episode."""
+    ) -> tuple[Callable[[list[int]], None], dict[int, Records]]:
+        """Return a function that decodes some frames of a plan, by their numbers in it, and the records by episode."""
         encoded = episodes.table.gather(self.key, plan.episode, plan.frame)
-        names = episodes.record_names(self.key, np.unique(plan.episode).tolist())
-        return functools.partial(self._decode, plan, encoded, names), names
+        records = episodes.records_of(self.key, np.unique(plan.episode).tolist())
+        return functools.partial(self._decode, plan, encoded, records), records
 
-    def _decode(self, plan: FramePlan | Reads, encoded: Array, names: Mapping[int, RecordName], numbers: list[int]) -> None:
+    def _decode(self, plan: FramePlan | Reads, encoded: Array, records: Mapping[int, Records], numbers: list[int]) -> None:
         """Put images into slots, in a decode thread. Decode those that are not on disk, and that no other process decodes."""
         if self._stored is None:
-            self._decode_missing(plan, encoded, names, numbers)
+            self._decode_missing(plan, encoded, records, numbers)
             return
-        for own in self._stored.divided([(names.get(int(plan.episode[i])), int(plan.frame[i])) for i in numbers]):
-            self._decode_missing(plan, encoded, names, [numbers[i] for i in own])
+        for own in self._stored.divided([(records.get(int(plan.episode[i])), int(plan.frame[i])) for i in numbers]):
+            self._decode_missing(plan, encoded, records, [numbers[i] for i in own])
 
     def _decode_missing(
-        self, plan: FramePlan | Reads, encoded: Array, names: Mapping[int, RecordName], numbers: list[int]
+        self, plan: FramePlan | Reads, encoded: Array, records: Mapping[int, Records], numbers: list[int]
     ) -> None:
         """Decode images, except those that were added to the frame cache on disk meanwhile."""
         timed, decoded = self._counters.timed, 0
         with timed("decode_s"):
             for i in numbers:
                 episode, frame, slot = int(plan.episode[i]), int(plan.frame[i]), int(plan.slot[i])
-                name = names.get(episode)
-                if self._stored is not None and name and self._stored.read_added(name, [frame], [slot], [(episode, frame)])[0]:
+                own, place = records.get(episode), (episode, frame)
+                if self._stored is not None and own and self._stored.read_added(own, [frame], [slot], [place])[0]:
                     continue
                 decoded += 1
                 try:
@@ -123,7 +123,7 @@ class ImageDecoder:
                         resized = scale(pixels[None], self._size)
                         self._slots.put([slot], resized)
                     if self._stored is not None:
-                        self._stored.add([(name, frame, (episode, frame), resized[0])])
+                        self._stored.add([(own, frame, {}, place, resized[0])])
                 except DecodeError as error:
                     self._slots.fail(slot, named(self._source, self.key, episode, np.array([frame]), error))
         self._counters.add(clips=1, decoded_frames=decoded, stored_frames=decoded)

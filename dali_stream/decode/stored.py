@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.cache.buffers import Buffers, ReadFrames
-from dali_stream.cache.frame_files import FrameFiles, RecordName
+from dali_stream.cache.frame_files import FrameFiles, Records
 from dali_stream.cache.slots import Frames, Slots
 from dali_stream.checks.arrays import NONE
 from dali_stream.observe.counters import Counters
@@ -51,7 +51,7 @@ class StoredFrames:
         pool: Workers,
         reads: Reads,
         batch: ReadFrames | None,
-        names: Mapping[int, RecordName],
+        records: Mapping[int, Records],
         decode: Callable[[list[int]], None],
     ) -> list[Future[None]]:
         """Start the tasks that read the frames of a batch.
@@ -60,21 +60,21 @@ class StoredFrames:
             pool: Decode threads.
             reads: Frames to read.
             batch: Memory of the batch, see `batch`.
-            names: {episode of the frames: name of its file of records}.
+            records: {episode of the frames: its records}.
             decode: Function that decodes the frames that are missing or damaged on disk. It gets their numbers in `reads`, and
                 runs in a decode thread.
         """
         count = len(reads.slot)
         tasks = -(-count // READ_FRAMES)
         parts = (slice(count * task // tasks, count * (task + 1) // tasks) for task in range(tasks))
-        return [pool.submit(self._read, reads, batch, part, names, decode) for part in parts]
+        return [pool.submit(self._read, reads, batch, part, records, decode) for part in parts]
 
     def _read(
         self,
         reads: Reads,
         batch: ReadFrames | None,
         part: slice,
-        names: Mapping[int, RecordName],
+        records: Mapping[int, Records],
         decode: Callable[[list[int]], None],
     ) -> None:
         episodes, packets, slots = (column[part].tolist() for column in (reads.episode, reads.packet, reads.slot))
@@ -88,7 +88,7 @@ class StoredFrames:
             for episode, group in itertools.groupby(range(len(episodes)), episodes.__getitem__):
                 own = list(group)  # adjacent, since frames are sorted by episode
                 each = slice(own[0], own[-1] + 1)
-                read = functools.partial(self._files.read, names[episode], packets[each])
+                read = functools.partial(self._files.read, records[episode], packets[each])
                 good[each] = self._slots.fill(slots[each], read, instead[each])
         if batch is not None:
             batch.is_read[place[good & (place != NONE)]] = True
@@ -102,7 +102,7 @@ class StoredFrames:
         first = _random.randrange(max(len(tasks), 1))
         return tasks[first:] + tasks[:first]
 
-    def divided(self, frames: Sequence[tuple[RecordName | None, int]]) -> Iterator[list[int]]:
+    def divided(self, frames: Sequence[tuple[Records | None, int]]) -> Iterator[list[int]]:
         """See `FrameFiles.divided`. Waiting for other processes counts as decoding."""
         parts = self._files.divided(frames)
         while True:
@@ -113,44 +113,61 @@ class StoredFrames:
             yield part
 
     def read_added(
-        self, name: RecordName, numbers: Sequence[int], slots: Sequence[int], places: Sequence[tuple[int, int]]
+        self,
+        records: Records,
+        numbers: Sequence[int],
+        slots: Sequence[int],
+        places: Sequence[tuple[int, int]],
+        read_packets: Callable[[list[int]], Mapping[int, int]] | None = None,
     ) -> list[bool]:
         """Read frames that were added after the batch was planned, by another batch or by another process.
 
         Args:
-            name: Name of the file of records.
+            records: Records of the episode.
             numbers: Number of each record.
             slots: Slot of each frame. `NONE` for frames that need not be read.
             places: (episode, frame) of each frame.
+            read_packets: See `FrameFiles.stored`. Default: None.
 
         Returns:
             Whether each frame need not be decoded.
         """
-        there = self._files.stored(name, np.array(numbers))
+        there = self._files.stored(records, np.array(numbers), read_packets)
         own = [i for i in np.flatnonzero(there).tolist() if slots[i] != NONE]
         if own:
-            read = functools.partial(self._files.read, name, [numbers[i] for i in own])
+            read = functools.partial(self._files.read, records, [numbers[i] for i in own])
             with self._counters.timed("read_s"):
                 there[own] = self._slots.fill([slots[i] for i in own], read, [None] * len(own))
             self._counters.add(frame_cache_disk_hits=int(there[own].sum()))
         self._files.added.extend(itertools.compress(places, there.tolist()))
         return there.tolist()
 
-    def add(self, frames: Iterable[tuple[RecordName | None, int, tuple[int, int], npt.NDArray[Any]]]) -> None:
+    @property
+    def is_open(self) -> bool:
+        """Whether frames can be added."""
+        return self._files.is_open
+
+    def add(self, frames: Iterable[tuple[Records | None, int, Mapping[int, int], tuple[int, int], npt.NDArray[Any]]]) -> None:
         """Add decoded frames, if frames can still be added.
 
         Args:
-            frames: Name of the file of records, number of the record, (episode, frame), and pixels of shape (H, W, C) of each
-                frame. A frame without a name is not added.
+            frames: For each frame, the records of its episode, the number of its record, the hashes of the packets from which
+                it was decoded and of others of the video ({} for an image), (episode, frame), and the pixels of shape
+                (H, W, C). A frame without records is not added.
         """
         if not self._files.is_open:
             return
-        written = 0
+        written, read = 0, {}
         with self._counters.timed("write_s"):
-            for name, number, place, pixels in frames:
-                if name is not None and self._files.write(name, number, np.ascontiguousarray(pixels)):
+            for records, number, packets, place, pixels in frames:
+                if records is None:
+                    continue
+                if self._files.write(records, number, packets.get(number, 0), np.ascontiguousarray(pixels)):
                     self._files.added.append(place)
                     written += pixels.nbytes
+                    read[id(records), id(packets)] = records, packets
+            for records, packets in read.values():
+                self._files.remember(records, packets)
         self._counters.add(frame_cache_disk_written_bytes=written)
 
     def close(self) -> None:

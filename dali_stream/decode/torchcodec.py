@@ -9,8 +9,8 @@ therefore compared with the requested time.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,24 @@ if TYPE_CHECKING:
 
 Frames = npt.NDArray[np.uint8]
 DecodeParts = Callable[[Clip, VideoFormat, int, str], Iterator[tuple[list[int], "torch.Tensor", int]]]
+
+
+class Part(NamedTuple):
+    """Part of the requests of `decode_in_parts`.
+
+    Attributes:
+        requests: Numbers of the requests.
+        frames: Their RGB frames, a uint8 tensor of shape (n, H, W, 3).
+        decoded: Number of frames that were decoded since the previous part.
+        hashes: `Clip.hashes` of each request. Empty unless they were requested.
+    """
+
+    requests: list[int]
+    frames: torch.Tensor
+    decoded: int
+    hashes: list[Mapping[int, int]]
+
+
 # Maximum size of the RGB frames at full size that a decode thread keeps in memory, in bytes. In glibc, threads have heaps of
 # 64 MiB. A freed, aligned block in a heap is not reused for a block of the same size while a small block next to it is in use
 # (glibc bug 14581, fixed in 2.38). If a heap is full, glibc allocates in the heap of the main thread, which then grows. With
@@ -67,7 +85,7 @@ def decode(
         DecodeError: If the decoder fails, or returns another frame than the requested one.
     """
     frames, decoded = np.empty((len(packets), expected.height, expected.width, 3), np.uint8), 0
-    for requests, part, more in decode_in_parts(store, indices, packets, expected, len(packets), device=device):
+    for requests, part, more, _ in decode_in_parts(store, indices, packets, expected, len(packets), device=device):
         frames[requests] = part.cpu().numpy()
         decoded += more
     return frames, decoded
@@ -82,20 +100,21 @@ def decode_in_parts(
     timed: Timed = untimed,
     device: str = "cpu",
     decode_parts: DecodeParts | None = None,
-) -> Iterator[tuple[list[int], torch.Tensor, int]]:
+    hashed: bool = False,
+) -> Iterator[Part]:
     """Decode packets in parts, which limits the memory for frames. See `decode` for the other arguments and the errors.
 
     Args:
         part: Maximum number of requests in a part.
         timed: Timer that measures reading and packing. Default: no measurement.
         decode_parts: Decoder of a clip. Default: `decode_clip_in_parts`.
+        hashed: Whether to return hashes of the packets. Default: False.
 
     Raises:
         UnsafeForNvdec: If the device is a GPU, and decoding starts at a keyframe that is not an IDR frame.
 
     Yields:
-        Numbers of the requests in this part, their RGB frames as a uint8 tensor of shape (n, H, W, 3) on `device`, and the
-        number of frames that were decoded since the previous part. If a request is yielded twice, the second frame is valid.
+        Parts, with their frames on `device`. If a request is yielded twice, the second frame is valid.
     """
     decode_parts = decode_parts or decode_clip_in_parts
     for group in _groups(indices, packets):
@@ -105,11 +124,13 @@ def decode_in_parts(
             for_nvdec = device != "cpu" and not from_the_start
             with timed("pack_s"):
                 clip = pack(
-                    store, mine, wanted, from_the_start=from_the_start, for_nvdec=for_nvdec, hidden_frames=True, timed=timed
-                )
+                    store, mine, wanted, from_the_start=from_the_start, for_nvdec=for_nvdec, hidden_frames=True, hashed=hashed,
+                    timed=timed,
+                )  # fmt: skip
             try:
                 for requests, frames, decoded in decode_parts(clip, expected, part, device):
-                    yield [group[i] for i in requests], frames, decoded
+                    hashes = [clip.hashes[i] for i in requests] if hashed else []
+                    yield Part([group[i] for i in requests], frames, decoded, hashes)
                 break
             except DecodeError:
                 if from_the_start or not _holds_back(store, mine):
@@ -162,7 +183,12 @@ def decode_clip(clip: Clip, expected: VideoFormat, device: str = "cpu") -> Frame
 def decode_clip_in_parts(
     clip: Clip, expected: VideoFormat, part: int, device: str = "cpu"
 ) -> Iterator[tuple[list[int], torch.Tensor, int]]:
-    """Decode the requests of a clip in display order, in parts of `part` requests. See `decode_in_parts` for what it yields."""
+    """Decode the requests of a clip in display order, in parts of `part` requests.
+
+    Yields:
+        Numbers of the requests in this part, their RGB frames as a uint8 tensor of shape (n, H, W, 3) on `device`, and the
+        number of frames that were decoded since the previous part.
+    """
     order, decoded = sorted(range(len(clip.frames)), key=clip.frames.__getitem__), clip.coded_frames
     try:
         decoder = _open(clip, device)

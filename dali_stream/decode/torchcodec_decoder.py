@@ -9,13 +9,14 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from dali_stream.cache.buffers import ReadFrames
-from dali_stream.cache.frame_files import RecordName
+from dali_stream.cache.frame_files import Records
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.arrays import NONE
@@ -29,7 +30,7 @@ from dali_stream.decode.torchcodec_cuda import device_name, own_stream
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.lerobot.source import Source
-from dali_stream.mp4.clip import config
+from dali_stream.mp4.clip import config, packet_hashes
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.observe.counters import Counters
 from dali_stream.schedule.frame_plan import FramePlan, Reads
@@ -43,7 +44,7 @@ class _Frame(NamedTuple):
 
     Attributes:
         file: Index of the file.
-        name: Name of the file's frames on disk. None if they are not stored.
+        records: Records of the episode on disk. None if its frames are not stored.
         episode: Episode of the frame.
         number: Frame index within the episode.
         packet: Packet of the frame.
@@ -51,7 +52,7 @@ class _Frame(NamedTuple):
     """
 
     file: VideoIndex
-    name: RecordName | None
+    records: Records | None
     episode: int
     number: int
     packet: int
@@ -171,7 +172,7 @@ class TorchcodecDecoder(VideoFiles):
         gops = []
         for episode, start, stop in zip(plan.episode[starts].tolist(), starts, [*starts, len(plan.gop)][1:], strict=True):
             if episode in indices:
-                own = indices[episode], episodes.record_name(self.key, episode), episode
+                own = indices[episode], episodes.records(self.key, episode), episode
                 gops.append([_Frame(*own, *values) for values in zip(*(each[start:stop] for each in columns), strict=True)])
         return gops
 
@@ -180,23 +181,23 @@ class TorchcodecDecoder(VideoFiles):
         if self._stored is None or not len(reads.slot):
             return []
         indices = self._usable(reads, episodes)
-        names = episodes.record_names(self.key, indices)
+        records = episodes.records_of(self.key, indices)
         if unusable := set(reads.episode.tolist()) - set(indices):
             reads = reads.chosen(~np.isin(reads.episode, list(unusable)))
-        decode = functools.partial(self._decode_instead, episodes.store, reads, indices, names)
-        return self._stored.start(pool, reads, batch, names, decode)
+        decode = functools.partial(self._decode_instead, episodes.store, reads, indices, records)
+        return self._stored.start(pool, reads, batch, records, decode)
 
     def _decode_instead(
         self,
         store: Store,
         reads: Reads,
         indices: Mapping[int, VideoIndex],
-        names: Mapping[int, RecordName],
+        records: Mapping[int, Records],
         numbers: list[int],
     ) -> None:
         """Decode frames that could not be read from disk. `numbers` are their numbers in `reads`."""
         columns = (column[numbers].tolist() for column in (reads.episode, reads.frame, reads.packet, reads.slot))
-        frames = [_Frame(indices[episode], names[episode], episode, *own) for episode, *own in zip(*columns, strict=True)]
+        frames = [_Frame(indices[episode], records[episode], episode, *own) for episode, *own in zip(*columns, strict=True)]
         # The blocks of encoded video for these frames were not fetched, so the file is read.
         self._decode(store, frames)
 
@@ -230,8 +231,8 @@ class TorchcodecDecoder(VideoFiles):
         if self._stored is None:
             self._decode_missing(store, frames)
             return
-        for own in self._stored.divided([(frame.name, frame.packet) for frame in frames]):
-            self._decode_missing(store, list(self._still_missing(self._stored, [frames[i] for i in own])))
+        for own in self._stored.divided([(frame.records, frame.packet) for frame in frames]):
+            self._decode_missing(store, list(self._still_missing(self._stored, store, [frames[i] for i in own])))
 
     def _decode_missing(self, store: Store, frames: list[_Frame]) -> None:
         """Decode frames, and put them into slots.
@@ -281,16 +282,28 @@ class TorchcodecDecoder(VideoFiles):
             return on_cpu
         raise self.change(file, error) from error
 
-    def _still_missing(self, stored: StoredFrames, frames: list[_Frame]) -> Iterator[_Frame]:
-        """Yield the frames that must be decoded, because they were not added to the frame cache on disk meanwhile."""
-        for name, group in itertools.groupby(frames, lambda frame: frame.name):
+    def _still_missing(self, stored: StoredFrames, store: Store, frames: list[_Frame]) -> Iterator[_Frame]:
+        """Yield the frames that must be decoded.
+
+        Others were added to the frame cache on disk meanwhile, or it has them from another source with the same packets.
+        """
+        for records, group in itertools.groupby(frames, lambda frame: frame.records):
             own = list(group)
-            if name is None:
+            if records is None:
                 yield from own
                 continue
+            numbers, slots = [frame.packet for frame in own], [frame.slot for frame in own]
             places = [(frame.episode, frame.number) for frame in own]
-            is_there = stored.read_added(name, [frame.packet for frame in own], [frame.slot for frame in own], places)
+            is_there = stored.read_added(
+                records, numbers, slots, places, functools.partial(self._packet_hashes, store, own[0].file)
+            )
             yield from (frame for frame, there in zip(own, is_there, strict=True) if not there)
+
+    def _packet_hashes(self, store: Store, file: VideoIndex, packets: list[int]) -> dict[int, int]:
+        """See `mp4.clip.packet_hashes`. If packets cannot be read, decoding them raises the error."""
+        with suppress(DatasetError, StorageError, DecodeError), self._counters.timed("read_s"):
+            return packet_hashes(store, file, packets)
+        return {}
 
     def _decode_together(self, store: Store, frames: list[_Frame]) -> None:
         """Decode frames with one clip if possible, and put them into slots. Raises DecodeError if one of them fails."""
@@ -298,18 +311,19 @@ class TorchcodecDecoder(VideoFiles):
         video, decoded, stored = self.format(indices[0], packets[0]), 0, 0
         part, timed = frames_at_once((video.height, video.width), self._gpu), self._counters.timed
         device, decode_parts = device_name(self._gpu), depth.decode_clip_in_parts if self._is_depth else None
+        hashed = self._stored is not None and self._stored.is_open
         try:
             with timed("decode_s"), own_stream(self._gpu):
-                parts = decode_in_parts(store, indices, packets, video, part, timed, device, decode_parts)
-                for requests, tensor, more in parts:
+                parts = decode_in_parts(store, indices, packets, video, part, timed, device, decode_parts, hashed)
+                for requests, tensor, more, hashes in parts:
                     own = [frames[i] for i in requests]
                     with timed("resize_s"):
                         resized = self._resized(tensor, indices[0])
                         self._put([frame.slot for frame in own], resized)
-                    if self._stored is not None:
+                    if self._stored is not None and hashed:
                         self._stored.add(
-                            (frame.name, frame.packet, (frame.episode, frame.number), pixels)
-                            for frame, pixels in zip(own, resized, strict=True)
+                            (frame.records, frame.packet, packets, (frame.episode, frame.number), pixels)
+                            for frame, packets, pixels in zip(own, hashes, resized, strict=True)
                         )
                     decoded, stored = decoded + more, stored + len(requests)
         finally:

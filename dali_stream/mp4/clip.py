@@ -12,8 +12,9 @@ a prefix stay in decode order. Times are rewritten to a constant frame rate, so 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,11 +40,14 @@ class Clip:
         data: Bytes of the file. It is a `bytearray`, because torch warns about buffers that are not writable.
         frames: Index of each requested frame in the clip, counted in display order. The list has the order of the requests.
         coded_frames: Number of frames in the clip.
+        hashes: For each request, {packet of its GOP prefix: hash of the prefix up to it}. Empty unless they were requested. See
+            `packet_hashes`.
     """
 
     data: bytearray
     frames: list[int]
     coded_frames: int
+    hashes: list[Mapping[int, int]]
 
 
 class UnsafeForNvdec(DecodeError):
@@ -115,6 +119,29 @@ class _Run:
             )
         return whole
 
+    def hashes(self, data: bytes, start: int) -> dict[int, int]:
+        """Return {packet whose decoding starts at a keyframe: hash of the packets of this run from the keyframe to it}.
+
+        The hashes do not depend on the run. They have 64 bits, and are never 0.
+
+        Args:
+            data: Bytes of the packets, as `read` returns them.
+            start: The keyframe.
+        """
+        index, view = self.index, memoryview(data)
+        own = self if start == self.packets[0] else _Run(index, start, self.packets[-1])
+        places = dict(zip(self.packets, itertools.accumulate(self.sizes, initial=0), strict=False))
+        hashes, digest = {}, hashlib.blake2b(digest_size=8)
+        for packet, size in zip(own.packets, own.sizes, strict=True):
+            digest.update(view[places[packet] : places[packet] + size])
+            hashes[packet] = int.from_bytes(digest.digest(), "little") or 1
+        if index.open_gops or index.gop_start(own.packets[-1]) != start:  # the run has other packets as well
+            starts = index.decode_starts(np.array(own.packets)).tolist()
+            hashes = {
+                packet: hashes[packet] for packet, its_start in zip(own.packets, starts, strict=True) if its_start == start
+            }
+        return hashes
+
     def check(self, data: bytes, for_nvdec: bool, hidden_frames: bool) -> None:
         """Check the encoded frames, because decoders ignore most damage (see `damage`).
 
@@ -155,6 +182,7 @@ def pack(
     from_the_start: bool = False,
     for_nvdec: bool = False,
     hidden_frames: bool = False,
+    hashed: bool = False,
     timed: Timed = untimed,
 ) -> Clip:
     """Pack the packets that decoding the requested frames requires into one clip.
@@ -166,6 +194,7 @@ def pack(
         from_the_start: Whether the clip starts at the first frame of the file. Default: False.
         for_nvdec: Whether to refuse frames that are decoded wrongly on NVDEC. Default: False.
         hidden_frames: Whether to accept hidden frames with `for_nvdec`, which only DALI decodes wrongly. Default: False.
+        hashed: Whether to compute `Clip.hashes`. Default: False.
         timed: Timer that measures reading. Default: no measurement.
 
     Returns:
@@ -201,8 +230,40 @@ def pack(
     # runs.
     before = dict(zip(runs, itertools.accumulate((len(run.packets) for run in runs.values()), initial=0), strict=False))
     frames = [before[key] + runs[key].rank(packet) for key, packet in zip(keys, packets, strict=True)]
-    data = _mux(store, list(runs.values()), for_nvdec, hidden_frames, timed)
-    return Clip(data, frames, sum(len(run.packets) for run in runs.values()))
+    with timed("read_s"):  # once per clip and not per run, because timing takes as long as a local read
+        data = {key: run.read(store) for key, run in runs.items()}
+    for key, run in runs.items():
+        run.check(data[key], for_nvdec, hidden_frames)
+    hashes = list[Mapping[int, int]]()
+    if hashed:
+        starts = [span(index, packet)[0] for index, packet in zip(indices, packets, strict=True)]
+        each = {(key, start): runs[key].hashes(data[key], start) for key, start in set(zip(keys, starts, strict=True))}
+        hashes = [each[key, start] for key, start in zip(keys, starts, strict=True)]
+    coded_frames = sum(len(run.packets) for run in runs.values())
+    return Clip(_mux(list(runs.values()), list(data.values())), frames, coded_frames, hashes)
+
+
+def packet_hashes(store: Store, index: VideoIndex, packets: Sequence[int]) -> dict[int, int]:
+    """Read the GOP prefixes of packets, and return the hash of each packet in them. Nothing is decoded.
+
+    Returns:
+        {packet: hash of the bytes of all packets from which its frame is decoded}, with 64 bits, never 0. It has the given
+        packets, and those between them and their keyframes. If a server chooses its bytes, it cannot find others with the same
+        hash (BLAKE2, RFC 7693).
+
+    Raises:
+        DatasetError, StorageError: If the file cannot be read.
+        DecodeError: If the file has become shorter.
+    """
+    stops: dict[int, int] = {}
+    for packet in packets:
+        start = span(index, packet)[0]
+        stops[start] = max(stops.get(start, 0), packet)
+    hashes: dict[int, int] = {}
+    for start, stop in stops.items():
+        run = _Run(index, start, stop)
+        hashes |= run.hashes(run.read(store), start)
+    return hashes
 
 
 def config(index: VideoIndex, packet: int) -> tuple[bytes, bytes]:
@@ -246,7 +307,7 @@ def _stop(index: VideoIndex, packet: int) -> int:
 _HELD_BACK = 4
 
 
-def _mux(store: Store, runs: list[_Run], for_nvdec: bool, hidden_frames: bool, timed: Timed) -> bytearray:
+def _mux(runs: list[_Run], body: list[bytes]) -> bytearray:
     index, first = runs[0].index, runs[0].packets[0]
     begins = list(itertools.accumulate((len(run.packets) for run in runs), initial=0))
     sync = np.zeros(begins.pop(), np.bool_)
@@ -263,8 +324,4 @@ def _mux(store: Store, runs: list[_Run], for_nvdec: bool, hidden_frames: bool, t
         config=np.zeros(len(sync), np.int64),
         last=TICK,
     )
-    with timed("read_s"):  # once per clip and not per run, because timing takes as long as a local read
-        body = [run.read(store) for run in runs]
-    for run, data in zip(runs, body, strict=True):
-        run.check(data, for_nvdec, hidden_frames)
     return bytearray().join((head(track), *body))

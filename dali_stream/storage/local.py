@@ -11,6 +11,8 @@ from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.local_files import OpenFiles
 from dali_stream.storage.store import Store, checked, missing_file
 
+_SAMPLES, _SAMPLE = 8, 8 << 10  # samples of a file in its identity, and bytes of each
+
 
 class LocalStore(Store):
     """Store of a local folder. It keeps files open. See `OpenFiles`. A copy opens its own files.
@@ -72,14 +74,21 @@ class LocalStore(Store):
         except (DatasetError, StorageError):
             return ""
 
-    def identity(self, path: str, start: int, stop: int) -> str:
-        """See `Store.identity`. The text contains the time of modification, since `version` reads the whole file."""
+    def identity(self, path: str) -> str:
+        """See `Store.identity`. Tools can set the modification time of a file, but neither its inode nor its change time.
+
+        File systems that are written as a whole, such as images of containers, may give different files the same numbers and
+        times, so the text also has a hash of some bytes of the file.
+        """
         try:
-            status = os.stat(self._root / checked(path))
-            part = hashlib.blake2b(self.read(path, start, stop), digest_size=16).hexdigest()
-        except (OSError, DatasetError, StorageError):
+            handle = self._open_files.get(checked(path)).number  # the file that is read, also if another one replaces it
+            status, digest = os.fstat(handle), hashlib.blake2b(digest_size=16)
+            for number in range(_SAMPLES):
+                digest.update(os.pread(handle, _SAMPLE, max(status.st_size - _SAMPLE, 0) * number // (_SAMPLES - 1)))
+        except OSError:
             return ""
-        return f"{path} {status.st_size} {status.st_mtime_ns} {part}"
+        numbers = status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+        return f"{' '.join(map(str, numbers))} {digest.hexdigest()}"
 
     def close(self) -> None:
         self._open_files.close()

@@ -92,6 +92,11 @@ class OpenFile:
         self.number = os.open(path, flags, 0o666)
         self.used = 0
 
+    @property
+    def is_removed(self) -> bool:
+        """Whether the file has no name any more."""
+        return not os.fstat(self.number).st_nlink
+
     def __reduce__(self) -> NoReturn:
         # A copy would close the descriptor of the original.
         raise TypeError("an open file cannot be copied. Copy its LocalStore, which opens the file again")
@@ -139,6 +144,12 @@ class OpenFiles:
             evicted = _evict(_to_keep(files, file.number, _allowed(2 * max(files, file.number))))
         del evicted, replaced  # closes the files, without holding the lock
         return file
+
+    def any_removed(self) -> bool:
+        """Return whether an open file was removed."""
+        with _lock:
+            files = list(self._files.values())
+        return any(file.is_removed for file in files)
 
     def close(self) -> None:
         """Close all files of this store. A file that another thread is reading is closed after that read."""

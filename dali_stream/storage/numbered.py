@@ -27,9 +27,9 @@ class NumberedStores(Store):
         store, path = self._of(path)
         return store.size(path)
 
-    def identity(self, path: str, start: int, stop: int) -> str:
+    def identity(self, path: str) -> str:
         store, path = self._of(path)
-        return store.identity(path, start, stop)
+        return store.identity(path)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         store, path = self._of(path)

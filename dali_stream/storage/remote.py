@@ -172,9 +172,12 @@ class RemoteStore(Store):
         """Return the tag of a file that was read, or an empty string if it is unknown."""
         return self._tags.get(path, "")
 
-    def identity(self, path: str, start: int, stop: int) -> str:
+    def identity(self, path: str) -> str:
         """See `Store.identity`. The name of a frozen file identifies its content, also if no request has returned its tag."""
-        return self._name(path) if self.frozen else super().identity(path, start, stop)
+        if self.frozen:
+            return self._name(path)
+        tag = self.version(path)
+        return f"{self._name(path)} {self.size(path)} {tag}" if tag else ""
 
     def session(self) -> RemoteStore:
         """Return a view of this store for one of several users. It shares versions, connections and counts with the store.

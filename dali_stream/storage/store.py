@@ -91,19 +91,16 @@ class Store(abc.ABC):
         """Return a text that identifies the content of a file that was read, or an empty string if it is unknown."""
         return ""
 
-    def identity(self, path: str, start: int, stop: int) -> str:
-        """Return a text that differs for files of another content. Empty if this store cannot tell.
+    def identity(self, path: str) -> str:
+        """Return a text that identifies a version of a file at its place. Empty if this store cannot tell versions apart.
 
-        The text contains the path, the size, and the version of a file that was read.
+        Equal texts mean the same file with the same content, as far as the file system or the server says so. Copies of a file
+        have other texts. The text contains no credentials.
 
         Args:
-            path: Path of the file.
-            start: First byte of a typical part of the file. Without versions, as on a local disk, the text contains a hash of
-                the part.
-            stop: End of the part.
+            path: Path of a file that was read.
         """
-        version = self.version(path)
-        return f"{path} {self.size(path)} {version}" if version else ""
+        return ""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -148,8 +145,8 @@ class StoreView(Store):
     def size(self, path: str) -> int:
         return self.store.size(path)
 
-    def identity(self, path: str, start: int, stop: int) -> str:
-        return self.store.identity(path, start, stop)
+    def identity(self, path: str) -> str:
+        return self.store.identity(path)
 
     def exists(self, path: str) -> bool:
         return self.store.exists(path)
