@@ -11,17 +11,21 @@ of threads that claim single frames, this takes longer than decoding. Therefore,
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dali_stream.storage.local_files import NO_FOLLOW, OpenFile, OpenFiles, lock_range
+from dali_stream.storage.local_files import NO_FOLLOW, OpenFile, OpenFiles, allowed_descriptors, lock_range
 
+_log = logging.getLogger("dali_stream")
 WAIT_S = 2.0  # maximum wait for frames that other processes decode, in seconds. A task usually takes less than 0.5 s
+_WAITS = 5  # number of waits in a row that end in vain before claims are given up. Each costs a decode thread `WAIT_S`
 _POLL_S = 0.005  # interval at which a waiting thread tries again
 _FILES = 31  # number of files. It is prime, so the blocks of all videos are distributed evenly
 _BLOCK = 64  # frames of a video next to each other whose claims are in the same file
+_DESCRIPTORS = 8 * _FILES  # a process that may have fewer open files needs them for videos
 
 
 class Claims:
@@ -32,13 +36,16 @@ class Claims:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._files = OpenFiles(folder, os.O_WRONLY | os.O_CREAT | NO_FOLLOW)
+        self._folder, self._files = folder, OpenFiles(folder, os.O_WRONLY | os.O_CREAT | NO_FOLLOW)
+        self._is_used = allowed_descriptors(_DESCRIPTORS) >= _DESCRIPTORS
+        self._waits = 0  # number of waits that ended in vain since a claim became free
 
     def divided(self, frames: Sequence[tuple[str, int]]) -> Iterator[list[int]]:
         """Divide the decoding of frames between the processes that need them at the same time.
 
         The frames of a part are claimed until the next part is requested. While other processes have claimed all that remain,
-        this waits. After `WAIT_S`, or if the folder allows no claims, the last part has all of them.
+        this waits. After `WAIT_S`, or if the folder allows no claims, the last part has all of them. If claims never become
+        free, such as a lock that a network file system has not released, no more are made.
 
         Args:
             frames: Hexadecimal digits that identify the file of each frame, and number of the frame in it.
@@ -47,6 +54,9 @@ class Claims:
             Numbers of the frames in `frames` that the caller should read or decode next.
         """
         remaining = list(range(len(frames)))
+        if not self._is_used:
+            yield remaining
+            return
         try:
             files = [self._files.get(f"claims{number:02}") for number in range(_FILES)]
         except OSError:  # for example, the folder was removed
@@ -56,6 +66,7 @@ class Claims:
         places = [(int(digits[:7], 16) << 32) + number for digits, number in frames]
         while remaining:
             claimed = _claimed(files, _ranges([places[i] for i in remaining]))
+            self._count(bool(claimed))
             own = {place for each in claimed for place in each}
             part = [i for i in remaining if places[i] in own] or remaining
             try:
@@ -64,6 +75,17 @@ class Claims:
                 for each in claimed:
                     _lock(files, fcntl.F_UNLCK, each)
             remaining = [i for i in remaining if i not in part]
+
+    def _count(self, is_claimed: bool) -> None:
+        """Count waits that end in vain, and give claims up after `_WAITS` of them."""
+        self._waits = 0 if is_claimed else self._waits + 1
+        if self._is_used and self._waits >= _WAITS:
+            self._is_used = False
+            _log.warning(
+                "%s: frames that other processes have claimed did not become free for %d times %g s, as with locks that a "
+                "network file system does not release. From now on, this process decodes them without waiting",
+                *(self._folder, self._waits, WAIT_S),
+            )
 
     def close(self) -> None:
         """Close the files. The next claim opens them again."""

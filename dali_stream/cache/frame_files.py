@@ -32,6 +32,7 @@ import json
 import logging
 import os
 import platform
+import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +55,8 @@ from dali_stream.storage.local_files import NO_FOLLOW, OpenFile, OpenFiles, repl
 
 Frame = npt.NDArray[Any]
 Hashes = npt.NDArray[np.uint64]
-LAYOUT = "2"  # version of the files. Records of version 1 had no hash of packets, and may belong to another video
+# Version of the files. Records of the former version had no hash of packets.
+LAYOUT, _FORMER = "2", "1"
 _HASH, _ENTRY = 8, 16  # bytes of a hash, and of an entry
 _TABLES = 256  # number of tables. Two of them rarely belong to the same number, and a table that is not written takes no space
 _SHARE = 16  # smallest part of the free space that a process may take, as 1/16
@@ -199,12 +201,40 @@ class FrameFolder:
             raise ValueError(
                 f"frame_cache must be a folder that can be created, got {str(folder)!r}: {error.strerror}"
             ) from error
+        self._told: set[Path] = set()  # places that a warning has named
+        self._warn_of_owner(self.path)
         self.is_open = self.is_writable = os.access(self.path, os.W_OK)
         if not self.is_open:
             _log.warning("frame_cache %s cannot be written. Frames that it has are read, and no others are added", self.path)
         self._lock = threading.Lock()
         self._allowed = 0  # bytes that may be added before the size of the folder is counted again
         self._counts = False  # whether a thread counts it
+
+    def subfolder(self, key: Mapping[str, str]) -> Path:
+        """Return the path of the folder of the frames with a key. Warn if others own it, or if it has the former layout."""
+        old, own = (self.path / _name(_words({**key, "layout": layout})) for layout in (_FORMER, LAYOUT))
+        if old.is_dir() and old not in self._told:
+            self._told.add(old)
+            _log.warning(
+                "frame_cache %s has frames that an earlier version of dali_stream has stored. They are not used, because they "
+                "may belong to another video. Remove them with `dali-stream frames remove %s %s`",
+                *(self.path, self.path, old.name),
+            )
+        self._warn_of_owner(own)
+        return own
+
+    def _warn_of_owner(self, path: Path) -> None:
+        """Warn once if another user than this one or root owns a folder, unless a common group may write to `path`."""
+        with suppress(OSError):  # it does not exist yet
+            owner, folder = path.stat().st_uid, self.path.stat()
+            is_shared = folder.st_mode & stat.S_IWGRP and folder.st_gid in (os.getegid(), *os.getgroups())
+            if owner not in (os.geteuid(), 0) and not is_shared and path not in self._told:
+                self._told.add(path)
+                _log.warning(
+                    "frame_cache: %s belongs to another user (uid %d), who can change the frames of this run. Use a folder of "
+                    "your own, or one to which a group that you share may write",
+                    *(path, owner),
+                )
 
     def size(self) -> int:
         """Return the size of all files in the folder, in bytes on disk."""
@@ -285,9 +315,7 @@ class FrameFiles:
     """
 
     def __init__(self, folder: FrameFolder, key: Mapping[str, str], record: int) -> None:
-        words = _words(key)
-        self._folder, self._record = folder, record
-        self._root = folder.path / _name(words)
+        self._folder, self._record, self._root = folder, record, folder.subfolder(key)
         self._readers = OpenFiles(self._root, os.O_RDONLY | NO_FOLLOW)
         self.added: deque[tuple[int, int]] = deque()
         self._writers = OpenFiles(self._root, os.O_WRONLY | os.O_CREAT | NO_FOLLOW)
@@ -295,7 +323,7 @@ class FrameFiles:
         if folder.is_open:
             try:
                 self._root.mkdir(exist_ok=True)
-                replace_text(self._root / "key.json", words + "\n")  # by each run, so its time is that of the last use
+                replace_text(self._root / "key.json", _words(key) + "\n")  # by each run, so its time is that of the last use
             except OSError as error:
                 folder.failed(error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from pathlib import Path
@@ -96,4 +97,9 @@ class LocalStore(Store):
     def _failed(self, path: str, error: OSError) -> DatasetError | StorageError:
         if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):
             return missing_file(self.where(path), path)
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return StorageError(
+                f"{self.where(path)}: cannot be opened, because this process or machine has as many open files as it may "
+                f"({error.strerror}). Allow more with `ulimit -n 4096`, or close files in your program"
+            )
         return StorageError(f"{self.where(path)}: cannot be read: {error}")

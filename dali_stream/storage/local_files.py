@@ -22,7 +22,7 @@ _log = logging.getLogger("dali_stream")
 _MOST = 8192  # maximum number of descriptors; a training run needs fewer
 
 
-def _allowed(needed: int) -> int:
+def allowed_descriptors(needed: int) -> int:
     """Return the maximum number of descriptors of this process. The soft limit is raised first if `needed` exceeds it.
 
     The soft limit is usually 1024, and a process may raise it up to the hard limit. A pool of 256 episodes with three cameras
@@ -141,7 +141,7 @@ class OpenFiles:
             self._files[path] = file
             files = sum(len(store._files) for store in _all)
             # The files may use half of the descriptors, so the process needs twice as many.
-            evicted = _evict(_to_keep(files, file.number, _allowed(2 * max(files, file.number))))
+            evicted = _evict(_to_keep(files, file.number, allowed_descriptors(2 * max(files, file.number))))
         del evicted, replaced  # closes the files, without holding the lock
         return file
 

@@ -1,4 +1,4 @@
-"""Folders of the frame cache on disk: what they hold, removal, and filling ahead of a run."""
+"""Folders of the frame cache on disk: what they hold, removal, filling ahead of a run, and comparison with a dataset."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ from dali_stream.storage.local_files import NO_FOLLOW
 
 _BATCH, _MEASURED = 32, 20  # batch size and number of batches that `estimate` measures
 _MOST = 1 << 16  # characters of a key, far more than it has
+# All frames once, in recorded order.
+_IN_ORDER: dict[str, Any] = {
+    "shuffle": False, "last_batch": "partial", "image_dtype": "uint8", "device": "cpu", "on_error": "substitute"
+}  # fmt: skip
 _NAME = re.compile(r"[0-9a-f]{16}")  # folder of the frames with the same key
 
 
@@ -85,12 +89,52 @@ def fill(dataset: Dataset | Mixture, progress: Callable[[int, int], None], **arg
     Returns:
         Result of `Loader.stats`.
     """
-    options = {"shuffle": False, "last_batch": "partial", "image_dtype": "uint8", "device": "cpu", "on_error": "substitute"}
-    with Loader(dataset, **arguments | options) as loader:
+    with Loader(dataset, **arguments | _IN_ORDER) as loader:
         batches = len(loader)
         for number, _ in enumerate(loader, 1):
             progress(number, batches)
         return loader.stats()
+
+
+class Verified(NamedTuple):
+    """Result of `verify`.
+
+    Attributes:
+        frames: Number of frames of all cameras.
+        read: Number of frames that were read from the frame cache on disk.
+        different: Frames that differ from those that were decoded: text that names the dataset of a mixture and the episode,
+            and the camera, with the indices of the frames.
+    """
+
+    frames: int
+    read: int
+    different: dict[tuple[str, str], list[int]]
+
+
+def verify(dataset: Dataset | Mixture, progress: Callable[[int, int], None], **arguments: Any) -> Verified:
+    """Decode all frames of a dataset, and compare them with those that a Loader reads from a frame cache on disk.
+
+    Frames that are not stored, or that a Loader does not use, are decoded in both cases. No frame is added.
+
+    Args:
+        dataset: Dataset or mixture.
+        progress: Function that is called with the number of finished batches, and the number of all batches.
+        arguments: Arguments of `Loader`, with `frame_cache`.
+    """
+    different: dict[tuple[str, str], list[int]] = {}
+    frame_cache = {"frame_cache": arguments.pop("frame_cache"), "frame_cache_bytes": 1}  # no room for another frame
+    with Loader(dataset, **arguments | frame_cache | _IN_ORDER) as stored, Loader(dataset, **arguments | _IN_ORDER) as decoded:
+        batches = len(stored)
+        for number, (found, expected) in enumerate(zip(stored, decoded, strict=True), 1):
+            names = found.get("dataset", [""] * len(found["index"]))  # of a mixture
+            for camera in dataset.cameras:
+                same = (found[camera] == expected[camera]).flatten(1).all(1)
+                for sample in (~same).nonzero().flatten().tolist():
+                    place = f"{names[sample]} episode {int(found['episode_index'][sample])}".strip()
+                    different.setdefault((place, camera), []).append(int(found["frame_index"][sample]))
+            progress(number, batches)
+        stats = stored.stats()
+        return Verified(stats["frames"], stats["frame_cache_disk_hits"], different)
 
 
 class Fill(NamedTuple):
