@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from support.slow import examples, slow_after
 
 from dali_stream.decode import torchcodec as decode
 from dali_stream.errors import DecodeError
-from dali_stream.mp4.clip import Clip, UnsafeForNvdec, pack, span
+from dali_stream.mp4.clip import Clip, UnsafeForNvdec, pack, packet_hashes, span
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import LocalStore
@@ -95,11 +96,34 @@ def test_a_clip_costs_the_union_of_the_prefixes_and_no_more(
     np.testing.assert_array_equal(decode.decode_clip(clip, v.format), v.truth(requests))
 
 
+@pytest.mark.parametrize("name", FILES)
+@examples(10)
+@given(packets=st.lists(st.integers(0, data.FRAMES - 1), min_size=1, max_size=20))
+def test_hashes_of_packets_do_not_depend_on_what_else_is_read(
+    videos: Callable[[str], Videos], name: str, packets: list[int]
+) -> None:
+    v = videos(name)
+    table = v.tables[0]
+    every = packet_hashes(v.store, table, range(data.FRAMES))
+    assert sorted(every) == list(range(data.FRAMES))
+    assert len(set(every.values())) == data.FRAMES
+    assert packet_hashes(v.store, table, packets).items() <= every.items()
+    for packet in packets:
+        for from_the_start in (False, True):
+            clip = pack(v.store, [table], [packet], from_the_start=from_the_start, hashed=True)
+            assert packet in clip.hashes[0]
+            assert clip.hashes[0].items() <= every.items()
+        if not table.open_gops:
+            start = table.gop_start(packet)
+            prefix = v.store.read(table.path, int(table.offset[start]), int(table.end[packet]))
+            assert every[packet] == int.from_bytes(hashlib.blake2b(prefix, digest_size=8).digest(), "little")
+
+
 @pytest.mark.parametrize("part", [1, 2, 3, 100])
 def test_parts_of_a_decode_are_all_of_its_frames(videos: Callable[[str], Videos], part: int) -> None:
     v, packets = videos("h264-12"), [41, 5, 40, 3, 5, 60, 7]
     shown, decoded = np.zeros((len(packets), *data.SIZE, 3), np.uint8), []
-    for requests, frames, more in decode.decode_in_parts(v.store, v.tables[:1] * len(packets), packets, v.format, part):
+    for requests, frames, more, _ in decode.decode_in_parts(v.store, v.tables[:1] * len(packets), packets, v.format, part):
         assert len(requests) == len(frames) <= part
         shown[requests] = frames.numpy()
         decoded.append(more)

@@ -29,7 +29,7 @@ from support.servers import Handler, Server
 from dali_stream import DecodeError, Loader, Mixture, StorageError
 from dali_stream.cache import claims
 from dali_stream.cache.claims import Claims
-from dali_stream.cache.frame_files import video_records
+from dali_stream.cache.frame_files import FrameFiles, FrameFolder, Records, image_records, video_records
 from dali_stream.cli import main
 from dali_stream.storage.local import LocalStore
 from dali_stream.system.memory_limit import is_in_memory
@@ -143,6 +143,114 @@ def test_many_claims_are_not_in_one_file_and_a_waiting_thread_tries_one(
     assert list(Claims(tmp_path).divided(frames)) == [list(range(len(frames)))]
     assert len(tried) < 1.5 * len(frames)
     holder.close()
+
+
+def test_claims_that_never_become_free_are_waited_for_only_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as a lock that a network file system has not released."""
+    frames = [("ab" * 16, number) for number in range(100)]
+    holder, claimed, waits = Claims(tmp_path).divided(frames), claims._claimed, list[int]()
+    assert len(next(holder)) == len(frames)
+    monkeypatch.setattr(claims, "WAIT_S", 0.0)
+    monkeypatch.setattr(claims, "_claimed", lambda *arguments: (waits.append(1), claimed(*arguments))[1])
+    own = Claims(tmp_path)
+    for _ in range(20):
+        assert list(own.divided(frames)) == [list(range(100))]
+    assert len(waits) < 10
+    assert len([record for record in caplog.records if "did not become free" in record.getMessage()]) == 1
+    holder.close()
+
+
+def test_a_claim_covers_each_of_its_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if its frames are in several blocks, whose claims are in different files."""
+    monkeypatch.setattr(claims, "WAIT_S", 0.0)
+    digits = "ab" * 16
+    holder = Claims(tmp_path).divided([(digits, number) for number in range(50, 210)])
+    assert len(next(holder)) == 160
+    for number in range(50, 210):
+        other = Claims(tmp_path).divided([(digits, 10), (digits, number)])
+        assert next(other) == [0], "the other frame is claimed"
+        other.close()
+    holder.close()
+
+
+def test_a_claim_that_is_denied_is_that_of_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """POSIX allows EACCES in place of EAGAIN for a lock that somebody else holds."""
+    lock, digits = claims.lock_range, "ab" * 16
+    held = (int(digits[:7], 16) << 32) + 70
+
+    def denied(handle: int, kind: int, start: int, count: int) -> None:
+        if kind == fcntl.F_WRLCK and start <= held < start + count:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        lock(handle, kind, start, count)
+
+    monkeypatch.setattr(claims, "WAIT_S", 0.0)
+    monkeypatch.setattr(claims, "lock_range", denied)
+    assert list(Claims(tmp_path).divided([(digits, 3), (digits, 70)])) == [[0], [1]]
+
+
+def run_with_few_descriptors(root: Path, folder: Path, pipe: Connection) -> None:
+    expected, _ = run(root, None, 1)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    found, stats = run(root, folder, 1, num_threads=8)
+    pipe.send((same(found, expected), stats["frame_cache_disk_written_bytes"]))
+
+
+@pytest.mark.slow
+def test_a_process_that_may_open_few_files_makes_no_claims(small: Path, tmp_path: Path) -> None:
+    process, pipe = start(run_with_few_descriptors, small, tmp_path)
+    is_same, written = pipe.recv()
+    process.join()
+    assert is_same
+    assert written > 0
+    assert not list(tmp_path.glob("*/claims*"))
+
+
+def frame_files(folder: Path) -> tuple[FrameFiles, Records, FrameFolder]:
+    """Records of 8 images in a new folder."""
+    group = FrameFolder(folder, None)
+    return FrameFiles(group, {"layout": "2"}, FRAME), image_records(np.array([bytes([n]) for n in range(8)], object)), group
+
+
+def test_a_record_at_another_place_is_not_that_frame(tmp_path: Path) -> None:
+    files, own, _ = frame_files(tmp_path)
+    frame = np.arange(FRAME, dtype=np.uint32).astype(np.uint8)
+    assert files.write(own, 2, 0, frame)
+    [path] = records(tmp_path)
+    data = bytearray(path.read_bytes().ljust(own.count * (FRAME + 16), b"\0"))
+    for at, size in ((0, FRAME), (own.count * FRAME, 16)):
+        data[at + 3 * size : at + 4 * size] = data[at + 2 * size : at + 3 * size]
+    path.write_bytes(data)
+    read = [np.zeros(FRAME, np.uint8) for _ in range(2)]
+    assert files.read(own, [2, 3], read) == [True, False]
+    assert (read[0] == frame).all()
+    files.close()
+
+
+def test_an_entry_follows_its_record_and_an_error_closes_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files, own, folder = frame_files(tmp_path)
+    frame, write, sizes = np.ones(FRAME, np.uint8), os.pwrite, list[int]()
+
+    def full(handle: int, data: Any, at: int) -> int:
+        sizes.append(memoryview(data).nbytes)
+        if len(sizes) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, data, at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert files.write(own, 0, 0, frame)
+    assert sizes == [FRAME, 16]
+    assert not files.write(own, 1, 0, frame)
+    assert sizes == [FRAME, 16, FRAME], "without its record, no entry is written"
+    assert files.stored(own, np.arange(8)).tolist() == [True] + 7 * [False]
+    assert not folder.is_open
+    assert not files.write(own, 2, 0, frame)
+    assert len(sizes) == 3, "nothing is written any more"
+    assert len([record for record in caplog.records if "No space left on device" in record.getMessage()]) == 1
+    files.close()
 
 
 @pytest.mark.parametrize("memory", ["2MiB", "1GiB"])  # frames are read into the batch, or cached
@@ -301,6 +409,50 @@ def test_a_folder_that_is_removed_meanwhile_changes_no_batch(
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     # Open files stay usable, so the run may log no warning at all.
     assert len([text for text in warnings if "frame_cache" in text]) <= 1
+
+
+@pytest.mark.parametrize("memory", ["2MiB", "1GiB"])
+def test_frames_that_are_removed_during_a_run_are_left(
+    small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, memory: str
+) -> None:
+    """The disk is free again, no more frames are written to removed files, and one warning says so."""
+    expected, _ = run(small, None, 3)
+    with Loader(small, **ARGUMENTS, frame_cache=tmp_path, memory_budget=memory, prefetch=1) as loader:
+        epoch = iter(loader)
+        batches = list(itertools.islice(epoch, 4))
+        [name] = [path.name for path in tmp_path.iterdir()]
+        assert main(["frames", "remove", str(tmp_path), name]) == 0
+        batches += [*epoch, *loader, *loader]
+        written = loader.stats()["frame_cache_disk_written_bytes"]
+        batches_after = list(loader)
+        assert loader.stats()["frame_cache_disk_written_bytes"] == written
+        descriptors = [
+            os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if number_is_open(number)
+        ]
+    assert same(batches, expected)
+    assert len(batches_after) == len(expected) // 3
+    assert not [path for path in descriptors if path.startswith(str(tmp_path)) and path.endswith(" (deleted)")]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len([text for text in warnings if "frame_cache" in text and "No more frames are added" in text]) == 1
+
+
+def number_is_open(number: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{number}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to somebody else")
+def test_a_folder_of_another_user_is_named(small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warnings = []
+    for owner, group, mode in ((12345, 12345, 0o755), (12345, os.getegid(), 0o775), (0, 0, 0o755)):
+        folder = tmp_path / str(mode) / str(owner)
+        folder.mkdir(parents=True)
+        os.chown(folder, owner, group)
+        folder.chmod(mode)
+        caplog.clear()
+        run(small, folder, 1)
+        warnings.append([record.getMessage() for record in caplog.records if "another user" in record.getMessage()])
+    assert list(map(len, warnings)) == [1, 0, 0]
+    assert f"{tmp_path / '493/12345'} belongs to another user (uid 12345)" in warnings[0][0]
 
 
 def test_images_of_a_wrong_size_stay_an_error(odd: Path, tmp_path: Path) -> None:

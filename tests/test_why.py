@@ -37,7 +37,7 @@ def slow_decoding(monkeypatch: pytest.MonkeyPatch) -> float:
 
     def slow(*arguments: Any) -> Iterator[Any]:
         for part in decode(*arguments):
-            time.sleep(part[-1] * seconds)
+            time.sleep(part.decoded * seconds)
             yield part
 
     monkeypatch.setattr(torchcodec_decoder, "decode_in_parts", slow)
