@@ -21,7 +21,7 @@ from dali_stream.storage.local_files import NO_FOLLOW, OpenFile, OpenFiles, allo
 
 _log = logging.getLogger("dali_stream")
 WAIT_S = 2.0  # maximum wait for frames that other processes decode, in seconds. A task usually takes less than 0.5 s
-_WAITS = 5  # number of waits in a row that end in vain before claims are given up. Each costs a decode thread `WAIT_S`
+_WAITS = 5  # number of waits in a row that end in vain before this process stops claiming. Each costs a thread `WAIT_S`
 _POLL_S = 0.005  # interval at which a waiting thread tries again
 _FILES = 31  # number of files. It is prime, so the blocks of all videos are distributed evenly
 _BLOCK = 64  # frames of a video next to each other whose claims are in the same file
@@ -77,7 +77,7 @@ class Claims:
             remaining = [i for i in remaining if i not in part]
 
     def _count(self, is_claimed: bool) -> None:
-        """Count waits that end in vain, and give claims up after `_WAITS` of them."""
+        """Count waits that end in vain, and stop claiming after `_WAITS` of them."""
         self._waits = 0 if is_claimed else self._waits + 1
         if self._is_used and self._waits >= _WAITS:
             self._is_used = False

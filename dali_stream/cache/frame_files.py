@@ -11,7 +11,7 @@ The file of a video with n packets is named by a hash of its index and its size.
     256 tables    for each packet, a hash of the packets from its keyframe to it, as they were read from one source
 
 Two videos may have the same index and size, such as a file before and after it was damaged, and a server may send other bytes
-for the same name. So a record is used only if its entry has the hash of the packets of this very file. `Records.packets` has
+for the same name. A record is therefore used only if its entry has the hash of the packets of this very file. `Records.packets` has
 these hashes. They result from decoding, and a table remembers them for each source, which is a version of a file at one place,
 see `Store.identity`. So a known source needs no packet to be read. If the source is new, its packets are read once and compared
 with the entries, and nothing is decoded. A source has the table whose number is its hash modulo 256, with each value xor the
