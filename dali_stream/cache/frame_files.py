@@ -11,12 +11,12 @@ The file of a video with n packets is named by a hash of its index and its size.
     256 tables    for each packet, a hash of the packets from its keyframe to it, as they were read from one source
 
 Two videos may have the same index and size, such as a file before and after it was damaged, and a server may send other bytes
-for the same name. A record is therefore used only if its entry has the hash of the packets of this very file. `Records.packets` has
-these hashes. They result from decoding, and a table remembers them for each source, which is a version of a file at one place,
-see `Store.identity`. So a known source needs no packet to be read. If the source is new, its packets are read once and compared
-with the entries, and nothing is decoded. A source has the table whose number is its hash modulo 256, with each value xor the
-hash of the source, so values of another source match no entry. Images in rows need no packets: their file is named by a hash of
-all images of an episode, and its hashes of packets are 0.
+for the same name. A record is therefore used only if its entry has the hash of the packets of this very file, which is in
+`Records.packets`. These hashes result from decoding, and a table remembers them for each source, which is a version of a file
+at one place, see `Store.identity`. A known source needs no packet to be read. If the source is new, its packets are read once
+and compared with the entries, and nothing is decoded. A source has the table whose number is its hash modulo 256, with each
+value xor the hash of the source, so values of another source match no entry. Images in rows need no packets: their file is
+named by a hash of all images of an episode, and their hashes of packets are 0.
 
 Reading and writing need no locks. Processes that decode the same packets write the same bytes, and the entry is written after
 the record. If a process dies or a disk loses data, the checksum does not match the record, and the frame is decoded again. It
