@@ -301,7 +301,12 @@ def test_a_file_that_was_joined_from_parts_of_several_builds_of_x264(tmp_path: P
     def joined(packets: list[bytes]) -> list[bytes]:
         sei = packets[0][: 4 + int.from_bytes(packets[0][:4], "big")]
         assert text in sei
-        return [sei.replace(text, b"x264 - core 148") + packets[0][len(sei) :], *packets[1:36], sei + packets[36], *packets[37:]]
+        return [
+            sei.replace(text, b"x264 - core 148") + packets[0][len(sei) :],
+            *packets[1:36],
+            sei + packets[36],
+            *packets[37:],
+        ]
 
     path = data.with_packets(new, tmp_path / "joined.mp4", joined)
     table = read_index(store, path.name)
@@ -336,11 +341,11 @@ def test_user_data_of_the_sample_description_counts_for_all_clips(tmp_path: Path
     assert np.abs(whole - by_packet(tmp_path / "plain.mp4", read_index(LocalStore(str(tmp_path)), "plain.mp4"))).max() >= 40
 
 
-@pytest.mark.parametrize("gops", [1, 12])
-def test_clips_of_vp8(gops: int, tmp_path: Path) -> None:
+def test_clips_of_vp8(tmp_path: Path) -> None:
     """FFmpeg writes no MP4 with VP8, but reads it."""
     webm, path = tmp_path / "a.webm", tmp_path / "a.mp4"
-    data.encode(data.draw(), webm, ("-c:v", "libvpx", "-b:v", "2M", "-deadline", "realtime", "-g", str(gops)))
+    lengths = 9, 12
+    data.encode(data.draw(lengths), webm, ("-c:v", "libvpx", "-b:v", "1M", "-deadline", "realtime", "-g", "5"))
     with av.open(str(webm)) as container:
         packets = [(bytes(packet), packet.is_keyframe) for packet in container.demux(video=0) if packet.size]
     n, (height, width) = len(packets), data.SIZE
@@ -353,4 +358,4 @@ def test_clips_of_vp8(gops: int, tmp_path: Path) -> None:
     track = Track(15360, header, (description,), size, 512 * np.arange(n), sync, np.zeros(n, np.int64), 512)
     path.write_bytes(head(track) + b"".join(packet for packet, _ in packets))
     assert_clips_are_like_the_whole(path)
-    assert data.identities(data.whole_file(path)) == [(e, f) for e, k in enumerate(data.EPISODES) for f in range(k)]
+    assert data.identities(data.whole_file(path)) == [(e, f) for e, length in enumerate(lengths) for f in range(length)]
