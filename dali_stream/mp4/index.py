@@ -266,15 +266,17 @@ class _Read(StoreView):
     _head = b""
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        if stop <= len(self._head):
-            return self._head[start:stop]
         data = self.store.read(path, start, stop)
         if start == 0:
             self._head = data
         return data
 
+    def read_again(self, path: str, start: int, stop: int) -> bytes:
+        """Return bytes [start, stop) of a file without reading them if they are among its first bytes."""
+        return self._head[start:stop] if stop <= len(self._head) else self.read(path, start, stop)
 
-def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
+
+def _parse(store: _Read, path: str, moov: bytes, file_size: int) -> VideoIndex:
     track = video_track(moov)
     boxes = track_tables(moov, track)
     size = packet_sizes(boxes)
@@ -307,7 +309,7 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
     for number in filter(lambda number: depends_on_encoder(configs[number]), range(len(configs))):
         first = int(np.argmax(config == number))
         begin, length = int(offset[first]), int(size[first])
-        data = store.read(path, begin, begin + min(length, SLICE_HEAD))
+        data = store.read_again(path, begin, begin + min(length, SLICE_HEAD))
         preambles[number] = preamble_of(configs[number], data) or b""
     index = video_index(
         path, configs, track_header(moov, track), timescale, offset=offset, size=size, pts=pts, keyframes=keyframes,

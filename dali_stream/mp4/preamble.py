@@ -4,8 +4,8 @@ A keyframe resets a decoder, but some decoders also remember which encoder wrote
 encoder in all later frames. Only the first packet need name the encoder, so a clip that begins later would be decoded in
 another way. The index of such a file has these bytes, and `clip.pack` puts them before the first packet of each clip.
 
-What FFmpeg keeps from the start of a stream until its end, besides the parameter sets and sequence headers, which the sample
-description or each keyframe contains (ISO/IEC 14496-15, 4.8 and 5.3; the AV1 binding, 2.4):
+FFmpeg keeps the following from the start of a stream until its end. It also keeps parameter sets and sequence headers, but
+the sample description or each keyframe contains these (ISO/IEC 14496-15; the AV1 and VP9 bindings).
 
     H.264     The build of x264, from an SEI message with user data (`h264_sei.c`). It changes pixels in three cases:
               4:4:4 with CABAC and an 8×8 transform, of builds before 151 (`h264_cabac.c`); lossless 8×8 intra blocks in the
@@ -22,9 +22,14 @@ description or each keyframe contains (ISO/IEC 14496-15, 4.8 and 5.3; the AV1 bi
     MJPEG     Tables and comments of an image. All images that were seen have their own tables.
     PNG       Nothing.
 
-The file names are those of FFmpeg 5.1.9 in `libavcodec`. The following is not looked for. x264 had B-frames as references and
-the error in spatial direct prediction from build 20 to 33, March to August 2005, as an option that was off: to find such a
-file, the first packet of every file with B-frames would have to be read.
+The names are those of source files of FFmpeg 5.1.9, in `libavcodec`.
+
+If a file was joined from parts of several encoders, only the first keyframe of a part may name its encoder. Later keyframes of
+the part would be decoded with the preamble of the file, so `clip.pack` raises an error when it finds such a keyframe.
+
+Builds of x264 up to 33 have no preamble unless their profile is High 4:4:4 Predictive. Their error needs B-frames as
+references, an option from March 2005 on that was off by default, and build 34 is from August 2005. To find these files, the
+first packet of every file with B-frames would have to be read.
 """
 
 from __future__ import annotations
