@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import re
+import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -18,9 +22,11 @@ from support.slow import examples, slow_after
 
 from dali_stream.decode import torchcodec as decode
 from dali_stream.errors import DecodeError
+from dali_stream.mp4.boxes import UPRIGHT, box, full_box
 from dali_stream.mp4.clip import Clip, UnsafeForNvdec, pack, packet_hashes, span
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.index import VideoIndex, read_index
+from dali_stream.mp4.muxer import Track, head
 from dali_stream.storage import LocalStore
 
 PROPERTY = examples(40)
@@ -249,3 +255,146 @@ def test_frames_before_a_file_that_was_cut_in_an_open_gop(tmp_path: Path) -> Non
         with pytest.raises(DecodeError, match="was cut in the middle of an open GOP"):
             decode.decode(store, [table] * len(samples), samples, video)
     assert decode.decode(store, [table], [len(leading) + 1], video)[0].shape[0] == 1
+
+
+# ---- what FFmpeg keeps from the start of a stream
+
+
+def frames_of(store: LocalStore, requests: list[tuple[VideoIndex, int]]) -> np.ndarray:
+    """The frames of packets, decoded in as few clips as possible."""
+    tables, packets = zip(*requests, strict=True)
+    return decode.decode(store, tables, packets, describe(tables[0].configs[0]))[0]
+
+
+def by_packet(path: Path, table: VideoIndex) -> np.ndarray:
+    """The frames of a whole decode of a file, by packet."""
+    shown: np.ndarray = data.whole_file(path).movedim(1, -1).numpy()
+    return shown[np.argsort(table.display_order[:])]
+
+
+def assert_clips_are_like_the_whole(path: Path) -> np.ndarray:
+    """Each frame alone, and all of them together, equal those of a whole decode, which are returned by packet."""
+    store = LocalStore(str(path.parent))
+    table = read_index(store, path.name)
+    whole = by_packet(path, table)
+    last_first = range(len(table))[::-1]
+    np.testing.assert_array_equal(frames_of(store, [(table, packet) for packet in last_first]), whole[::-1])
+    for packet in range(0, len(table), 5):
+        np.testing.assert_array_equal(frames_of(store, [(table, packet)])[0], whole[packet])
+    return whole
+
+
+def test_a_clip_of_an_old_x264_begins_late(tmp_path: Path) -> None:
+    """4:4:4 of build 150, as that encoder wrote it. FFmpeg decodes its frames wrongly if it does not know the build."""
+    path = data.of_build_150(tmp_path / "old.mp4")
+    whole = assert_clips_are_like_the_whole(path)
+    no_build = by_packet(data.of_x264(path, tmp_path / "no build.mp4", None), read_index(LocalStore(str(tmp_path)), "old.mp4"))
+    assert np.abs(whole.astype(int) - no_build).max() > 100
+
+
+@pytest.mark.parametrize("build", [148, None, 164])
+def test_the_build_of_x264_in_the_first_packet_counts_for_all_clips(build: int | None, tmp_path: Path) -> None:
+    new = data.encode(data.draw(), tmp_path / "new.mp4", data.lossless(12))
+    whole = assert_clips_are_like_the_whole(data.of_x264(new, tmp_path / "patched.mp4", build))
+    differs = (whole != by_packet(new, read_index(LocalStore(str(tmp_path)), "new.mp4"))).any((1, 2, 3))
+    assert differs.all() if build == 148 else not differs.any()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([148, None, 164])), ids=str)
+def test_files_of_several_builds_of_x264_with_equal_parameter_sets(order: tuple[int | None, ...], tmp_path: Path) -> None:
+    new, store = data.encode(data.draw(), tmp_path / "new.mp4", data.lossless(12)), LocalStore(str(tmp_path))
+    paths = [data.of_x264(new, tmp_path / f"{build}.mp4", build) for build in order]
+    tables = [read_index(store, path.name) for path in paths]
+    assert len({table.configs for table in tables}) == 1
+    whole = [by_packet(*each) for each in zip(paths, tables, strict=True)]
+    for packets in ([0, 30], [25, 0], [70, 40]):
+        requests = [(file, packet) for packet in packets for file in range(3)]
+        found = frames_of(store, [(tables[file], packet) for file, packet in requests])
+        np.testing.assert_array_equal(found, [whole[file][packet] for file, packet in requests])
+    old = order.index(148)
+    assert pack(store, [tables[file] for file in range(3) if file != old], [30, 30]).coded_frames == 14
+    with pytest.raises(DecodeError, match="or encoders cannot share a clip"):
+        pack(store, tables[:2] if old < 2 else tables[1:], [30, 30])
+
+
+def test_a_file_that_was_joined_from_parts_of_several_builds_of_x264(tmp_path: Path) -> None:
+    """Each part names its build, but its later keyframes do not."""
+    new = data.encode(data.draw(), tmp_path / "new.mp4", data.lossless(12))
+    store, text = LocalStore(str(tmp_path)), b"x264 - core 164"
+
+    def joined(packets: list[bytes]) -> list[bytes]:
+        sei = packets[0][: 4 + int.from_bytes(packets[0][:4], "big")]
+        assert text in sei
+        return [
+            sei.replace(text, b"x264 - core 148") + packets[0][len(sei) :],
+            *packets[1:36],
+            sei + packets[36],
+            *packets[37:],
+        ]
+
+    path = data.with_packets(new, tmp_path / "joined.mp4", joined)
+    table = read_index(store, path.name)
+    np.testing.assert_array_equal(frames_of(store, [(table, 30)])[0], by_packet(path, table)[30])
+    with pytest.raises(DecodeError, match=r"is of another encoder than the first one, .* `ffmpeg -copyts -i IN .* OUT.mp4`"):
+        frames_of(store, [(table, 40)])
+    data.ffmpeg("-copyts", "-i", path, "-map", "0:v:0", "-c:v", "libx264", "-crf", "18", mended := tmp_path / "OUT.mp4")
+    assert data.identities(data.whole_file(mended)) == [(e, f) for e, n in enumerate(data.EPISODES) for f in range(n)]
+    mended_frames = assert_clips_are_like_the_whole(mended)[read_index(store, "OUT.mp4").display_order[:]]
+    whole = data.whole_file(path).movedim(1, -1).numpy().astype(int)
+    assert np.abs(mended_frames - whole).mean((1, 2, 3)).max() < 3
+
+
+MPEG4 = (*data.mpeg4(12), "-flags", "+qpel")
+
+
+def test_a_file_that_was_joined_from_parts_of_several_encoders_of_mpeg4(tmp_path: Path) -> None:
+    plain = data.encode(data.draw(), tmp_path / "plain.mp4", MPEG4)
+    path = data.with_packets(
+        plain, tmp_path / "joined.mp4", lambda packets: [*packets[:36], b"\0\0\1\xb2XviD0001" + packets[36], *packets[37:]]
+    )
+    table = read_index(store := LocalStore(str(tmp_path)), path.name)
+    np.testing.assert_array_equal(frames_of(store, [(table, 30)])[0], by_packet(path, table)[30])
+    with pytest.raises(DecodeError, match="is of another encoder than the first one"):
+        frames_of(store, [(table, 40)])
+
+
+NOTES = {b"XviD0001": 40, b"XviD0064": 2, b"DivX503b1393": 40, b"FFmpeg0.4.9b4600": 1, b"Lavc59.37.100": 0}
+
+
+@pytest.mark.parametrize("note", NOTES, ids=bytes.decode)
+def test_user_data_of_the_first_packet_counts_for_all_clips(note: bytes, tmp_path: Path) -> None:
+    """MPEG-4: FFmpeg selects its inverse transform by the encoder, and undoes errors of old builds."""
+    plain = data.encode(data.draw(), tmp_path / "plain.mp4", MPEG4)
+    path = data.with_packets(plain, tmp_path / "noted.mp4", lambda packets: [b"\0\0\1\xb2" + note + packets[0], *packets[1:]])
+    whole = assert_clips_are_like_the_whole(path).astype(int)
+    unnoted = by_packet(plain, read_index(LocalStore(str(tmp_path)), "plain.mp4"))
+    assert np.abs(whole - unnoted).max() >= NOTES[note]
+    assert NOTES[note] or (whole == unnoted).all()
+
+
+def test_user_data_of_the_sample_description_counts_for_all_clips(tmp_path: Path) -> None:
+    plain = data.encode(data.draw(), tmp_path / "plain.mp4", MPEG4).read_bytes()
+    [version] = set(re.findall(rb"Lavc[\d.]+", plain[plain.index(b"esds") :]))
+    (tmp_path / "xvid.mp4").write_bytes(plain.replace(version, b"XviD0001" + bytes(len(version) - 8)))
+    whole = assert_clips_are_like_the_whole(tmp_path / "xvid.mp4").astype(int)
+    assert np.abs(whole - by_packet(tmp_path / "plain.mp4", read_index(LocalStore(str(tmp_path)), "plain.mp4"))).max() >= 40
+
+
+def test_clips_of_vp8(tmp_path: Path) -> None:
+    """FFmpeg writes no MP4 with VP8, but reads it."""
+    webm, path = tmp_path / "a.webm", tmp_path / "a.mp4"
+    lengths = 9, 12
+    data.encode(data.draw(lengths), webm, ("-c:v", "libvpx", "-b:v", "1M", "-deadline", "realtime", "-g", "5"))
+    with av.open(str(webm)) as container:
+        packets = [(bytes(packet), packet.is_keyframe) for packet in container.demux(video=0) if packet.size]
+    n, (height, width) = len(packets), data.SIZE
+    description = box(
+        b"vp08", bytes(6), struct.pack(">H16xHHIIIH32sHh", 1, width, height, 72 << 16, 72 << 16, 0, 1, bytes(32), 24, -1),
+        full_box(b"vpcC", 1, 0, bytes([0, 10, 0x82, 2, 2, 2, 0, 0])),
+    )  # fmt: skip
+    sync, size = np.array([key for _, key in packets]), np.array([len(packet) for packet, _ in packets])
+    header = UPRIGHT + struct.pack(">II", width << 16, height << 16)
+    track = Track(15360, header, (description,), size, 512 * np.arange(n), sync, np.zeros(n, np.int64), 512)
+    path.write_bytes(head(track) + b"".join(packet for packet, _ in packets))
+    assert_clips_are_like_the_whole(path)
+    assert data.identities(data.whole_file(path)) == [(e, f) for e, length in enumerate(lengths) for f in range(length)]

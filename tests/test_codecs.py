@@ -3,6 +3,7 @@ sequential decode, and by the stamp in the frame."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,36 @@ CODECS = {
     "av1-10bit": data.av1(12, pixels="yuv420p10le"),
     "vp9-10bit": data.vp9(12, pixels="yuv420p10le"),
     "vp9-444": data.vp9(12, pixels="yuv444p"),
+    "mjpeg": ("-c:v", "mjpeg", "-q:v", "3", "-pix_fmt", "yuvj420p"),
+    "png": ("-c:v", "png", "-pix_fmt", "rgb24"),
 }
+
+
+# Files whose first packet names an encoder whose errors FFmpeg undoes.
+OLD_ENCODERS: dict[str, Callable[[Path], Path]] = {
+    "x264": lambda folder: data.of_x264(
+        data.encode(data.draw(), folder / "new.mp4", data.lossless(12)), folder / "video.mp4", 148
+    ),
+    "Xvid": lambda folder: data.with_packets(
+        data.encode(data.draw(), folder / "new.mp4", (*data.mpeg4(12), "-flags", "+qpel")),
+        folder / "video.mp4",
+        lambda packets: [b"\0\0\1\xb2XviD0001" + packets[0], *packets[1:]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OLD_ENCODERS)
+def test_every_frame_of_an_old_encoder_is_that_of_the_whole_file(name: str, tmp_path: Path) -> None:
+    """The pixels of a frame do not depend on what shares its batch, its clip or its place in the frame cache."""
+    video = OLD_ENCODERS[name](tmp_path)
+    root = data.write_dataset(tmp_path / "set", [video])
+    check_identity(root, [video])
+    truth = data.whole_file(video)
+    for batch_size in (16, 1):
+        with data.loader(root, batch_size=batch_size, frame_cache=str(tmp_path / "frames"), seed=batch_size) as loader:
+            shown = {(e, f): picture for e, f, picture in data.samples(loader)}
+            assert (loader.stats()["decoded_frames"] == 0) == (batch_size == 1)
+        assert [key for key, frame in zip(sorted(shown), truth, strict=True) if not shown[key].equal(frame)] == []
 
 
 # The fast tests have GOPs of 1 and 12 frames, open GOPs, and one GOP for the whole file; each codec; 10 bit, 4:2:2 and 4:4:4.

@@ -130,6 +130,40 @@ def test_several_sample_descriptions(tmp_path: Path) -> None:
     assert_same_stream(root, tmp_path / "out")
 
 
+def test_copies_of_old_encoders_have_the_same_pixels(tmp_path: Path) -> None:
+    """A copy that begins at a later keyframe names the encoder, and files of other encoders are not joined with it."""
+    frames = [video_data.draw(first=2 * n) for n in range(3)]
+    files = [video_data.encode(each, tmp_path / f"{n}.mp4", video_data.lossless(12)) for n, each in enumerate(frames)]
+    for path, x264 in zip(files, (148, 164, 148), strict=True):
+        video_data.of_x264(path, path, x264)
+    root = video_data.write_dataset(tmp_path / "data", files, [video_data.EPISODES] * 3)
+    truth = torch.cat([video_data.whole_file(path) for path in files])
+    chosen = [1, 2, 3, 5]  # the first and the last of them begin in the middle of files of build 148
+    prepared(root, tmp_path / "out", episodes=chosen)
+    written = videos(tmp_path / "out")
+    assert [path.read_bytes().count(b"x264 - core 1") for path in written] == [1, 1, 1]
+    with video_data.loader(tmp_path / "out") as loader:
+        shown = {(e, f): picture for e, f, picture in video_data.samples(loader)}
+    starts = np.cumsum([0, *video_data.EPISODES * 3])
+    expected = [truth[starts[episode] : starts[episode + 1]] for episode in chosen]
+    assert len(shown) == sum(map(len, expected))
+    assert [(e, f) for (e, f), picture in shown.items() if not picture.equal(expected[e][f])] == []
+    # FFmpeg decodes the copies in the same way from their start.
+    whole = torch.cat([video_data.whole_file(path) for path in written])
+    assert all((whole == picture).all((1, 2, 3)).any() for picture in shown.values())
+
+
+def test_mpeg4_of_several_sample_descriptions_is_not_joined(tmp_path: Path) -> None:
+    """FFmpeg decodes MPEG-4 with the first sample description of a file, whatever the others say."""
+    arguments = (*video_data.mpeg4(12), "-flags", "+qpel"), (*video_data.mpeg4(12), "-mpeg_quant", "1")
+    files = [video_data.encode(video_data.draw(first=2 * n), tmp_path / f"{n}.mp4", a) for n, a in enumerate(arguments)]
+    root = video_data.write_dataset(tmp_path / "data", files, [video_data.EPISODES] * 2)
+    prepared(root, tmp_path / "out")
+    assert_same_stream(root, tmp_path / "out")
+    written = [video_data.whole_file(path) for path in videos(tmp_path / "out")]
+    assert torch.equal(torch.cat(written), torch.cat([video_data.whole_file(path) for path in files]))
+
+
 def test_an_edit_list_and_a_late_start_go(tmp_path: Path) -> None:
     path = video_data.encode(video_data.draw(), tmp_path / "a.mp4", (*video_data.h264(12), "-output_ts_offset", "0.5"))
     assert b"elst" in path.read_bytes()

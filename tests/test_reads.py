@@ -27,11 +27,13 @@ from support.slow import examples, slow_after
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader, MemoryBudgetError, StorageError
 from dali_stream.cache.open_episodes import OpenEpisodes, ReadLimits
 from dali_stream.cache.video import BlockCache, _Block
+from dali_stream.mp4.boxes import HEAD
 from dali_stream.mp4.clip import span
 from dali_stream.mp4.index import read_index
+from dali_stream.mp4.slices import SLICE_HEAD
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.samples import Samples
-from dali_stream.storage import LocalStore
+from dali_stream.storage import LocalStore, open_store
 
 CAMERA = videos.CAMERA
 FILM, FILES = 45, 3  # frames of a video file, and number of files
@@ -124,6 +126,36 @@ def test_encoded_video_in_memory_is_not_requested_again(tmp_path: Path) -> None:
             needed = loader.stats()["needed_bytes"]
         asked = [stop - start for _, start, stop in spans(server.requests, ".mp4")]
     assert sum(asked[of_index:]) == sizes.sum() + shared <= needed
+
+
+# Arguments, and whether the first packet is read for the index: decoding High 4:4:4 Predictive and MPEG-4 may depend on the
+# encoder, which it names.
+FIRST_PACKETS = {
+    "av1": (videos.av1(2), False),
+    "h264": (videos.h264(12), False),
+    "hevc": (videos.hevc(12), False),
+    "vp9": (videos.vp9(12), False),
+    "h264-444": (videos.h264(12, pixels="yuv444p"), True),
+    "mpeg4": (videos.mpeg4(12), True),
+}
+
+
+@pytest.mark.parametrize("in_front", [False, True])
+@pytest.mark.parametrize("codec", FIRST_PACKETS)
+def test_the_first_packet_is_read_only_if_it_may_name_the_encoder(codec: str, in_front: bool, tmp_path: Path) -> None:
+    arguments, names_encoder = FIRST_PACKETS[codec]
+    frames = np.random.default_rng(0).integers(0, 256, (26, 64, 96, 3), np.uint8)
+    layout = ("-movflags", "+faststart", "-metadata", f"comment={'x' * HEAD}") if in_front else ()
+    index = read_index(LocalStore(str(tmp_path)), videos.encode(frames, tmp_path / "a.mp4", (*arguments, *layout)).name)
+    with Server(tmp_path) as server:
+        read_index(open_store(server.url), "a.mp4")
+        asked = [span[1:] for span in spans(server.requests, ".mp4")]
+    # The first 8 KiB, and the rest of `moov`. They contain the beginning of the first packet if `moov` is behind the packets.
+    first, second = index.offset[index.keyframes[:2]].tolist()
+    more = asked[2:]
+    assert asked[0] == (0, HEAD)
+    assert [start for start, _ in more] == [second] * codec.startswith("h264") + [first] * (names_encoder and in_front)
+    assert all(stop - start <= SLICE_HEAD for start, stop in more)
 
 
 def test_packets_that_no_block_of_the_batch_contains_are_requested(tmp_path: Path) -> None:

@@ -219,6 +219,20 @@ def test_the_route_goes_by_the_headers_of_a_file(name: str, monkeypatch: pytest.
     assert reason in found.reason
 
 
+def test_a_video_of_an_old_encoder_is_kept_from_nvdec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """NVDEC decodes it as if its encoder had no error."""
+    let_nvdec_answer(monkeypatch)
+    new, store = video_data.encode(video_data.draw(), tmp_path / "new.mp4", video_data.lossless(12)), open_store(str(tmp_path))
+    table, video = table_of(video_data.of_x264(new, tmp_path / "old.mp4", 148))
+    reason = "h264 of an encoder whose errors FFmpeg undoes, and NVDEC does not"
+    assert refusal.refusal_of_torchcodec(0, video, table) == refusal.refusal(0, video, table) == reason
+    assert route.choose("auto", 0, video, table, store) == route.Route("torchcodec", reason)
+    for decode in ("torchcodec-cuda", "dali"):
+        with pytest.raises(ValueError, match=reason):
+            route.choose(decode, 0, video, table, store)
+    assert not refusal.refusal_of_torchcodec(0, *table_of(new)[::-1])
+
+
 def test_av1_that_declares_other_lines_than_it_codes_is_kept_from_nvdec(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from dali_stream.mp4.hidden import hidden_frames, hidden_frames_refusal
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.keyframes import has_other_keyframes, other_keyframes_refusal
 from dali_stream.mp4.parameter_sets import UNSPECIFIED
+from dali_stream.mp4.preamble import encoder_refusal
 from dali_stream.storage import Store
 
 DALI_ON_CPU = ("vp8", "vp9", "mjpeg")
@@ -45,7 +46,9 @@ def refusal(gpu: int | None, video: VideoFormat, index: VideoIndex) -> str:
         return "the file asks for rotated frames, which DALI does not support"
     if index.open_gops:
         return _OPEN_GOPS
-    return "" if gpu is None else _unsafe_on_nvdec(video)
+    if gpu is None:
+        return ""
+    return encoder_refusal(video.codec) if any(index.preambles) else _unsafe_on_nvdec(video)
 
 
 def refusal_of_torchcodec(gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store | None = None) -> str:
@@ -62,6 +65,8 @@ def refusal_of_torchcodec(gpu: int | None, video: VideoFormat, index: VideoIndex
         return refused
     if index.open_gops:
         return _OPEN_GOPS
+    if any(index.preambles):
+        return encoder_refusal(video.codec)
     if video.matrix not in _TORCHCODEC_MATRICES:
         return f"the colours are those of {video.matrix_name}, and torchcodec converts them as BT.601 on NVDEC"
     if video.colours_in_file_only:

@@ -150,8 +150,8 @@ def _holds_back(store: Store, indices: Sequence[VideoIndex]) -> bool:
 def _groups(indices: Sequence[VideoIndex], packets: Sequence[int]) -> list[list[int]]:
     """Divide requests into groups that can share a clip, and return the request numbers of each group.
 
-    The requests of a group have the same sample description. In a file with open GOPs, they also have the same first packet to
-    decode, because `pack` accepts only one run of consecutive packets from such a file.
+    The requests of a group have the same `config`. In a file with open GOPs, they also have the same first packet to decode,
+    because `pack` accepts only one run of consecutive packets from such a file.
     """
     groups: dict[Hashable, list[int]] = {}
     for i, (index, packet) in enumerate(zip(indices, packets, strict=True)):

@@ -150,10 +150,10 @@ class TorchcodecDecoder(VideoFiles):
     def _tasks(self, plan: FramePlan, episodes: OpenEpisodes) -> list[list[_Frame]]:
         """Distribute the frames of a batch to tasks.
 
-        The frames of a task share their sample description, because a clip has only one. Each GOP is in one task, and GOPs that
+        The frames of a task share their `config`, because a clip has only one. Each GOP is in one task, and GOPs that
         are next to each other in a file are in the same task if possible.
         """
-        by_config: dict[tuple[bytes, bytes], list[list[_Frame]]] = {}
+        by_config: dict[tuple[bytes, ...], list[list[_Frame]]] = {}
         for gop in sorted(self._gops(plan, episodes), key=lambda gop: (gop[0].file.path, gop[0].packet)):
             by_config.setdefault(config(gop[0].file, gop[0].packet), []).append(gop)
         tasks = []

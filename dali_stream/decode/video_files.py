@@ -28,8 +28,8 @@ class VideoFiles:
     def __init__(self, source: Source, key: str, any_size: bool = False) -> None:
         self.key, self._source, self._any_size = key, source, any_size
         self._other_sizes = OtherSizes(source, key)
-        self._formats: dict[tuple[bytes, bytes], VideoFormat] = {}
-        self._agreeing = set[tuple[int, tuple[bytes, bytes]]]()  # datasets, and results of `config` that agree with them
+        self._formats: dict[tuple[bytes, ...], VideoFormat] = {}
+        self._agreeing = set[tuple[int, tuple[bytes, ...]]]()  # datasets, and results of `config` that agree with them
 
     def checked(self, index: VideoIndex, packets: Int64, episode: int) -> None:
         """Compare the sample descriptions of an episode's packets with the metadata.

@@ -8,6 +8,7 @@
 
 Decoding starts at a keyframe and continues to the requested frame, so a request requires this prefix of its GOP. The packets of
 a prefix stay in decode order. Times are rewritten to a constant frame rate, so that the time of a frame determines its index.
+If decoding depends on the encoder, bytes that name it precede the first packet (see `preamble`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dali_stream.mp4.damage import checker
 from dali_stream.mp4.format import codec_of
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.muxer import Track, head
+from dali_stream.mp4.preamble import depends_on_encoder, preamble_of
 from dali_stream.mp4.slices import is_idr
 from dali_stream.observe.counters import Timed, untimed
 from dali_stream.storage import Store
@@ -122,7 +124,7 @@ class _Run:
     def hashes(self, data: bytes, start: int) -> dict[int, int]:
         """Return {packet whose decoding starts at a keyframe: hash of the packets of this run from the keyframe to it}.
 
-        The hashes do not depend on the run. They have 64 bits, and are never 0.
+        The preamble counts as well. The hashes do not depend on the run. They have 64 bits, and are never 0.
 
         Args:
             data: Bytes of the packets, as `read` returns them.
@@ -131,7 +133,7 @@ class _Run:
         index, view = self.index, memoryview(data)
         own = self if start == self.packets[0] else _Run(index, start, self.packets[-1])
         places = dict(zip(self.packets, itertools.accumulate(self.sizes, initial=0), strict=False))
-        hashes, digest = {}, hashlib.blake2b(digest_size=8)
+        hashes, digest = {}, hashlib.blake2b(config(index, start)[-1], digest_size=8)
         for packet, size in zip(own.packets, own.sizes, strict=True):
             digest.update(view[places[packet] : places[packet] + size])
             hashes[packet] = int.from_bytes(digest.digest(), "little") or 1
@@ -151,15 +153,23 @@ class _Run:
 
         Raises:
             UnsafeForNvdec: If `for_nvdec` is set and NVDEC would decode the frames wrongly.
-            DecodeError: If a frame is damaged.
+            DecodeError: If a frame is damaged, or written by another encoder than the first one.
         """
         index, at = self.index, 0
-        config = index.configs[index.config[self.packets[0]]]
+        number = index.config[self.packets[0]]
+        config = index.configs[number]
         check, codec = checker(config), codec_of(config) if for_nvdec else ""
         look = codec in hidden.CODECS and not hidden_frames
         if check is None and not look:
             return
+        names_encoder = depends_on_encoder(config)
         for packet, size in zip(self.packets, self.sizes, strict=True):
+            if names_encoder and preamble_of(config, data[at : at + size]) not in (None, index.preambles[number]):
+                raise DecodeError(
+                    f"the encoded frame at bytes {index.offset[packet]} to {index.offset[packet] + size} is of another encoder "
+                    "than the first one, and FFmpeg undoes the errors of one of them. Encode the file again: "
+                    "`ffmpeg -copyts -i IN -map 0:v:0 -c:v libx264 -crf 18 OUT.mp4`"
+                )
             if check and size and (wrong := check(data, at, at + size, at == 0)):
                 raise DecodeError(
                     f"the encoded frame at bytes {index.offset[packet]} to "
@@ -189,7 +199,7 @@ def pack(
 
     Args:
         store: Store of the files.
-        indices: Index of the file of each request. All requested packets must have the same sample description.
+        indices: Index of the file of each request. All requested packets must have the same `config`.
         packets: Packet of each request in its file. Requests may be repeated.
         from_the_start: Whether the clip starts at the first frame of the file. Default: False.
         for_nvdec: Whether to refuse frames that are decoded wrongly on NVDEC. Default: False.
@@ -204,8 +214,8 @@ def pack(
         UnsafeForNvdec: If `for_nvdec` is set, and a packet has hidden frames or decoding starts at a keyframe that is not an
             IDR frame.
         DecodeError: If a file has open GOPs (see `VideoIndex.open_gops`) and the clip would have more than one run, if the
-            sample descriptions differ, if a frame is damaged or depends on frames before the start of the file, or if a file
-            has become shorter.
+            sample descriptions or encoders differ, if a frame is damaged or depends on frames before the start of the file, or
+            if a file has become shorter.
     """
     # Requests of the same file whose decoding starts at the same packet share a run, which ends with the last of their packets.
     stops: dict[tuple[int, int], int] = {}
@@ -225,7 +235,7 @@ def pack(
     configs = {config(index, 0) for index in by_id.values() if len(index.configs) == 1}
     mixed = [run for run in runs.values() if len(run.index.configs) > 1]
     if len(configs.union(config(run.index, packet) for run in mixed for packet in (run.packets[0], run.packets[-1]))) > 1:
-        raise DecodeError("frames of different sample descriptions (stsd) cannot share a clip")
+        raise DecodeError("frames of different sample descriptions (stsd) or encoders cannot share a clip")
     # The runs are displayed one after the other, so the index of a frame is its rank in its run plus the length of all earlier
     # runs.
     before = dict(zip(runs, itertools.accumulate((len(run.packets) for run in runs.values()), initial=0), strict=False))
@@ -266,9 +276,10 @@ def packet_hashes(store: Store, index: VideoIndex, packets: Sequence[int]) -> di
     return hashes
 
 
-def config(index: VideoIndex, packet: int) -> tuple[bytes, bytes]:
-    """Return what all packets of a clip must have in common: the sample description, and the matrix and size of the track."""
-    return index.configs[index.config[packet]], index.track_header
+def config(index: VideoIndex, packet: int) -> tuple[bytes, bytes, bytes]:
+    """Return what all packets of a clip share: the sample description, the matrix and size of the track, and the preamble."""
+    number = index.config[packet]
+    return index.configs[number], index.track_header, index.preambles[number]
 
 
 def span(index: VideoIndex, packet: int) -> tuple[int, int]:
@@ -314,14 +325,17 @@ def _mux(runs: list[_Run], body: list[bytes]) -> bytearray:
     # Only the first packet of each run is marked as a keyframe. A run may also contain the keyframe of an open GOP. If that
     # were marked, a decoder could seek to it, and lose the frames that follow it but are displayed before it.
     sync[begins] = True
+    description, track_header, preamble = config(index, first)
+    sizes = [size for run in runs for size in run.sizes]
+    sizes[0] += len(preamble)
     track = Track(
         TIMESCALE,
-        index.track_header,
-        (index.configs[index.config[first]],),
-        size=np.array([size for run in runs for size in run.sizes]),
+        track_header,
+        (description,),
+        size=np.array(sizes),
         pts=TICK * np.array([begin + rank for begin, run in zip(begins, runs, strict=True) for rank in run.ranks]),
         sync=sync,
         config=np.zeros(len(sync), np.int64),
         last=TICK,
     )
-    return bytearray().join((head(track), *body))
+    return bytearray().join((head(track), preamble, *body))

@@ -19,6 +19,7 @@ from dali_stream.mp4.boxes import find, read_moov
 from dali_stream.mp4.column import Column, Line, packed
 from dali_stream.mp4.display import apply_edit_list, track_header
 from dali_stream.mp4.format import VideoFormat, codec_of, describe, displayed
+from dali_stream.mp4.preamble import depends_on_encoder, preamble_of
 from dali_stream.mp4.sample_tables import (
     packet_places,
     packet_sizes,
@@ -31,6 +32,7 @@ from dali_stream.mp4.sample_tables import (
 )
 from dali_stream.mp4.slices import SLICE_HEAD, is_intra_refresh
 from dali_stream.storage import Store
+from dali_stream.storage.store import StoreView
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +59,8 @@ class VideoIndex:
         longest_gop: Number of frames of the longest GOP.
         index_bytes: Size in bytes of the `moov` box from which the index was read.
         moov_hash: Hash of the `moov` box, 32 hexadecimal digits.
+        preambles: For each of `configs`, bytes to put before the first packet of a clip, which name the encoder. Empty for
+            most files. See the module `preamble`.
     """
 
     path: str
@@ -77,6 +81,7 @@ class VideoIndex:
     longest_gop: int
     index_bytes: int
     moov_hash: str
+    preambles: tuple[bytes, ...]
 
     def __len__(self) -> int:
         return len(self.offset)
@@ -195,10 +200,12 @@ def video_index(
     index_bytes: int,
     displayed: range | None = None,
     moov_hash: str = "",
+    preambles: tuple[bytes, ...] | None = None,
 ) -> VideoIndex:
     """Return an index, with its columns compressed. See `VideoIndex` for the arguments.
 
-    The times `pts` are in decode order and in ticks, shape (n,). By default, all frames are displayed.
+    The times `pts` are in decode order and in ticks, shape (n,). By default, all frames are displayed, and no packet names an
+    encoder.
     """
     n = len(size)
     order: Column = Line(0, 1, n)
@@ -230,27 +237,46 @@ def video_index(
         longest_gop=int(np.diff(np.append(keyframes, n)).max()),
         index_bytes=index_bytes,
         moov_hash=moov_hash,
+        preambles=preambles or (b"",) * len(configs),
     )  # fmt: skip
 
 
 def read_index(store: Store, path: str) -> VideoIndex:
     """Read the index of a file from its `moov` box.
 
-    For H.264, the beginning of the second keyframe is read as well, to check whether decoding can start at it.
+    For H.264, the beginning of the second keyframe is read as well, to check whether decoding can start at it. If decoding may
+    depend on the encoder, the beginning of the first packet is also read (see `preamble`).
 
     Raises:
         DecodeError: If the file is not an MP4, is truncated or fragmented, does not have exactly one video track, has an edit
             list of several parts, or if its index contradicts itself or the size of the file. The message names the file.
     """
     try:
-        return _parse(store, path, read_moov(store, path), store.size(path))
+        read = _Read(store)
+        return _parse(read, path, read_moov(read, path), store.size(path))
     except DecodeError as error:
         raise DecodeError(f"{store.where(path)}: {error}") from error.__cause__
     except (struct.error, ValueError, OverflowError, IndexError) as error:
         raise DecodeError(f"{store.where(path)}: invalid index (moov): {error}") from error
 
 
-def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
+class _Read(StoreView):
+    """Store that keeps the first bytes of a file. If `moov` is at the end, the beginning of the first packet is among them."""
+
+    _head = b""
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        data = self.store.read(path, start, stop)
+        if start == 0:
+            self._head = data
+        return data
+
+    def read_again(self, path: str, start: int, stop: int) -> bytes:
+        """Return bytes [start, stop) of a file without reading them if they are among its first bytes."""
+        return self._head[start:stop] if stop <= len(self._head) else self.read(path, start, stop)
+
+
+def _parse(store: _Read, path: str, moov: bytes, file_size: int) -> VideoIndex:
     track = video_track(moov)
     boxes = track_tables(moov, track)
     size = packet_sizes(boxes)
@@ -279,10 +305,16 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
         begin, length = int(offset[keyframes[1]]), int(size[keyframes[1]])
         if is_intra_refresh(configs[0], store.read(path, begin, begin + min(length, SLICE_HEAD))):
             keyframes = keyframes[:1]  # only the first keyframe of a file with intra refresh is decodable on its own
+    preambles = [b""] * len(configs)
+    for number in filter(lambda number: depends_on_encoder(configs[number]), range(len(configs))):
+        first = int(np.argmax(config == number))
+        begin, length = int(offset[first]), int(size[first])
+        data = store.read_again(path, begin, begin + min(length, SLICE_HEAD))
+        preambles[number] = preamble_of(configs[number], data) or b""
     index = video_index(
         path, configs, track_header(moov, track), timescale, offset=offset, size=size, pts=pts, keyframes=keyframes,
         config=config, index_bytes=len(moov), displayed=displayed,
-        moov_hash=xxhash.xxh3_128_hexdigest(moov),
+        moov_hash=xxhash.xxh3_128_hexdigest(moov), preambles=tuple(preambles),
     )  # fmt: skip
     _check(index)
     return index

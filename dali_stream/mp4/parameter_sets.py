@@ -53,7 +53,7 @@ def h264_sequences(avcc: bytes) -> list[Sequence]:
         DecodeError: If the box or an SPS is truncated or invalid.
     """
     units, _, _ = avc_sets(avcc) if avcc else ([], [], b"")
-    return [_h264(_unescaped(unit[1:])) for unit in units if unit and unit[0] & 31 == 7]
+    return [_h264(unescaped(unit[1:])) for unit in units if unit and unit[0] & 31 == 7]
 
 
 def avc_sets(avcc: bytes) -> tuple[list[bytes], list[bytes], bytes]:
@@ -82,10 +82,10 @@ def hevc_sequences(hvcc: bytes) -> list[Sequence]:
         sets = [bits.data(bits.take(16)) for _ in range(count)]
         units += sets if kind == 33 else []
     # The SPS of further layers (nuh_layer_id, 6 bits) has another layout. A decoder of one layer ignores it.
-    return [_hevc(_unescaped(unit[2:])) for unit in units if len(unit) > 1 and not unit[0] & 1 and not unit[1] >> 3]
+    return [_hevc(unescaped(unit[2:])) for unit in units if len(unit) > 1 and not unit[0] & 1 and not unit[1] >> 3]
 
 
-def _unescaped(unit: bytes) -> bytes:
+def unescaped(unit: bytes) -> bytes:
     """Return a NAL unit without its emulation prevention bytes: 00 00 03 becomes 00 00 (H.264, 7.3.1)."""
     return unit.replace(b"\0\0\3", b"\0\0")
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ from torchcodec.decoders import VideoDecoder  # type: ignore[attr-defined]  # ex
 
 import dali_stream
 from dali_stream.demo import read_identities, stamp
+from dali_stream.mp4.index import read_index
+from dali_stream.mp4.muxer import Track, head
+from dali_stream.storage import LocalStore
 from support.datasets import ROWS, Camera, Column, build
 from support.datasets import VIDEO as VIDEO
 
@@ -50,6 +55,12 @@ def h264(gop: int, open_gop: bool = False, pixels: str = "yuv420p", b_frames: in
 def h264_without_idr() -> tuple[str, ...]:
     """x264 with recovery points as keyframes after the first, and no frame displayed before the keyframe that it follows."""
     return (*X264, "-pix_fmt", "yuv420p", "-x264-params", "open-gop=1:keyint=13:bframes=1:b-adapt=0")
+
+
+def lossless(gop: int) -> tuple[str, ...]:
+    """x264 without loss: 4:2:0 of the profile High 4:4:4 Predictive, whose intra blocks FFmpeg decodes by the build of x264."""
+    params = f"keyint={gop}:min-keyint={gop}:bframes=3"
+    return (*X264[:4], "-qp", "0", "-sc_threshold", "0", "-pix_fmt", "yuv420p", "-x264-params", params)
 
 
 def hevc(gop: int, open_gop: bool = False, pixels: str = "yuv420p") -> tuple[str, ...]:
@@ -184,6 +195,50 @@ def shifted(root: Path, frames: float) -> Path:
     times = pa.array((table["timestamp"].to_numpy() + frames / FPS).astype(np.float32))
     pq.write_table(table.set_column(table.column_names.index("timestamp"), "timestamp", times), rows)
     return root
+
+
+# H.264 by x264 of build 150, 4:4:4 of 32×64: two keyframes, without the SEI message that names the build.
+_OF_BUILD_150 = (
+    "AAAAAWf0EAqRlxFoQAAAAwBAAAAPIQAAAAFo7gRESEQAAAABZYiEJ/OwOpCe7UcBJFKnaV4yXyOFpxY7M1Vmg+Qn7UsVATKk//6D/3W9voT+UqEd"
+    "HGtUFk3JplkrsdtaFs8/MARkd5+vGwomT5WD8Fk9+Q0Dd+cp5UmqEHOBCYAkato3h3MYquyJUTEHHBBBD/AQY+mWnkHqb7A1LrPnO+nNK/t0oiNR"
+    "dSq1FYsafsGm9DkJ8lw+l/svCZxiD6tLQiWrtY+2dIyRt6J2iucRxN9MYPoYrWU4mLqSuONeqZoLfq0edYPPXMthKlkXJAK5wFnuva4NEaVVAK0l"
+    "Q8eGfgdXzd/K3IROnlJOY73Adv5zdooKY1aRmpJIgfIwGZE/uzIxiV8Ed0Dj1JEql3Q6OEi7aaiUQP2FGb/IgJ9Z5iQ8tdSJlIaK9ucWNHawMhgt"
+    "O3jlzdk9YY2WDDr79VgXxHqBUTRz3ZJP3IkbrlIsZOrO8DNvDsI1DG89EHlPgttKzcMWOK3/wheXiF7xvTyi9T+o7f/yaGKkuuGBAAAAAWWIggPf"
+    "WyoJ9nnFegiLFOkWl/yHW+yMT6ZAq4HpuUvf4Rcf2sHb1MNTTvBkDvqQWmFBRp3LF3QbkchZ44evxoqP7ILTxJlds37fGpCcRj/0bVDfIyrvULZc"
+    "BceJu1zS3inMKLBBaleVPPxeY8EDcVrO0zZCtBIo7wFYI0vpB5FulCMx4WiGYtyJnyunL5DFjBs12+oTHYHqcoKFmYSBOOtRWKJWRRfnigshwsnU"
+    "LO8UiLgGmol0xk2hB5m2R4hTaAJ+MCdsdjxfoZmtmaktVifP+H5O0/m+A9Si6HIsM8uF12IsYKwHMOV2a0IR6OvyfHTaE3+Ov7qUKpXDcYdJXF3d"
+    "HyuTVwbcEsM8wfXWTg=="
+)
+
+
+def of_build_150(path: Path) -> Path:
+    """Write a 4:4:4 video of an old encoder, which only the first of its two keyframes names."""
+    start, *frames = base64.b64decode(_OF_BUILD_150).split(b"\0\0\0\1\x65")
+    text = b"x264 - core 150 r2835 79b36f2 - H.264/MPEG-4 AVC codec\0"
+    sei = b"\0\0\0\1\x06\x05" + bytes([16 + len(text)]) + bytes.fromhex("dc45e9bde6d948b7962cd820d923eeef") + text + b"\x80"
+    stream = (b"\0\0\0\1\x65").join([start + sei, *frames])
+    ffmpeg("-f", "h264", "-r", str(FPS), "-i", "-", "-c", "copy", path, stdin=stream)
+    return path
+
+
+def with_packets(source: Path, target: Path, change: Callable[[list[bytes]], list[bytes]]) -> Path:
+    """Write a file with other packets, and the times and keyframes of another one."""
+    index, data = read_index(LocalStore(str(source.parent)), source.name), source.read_bytes()
+    packets = change([data[start:end] for start, end in zip(index.offset[:].tolist(), index.end[:].tolist(), strict=True)])
+    size = np.array([len(packet) for packet in packets])
+    sync = np.isin(np.arange(len(size)), index.keyframes[:])
+    pts, last = index.pts() - index.shown_at[0], int(index.shown_at[1] - index.shown_at[0])
+    track = Track(index.timescale, index.track_header, index.configs, size, pts, sync, index.config[:], last)
+    target.write_bytes(head(track) + b"".join(packets))
+    return target
+
+
+def of_x264(source: Path, target: Path, build: int | None) -> Path:
+    """Write a file whose SEI message names another build of x264, or no build."""
+    text = b"x264 - core"
+    [(before, number)] = re.findall(b"(" + text + rb" )(\d+)", data := source.read_bytes())
+    target.write_bytes(data.replace(before + number, b"encoder 000 000" if build is None else b"%s %d" % (text, build)))
+    return target
 
 
 def whole_file(path: Path) -> torch.Tensor:

@@ -49,6 +49,11 @@ class Run:
     shift: int = 0
     begin: float = math.inf
 
+    @property
+    def preamble(self) -> bytes:
+        """Bytes to put before the first packet, which name the encoder (see `mp4.preamble`), unless the packet does so."""
+        return self.index.preambles[self.index.config[self.start]] if self.start else b""
+
     def times(self, fps: float) -> Int64:
         """Return the times of the packets in the source, in ticks. Hidden frames are moved away from the displayed ones.
 
@@ -65,6 +70,9 @@ def kind(index: VideoIndex) -> str:
     """Return a digest of the properties that all sources of a new file must share."""
     codecs = sorted({config[4:8] for config in index.configs})
     parts: list[Any] = [index.timescale, index.track_header.hex(), codecs]
+    # FFmpeg keeps what it knows of the encoder of the first part, and in MPEG-4 the first sample description.
+    if any(index.preambles) or b"mp4v" in codecs:
+        parts += [index.configs, index.preambles]
     if index.open_gops:
         # Frames that are displayed before the first keyframe depend on packets that the file lacks. A file with such frames is
         # not joined with others, since a decoder could treat them differently after the packets of another file.
@@ -145,11 +153,14 @@ def write(
     """
     configs = descriptions(runs)
     numbers = [np.array([configs.index(config) for config in run.index.configs]) for run in runs]
+    size = [run.index.size(slice(run.start, run.stop)) for run in runs]
+    for run, own in zip(runs, size, strict=True):
+        own[0] += len(run.preamble)
     track = Track(
         timescale=timescale,
         header=header,
         configs=configs,
-        size=np.concatenate([run.index.size(slice(run.start, run.stop)) for run in runs]),
+        size=np.concatenate(size),
         pts=np.concatenate(pts),
         sync=np.concatenate([np.isin(np.arange(run.start, run.stop), run.index.keyframes[:]) for run in runs]),
         config=np.concatenate(
@@ -159,8 +170,16 @@ def write(
     )
     with open(file, "wb") as out:
         out.write(muxer.head(track))
-        parts = (part for run in runs for part in read_packets(store, run.index, run.start, run.stop))
-        return track, _digest(parts, out.writelines)
+        return track, _digest(_parts(store, runs), out.writelines)
+
+
+def _parts(store: Store, runs: Sequence[Run]) -> Iterator[list[memoryview]]:
+    """Yield the packets of a new file, see `read_packets`."""
+    for run in runs:
+        parts = read_packets(store, run.index, run.start, run.stop)
+        first, *others = next(parts)
+        yield [memoryview(run.preamble + first) if run.preamble else first, *others]
+        yield from parts
 
 
 def read_back(store: Store, path: str, track: Track, digest: str) -> VideoIndex | None:
