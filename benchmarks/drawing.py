@@ -29,7 +29,7 @@ _STYLE = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "figure.facecolor": "white",
-    "font.family": "DejaVu Sans",  # comes with matplotlib
+    "font.family": "DejaVu Sans",  # part of matplotlib
     "font.size": 9,
     "legend.frameon": False,
     "legend.labelcolor": DIM,
@@ -49,7 +49,7 @@ class Picture(NamedTuple):
 
     Attributes:
         figure: The figure.
-        title: What the figure shows, in one line.
+        title: Subject of the figure, in one line.
         text: All panels and numbers, for readers who cannot see the figure. Pages have it as the text of the picture.
         notes: Sentences below the figure.
     """

@@ -41,7 +41,8 @@ KINDS = {  # names before the number of workers
 NEW_STREAMING = "lerobot-new-streaming"  # of its settings, the chart shows the fastest
 NOT_RUN = ("no GPU", "no LeRobot")  # beginnings of the error of a side that was not run
 SECOND_EPOCH = "Second epoch: all frames of this recording fit in memory_budget. A larger dataset "
-LARGER = {False: "runs every epoch at the first epoch's rate.", True: "runs as in the last panel."}  # by: is there such a panel
+# By whether the chart has a panel of a larger dataset.
+LARGER = {False: "runs every epoch at the first epoch's rate.", True: "runs as in the last panel."}
 EPOCHS = {  # of the report of disk_frames.py
     "without": "no frame cache, every epoch",
     "filling": "frame_cache, first epoch",
@@ -137,7 +138,7 @@ def frame_cache_panel(report: Report) -> tuple[str, list[Bar]]:
 
 
 def ran(report: Report) -> list[Report]:
-    """Return the loaders of a report that did not fail. Of the settings of LeRobot's new streaming, only the fastest."""
+    """Return the loaders of a report that did not fail. LeRobot's new streaming is included with its fastest setting only."""
     able = [side for side in report["peers"] if side["frames_per_s"] and not side["error"]]
     new = [side for side in able if side["name"].startswith(NEW_STREAMING)]
     fastest = max(new, key=lambda side: side["frames_per_s"], default=None)
