@@ -97,7 +97,7 @@ NEWEST := .venv-newest-$(DALI_EXTRA)
 test-newest: ## run the tests of decoders with the newest torch and torchcodec, or TORCH=2.14.1 TORCHCODEC=0.14.0 (8 GB)
 	INSTALL=libraries bash docker/install.sh
 	test -x $(NEWEST)/bin/pip || $(PYTHON) -m venv $(NEWEST)
-	grep -Ev '^torch(codec)?==' constraints.txt >$(NEWEST)/constraints.txt
+	grep -Ev '^torch(codec|vision)?==' constraints.txt >$(NEWEST)/constraints.txt
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade -c $(NEWEST)/constraints.txt -e '.[$(DALI_EXTRA),dev]' \
 	    'torch$(TORCH:%===%)' 'torchcodec$(TORCHCODEC:%===%)'
 	$(NEWEST)/bin/python benchmarks/newest.py --out .demo/newest.json -m 'not slow' $(SEVERAL) $(ARGS)

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from drawing import Picture, new_figure, style
 
 from dali_stream import Order
 from dali_stream.order import default_pools
@@ -177,7 +177,7 @@ def main() -> None:
         return
     print(tables(report))
     if arguments.figure:
-        arguments.figure.write_text(figure(report))
+        arguments.figure.write_text(figure(report).svg())
 
 
 # ---- tables and the figure
@@ -229,70 +229,42 @@ def _grid_table(cases: list[Case]) -> str:
     return "\n".join(lines)
 
 
-WIDTH, HEIGHT, LEFT, TOP, GAP = 420, 240, 60, 56, 90  # size of a panel and space around it, in pixels
 COLOURS = {"before": "#d95f02", "default": "#1f77b4"}
 
 
-def figure(report: dict[str, Any]) -> str:
-    """Draw variance and autocorrelation over the batch size. Return the SVG."""
+@style()
+def figure(report: dict[str, Any]) -> Picture:
+    """Draw variance and autocorrelation over the batch size."""
     curves = {name: _cases(rows) for name, rows in report["curve"].items()}
-    panels = (
-        ("variance of batch means (1: i.i.d.)", _variance, lambda v: math.log(v / 0.05, 100), (0.05, 0.1, 0.2, 0.5, 1, 2, 5)),
-        ("autocorrelation over 8 batches, the worst", _correlation, lambda v: v, (0, 0.25, 0.5, 0.75, 1)),
+    panels: tuple[tuple[str, Callable[[Case], float]], ...] = (
+        ("variance of batch means (1: i.i.d.)", lambda case: max(case.variance, 0.05)),
+        ("autocorrelation over 8 batches, the worst", lambda case: abs(case.autocorrelation)),
     )
-    width = 2 * (LEFT + WIDTH) + GAP // 3
     labels = {
         "before": f"consumers={BEFORE[0]}, episode_pool_size={BEFORE[1]}",
         "default": "chosen for the global batch (default)",
     }
-    height = TOP + HEIGHT + 56
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    for number, (name, label) in enumerate(labels.items()):
-        x = LEFT + 330 * number
-        parts.append(f'<circle cx="{x}" cy="16" r="4" fill="{COLOURS[name]}"/><text x="{x + 10}" y="20">{label}</text>')
-    for number, (title, value, scale, ticks) in enumerate(panels):
-        parts += _panel(LEFT + number * (WIDTH + LEFT), title, curves, value, scale, ticks)
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _variance(case: Case) -> float:
-    return max(case.variance, 0.05)
-
-
-def _correlation(case: Case) -> float:
-    return abs(case.autocorrelation)
-
-
-def _panel(
-    left: int,
-    title: str,
-    curves: dict[str, list[Case]],
-    value: Callable[[Case], float],
-    scale: Callable[[float], float],
-    ticks: Iterable[float],
-) -> Iterator[str]:
-    def down(v: float) -> float:
-        return round(TOP + HEIGHT * (1 - scale(v)), 1)
-
-    def across(size: int) -> float:
-        return round(left + WIDTH * math.log2(size) / 8, 1)
-
-    yield f'<text x="{left}" y="{TOP - 12}" font-weight="bold">{title}</text>'
-    for tick in ticks:
-        yield f'<line x1="{left}" x2="{left + WIDTH}" y1="{down(tick)}" y2="{down(tick)}" stroke="#dddddd"/>'
-        yield f'<text x="{left - 6}" y="{down(tick) + 4}" text-anchor="end">{tick:g}</text>'
-    for size in (2**n for n in range(9)):
-        yield f'<text x="{across(size)}" y="{TOP + HEIGHT + 18}" text-anchor="middle">{size}</text>'
-    below = f'x="{left + WIDTH / 2}" y="{TOP + HEIGHT + 40}" text-anchor="middle"'
-    yield f"<text {below}>batch size; {CURVE_EPISODES} episodes</text>"
-    for name, cases in curves.items():
-        dots = (f"M{across(c.batch_size)} {down(value(c))}h0" for c in cases)  # lines of length 0 with round ends
-        yield (
-            f'<path d="{"".join(dots)}" stroke="{COLOURS[name]}" stroke-width="4" stroke-linecap="round" stroke-opacity="0.7"/>'
-        )
+    drawn = new_figure(360)
+    texts = []
+    for axes, (title, value) in zip(drawn.subplots(1, 2), panels, strict=True):
+        axes.set_title(title, loc="left", size=10, weight="bold")
+        for name, cases in curves.items():
+            sizes, values = [case.batch_size for case in cases], list(map(value, cases))
+            axes.plot(sizes, values, ".", color=COLOURS[name], alpha=0.7, label=labels[name], mec="none")
+            texts.append(f"{title}, {labels[name]}: {min(values):.2f} to {max(values):.2f}")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([2**n for n in range(9)], [str(2**n) for n in range(9)])
+        axes.set_xlabel(f"batch size; {CURVE_EPISODES} episodes")
+        axes.grid(axis="y", color="#e4e8ee")
+    drawn.axes[0].set_yscale("log")
+    ticks = (0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+    drawn.axes[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    drawn.axes[0].minorticks_off()
+    drawn.axes[1].set_ylim(-0.03, 1)
+    drawn.legend(*drawn.axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=2)
+    below = f"batch size; {CURVE_EPISODES} episodes"
+    title = "Variance and autocorrelation over the batch size"
+    return Picture(drawn, title, f"{title}. {below}: 1 to 256. {'; '.join(texts)}.")
 
 
 if __name__ == "__main__":

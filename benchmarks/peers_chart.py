@@ -1,4 +1,4 @@
-"""Draw a bar chart of reports of peers.py, as an SVG that is readable on any background.
+"""Draw a bar chart of reports of peers.py, as an SVG with its panels and numbers as text.
 
     python benchmarks/peers_chart.py REPORT.json ... [--frame-cache REPORT.json] --out CHART.svg
 
@@ -14,17 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from argument_types import new_file
+from drawing import HEADING, ROW, Bar, Picture, bars, new_figure, spoken, style
 
-WIDTH, LEFT, RIGHT, MARGIN = 860, 250, 70, 20  # pixels; bars are drawn between LEFT and WIDTH - RIGHT
-BAR, ROW, LINE = 20, 30, 20
-OWN, OTHER, INK, DIM = "#0b7a5c", "#a9b4c2", "#1c2128", "#57606a"
-SIZES = {"title": 15, "text": 13, "small": 12}
 MODES = {
     "single": "Single frames",
     "sarm": "Windows of 8 frames, 1 s apart",
@@ -46,7 +41,8 @@ KINDS = {  # names before the number of workers
 NEW_STREAMING = "lerobot-new-streaming"  # of its settings, the chart shows the fastest
 NOT_RUN = ("no GPU", "no LeRobot")  # beginnings of the error of a side that was not run
 SECOND_EPOCH = "Second epoch: all frames of this recording fit in memory_budget. A larger dataset "
-LARGER = {False: "runs every epoch at the first epoch's rate.", True: "runs as in the last panel."}  # by: is there such a panel
+# By whether the chart has a panel of a larger dataset.
+LARGER = {False: "runs every epoch at the first epoch's rate.", True: "runs as in the last panel."}
 EPOCHS = {  # of the report of disk_frames.py
     "without": "no frame cache, every epoch",
     "filling": "frame_cache, first epoch",
@@ -69,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         on_disk = None if arguments.frame_cache is None else read_frame_cache(arguments.frame_cache)
-        arguments.out.write_text(chart([read(path) for path in arguments.reports], on_disk))
+        arguments.out.write_text(chart([read(path) for path in arguments.reports], on_disk).svg())
     except (OSError, ValueError) as error:
         print(f"peers_chart: {error}", file=sys.stderr)
         return 1
@@ -82,7 +78,7 @@ def read(path: Path) -> Report:
         report: Report = json.loads(path.read_text())
         if not ran(report):
             raise ValueError("at least one loader must have delivered a batch, got none. Measure again")
-        title(report), footer([report])  # these raise if an entry that they need is missing
+        panel(report), footer([report])  # these raise if an entry that they need is missing
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} must be a report of peers.py: {type(error).__name__}: {error}") from error
     return report
@@ -92,42 +88,34 @@ def read_frame_cache(path: Path) -> Report:
     """Read a report of disk_frames.py. Raises ValueError if the file is none."""
     try:
         report: Report = json.loads(path.read_text())
-        list(frame_cache_bars(report, 0, 1.0)), frame_cache_title(report)  # these raise if an entry that they need is missing
+        frame_cache_panel(report), circumstances(report)  # these raise if an entry that they need is missing
     except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
         raise ValueError(f"{path} must be a report of disk_frames.py: {type(error).__name__}: {error}") from error
     return report
 
 
-def chart(reports: list[Report], on_disk: Report | None = None) -> str:
-    """Return the SVG. It depends only on the reports, so that a test can compare it with the committed chart."""
-    fastest = max(max(rounds) for report in reports for side in ran(report) for _, _, rounds in epochs(side))
-    scale = (WIDTH - LEFT - RIGHT) / fastest
-    parts: list[str] = []
-    y = MARGIN
-    for report in reports:
-        y += LINE
-        parts.append(text(MARGIN, y, title(report), "title", weight=600))
-        y += 10
-        for side in sorted(ran(report), key=lambda side: -side["frames_per_s"]):
-            for epoch in epochs(side):
-                parts += bar(side, epoch, y, scale)
-                y += ROW
-        y += 10
-    if on_disk:
-        y += LINE
-        parts.append(text(MARGIN, y, frame_cache_title(on_disk), "title", weight=600))
-        parts += frame_cache_bars(on_disk, y + 10, scale)
-        y += 20 + ROW * len(EPOCHS)
-    for line in footer(reports, on_disk):
-        y += LINE
-        parts.append(text(MARGIN, y, line, "small", DIM))
-    height = y + MARGIN
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
-        f'font-family="Helvetica, Arial, sans-serif">\n<title>Frames per second of {escape(listed(reports))}</title>\n'
-        f'<rect width="{WIDTH}" height="{height}" rx="6" fill="#ffffff"/>\n'
-    )
-    return head + "\n".join(parts) + "\n</svg>\n"
+@style()
+def chart(reports: list[Report], on_disk: Report | None = None) -> Picture:
+    """Draw the chart. It depends only on the reports, so that a test can compare it with the committed chart."""
+    panels = [panel(report) for report in reports] + ([frame_cache_panel(on_disk)] if on_disk else [])
+    sizes, notes = [len(rows) for _, rows in panels], footer(reports, on_disk)
+    figure = new_figure(HEADING * len(panels) + ROW * sum(sizes), notes)
+    all_axes = figure.subplots(len(panels), height_ratios=sizes, sharex=True, squeeze=False)[:, 0]
+    for axes, (title, rows) in zip(all_axes, panels, strict=True):
+        bars(axes, title, rows)
+    names = "; ".join(title for title, _ in panels)
+    return Picture(figure, f"Frames per second. {names}", " ".join(spoken(*each) for each in panels), notes)
+
+
+def panel(report: Report) -> tuple[str, list[Bar]]:
+    """Return the title and the bars of a report, the fastest loader first."""
+    rows = []
+    for side in sorted(ran(report), key=lambda side: -side["frames_per_s"]):
+        wrong = "" if side["frames"]["equal"] else ", WRONG FRAMES"
+        for suffix, rate, rounds in epochs(side):
+            ends = min(rounds), max(rounds)
+            rows.append(Bar(named(side) + suffix, rate, f"{rate:.0f}{wrong}", side["name"] == "dali_stream", ends))
+    return title(report), rows
 
 
 def epochs(side: Report) -> list[tuple[str, float, list[float]]]:
@@ -138,50 +126,19 @@ def epochs(side: Report) -> list[tuple[str, float, list[float]]]:
     return [(", first epoch", side["frames_per_s"], side["rounds"]), (", second epoch", *second)]
 
 
-def bar(side: Report, epoch: tuple[str, float, list[float]], y: int, scale: float) -> Iterator[str]:
-    """Yield the elements of a bar: the name of the loader, the bar, the range of its rounds, and the number."""
-    suffix, rate, rounds = epoch
-    figure = f"{rate:.0f}" if side["frames"]["equal"] else f"{rate:.0f}, WRONG FRAMES"
-    yield from labelled(named(side) + suffix, figure, rate, rounds, y, scale, is_ours=side["name"] == "dali_stream")
-
-
-def labelled(label: str, figure: str, rate: float, rounds: list[float], y: int, scale: float, is_ours: bool) -> Iterator[str]:
-    """Yield the elements of a bar, with a label before it and a figure after it."""
-    middle, length = y + BAR // 2, rate * scale
-    slowest, fastest = (LEFT + limit * scale for limit in (min(rounds), max(rounds)))
-    weight = 600 if is_ours else 400
-    yield text(LEFT - 10, middle + 5, label, anchor="end", weight=weight)
-    yield f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" rx="2" fill="{OWN if is_ours else OTHER}"/>'
-    yield f'<path d="M{slowest:.1f} {middle}H{fastest:.1f}" stroke="{INK}" stroke-width="1.5"/>'
-    yield text(max(LEFT + length, fastest) + 8, middle + 5, figure, weight=weight)
-
-
-def frame_cache_bars(report: Report, y: int, scale: float) -> Iterator[str]:
-    """Yield the bars of the first dataset of a report of disk_frames.py, with the cache on a disk."""
-    place = next(place for place in report["datasets"][0]["folders"] if place["folder"] == "disk")
-    for number, (name, label) in enumerate(EPOCHS.items()):
-        rate = place["frames_per_s"][name]
-        yield from labelled(label, f"{rate:.0f}", rate, place["rounds"][name], y + ROW * number, scale, is_ours=True)
-
-
-def frame_cache_title(report: Report) -> str:
-    """Return a line with the request of disk_frames.py, and the memory."""
+def frame_cache_panel(report: Report) -> tuple[str, list[Bar]]:
+    """Return the title and the bars of the first dataset of a report of disk_frames.py, with the cache on a disk."""
     (height, width), budget = report["arguments"]["image_size"], report["arguments"]["memory_budget"]
-    return f"Single frames, memory_budget={budget}, too small for all: uint8 frames/s of {height}×{width}, batch 64"
-
-
-def text(
-    x: float, y: float, content: str, size: str = "text", fill: str = INK, anchor: str = "start", weight: int = 400
-) -> str:
-    """Return a line of text. `y` is its baseline."""
-    return (
-        f'<text x="{x:.1f}" y="{y}" font-size="{SIZES[size]}" fill="{fill}" text-anchor="{anchor}" '
-        f'font-weight="{weight}">{escape(content)}</text>'
-    )
+    place = next(place for place in report["datasets"][0]["folders"] if place["folder"] == "disk")
+    rows = []
+    for name, label in EPOCHS.items():
+        rate, rounds = place["frames_per_s"][name], place["rounds"][name]
+        rows.append(Bar(label, rate, f"{rate:.0f}", True, (min(rounds), max(rounds))))
+    return f"Single frames, memory_budget={budget}, too small for all: uint8 frames/s of {height}×{width}, batch 64", rows
 
 
 def ran(report: Report) -> list[Report]:
-    """Return the loaders of a report that did not fail. Of the settings of LeRobot's new streaming, only the fastest."""
+    """Return the loaders of a report that did not fail. LeRobot's new streaming is included with its fastest setting only."""
     able = [side for side in report["peers"] if side["frames_per_s"] and not side["error"]]
     new = [side for side in able if side["name"].startswith(NEW_STREAMING)]
     fastest = max(new, key=lambda side: side["frames_per_s"], default=None)
@@ -202,15 +159,6 @@ def title(report: Report) -> str:
     height, _, width = settings.get("image_size", "None").strip("[]()").partition(", ")
     resized = f" of {height}×{width}" if width else ""
     return f"{MODES.get(settings['mode'], settings['mode'])}: float32 frames/s{resized}, batch {settings['batch_size']}"
-
-
-def listed(reports: list[Report]) -> str:
-    """Return the loaders and their speeds as text, for readers who cannot see the bars."""
-    return "; ".join(
-        f"{title(report)}: "
-        + ", ".join(f"{named(side)}{suffix} {rate:.0f}" for side in ran(report) for suffix, rate, _ in epochs(side))
-        for report in reports
-    )
 
 
 def footer(reports: list[Report], on_disk: Report | None = None) -> list[str]:

@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from drawing import HEADING, ROW, Bar, Picture, bars, new_figure, spoken, style
 from torchcodec.decoders import VideoDecoder
 
 import dali_stream
@@ -64,7 +65,7 @@ def main() -> int:
     subparser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.command == "chart":
-        arguments.out.write_text(chart(json.loads(arguments.report.read_text())))
+        arguments.out.write_text(chart(json.loads(arguments.report.read_text())).svg())
         return 0
     machine = {"processor": processor(), "cores": cores(), "python": platform.python_version(), "torch": torch.__version__}
     report = {"command": arguments.command, "date": date.today().isoformat(), "machine": machine, **arguments.call(arguments)}
@@ -119,25 +120,19 @@ def nbytes(uri: str) -> int:
     return sum(path.stat().st_size for path in Path(uri, "videos").rglob("*.mp4"))
 
 
-def chart(report: dict[str, Any]) -> str:
-    """Draw bars of the rates before and after `prepare`. Return an SVG that is readable on any background."""
+@style()
+def chart(report: dict[str, Any]) -> Picture:
+    """Draw bars of the rates before and after `prepare`."""
+    states = {"before": "as recorded", "after": "prepared"}
+    title = f"Frames/s of the first epoch at 224×224, {report['machine']['cores']} cores"
     rows = [
-        (name, state, each["frames_per_s"][state]) for name, each in report["datasets"].items() for state in ("before", "after")
+        Bar(f"{name}, {label}", each["frames_per_s"][state], f"{each['frames_per_s'][state]}", state == "after")
+        for name, each in report["datasets"].items()
+        for state, label in states.items()
     ]
-    most, height = max(rate for *_, rate in rows), 60 + 30 * len(rows)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {height}" font-family="sans-serif" font-size="13">',
-        f'<rect width="860" height="{height}" fill="#ffffff"/>',
-        f'<text x="20" y="28" font-size="15">Frames/s of the first epoch at 224×224, {report["machine"]["cores"]} cores</text>',
-    ]
-    for number, (name, state, frames) in enumerate(rows):
-        y, width = 45 + 30 * number, 600 * frames / most
-        colour = "#0b7a5c" if state == "after" else "#a9b4c2"
-        label = f"{name}, {'prepared' if state == 'after' else 'as recorded'}"
-        parts.append(f'<text x="170" y="{y + 15}" text-anchor="end">{label}</text>')
-        parts.append(f'<rect x="180" y="{y}" width="{width:.1f}" height="20" fill="{colour}"/>')
-        parts.append(f'<text x="{186 + width:.1f}" y="{y + 15}">{frames}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    figure = new_figure(HEADING + ROW * len(rows))
+    bars(figure.subplots(), title, rows)
+    return Picture(figure, title, spoken(title, rows))
 
 
 # ---- codecs

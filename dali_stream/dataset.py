@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.checks.arguments import INSTEAD_OF_DROP, byte_count, from_zero, known_arguments_or, one_of
+from dali_stream.checks.arguments import byte_count, from_zero, known_arguments, one_of
 from dali_stream.checks.text import listed
 from dali_stream.errors import DatasetError, StorageError, counted
 from dali_stream.lerobot import selection
@@ -104,7 +104,7 @@ class Dataset(DatasetFiles):
         ValueError: If an argument is invalid, or the selection is empty.
     """
 
-    @known_arguments_or(INSTEAD_OF_DROP)
+    @known_arguments
     def __init__(
         self,
         uri: str | os.PathLike[str],

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
-from dali_stream.checks.arguments import INSTEAD_OF_DATALOADER, epoch_number, from_zero, known_arguments_or, one_of
+from dali_stream.checks.arguments import epoch_number, from_zero, known_arguments, one_of
 from dali_stream.checks.text import listed
 from dali_stream.dataset import Dataset
 from dali_stream.decode.route import DECODE, Route, choose_routes
@@ -137,7 +137,7 @@ class Loader:
     _begin: dict[str, int] | None = None  # loaded epoch and position, if the position is not a multiple of the global batch
     _closed = _told_left_out = _bottleneck_logged = False
 
-    @known_arguments_or(INSTEAD_OF_DATALOADER)
+    @known_arguments
     def __init__(
         self,
         dataset: Dataset | Mixture | str | os.PathLike[str],

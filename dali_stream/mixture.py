@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted, prefixed
 from dali_stream.lerobot import fingerprint
 from dali_stream.lerobot.combine import MISSING, combine
+from dali_stream.lerobot.common import alike, common
 from dali_stream.lerobot.dataset_files import check_left_out
 from dali_stream.lerobot.fingerprint import Identity
 from dali_stream.lerobot.stats import Stats, merged
@@ -28,7 +30,9 @@ from dali_stream.order.shares import shares
 from dali_stream.run import mixture_file
 from dali_stream.storage import Store
 from dali_stream.system.cached import cached_property
+from dali_stream.system.log_records import DATASET_LOG
 
+_log = logging.getLogger(DATASET_LOG)
 _OPENED_AT_ONCE = 16  # maximum number of datasets that are opened in parallel, since each needs several requests in sequence
 
 
@@ -112,6 +116,8 @@ class Mixture:
         try:
             self.missing, self.nearest = missing, nearest
             self._combine(opened, keys or {})
+            if missing == "pad":
+                self._warn_of_other_keys(keys or {})
             self.fps = {name: dataset.fps for name, dataset in opened.items()}
             self.num_episodes = len(self.lengths)
             self.num_frames = sum(dataset.num_frames for dataset in opened.values())
@@ -136,6 +142,29 @@ class Mixture:
         self.source = combine(self.datasets, keys, self.missing)
         self.features, self.cameras = self.source.features, self.source.cameras
         self.lengths, self.dataset_of = self.source.lengths, self.source.dataset_of
+
+    def _warn_of_other_keys(self, keys: Mapping[str, Mapping[str, str]]) -> None:
+        """Warn of features that look the same, but have different keys in different datasets. `keys` is the argument."""
+        parts = dict(zip(self.datasets, self.source.parts, strict=True))
+        renamed, found, advice = {name: dict(own) for name, own in keys.items()}, [], ""
+        for group in alike([part.features for part in parts.values()]):
+            having = {key: [name for name, part in parts.items() if key in part.features] for key in group}
+            text = " and ".join(f"{key!r} ({listed(names)})" for key, names in having.items())
+            if common([{"": parts[name].features[key]} for key, names in having.items() for name in names]).conflicts:
+                found.append(f"{text}, which can have one key only after their types are made equal")
+                continue
+            found.append(text)
+            new = max(group, key=lambda key: len(having[key]))
+            for key, names in having.items():
+                for name in names if key != new else ():
+                    renamed.setdefault(name, {})[parts[name].keys[key]] = new
+            advice = f". If they are the same, pass keys={renamed}"
+        if found:
+            _log.warning(
+                "features that look the same have different keys in the datasets of the mixture, so each is missing in the "
+                "others: %s%s",
+                *("; ".join(found), advice),
+            )
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Mixture:

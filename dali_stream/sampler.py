@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from dali_stream.checks.arguments import INSTEAD_OF_DROP, epoch_number, from_zero, known_arguments_or, positive
+from dali_stream.checks.arguments import epoch_number, from_zero, known_arguments, positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError, counted
 from dali_stream.lerobot.frame_ranges import FrameRanges, whole
@@ -81,7 +81,7 @@ class FrameSampler(Sampler[int]):
         ValueError: If an argument is invalid, or if an epoch has fewer frames than ranks.
     """
 
-    @known_arguments_or(INSTEAD_OF_DROP)
+    @known_arguments
     def __init__(
         self,
         episode_lengths: Dataset | Mixture | Sequence[int] | npt.NDArray[np.integer[Any]],

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 from torch.utils.data import DataLoader
 
-from dali_stream.checks.arguments import from_zero, positive
+from dali_stream.checks.arguments import from_zero, known_arguments, positive
 from dali_stream.errors import DaliStreamError
 from dali_stream.pipeline.sample_function import (
     Failed,
@@ -72,6 +72,7 @@ class Transformed:
         RuntimeError: While iterating, if a worker ends, for example because it was killed.
     """
 
+    @known_arguments
     def __init__(
         self,
         loader: Loader,

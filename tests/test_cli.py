@@ -507,6 +507,29 @@ def test_json_that_is_none_is_not_quoted(capsys: pytest.CaptureFixture[str]) -> 
     assert "secret" not in line
 
 
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("prepare", ["URI", "[OUT]"]),  # --status takes OUT alone
+        ("doctor", ["[URI]"]),
+        ("info", ["URI..."]),
+        ("preview", ["[URI]..."]),
+        ("bench", ["URI..."]),
+        ("stats", ["URI"]),
+        ("why", ["URI"]),
+        ("demo", []),
+        ("frames fill", ["URI..."]),
+        ("frames list", ["DIR"]),
+        ("frames remove", ["DIR", "NAME..."]),
+    ],
+)
+def test_help_begins_with_the_arguments(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--help"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    usage = re.sub(r"\{(\w+)\}", r"\1", first)  # typer puts an argument that must be given into braces
+    assert usage.split() == ["Usage:", "dali-stream", *command.split(), "[OPTIONS]", *arguments]
+
+
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"dali-stream {dali_stream.__version__}\n"

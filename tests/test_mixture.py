@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pickle
 import re
@@ -13,10 +14,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
-from support.batches import equal
-from support.datasets import ODD_CAMERA, ODD_SIZE, SIDE, TOP, Column, build, image_file, noise, read_rows, write_odd, write_wide
+from support.batches import check_identities, equal
+from support.datasets import (
+    ODD_CAMERA,
+    ODD_SIZE,
+    SIDE,
+    TOP,
+    Column,
+    build,
+    change_episodes,
+    change_info,
+    copied,
+    image_file,
+    noise,
+    read_lengths,
+    read_rows,
+    write_odd,
+    write_wide,
+)
 from support.faults import reset_inside, short, status
 from support.servers import Server
 from support.slow import slow
@@ -396,6 +414,73 @@ def test_datasets_that_differ_are_an_error_that_lists_how(datasets: Mapping[str,
     assert "timestamp" not in text
     same = Mixture({"a": demo, "b": Dataset(demo, episodes=[1])})
     assert list(same.source.constants) == ["dataset_index"]
+
+
+OTHER_KEYS = {"action": "actions", "observation.state": "state", TOP: "top", SIDE: "image.side"}
+
+
+def with_other_keys(root: Path) -> Path:
+    """The dataset with `OTHER_KEYS` in its metadata and rows. Video files are found by them, too."""
+    features = json.loads((root / "meta/info.json").read_text())["features"]
+    change_info(root, features={OTHER_KEYS.get(key, key): feature for key, feature in features.items()})
+    for camera in (TOP, SIDE):
+        change_episodes(
+            root, lambda t, own=camera: t.rename_columns([name.replace(own, OTHER_KEYS[own]) for name in t.column_names])
+        )
+        (root / "videos" / camera).rename(root / "videos" / OTHER_KEYS[camera])
+    for path in root.glob("data/*/*.parquet"):
+        table = pq.read_table(path)
+        pq.write_table(table.rename_columns([OTHER_KEYS.get(name, name) for name in table.column_names]), path)
+    return root
+
+
+def other_keys_of(caplog: pytest.LogCaptureFixture, datasets: Mapping[str, Any], **arguments: Any) -> str:
+    """The warning of a mixture with features that look the same under other keys, or an empty text."""
+    caplog.clear()
+    Mixture(datasets, **{"missing": "pad"} | arguments).close()
+    return "\n".join(each.getMessage() for each in caplog.records if "look the same" in each.getMessage())
+
+
+def test_the_same_features_under_other_keys_cause_a_warning(
+    small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = with_other_keys(copied(small, tmp_path))
+    text = other_keys_of(caplog, {"a": small, "b": other})
+    for key, its in OTHER_KEYS.items():
+        assert f"'{key}' (a) and '{its}' (b)" in text
+    keys = ast.literal_eval(text.partition("If they are the same, pass keys=")[2])
+    assert keys == {"b": {its: key for key, its in OTHER_KEYS.items()}}
+    options: dict[str, Any] = {"batch_size": 8, "last_batch": "partial", **LOADER, "image_size": None}
+    with (
+        Loader(Mixture({"a": small, "b": small}), **options) as expected,
+        Loader(Mixture({"a": small, "b": other}, keys=keys, missing="pad"), **options) as followed,
+    ):
+        for one, two in zip(expected, followed, strict=True):
+            assert equal(one, two)
+            check_identities(two, TOP, None, read_lengths(small))
+    assert not other_keys_of(caplog, {"a": small, "b": other}, keys=keys)
+    cameras = {"top": TOP, "image.side": SIDE}
+    text = other_keys_of(caplog, {"a": small, "b": other, "c": other}, keys={"b": cameras})
+    assert ast.literal_eval(text.partition("pass keys=")[2]) == {  # what most datasets have is the common key
+        "a": {"action": "actions", "observation.state": "state"},
+        "b": cameras,
+        "c": cameras,
+    }
+
+
+def test_features_that_differ_cause_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def made(name: str, *keys: str, dtype: str = "float32") -> Dataset:
+        return Dataset(build(tmp_path / name, [4], {key: Column(dtype, [2], np.zeros((4, 2), dtype)) for key in keys}))
+
+    first = made("a", "action", "observation.state", "left.position")
+    for other in (
+        made("b", "action", "observation.state"),
+        made("c", "action", "observation.environment_state", "right.position"),
+        made("d", "action", "observation.state", "state"),  # it has both, so they are two features
+    ):
+        assert not other_keys_of(caplog, {"a": first, "b": other})
+    text = other_keys_of(caplog, {"a": first, "b": made("e", "actions", dtype="int64")})
+    assert text.endswith("'action' (a) and 'actions' (b), which can have one key only after their types are made equal")
 
 
 def test_what_cannot_be_one_feature_is_an_error(tmp_path: Path) -> None:

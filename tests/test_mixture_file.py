@@ -116,7 +116,14 @@ def test_names_that_are_no_folder_beside_the_file_are_of_the_hub(
         ("datasets: {a: data/pick}\nmissing: skip", "missing must be one of 'error', 'pad', got 'skip'"),
         ("datasets: {a: data/pick, b: data/old, a: data/old}", "the key 'a' is duplicated in one dict"),
         ("datasets: {a: {episodes: [0]}}", "dataset 'a' must have the key 'uri', got episodes"),
-        ("datasets: {a: {uri: data/pick, shuffle: true}}", "Unknown key 'shuffle' in dataset 'a'. Allowed: uri, revision"),
+        (
+            "datasets: {a: {uri: data/pick, shuffle: true}}",
+            r"Unknown key 'shuffle' in dataset 'a'\. Pass it to Loader\(.*\) or FrameSampler\(.*\)\. Allowed: uri, revision",
+        ),
+        (
+            "datasets: {a: data/pick}\nepisodes: [0]",
+            r"Unknown key 'episodes' in the file\. Pass it to Dataset\(\.\.\., episodes=",
+        ),
         ("datasets: {a: {uri: data/pick, cameras: top}}", "cameras of dataset 'a' must be a list.*, got 'top'"),
         (
             "datasets: {a: {uri: data/pick, drop_n_last_frames: 1.5}}",
@@ -124,11 +131,11 @@ def test_names_that_are_no_folder_beside_the_file_are_of_the_hub(
         ),
         (
             "datasets: {a: {uri: data/pick, drop_first: 1}}",
-            r"Unknown key 'drop_first' in dataset 'a'\. Use drop_n_first_frames=\. Allowed: uri, ",
+            r"Unknown key 'drop_first' in dataset 'a'\. Use drop_n_first_frames= of a Dataset .*\. Allowed: uri, ",
         ),
         (
             "datasets: {a: {uri: data/pick, drop_last: 1}}",
-            r"Unknown key 'drop_last' in dataset 'a'\. Use drop_n_last_frames= for frames",
+            r"Unknown key 'drop_last' in dataset 'a'\. Use drop_n_last_frames= of a Dataset or a FrameSampler for frames",
         ),
         ("datasets: {a: {uri: data/pick, episode: [1]}}", r"Unknown key 'episode' in dataset 'a'\. Did you mean 'episodes'\?"),
         ("datasets: {a: {uri: data/pick, episodes: [7]}}", "dataset 'a': .*episode"),

@@ -325,6 +325,91 @@ def test_bad_arguments_are_refused(rows_only: Dataset, arguments: dict[str, Any]
         Loader(rows_only, **arguments)
 
 
+OWNERS: tuple[Any, ...] = (Dataset, dali_stream.Mixture, Loader, dali_stream.FrameSampler, dali_stream.Transformed)
+ANSWERING: tuple[Any, ...] = (
+    *OWNERS,
+    Order,
+    dali_stream.MixtureOrder,
+    Normalizer,
+    dali_stream.batch_at,
+    dali_stream.tools.prepare,
+    dali_stream.tools.why,
+)
+
+
+def advice_for(called: Any, name: str) -> str:
+    """The error for an unknown argument, without the list of the arguments that there are."""
+    with pytest.raises(TypeError, match=f"^{called.__name__} has no argument '{name}'") as refused:
+        called(**{name: 1})
+    return str(refused.value).partition(" Its arguments: ")[0]
+
+
+@pytest.mark.parametrize("called", ANSWERING, ids=lambda called: called.__name__)
+def test_an_argument_of_another_class_is_answered_with_that_class(called: Any) -> None:
+    own = inspect.signature(called).parameters
+    arguments = {owner.__name__: list(inspect.signature(owner).parameters) for owner in OWNERS}
+    for name in {name for names in arguments.values() for name in names} - set(own):
+        named = re.findall(rf"(\w+)\((?:\.\.\., )?{name}=", advice_for(called, name))
+        assert named == [owner for owner, names in arguments.items() if name in names], name
+
+
+def test_an_argument_that_resembles_one_of_another_class_is_answered_with_both() -> None:
+    assert advice_for(Loader, "episode").endswith(" Did you mean 'episodes'? Pass it to Dataset(..., episodes=...).")
+
+
+def inverted(frame: torch.Tensor) -> torch.Tensor:
+    return 1 - frame
+
+
+@pytest.mark.parametrize(
+    ("called", "name"),
+    [
+        (Dataset, "delta_timestamps"),
+        (Dataset, "image_transforms"),
+        (Dataset, "root"),
+        (Dataset, "batch_size"),
+        (Loader, "episodes"),
+        (Loader, "cache_dir"),
+        (Loader, "give_up_after_s"),
+        (Loader, "storage_options"),
+        (Loader, "transform"),
+    ],
+)
+def test_advice_on_an_argument_of_another_class_is_followed(demo: Path, tmp_path: Path, called: Any, name: str) -> None:
+    windows = {TOP: [-0.1, 0.0]}
+    values = {"delta_timestamps": windows, "image_transforms": inverted, "root": demo, "batch_size": 8, "episodes": [2]}
+    values |= {"cache_dir": tmp_path, "give_up_after_s": 5.0, "storage_options": {}, "transform": inverted}
+    advised = re.search(r"(\w+)\(([^)]*)\)", advice_for(called, name))
+    assert advised
+    owner, passed = advised[1], advised[2]
+    given = {name: values[name]} if f"{name}=" in passed else {}
+    folder = values[name] if name == "root" and passed == "uri" else demo
+    dataset = Dataset(folder, **(given if owner == "Dataset" and given else {"episodes": [1]}))
+    loader = Loader(dataset, **{"batch_size": 16, "device": "cpu"} | (given if owner == "Loader" else {}))
+    with loader:
+        batch = next(iter(loader))
+        if owner == "Transformed":
+            with dali_stream.Transformed(Loader(dataset, batch_size=16), values[name], keys=dataset.cameras) as batches:
+                changed = next(iter(batches))
+            assert torch.equal(changed[TOP], 1 - batch[TOP])
+            batch |= {TOP: 1 - changed[TOP]}
+    steps = [round(second * dataset.fps) for second in windows[TOP]] if name == "delta_timestamps" else None
+    check_identities(batch, TOP, steps, read_lengths(demo))
+    assert len(batch["index"]) == (8 if name == "batch_size" else 16)
+    if owner == "Dataset" and name == "episodes":
+        assert set(batch["episode_index"].tolist()) == {2}
+
+
+def test_arguments_of_lerobots_datasets_are_answered() -> None:
+    theirs = ["repo_id", "root", "image_transforms", "video_backend", "download_videos", "force_cache_sync", "streaming"]
+    for name in (*theirs, "return_uint8", "depth_output_unit", "buffer_size", "max_num_shards", "rng"):
+        for called in OWNERS:
+            advice = advice_for(called, name)
+            assert re.search(r" (Use|Pass|Leave) .*\.$", advice), name
+            for owner, argument in re.findall(r"(\w+)\((\w+)=", advice):
+                assert argument in inspect.signature(getattr(dali_stream, owner)).parameters, advice
+
+
 @pytest.mark.parametrize("cls", [Loader, Dataset, dali_stream.FrameSampler, Order, Normalizer])
 def test_unknown_arguments_are_named_with_those_that_there_are(cls: type) -> None:
     own = list(inspect.signature(cls).parameters)
@@ -340,8 +425,8 @@ def test_unknown_arguments_are_named_with_those_that_there_are(cls: type) -> Non
 @pytest.mark.parametrize("cls", [Dataset, dali_stream.FrameSampler])
 def test_drop_first_and_drop_last_are_answered_with_the_numbers_of_frames(cls: type) -> None:
     for name, advice in (
-        ("drop_first", r"Use drop_n_first_frames=\."),
-        ("drop_last", r"Use drop_n_last_frames= for frames, .* for batches\."),
+        ("drop_first", r"Use drop_n_first_frames= of a Dataset or a FrameSampler\."),
+        ("drop_last", r"Use drop_n_last_frames= of a Dataset or a FrameSampler for frames, .* for batches\. .*\."),
     ):
         with pytest.raises(TypeError, match=f"{cls.__name__} has no argument '{name}'\\. {advice} Its arguments: "):
             cls([3, 4], **{name: True})
@@ -356,9 +441,9 @@ def test_arguments_of_a_dataloader_are_answered_with_those_of_a_loader(rows_only
         with pytest.raises(TypeError, match=rf"Loader has no argument '{name}'\. (Use|Leave|Change) .*\. Its arguments: "):
             Loader(rows_only, **{name: 1})
     for name, hint in (
-        ("num_workers", "Use num_threads=,"),
-        ("drop_last", 'Use last_batch="drop"'),
-        ("prefetch_factor", "prefetch="),
+        ("num_workers", r"Use Loader\(num_threads=\),"),
+        ("drop_last", r"Loader\(last_batch=\)"),
+        ("prefetch_factor", r"Loader\(prefetch=\)"),
     ):
         with pytest.raises(TypeError, match=hint):
             Loader(rows_only, **{name: 1})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from dali_stream import DaliStreamError
 from dali_stream.cache import slots as slots_module
@@ -137,3 +140,27 @@ def test_a_torchcodec_for_another_cuda_than_that_of_torch_is_explained(
     assert message.startswith("torchcodec cannot be loaded (libnvrtc.so.13: cannot open shared object file). From version 0.14")
     assert f"built for CUDA 13, and torch {torch.__version__} is built {build}: install torchcodec 0.13" in message
     assert f"https://download.pytorch.org/whl/{index}`)" in message
+
+
+@pytest.mark.parametrize("cause", ["libnvrtc.so.13: cannot open", "libtorch_cuda.so: cannot open", "undefined symbol: x"])
+@pytest.mark.parametrize(
+    ("version", "cuda", "advised"),
+    [
+        ("2.9.1+cpu", None, "0.9.1"),
+        ("2.10.0", "12.8", "0.10.0"),
+        ("2.11.0+cpu", None, "0.13.0"),
+        ("2.15.0+cu126", "12.6", "0.13.0"),
+        ("2.15.0", "13.0", "0.17.0"),
+    ],
+)
+def test_a_torchcodec_that_fits_torch_is_advised(
+    version: str, cuda: str | None, advised: str, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command gives the release that docs/compatibility.md names, whichever ones there are."""
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    command = re.search(r"`pip install '(torchcodec[^']*)'`", import_error(OSError(cause), monkeypatch))
+    assert command
+    released = ["0.8.1", "0.9.1", "0.10.0", "0.11.1", "0.12.0", "0.13.0", "0.14.0", "0.15.0", "0.16.0", "0.17.0"]
+    plain = "0.13.0" if cuda == "13.0" and "cannot open" in cause else advised  # its library for CUDA is lost
+    assert max(SpecifierSet(command[1].removeprefix("torchcodec")).filter(released), key=Version) == plain

@@ -4,82 +4,109 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ParamSpec
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
 _P = ParamSpec("_P")
+_R = TypeVar("_R")
 MOST_EPOCHS = 1 << 31  # the product of an epoch and its number of samples fits in 64 bits
 
 
-# {argument of PyTorch's DataLoader that a Loader lacks: what to do instead}.
-INSTEAD_OF_DATALOADER = {
-    "num_workers": "Use num_threads=, the number of decode threads.",
-    "prefetch_factor": "Use prefetch=, the number of batches in progress.",
-    "drop_last": 'Use last_batch="drop", which is the default, or last_batch="partial".',
-    "generator": "Use seed=.",
-    "sampler": "Use shuffle= and seed= for the order, and Dataset(episodes=..., frames=...) for the selection.",
+_USE_DEVICE = "Use Loader(device=). Batches are delivered on that device."
+_USE_SELECTION = "Use Loader(shuffle=, seed=) for the order, and Dataset(episodes=, frames=) for the selection."
+_NO_PROCESSES = "Leave it out, since a Loader starts no worker processes."
+_NO_DOWNLOAD = (
+    "Leave it out, since only the bytes of the next batches are fetched. Dataset(cache_dir=) keeps them for later runs."
+)
+# {argument that no class has: what to do instead}, from PyTorch's DataLoader and DistributedSampler, and LeRobot's datasets.
+_INSTEAD = {
+    "num_workers": "Use Loader(num_threads=), the number of decode threads, or Transformed(num_workers=), the number of "
+    "processes that apply a transform.",
+    "prefetch_factor": "Use Loader(prefetch=), the number of batches in progress.",
+    "drop_first": "Use drop_n_first_frames= of a Dataset or a FrameSampler.",
+    "drop_last": "Use drop_n_last_frames= of a Dataset or a FrameSampler for frames, and Loader(last_batch=) or drop_last= of "
+    "a DataLoader for batches. A Loader drops an incomplete last batch by default.",
+    "generator": "Use seed= of a Loader or a FrameSampler.",
+    "sampler": _USE_SELECTION,
+    "batch_sampler": _USE_SELECTION,
     "collate_fn": "Change the batches in the training loop. A batch equals that of default_collate.",
-    "pin_memory": "Use device=. Batches are delivered on that device.",
-    "persistent_workers": "Leave it out, since the threads continue from epoch to epoch.",
-    "worker_init_fn": "Leave it out, since a Loader starts no worker processes.",
+    "pin_memory": _USE_DEVICE,
+    "pin_memory_device": _USE_DEVICE,
+    "persistent_workers": "Leave it out, since the threads of a Loader continue from epoch to epoch.",
+    "worker_init_fn": _NO_PROCESSES,
+    "multiprocessing_context": _NO_PROCESSES,
     "in_order": "Leave it out, since batches are always in order.",
-    "timeout": "Use Dataset(give_up_after_s=...).",
+    "timeout": "Use Dataset(give_up_after_s=).",
+    "num_replicas": "Use world_size= of a Loader or a FrameSampler.",
+    "repo_id": "Pass the id of the Hub repository as Dataset(uri).",
+    "root": "Pass the folder as Dataset(uri).",
+    "image_transforms": "Use Transformed(loader, transform, keys=dataset.cameras), or Loader(dali_graph=) with DALI.",
+    "return_uint8": 'Use Loader(image_dtype="uint8").',
+    "depth_output_unit": "Use Loader(depth_unit=).",
+    "video_backend": "Use Loader(decode=).",
+    "download_videos": _NO_DOWNLOAD,
+    "force_cache_sync": _NO_DOWNLOAD,
+    "streaming": _NO_DOWNLOAD,
+    "buffer_size": "Use Loader(episode_pool_size=), the number of parts of episodes from which a consumer draws.",
+    "max_num_shards": "Use Loader(consumers=).",
+    "rng": "Use seed= of a Loader or a FrameSampler.",
 }
-INSTEAD_OF_DATALOADER["batch_sampler"] = INSTEAD_OF_DATALOADER["sampler"]
-INSTEAD_OF_DATALOADER["pin_memory_device"] = INSTEAD_OF_DATALOADER["pin_memory"]
-INSTEAD_OF_DATALOADER["multiprocessing_context"] = INSTEAD_OF_DATALOADER["worker_init_fn"]
-# {argument that a Dataset and a FrameSampler lack: what to do instead}.
-INSTEAD_OF_DROP = {
-    "drop_first": "Use drop_n_first_frames=.",
-    "drop_last": "Use drop_n_last_frames= for frames, and drop_last= of a DataLoader or last_batch= of a Loader for batches.",
-}
+_OWNERS = ("Dataset", "Mixture", "Loader", "FrameSampler", "Transformed")  # classes with which a user makes batches
 
 
-def known_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
-    """Decorate an `__init__` so that the error for an unknown keyword argument lists the known ones."""
-    return known_arguments_or({})(init)
+def known_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function or an `__init__` so that the error for an unknown keyword argument contains its `hint`."""
+    named = function.__qualname__.removesuffix(".__init__")
+    allowed = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name in kwargs:
+            if name not in allowed:
+                raise TypeError(f"{named} has no argument {name!r}.{hint(name, allowed)} Its arguments: {', '.join(allowed)}")
+        return function(*args, **kwargs)
+
+    return checked
 
 
-def known_arguments_or(hints: Mapping[str, str]) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
-    """Return a decorator like `known_arguments`. Its error also contains a hint for some unknown arguments.
+def hint(name: str, allowed: Iterable[str]) -> str:
+    """Return a sentence, after a space, that says what to do in place of an unknown argument. Empty if nothing is similar.
+
+    It names the class that has the argument, or what replaces an argument of PyTorch or LeRobot.
 
     Args:
-        hints: {unknown argument: sentence that says what to do instead}.
+        name: Unknown argument.
+        allowed: Arguments of the function or class to which it was passed.
     """
+    if name in _INSTEAD:
+        return f" {_INSTEAD[name]}"
+    package = importlib.import_module("dali_stream")  # imported on use, because the classes import this module
+    arguments = {owner: list(inspect.signature(getattr(package, owner)).parameters) for owner in _OWNERS}
 
-    def decorate(init: Callable[_P, None]) -> Callable[_P, None]:
-        allowed = [name for name in inspect.signature(init).parameters if name != "self"]
+    def passed(name: str) -> str:
+        calls = [f"{owner}({'' if own[0] == name else '..., '}{name}=...)" for owner, own in arguments.items() if name in own]
+        return f" Pass it to {' or '.join(calls)}." if calls else ""
 
-        @functools.wraps(init)
-        def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
-            for name in kwargs:
-                if name not in allowed:
-                    owner, known = type(args[0]).__name__, ", ".join(allowed)
-                    raise TypeError(f"{owner} has no argument {name!r}.{hint(name, allowed, hints)} Its arguments: {known}")
-            init(*args, **kwargs)
-
-        return checked
-
-    return decorate
+    if text := passed(name) or similar(name, allowed):
+        return text
+    others = {other for own in arguments.values() for other in own}
+    return f"{similar(name, others)}{passed(found[0])}" if (found := _matches(name, others)) else ""
 
 
-def hint(name: str, allowed: Iterable[str], hints: Mapping[str, str]) -> str:
-    """Return a sentence, after a space, that says what to use in place of an unknown name. Empty if nothing is similar.
+def similar(name: str, allowed: Iterable[str]) -> str:
+    """Return a question, after a space, that contains the most similar known name. Empty if none is similar."""
+    found = _matches(name, allowed)
+    return f" Did you mean {found[0]!r}?" if found else ""
 
-    Args:
-        name: Unknown name.
-        allowed: Known names.
-        hints: {unknown name: sentence that says what to do instead}.
-    """
-    if name in hints:
-        return f" {hints[name]}"
-    similar = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.8)
-    return f" Did you mean {similar[0]!r}?" if similar else ""
+
+def _matches(name: str, allowed: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name, sorted(allowed), n=1, cutoff=0.8)
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

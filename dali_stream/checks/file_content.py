@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from dali_stream.checks.arguments import hint
+from dali_stream.checks.arguments import hint, similar
 
 LARGEST = 64 << 20  # maximum size of a file in bytes
 _DEEPEST = 50  # maximum number of lists and dicts inside each other
@@ -72,7 +72,7 @@ Fields = Mapping[str, tuple[Kind, ...]]
 
 
 def check_fields(
-    name: str, content: Any, allowed: Fields, needed: tuple[str, ...], hints: Mapping[str, str] | None = None
+    name: str, content: Any, allowed: Fields, needed: tuple[str, ...], *, are_arguments: bool = False
 ) -> dict[str, Any]:
     """Return a value that is a dict with allowed keys, whose values are of allowed kinds.
 
@@ -81,7 +81,8 @@ def check_fields(
         content: Value to check.
         allowed: Allowed kinds of each key.
         needed: Keys that must be present.
-        hints: {unknown key: sentence that says what to do instead}. Default: none.
+        are_arguments: Whether the keys are arguments of a class, so that the message for another class's names that class.
+            Default: False.
 
     Raises:
         ValueError: If the value is anything else.
@@ -93,7 +94,7 @@ def check_fields(
             raise ValueError(f"{name} must have the key {key!r}, got {', '.join(map(str, content))[:200] or 'no keys'}")
     for key, value in content.items():
         if key not in allowed:
-            advice = hint(str(key)[:80], allowed, hints or {})
+            advice = (hint if are_arguments else similar)(str(key)[:80], allowed)
             raise ValueError(f"Unknown key {str(key)[:80]!r} in {name}.{advice} Allowed: {', '.join(allowed)}")
         if not any(kind.fits(value) for kind in allowed[key]):
             form = " or ".join(dict.fromkeys(kind.text for kind in allowed[key]))

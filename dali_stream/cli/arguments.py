@@ -19,9 +19,7 @@ from typer import Argument, Option
 from dali_stream.cli import kinds
 
 Uri = Annotated[str, Argument(metavar="URI", help="The dataset.")]
-Uris = Annotated[
-    list[str], Argument(metavar="URI...", help="The dataset; or several, or a mixture file (.yaml, .yml or .json).")
-]
+Uris = Annotated[list[str], Argument(metavar="URI", help="The dataset; or several, or a mixture file (.yaml, .yml or .json).")]
 Action = Annotated[
     str | None, Option(metavar="KEY", help="Feature with the actions. Default: 'action', or the only one like it.")
 ]

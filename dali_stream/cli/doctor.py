@@ -22,7 +22,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 @arguments.with_options()
 def doctor(
     dataset: arguments.DatasetOptions,
-    uri: Annotated[str | None, Argument(metavar="[URI]", help="A dataset or a mixture file to examine as well.")] = None,
+    uri: Annotated[str | None, Argument(metavar="URI", help="A dataset or a mixture file to examine as well.")] = None,
     as_json: arguments.Json = False,
     deep: Annotated[bool, Option("--deep", help="Check all files and rows of the dataset, and decode every frame.")] = False,
 ) -> None:

@@ -48,7 +48,7 @@ def show(
 @frames.command("remove", short_help="Remove frames from a frame cache on disk.")
 def remove(
     folder: Folder,
-    names: Annotated[list[str], Argument(metavar="NAME...", help="Names that `dali-stream frames list DIR` shows.")],
+    names: Annotated[list[str], Argument(metavar="NAME", help="Names that `dali-stream frames list DIR` shows.")],
 ) -> None:
     """Remove frames from a cache. Loaders that use them meanwhile decode them again."""
     from dali_stream.tools import stored_frames

@@ -24,7 +24,7 @@ _LINE_EVERY_S = 10.0  # time between two lines of progress if stderr is not a te
 @arguments.with_options()
 def prepare(
     dataset: arguments.SourceOptions,
-    uri: Annotated[str, Argument(metavar="[URI]", help="The dataset.")],
+    uri: Annotated[str, Argument(metavar="URI", help="The dataset.")],
     out: Annotated[str | None, Argument(metavar="OUT", help="A new folder, or an address such as s3://.")] = None,
     for_: Annotated[
         str | None,
@@ -63,7 +63,9 @@ def prepare(
     ray_address: Annotated[
         str | None, Option(metavar="ADDRESS", help="Address of a Ray cluster. Default: start Ray on this machine.")
     ] = None,
-    as_status: Annotated[bool, Option("--status", help="Print the state of the run that writes URI, and exit.")] = False,
+    as_status: Annotated[
+        bool, Option("--status", help="Print the state of the run that writes OUT, which may be given alone, and exit.")
+    ] = False,
     as_json: arguments.Json = False,
 ) -> None:
     """Rewrite a dataset of any version as LeRobot v3.0, with smaller frames, another codec, other files or fewer episodes.

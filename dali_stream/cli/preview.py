@@ -30,7 +30,7 @@ def preview(
     dataset: arguments.DatasetOptions,
     loader: arguments.LoaderOptions,
     uris: Annotated[
-        list[str] | None, Argument(metavar="URI...", help="The dataset; or several, or a mixture file. Optional with --config.")
+        list[str] | None, Argument(metavar="URI", help="The dataset; or several, or a mixture file. Optional with --config.")
     ] = None,
     out: Annotated[Path, kinds.png(help="Output file.")] = Path("sheet.png"),
     batch_size: Annotated[

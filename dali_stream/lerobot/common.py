@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,31 @@ def common(datasets: Sequence[Mapping[str, Feature]]) -> Common:
         if key in result.missing or key in result.padded:
             result.differences.append(key)
     return result
+
+
+def alike(datasets: Sequence[Mapping[str, Feature]]) -> list[list[str]]:
+    """Return groups of keys that look like names of one feature, such as "state" and "observation.state".
+
+    Keys look alike if they differ only in case, separators, a plural, or words such as "observation" and "images" before the
+    name. A dataset that has two keys of a group shows that they are different features, so the group is left out.
+    """
+    groups: dict[tuple[Any, ...], dict[str, None]] = {}
+    for features in datasets:
+        for key, feature in features.items():
+            groups.setdefault((_bare(key), feature.is_camera, feature.is_text), {})[key] = None
+    return [
+        list(group)
+        for group in groups.values()
+        if len(group) > 1 and all(len(group.keys() & features.keys()) < 2 for features in datasets)
+    ]
+
+
+def _bare(key: str) -> str:
+    """Return the part of a key that names the feature, in lower case and without separators and plurals."""
+    words = [word.removesuffix("s") for word in re.split(r"[\W_]+", key.lower())]
+    while len(words) > 1 and words[0] in ("", "observation", "ob", "image"):
+        del words[0]
+    return "".join(words) or key
 
 
 def comparison(keys: Sequence[str], names: Sequence[str], datasets: Sequence[Mapping[str, Feature]]) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from dali_stream.checks import file_content
-from dali_stream.checks.arguments import INSTEAD_OF_DROP
 from dali_stream.checks.file_content import DICT, FLAG, INTEGER, LIST, NUMBER, TEXT, Fields, check_fields
 from dali_stream.lerobot.address import REPOSITORY
 
@@ -51,7 +50,7 @@ def read(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None)
     path = Path(path).expanduser()
     try:
         content = _parsed(path)
-        check_fields("the file", content, _MIXTURE, ("datasets",))
+        check_fields("the file", content, _MIXTURE, ("datasets",), are_arguments=True)
         datasets = {
             name: {"uri": arguments} if isinstance(arguments, str) else arguments
             for name, arguments in content["datasets"].items()
@@ -59,7 +58,7 @@ def read(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None)
         for name, arguments in datasets.items():
             if not isinstance(name, str):
                 raise ValueError(f"the name of a dataset must be text, got {name!r}. Put it in quotes")
-            check_fields(f"dataset {name!r}", arguments, _DATASET, ("uri",), INSTEAD_OF_DROP)
+            check_fields(f"dataset {name!r}", arguments, _DATASET, ("uri",), are_arguments=True)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ValueError(f"Cannot read mixture file {path}: {why}") from error

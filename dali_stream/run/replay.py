@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from dali_stream.checks.arguments import byte_count
+from dali_stream.checks.arguments import byte_count, known_arguments
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError
 from dali_stream.loader import Loader
@@ -18,6 +18,7 @@ from dali_stream.system.memory_limit import memory_limit
 _log = logging.getLogger("dali_stream")
 
 
+@known_arguments
 def batch_at(
     config: Mapping[str, Any],
     epoch: int,

@@ -15,6 +15,11 @@ from dali_stream.errors import DaliStreamError
 _CUDA_LIBRARY = re.compile(r"lib(nvrtc|cudart|c10_cuda|torch_cuda)\.so\S*: cannot open")
 _FIRST_OF_FFMPEG = re.compile(r"libavutil\.so\S*: cannot open")  # the first of FFmpeg's libraries that is loaded
 
+_NEEDS = (
+    "it needs FFmpeg's shared libraries and a version that fits torch: install FFmpeg 4 to 8 (Debian, Ubuntu: apt-get install "
+    "ffmpeg)"
+)
+
 
 class TorchcodecError(DaliStreamError):
     """torchcodec, or a library that it needs, is missing or does not fit the others.
@@ -77,15 +82,20 @@ def _cause(error: BaseException) -> str:
 def _remedy(cause: str) -> str:
     """Return what to install, as a sentence that begins with a small letter."""
     torch: Any = sys.modules.get("torch")
-    if torch is not None and _CUDA_LIBRARY.match(cause):
-        cuda = torch.version.cuda
-        build, index = (f"for CUDA {cuda}", f"cu{cuda.replace('.', '')}") if cuda else ("without CUDA", "cpu")
-        return (
-            f"from version 0.14 on, torchcodec's wheels on PyPI are built for CUDA 13, and torch {torch.__version__} is built "
-            f"{build}: install torchcodec 0.13, which needs no CUDA (`pip install 'torchcodec<0.14'`), or the build that fits "
-            f"torch (`pip install --force-reinstall torchcodec --index-url https://download.pytorch.org/whl/{index}`)"
-        )
+    if torch is None:
+        return f"{_NEEDS}, and a torchcodec that fits torch (constraints.txt has a pair that does)"
+    cuda, release = torch.version.cuda, tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+    if release < (2, 11):  # until torch 2.10, each release of torchcodec fits one of torch
+        version = f"0.{release[1]}"
+        plain = newest = f"torchcodec=={version}.*"
+    else:
+        version, plain, newest = "0.13", "torchcodec<0.14", "torchcodec>=0.12"
+    if not _CUDA_LIBRARY.match(cause):
+        fits = newest if str(cuda).startswith("13") else plain
+        return f"{_NEEDS}, and a torchcodec that fits torch {torch.__version__} (`pip install '{fits}'`)"
+    build, index = (f"for CUDA {cuda}", f"cu{cuda.replace('.', '')}") if cuda else ("without CUDA", "cpu")
     return (
-        "it needs FFmpeg's shared libraries and a version that fits torch: install FFmpeg 4 to 8 (Debian, Ubuntu: apt-get "
-        "install ffmpeg), and a torchcodec that fits torch (constraints.txt has a pair that does)"
+        f"from version 0.14 on, torchcodec's wheels on PyPI are built for CUDA 13, and torch {torch.__version__} is built "
+        f"{build}: install torchcodec {version}, which needs no CUDA (`pip install '{plain}'`), or the build that fits torch "
+        f"(`pip install --force-reinstall '{newest}' --index-url https://download.pytorch.org/whl/{index}`)"
     )

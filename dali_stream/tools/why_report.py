@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dali_stream.checks.arguments import positive
+from dali_stream.checks.arguments import known_arguments, positive
 from dali_stream.dataset import Dataset
 from dali_stream.mixture import Mixture
 from dali_stream.run import mixture_file
@@ -56,6 +56,7 @@ class WhyReport:
         return asdict(self)
 
 
+@known_arguments
 def why(
     uri: str | os.PathLike[str],
     *,

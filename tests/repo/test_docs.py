@@ -7,6 +7,7 @@ import functools
 import html
 import importlib
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -18,11 +19,14 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import matplotlib
 import pytest
 import torch
 import typer
 import yaml
+from matplotlib.text import Text
 from PIL import Image
 from support.servers import Server
 from support.slow import slow
@@ -489,14 +493,82 @@ def test_pictures_of_the_readme_show_on_github() -> None:
         image.verify()
 
 
-def test_the_chart_is_that_of_the_committed_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After new reports: `make figures`."""
+PICTURES = ("peers", "path", "frame_cache", "disk_frames", "shares", "trace", "prepare", "mixing")
+
+
+def report_of(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())
+
+
+@pytest.fixture(params=PICTURES)
+def picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """(the committed file, what the program draws from the committed reports). After a change: `make figures`."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    chart = importlib.import_module("peers_chart")
+    peers, diagrams, prepare, mixing = map(importlib.import_module, ("peers_chart", "diagrams", "prepare", "mixing"))
     reports = [ROOT / name for name in re.findall(r"benchmarks/results/peers\w+\.json", (ROOT / "Makefile").read_text())]
     assert reports
-    on_disk = chart.read_frame_cache(ROOT / "benchmarks/results/disk_frames_2cores.json")
-    assert (ROOT / "docs/figures/peers.svg").read_text() == chart.chart([chart.read(path) for path in reports], on_disk)
+    on_disk = ROOT / "benchmarks/results/disk_frames_2cores.json"
+    drawings = {
+        "peers": lambda: peers.chart([peers.read(path) for path in reports], peers.read_frame_cache(on_disk)),
+        "path": diagrams.path,
+        "frame_cache": lambda: diagrams.cache(report_of("frame_cache")),
+        "disk_frames": lambda: diagrams.disk(report_of("disk_frames_2cores")),
+        "shares": diagrams.shares,
+        "trace": lambda: diagrams.trace(report_of("trace_g1_2cores")),
+        "prepare": lambda: prepare.chart(report_of("prepare_speed_2cores")),
+        "mixing": lambda: mixing.figure(report_of("mixing")),
+    }
+    folder = ROOT / ("docs" if request.param == "mixing" else "docs/figures")
+    return folder / f"{request.param}.svg", drawings[request.param]()
+
+
+def shown(picture: Any) -> list[tuple[str, Any]]:
+    """All text that a picture shows, with its extent in pixels. The ticks of hidden axes and beyond the limits are none."""
+    picture.svg()  # the layout is made when it is drawn
+    hidden = set()
+    for axis in (axis for axes in picture.figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
+            if not (axis.get_visible() and axis.axes.axison and low <= tick.get_loc() <= high):
+                hidden |= {id(tick.label1), id(tick.label2)}
+    texts = [text for text in picture.figure.findobj(Text) if text.get_visible() and id(text) not in hidden]
+    return [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text().strip()]
+
+
+def test_the_pictures_are_those_of_the_committed_reports(picture: Any) -> None:
+    path, drawn = picture
+    committed = path.read_text()
+    described = f"<title>{html.escape(drawn.title)}</title>\n <desc>{html.escape(' '.join([drawn.text, *drawn.notes]))}</desc>"
+    assert described in committed
+    if f"matplotlib=={matplotlib.__version__};" in (ROOT / "constraints.txt").read_text():  # another version draws other lines
+        assert drawn.svg() == committed
+
+
+def test_no_text_of_a_picture_is_cut_or_covered_by_another(picture: Any) -> None:
+    _, drawn = picture
+    found, whole = shown(drawn), drawn.figure.bbox
+    assert len(found) > 8
+    for text, extent in found:
+        assert whole.x0 <= extent.x0 < extent.x1 <= whole.x1, text
+        assert whole.y0 <= extent.y0 < extent.y1 <= whole.y1, text
+    for (one, first), (other, second) in itertools.combinations(found, 2):
+        assert not first.overlaps(second), (one, other)
+
+
+def test_a_picture_has_its_panels_and_numbers_as_text(picture: Any) -> None:
+    """In the file, and in the pages that show it. The numbers of an axis are no numbers of a report."""
+    path, drawn = picture
+    numbered = {text.get_text() for axes in drawn.figure.axes if axes.lines for text in axes.get_xticklabels()}
+    numbered |= {text.get_text() for axes in drawn.figure.axes if axes.lines for text in axes.get_yticklabels()}
+    said = ElementTree.parse(path).getroot().findtext("{http://www.w3.org/2000/svg}desc") or ""
+    assert [text for text, _ in shown(drawn) if text not in numbered and text not in said] == []
+    if path.stem == "path":
+        return
+    pages = [page for page in (README, *(ROOT / "docs").glob("*.md")) if f"{path.name})" in page.read_text()]
+    assert pages
+    for page in pages:
+        [text] = re.findall(rf"!\[([^\]]*)\]\([\w/]*{path.name}\)", page.read_text())
+        assert " ".join(text.split()) == drawn.text, f"{page}: write the text into its ![]({path.name})"
 
 
 def test_the_chart_says_when_its_second_epoch_holds() -> None:
@@ -506,19 +578,3 @@ def test_the_chart_says_when_its_second_epoch_holds() -> None:
         assert "all frames of this recording fit in `memory_budget`" in " ".join(below.split()), page
         assert "A larger dataset runs every epoch at the first epoch's rate" in " ".join(below.split()), page
     assert "fit in memory_budget. A larger dataset" in (ROOT / "docs/figures/peers.svg").read_text()
-
-
-def test_the_diagrams_are_what_the_program_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a change: `make figures`."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    diagrams = importlib.import_module("diagrams")
-    report = json.loads((ROOT / "benchmarks/results/frame_cache.json").read_text())
-    assert (ROOT / "docs/figures/path.svg").read_text() == diagrams.path()
-    assert (ROOT / "docs/figures/frame_cache.svg").read_text() == diagrams.cache(report)
-    report = json.loads((ROOT / "benchmarks/results/disk_frames_2cores.json").read_text())
-    assert (ROOT / "docs/figures/disk_frames.svg").read_text() == diagrams.disk(report)
-    assert (ROOT / "docs/figures/shares.svg").read_text() == diagrams.shares()
-    report = json.loads((ROOT / "benchmarks/results/trace_g1_2cores.json").read_text())
-    assert (ROOT / "docs/figures/trace.svg").read_text() == diagrams.trace(report)
-    report = json.loads((ROOT / "benchmarks/results/prepare_speed_2cores.json").read_text())
-    assert (ROOT / "docs/figures/prepare.svg").read_text() == importlib.import_module("prepare").chart(report)

@@ -51,12 +51,13 @@ def pinned_torch() -> str:
     return found[1]
 
 
-def write_wheel(folder: Path, name: str, version: str, module: str) -> None:
+def write_wheel(folder: Path, name: str, version: str, module: str, requires: str = "") -> None:
     """A package that has nothing but an empty module."""
     stem = f"{name.replace('-', '_')}-{version}"
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{module}/__init__.py", "")
-        wheel.writestr(f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        wheel.writestr(f"{stem}.dist-info/METADATA", metadata + (f"Requires-Dist: {requires}\n" if requires else ""))
         wheel.writestr(
             f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
@@ -91,6 +92,37 @@ def test_the_build_of_torch_that_was_named_is_installed_or_none(wheel: str, tmp_
         assert packages["torch"] == f"{pinned_torch()}+cu126"
         assert {"nvidia-dali-cuda130", "torchcodec", "typer", "obstore", "botocore"} <= set(packages)
         assert not {"dali-stream", "pytest", "ruff", "mypy", "nvidia-dali-cuda120"} & set(packages)
+
+
+def test_torchvision_is_that_of_the_pinned_torch() -> None:
+    """torchvision 0.(n + 15) belongs to torch 2.n."""
+    pins = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    major, minor, _ = map(int, pins["torch"].split("."))
+    assert (major, pins["torchvision"].split(".")[:2]) == (2, ["0", str(minor + 15)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", ["", "+cpu"])
+def test_torchvision_is_installed_as_the_page_says_and_leaves_torch(build: str, tmp_path: Path) -> None:
+    """With empty packages that depend on each other as those on PyPI do."""
+    pins = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    (wheels := tmp_path / "wheels").mkdir()
+    write_wheel(wheels, "torch", pins["torch"] + build, "torch")
+    write_wheel(wheels, "torch", "2.99.0", "torch")
+    write_wheel(wheels, "torchvision", pins["torchvision"], "torchvision", f"torch (=={pins['torch']})")
+    write_wheel(wheels, "torchvision", "0.114.0", "torchvision", "torch (>=2.99.0)")
+    [command] = re.findall(r"^pip (install .*torchvision)\b", (ROOT / "docs/transforms.md").read_text(), re.MULTILINE)
+    offline = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": os.devnull}
+    for number, (words, torch) in enumerate(
+        [(command.split(), pins["torch"] + build), (["install", "torchvision"], "2.99.0")]  # the second replaces torch
+    ):
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / str(number)], check=True)
+        pip = [sys.executable, "-m", "pip", "--python", str(tmp_path / str(number) / "bin/python")]
+        for given in (["install", f"torch=={pins['torch']}"], words):
+            done = subprocess.run([*pip, *given], cwd=ROOT, env=offline, capture_output=True, text=True, timeout=600)
+            assert done.returncode == 0, done.stderr
+        listed = subprocess.run([*pip, "list", "--format=json"], env=offline, capture_output=True, text=True, check=True).stdout
+        assert {each["name"]: each["version"] for each in json.loads(listed)}["torch"] == torch
 
 
 def test_install_refuses_what_it_does_not_know(tmp_path: Path) -> None:

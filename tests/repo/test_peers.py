@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import psutil
 import pytest
+from matplotlib.container import BarContainer
 
 from dali_stream.system import process
 
@@ -284,14 +285,18 @@ def chart(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("peers_chart")
 
 
-def drawn(path: Path) -> tuple[dict[str, tuple[float, str]], str]:
-    """{loader: (width of its bar, the figure beside it)} of an SVG, and all of its text."""
-    tags = [(each.tag.rpartition("}")[2], each) for each in ElementTree.parse(path).getroot()]
+def drawn(chart: Any, folder: Path, on_disk: Path | None = None) -> tuple[dict[str, tuple[float, str]], str]:
+    """{loader: (length of its bar, the figure beside it)} of the chart of report.json, and its text."""
+    given = [] if on_disk is None else ["--frame-cache", str(on_disk)]
+    assert chart.main([str(folder / "report.json"), *given, "--out", str(folder / "chart.svg")]) == 0
+    picture = chart.chart([chart.read(folder / "report.json")], on_disk and chart.read_frame_cache(on_disk))
+    assert (folder / "chart.svg").read_text() == picture.svg()
     bars = {}
-    for number, (tag, each) in enumerate(tags):
-        if tag == "text" and each.get("text-anchor") == "end":
-            bars[each.text or ""] = (float(tags[number + 1][1].get("width", "0")), tags[number + 3][1].text or "")
-    return bars, "\n".join(each.text or "" for _, each in tags)
+    for axes in picture.figure.axes:
+        [drawn] = [each for each in axes.containers if isinstance(each, BarContainer)]
+        for label, bar, figure in zip(axes.get_yticklabels(), drawn, axes.texts[1:], strict=True):  # the first is the title
+            bars[label.get_text()] = bar.get_width(), figure.get_text()
+    return bars, " ".join([picture.text, *picture.notes])
 
 
 def test_the_chart_shows_every_loader_of_a_report(chart: Any, tmp_path: Path) -> None:
@@ -315,8 +320,7 @@ def test_the_chart_shows_every_loader_of_a_report(chart: Any, tmp_path: Path) ->
         side("pynvvideocodec", None, "no GPU"),
     ]
     (tmp_path / "report.json").write_text(json.dumps(report))
-    assert chart.main([str(tmp_path / "report.json"), "--out", str(tmp_path / "chart.svg")]) == 0
-    bars, said = drawn(tmp_path / "chart.svg")
+    bars, said = drawn(chart, tmp_path)
     assert list(bars) == ["dali_stream", "another <one> & more", "LeRobotDataset, 16 workers"]  # the fastest first
     widest = bars["dali_stream"][0]
     assert [width / widest for width, _ in bars.values()] == pytest.approx([1, 0.5, 0.25], abs=1e-3)
@@ -339,8 +343,7 @@ def test_the_chart_shows_the_fastest_setting_of_the_new_streaming(chart: Any, tm
         }.items()
     ]
     (tmp_path / "report.json").write_text(json.dumps(report))
-    assert chart.main([str(tmp_path / "report.json"), "--out", str(tmp_path / "chart.svg")]) == 0
-    bars, said = drawn(tmp_path / "chart.svg")
+    bars, said = drawn(chart, tmp_path)
     assert list(bars) == ["dali_stream", "New streaming, uint8"]
     assert "StreamingLeRobotDataset after LeRobot 0.6.1" in said
 
@@ -361,8 +364,7 @@ def test_the_chart_shows_both_epochs(chart: Any, tmp_path: Path) -> None:
         {"name": "lerobot-uint8, 2 workers", "frames_per_s": 100.0, "rounds": [100.0], "second_epoch_rounds": [], **common},
     ]
     (tmp_path / "report.json").write_text(json.dumps(report))
-    assert chart.main([str(tmp_path / "report.json"), "--out", str(tmp_path / "chart.svg")]) == 0
-    bars, said = drawn(tmp_path / "chart.svg")
+    bars, said = drawn(chart, tmp_path)
     assert [figure for _, figure in bars.values()] == ["200", "800", "100"]
     assert list(bars) == ["dali_stream, first epoch", "dali_stream, second epoch", "LeRobotDataset, uint8, 2 workers"]
     widths = [width / bars["dali_stream, second epoch"][0] for width, _ in bars.values()]
@@ -371,23 +373,22 @@ def test_the_chart_shows_both_epochs(chart: Any, tmp_path: Path) -> None:
 
 
 def test_the_chart_shows_epochs_with_a_frame_cache(chart: Any, tmp_path: Path) -> None:
-    peers, on_disk = (ROOT / f"benchmarks/results/{name}_2cores.json" for name in ("peers_g1", "disk_frames"))
-    report = json.loads(on_disk.read_text())
+    shutil.copy(ROOT / "benchmarks/results/peers_g1_2cores.json", tmp_path / "report.json")
+    report = json.loads((ROOT / "benchmarks/results/disk_frames_2cores.json").read_text())
     for place in report["datasets"][0]["folders"]:
         rate = 100.0 if place["folder"] == "disk" else 7.0
         place["frames_per_s"] = {"without": rate, "filling": rate, "warm": 4 * rate, "cold": 2 * rate}
         place["rounds"] = {name: [value] for name, value in place["frames_per_s"].items()}
-    (tmp_path / "report.json").write_text(json.dumps(report))
-    drawing = [str(peers), "--frame-cache", str(tmp_path / "report.json"), "--out", str(tmp_path / "chart.svg")]
-    assert chart.main(drawing) == 0
-    bars, said = drawn(tmp_path / "chart.svg")
+    (on_disk := tmp_path / "on_disk.json").write_text(json.dumps(report))
+    bars, said = drawn(chart, tmp_path, on_disk)
     last = [*bars.values()][-4:]
     assert [figure for _, figure in last] == ["100", "100", "400", "200"]
     assert [width / last[2][0] for width, _ in last] == pytest.approx([0.25, 0.25, 1, 0.5], abs=1e-2)
     assert "memory_budget=256MiB" in said
     assert f"Last panel: Dataset g1; {report['machine']['processor']}" in said
-    (tmp_path / "report.json").write_text('{"datasets": []}')
-    assert chart.main(drawing) == 1
+    on_disk.write_text('{"datasets": []}')
+    given = [str(tmp_path / "report.json"), "--frame-cache", str(on_disk), "--out", str(tmp_path / "chart.svg")]
+    assert chart.main(given) == 1
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"peers": []}', '{"peers": [{"name": "a"}]}'])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dali_stream.checks.arguments import positive
+from dali_stream.checks.arguments import known_arguments, positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted
 from dali_stream.lerobot.info import INFO
@@ -78,6 +78,7 @@ class PrepareReport:
         return dataclasses.asdict(self)
 
 
+@known_arguments
 def prepare(
     uri: str | os.PathLike[str],
     out: str | os.PathLike[str],
