@@ -20,7 +20,7 @@ import numpy as np
 
 from dali_stream.errors import DecodeError
 from dali_stream.mp4 import hidden, keyframes
-from dali_stream.mp4.damage import checker
+from dali_stream.mp4.damage import ZEROS, checker, is_padded
 from dali_stream.mp4.format import codec_of
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.muxer import Track, head
@@ -115,10 +115,11 @@ class _Run:
             )
         return whole
 
-    def check(self, data: bytes, for_nvdec: bool, hidden_frames: bool) -> None:
+    def check(self, store: Store, data: bytes, for_nvdec: bool, hidden_frames: bool) -> None:
         """Check the encoded frames, because decoders ignore most damage (see `damage`).
 
         Args:
+            store: Store of the file.
             data: Bytes of the packets, as `read` returns them.
             for_nvdec, hidden_frames: See `pack`.
 
@@ -126,14 +127,16 @@ class _Run:
             UnsafeForNvdec: If `for_nvdec` is set and NVDEC would decode the frames wrongly.
             DecodeError: If a frame is damaged.
         """
-        index, at = self.index, 0
+        index, at, padded = self.index, 0, False
         config = index.configs[index.config[self.packets[0]]]
         check, codec = checker(config), codec_of(config) if for_nvdec else ""
         look = codec in hidden.CODECS and not hidden_frames
         if check is None and not look:
             return
         for packet, size in zip(self.packets, self.sizes, strict=True):
-            if check and size and (wrong := check(data, at, at + size, at == 0)):
+            wrong = check(data, at, at + size, at == 0) if check and size else ""
+            padded = padded or (wrong == ZEROS and is_padded(store, index, packet))
+            if wrong and not (wrong == ZEROS and padded):
                 raise DecodeError(
                     f"the encoded frame at bytes {index.offset[packet]} to "
                     f"{index.offset[packet] + size} is damaged: {wrong}. Copy the file again, or exclude its episodes"
@@ -266,5 +269,5 @@ def _mux(store: Store, runs: list[_Run], for_nvdec: bool, hidden_frames: bool, t
     with timed("read_s"):  # once per clip and not per run, because timing takes as long as a local read
         body = [run.read(store) for run in runs]
     for run, data in zip(runs, body, strict=True):
-        run.check(data, for_nvdec, hidden_frames)
+        run.check(store, data, for_nvdec, hidden_frames)
     return bytearray().join((head(track), *body))

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dali_stream.errors import DecodeError
-from dali_stream.mp4.boxes import children
+from dali_stream.mp4.boxes import COPY, children
 from dali_stream.mp4.parameter_sets import CHROMA, UNSPECIFIED, Sequence, avc_sets, h264_sequences, hevc_sequences
 from dali_stream.mp4.sequence_header import av1_sequences
 
@@ -83,6 +83,20 @@ class VideoFormat:
         return self.matrix in (None, UNSPECIFIED, 5, 6)
 
 
+def with_size(config: bytes) -> bytes:
+    """Return a sample description with the frame size of its headers if it has none itself. See `describe` for the argument.
+
+    It is returned as it is if its headers are missing or broken, or belong to a codec whose headers are not read.
+    """
+    if 0 not in struct.unpack_from(">HH", config, 32):
+        return config
+    try:
+        sequence = _read_sequence(codec_of(config), {k: config[a:b] for k, a, b in children(config, 86, len(config))})
+    except DecodeError:
+        return config
+    return config if sequence is None else config[:32] + struct.pack(">HH", *sequence.size[::-1]) + config[36:]
+
+
 def describe(config: bytes) -> VideoFormat:
     """Return the format of a sample description (a whole `stsd` entry).
 
@@ -92,7 +106,9 @@ def describe(config: bytes) -> VideoFormat:
     width, height = struct.unpack_from(">HH", config, 32)
     codec = codec_of(config)
     if not width or not height:
-        raise DecodeError(f"the frame size of the sample description must be positive, got {width}×{height}")
+        raise DecodeError(
+            f"the frame size of the sample description must be positive, got {width}×{height}. Write it into the file: {COPY}"
+        )
     parts = {k: config[a:b] for k, a, b in children(config, 86, len(config))}
     try:
         profile, chroma, depth = _details(codec, parts)
