@@ -132,7 +132,7 @@ class TaskInput:
         self.fps, self.regular = float(job["fps"]), bool(job["regular"])
         self.new_tolerance_s: float = TOLERANCE / self.fps if self.regular else job["tolerance_s"]
         columns = {"rows": None, "images": [*_CLOCKS, self.camera]}.get(self.spec["mode"], _CLOCKS)
-        footer = functools.lru_cache(4)(lambda path: rows.read_footer(self.store, path))
+        footer = functools.lru_cache(4)(lambda path: rows.read_footer(self.store, path, job["features"]))
         self.rows = rows.EpisodeRows(self.store, footer, self.episodes, columns, job["is_v2"])
         self._index = functools.lru_cache(16)(self._read_index)
 
