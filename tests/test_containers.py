@@ -10,12 +10,14 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support import videos as data
 from support.slow import slow
 
 from dali_stream import Dataset, DecodeError
 from dali_stream.mp4.boxes import other_container
+from dali_stream.tools import prepare
 from dali_stream.tools.description import describe
 from dali_stream.tools.diagnosis.frames import Decoders
 from dali_stream.tools.diagnosis.run import examine
@@ -28,6 +30,7 @@ FORMATS = {  # name of the container: FFmpeg's name for its format, and encoders
     "MPEG-TS": ("mpegts", data.hevc(12, open_gop=True)),
     "Flash Video": ("flv", data.h264(12)),
 }
+LATE = 2 / data.FPS  # time at which files begin. FFmpeg moves them to time 0 unless it is told not to
 NO_DECODER = Decoders(torchcodec=False, dali=False, gpus={})
 
 
@@ -52,12 +55,27 @@ def follow(command: str, source: Path) -> Path:
     return target
 
 
+def check_command(command: str, video: Path, shown: data.Shown) -> None:
+    """Check that rows with the times of a file have its frames after the command of a message."""
+    right = data.dataset_of(video.parent / "right", follow(command, video), shown.seconds)
+    assert delivered(right) == shown.identity == [data.identity(number) for number in range(data.FRAMES)]
+
+
+def shown_in(video: Path, name: str) -> data.Shown:
+    """The frames of a file, and their times. FFmpeg delays those of AVI with B-frames, which begin at time 0."""
+    shown = data.shown_by_ffmpeg(video)
+    return shown if name != "AVI with B-frames" else shown._replace(seconds=(np.arange(data.FRAMES) / data.FPS).tolist())
+
+
+@pytest.mark.parametrize("begin", [LATE, slow(0.0)])
 @pytest.mark.parametrize("name", [slow(n) if n in ("WebM", "Flash Video") else n for n in FORMATS])
-def test_another_container_is_named_with_a_command_that_helps(name: str, tmp_path: Path) -> None:
+def test_another_container_is_named_with_a_command_that_helps(name: str, begin: float, tmp_path: Path) -> None:
     kind, arguments = FORMATS[name]
     whole = data.encode(data.draw(), tmp_path / "whole.mp4", arguments)
-    data.ffmpeg("-i", whole, "-c", "copy", "-f", kind, tmp_path / "video.mp4")
-    root = data.write_dataset(tmp_path / "set", [tmp_path / "video.mp4"])
+    offset = () if name.startswith("AVI") else ("-output_ts_offset", str(begin))
+    data.ffmpeg("-i", whole, "-c", "copy", *offset, "-f", kind, tmp_path / "video.mp4")
+    shown = shown_in(tmp_path / "video.mp4", name)
+    root = data.dataset_of(tmp_path / "set", tmp_path / "video.mp4", shown.seconds)
     name, file = name.partition(" with")[0], data.VIDEO.format(data.CAMERA, 0)
     with pytest.raises(DecodeError, match=f"{file}: .*the file is .*{name}.*, and not MP4") as caught:
         delivered(root)
@@ -66,18 +84,66 @@ def test_another_container_is_named_with_a_command_that_helps(name: str, tmp_pat
     (finding,) = [f for f in examine(Dataset(root), NO_DECODER, 120)[0] if f.name == f"{data.CAMERA} file 1"]
     assert name in finding.text
     assert command in finding.remedy
-    right = data.write_dataset(tmp_path / "right", [follow(command, tmp_path / "video.mp4")])
-    assert delivered(right) == [data.identity(number) for number in range(data.FRAMES)]
+    check_command(command, tmp_path / "video.mp4", shown)
 
 
-@pytest.mark.parametrize("options", [("-movflags", "frag_keyframe+empty_moov"), ("-map", "0:v", "-map", "0:v")], ids=str)
-def test_the_commands_for_fragments_and_for_several_tracks(options: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [data.mpeg4(1), slow(data.h264(12), id="B-frames")])
+def test_gaps_of_an_avi_stay(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """A recorder that drops frames writes empty packets in their place."""
+    kept = [number for number in range(data.FRAMES) if number not in (35, 41, 60)]
+    left_out = "select=not(eq(n\\,35)+eq(n\\,41)+eq(n\\,60))"
+    whole = data.encode(data.draw(), tmp_path / "whole.mp4", data.mpeg4(1))
+    data.ffmpeg(
+        "-i", whole, "-vf", left_out, "-fps_mode", "passthrough", *arguments, "-f", "avi", video := tmp_path / "video.mp4"
+    )
+    seconds, identities = [number / data.FPS for number in kept], [data.identity(number) for number in kept]
+    with pytest.raises(DecodeError, match="the file is AVI") as caught:
+        delivered(data.dataset_of(tmp_path / "set", video, seconds))
+    assert delivered(data.dataset_of(tmp_path / "right", follow(command_in(caught.value), video), seconds)) == identities
+
+
+OPTIONS = {
+    "fragmented": ("-movflags", "frag_keyframe+empty_moov"),
+    "fragmented in part": ("-movflags", "frag_keyframe"),
+    "two video tracks": ("-map", "0:v", "-map", "0:v"),
+}
+
+
+@pytest.mark.parametrize("begin", [LATE, slow(0.0)])
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("codec", ["h264", slow("mpeg4"), slow("av1")])
+def test_the_commands_for_fragments_and_for_several_tracks(codec: str, kind: str, begin: float, tmp_path: Path) -> None:
+    arguments = {"h264": data.h264(12), "mpeg4": data.mpeg4(12), "av1": data.av1(12)}[codec]
+    whole = data.encode(data.draw(), tmp_path / "whole.mp4", arguments)
+    shown = data.shown_by_ffmpeg(whole)
+    data.ffmpeg("-i", whole, "-c", "copy", *OPTIONS[kind], "-output_ts_offset", str(begin), video := tmp_path / "video.mp4")
+    if kind != "two video tracks":
+        shown = data.shown_by_ffmpeg(video)
+    else:
+        shown = shown._replace(seconds=[time + begin for time in shown.seconds])
+    with pytest.raises(DecodeError, match=f"{data.VIDEO.format(data.CAMERA, 0)}: {kind.split()[0]}|one video track") as caught:
+        delivered(data.dataset_of(tmp_path / "set", video, shown.seconds))
+    check_command(command_in(caught.value), video, shown)
+
+
+def test_a_file_that_announces_fragments_and_has_none_is_read(tmp_path: Path) -> None:
+    """As a recorder leaves it that stops before its first fragment."""
     whole = data.encode(data.draw(), tmp_path / "whole.mp4", data.h264(12))
-    data.ffmpeg("-i", whole, "-c", "copy", *options, tmp_path / "video.mp4")
-    with pytest.raises(DecodeError) as caught:
-        delivered(data.write_dataset(tmp_path / "set", [tmp_path / "video.mp4"]))
-    right = data.write_dataset(tmp_path / "right", [follow(command_in(caught.value), tmp_path / "video.mp4")])
-    assert delivered(right) == [data.identity(number) for number in range(data.FRAMES)]
+    tree = data.boxes(whole.read_bytes())
+    data.box(tree, b"moov")[1].append([b"mvex", bytes(8) + b"trex"])
+    whole.write_bytes(data.unboxed(tree))
+    assert delivered(data.write_dataset(tmp_path / "set", [whole])) == [data.identity(n) for n in range(data.FRAMES)]
+
+
+def test_the_command_for_sound(tmp_path: Path) -> None:
+    """`prepare` copies packets of video only."""
+    whole = data.encode(data.draw(), tmp_path / "whole.mp4", data.h264(12))
+    video, sound = tmp_path / "video.mp4", ("-f", "lavfi", "-i", "sine=duration=3")
+    data.ffmpeg("-i", whole, *sound, "-c:v", "copy", "-c:a", "aac", "-output_ts_offset", str(LATE), video)
+    root = data.dataset_of(tmp_path / "set", video, (shown := data.shown_by_ffmpeg(video)).seconds)
+    [why] = prepare(root, tmp_path / "out", jobs=1).failed.values()
+    assert "has sound" in why
+    check_command(command_in(DecodeError(why)), video, shown)
 
 
 def test_a_transport_stream_with_times_before_its_packets(tmp_path: Path) -> None:

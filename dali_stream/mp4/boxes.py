@@ -16,7 +16,7 @@ BEGINNING = 200  # bytes of a file that tell what it is; two packets of an MPEG 
 TAIL = 1 << 22  # bytes of a read after the media data, where files rarely have more than `moov`
 # Command for messages. Without -copyts, FFmpeg would move the first frame to time 0, and rows have the times of the file.
 COPY = "`ffmpeg -copyts -i IN -map 0:v:0 -c copy OUT.mp4` (-copyts keeps the times of its frames)"
-_ENCODED = "-map 0:v:0 -fps_mode passthrough -enc_time_base -1 -c:v libx264 -crf 18 OUT.mp4"
+_ENCODED = "-map 0:v:0 -fps_mode passthrough -enc_time_base -1 -c:v libx264 -crf 18"
 
 
 def children(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
@@ -94,9 +94,10 @@ def other_container(first: bytes) -> tuple[str, str]:
         first: First bytes of the file, at least `BEGINNING` unless it is shorter.
     """
     if first.startswith(b"RIFF") and first[8:12] == b"AVI ":
-        # AVI has no display times. Copied B-frames would be displayed in the order in which they are decoded, and FFmpeg counts
-        # the times of decoded ones from the delay of the decoder.
-        return "AVI", f"Encode it again: `ffmpeg -i IN -vf setpts=PTS-STARTPTS {_ENCODED}`, which begins at time 0"
+        # AVI has no display times. Copied B-frames would be displayed in the order in which they are decoded, and decoded ones
+        # begin with the delay of the decoder, and end between two frames. Gaps stay.
+        times = "setpts=round((PTS-STARTPTS)*TB*FRAME_RATE)/FRAME_RATE/TB"
+        return "AVI", f"Encode it again, with its first frame at time 0: `ffmpeg -i IN -vf '{times}' {_ENCODED} OUT.mp4`"
     # Each packet of a transport stream begins with this byte. Packets have 188 bytes, or 192 with a time before each.
     is_stream = any(first[at : at + 1] == first[at + size : at + size + 1] == b"\x47" for at, size in ((0, 188), (4, 192)))
     beginnings = {"Matroska or WebM": b"\x1a\x45\xdf\xa3", "Flash Video": b"FLV\x01"}
@@ -108,7 +109,7 @@ def encode_again(codec: str) -> str:
     """Return the command that encodes the displayed frames of a file again, with their times."""
     # FFmpeg 5.1 displays hidden frames of AV1 if it decodes with libdav1d, its default.
     decoder = "-c:v libaom-av1 " if codec == "av1" else ""
-    return f"`ffmpeg {decoder}-copyts -i IN {_ENCODED}`"
+    return f"`ffmpeg {decoder}-copyts -i IN {_ENCODED} OUT`"
 
 
 def has_fragments(store: Store, path: str) -> bool:

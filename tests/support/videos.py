@@ -7,12 +7,13 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -216,6 +217,39 @@ def identities(frames: torch.Tensor) -> list[tuple[int, int]]:
 def identity(number: int) -> tuple[int, int]:
     """(episode, frame) of a frame of a file that `draw` filled, by its number in the file."""
     return (0, number) if number < EPISODES[0] else (1, number - EPISODES[0])
+
+
+class Shown(NamedTuple):
+    """Frames of a file according to FFmpeg: the time of each frame in seconds, and the identity that it carries."""
+
+    seconds: list[float]
+    identity: list[tuple[int, int]]
+
+
+def shown_by_ffmpeg(video: Path) -> Shown:
+    """Times and identities of a file's frames. The test is skipped if ffmpeg is not installed."""
+    if shutil.which("ffmpeg") is None:
+        pytest.skip("the ffmpeg program is not installed")
+    # FFmpeg 5.1 shows hidden frames of AV1 if it decodes with libdav1d, its default.
+    decoder = ["-c:v", "libaom-av1"] if b"av01" in video.read_bytes() else []
+    command = ["ffmpeg", "-hide_banner", *decoder, "-copyts", "-i", video, "-map", "0:v", "-vf", "showinfo"]
+    command += ["-fps_mode", "passthrough", "-pix_fmt", "rgb24", "-f", "rawvideo", "-"]
+    done = subprocess.run(command, capture_output=True, check=True)
+    frames = torch.frombuffer(bytearray(done.stdout), dtype=torch.uint8).view(-1, *SIZE, 3)
+    seconds = [float(time) for time in re.findall(r" pts_time:(\S+)", done.stderr.decode())]
+    assert len(seconds) == len(frames)
+    return Shown(seconds, identities(frames.movedim(-1, 1)))
+
+
+def dataset_of(root: Path, video: Path, seconds: Sequence[float], late: float = 0.0) -> Path:
+    """A dataset of two episodes, a row for each of these times. They are `late` seconds later than these."""
+    lengths = (len(seconds) // 3, len(seconds) - len(seconds) // 3)
+    write_dataset(root, [video], [lengths], delay=seconds[0])
+    starts = np.repeat([seconds[0], seconds[0] + lengths[0] / FPS], lengths)
+    table = pq.read_table(root / ROWS)
+    times = pa.array((np.array(seconds) - starts + late).astype(np.float32))
+    pq.write_table(table.set_column(table.column_names.index("timestamp"), "timestamp", times), root / ROWS)
+    return root
 
 
 def difference(first: Path, second: Path) -> float:

@@ -21,7 +21,7 @@ from dali_stream.errors import DaliStreamError, DecodeError, prefixed
 from dali_stream.lerobot.arrow import to_numpy
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.rows import check_counting, check_rising
-from dali_stream.mp4.boxes import children, find, read_moov
+from dali_stream.mp4.boxes import COPY, children, find, read_moov
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.mp4.timing import TOLERANCE, EpisodeTimes, explain
 from dali_stream.storage import Store, open_store
@@ -79,7 +79,7 @@ def refuse_sound(store: Store, path: str) -> None:
         handler = find(moov, start, end, b"mdia", b"hdlr") if kind == b"trak" else None
         if handler and moov[handler[0] + 8 : handler[0] + 12] == b"soun":
             raise DecodeError(
-                f"{store.where(path)}: has sound, which cannot be copied. Remove it with `ffmpeg -i IN -c copy -an OUT`"
+                f"{store.where(path)}: has sound, which cannot be copied. Copy its video alone: {COPY}"
             )
 
 
