@@ -1,19 +1,23 @@
-"""Videos in other containers that are named .mp4: the error names the container, and its command leads to the same frames.
+"""Videos in other containers that are named .mp4, and MP4s of unusual form: they are read, or a command leads to the frames.
 
-AVI is encoded again, since it has no display times: B-frames that are copied would be shown in the order of decoding.
+Commands are tried on files that begin at time 0 and on files that begin later, with rows that have the times of the file. AVI is encoded again, since it has no display times: B-frames that are copied would be shown in the order of decoding.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+import struct
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support import videos as data
+from support.datasets import videos as files_of
 from support.slow import slow
+from support.tools import prepared
 
 from dali_stream import Dataset, DecodeError
 from dali_stream.mp4.boxes import other_container
@@ -144,6 +148,86 @@ def test_the_command_for_sound(tmp_path: Path) -> None:
     [why] = prepare(root, tmp_path / "out", jobs=1).failed.values()
     assert "has sound" in why
     check_command(command_in(DecodeError(why)), video, shown)
+
+
+CODECS = {
+    "h264": data.h264(12), "hevc": data.hevc(12), "av1": data.av1(12), "vp9": data.vp9(12), "mpeg4": data.mpeg4(12),
+    "mjpeg": ("-c:v", "mjpeg", "-q:v", "2", "-pix_fmt", "yuvj420p"), "open GOPs": data.hevc(12, open_gop=True),
+}  # fmt: skip
+
+
+def with_table(whole: Path, video: Path, change: Callable[[list[data.Box]], None]) -> Path:
+    """Writes a file whose sample table (its boxes) was changed. The media data stay where they are, in front of it."""
+    tree = data.boxes(whole.read_bytes())
+    assert [kind for kind, _ in tree][-1] == b"moov"
+    change(data.box(tree, *data.STBL)[1])
+    video.write_bytes(data.unboxed(tree))
+    return video
+
+
+def without_size(table: list[data.Box]) -> None:
+    stsd = data.box(table, b"stsd")
+    stsd[1] = stsd[1][:40] + bytes(4) + stsd[1][44:]
+
+
+@pytest.mark.parametrize("codec", ["h264", *map(slow, ("hevc", "av1"))])
+def test_a_sample_description_without_a_size_has_that_of_its_headers(codec: str, tmp_path: Path) -> None:
+    whole = data.encode(data.draw(), tmp_path / "whole.mp4", CODECS[codec])
+    root = data.write_dataset(tmp_path / "set", [with_table(whole, tmp_path / "video.mp4", without_size)])
+    assert delivered(root) == [data.identity(number) for number in range(data.FRAMES)]
+    camera = describe(Dataset(root)).cameras[data.CAMERA]
+    assert (camera.height, camera.width, camera.broken) == (*data.SIZE, ())
+    prepared(root, tmp_path / "copy")
+    assert delivered(tmp_path / "copy") == [data.identity(number) for number in range(data.FRAMES)]
+    (copy,) = files_of(tmp_path / "copy")
+    assert data.box(data.boxes(copy.read_bytes()), *data.STBL, b"stsd")[1][40:44] == struct.pack(">HH", *data.SIZE[::-1])
+
+
+@pytest.mark.parametrize("begin", [LATE, slow(0.0)])
+@pytest.mark.parametrize("codec", ["mpeg4", *map(slow, ("vp9", "mjpeg"))])
+def test_the_command_for_a_sample_description_without_a_size(codec: str, begin: float, tmp_path: Path) -> None:
+    whole = data.encode(data.draw(), tmp_path / "whole.mp4", (*CODECS[codec], "-output_ts_offset", str(begin)))
+    video = with_table(whole, tmp_path / "video.mp4", without_size)
+    shown = data.shown_by_ffmpeg(video)
+    with pytest.raises(DecodeError, match="frame size of the sample description must be positive, got 0×0") as caught:
+        delivered(data.dataset_of(tmp_path / "set", video, shown.seconds))
+    check_command(command_in(caught.value), video, shown)
+
+
+def with_keyframes(change: Callable[[list[int]], list[int]]) -> Callable[[list[data.Box]], None]:
+    """Changes the numbers of keyframes."""
+
+    def changed(table: list[data.Box]) -> None:
+        stss = data.box(table, b"stss")
+        numbers = change(np.frombuffer(stss[1][8:], ">u4").tolist())
+        stss[1] = bytes(4) + np.array([len(numbers), *numbers]).astype(">u4").tobytes()
+
+    return changed
+
+
+@pytest.mark.parametrize("codec", ["h264", *map(slow, ("hevc", "av1", "vp9", "mpeg4", "open GOPs"))])
+def test_keyframes_that_are_counted_from_0(codec: str, tmp_path: Path) -> None:
+    whole = data.encode(data.draw(), tmp_path / "whole.mp4", CODECS[codec])
+    from_0 = with_keyframes(lambda numbers: [number - 1 for number in numbers])
+    root = data.write_dataset(tmp_path / "set", [with_table(whole, tmp_path / "video.mp4", from_0)])
+    assert delivered(root) == [data.identity(number) for number in range(data.FRAMES)]
+
+
+@pytest.mark.parametrize("begin", [LATE, slow(0.0)])
+@pytest.mark.parametrize("how", ["without the first", slow("each one late"), slow("none")])
+@pytest.mark.parametrize("codec", ["h264", *map(slow, ("hevc", "av1", "vp9", "mpeg4", "open GOPs"))])
+def test_the_command_for_keyframes_that_begin_late(codec: str, how: str, begin: float, tmp_path: Path) -> None:
+    whole = data.encode(data.draw(), tmp_path / "whole.mp4", (*CODECS[codec], "-output_ts_offset", str(begin)))
+    changes: dict[str, Callable[[list[int]], list[int]]] = {
+        "without the first": lambda numbers: numbers[1:],
+        "each one late": lambda numbers: [number + 1 for number in numbers],
+        "none": lambda numbers: [],
+    }
+    video = with_table(whole, tmp_path / "video.mp4", with_keyframes(changes[how]))
+    shown = data.shown_by_ffmpeg(whole)
+    with pytest.raises(DecodeError, match=r"invalid stss table \(keyframes\): must be 1, \.\.\. up to 72") as caught:
+        delivered(data.dataset_of(tmp_path / "set", video, shown.seconds))
+    check_command(command_in(caught.value), video, shown)
 
 
 def test_a_transport_stream_with_times_before_its_packets(tmp_path: Path) -> None:

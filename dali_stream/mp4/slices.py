@@ -72,8 +72,7 @@ def nal_units(data: bytes, start: int, end: int, width: int, hevc: bool) -> Iter
         start = unit + int.from_bytes(data[start:unit], "big")
         stop = min(start, end)
         while unit < stop and not is_slice(data[unit], hevc) and (code := data.find(b"\0\0\1", unit, stop)) >= 0:
-            if any(data[unit:code]):  # and not only zeros in front of the start code
-                yield unit, code
+            yield unit, code
             unit = code + 3
         yield unit, start
 

@@ -11,7 +11,7 @@ import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ from torchcodec.decoders import VideoDecoder  # type: ignore[attr-defined]  # ex
 
 import dali_stream
 from dali_stream.demo import read_identities, stamp
+from dali_stream.mp4.index import read_index
+from dali_stream.storage import LocalStore
 from support.datasets import ROWS, Camera, Column, build
 from support.datasets import VIDEO as VIDEO
 
@@ -359,6 +361,20 @@ def joined(first: Path, second: Path) -> bytes:
     trak = box([moov], b"moov", b"trak")
     trak[1] = [entry for entry in trak[1] if entry[0] != b"edts"]
     return ftyp + unboxed([[b"mdat", b"".join(media)], moov])
+
+
+def repacked(source: Path, target: Path, change: Callable[[bytes], bytes]) -> Path:
+    """Writes a file with changed packets, end to end. Its times and keyframes stay."""
+    index, whole = read_index(LocalStore(str(source.parent)), source.name), source.read_bytes()
+    packets = [change(whole[a:b]) for a, b in zip(index.offset[:].tolist(), index.end[:].tolist(), strict=True)]
+    tree = boxes(whole)
+    ftyp, moov = unboxed(tree[:1]), box(tree, b"moov")
+    n = len(packets)
+    tables = {b"stsc": [1, 1, n, 1], b"stsz": [0, n, *map(len, packets)], b"stco": [1, len(ftyp) + 8]}
+    for kind, values in tables.items():
+        box([moov], *STBL, kind)[1] = bytes(4) + np.array(values).astype(">u4").tobytes()
+    target.write_bytes(ftyp + unboxed([[b"mdat", b"".join(packets)], moov]))
+    return target
 
 
 def _words(body: bytes) -> npt.NDArray[np.int64]:
