@@ -387,10 +387,15 @@ def turned(source: Path, target: Path, degrees: int, *, movie: bool = False) -> 
     The matrix is written to the header of the track or, if `movie` is True, to that of the movie.
     """
     a, b = {0: (1, 0), 90: (0, -1), 180: (-1, 0), -90: (0, 1)}[degrees]
-    matrix = struct.pack(">9i", a << 16, b << 16, 0, -b << 16, a << 16, 0, 0, 0, 1 << 30)
+    return displayed_by(source, target, (a, b, -b, a), movie=movie)
+
+
+def displayed_by(source: Path, target: Path, matrix: tuple[int, int, int, int], *, movie: bool = False) -> Path:
+    """Writes a file with another display matrix, of which these are the numbers a, b, c and d. See `turned`."""
+    a, b, c, d = (number << 16 for number in matrix)
     tree = boxes(source.read_bytes())
     header = box(tree, b"moov", b"mvhd") if movie else box(tree, b"moov", b"trak", b"tkhd")
     at = 36 if movie else len(header[1]) - 44
-    header[1] = header[1][:at] + matrix + header[1][at + 36 :]
+    header[1] = header[1][:at] + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30) + header[1][at + 36 :]
     target.write_bytes(unboxed(tree))
     return target
