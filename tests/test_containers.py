@@ -1,6 +1,7 @@
 """Videos in other containers that are named .mp4, and MP4s of unusual form: they are read, or a command leads to the frames.
 
-Commands are tried on files that begin at time 0 and on files that begin later, with rows that have the times of the file. AVI is encoded again, since it has no display times: B-frames that are copied would be shown in the order of decoding.
+Commands are tried on files that begin at time 0 and on files that begin later, with rows that have the times of the file. AVI
+is encoded again, since it has no display times: B-frames that are copied would be shown in the order of decoding.
 """
 
 from __future__ import annotations

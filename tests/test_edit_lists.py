@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support import videos as data
-from support.datasets import ROWS, Camera, build
+from support.datasets import Camera, build
 from support.datasets import videos as files_of
 from support.servers import Server
 from support.slow import slow

@@ -171,15 +171,17 @@ def test_frames_that_only_noise_tells_apart_are_no_mistake(tmp_path: Path) -> No
 
 def fine_colours(folder: Path) -> Path:
     """A dataset with a strong colour of its own in each 2×2 pixels, which become 1 pixel at half the size."""
-    size = (2 * video_data.SIZE[0], 2 * video_data.SIZE[1])
+    size, lengths = (2 * video_data.SIZE[0], 2 * video_data.SIZE[1]), (5, 4)
+    frames = video_data.draw(lengths, size=size)
     colours = np.random.default_rng(0).integers(0, 256, (*video_data.SIZE, 3))
-    frames = video_data.draw(size=size)
     texture = np.kron(colours, np.ones((2, 2, 1), np.int64)).astype(np.uint8)
-    for number, frame in enumerate(frames):
-        frame[:] = np.roll(texture, 4 * number, 1)
-        stamp(frame, *video_data.identity(number), 0)
+    for frame, place in zip(
+        frames, [(episode, number) for episode in (0, 1) for number in range(lengths[episode])], strict=True
+    ):
+        frame[:] = np.roll(texture, 4 * place[1], 1)
+        stamp(frame, *place, 0)
     path = video_data.encode(frames, folder / "a.mp4", video_data.h264(12))
-    return video_data.write_dataset(folder / "data", [path], size=size)
+    return video_data.write_dataset(folder / "data", [path], [lengths], size=size)
 
 
 def test_colours_that_encoders_get_at_half_the_resolution_are_no_fault(tmp_path: Path) -> None:

@@ -29,9 +29,7 @@ def video_track(moov: bytes) -> tuple[int, int]:
             if handler and moov[handler[0] + 8 : handler[0] + 12] == b"vide":
                 tracks.append((start, end))
     if len(tracks) != 1:
-        raise DecodeError(
-            f"the file must have exactly one video track, got {len(tracks)}. Keep one with {COPY}"
-        )
+        raise DecodeError(f"the file must have exactly one video track, got {len(tracks)}. Keep one with {COPY}")
     return tracks[0]
 
 
@@ -105,10 +103,10 @@ def sync_packets(boxes: dict[bytes, bytes], n: int, codec: str) -> Int64:
     number = entries(boxes, b"stss", "sample:u4")["sample"].astype(np.int64)
     sync = number - np.minimum(number[:1], 1)  # they count from 1 or, as some encoders write and FFmpeg reads them, from 0
     if not len(sync) or sync[0] != 0 or sync[-1] >= n or (np.diff(sync) <= 0).any():
+        first = ", ".join(map(str, number[:3].tolist())) or "none"
         raise DecodeError(
-            f"invalid stss table (keyframes): must be 1, ... up to {n} in increasing order, got {str(number[:3].tolist())[1:-1]}"
-            f"{', ...' if len(number) > 3 else ''}. Encode the displayed frames again: {encode_again(codec)}, or fetch the file "
-            "again"
+            f"invalid stss table (keyframes): must be 1, ... up to {n} in increasing order, got {first}. Encode the displayed "
+            f"frames again: {encode_again(codec)}, or fetch the file again"
         )
     return sync
 

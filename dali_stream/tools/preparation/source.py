@@ -78,9 +78,7 @@ def refuse_sound(store: Store, path: str) -> None:
     for kind, start, end in children(moov, 0, len(moov)):
         handler = find(moov, start, end, b"mdia", b"hdlr") if kind == b"trak" else None
         if handler and moov[handler[0] + 8 : handler[0] + 12] == b"soun":
-            raise DecodeError(
-                f"{store.where(path)}: has sound, which cannot be copied. Copy its video alone: {COPY}"
-            )
+            raise DecodeError(f"{store.where(path)}: has sound, which cannot be copied. Copy its video alone: {COPY}")
 
 
 def _frame_index(table: pa.Table) -> Int64:
