@@ -1,4 +1,4 @@
-"""Videos in other containers that are named .mp4, and MP4s of unusual form: they are read, or a command leads to the frames.
+"""Videos in other containers that are named .mp4, and MP4s of unusual form. A Loader reads them, or names a command that helps.
 
 Commands are tried on files that begin at time 0 and on files that begin later, with rows that have the times of the file. AVI
 is encoded again, since it has no display times: B-frames that are copied would be shown in the order of decoding.
@@ -35,7 +35,7 @@ FORMATS = {  # name of the container: FFmpeg's name for its format, and encoders
     "MPEG-TS": ("mpegts", data.hevc(12, open_gop=True)),
     "Flash Video": ("flv", data.h264(12)),
 }
-LATE = 2 / data.FPS  # time at which files begin. FFmpeg moves them to time 0 unless it is told not to
+LATE = 2 / data.FPS  # time at which files begin. without -copyts, FFmpeg moves them to time 0
 NO_DECODER = Decoders(torchcodec=False, dali=False, gpus={})
 
 
@@ -90,6 +90,19 @@ def test_another_container_is_named_with_a_command_that_helps(name: str, begin: 
     assert name in finding.text
     assert command in finding.remedy
     check_command(command, tmp_path / "video.mp4", shown)
+
+
+@pytest.mark.slow
+def test_rows_that_count_from_the_first_frame_of_a_transport_stream(tmp_path: Path) -> None:
+    """A transport stream begins late. For these rows, docs/troubleshooting.md leaves -copyts out."""
+    whole = data.encode(data.draw(), tmp_path / "whole.mp4", data.hevc(12))
+    data.ffmpeg("-i", whole, "-c", "copy", "-f", "mpegts", video := tmp_path / "video.mp4")
+    shown = data.shown_by_ffmpeg(video)
+    assert shown.seconds[0] > 1
+    counted = shown._replace(seconds=(np.arange(data.FRAMES) / data.FPS).tolist())
+    with pytest.raises(DecodeError, match="the file is MPEG-TS") as caught:
+        delivered(data.dataset_of(tmp_path / "set", video, counted.seconds))
+    check_command(command_in(caught.value).replace("-copyts ", ""), video, counted)
 
 
 @pytest.mark.parametrize("arguments", [data.mpeg4(1), slow(data.h264(12), id="B-frames")])

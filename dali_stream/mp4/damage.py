@@ -5,15 +5,19 @@ decoder delivers a wrong frame without an error, and MP4 has no checksums. The c
 contain:
 
     H.264, HEVC   sizes of NAL units that do not add up to the size of the packet, invalid headers, no slice, and 00 00 00,
-                  00 00 01 or 00 00 02 inside a unit, where an encoder would have inserted a 03
+                  00 00 01 or 00 00 02 inside a unit, where an encoder would have inserted a 03; zeros that replace the
+                  end of a unit
     AV1           sizes of OBUs that do not add up, invalid OBU types, no frame
     VP9, VP8      invalid frame markers, sizes in the superframe index or start codes of keyframes
-    MPEG-4        no start code at the beginning, no frame, 24 zero bits in a row
+    MPEG-4        no start code at the beginning, no frame, 24 zero bits in a row, zeros that replace the end
     MJPEG         no start of image
     arithmetic    more equal bytes (00 or ff) in a row than arithmetic coding writes, for AV1, VP9, HEVC and H.264 with CABAC
 
 The checks therefore find blocks of zeros in all codecs except VP8 and MJPEG, and blocks of ff in codecs with arithmetic coding.
 In all codecs they find packets whose beginning was overwritten, and lost or inserted bytes, which shift the packets after them.
+
+Zeros after the end of a unit are padding. Nothing in a frame tells them from zeros that replace its end, so more than a few are
+accepted only in files whose other frames end in zeros, too, as encoders of phones write them (`is_padded`).
 
 The checks do not find damage that leaves the bitstream valid, such as flipped bits or other bytes in the payload. Decoders
 report part of such damage in AV1 and VP9, and little of it in H.264, HEVC and MPEG-4. The rest results in wrong pixels

@@ -43,7 +43,8 @@ class VideoFormat:
         coded: Size (height, width) of the coded frames before cropping, in pixels, or None if no header was read.
         interlaced: Whether frames may be coded as two fields.
         full_range: Whether values use the full range, according to the bitstream.
-        rotation: Angle by which decoded frames are turned counterclockwise for display: 0, 90, -90 or 180 degrees.
+        rotation: Angle by which decoded frames are turned counterclockwise for display: 0, 90, -90 or 180 degrees. torchcodec
+            turns frames and does not mirror them, so a matrix that mirrors them has an angle only.
         colours_in_file_only: Whether the boxes of the file specify the full range or a matrix other than BT.601, and the
             bitstream does not. FFmpeg converts the frames as these boxes say, and NVDEC does not know them.
         header_error: Reason not to trust the headers in the sample description, such as a missing or broken header, or one that
