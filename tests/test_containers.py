@@ -66,6 +66,12 @@ def check_command(command: str, video: Path, shown: data.Shown) -> None:
     assert delivered(right) == shown.identity == [data.identity(number) for number in range(data.FRAMES)]
 
 
+def check_doctor(command: str, root: Path) -> None:
+    """Check that the doctor names the command, too."""
+    [finding] = [finding for finding in examine(Dataset(root), NO_DECODER, 120)[0] if finding.status == "problem"]
+    assert command in finding.remedy
+
+
 def shown_in(video: Path, name: str) -> data.Shown:
     """The frames of a file, and their times. FFmpeg delays those of AVI with B-frames, which begin at time 0."""
     shown = data.shown_by_ffmpeg(video)
@@ -86,9 +92,7 @@ def test_another_container_is_named_with_a_command_that_helps(name: str, begin: 
         delivered(root)
     command = command_in(caught.value)
     assert command in "".join(describe(Dataset(root)).cameras[data.CAMERA].broken)
-    (finding,) = [f for f in examine(Dataset(root), NO_DECODER, 120)[0] if f.name == f"{data.CAMERA} file 1"]
-    assert name in finding.text
-    assert command in finding.remedy
+    check_doctor(command, root)
     check_command(command, tmp_path / "video.mp4", shown)
 
 
@@ -140,8 +144,9 @@ def test_the_commands_for_fragments_and_for_several_tracks(codec: str, kind: str
     else:
         shown = shown._replace(seconds=[time + begin for time in shown.seconds])
     with pytest.raises(DecodeError, match=f"{data.VIDEO.format(data.CAMERA, 0)}: {kind.split()[0]}|one video track") as caught:
-        delivered(data.dataset_of(tmp_path / "set", video, shown.seconds))
-    check_command(command_in(caught.value), video, shown)
+        delivered(root := data.dataset_of(tmp_path / "set", video, shown.seconds))
+    check_doctor(command := command_in(caught.value), root)
+    check_command(command, video, shown)
 
 
 def test_a_file_that_announces_fragments_and_has_none_is_read(tmp_path: Path) -> None:
@@ -203,8 +208,9 @@ def test_the_command_for_a_sample_description_without_a_size(codec: str, tmp_pat
     video = with_table(whole, tmp_path / "video.mp4", without_size)
     shown = data.shown_by_ffmpeg(video)
     with pytest.raises(DecodeError, match="frame size of the sample description must be positive, got 0×0") as caught:
-        delivered(data.dataset_of(tmp_path / "set", video, shown.seconds))
-    check_command(command_in(caught.value), video, shown)
+        delivered(root := data.dataset_of(tmp_path / "set", video, shown.seconds))
+    check_doctor(command := command_in(caught.value), root)
+    check_command(command, video, shown)
 
 
 def with_keyframes(change: Callable[[list[int]], list[int]]) -> Callable[[list[data.Box]], None]:
@@ -238,8 +244,9 @@ def test_the_command_for_keyframes_that_begin_late(codec: str, how: str, tmp_pat
     video = with_table(whole, tmp_path / "video.mp4", with_keyframes(changes[how]))
     shown = data.shown_by_ffmpeg(whole)
     with pytest.raises(DecodeError, match=r"invalid stss table \(keyframes\): must be 1, \.\.\. up to 72") as caught:
-        delivered(data.dataset_of(tmp_path / "set", video, shown.seconds))
-    check_command(command_in(caught.value), video, shown)
+        delivered(root := data.dataset_of(tmp_path / "set", video, shown.seconds))
+    check_doctor(command := command_in(caught.value), root)
+    check_command(command, video, shown)
 
 
 def test_a_transport_stream_with_times_before_its_packets(tmp_path: Path) -> None:

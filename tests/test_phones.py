@@ -80,7 +80,7 @@ def test_recordings(name: str, tmp_path: Path) -> None:
     check(tmp_path / "copy", *videos(root))
     dataset = Dataset(root)
     findings, _ = examine(dataset, Decoders(False, False, {}), 120, Deep(dataset, lambda done, total: None))
-    assert [finding for finding in findings if finding.area != "machine" and finding.status == "error"] == []
+    assert [finding for finding in findings if finding.status == "problem"] == []
 
 
 @pytest.mark.parametrize("zeros", [15, slow(1), slow(8), slow(9), slow(63), slow(64), 1000])
