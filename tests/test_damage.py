@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import box
-from dali_stream.mp4.damage import checker
+from dali_stream.mp4.damage import ZEROS, checker
 from dali_stream.mp4.hidden import hidden
 from dali_stream.mp4.sequence_header import leb128
 from dali_stream.mp4.slices import is_idr, is_intra_refresh
@@ -181,7 +183,7 @@ def test_frames_of_mpeg_4() -> None:
     check = checker(config)
     assert check
     assert check(frame, 0, len(frame), True) == ""
-    assert wrong(config, frame + bytes(9)) == "24 zero bits in a row, which no encoder writes"
+    assert wrong(config, frame + bytes(9)) == ZEROS
 
 
 def test_bytes_that_an_encoder_protects_are_damage() -> None:
@@ -191,7 +193,41 @@ def test_bytes_that_an_encoder_protects_are_damage() -> None:
         assert wrong(avc(4), units(4, IDR + code + b"\x55")) == error
     assert wrong(avc(4), units(4, IDR + b"\0\0\3\x55")) == ""
     assert wrong(avc(4), units(4, IDR + bytes(8))) == ""
+    assert wrong(avc(4), units(4, IDR + bytes(9))) == ZEROS
+    assert wrong(avc(4), units(4, b"\x06\5" + bytes(9), IDR)) == ZEROS
     assert wrong(avc(4), units(4, b"\xe5" + IDR[1:])) == "invalid NAL unit header e5"
+
+
+@given(st.integers(1, 4), st.binary(max_size=40), st.integers(0, 300), st.integers(0, 60), st.binary(min_size=1, max_size=9))
+def test_zeros_at_the_end_of_a_unit_are_padding_and_zeros_in_it_are_damage(
+    width: int, body: bytes, zeros: int, place: int, rest: bytes
+) -> None:
+    slice_ = IDR + body.replace(b"\0", b"\x55") + b"\x80"
+    padded = slice_ + bytes(zeros)
+    assume(len(padded) < 1 << 8 * width)
+    assert wrong(avc(width), units(width, padded)) == (ZEROS if zeros > 8 else "")
+    hole = padded[: min(place, len(slice_))] + bytes(3) + rest.rstrip(b"\0") + b"\x80"
+    assume(place >= len(IDR) and len(hole) < 1 << 8 * width)
+    assert "inside a NAL unit" in wrong(avc(width), units(width, hole))
+
+
+def test_units_before_a_slice_may_have_start_codes_between_them() -> None:
+    prefix, code = b"\x6e\x80\x00\x40", b"\0\0\0\1"
+    for config, front, key in ((avc(4), prefix, IDR), (hevc(4), b"\x46\x01\x50", b"\x26\x01\xaa")):
+        frame = units(4, front + code + key)
+        assert wrong(config, frame) == wrong(config, units(4, front, key)) == ""
+        assert is_idr(config, frame) is True
+        assert is_idr(config, frame[:-1]) is True  # the beginning of a frame is enough
+        assert wrong(config, units(4, front + code + front + b"\0\0\1" + key)) == ""
+        assert wrong(config, units(4, front + code + key) + units(4, key)) == ""
+        for inside in (front + code + key + code + key, key + code + key, front + code + key + b"\0\0\0\x55"):
+            assert "inside a NAL unit" in wrong(config, units(4, inside))
+        assert wrong(config, frame[:-1]) == "its NAL units do not add up to its size"
+        assert wrong(config, units(4, front + code)) != ""
+        assert wrong(config, units(4, front + code + front)) == "no slice of a frame"
+    assert "not a keyframe" in wrong(avc(4), units(4, prefix + code + PREDICTED))
+    assert is_intra_refresh(avc(4), units(4, prefix + code + PREDICTED))
+    assert wrong(avc(4), units(4, prefix + code + b"\xe5" + IDR[1:])) == "invalid NAL unit header e5"
 
 
 def hevc(width: int) -> bytes:

@@ -8,7 +8,6 @@ import struct
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support import videos as data
-from support.datasets import ROWS, Camera, build
+from support.datasets import Camera, build
 from support.datasets import videos as files_of
 from support.servers import Server
 from support.slow import slow
@@ -56,25 +55,6 @@ _FAST = {
 }  # fmt: skip
 
 
-class Shown(NamedTuple):
-    """Frames of a file according to FFmpeg: the time of each frame in seconds, and the identity that it carries."""
-
-    seconds: list[float]
-    identity: list[tuple[int, int]]
-
-
-def shown_by_ffmpeg(video: Path) -> Shown:
-    # FFmpeg 5.1 shows hidden frames of AV1 if it decodes with libdav1d, its default.
-    decoder = ["-c:v", "libaom-av1"] if b"av01" in video.read_bytes() else []
-    command = ["ffmpeg", "-hide_banner", *decoder, "-copyts", "-i", video, "-map", "0:v", "-vf", "showinfo"]
-    command += ["-fps_mode", "passthrough", "-pix_fmt", "rgb24", "-f", "rawvideo", "-"]
-    done = subprocess.run(command, capture_output=True, check=True)
-    frames = torch.frombuffer(bytearray(done.stdout), dtype=torch.uint8).view(-1, *data.SIZE, 3)
-    seconds = [float(time) for time in re.findall(r" pts_time:(\S+)", done.stderr.decode())]
-    assert len(seconds) == len(frames)
-    return Shown(seconds, data.identities(frames.movedim(-1, 1)))
-
-
 def cut(source: Path, target: Path, how: str) -> Path:
     before, after = CUTS[how]
     data.ffmpeg(*before, "-i", source, "-c", "copy", *after, target)
@@ -95,17 +75,6 @@ def index_of(video: Path) -> VideoIndex:
     return read_index(LocalStore(str(video.parent)), video.name)
 
 
-def dataset_of(root: Path, video: Path, seconds: Sequence[float], late: float = 0.0) -> Path:
-    """A dataset of two episodes, a row for each of these times. They are `late` seconds later than these."""
-    lengths = (len(seconds) // 3, len(seconds) - len(seconds) // 3)
-    data.write_dataset(root, [video], [lengths], delay=seconds[0])
-    starts = np.repeat([seconds[0], seconds[0] + lengths[0] / data.FPS], lengths)
-    table = pq.read_table(root / ROWS)
-    times = pa.array((np.array(seconds) - starts + late).astype(np.float32))
-    pq.write_table(table.set_column(table.column_names.index("timestamp"), "timestamp", times), root / ROWS)
-    return root
-
-
 def delivered(root: Path | str, **options: object) -> list[tuple[int, int]]:
     """The identities of all frames of a dataset, row by row."""
     with data.loader(root, shuffle=False, **options) as loader:
@@ -114,7 +83,7 @@ def delivered(root: Path | str, **options: object) -> list[tuple[int, int]]:
     return data.identities(torch.cat([batch[data.CAMERA] for batch in batches])[order])
 
 
-def nearest(shown: Shown, seconds: Sequence[float]) -> list[tuple[int, int]]:
+def nearest(shown: data.Shown, seconds: Sequence[float]) -> list[tuple[int, int]]:
     """LeRobot's rule: the frame whose time is nearest to each time."""
     return [shown.identity[int(np.argmin(np.abs(np.array(shown.seconds) - time)))] for time in seconds]
 
@@ -125,11 +94,11 @@ def nearest(shown: Shown, seconds: Sequence[float]) -> list[tuple[int, int]]:
 def test_each_row_has_the_frame_that_ffmpeg_shows(codec: str, how: str, tmp_path: Path) -> None:
     whole = data.encode(data.draw(), tmp_path / "whole.mp4", CODECS[codec])
     video = cut(whole, tmp_path / "cut.mp4", how)
-    shown, index = shown_by_ffmpeg(video), index_of(video)
+    shown, index = data.shown_by_ffmpeg(video), index_of(video)
     assert len(index.displayed) == len(shown.seconds) == len(index) - index.hidden
     pts = index.pts(index.displayed_packets) / index.timescale
     np.testing.assert_allclose(pts, shown.seconds, atol=1e-5)
-    root = dataset_of(tmp_path / "set", video, shown.seconds)
+    root = data.dataset_of(tmp_path / "set", video, shown.seconds)
     assert delivered(root) == shown.identity
 
 
@@ -154,8 +123,8 @@ def test_a_decoder_is_tried_on_displayed_frames(codec: str, tmp_path: Path) -> N
 def test_windows_of_a_cut_file(tmp_path: Path) -> None:
     """A window ends at the first row of its episode, although the file has frames before it."""
     whole = data.encode(data.draw(), tmp_path / "whole.mp4", data.h264(12, open_gop=True))
-    shown = shown_by_ffmpeg(video := cut(whole, tmp_path / "cut.mp4", "head"))
-    root = dataset_of(tmp_path / "set", video, shown.seconds)
+    shown = data.shown_by_ffmpeg(video := cut(whole, tmp_path / "cut.mp4", "head"))
+    root = data.dataset_of(tmp_path / "set", video, shown.seconds)
     first = len(shown.seconds) // 3
     with data.loader(root, delta_timestamps={data.CAMERA: [-4 / data.FPS, -1 / data.FPS, 0.0]}) as loader:
         for episode, frame, window in data.samples(loader):
@@ -175,14 +144,14 @@ def test_windows_of_a_cut_file(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_the_parts_of_an_edit_list_are_ffmpegs(edits: list[tuple[int, int, int]], tmp_path: Path) -> None:
     whole = data.encode(data.draw(), tmp_path / "whole.mp4", data.h264(12))
-    shown = shown_by_ffmpeg(video := patched(whole, tmp_path / "cut.mp4", edits))
+    shown = data.shown_by_ffmpeg(video := patched(whole, tmp_path / "cut.mp4", edits))
     index = index_of(video)
     np.testing.assert_allclose(index.pts(index.displayed_packets) / index.timescale, shown.seconds, atol=1e-5)
     if len(shown.seconds) > 2:
-        assert delivered(dataset_of(tmp_path / "set", video, shown.seconds)) == shown.identity
+        assert delivered(data.dataset_of(tmp_path / "set", video, shown.seconds)) == shown.identity
 
 
-def beside_a_hidden_frame(folder: Path) -> tuple[Path, Shown]:
+def beside_a_hidden_frame(folder: Path) -> tuple[Path, data.Shown]:
     """A file whose last hidden frame has the time 1 ms, and its first displayed frame 2 ms."""
     whole = data.encode(data.draw(), folder / "whole.mp4", data.av1(30))
     tree = data.boxes(whole.read_bytes())
@@ -191,7 +160,7 @@ def beside_a_hidden_frame(folder: Path) -> tuple[Path, Shown]:
     data.box(tree, *data.STBL, b"stts")[1] = struct.pack(">II", 0, len(durations)) + rows
     whole.write_bytes(data.unboxed(tree))
     video = patched(whole, folder / "video.mp4", [(2, -1, 1), (1900, 14 * 512 + 15, 1)])
-    shown = shown_by_ffmpeg(video)
+    shown = data.shown_by_ffmpeg(video)
     assert shown.seconds[0] == pytest.approx(0.002, abs=1e-4)
     index = index_of(video)
     assert index.shown_at[index.displayed.start - 1] / index.timescale == pytest.approx(0.001, abs=1e-4)
@@ -200,19 +169,19 @@ def beside_a_hidden_frame(folder: Path) -> tuple[Path, Shown]:
 
 def test_a_hidden_frame_is_no_candidate_for_a_row_although_it_is_nearest(tmp_path: Path) -> None:
     video, shown = beside_a_hidden_frame(tmp_path)
-    root = dataset_of(tmp_path / "set", video, shown.seconds, late=-0.002)
+    root = data.dataset_of(tmp_path / "set", video, shown.seconds, late=-0.002)
     assert delivered(root) == shown.identity
     prepared(root, tmp_path / "out")
     assert delivered(tmp_path / "out") == shown.identity
     (copy,) = files_of(tmp_path / "out")
-    assert nearest(shown_by_ffmpeg(copy), row_seconds(tmp_path / "out")[0]) == shown.identity
+    assert nearest(data.shown_by_ffmpeg(copy), row_seconds(tmp_path / "out")[0]) == shown.identity
 
 
 def test_a_cut_file_that_is_fetched(tmp_path: Path) -> None:
     """Only blocks of GOPs with displayed frames are fetched, and the packets of hidden frames in them are used."""
     whole = data.encode(data.draw(), tmp_path / "whole.mp4", data.hevc(12, open_gop=True))
-    shown = shown_by_ffmpeg(video := cut(whole, tmp_path / "cut.mp4", "inside a frame"))
-    with Server(dataset_of(tmp_path / "set", video, shown.seconds)) as server:
+    shown = data.shown_by_ffmpeg(video := cut(whole, tmp_path / "cut.mp4", "inside a frame"))
+    with Server(data.dataset_of(tmp_path / "set", video, shown.seconds)) as server:
         assert delivered(server.url) == shown.identity
 
 
@@ -220,15 +189,15 @@ def test_a_row_before_or_after_the_edit_has_no_frame(tmp_path: Path) -> None:
     whole = data.encode(data.draw(), tmp_path / "whole.mp4", data.h264(12))
     video = cut(whole, tmp_path / "cut.mp4", "head and tail")
     seconds = np.arange(-2, 40) / data.FPS
-    root = dataset_of(tmp_path / "set", video, seconds.tolist())
+    root = data.dataset_of(tmp_path / "set", video, seconds.tolist())
     with pytest.raises(DecodeError, match=r"nearest frame, number 0 of 32, is at 0.0000 s, 0.0667 s away"):
         delivered(root)
 
 
 def test_vp9_through_dali(tmp_path: Path) -> None:
     whole = data.encode(data.draw(), tmp_path / "whole.mp4", data.vp9(12))
-    shown = shown_by_ffmpeg(video := cut(whole, tmp_path / "cut.mp4", "head and tail"))
-    root = dataset_of(tmp_path / "set", video, shown.seconds)
+    shown = data.shown_by_ffmpeg(video := cut(whole, tmp_path / "cut.mp4", "head and tail"))
+    root = data.dataset_of(tmp_path / "set", video, shown.seconds)
     assert index_of(video).hidden
     with data.loader(root, decode="dali") as loader:
         found = {(e, f): data.identities(frame[None])[0] for e, f, frame in data.samples(loader)}
@@ -245,7 +214,7 @@ def cut_recordings(folder: Path, arguments: tuple[str, ...], version: str) -> tu
     for episode, begin in enumerate((0.5, 0.55, 0.0)):
         whole = data.encode(data.draw((40,), first=episode), folder / f"whole-{episode}.mp4", arguments)
         data.ffmpeg("-ss", begin, "-i", whole, "-c", "copy", folder / f"{episode}.mp4")
-        shown = shown_by_ffmpeg(folder / f"{episode}.mp4")
+        shown = data.shown_by_ffmpeg(folder / f"{episode}.mp4")
         lengths.append(len(shown.seconds) - 3)  # a recording has a few more frames than rows
         identities += nearest(shown, (np.arange(lengths[-1]) / data.FPS).tolist())
         files.append(folder / f"{episode}.mp4")
@@ -276,7 +245,7 @@ def test_a_dataset_of_cut_files_and_its_copy(codec: str, version: str, tmp_path:
     found = []
     for path, seconds in zip(files_of(tmp_path / "out"), row_seconds(tmp_path / "out"), strict=True):
         assert b"elst" not in path.read_bytes()
-        found += nearest(shown_by_ffmpeg(path), seconds)
+        found += nearest(data.shown_by_ffmpeg(path), seconds)
     assert found == identities
 
 
@@ -298,13 +267,13 @@ def test_a_dataset_of_cut_files_encoded_again(tmp_path: Path) -> None:
 def test_the_command_for_other_edit_lists(edits: list[tuple[int, int, int]], codec: str, tmp_path: Path) -> None:
     whole = data.encode(data.draw(), tmp_path / "whole.mp4", CODECS[codec])
     video = patched(whole, tmp_path / "video.mp4", edits)
-    shown = shown_by_ffmpeg(video)
+    shown = data.shown_by_ffmpeg(video)
     with pytest.raises(DecodeError, match="the edit list must be one part at rate 1") as caught:
-        delivered(dataset_of(tmp_path / "set", video, shown.seconds))
+        delivered(data.dataset_of(tmp_path / "set", video, shown.seconds))
     (command,) = re.findall(r"`(ffmpeg .*?)`", str(caught.value))
     names = {"IN": str(video), "OUT": str(tmp_path / "new.mp4")}
     subprocess.run([names.get(word, word) for word in shlex.split(command)], check=True, capture_output=True)
-    assert delivered(dataset_of(tmp_path / "new set", tmp_path / "new.mp4", shown.seconds)) == shown.identity
+    assert delivered(data.dataset_of(tmp_path / "new set", tmp_path / "new.mp4", shown.seconds)) == shown.identity
 
 
 def test_a_list_that_hides_all_frames(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from support.datasets import (
     read_rows,
     write_odd,
 )  # fmt: skip
+from support.tools import prepared
 from support.videos import hevc
 
 from dali_stream import Dataset, DatasetError, DecodeError, Loader
@@ -179,7 +181,48 @@ ARROW: dict[str, tuple[str, list[int], pa.Array]] = {
     "bool for numbers": ("float32", [1], pa.array([i % 2 == 0 for i in range(COUNT)])),
     "NaN and infinity": ("float32", [1], pa.array([0.0, np.nan, np.inf, -np.inf, 1.0], pa.float32())),
     "the largest of int64": ("uint64", [1], pa.array([2**63 - 1] * COUNT, pa.uint64())),
+    "categories": ("int64", [1], pa.array([7, 8, 7, 8, 7]).dictionary_encode()),
+    # LeRobot casts these with Arrow.
+    "decimals": ("float32", [1], pa.array([Decimal(f"{i}.25") for i in range(COUNT)], pa.decimal128(38, 2))),
+    "decimals of 256 bits": ("float64", [1], pa.array([Decimal(f"{i}.5") for i in range(COUNT)], pa.decimal256(60, 1))),
+    "decimals for integers": ("int64", [1], pa.array([Decimal(i) for i in range(COUNT)], pa.decimal128(18, 0))),
+    "decimals with zeros for integers": ("int32", [1], pa.array([Decimal(f"{i}.00") for i in range(COUNT)])),
+    "lists of decimals": ("float32", [2], pa.array([[Decimal(i), Decimal(-i)] for i in range(COUNT)])),
 }  # fmt: skip
+# Times and durations are delivered in their own unit.
+TIMES = {
+    "times": pa.timestamp("us"), "times of a zone": pa.timestamp("ms", "UTC"), "durations": pa.duration("ns"),
+    "times of a day": pa.time64("us"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TIMES)
+def test_times_for_integers(tmp_path: Path, kind: str) -> None:
+    numbers = [10**15 + 7 * i if kind.startswith("times of a zone") else 7 * i for i in range(COUNT)]
+    found = delivered(one_column(tmp_path, "int64", [1], pa.array(numbers, TIMES[kind])))
+    assert isinstance(found, torch.Tensor)
+    assert found.tolist() == numbers
+
+
+@pytest.mark.parametrize("rows_per_group", [1, 2, 5])
+def test_columns_that_every_dataset_has_may_be_decimals(tmp_path: Path, rows_per_group: int) -> None:
+    """Statistics of their row groups are no integers, so they do not tell where an episode is."""
+    root = one_column(tmp_path / "data", "float32", [1], np.arange(COUNT))
+    expected = {key: delivered(root, key) for key in ("x", *NEEDED)}
+    table = pq.read_table(root / ROWS)
+    kinds = {"timestamp": pa.decimal128(12, 3), "episode_index": pa.decimal128(18, 0), "index": pa.decimal256(60, 0)}
+    for key, kind in kinds.items():
+        values = pa.array([Decimal(f"{value:.3f}") for value in table[key].to_pylist()]).cast(kind)
+        table = table.set_column(table.column_names.index(key), key, values)
+    # Metadata that name no rows of a file, so that episodes are searched by `episode_index`.
+    pq.write_table(table.take([*range(LENGTHS[0], COUNT), *range(LENGTHS[0])]), root / ROWS, row_group_size=rows_per_group)
+    for dataset in (root, tmp_path / "copy"):
+        if dataset != root:
+            prepared(root, dataset)
+            kinds_of_copy = {field.name: field.type for field in pq.read_schema(dataset / ROWS)}
+            assert not any(pa.types.is_decimal(kind) for kind in kinds_of_copy.values())
+        for key, values in expected.items():
+            np.testing.assert_allclose(delivered(dataset, key), values, atol=5e-4, err_msg=key)
 
 
 @pytest.mark.parametrize("stored", ARROW)
@@ -246,13 +289,18 @@ TEXTS: dict[str, tuple[list[int], pa.Array]] = {
     "lists of one": ([1], pa.array([[text] for text in "abcde"])),
     "lists": ([2], pa.array([[text, text.upper()] for text in "abcde"])),
     "nested lists": ([1, 2], pa.array([[[text, text.upper()]] for text in "abcde"])),
+    "bytes": ([1], pa.array([text.encode() for text in ("a", "", "ö", "d", "e")])),
+    "large bytes": ([1], pa.array([b"a"] * 5, pa.large_binary())),
+    "bytes of one size": ([1], pa.array([b"ab"] * 5, pa.binary(2))),
+    "lists of bytes": ([2], pa.array([[text.encode(), b"x"] for text in "abcde"])),
 }
 
 
 @pytest.mark.parametrize("stored", TEXTS)
 def test_text_is_delivered_as_lists_of_str(tmp_path: Path, stored: str) -> None:
     shape, values = TEXTS[stored]
-    expected = values.to_pylist() if stored != "lists of one" else list("abcde")
+    kind = pa.list_(pa.string()) if stored == "lists of bytes" else pa.string() if "bytes" in stored else values.type
+    expected = values.cast(kind).to_pylist() if stored != "lists of one" else list("abcde")
     assert delivered(one_column(tmp_path, "string", shape, values)) == expected
 
 
@@ -270,7 +318,11 @@ IMPOSSIBLE: dict[str, tuple[str, list[int], pa.Array, str]] = {
     "a missing number in a list": ("float32", [2], pa.array([[0.0, 1.0]] * 4 + [[0.0, None]]), "1 of its numbers are missing"),
     "text for numbers": ("float32", [1], pa.array(list("abcde")), "must hold float32 .*, got string"),
     "a missing text": ("string", [1], pa.array(["", "", "", None, ""]), "1 of 2 values are missing"),
-    "bytes for text": ("string", [1], pa.array([b"a"] * 5), "must hold str, got bytes"),
+    "bytes that are no text": ("string", [1], pa.array([b"\xff"] * 5), "must hold string .*, got binary .* UTF8"),
+    "a decimal fraction for an integer": (
+        "int64", [1], pa.array([Decimal("0.5")] * 5), r"must hold int64 .*, got decimal128\(1, 1\) .* data loss",
+    ),
+    "times for floats": ("float32", [1], pa.array([0] * 5, pa.timestamp("us")), r"must hold float32 .*, got timestamp\[us\]"),
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from support.tools import FAST, assert_same_rows, prepared, runs, stub, table_of
 from support.videos import colourful, difference, probe, recorded
 
 from dali_stream import DaliStreamError, Dataset, Loader
+from dali_stream.demo import stamp
 from dali_stream.tools import prepare
 
 pytestmark = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="the ffmpeg program is not installed")
@@ -166,6 +167,33 @@ def test_frames_that_only_noise_tells_apart_are_no_mistake(tmp_path: Path) -> No
     still = (video_data.draw()[:1] + noise).clip(0, 255).astype(np.uint8)
     root = recorded(tmp_path, video_data.h264(2), frames=still)
     assert prepared(root, tmp_path / "out", codec="hevc", gop=12, crf=32).cameras[video_data.CAMERA].encoder == "libx265"
+
+
+def fine_colours(folder: Path) -> Path:
+    """A dataset with a strong colour of its own in each 2×2 pixels, which become 1 pixel at half the size."""
+    size, lengths = (2 * video_data.SIZE[0], 2 * video_data.SIZE[1]), (5, 4)
+    frames = video_data.draw(lengths, size=size)
+    colours = np.random.default_rng(0).integers(0, 256, (*video_data.SIZE, 3))
+    texture = np.kron(colours, np.ones((2, 2, 1), np.int64)).astype(np.uint8)
+    for frame, place in zip(
+        frames, [(episode, number) for episode in (0, 1) for number in range(lengths[episode])], strict=True
+    ):
+        frame[:] = np.roll(texture, 4 * place[1], 1)
+        stamp(frame, *place, 0)
+    path = video_data.encode(frames, folder / "a.mp4", video_data.h264(12))
+    return video_data.write_dataset(folder / "data", [path], [lengths], size=size)
+
+
+def test_colours_that_encoders_get_at_half_the_resolution_are_no_fault(tmp_path: Path) -> None:
+    """No quality restores them. Frames that are too coarse are refused, and a lower `crf`, as the message says, helps."""
+    root = fine_colours(tmp_path)
+    with pytest.raises(DaliStreamError, match=r"against the encoder's input is .* dB, and at least 25 .*Give a lower --crf"):
+        prepared(root, tmp_path / "coarse", size=video_data.SIZE, codec="h264", crf=45)
+    report = prepared(root, tmp_path / "out", size=video_data.SIZE, codec="h264")
+    assert 19 < report.cameras[video_data.CAMERA].psnr_min < 22  # of 25
+    with video_data.loader(tmp_path / "out") as loader:
+        for episode, frame, pixels in video_data.samples(loader):
+            assert video_data.identities(pixels[None]) == [(episode, frame)]
 
 
 @pytest.mark.slow

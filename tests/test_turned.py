@@ -85,6 +85,29 @@ def test_a_movie_that_turns_all_of_its_tracks(tmp_path: Path, degrees: int) -> N
     check(tmp_path / "out", expected)
 
 
+MIRRORED = {
+    "left to right": (-1, 0, 0, 1), "top to bottom": (1, 0, 0, -1), "transposed": (0, 1, 1, 0), "transverse": (0, -1, -1, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["left to right", *map(slow, ("top to bottom", "transposed", "transverse"))])
+def test_a_matrix_that_mirrors_frames_only_turns_them(how: str, tmp_path: Path) -> None:
+    """As in torchcodec, and so in LeRobot. Mirrored stamps cannot be read, so the frames are compared with torchcodec's."""
+    whole = data.encode(data.draw(), tmp_path / "whole.mp4", data.h264(12))
+    mirrored = data.displayed_by(whole, tmp_path / "mirrored.mp4", MIRRORED[how])
+    expected = data.whole_file(mirrored)
+    plain = data.whole_file(whole)
+    assert any(torch.equal(expected, torch.rot90(plain, turns, (2, 3))) for turns in range(4))
+    root = data.write_dataset(tmp_path / "set", [mirrored], size=tuple(expected.shape[2:]))
+    copy = tmp_path / "copy"
+    prepared(root, copy)
+    for each in (root, copy):
+        with data.loader(each) as loader:
+            shown = list(data.samples(loader))
+        assert len(shown) == data.FRAMES
+        assert all(torch.equal(pixels, expected[frame + episode * data.EPISODES[0]]) for episode, frame, pixels in shown)
+
+
 def test_files_that_are_turned_and_files_that_are_not(tmp_path: Path) -> None:
     files = [file_of(tmp_path, degrees) for degrees in (0, 90, -90)]
     root = data.write_dataset(tmp_path / "set", files, [data.EPISODES] * 3, size=SHOWN)

@@ -69,11 +69,49 @@ def to_numpy(
         array, depth = array.flatten(), depth + 1
         if array.null_count:
             raise DatasetError(f"{where}: {array.null_count} of its numbers are missing{advice}")
+    array = _cast(array, feature, where, dtype or feature.numpy, advice)
     if feature.is_text:
         values = _objects(array.to_pylist(), str, where, advice)
     else:
         values = _numbers(array, feature, where, dtype or feature.numpy, advice)
     return values.reshape(len(column), *shape)
+
+
+def read_type(kind: pa.DataType, feature: Feature) -> pa.DataType:
+    """Return the type as which a column is read: that of its feature if LeRobot casts the column to it, and otherwise its own.
+
+    LeRobot casts decimals, dates, times and durations to numbers, and all of these, bytes and numbers to text. Text for numbers
+    is an error here.
+
+    Args:
+        kind: Type of the column, perhaps with lists.
+        feature: Feature that the column must match. It must not be a camera.
+    """
+    if pa.types.is_dictionary(kind):
+        return read_type(kind.value_type, feature)
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(read_type(kind.value_type, feature), kind.list_size)
+    if _is_list(kind):
+        make = pa.large_list if pa.types.is_large_list(kind) else pa.list_
+        return make(read_type(kind.value_type, feature))
+    if feature.is_text:
+        is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        return kind if feature.is_language or is_text or pa.types.is_nested(kind) or pa.types.is_null(kind) else pa.string()
+    return pa.type_for_alias(feature.dtype) if pa.types.is_decimal(kind) or pa.types.is_temporal(kind) else kind
+
+
+def _cast(array: pa.Array, feature: Feature, where: str, dtype: type[np.generic], advice: str) -> pa.Array:
+    """Return an array without lists as `read_type` says, or as float64 if decimals are read as such."""
+    kind = read_type(array.type, feature)
+    if kind == array.type:
+        return array
+    try:
+        return array.cast(pa.float64() if dtype is np.float64 else kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise DatasetError(
+            f"{where} must hold {feature.dtype} of shape {feature['shape']}, as meta/info.json says, got {array.type} that "
+            f"cannot be cast to it: {error}{advice}"
+        ) from error
 
 
 def parse_annotations(text: bytes) -> list[dict[str, Any]] | None:

@@ -74,6 +74,7 @@ class RowFile:
             raise DatasetError(
                 f"Missing column {missing[0]} in {store.where(self.path)}. The dataset's meta/info.json has it as a feature"
             )
+        self._has_bounds = pa.types.is_integer(parquet.schema_arrow.field(_EPISODE).type)  # and not decimals, for instance
         self._leaves = {key: leaves for key, leaves in _leaves(parquet).items() if key in self._columns}
         self._values = {key: _values(feature) for key, feature in features.items()} | {_EPISODE: 1}
         self._objects = {key for key, feature in features.items() if feature.is_image or feature.is_text}
@@ -161,7 +162,7 @@ class RowFile:
 
         The footer contains them. If it has no statistics, the episode indices are read.
         """
-        bounds = self.groups.bounds(_EPISODE)
+        bounds = self.groups.bounds(_EPISODE) if self._has_bounds else None
         if bounds is not None:
             return bounds
         count = self.groups.rows

@@ -323,7 +323,8 @@ _RATIO = 8  # ratio above which row groups take far more memory than their file
 
 def _without_gaps(timestamp: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return timestamps with NaN for those that are missing, which is allowed if no frame depends on them."""
-    if not timestamp.null_count or not (pa.types.is_floating(timestamp.type) or pa.types.is_null(timestamp.type)):
+    kinds = (pa.types.is_floating, pa.types.is_null, pa.types.is_decimal)
+    if not timestamp.null_count or not any(is_kind(timestamp.type) for is_kind in kinds):
         return timestamp
     return timestamp.cast(pa.float64()).fill_null(np.nan)
 

@@ -14,16 +14,21 @@ UPRIGHT = struct.pack(">9I", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)  # 
 HEAD = 1 << 13  # bytes of the first read, which contain `moov` for up to about 300 frames; a second read fetches the rest
 BEGINNING = 200  # bytes of a file that tell what it is; two packets of an MPEG transport stream begin in them
 TAIL = 1 << 22  # bytes of a read after the media data, where files rarely have more than `moov`
+# Command for messages. Without -copyts, FFmpeg would move the first frame to time 0, and rows have the times of the file.
+COPY = "`ffmpeg -copyts -i IN -map 0:v:0 -c copy OUT.mp4` (-copyts keeps the times of its frames)"
+_ENCODED = "-map 0:v:0 -fps_mode passthrough -enc_time_base -1 -c:v libx264 -crf 18"
 
 
 def children(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (kind, start, end) for the body of each box in `data[start:end]`.
+    """Yield (kind, start, end) for the body of each box in `data[start:end]`, up to zeros that fill the rest.
+
+    QuickTime ends lists of boxes with four zero bytes.
 
     Raises:
         DecodeError: If a box does not fit into its parent, or the parent has more than `MOST_CHILDREN` boxes.
     """
     for _ in range(MOST_CHILDREN):
-        if start == end:
+        if not any(data[start : min(start + 4, end)]) and not any(data[start:end]):
             return
         try:
             kind, head, size = _header(data[start : start + 16], start, end)
@@ -89,13 +94,36 @@ def other_container(first: bytes) -> tuple[str, str]:
         first: First bytes of the file, at least `BEGINNING` unless it is shorter.
     """
     if first.startswith(b"RIFF") and first[8:12] == b"AVI ":
-        # AVI has no display times. Copied B-frames would be displayed in the order in which they are decoded.
-        return "AVI", "Encode it again: `ffmpeg -i IN -map 0:v:0 -vf setpts=N/FRAME_RATE/TB -c:v libx264 -crf 18 OUT.mp4`"
+        # AVI has no display times. Copied B-frames would be displayed in the order in which they are decoded, and decoded ones
+        # begin with the delay of the decoder, and end between two frames. Gaps stay.
+        times = "setpts=round((PTS-STARTPTS)*TB*FRAME_RATE)/FRAME_RATE/TB"
+        return "AVI", f"Encode it again, with its first frame at time 0: `ffmpeg -i IN -vf '{times}' {_ENCODED} OUT.mp4`"
     # Each packet of a transport stream begins with this byte. Packets have 188 bytes, or 192 with a time before each.
     is_stream = any(first[at : at + 1] == first[at + size : at + size + 1] == b"\x47" for at, size in ((0, 188), (4, 192)))
     beginnings = {"Matroska or WebM": b"\x1a\x45\xdf\xa3", "Flash Video": b"FLV\x01"}
     name = "MPEG-TS" if is_stream else next((n for n, begin in beginnings.items() if first.startswith(begin)), "")
-    return name, "Copy its video into an MP4: `ffmpeg -i IN -map 0:v:0 -c copy OUT.mp4`" if name else ""
+    return name, f"Copy its video into an MP4: {COPY}" if name else ""
+
+
+def encode_again(codec: str) -> str:
+    """Return the command that encodes the displayed frames of a file again, with their times."""
+    # FFmpeg 5.1 displays hidden frames of AV1 if it decodes with libdav1d, its default.
+    decoder = "-c:v libaom-av1 " if codec == "av1" else ""
+    return f"`ffmpeg {decoder}-copyts -i IN {_ENCODED} OUT`"
+
+
+def has_fragments(store: Store, path: str) -> bool:
+    """Return whether a file has movie fragments (`moof`), after reading the headers of its boxes up to the first one."""
+    at, size = 0, store.size(path)
+    for _ in range(MOST_CHILDREN):
+        try:
+            kind, _, length = _header(store.read(path, at, at + 16), at, size)
+        except DecodeError:  # the end of the file, or something that is no box
+            return False
+        if kind == b"moof":
+            return True
+        at += length
+    return False
 
 
 def box(kind: bytes, *parts: bytes) -> bytes:

@@ -22,7 +22,7 @@ import numpy as np
 
 from dali_stream.errors import DecodeError
 from dali_stream.mp4 import hidden, keyframes
-from dali_stream.mp4.damage import checker
+from dali_stream.mp4.damage import ZEROS, checker, is_padded
 from dali_stream.mp4.format import codec_of
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.muxer import Track, head
@@ -144,10 +144,11 @@ class _Run:
             }
         return hashes
 
-    def check(self, data: bytes, for_nvdec: bool, hidden_frames: bool) -> None:
+    def check(self, store: Store, data: bytes, for_nvdec: bool, hidden_frames: bool) -> None:
         """Check the encoded frames, because decoders ignore most damage (see `damage`).
 
         Args:
+            store: Store of the file.
             data: Bytes of the packets, as `read` returns them.
             for_nvdec, hidden_frames: See `pack`.
 
@@ -155,7 +156,7 @@ class _Run:
             UnsafeForNvdec: If `for_nvdec` is set and NVDEC would decode the frames wrongly.
             DecodeError: If a frame is damaged, or written by another encoder than the first one.
         """
-        index, at = self.index, 0
+        index, at, padded = self.index, 0, False
         number = index.config[self.packets[0]]
         config = index.configs[number]
         check, codec = checker(config), codec_of(config) if for_nvdec else ""
@@ -170,7 +171,9 @@ class _Run:
                     "than the first one, and FFmpeg undoes the errors of one of them. Encode the file again: "
                     "`ffmpeg -copyts -i IN -map 0:v:0 -c:v libx264 -crf 18 OUT.mp4`"
                 )
-            if check and size and (wrong := check(data, at, at + size, at == 0)):
+            wrong = check(data, at, at + size, at == 0) if check and size else ""
+            padded = padded or (wrong == ZEROS and is_padded(store, index, packet))
+            if wrong and not (wrong == ZEROS and padded):
                 raise DecodeError(
                     f"the encoded frame at bytes {index.offset[packet]} to "
                     f"{index.offset[packet] + size} is damaged: {wrong}. Copy the file again, or exclude its episodes"
@@ -243,7 +246,7 @@ def pack(
     with timed("read_s"):  # once per clip and not per run, because timing takes as long as a local read
         data = {key: run.read(store) for key, run in runs.items()}
     for key, run in runs.items():
-        run.check(data[key], for_nvdec, hidden_frames)
+        run.check(store, data[key], for_nvdec, hidden_frames)
     hashes = list[Mapping[int, int]]()
     if hashed:
         starts = [span(index, packet)[0] for index, packet in zip(indices, packets, strict=True)]

@@ -5,15 +5,19 @@ decoder delivers a wrong frame without an error, and MP4 has no checksums. The c
 contain:
 
     H.264, HEVC   sizes of NAL units that do not add up to the size of the packet, invalid headers, no slice, and 00 00 00,
-                  00 00 01 or 00 00 02 inside a unit, where an encoder would have inserted a 03
+                  00 00 01 or 00 00 02 inside a unit, where an encoder would have inserted a 03; zeros that replace the
+                  end of a unit
     AV1           sizes of OBUs that do not add up, invalid OBU types, no frame
     VP9, VP8      invalid frame markers, sizes in the superframe index or start codes of keyframes
-    MPEG-4        no start code at the beginning, no frame, 24 zero bits in a row
+    MPEG-4        no start code at the beginning, no frame, 24 zero bits in a row, zeros that replace the end
     MJPEG         no start of image
     arithmetic    more equal bytes (00 or ff) in a row than arithmetic coding writes, for AV1, VP9, HEVC and H.264 with CABAC
 
 The checks therefore find blocks of zeros in all codecs except VP8 and MJPEG, and blocks of ff in codecs with arithmetic coding.
 In all codecs they find packets whose beginning was overwritten, and lost or inserted bytes, which shift the packets after them.
+
+Zeros after the end of a unit are padding. Nothing in a frame tells them from zeros that replace its end, so more than a few are
+accepted only in files whose other frames end in zeros, too, as encoders of phones write them (`is_padded`).
 
 The checks do not find damage that leaves the bitstream valid, such as flipped bits or other bytes in the payload. Decoders
 report part of such damage in AV1 and VP9, and little of it in H.264, HEVC and MPEG-4. The rest results in wrong pixels
@@ -31,12 +35,16 @@ import functools
 import re
 from collections.abc import Callable
 
+import numpy as np
+
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.bits import Bits
 from dali_stream.mp4.format import codec_of, config_box, length_bytes
+from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.parameter_sets import avc_sets
 from dali_stream.mp4.sequence_header import obus
-from dali_stream.mp4.slices import is_intra
+from dali_stream.mp4.slices import is_intra, is_slice, nal_units
+from dali_stream.storage import Store
 
 Check = Callable[[bytes, int, int, bool], str]
 
@@ -47,7 +55,9 @@ _TOO_LONG = f"{_RUN} equal bytes in a row, which arithmetic coding does not writ
 _ZEROS, _ONES = b"\0" * _RUN, b"\xff" * _RUN
 _ILLEGAL = re.compile(rb"\0\0[\0-\2]")  # twice as fast as bytes.find in a loop
 _NO_KEY = "decoding starts at it, but it is not a keyframe"
-_TRAILING = bytes(8)  # muxers may pad a unit with up to this many zeros at its end
+_PADDING = 8  # number of zeros at the end of a unit that are no evidence of damage
+ZEROS = "it ends in zeros, and the frames around it do not"
+_EVIDENCE = 8  # other packets that are examined to find out whether an encoder pads its frames
 
 
 @functools.lru_cache(maxsize=256)
@@ -74,24 +84,24 @@ def _nal_check(codec: str, config: bytes) -> Check:
     arithmetic = hevc or _is_cabac(config_box(config, b"avcC"))
 
     def check(data: bytes, start: int, end: int, key: bool) -> str:
-        slices = False
-        while start < end:
-            unit = start + width
-            start = unit + int.from_bytes(data[start:unit], "big")
-            if start > end or start <= unit + hevc:  # the header of a unit has 1 byte in H.264 and 2 bytes in HEVC
+        slices = zeros = False
+        for unit, stop in nal_units(data, start, end, width, hevc):
+            if stop > end or stop <= unit + hevc:  # the header of a unit has 1 byte in H.264 and 2 bytes in HEVC
                 return "its NAL units do not add up to its size"
-            header = data[unit]
+            header, last = data[unit], stop if data[stop - 1] else unit + len(data[unit:stop].rstrip(b"\0"))
             if header & 0x80 or (hevc and not data[unit + 1] & 7):  # forbidden_zero_bit; nuh_temporal_id_plus1 is never 0
                 return f"invalid NAL unit header {data[unit : unit + 1 + hevc].hex()}"
-            if header < 64 if hevc else 1 <= header & 31 <= 5:  # a slice
+            if is_slice(header, hevc):
                 if key and not slices and not (0x20 <= header < 0x30 if hevc else is_intra(data, unit)):
                     return _NO_KEY
                 slices = True
-                if arithmetic and _monotonous(data, unit, start):
+                if arithmetic and _monotonous(data, unit, last):
                     return _TOO_LONG
-            if at := _unprotected(data, unit, start):
-                return f"invalid bytes {data[at : at + 3].hex(' ')} inside a NAL unit"
-        return "" if slices else "no slice of a frame"
+            # An encoder inserts a 03 into these bytes. At the end of a unit, zeros are padding.
+            if illegal := _ILLEGAL.search(data, unit, last):
+                return f"invalid bytes {illegal[0].hex(' ')} inside a NAL unit"
+            zeros |= stop - last > _PADDING
+        return "no slice of a frame" if not slices else ZEROS if zeros else ""
 
     return check
 
@@ -110,10 +120,22 @@ def _is_cabac(avcc: bytes) -> bool:
     return bool(units)
 
 
-def _unprotected(data: bytes, start: int, end: int) -> int:
-    """Return the position of the first 00 00 00, 00 00 01 or 00 00 02, or 0 if none occurs or it is padding at the end."""
-    match = _ILLEGAL.search(data, start, end)
-    return match.start() if match and data[match.start() : end] not in _TRAILING else 0
+def is_padded(store: Store, index: VideoIndex, packet: int) -> bool:
+    """Return whether an encoder pads its frames with zeros, as those of phones do, so that `ZEROS` is no damage.
+
+    Most of the packets around then end in zeros, too, which no other encoder writes. Damage that ends where a packet ends is
+    rare, and does not do so in several packets.
+
+    Args:
+        store: Store of the file.
+        index: Index of the file.
+        packet: Packet of which the check has returned `ZEROS`.
+    """
+    # From its keyframe on, since a GOP is fetched as a whole.
+    first = max(min(int(index.gop_start(packet)), len(index) - 1 - _EVIDENCE), 0)
+    others = [other for other in range(first, min(first + 1 + _EVIDENCE, len(index))) if other != packet]
+    zeros = sum(store.read(index.path, end - 1, end) == b"\0" for end in index.end[np.array(others, np.int64)].tolist())
+    return zeros > len(others) // 2
 
 
 def _monotonous(data: bytes, start: int, end: int) -> bool:
@@ -211,8 +233,10 @@ def _mpeg4(data: bytes, start: int, end: int, key: bool) -> str:
     vop = data.find(b"\0\0\1\xb6", start, end)
     if vop < 0:
         return "no frame (VOP)"
-    zeros = data.find(b"\0\0\0", vop, end)
-    return "24 zero bits in a row, which no encoder writes" if zeros >= 0 and data[zeros:end] not in _TRAILING else ""
+    last = end if data[end - 1] else vop + len(data[vop:end].rstrip(b"\0"))
+    if data.find(b"\0\0\0", vop, last) >= 0:
+        return "24 zero bits in a row, which no encoder writes"
+    return ZEROS if end - last > _PADDING else ""
 
 
 def _mjpeg(data: bytes, start: int, end: int, key: bool) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dali_stream.checks.arrays import Int64
 from dali_stream.errors import DecodeError, counted
-from dali_stream.mp4.boxes import UPRIGHT, find
+from dali_stream.mp4.boxes import UPRIGHT, encode_again, find
 from dali_stream.mp4.sample_tables import entries, required, ticks_per_second
 
 
@@ -47,7 +47,7 @@ def apply_edit_list(moov: bytes, track: tuple[int, int], pts: Int64, timescale: 
     if len(parts) > 1 or delays[-1] or parts["rate"][0] != 1 or not movie:
         raise DecodeError(
             f"the edit list must be one part at rate 1, perhaps delayed, got {counted(len(parts), 'part')}. "
-            f"{_encode_again(codec)}"
+            f"Encode its displayed frames again: {encode_again(codec)}, or record it again"
         )
     # Durations are in ticks of the movie. They are rounded to the nearest tick of the track, as FFmpeg rounds them.
     *waits, length = [(int(ticks) * timescale + movie // 2) // movie for ticks in edits["duration"]]
@@ -58,16 +58,6 @@ def apply_edit_list(moov: bytes, track: tuple[int, int], pts: Int64, timescale: 
     if not displayed:
         raise DecodeError(f"the edit list must display a frame, got {counted(len(pts), 'hidden frame')}. Record the file again")
     return pts - int(pts[pts >= start].min()) + sum(waits), displayed
-
-
-def _encode_again(codec: str) -> str:
-    """Return how to write a file without an edit list of several parts: the frames that FFmpeg displays, at the same times."""
-    # FFmpeg 5.1 displays hidden frames of AV1 if it decodes with libdav1d, its default.
-    decoder = "-c:v libaom-av1 " if codec == "av1" else ""
-    return (
-        f"Encode its displayed frames again: `ffmpeg {decoder}-copyts -i IN -map 0:v:0 -fps_mode passthrough "
-        "-enc_time_base -1 -c:v libx264 -crf 18 OUT`, or record it again"
-    )
 
 
 def track_header(moov: bytes, track: tuple[int, int]) -> bytes:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dali_stream.errors import DecodeError
-from dali_stream.mp4.boxes import children
+from dali_stream.mp4.boxes import COPY, children
 from dali_stream.mp4.parameter_sets import CHROMA, UNSPECIFIED, Sequence, avc_sets, h264_sequences, hevc_sequences
 from dali_stream.mp4.sequence_header import av1_sequences
 
@@ -43,7 +43,8 @@ class VideoFormat:
         coded: Size (height, width) of the coded frames before cropping, in pixels, or None if no header was read.
         interlaced: Whether frames may be coded as two fields.
         full_range: Whether values use the full range, according to the bitstream.
-        rotation: Angle by which decoded frames are turned counterclockwise for display: 0, 90, -90 or 180 degrees.
+        rotation: Angle by which decoded frames are turned counterclockwise for display: 0, 90, -90 or 180 degrees. torchcodec
+            turns frames and does not mirror them, so a matrix that mirrors them has an angle only.
         colours_in_file_only: Whether the boxes of the file specify the full range or a matrix other than BT.601, and the
             bitstream does not. FFmpeg converts the frames as these boxes say, and NVDEC does not know them.
         header_error: Reason not to trust the headers in the sample description, such as a missing or broken header, or one that
@@ -83,6 +84,20 @@ class VideoFormat:
         return self.matrix in (None, UNSPECIFIED, 5, 6)
 
 
+def with_size(config: bytes) -> bytes:
+    """Return a sample description with the frame size of its headers if it has none itself. See `describe` for the argument.
+
+    It is returned as it is if its headers are missing or broken, or belong to a codec whose headers are not read.
+    """
+    if 0 not in struct.unpack_from(">HH", config, 32):
+        return config
+    try:
+        sequence = _read_sequence(codec_of(config), {k: config[a:b] for k, a, b in children(config, 86, len(config))})
+    except DecodeError:
+        return config
+    return config if sequence is None else config[:32] + struct.pack(">HH", *sequence.size[::-1]) + config[36:]
+
+
 def describe(config: bytes) -> VideoFormat:
     """Return the format of a sample description (a whole `stsd` entry).
 
@@ -92,7 +107,9 @@ def describe(config: bytes) -> VideoFormat:
     width, height = struct.unpack_from(">HH", config, 32)
     codec = codec_of(config)
     if not width or not height:
-        raise DecodeError(f"the frame size of the sample description must be positive, got {width}×{height}")
+        raise DecodeError(
+            f"the frame size of the sample description must be positive, got {width}×{height}. Write it into the file: {COPY}"
+        )
     parts = {k: config[a:b] for k, a, b in children(config, 86, len(config))}
     try:
         profile, chroma, depth = _details(codec, parts)

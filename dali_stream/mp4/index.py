@@ -15,10 +15,10 @@ import xxhash
 
 from dali_stream.checks.arrays import Float64, Int64
 from dali_stream.errors import DecodeError
-from dali_stream.mp4.boxes import find, read_moov
+from dali_stream.mp4.boxes import COPY, find, has_fragments, read_moov
 from dali_stream.mp4.column import Column, Line, packed
 from dali_stream.mp4.display import apply_edit_list, track_header
-from dali_stream.mp4.format import VideoFormat, codec_of, describe, displayed
+from dali_stream.mp4.format import VideoFormat, codec_of, describe, displayed, with_size
 from dali_stream.mp4.preamble import depends_on_encoder, preamble_of
 from dali_stream.mp4.sample_tables import (
     packet_places,
@@ -281,13 +281,13 @@ def _parse(store: _Read, path: str, moov: bytes, file_size: int) -> VideoIndex:
     boxes = track_tables(moov, track)
     size = packet_sizes(boxes)
     n = len(size)
+    # A file whose `moov` announces fragments may have none, and one with fragments may have its first frames in `moov`.
+    if find(moov, 0, len(moov), b"mvex") and (not n or has_fragments(store, path)):
+        raise DecodeError(f"fragmented MP4, whose index is spread over the file. Remux it with {COPY}")
     if not n:
-        raise DecodeError(
-            "the video track has no frames"
-            if find(moov, 0, len(moov), b"mvex") is None
-            else "fragmented MP4, whose index is spread over the file. Remux it with `ffmpeg -i IN -c copy OUT`"
-        )
+        raise DecodeError("the video track has no frames")
     configs, offset, config = packet_places(boxes, size)
+    configs = tuple(map(with_size, configs))
     outside = (offset < 0) | (offset > file_size - size)
     if outside.any():
         first = int(np.argmax(outside))
@@ -300,7 +300,7 @@ def _parse(store: _Read, path: str, moov: bytes, file_size: int) -> VideoIndex:
         raise DecodeError("the timescale must be positive, got 0")
     codec = codec_of(configs[0])
     pts, displayed = apply_edit_list(moov, track, presentation_times(boxes, n), timescale, codec)
-    keyframes = sync_packets(boxes, n)
+    keyframes = sync_packets(boxes, n, codec)
     if len(keyframes) > 1 and codec == "h264":
         begin, length = int(offset[keyframes[1]]), int(size[keyframes[1]])
         if is_intra_refresh(configs[0], store.read(path, begin, begin + min(length, SLICE_HEAD))):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dali_stream.checks.arrays import Int64
 from dali_stream.errors import DecodeError
-from dali_stream.mp4.boxes import box, children, find
+from dali_stream.mp4.boxes import COPY, box, children, encode_again, find
 
 
 def video_track(moov: bytes) -> tuple[int, int]:
@@ -29,10 +29,7 @@ def video_track(moov: bytes) -> tuple[int, int]:
             if handler and moov[handler[0] + 8 : handler[0] + 12] == b"vide":
                 tracks.append((start, end))
     if len(tracks) != 1:
-        raise DecodeError(
-            f"the file must have exactly one video track, got {len(tracks)}. "
-            "Keep one with `ffmpeg -i IN -map 0:v:0 -c copy OUT`"
-        )
+        raise DecodeError(f"the file must have exactly one video track, got {len(tracks)}. Keep one with {COPY}")
     return tracks[0]
 
 
@@ -93,13 +90,24 @@ def presentation_times(boxes: dict[bytes, bytes], n: int) -> Int64:
     return pts
 
 
-def sync_packets(boxes: dict[bytes, bytes], n: int) -> Int64:
-    """Return the packets that the file marks as keyframes."""
+def sync_packets(boxes: dict[bytes, bytes], n: int, codec: str) -> Int64:
+    """Return the packets that the file marks as keyframes, of which the first packet must be one.
+
+    Args:
+        boxes: Bodies of the boxes by kind.
+        n: Number of packets.
+        codec: Codec of the file, for the message.
+    """
     if b"stss" not in boxes:
         return np.arange(n)  # without the table, decoding can start at every packet
-    sync = entries(boxes, b"stss", "sample:u4")["sample"].astype(np.int64) - 1
+    number = entries(boxes, b"stss", "sample:u4")["sample"].astype(np.int64)
+    sync = number - np.minimum(number[:1], 1)  # they count from 1 or, as some encoders write and FFmpeg reads them, from 0
     if not len(sync) or sync[0] != 0 or sync[-1] >= n or (np.diff(sync) <= 0).any():
-        raise DecodeError(f"invalid stss table (keyframes): must be 1, ... up to {n} in increasing order")
+        first = ", ".join(map(str, number[:3].tolist())) or "none"
+        raise DecodeError(
+            f"invalid stss table (keyframes): must be 1, ... up to {n} in increasing order, got {first}. Encode the displayed "
+            f"frames again: {encode_again(codec)}, or fetch the file again"
+        )
     return sync
 
 

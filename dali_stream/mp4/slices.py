@@ -5,6 +5,8 @@ Sources: ISO/IEC 14496-10, 7.3.3 (slice header) and 7.4.1 (NAL units); ISO/IEC 2
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.format import codec_of, length_bytes
 
@@ -53,16 +55,38 @@ def is_intra_refresh(config: bytes, data: bytes) -> bool:
     return unit is not None and unit + 2 < len(data) and not is_intra(data, unit)
 
 
+def nal_units(data: bytes, start: int, end: int, width: int, hevc: bool) -> Iterator[tuple[int, int]]:
+    """Yield the range (start, stop) of each NAL unit of a packet. `stop` is above `end` if the lengths do not add up.
+
+    Some recorders write the units of a frame with one length, and start codes between them. FFmpeg reads them as units of
+    their own. Therefore units before the first slice of a length are split at start codes. In a slice, they are damage.
+
+    Args:
+        data: Buffer with the packet, or with its beginning.
+        start, end: Range of the packet in the buffer.
+        width: Number of bytes of a length.
+        hevc: Whether the codec is HEVC, and not H.264.
+    """
+    while start < end:
+        unit = start + width
+        start = unit + int.from_bytes(data[start:unit], "big")
+        stop = min(start, end)
+        while unit < stop and not is_slice(data[unit], hevc) and (code := data.find(b"\0\0\1", unit, stop)) >= 0:
+            yield unit, code
+            unit = code + 3
+        yield unit, start
+
+
+def is_slice(header: int, hevc: bool) -> bool:
+    """Return whether a NAL unit is a slice, from the first byte of its header."""
+    return header & 0x40 == 0 if hevc else 1 <= header & 31 <= 5  # types 0 to 31 of 64 in HEVC
+
+
 def _first_slice(config: bytes, data: bytes, hevc: bool) -> int | None:
     """Return the position of the first NAL unit of a frame that is a slice, or None if no slice begins in `data`."""
     try:
         width = length_bytes(config)
     except DecodeError:  # the check of the packet reports it
         width = 4
-    start = 0
-    while start + width < len(data):
-        unit = start + width
-        if data[unit] & 0x40 == 0 if hevc else 1 <= data[unit] & 31 <= 5:  # types 0 to 31 of 64 in HEVC
-            return unit
-        start = unit + int.from_bytes(data[start:unit], "big")
-    return None
+    units = (unit for unit, _ in nal_units(data, 0, len(data), width, hevc) if unit < len(data))
+    return next((unit for unit in units if is_slice(data[unit], hevc)), None)

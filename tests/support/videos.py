@@ -14,7 +14,7 @@ import struct
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -273,6 +273,39 @@ def identity(number: int) -> tuple[int, int]:
     return (0, number) if number < EPISODES[0] else (1, number - EPISODES[0])
 
 
+class Shown(NamedTuple):
+    """Frames of a file according to FFmpeg: the time of each frame in seconds, and the identity that it carries."""
+
+    seconds: list[float]
+    identity: list[tuple[int, int]]
+
+
+def shown_by_ffmpeg(video: Path) -> Shown:
+    """Times and identities of a file's frames. The test is skipped if ffmpeg is not installed."""
+    if shutil.which("ffmpeg") is None:
+        pytest.skip("the ffmpeg program is not installed")
+    # FFmpeg 5.1 shows hidden frames of AV1 if it decodes with libdav1d, its default.
+    decoder = ["-c:v", "libaom-av1"] if b"av01" in video.read_bytes() else []
+    command = ["ffmpeg", "-hide_banner", *decoder, "-copyts", "-i", video, "-map", "0:v", "-vf", "showinfo"]
+    command += ["-fps_mode", "passthrough", "-pix_fmt", "rgb24", "-f", "rawvideo", "-"]
+    done = subprocess.run(command, capture_output=True, check=True)
+    frames = torch.frombuffer(bytearray(done.stdout), dtype=torch.uint8).view(-1, *SIZE, 3)
+    seconds = [float(time) for time in re.findall(r" pts_time:(\S+)", done.stderr.decode())]
+    assert len(seconds) == len(frames)
+    return Shown(seconds, identities(frames.movedim(-1, 1)))
+
+
+def dataset_of(root: Path, video: Path, seconds: Sequence[float], late: float = 0.0) -> Path:
+    """A dataset of two episodes, a row for each of these times. They are `late` seconds later than these."""
+    lengths = (len(seconds) // 3, len(seconds) - len(seconds) // 3)
+    write_dataset(root, [video], [lengths], delay=seconds[0])
+    starts = np.repeat([seconds[0], seconds[0] + lengths[0] / FPS], lengths)
+    table = pq.read_table(root / ROWS)
+    times = pa.array((np.array(seconds) - starts + late).astype(np.float32))
+    pq.write_table(table.set_column(table.column_names.index("timestamp"), "timestamp", times), root / ROWS)
+    return root
+
+
 def difference(first: Path, second: Path) -> float:
     """The largest of the mean differences between frames of two files, of 255, over RGB as torchcodec has it."""
     a, b = (whole_file(path).numpy().astype(np.int16) for path in (first, second))
@@ -382,6 +415,20 @@ def joined(first: Path, second: Path) -> bytes:
     return ftyp + unboxed([[b"mdat", b"".join(media)], moov])
 
 
+def repacked(source: Path, target: Path, change: Callable[[bytes], bytes]) -> Path:
+    """Writes a file with changed packets, end to end. Its times and keyframes stay."""
+    index, whole = read_index(LocalStore(str(source.parent)), source.name), source.read_bytes()
+    packets = [change(whole[a:b]) for a, b in zip(index.offset[:].tolist(), index.end[:].tolist(), strict=True)]
+    tree = boxes(whole)
+    ftyp, moov = unboxed(tree[:1]), box(tree, b"moov")
+    n = len(packets)
+    tables = {b"stsc": [1, 1, n, 1], b"stsz": [0, n, *map(len, packets)], b"stco": [1, len(ftyp) + 8]}
+    for kind, values in tables.items():
+        box([moov], *STBL, kind)[1] = bytes(4) + np.array(values).astype(">u4").tobytes()
+    target.write_bytes(ftyp + unboxed([[b"mdat", b"".join(packets)], moov]))
+    return target
+
+
 def _words(body: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(body, ">u4").astype(np.int64)
 
@@ -392,10 +439,15 @@ def turned(source: Path, target: Path, degrees: int, *, movie: bool = False) -> 
     The matrix is written to the header of the track or, if `movie` is True, to that of the movie.
     """
     a, b = {0: (1, 0), 90: (0, -1), 180: (-1, 0), -90: (0, 1)}[degrees]
-    matrix = struct.pack(">9i", a << 16, b << 16, 0, -b << 16, a << 16, 0, 0, 0, 1 << 30)
+    return displayed_by(source, target, (a, b, -b, a), movie=movie)
+
+
+def displayed_by(source: Path, target: Path, matrix: tuple[int, int, int, int], *, movie: bool = False) -> Path:
+    """Writes a file with another display matrix, of which these are the numbers a, b, c and d. See `turned`."""
+    a, b, c, d = (number << 16 for number in matrix)
     tree = boxes(source.read_bytes())
     header = box(tree, b"moov", b"mvhd") if movie else box(tree, b"moov", b"trak", b"tkhd")
     at = 36 if movie else len(header[1]) - 44
-    header[1] = header[1][:at] + matrix + header[1][at + 36 :]
+    header[1] = header[1][:at] + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30) + header[1][at + 36 :]
     target.write_bytes(unboxed(tree))
     return target

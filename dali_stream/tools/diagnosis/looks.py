@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from dali_stream.errors import DaliStreamError
@@ -39,6 +40,8 @@ def broken(name: str, store: Store, path: str, error: DaliStreamError) -> Findin
         error: Error of the attempt to read or decode it.
     """
     looks, remedy = _look(store, path)
+    if command := re.search("`ffmpeg .*?`", str(error)):  # the message says what helps, and the look of the file does not
+        remedy = f"run {command[0]}, and replace the file by its output"
     text = ". ".join(filter(None, (located(store, path, error), looks)))
     return Finding("dataset", name, PROBLEM, text, remedy or "copy or fetch the dataset again")
 

@@ -214,7 +214,7 @@ class FilePlanner:
 
     def _look_at_rows(self, path: str) -> FileProperties:
         try:
-            footer = rows.read_footer(self._store, path)
+            footer = rows.read_footer(self._store, path, self._head["features"])
             rows.check_columns(self._store, self._head["features"], footer)
         except DatasetError:
             return FileProperties(path, 1)

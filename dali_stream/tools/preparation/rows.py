@@ -18,6 +18,9 @@ import pyarrow.parquet as pq
 
 from dali_stream.checks.arrays import Int64
 from dali_stream.errors import DatasetError
+from dali_stream.lerobot.arrow import read_type
+from dali_stream.lerobot.features import Feature
+from dali_stream.lerobot.info import TABULAR
 from dali_stream.lerobot.parquet import parquet_errors
 from dali_stream.lerobot.row_search import RowSearch, data_files
 from dali_stream.storage import Store
@@ -33,7 +36,7 @@ class Footer(NamedTuple):
 
     Attributes:
         path: Path of the file.
-        schema: Arrow schema of the file.
+        schema: Arrow schema of the file, with the types as which its columns are read.
         codec: Compression of the columns.
         first_row: First row of each row group, followed by the number of rows, shape (groups + 1,).
         size: Encoded size of each row group in bytes, shape (groups,).
@@ -51,8 +54,17 @@ class Footer(NamedTuple):
         return float(self.size.sum()) / max(int(self.first_row[-1]), 1)
 
 
-def read_footer(store: Store, path: str) -> Footer:
-    """Read the footer of a file. Raises DatasetError if it is missing or broken."""
+def read_footer(store: Store, path: str, features: Mapping[str, Any] | None = None) -> Footer:
+    """Read the footer of a file.
+
+    Args:
+        store: Storage of the file.
+        path: Path of the file.
+        features: Features of the columns, if a Loader reads them. Default: none.
+
+    Raises:
+        DatasetError: If the file is missing or broken.
+    """
     with parquet_errors(store, path), store.open(path) as file:
         parquet = pq.ParquetFile(file)
         groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
@@ -60,7 +72,23 @@ def read_footer(store: Store, path: str) -> Footer:
         size = np.array([sum(max(column.total_compressed_size, 0) for column in group) for group in columns], np.int64)
         codec = columns[0][0].compression.lower() if columns and columns[0] else "snappy"
         first_row = np.cumsum([0, *(group.num_rows for group in groups)])
-        return Footer(path, parquet.schema_arrow, "none" if codec == "uncompressed" else codec, first_row, size)
+        schema, codec = _as_read(parquet.schema_arrow, features or {}), "none" if codec == "uncompressed" else codec
+        return Footer(path, schema, codec, first_row, size)
+
+
+def _as_read(schema: pa.Schema, features: Mapping[str, Any]) -> pa.Schema:
+    """Return a schema with the types as which columns are read, such as float32 for decimals. See `read_type`."""
+    kinds = {
+        name: read_type(schema.field(name).type, Feature(feature))
+        for name, feature in features.items()
+        if name in schema.names and feature.get("dtype") in (*TABULAR, "string")
+    }
+    changed = {name: kind for name, kind in kinds.items() if kind != schema.field(name).type}
+    for name, kind in changed.items():
+        schema = schema.set(schema.get_field_index(name), pa.field(name, kind))
+    # The library `datasets` infers its features from the types if the metadata do not have them.
+    described = {key: value for key, value in (schema.metadata or {}).items() if key != b"huggingface"}
+    return schema.with_metadata(described or None) if changed else schema
 
 
 def check_columns(store: Store, features: Mapping[str, Any], footer: Footer) -> None:
@@ -255,7 +283,7 @@ class EpisodeRows:
             names = {field.name for field in kind} if pa.types.is_struct(kind) else set()
             if {"bytes", "path"} <= names and pc.struct_field(rows[key], "bytes").null_count:
                 raise _elsewhere(self._store.where(self._path), key)
-        return rows
+        return cast(rows, pa.schema([self._footer.schema.field(name) for name in rows.column_names], rows.schema.metadata))
 
 
 def write(path: Path, schema: pa.Schema, codec: str, tables: Iterable[pa.Table], rows_per_group: int) -> None:

@@ -21,7 +21,7 @@ from dali_stream.errors import DaliStreamError, DecodeError, prefixed
 from dali_stream.lerobot.arrow import to_numpy
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.rows import check_counting, check_rising
-from dali_stream.mp4.boxes import children, find, read_moov
+from dali_stream.mp4.boxes import COPY, children, find, read_moov
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.mp4.timing import TOLERANCE, EpisodeTimes, explain
 from dali_stream.storage import Store, open_store
@@ -78,9 +78,7 @@ def refuse_sound(store: Store, path: str) -> None:
     for kind, start, end in children(moov, 0, len(moov)):
         handler = find(moov, start, end, b"mdia", b"hdlr") if kind == b"trak" else None
         if handler and moov[handler[0] + 8 : handler[0] + 12] == b"soun":
-            raise DecodeError(
-                f"{store.where(path)}: has sound, which cannot be copied. Remove it with `ffmpeg -i IN -c copy -an OUT`"
-            )
+            raise DecodeError(f"{store.where(path)}: has sound, which cannot be copied. Copy its video alone: {COPY}")
 
 
 def _frame_index(table: pa.Table) -> Int64:
@@ -132,7 +130,7 @@ class TaskInput:
         self.fps, self.regular = float(job["fps"]), bool(job["regular"])
         self.new_tolerance_s: float = TOLERANCE / self.fps if self.regular else job["tolerance_s"]
         columns = {"rows": None, "images": [*_CLOCKS, self.camera]}.get(self.spec["mode"], _CLOCKS)
-        footer = functools.lru_cache(4)(lambda path: rows.read_footer(self.store, path))
+        footer = functools.lru_cache(4)(lambda path: rows.read_footer(self.store, path, job["features"]))
         self.rows = rows.EpisodeRows(self.store, footer, self.episodes, columns, job["is_v2"])
         self._index = functools.lru_cache(16)(self._read_index)
 
