@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,21 +10,26 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
-import pyarrow.parquet as pq
+import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given
 from support.broken import FROM, edit_table, put
 from support.datasets import EPISODE_TABLE, Camera, build
+from support.programs import failed, pictures
 from support.slow import slow
 from support.tools import prepared
-from support.videos import CAMERA, FPS, SIZE, av1, draw, ffmpeg, h264, encode_apart, loader, mpeg4, write_dataset
+from support.videos import CAMERA, FPS, SIZE, av1, draw, encode_apart, ffmpeg, h264, loader, mpeg4, write_dataset
 from support.wild import delivered
 
-from dali_stream import DaliStreamError, Dataset, DecodeError, ResumeError
+from dali_stream import DaliStreamError, Dataset, DecodeError, Mixture, ResumeError, batch_at
 from dali_stream.checks.arrays import NONE
+from dali_stream.cli import main
+from dali_stream.demo import read_identities
 from dali_stream.mp4.counting import FileEpisodes, count_rows
 from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.mp4.timing import EpisodeTimes
+from dali_stream.run.mixture_file import read
 from dali_stream.tools.diagnosis.frames import Decoders
 from dali_stream.tools.diagnosis.run import examine
 
@@ -190,9 +195,9 @@ def test_an_episode_in_a_file_of_its_own_is_refused_as_a_whole(
 def test_substitutes_take_the_place_of_all_rows_that_may_be_wrong(tmp_path: Path) -> None:
     root = lacking(tmp_path, {2: [11]}, measures=True)
     with loader(root, on_error="substitute", batch_size=36) as batches:
-        shown = [identity for batch in batches for identity in zip(batch["index"].tolist(), batch["is_substitute"].tolist())]
+        shown = {index for batch in batches for index in batch["index"].tolist()}
         assert batches.stats()["substituted"] == 12
-    assert {index for index, _ in shown} == set(range(24))
+    assert shown == set(range(24))
 
 
 def test_frames_that_are_missing_by_their_times_move_no_others(tmp_path: Path) -> None:
@@ -247,6 +252,63 @@ def test_time_and_count_must_name_the_same_frame(tmp_path: Path, late: float) ->
     assert (finding.status, "by counting" in finding.text) == ("problem", True)
     edit_table(root, EPISODE_TABLE, lambda table: put(table, FROM, [0.0, 12 / FPS, 24 / FPS]))  # as the message says
     assert delivered(root) == rows_of(LENGTHS, [0, 1, 2])
+
+
+@pytest.mark.parametrize("to_timestamp", ["next start", "rows", "last frame", "infinite"])
+@given(seed=st.integers(0, 2**32 - 1), fewer=st.booleans())
+def test_healthy_files_of_a_variable_rate_are_delivered(to_timestamp: str, seed: int, fewer: bool) -> None:
+    """Rows have the times of their frames, on a clock with jitter and drift. Other frames may be between the episodes."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 40, rng.integers(1, 6))
+    steps = rng.uniform(0.6, 1.4, lengths.sum() + 5 * fewer) * rng.uniform(0.7, 1.5)  # frames from one frame to the next
+    ticks = np.round(np.append(0, np.cumsum(steps)[:-1]) * 1000).astype(np.int64)
+    index, first = file_of([len(ticks)], 5, True, ticks, FPS * 1000), np.cumsum(lengths) - lengths
+    seconds = np.append(ticks, ticks[-1] + 1000) / (FPS * 1000)
+    start = seconds[first]
+    end = {
+        "next start": seconds[first + lengths],
+        "rows": start + lengths / FPS,
+        "last frame": seconds[first + lengths - 1],
+        "infinite": np.full(len(lengths), np.inf),
+    }[to_timestamp]
+    result = count_rows(FileEpisodes(np.arange(len(lengths)), start, lengths, end), index, FPS)
+    for episode, length in enumerate(lengths.tolist()):
+        numbers, own = np.arange(length), result.of(episode)
+        shown = seconds[first[episode] + numbers] - start[episode] + rng.uniform(0, 0.2, length) / FPS
+        times = EpisodeTimes(index, (start[episode], own.stop), shown, numbers, FPS, 0.25 / FPS, count=own)
+        np.testing.assert_array_equal(times.packets(), first[episode] + numbers)
+
+
+# ---- the command line
+
+
+def test_preview_shows_the_rows_of_a_short_episode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the message says, so that one can see whether the end is missing."""
+    root, sheet = lacking(tmp_path, {0: [11]}, measures=True), tmp_path / "sheet.png"
+    [command] = re.findall(r"`dali-stream (preview) URI (--drop-n-last-frames \d --plots)`", refused(root))
+    more = ["--out", str(sheet), "--episodes", "0", "--batch-size", "11"]
+    assert main([command[0], str(root), *command[1].split(), *more]) == 0
+    assert sorted(tuple(read_identities(pixels[None])[0, :2]) for _, pixels in pictures(sheet)) == [(0, n) for n in range(11)]
+    capsys.readouterr()
+    assert "the episode has 12 rows, and its video 11 frames" in failed(capsys, [command[0], root, *more], 1)
+
+
+def test_trust_is_an_option_of_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = lacking(tmp_path, {0: [11]})
+    command = ["preview", root, "--out", tmp_path / "sheet.png", "--episodes", "1", "--batch-size", "8"]
+    assert "its episodes have 36 rows" in failed(capsys, command, 1)
+    assert main([*map(str, command), "--trust-timestamps"]) == 0
+
+
+def test_trust_is_kept_in_files_that_describe_datasets(tmp_path: Path) -> None:
+    root, file = lacking(tmp_path, {0: [11]}), tmp_path / "mixture.json"
+    arguments = {"uri": str(root), "trust_timestamps": True, "drop_n_last_frames": 1}
+    file.write_text(json.dumps({"datasets": {"a": arguments}}))
+    with loader(Mixture(**read(file)), delta_timestamps={}) as batches:
+        config, [first, *_] = batches.describe(), batches
+    again = batch_at(config, 0, 0)
+    assert torch.equal(again[CAMERA], first[CAMERA])
+    assert again["index"].tolist() == first["index"].tolist()
 
 
 # ---- prepare
@@ -309,16 +371,17 @@ def overlapping(folder: Path, missing: Sequence[int] = ()) -> Path:
 # ---- any file
 
 
-def file_of(parts: Sequence[int], gop: int, in_one_run: bool) -> VideoIndex:
-    """The index of a file with these numbers of frames of its episodes, at a constant rate."""
+def file_of(
+    parts: Sequence[int], gop: int, in_one_run: bool, times: npt.NDArray[np.int64] | None = None, timescale: int = FPS
+) -> VideoIndex:
+    """The index of a file with these numbers of frames of its episodes, by default at a constant rate."""
     runs = [sum(parts)] if in_one_run else parts
     starts = np.cumsum([0, *runs])
     keyframes = np.concatenate([np.arange(start, start + n, gop) for start, n in zip(starts, runs, strict=False)])
     n = sum(parts)
-    times = np.arange(n)
     return video_index(
-        "a.mp4", (b"",), b"", FPS, offset=times, size=np.ones(n, np.int64), pts=times, keyframes=keyframes,
-        config=np.zeros(n, np.int64), index_bytes=0,
+        "a.mp4", (b"",), b"", timescale, offset=np.arange(n), size=np.ones(n, np.int64), keyframes=keyframes,
+        pts=np.arange(n) if times is None else times, config=np.zeros(n, np.int64), index_bytes=0,
     )  # fmt: skip
 
 

@@ -79,8 +79,8 @@ def count_rows(episodes: FileEpisodes, index: VideoIndex, fps: float) -> FileCou
 
     Episodes that begin at the same time share their frames. So does an episode whose `to_timestamp` is after the start of the
     next one, such as windows around events. If they would share only a few frames, these may as well be missing, or a
-    `from_timestamp` may be wrong. They are then not shared if the next episode was encoded on its own, or if the file has a frame
-    for each row without that.
+    `from_timestamp` may be wrong. They are then not shared if the next episode was encoded on its own, or if the file has
+    a frame for each row without that.
 
     Args:
         episodes: All episodes of the file.
