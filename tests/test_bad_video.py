@@ -232,7 +232,7 @@ def test_an_edit_list_that_trims(codec: str, part: str, broken: Callable[..., Pa
     root = broken(lambda video: trimmed(video, part), codec)
     message = error_of(dali_stream.Dataset(root, trust_timestamps=True))
     shown = data.FRAMES - 5 if part == "head" else data.FRAMES // 2
-    assert f"the file has {shown} frames, and its episodes have 72 rows" in error_of(root)
+    assert re.search(rf"the file has {shown} frames( \(.*\))?, and its episodes have 72 rows", error_of(root))
     assert re.search(rf"{FILE}: timestamp .* The nearest frame, number {shown - 1} of {shown}, is at", message)
 
 

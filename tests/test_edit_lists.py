@@ -223,7 +223,7 @@ def test_a_row_before_or_after_the_edit_has_no_frame(tmp_path: Path) -> None:
     root = dataset_of(tmp_path / "set", video, seconds.tolist())
     with pytest.raises(DecodeError, match=r"nearest frame, number 0 of 32, is at 0.0000 s, 0.0667 s away"):
         delivered(Dataset(root, trust_timestamps=True))
-    with pytest.raises(DecodeError, match=r"the file has 32 frames, and its episodes have 42 rows"):
+    with pytest.raises(DecodeError, match=r"the file has 32 frames .*, and its episodes have 42 rows"):
         delivered(root)
 
 

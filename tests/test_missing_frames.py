@@ -220,7 +220,7 @@ def test_raw_h264_with_wrong_times_is_refused(tmp_path: Path) -> None:
     ffmpeg("-f", "h264", "-r", str(FPS), "-i", tmp_path / "video.h264", "-c", "copy", tmp_path / "video.mp4")
     root = write_dataset(tmp_path / "data", [tmp_path / "video.mp4"], [LENGTHS])
     message = refused(root)
-    assert "the file has 34 frames, and its episodes have 36 rows" in message
+    assert "the file has 34 frames (2 more are hidden by its edit list), and its episodes have 36 rows" in message
     assert "drop_n_last_frames" not in message
     assert right(root) == []
     assert refused(Dataset(root, drop_n_last_frames=2))
@@ -245,7 +245,7 @@ def test_time_and_count_must_name_the_same_frame(tmp_path: Path, late: float) ->
     message = refused(Dataset(root, episodes=[2]), shuffle=False)
     number = 24 + round(late)
     assert f"The nearest frame, number {number} of 36," in message
-    assert "the file has exactly as many frames as its episodes have rows, and by counting it is frame number 24" in message
+    assert "the file has exactly as many frames as rows, and by counting it is frame number 24" in message
     assert "from_timestamp or the timestamps are wrong" in message
     assert right(root) == ([0] if late > 0 else [])
     finding = findings(Dataset(root, episodes=[1]))[f"{CAMERA} timestamps"]

@@ -177,9 +177,10 @@ def explain(episode: EpisodeTimes, frame: int, *, prepares: bool = False) -> str
     """
     advice, count, length = what_helps(episode, prepares=prepares), episode.count, len(episode.seconds)
     if count is not None and not count.is_whole:
+        hidden = f" ({episode.index.hidden} more are hidden by its edit list)" if episode.index.hidden else ""
         return (
-            f"the file has {counted(count.frames, 'frame')}, and its episodes have {counted(count.rows, 'row')}. Rows after a "
-            f"missing frame would get the frames of other rows, and meta/episodes and the keyframes do not show that none is "
+            f"the file has {counted(count.frames, 'frame')}{hidden}, and its episodes have {counted(count.rows, 'row')}. "
+            f"Rows after a missing frame would get the frames of other rows, and meta/episodes and the keyframes do not show that none is "
             f"missing before or in this episode. {advice}"
         )
     interval, tolerance, fps = episode.interval, episode.tolerance, episode.fps
@@ -192,9 +193,10 @@ def explain(episode: EpisodeTimes, frame: int, *, prepares: bool = False) -> str
     )
     has = f"the episode has {counted(length, 'row')}, and its video {counted(episode.count_frames(), 'frame')}"
     if count is not None and episode.moved[frame]:
+        owner = "file" if count.rows == count.frames else "part of the file between the keyframes of its episode"
         return (
-            f"{nearest}, {away:.4f} s away, but the file has exactly as many frames as its episodes have rows, and by counting "
-            f"it is frame number {count.first + frame}. from_timestamp or the timestamps are wrong. {advice}"
+            f"{nearest}, {away:.4f} s away, but the {owner} has exactly as many frames as rows, and by counting it is frame "
+            f"number {count.first + frame}. from_timestamp or the timestamps are wrong. {advice}"
         )
     if episode.by_time[frame] != NONE:
         return f"{_SHORT}: {has}. Rows after a missing frame would get the frame of the next row. {advice}"
