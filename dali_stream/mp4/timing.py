@@ -137,7 +137,8 @@ class EpisodeTimes:
         If a frame inside the episode is missing, each later row has the frame of the next one, and the last row has none. If
         the end is missing, only the last rows have none. Both look the same unless counting or a gap in time tells them apart.
         """
-        return bool(self.rows_after_end) and self.count is not None and self.count.first == NONE and not self.ends_early
+        is_counted = self.count is None or self.count.first != NONE
+        return not is_counted and bool(self.rows_after_end) and not self.ends_early
 
     @property
     def is_cut(self) -> bool:
@@ -146,7 +147,7 @@ class EpisodeTimes:
 
     @cached_property
     def ends_early(self) -> bool:
-        """Whether a gap in time, after the last frame of the episode, shows that `rows_after_end` frames are missing there."""
+        """Whether a gap in time, after the last frame of the episode, shows that `rows_after_end` frames are missing."""
         own, shown = self._own_frames, self.index.shown_at
         if not len(own) or (next_place := int(own[-1]) + 1) >= self.index.displayed.stop:
             return False
@@ -179,9 +180,9 @@ def explain(episode: EpisodeTimes, frame: int, *, prepares: bool = False) -> str
     if count is not None and not count.is_whole:
         hidden = f" ({episode.index.hidden} more are hidden by its edit list)" if episode.index.hidden else ""
         return (
-            f"the file has {counted(count.frames, 'frame')}{hidden}, and its episodes have {counted(count.rows, 'row')}. "
-            f"Rows after a missing frame would get the frames of other rows, and meta/episodes and the keyframes do not show that none is "
-            f"missing before or in this episode. {advice}"
+            f"the file has {counted(count.frames, 'frame')}{hidden}, and its episodes have {counted(count.rows, 'row')}. Rows "
+            "after a missing frame would get the frames of other rows, and the keyframes do not show that none is missing "
+            f"before or in this episode. {advice}"
         )
     interval, tolerance, fps = episode.interval, episode.tolerance, episode.fps
     timestamp = float(episode.seconds[frame])
