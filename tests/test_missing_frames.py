@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from support.broken import FROM, edit_table, put
 from support.datasets import EPISODE_TABLE, Camera, build
 from support.programs import failed, pictures
@@ -255,6 +255,7 @@ def test_time_and_count_must_name_the_same_frame(tmp_path: Path, late: float) ->
 
 
 @pytest.mark.parametrize("to_timestamp", ["next start", "rows", "last frame", "infinite"])
+@settings(deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), fewer=st.booleans())
 def test_healthy_files_of_a_variable_rate_are_delivered(to_timestamp: str, seed: int, fewer: bool) -> None:
     """Rows have the times of their frames, on a clock with jitter and drift. Other frames may be between the episodes."""
@@ -385,6 +386,7 @@ def file_of(
     )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     gop=st.sampled_from([1, 2, 3, 5, 12, 250]),
