@@ -78,9 +78,9 @@ def count_rows(episodes: FileEpisodes, index: VideoIndex, fps: float) -> FileCou
     """Count the rows of a file's episodes against its frames. See the top of the module.
 
     Episodes that begin at the same time share their frames. So does an episode whose `to_timestamp` is after the start of the
-    next one, such as windows around events. If they would share only a few frames, these may as well be missing, or a
-    `from_timestamp` may be wrong. They are then not shared if the next episode was encoded on its own, or if the file has
-    a frame for each row without that.
+    next one, such as windows around events. But if they would share only a few frames, and the next episode was encoded on its
+    own, these frames are missing. And if the file has a frame for each row, and almost none of them would be left over,
+    `from_timestamp` is wrong. In both cases, they share nothing.
 
     Args:
         episodes: All episodes of the file.
@@ -96,28 +96,56 @@ def count_rows(episodes: FileEpisodes, index: VideoIndex, fps: float) -> FileCou
     places = None
     if shares.any() or frames < length.sum():
         places = _Places.of(index, starts, fps)
-        few = (own_end - following) * fps < _FEW * length
-        shares &= ~few | ~(np.append(places.cuts_gop[1:], False) | (frames == length.sum()))
+        is_few = (own_end - following) * fps < _FEW * length
+        shares &= ~(is_few & np.append(places.cuts_gop[1:], False))
+    groups = _groups(starts, length, own_end, shares, places, fps)
+    if shares.any() and frames == length.sum() and 0 <= frames - groups.rows < _FEW * frames:
+        shares = np.zeros(len(starts), np.bool_)
+        groups = _groups(starts, length, own_end, shares, places, fps)
     stop = np.where(shares, np.maximum(following, own_end), following)
-    # A group has the episodes that share frames with others of the group. Most groups have one episode.
+    first, is_whole = np.full(len(starts), NONE, np.int64), np.ones(len(starts), np.bool_)
+    if frames == groups.rows:
+        first = groups.first
+    elif places is not None and frames < groups.rows and (missing := groups.rows - frames - _gaps(index, fps)) > 0:
+        is_whole, is_counted = (each[groups.group] for each in _whole(places, groups, frames, missing))
+        first[is_counted] = places.place[is_counted]
+    affected = np.sort(episodes.number[~is_whole[of]])
+    return FileCount(stop[of], first[of], is_whole[of], groups.rows, frames, affected)
+
+
+class _Groups(NamedTuple):
+    """Groups of episodes that share frames. Most groups have one episode.
+
+    Attributes:
+        head: First episode of each of g groups, shape (g,).
+        size: Number of rows of each group, without those that have the same frame as others, shape (g,).
+        group: Group of each episode, shape (k,).
+        first: Number of rows of the file before the first row of each episode, shape (k,).
+    """
+
+    head: Int64
+    size: Int64
+    group: Int64
+    first: Int64
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of all groups."""
+        return int(self.size.sum())
+
+
+def _groups(starts: Float64, length: Int64, own_end: Float64, shares: Mask, places: _Places | None, fps: float) -> _Groups:
+    """Return the groups of k episodes, in the order of their starts. See `count_rows` for the arguments."""
     reach = np.maximum.accumulate(np.where(shares, own_end, -np.inf))
     head = np.flatnonzero(np.append(True, reach[:-1] <= starts[1:] + 0.5 / fps))
     group = np.searchsorted(head, np.arange(len(starts)), side="right") - 1
     offset = np.zeros(len(starts), np.int64)
     if places is not None and len(head) < len(starts):
-        first_of_group = head[group]
-        by_time = np.rint((starts - starts[first_of_group]) * fps).astype(np.int64)
-        offset = np.where(places.is_frame, places.place - places.place[first_of_group], by_time)
+        begin = head[group]
+        by_time = np.rint((starts - starts[begin]) * fps).astype(np.int64)
+        offset = np.where(places.is_frame, places.place - places.place[begin], by_time)
     size = np.maximum.reduceat(offset + length, head)
-    rows = int(size.sum())
-    first, is_whole = np.full(len(starts), NONE, np.int64), np.ones(len(starts), np.bool_)
-    if frames == rows:
-        first = (np.cumsum(size) - size)[group] + offset
-    elif places is not None and frames < rows and (missing := rows - frames - _gaps(index, fps)) > 0:
-        is_whole, is_counted = (each[group] for each in _whole(places, head, size, frames, missing))
-        first[is_counted] = places.place[is_counted]
-    affected = np.sort(episodes.number[~is_whole[of]])
-    return FileCount(stop[of], first[of], is_whole[of], rows, frames, affected)
+    return _Groups(head, size, group, (np.cumsum(size) - size)[group] + offset)
 
 
 class _Places(NamedTuple):
@@ -151,18 +179,18 @@ class _Places(NamedTuple):
         return cls(place - index.displayed.start, is_frame, is_keyframe, cuts_gop, gop)
 
 
-def _whole(places: _Places, head: Int64, size: Int64, frames: int, missing: int) -> tuple[Mask, Mask]:
+def _whole(places: _Places, groups: _Groups, frames: int, missing: int) -> tuple[Mask, Mask]:
     """Return which groups of episodes of a file that lacks frames are whole, and which of them have a frame for each row.
 
     A group that is whole, but lacks frames, lacks them itself: it begins and ends where the metadata says.
 
     Args:
         places: Frames at which the episodes begin.
-        head: First episode of each of g groups, shape (g,).
-        size: Number of rows of each group, shape (g,).
+        groups: Groups of the episodes.
         frames: Number of frames of the file.
         missing: Number of frames that the file lacks.
     """
+    head, size = groups.head, groups.size
     begin = places.place[head]
     is_right = places.is_keyframe[head]
     # A writer that measures its videos leaves missing frames out, so that its last episode ends with the file. If a writer has

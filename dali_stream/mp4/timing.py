@@ -194,10 +194,13 @@ def explain(episode: EpisodeTimes, frame: int, *, prepares: bool = False) -> str
     )
     has = f"the episode has {counted(length, 'row')}, and its video {counted(episode.count_frames(), 'frame')}"
     if count is not None and episode.moved[frame]:
+        off = np.abs(episode.seconds - np.round(episode.seconds * fps) / fps)
+        cause = f"timestamps are not multiples of 1/fps = {1 / fps:.4g} s, so each is probably a wall-clock time"
+        cause = f"Some {cause}" if (off > tolerance).any() else "from_timestamp or the timestamps are wrong"
         owner = "file" if count.rows == count.frames else "part of the file between the keyframes of its episode"
         return (
             f"{nearest}, {away:.4f} s away, but the {owner} has exactly as many frames as rows, and by counting it is frame "
-            f"number {count.first + frame}. from_timestamp or the timestamps are wrong. {advice}"
+            f"number {count.first + frame}. {cause}. {advice}"
         )
     if episode.by_time[frame] != NONE:
         return f"{_SHORT}: {has}. Rows after a missing frame would get the frame of the next row. {advice}"
