@@ -77,8 +77,8 @@ class FileCount(NamedTuple):
 def count_rows(episodes: FileEpisodes, index: VideoIndex, fps: float) -> FileCount:
     """Count the rows of a file's episodes against its frames. See the top of the module.
 
-    Episodes that begin at the same time share their frames. So does an episode whose `to_timestamp` is after the start of the
-    next one, such as windows around events. But if they would share only a few frames, and the next episode was encoded on its
+    Episodes that begin at the same time share their frames. An episode whose `to_timestamp` is after the start of the next one
+    shares frames with it, as windows around events do. But if they would share only a few frames, and the next episode was encoded on its
     own, these frames are missing. And if the file has a frame for each row, and almost none of them would be left over,
     `from_timestamp` is wrong. In both cases, they share nothing.
 
@@ -196,7 +196,7 @@ def _whole(places: _Places, groups: _Groups, frames: int, missing: int) -> tuple
     # A writer that measures its videos leaves missing frames out, so that its last episode ends with the file. If a writer has
     # added up rows, the start of each episode after a missing frame is up to `missing` frames late. Then it is no keyframe if
     # GOPs are longer than that, and if the encoder did begin a GOP with each episode. In a file that was encoded in one run,
-    # every `gop`-th frame is a keyframe, whatever episode begins there. Episodes must be longer, too, since the start of one
+    # every `gop`-th frame is a keyframe, wherever episodes begin. Episodes must be longer, too, since the start of one
     # might be at the keyframe of the next one.
     if not places.is_frame[head[-1]] or begin[-1] + size[-1] != frames:
         is_right = is_right & (places.gop > missing) & (size.min() > 2 * missing) & places.cuts_gop.any()

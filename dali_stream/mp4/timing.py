@@ -56,7 +56,7 @@ class EpisodeTimes:
         seconds: Time of each row of the episode since its start, in seconds, shape (L,).
         frame_index: `frame_index` of each row, shape (L,).
         fps: Frames per second of the dataset.
-        count: What counting the frames of the file tells about the episode. None if time alone locates frames. Default: None.
+        count: Result of counting the frames of the file. None if time alone locates frames. Default: None.
         used: Number of rows up to the last one that is sampled. Rows after it may lack a frame. Default: all rows.
     """
 
@@ -162,7 +162,7 @@ class EpisodeTimes:
         return displayed.start + np.flatnonzero((self.interval[0] <= at) & (at < self.interval[1]))
 
     def _place(self, packets: Int64) -> Int64:
-        """Return the places of packets among the displayed frames, in display order. That of `NONE` is arbitrary."""
+        """Return the places of packets among the displayed frames, in display order. The place of `NONE` is arbitrary."""
         places: Int64 = self.index.display_place[packets] if self.index.reordered else packets
         return places - self.index.displayed.start
 
@@ -266,7 +266,7 @@ TRUST = (
 )
 # The last frame that is left shows the same moment as its row only if no frame before it is missing.
 _ONLY_IF = (
-    ". That is right only if the end of the video is missing, and not a frame before: the last frames then fit the actions and "
+    ". This is right only if the end of the video is missing, and not a frame before: the last frames then fit the actions and "
     "states of their rows in `dali-stream preview URI --drop-n-last-frames {short} --plots`"
 )
 _SHOWN = 8  # maximum number of episodes that a message names
