@@ -79,8 +79,8 @@ def count_rows(episodes: FileEpisodes, index: VideoIndex, fps: float) -> FileCou
 
     Episodes that begin at the same time share their frames. An episode whose `to_timestamp` is after the start of the next one
     shares frames with it, as windows around events do. But if they would share only a few frames, and the next episode was
-    encoded on its own, these frames are missing. And if the file has a frame for each row, and almost none of them would be left
-    over, `from_timestamp` is wrong. In both cases, the episodes share nothing.
+    encoded on its own, these frames are missing. And if the file has a frame for each row, and almost none of them would
+    be left over, `from_timestamp` is wrong. In both cases, the episodes share nothing.
 
     Args:
         episodes: All episodes of the file.
