@@ -29,7 +29,7 @@ from dali_stream.lerobot.row_file import read_column_names
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.lerobot.source import Source, concatenate
 from dali_stream.lerobot.stats import Stats, stats_of
-from dali_stream.mp4.timing import TOLERANCE
+from dali_stream.mp4.counting import TOLERANCE
 from dali_stream.order import windows
 from dali_stream.order.orders import DatasetOrders
 from dali_stream.order.rng import philox
@@ -79,6 +79,9 @@ class Dataset(DatasetFiles):
             count the rows of each episode from 0. Rows are delivered unchanged. Default: "timestamp".
         tolerance_s: Maximum distance between this time and the frame, in seconds, up to half a frame. LeRobot's default is
             1e-4. Default: a quarter of a frame.
+        trust_timestamps: Whether a row gets the frame at its time even if the number of frames in its video file contradicts
+            this, because frames are missing or times are wrong. It may then be the frame of another row. Default: False, which
+            raises an error for such rows.
 
     Attributes:
         uri: Address as given, without credentials.
@@ -92,10 +95,10 @@ class Dataset(DatasetFiles):
         lengths: Number of frames of each selected episode, sampled or not, int64 of shape (E,).
         fingerprint: Hash of the metadata and of the selected episodes and frames, 32 hexadecimal digits. It does not depend on
             the selected cameras, or on the location, commit, format version, files and encoding of the dataset. It does depend
-            on `clock` and `tolerance_s` if they are not the defaults.
+            on `clock`, `tolerance_s` and `trust_timestamps` if they are not the defaults.
         skips_images: Whether the rows contain images that are not selected.
         revision: Commit of the Hub repository. None for other datasets.
-        cache_dir, clock: Values of these arguments.
+        cache_dir, clock, trust_timestamps: Values of these arguments.
         tolerance_s: Tolerance in seconds.
 
     Raises:
@@ -124,9 +127,10 @@ class Dataset(DatasetFiles):
         drop_n_last_frames: int = 0,
         clock: str = "timestamp",
         tolerance_s: float | None = None,
+        trust_timestamps: bool = False,
     ) -> None:
         one_of("clock", clock, CLOCKS)
-        self.clock = clock
+        self.clock, self.trust_timestamps = clock, trust_timestamps
         self.uri, self.cache_dir = os.fspath(uri), cache_dir
         self.own_stats = None if stats is None else _own_stats(stats)
         limits: dict[str, Any] = {

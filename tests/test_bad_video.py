@@ -137,10 +137,12 @@ def test_a_file_that_becomes_shorter_while_it_is_read(broken: Callable[..., Path
 
 def test_metadata_that_promises_frames_the_video_lacks(videos: Callable[[str], Path], tmp_path: Path) -> None:
     root = data.write_dataset(tmp_path / "set", [videos("av1")], [(40, 40)])
-    message = error_of(root)
+    assert "the file has 72 frames, and its episodes have 80 rows" in error_of(root)
+    trusting = dali_stream.Dataset(root, trust_timestamps=True)
+    message = error_of(trusting)
     first = data.FRAMES - 40
     assert int(re.search(rf"{data.CAMERA}: episode 1, frame (\d+): .*{FILE}.*shorter than its episode", message)[1]) >= first
-    with data.loader(root, on_error="substitute") as loader:
+    with data.loader(trusting, on_error="substitute") as loader:
         shown = [(e, f, data.identities(frame[None])[0]) for e, f, frame in data.samples(loader)]
         assert loader.stats()["substituted"] == 80 - data.FRAMES
     assert len(shown) == 80
@@ -153,10 +155,12 @@ def test_metadata_that_promises_frames_the_video_lacks(videos: Callable[[str], P
 @pytest.mark.parametrize("decoder", ["torchcodec", "dali"])
 @pytest.mark.parametrize("offset", [1, -1])
 def test_a_frame_of_another_episode_is_not_delivered(offset: int, decoder: str, broken: Callable[..., Path]) -> None:
-    """Only the rows at an episode's edge reveal the offset. The middle episode has others on both sides."""
+    """Only the rows at an episode's edge reveal the offset, and counting. The middle episode has others on both sides."""
     lengths = (20, 20, 32)
     root = data.shifted(broken(lambda video: video, "vp9", episodes=[lengths]), offset)
-    middle = dali_stream.Dataset(root, episodes=[1])
+    inner = dali_stream.Dataset(root, episodes=[1], frames={1: [(5, 15)]})
+    assert "by counting it is frame number 25" in error_of(inner, decode=decoder, batch_size=1, shuffle=False)
+    middle = dali_stream.Dataset(root, episodes=[1], trust_timestamps=True)
     message = error_of(middle, decode=decoder)
     frame, number, at = (19, 40, 40) if offset > 0 else (0, 19, 19)
     place = f"number {number} of {data.FRAMES}, is at {at / data.FPS:.4f} s, 0.0000 s away"
@@ -225,8 +229,10 @@ def test_only_sound(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", ["head", "tail"])
 def test_an_edit_list_that_trims(codec: str, part: str, broken: Callable[..., Path]) -> None:
     """Rows after the last displayed frame have no frame. `test_edit_lists` has rows that agree with the edit list."""
-    message = error_of(broken(lambda video: trimmed(video, part), codec))
+    root = broken(lambda video: trimmed(video, part), codec)
+    message = error_of(dali_stream.Dataset(root, trust_timestamps=True))
     shown = data.FRAMES - 5 if part == "head" else data.FRAMES // 2
+    assert re.search(rf"the file has {shown} frames( \(.*\))?, and its episodes have 72 rows", error_of(root))
     assert re.search(rf"{FILE}: timestamp .* The nearest frame, number {shown - 1} of {shown}, is at", message)
 
 

@@ -21,7 +21,7 @@ from support.servers import Server
 from support.slow import slow
 from support.tools import prepared
 
-from dali_stream import DecodeError
+from dali_stream import Dataset, DecodeError
 from dali_stream.decode import trial
 from dali_stream.mp4.format import describe
 from dali_stream.mp4.index import VideoIndex, read_index
@@ -191,6 +191,8 @@ def test_a_row_before_or_after_the_edit_has_no_frame(tmp_path: Path) -> None:
     seconds = np.arange(-2, 40) / data.FPS
     root = data.dataset_of(tmp_path / "set", video, seconds.tolist())
     with pytest.raises(DecodeError, match=r"nearest frame, number 0 of 32, is at 0.0000 s, 0.0667 s away"):
+        delivered(Dataset(root, trust_timestamps=True))
+    with pytest.raises(DecodeError, match=r"the file has 32 frames .*, and its episodes have 42 rows"):
         delivered(root)
 
 

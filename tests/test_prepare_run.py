@@ -216,7 +216,8 @@ def test_a_file_that_cannot_be_read_fails_alone(demo_copy: Path, tmp_path: Path,
 
 
 def test_a_video_that_is_too_short_is_named(tmp_path: Path) -> None:
-    path = video_data.encode(video_data.draw((31, 30)), tmp_path / "a.mp4", video_data.h264(12))
+    parts = [video_data.draw((31,)), video_data.draw((30,), first=1)]
+    path = video_data.encode_apart(parts, tmp_path / "a.mp4", video_data.h264(12))
     root = video_data.write_dataset(tmp_path / "data", [path])
     [why] = prepare(root, tmp_path / "out", jobs=1).failed.values()
     for word in (video_data.CAMERA, "episode 1", "frame 30"):

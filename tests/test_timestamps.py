@@ -96,8 +96,11 @@ def test_a_larger_tolerance_delivers_the_nearest_frame(root: Path) -> None:
 
 
 def test_a_tolerance_keeps_to_the_episode(root: Path) -> None:
+    shifted(root, 1.0)
     with pytest.raises(DecodeError, match=r"episode 0, frame 30: .* outside its episode"):
-        list(loader(Dataset(shifted(root, 1.0), tolerance_s=HALF), shuffle=False))
+        list(loader(Dataset(root, tolerance_s=HALF, trust_timestamps=True), shuffle=False))
+    with pytest.raises(DecodeError, match=r"episode 0, frame 0.*: .* by counting it is frame number 0"):
+        list(loader(Dataset(root, tolerance_s=HALF), shuffle=False))
 
 
 def test_a_smaller_tolerance_is_kept(root: Path) -> None:
@@ -132,8 +135,12 @@ def test_lerobots_tolerance_opens_what_lerobot_writes(exact: Path) -> None:
 def test_timestamps_that_drift_have_the_clock_as_a_remedy(root: Path) -> None:
     """At the end of an episode they are multiples of 1/fps, of frames that the episode does not have."""
     with_times(root, np.concatenate([np.arange(n) * 2.0 for n in EPISODES]))
+    with pytest.raises(DecodeError, match=r'frame 1: .* by counting it is frame number 32.* Dataset\(clock="frame_index"\)'):
+        list(loader(Dataset(root, episodes=[1]), shuffle=False, batch_size=2))
+    trusting = Dataset(root, episodes=[1], trust_timestamps=True)
     with pytest.raises(DecodeError, match=r'If each row has its frame all the same: Dataset\(clock="frame_index"\)'):
-        list(loader(Dataset(root, episodes=[1]), shuffle=False))
+        list(loader(trusting, shuffle=False))
+    assert len(list(samples(loader(Dataset(root, clock="frame_index"))))) == sum(EPISODES)
 
 
 def test_statistics_are_of_the_frames_by_that_clock(exact: Path, root: Path) -> None:

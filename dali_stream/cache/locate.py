@@ -41,7 +41,10 @@ def locate(
             return Located(np.arange(length), np.arange(length))  # each image is a GOP of its own
         nothing = np.full(length, NONE, np.int64)
         return Located(nothing, nothing)
-    packet = source.episode_times(camera, episode, index, rows).packets()
+    times = source.episode_times(camera, episode, index, rows)
+    packet = times.packets()
+    part = source.part_of(episode)
+    part.dataset.warn_of_cut(part.keys[camera], episode - part.first, times)
     exists = packet != NONE
     if exists.all():
         keyframe = index.decode_starts(packet)

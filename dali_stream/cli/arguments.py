@@ -52,9 +52,12 @@ class SourceOptions(TypedDict, total=False):
 
 
 class DatasetOptions(SourceOptions, total=False):
-    """Those of `SourceOptions`, and the cache, which `prepare` does not use."""
+    """Those of `SourceOptions`, and those that `prepare` does not have: the cache, and trust in timestamps."""
 
     cache_dir: Annotated[str, Option(metavar="DIR", help="Cache fetched bytes in this folder, for later runs too.")]
+    trust_timestamps: Annotated[
+        bool, Option("--trust-timestamps", help="Take the frames at the rows' times even if the number of frames is not right.")
+    ]
 
 
 class LoaderOptions(TypedDict, total=False):

@@ -53,7 +53,7 @@ def bench(
     if out_dir is not None:
         out_dir.mkdir(parents=True, exist_ok=True)
     head: dict[str, Any] = {"source": source, "revision": dataset.get("revision"), "cache_dir": dataset.get("cache_dir")}
-    head |= {name: dataset[name] for name in ("clock", "tolerance_s") if name in dataset}
+    head |= {name: dataset[name] for name in ("clock", "tolerance_s", "trust_timestamps") if name in dataset}
     if "episodes" in dataset:  # `episodes` of a report is their number
         head["selected_episodes"] = dataset["episodes"]
     settings: dict[str, Any] = {"mode": mode, "num_batches": num_batches, "warmup": warmup, "action": action}

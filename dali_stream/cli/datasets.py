@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import Any
 
 from dali_stream import Dataset, Mixture
 from dali_stream.checks.text import listed
-from dali_stream.cli.arguments import DatasetOptions
 from dali_stream.run import mixture_file
 
 
-def opened(uris: Sequence[str], options: DatasetOptions) -> AbstractContextManager[Dataset | Mixture]:
+def opened(uris: Sequence[str], options: Mapping[str, Any]) -> AbstractContextManager[Dataset | Mixture]:
     """Return a context manager that opens and closes the dataset or the mixture of a command line.
 
     Args:
@@ -23,7 +22,7 @@ def opened(uris: Sequence[str], options: DatasetOptions) -> AbstractContextManag
     return closing(Mixture(**mixture) if mixture else Dataset(uris[0], **options))
 
 
-def mixture_arguments(uris: Sequence[str], options: DatasetOptions) -> dict[str, Any] | None:
+def mixture_arguments(uris: Sequence[str], options: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the arguments of the `Mixture` of a command line, or None for a single dataset.
 
     Options apply to each dataset. Without a mixture file, features that a dataset lacks are padded.

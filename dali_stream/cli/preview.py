@@ -38,6 +38,9 @@ def preview(
     ] = None,
     plots: Annotated[bool, Option("--plots", help="Plot actions and states below the frames.")] = False,
     action: arguments.Action = None,
+    drop_n_last_frames: Annotated[
+        int | None, kinds.natural(help="Rows to leave out at the end of each episode, whose video may lack their frames.")
+    ] = None,
     dali_graph: runs.GraphFunction = None,
     config: runs.ConfigFile = None,
     state: runs.StateFile = None,
@@ -55,7 +58,8 @@ def preview(
         fixed: dict[str, object] = {"window": loader.pop("delta_timestamps"), **loader, "action": action}
         if "image_size" in loader:  # its value for "recorded" is None
             fixed["image_size"] = kinds.RECORDED
-        fixed |= {name: dataset.get(name) for name in ("clock", "tolerance_s", "episodes", "cameras")}
+        fixed |= {name: dataset.get(name) for name in ("clock", "tolerance_s", "trust_timestamps", "episodes", "cameras")}
+        fixed["drop_n_last_frames"] = drop_n_last_frames
         _refuse(fixed, "must not be given with --config, which has it")
         sheet = _of_run(config, state, uris or [], dataset, epoch, batch, rank, dali_graph)
     else:
@@ -63,7 +67,8 @@ def preview(
             raise ValueError("URI must be given, or --config")
         _refuse({"epoch": epoch, "batch": batch, "rank": rank or None}, "must be given with --config")
         batch_size = batch_size or _SAMPLES
-        with console.progress("decoding a batch"), datasets.opened(uris, dataset) as opened:
+        options = {**dataset, "drop_n_last_frames": drop_n_last_frames or 0}
+        with console.progress("decoding a batch"), datasets.opened(uris, options) as opened:
             datasets.check_action(action, opened)
             if not opened.cameras and isinstance(opened, Dataset):
                 _plot(opened, out, batch_size, action)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -26,10 +27,12 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.timing import EpisodeTimes
 from dali_stream.storage import Store
 from dali_stream.system.cached import cached_property
+from dali_stream.system.log_records import DATASET_LOG
 from dali_stream.system.process import trim_memory
 
 NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # features that every batch has
 CLOCKS = ("timestamp", "frame_index")  # values of the argument `clock`; the first is the default
+_log = logging.getLogger(DATASET_LOG)
 _MANY = 2000  # for more episodes than this, memory freed by parsing is returned to the operating system
 
 
@@ -57,6 +60,7 @@ class DatasetFiles:
     cache_dir: str | os.PathLike[str] | None
     clock: str
     tolerance_s: float
+    trust_timestamps: bool
     store: Store
     data_store: Store
     drops: tuple[int, int] | None  # frames dropped at both ends of each episode, or None if the user passed `frames`
@@ -239,8 +243,27 @@ class DatasetFiles:
             index: Index of its video file.
             rows: Columns `timestamp` and `frame_index` of its rows, each of shape (L,).
         """
-        interval = self.table.interval(camera, self.rows[episode])
-        return EpisodeTimes(index, interval, self.seconds(rows), rows["frame_index"], self.fps, self.tolerance_s)
+        row, used = int(self.rows[episode]), int(self.lengths[episode])
+        count = self.table.count(camera, row, index, self.fps)
+        interval = float(self.table.start[camera][row]), count.stop
+        if self.frame_ranges is not None:
+            frames = self.frame_ranges
+            used = int(frames.stop[np.searchsorted(frames.episode, episode, side="right") - 1]) if frames.counts[episode] else 0
+        return EpisodeTimes(
+            index, interval, self.seconds(rows), rows["frame_index"], self.fps, self.tolerance_s,
+            count=None if self.trust_timestamps else count,
+            used=used,
+        )  # fmt: skip
+
+    def warn_of_cut(self, camera: str, episode: int, times: EpisodeTimes) -> None:
+        """Log a warning for the first episode of a camera whose video is shorter, if its last rows are not sampled."""
+        if times.is_cut and camera not in self.table.warned:
+            self.table.warned.add(camera)
+            _log.warning(
+                "%s: episode %d has %d rows, and its video %d frames. Rows that are not left out have the right frames only if "
+                "the end of the video is missing, and not a frame before. Other episodes may be like this one",
+                camera, self.episodes[episode], len(times.seconds), times.count_frames(),
+            )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
         store, data_store = copy.deepcopy((self.store, self.data_store))  # copied together: they may be the same object

@@ -16,7 +16,7 @@ from dali_stream.lerobot.address import commit_of
 from dali_stream.lerobot.dataset_files import CLOCKS, DatasetFiles
 from dali_stream.lerobot.features import ENCODING
 from dali_stream.lerobot.info import INFO
-from dali_stream.mp4.timing import TOLERANCE
+from dali_stream.mp4.counting import TOLERANCE
 from dali_stream.system.log_records import DATASET_LOG
 
 _log = logging.getLogger(DATASET_LOG)
@@ -26,7 +26,7 @@ FEATURES, EPISODES, TASKS, STATISTICS = "features or fps", "episodes or their le
 SELECTION = "selection of episodes (episodes=, episode_filter=)"
 RANGES = "sampled frames (frames=, drop_n_first_frames=, drop_n_last_frames=)"
 KEYS = "renamed keys (keys=)"
-CLOCK, CAMERAS, CAMERA_STATISTICS = "clock (clock=, tolerance_s=)", "cameras", "statistics of cameras"
+CLOCK, CAMERAS, CAMERA_STATISTICS = "clock (clock=, tolerance_s=, trust_timestamps=)", "cameras", "statistics of cameras"
 FRAMES = (CLOCK, CAMERAS, CAMERA_STATISTICS)
 
 
@@ -67,6 +67,7 @@ def identity(dataset: DatasetFiles) -> Identity:
     fps, clock, table, rows = float(dataset.fps), (dataset.clock, dataset.tolerance_s), dataset.table, _int64s(dataset.rows)
     # Another clock or tolerance may select different frames.
     clock_bytes = b"" if clock == (CLOCKS[0], TOLERANCE / dataset.fps) else _json(clock)
+    clock_bytes += b"trust_timestamps" if dataset.trust_timestamps else b""
     episodes = _int64s(table.index) + _int64s(table.length)
     tasks = _json(sorted(dataset.tasks.items()))
     ranges = b"" if dataset.frame_ranges is None else b"frames" + dataset.frame_ranges.to_bytes()

@@ -166,6 +166,8 @@ def described_dataset(dataset: Dataset | Mixture) -> dict[str, Any]:
         arguments["cameras"] = list(dataset.cameras)
     if without := [key for key, feature in missing.items() if not feature.is_camera]:
         arguments["without"] = without
+    if dataset.trust_timestamps:
+        arguments["trust_timestamps"] = True
     return arguments | {"clock": dataset.clock, "tolerance_s": dataset.tolerance_s}
 
 
@@ -202,6 +204,7 @@ _SOURCE: Fields = {
     "uri": (TEXT,), "data_files_root": (TEXT,), "revision": (TEXT,), "episodes": (RANGES,),
     "frames": (dict_of(RANGES, "ranges of frames by episode"),), "drop_n_first_frames": (_POSITION,),
     "drop_n_last_frames": (_POSITION,), "cameras": (TEXTS,), "without": (TEXTS,), "clock": (TEXT,), "tolerance_s": (NUMBER,),
+    "trust_timestamps": (FLAG,),
     "stats": (dict_of(dict_of(LIST, ""), "lists of numbers by feature and statistic"),),
 }  # fmt: skip
 _MIXTURE: Fields = {

@@ -21,7 +21,7 @@ _DATASET: Fields = {
     "uri": (TEXT,), "revision": (TEXT,), "cameras": (LIST,), "episodes": (LIST,), "data_files_root": (TEXT,),
     "storage_options": (DICT,), "cache_dir": (TEXT,), "cache_bytes": (INTEGER, TEXT), "give_up_after_s": (NUMBER,),
     "stats": (DICT,), "frames": (DICT, TEXT), "drop_n_first_frames": (INTEGER,), "drop_n_last_frames": (INTEGER,),
-    "clock": (TEXT,), "tolerance_s": (NUMBER,),
+    "clock": (TEXT,), "tolerance_s": (NUMBER,), "trust_timestamps": (FLAG,),
 }  # fmt: skip
 _PATHS = ("uri", "data_files_root", "cache_dir", "frames")  # arguments that may be relative to the file
 

@@ -155,6 +155,15 @@ def _encode(frames: Frames, path: Path, arguments: Sequence[str], more_input: Se
         ffmpeg(*raw, *more_input, *arguments, *options, path, stdin=frames.tobytes())
 
 
+def encode_apart(parts: Sequence[Frames], path: Path, arguments: Sequence[str]) -> Path:
+    """Encode each part on its own, as LeRobot encodes episodes, and join the packets to one file at a constant rate."""
+    files = [encode(part, path.with_name(f"{path.stem}-part-{n}.mp4"), arguments) for n, part in enumerate(parts)]
+    listed = path.with_suffix(".txt")
+    listed.write_text("".join(f"file '{file.name}'\n" for file in files))
+    ffmpeg("-f", "concat", "-i", listed, "-c", "copy", path)
+    return path
+
+
 def write_dataset(
     root: Path,
     files: Sequence[Path],

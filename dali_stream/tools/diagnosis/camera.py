@@ -16,10 +16,11 @@ from dali_stream.decode.refusal import refusal
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, counted
 from dali_stream.mp4.clip import is_avc, pack
+from dali_stream.mp4.counting import TOLERANCE
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import VideoIndex, read_index
-from dali_stream.mp4.timing import TOLERANCE, explain, what_helps
+from dali_stream.mp4.timing import explain, what_helps
 from dali_stream.system import process
 from dali_stream.system.cached import cached_property
 from dali_stream.tools.description import LOOK_AT, CameraReport, describe_video
@@ -176,7 +177,8 @@ class Camera:
             numbers = np.arange(dataset.sampled_lengths[episode])
             sampled = dataset.sampled(np.full_like(numbers, episode), numbers)
             if len(missing := sampled[packets[sampled] == NONE]):
-                frame = int(missing[0])
+                without = missing[times.by_time[missing] == NONE]
+                frame = int((without if len(without) else missing)[0])
                 text = f", frame {frame}: {dataset.data_store.where(table.path)}: {explain(times, frame)}"
                 self.faults[episode] = Fault(text, what_helps(times))
             try:
@@ -194,7 +196,9 @@ class Camera:
         start, stop = (times[self.key][dataset.rows] for times in (dataset.table.start, dataset.table.stop))
         some = np.flatnonzero(dataset.sampled_lengths)
         last = dataset.sampled(some, dataset.sampled_lengths[some] - 1)
-        short = some[(stop - start)[some] <= (last + TOLERANCE) / dataset.fps].tolist()
+        end = dataset.table.to_timestamp[self.key][dataset.rows]
+        shares = np.isfinite(end) & (end > stop + TOLERANCE / dataset.fps)  # with the next episode, if the frames agree
+        short = some[((stop - start)[some] <= (last + TOLERANCE) / dataset.fps) & ~shares[some]].tolist()
         return {
             episode: Fault(
                 f": meta/episodes: it begins at {start[episode]:.4f} s and the next episode of the file at "

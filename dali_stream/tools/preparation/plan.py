@@ -5,9 +5,10 @@ A plan is JSON: the header, and one task per output file:
     {"path": path of the output file,
      "episodes": [{"old": index in the source, "new": index, "length": rows, "data": Parquet file, "place": first row in it,
                    "first": first `index`,
-                   "video": MP4 file, "start": seconds in it, "stop": seconds}]  (video)
+                   "video": MP4 file, "start": seconds in it}]                   (video)
      "rows_per_group": rows of a row group,                                      (rows)
-     "camera": key}                                                              (video)
+     "camera": key,                                                              (video)
+     "files": {MP4 file: [[index, start, rows, end in seconds or null] of each episode in it, whether it is in the task]}}
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from dali_stream.lerobot.episode_table import Files
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.info import FRAME_INDEX, INFO
 from dali_stream.lerobot.json_files import read_json
+from dali_stream.mp4.counting import TOLERANCE
 from dali_stream.mp4.index import read_index
-from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.storage.store import checked
 from dali_stream.system.process import reading_threads
 from dali_stream.tools.preparation import packets, rows
@@ -41,7 +42,7 @@ from dali_stream.tools.preparation.options import Options
 from dali_stream.tools.preparation.place import Json, content_hash
 from dali_stream.tools.work import grouped, in_threads
 
-VERSION = 3  # must be increased when the output for the same dataset and options changes
+VERSION = 4  # must be increased when the output for the same dataset and options changes
 DATA_MB, VIDEO_MB = 100, 200  # default sizes of files, as in LeRobot
 
 
@@ -265,9 +266,14 @@ class FilePlanner:
     def _video(self, camera: str, episode: int) -> Json:
         if camera not in self._table.video:  # the frames are images in rows
             return {}
-        start, stop = self._table.interval(camera, episode)
         files = self._table.video[camera]
-        return {"video": files.paths[files.index[episode]], "start": start, "stop": stop if np.isfinite(stop) else None}
+        return {"video": files.paths[files.index[episode]], "start": float(self._table.start[camera][episode])}
+
+    def _in_file(self, camera: str, path: str) -> list[list[Any]]:
+        """Return the columns of all episodes of an MP4 file, see the top of the module."""
+        number, start, length, end = self._table.in_file(camera, self._table.video[camera].number(path))
+        ends = [stop if np.isfinite(stop) else None for stop in end.tolist()]
+        return [list(each) for each in zip(number.tolist(), start.tolist(), length.tolist(), ends, strict=True)]
 
     def _files(self, episodes: list[Json], frame_bytes: float, camera: str = "") -> Iterator[Json]:
         """Yield tasks for these episodes. The sources of a file have the same kind, and files have about the same size.
@@ -289,6 +295,8 @@ class FilePlanner:
         most = (self._head["options"].get("file_mb") or default_mb) * (1 << 20)
         for number, part in enumerate(grouped(episodes, most, nbytes, lambda episode: source(episode).kind)):
             task: Json = {"path": path_of(template, number, self._head, camera), "episodes": part}
+            if camera in self._table.video:
+                task["files"] = {path: self._in_file(camera, path) for path in dict.fromkeys(each["video"] for each in part)}
             if not camera:
                 size, length = sum(map(nbytes, part)), sum(episode["length"] for episode in part)
                 default = max(1, int(rows.ROW_GROUP / max(size / length, 1)))

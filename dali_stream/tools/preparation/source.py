@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import platform
 from collections import deque
 from collections.abc import Iterator
@@ -22,8 +21,9 @@ from dali_stream.lerobot.arrow import to_numpy
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.rows import check_counting, check_rising
 from dali_stream.mp4.boxes import COPY, children, find, read_moov
+from dali_stream.mp4.counting import TOLERANCE, Count, FileCount, FileEpisodes, count_rows
 from dali_stream.mp4.index import VideoIndex, read_index
-from dali_stream.mp4.timing import TOLERANCE, EpisodeTimes, explain
+from dali_stream.mp4.timing import EpisodeTimes, explain
 from dali_stream.storage import Store, open_store
 from dali_stream.storage.store import StoreView
 from dali_stream.tools.preparation import packets, rows
@@ -47,7 +47,7 @@ def locate(where: str, episode: EpisodeTimes) -> Int64:
     """
     packets_of_rows = episode.packets()
     if (packets_of_rows == NONE).any():
-        frame = int(np.argmax(packets_of_rows == NONE))
+        frame = episode.first_without_frame()
         raise DecodeError(f"{where}, frame {frame}: {explain(episode, frame, prepares=True)}")
     return packets_of_rows
 
@@ -133,10 +133,23 @@ class TaskInput:
         footer = functools.lru_cache(4)(lambda path: rows.read_footer(self.store, path, job["features"]))
         self.rows = rows.EpisodeRows(self.store, footer, self.episodes, columns, job["is_v2"])
         self._index = functools.lru_cache(16)(self._read_index)
+        self._files: Json = task.get("files", {})
+        self._counted = functools.lru_cache(16)(self._count)
 
     def _read_index(self, path: str) -> VideoIndex:
         refuse_sound(self.store, path)
         return read_index(self.store, path)
+
+    def _count(self, path: str) -> FileCount:
+        columns = [np.array(values, np.float64) for values in zip(*self._files[path], strict=True)]  # null becomes NaN
+        number, start, length, end = columns
+        whole = FileEpisodes(number.astype(np.int64), start, length.astype(np.int64), end)
+        return count_rows(whole, self._index(path), self.fps)
+
+    def _count_of(self, episode: Json) -> Count:
+        """Return what counting the frames of an episode's file tells about it."""
+        numbers = [number for number, *_ in self._files[episode["video"]]]
+        return self._counted(episode["video"]).of(numbers.index(episode["old"]))
 
     def check(self, episode: Json) -> None:
         """Read an episode. Raises DaliStreamError if it cannot be read. The task of the rows checks images in rows."""
@@ -176,7 +189,7 @@ class TaskInput:
             table: Rows of the episode.
         """
         index = self._index(episode["video"])
-        stop = math.inf if episode["stop"] is None else episode["stop"]
+        own = self._count_of(episode)
         where = f"{self.store.where(index.path)}: {self.camera}, episode {episode['old']}"
         frame_index = _frame_index(table)
         if self.job["clock"] == "frame_index":
@@ -186,8 +199,9 @@ class TaskInput:
             exact = table["timestamp"].to_numpy()
             check_rising(where, exact)
             times = exact.astype(np.float32)
-        interval = episode["start"], stop
-        return index, locate(where, EpisodeTimes(index, interval, times, frame_index, self.fps, self.job["tolerance_s"]))
+        interval = episode["start"], own.stop
+        located = EpisodeTimes(index, interval, times, frame_index, self.fps, self.job["tolerance_s"], count=own)
+        return index, locate(where, located)
 
     def times(self, table: pa.Table) -> Times:
         """Return the times of an episode's rows in the new dataset, in seconds since its start: see `self.regular`."""
