@@ -241,7 +241,7 @@ class Transformed:
                     self._state = after | {"position": start}  # the Loader will be ahead when it is delivered
                     batches_checked = self._num_workers * self._most_ahead + 1
                     what = f"{batches_checked} batches of frames in progress"
-                if self._num_workers:  # the DataLoader would wait forever for a batch for which there is no memory
+                if self._num_workers:  # the DataLoader would wait forever for a batch without memory
                     check_shared_memory(batches_checked * size_of(transformed.values()), what)
                 first = order.first(start, ranks.rank)
                 count = len(next(iter(batch.values())))

@@ -496,7 +496,7 @@ def test_arguments_of_a_checkpoint_are_checked(
 def test_a_checkpoint_chooses_no_folder_to_write_to(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A stranger may have written it. The folder of the user's own run is used if it is given again."""
+    """A stranger may have written it. The user passes the folder of an own run again."""
     folder, options = tmp_path / "my frames", {"episodes": [0], "resume": True, "checkpoint_path": tmp_path / "2"}
     lerobot.patch(image_size=(24, 32), frame_cache=folder, frame_cache_bytes="1MiB")
     whole = train(episodes=[0], steps=4, save_at=(2,))

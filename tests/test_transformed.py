@@ -308,10 +308,13 @@ def test_the_workers_are_those_of_the_process_that_started_them(demo: Path) -> N
             try:
                 signal.alarm(60)  # ends a child that hangs
                 batches.close()
+                del iterator  # the last reference to torch's iterator
                 os._exit(0)
             finally:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        told_to_end = batches._workers._iterator._workers_done_event  # type: ignore[union-attr]
+        assert not told_to_end.is_set()  # otherwise, they would answer nothing, and this process would wait for them
         found += iterator
     assert same(found, expected)
 
@@ -552,7 +555,7 @@ def test_a_frame_cache_leaves_room_for_the_workers_in_a_small_shared_memory(demo
     assert failed.returncode == 1
     [said] = [line for line in failed.stderr.splitlines() if line.startswith("dali_stream.errors.DaliStreamError: ")]
     assert "/dev/shm must have" in said
-    assert "move a frame_cache that is there to a disk or limit it with frame_cache_bytes" in said
+    assert "move a frame_cache from it to a disk or limit it with frame_cache_bytes" in said
     for way in ({"frame_cache": str(tmp_path / "frames")}, {"frame_cache": "/dev/shm/frames", "frame_cache_bytes": "16MiB"}):
         found = run(**way)
         assert (found.returncode, found.stdout) == (0, expected.stdout), found.stderr

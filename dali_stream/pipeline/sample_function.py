@@ -238,6 +238,6 @@ def check_shared_memory(size: int, what: str) -> None:
     if os.path.isdir(_SHARED_MEMORY) and (free := shutil.disk_usage(_SHARED_MEMORY).free) < size:
         raise DaliStreamError(
             f"{_SHARED_MEMORY} must have {size / 2**20:.0f} MiB free for {what}, got {free / 2**20:.0f} MiB. Enlarge it "
-            "(docker run --shm-size=8g), move a frame_cache that is there to a disk or limit it with frame_cache_bytes, or "
+            "(docker run --shm-size=8g), move a frame_cache from it to a disk or limit it with frame_cache_bytes, or "
             "reduce num_workers, prefetch or batch_size"
         )
