@@ -94,7 +94,8 @@ class Loader:
         num_threads: Number of threads that decode on the CPU, and maximum number of threads that decode on NVDEC. Default: the
             number of cores of this process, which is its share if local ranks share cores or a CPU quota. The first line that
             a Loader logs has the number and the reason.
-        prefetch: Number of batches that are prepared ahead. Default: enough to keep all threads busy, from 2 to 16.
+        prefetch: Number of batches that are prepared ahead, at most those of an epoch. Default: enough to keep all threads
+            busy, from 2 to 16.
         memory_budget: Memory for rows, indices of video files, encoded video of remote data, and decoded frames, in bytes or as
             a text such as "4GiB". The first three get what the episodes in use need, up to half of the budget. Decoded frames
             get the rest. The frames of the batches in progress are not counted if they exceed this rest, or if the rest holds
@@ -116,7 +117,8 @@ class Loader:
             are read and not decoded. Batches are the same with and without it. Frames that DALI decodes are not stored.
             With a folder in /dev/shm, the frames are in memory, once per machine. Default: none.
         frame_cache_bytes: Maximum size of `frame_cache`, in bytes or as a text such as "200GiB". When it is reached, no more
-            frames are added. Default: no limit, but for a folder in memory a quarter of the memory of the machine or cgroup.
+            frames are added. Default: no limit, but for a folder in memory a quarter of the memory of the machine or cgroup,
+            and at most half of its file system.
         rank, world_size: Rank of this process, and number of ranks. Default: those of torch.distributed or Accelerate if
             initialized, otherwise of the environment variables `RANK` and `WORLD_SIZE`, otherwise 0 and 1. Iterating raises an
             error if torch.distributed has been initialized with other values since. Explicit values are not checked in this

@@ -28,6 +28,7 @@ from dali_stream.pipeline.sample_function import (
     seed_of,
     size_of,
     start_worker,
+    text_of,
 )
 from dali_stream.system import process
 
@@ -62,13 +63,14 @@ class Transformed:
         num_workers: Number of worker processes, or 0 to apply the function in the iterating thread. Workers are started
             with "forkserver", so the function must be picklable, and the program needs `if __name__ == "__main__":`. Default:
             0.
-        prefetch: Number of batches that each worker has in progress. Default: 2.
+        prefetch: Number of batches that each worker has in progress, at most those of an epoch. Default: 2.
         device: Device of the batches, as in `Loader`. Batches from workers are moved to it through pinned memory. Default:
             "auto", which is the Loader's device without workers.
 
     Raises:
         ValueError: If an argument is invalid.
-        DaliStreamError: While iterating, if the function fails, with the sample's identity, or if shared memory is not enough.
+        DaliStreamError: While iterating, if the function fails or its results cannot be stacked, with the sample's identity, or
+            if shared memory is not enough.
         RuntimeError: While iterating, if a worker ends, for example because it was killed.
     """
 
@@ -112,9 +114,9 @@ class Transformed:
             pickled = pickle.dumps(self._function)
         except Exception as error:
             raise ValueError(
-                f"transform must be picklable to reach a worker process, got {self._function.transform!r}: {error}. Define it "
-                "at the top level of a module, and use functools.partial or a class in place of a lambda or an inner function. "
-                "Or set num_workers=0"
+                f"transform must be picklable to reach a worker process, got {self._function.transform!r}: {text_of(error)}. "
+                "Define it at the top level of a module, and use functools.partial or a class in place of a lambda or an inner "
+                "function. Or set num_workers=0"
             ) from error
         main = sys.modules["__main__"]
         is_importable = getattr(main, "__spec__", None) or os.path.isfile(getattr(main, "__file__", None) or "")
@@ -150,6 +152,11 @@ class Transformed:
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over one epoch, as a Loader does."""
         return self._iterate(iter(self.loader))
+
+    @property
+    def _most_ahead(self) -> int:
+        """Number of batches that each worker has in progress. An epoch has no more, and the DataLoader counts up to it."""
+        return min(self._prefetch, len(self))
 
     @property
     def epoch(self) -> int:
@@ -230,11 +237,13 @@ class Transformed:
                 # Before the first batch of an epoch, the state may still be that of the previous epoch.
                 start = before["position"] if before["epoch"] == after["epoch"] else 0
                 transformed, rest = self._function.split(batch)
+                batches_checked, what = 1, "a batch of frames"
                 if self._state is None:  # the first batch
                     self._state = after | {"position": start}  # the Loader will be ahead when it is delivered
-                    if self._num_workers:
-                        most = self._num_workers * self._prefetch + 1
-                        check_shared_memory(most * size_of(transformed), f"{most} batches of frames in progress")
+                    batches_checked = self._num_workers * self._most_ahead + 1
+                    what = f"{batches_checked} batches of frames in progress"
+                if self._num_workers:  # the DataLoader would wait forever for a batch without memory
+                    check_shared_memory(batches_checked * size_of(transformed.values()), what)
                 first = order.first(start, ranks.rank)
                 count = len(next(iter(batch.values())))
                 positions = range(first, first + count * ranks.world_size, ranks.world_size)
@@ -256,7 +265,7 @@ class Transformed:
                 batch_size=None,
                 sampler=self._sampler,
                 num_workers=self._num_workers,
-                prefetch_factor=self._prefetch,
+                prefetch_factor=self._most_ahead,
                 collate_fn=_same,
                 worker_init_fn=start_worker,
                 pin_memory=self._device.type == "cuda",

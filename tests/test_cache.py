@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.disks import small_file_system
 from support.slow import examples
 
 from dali_stream.storage.cache import CACHE_BLOCK, DiskCache
@@ -385,13 +386,8 @@ def test_a_folder_that_cannot_be_one_is_said_up_front(tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
-    if not shutil.which("mount") or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
+    with small_file_system(tmp_path / "disk", "1m") as place:
+        yield place
 
 
 def fill(cache: DiskCache) -> list[int]:

@@ -21,21 +21,33 @@ from support.batches import equal
 from support.datasets import Camera, Column, build, change_info, image_file, noise
 from support.programs import pictures
 from support.servers import Server
+from support.slow import slow
 from support.tools import prepared
-from support.videos import ffmpeg
+from support.videos import box, boxes, ffmpeg, turned, unboxed
 
 import dali_stream
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader, Mixture
 from dali_stream.cli import main
-from dali_stream.decode.depth import distance_of_nothing
+from dali_stream.decode.depth import decode_clip_in_parts, distance_of_nothing
 from dali_stream.integrations import lerobot
+from dali_stream.mp4.clip import TIMESCALE, Clip, pack
+from dali_stream.mp4.format import describe
+from dali_stream.mp4.index import read_index
+from dali_stream.storage import LocalStore
 from dali_stream.tools import sheet
 
 pytest.importorskip("av")
 
 KEY, SIZE, LENGTHS, FPS = "observation.images.depth", (48, 64), (9, 5, 7), 10
 MARKED = {"is_depth_map": True, "video.pix_fmt": "gray12le"}
-LOSSLESS = "lossless=1:keyint=2:min-keyint=2:log-level=none"  # of LeRobot's writer; open GOPs are the default of x265
+
+
+def x265(params: str) -> tuple[str, ...]:
+    """Arguments of FFmpeg for lossless video."""
+    return ("-c:v", "libx265", "-pix_fmt", "gray12le", "-x265-params", f"lossless=1:{params}:log-level=none")
+
+
+X265 = x265("keyint=2:min-keyint=2")  # LeRobot's writer; open GOPs are the default of x265
 
 
 def codes(row: int) -> np.ndarray:
@@ -69,7 +81,7 @@ def write(
     *,
     version: str = "v3.0",
     first: int = 0,
-    params: str = LOSSLESS,
+    encoder: tuple[str, ...] = X265,
     moving: bool = False,
 ) -> Path:
     """A dataset with depth video. Frame `row` has `codes(first + row)`, or `moving_codes`."""
@@ -80,7 +92,7 @@ def write(
         row += sum(lengths)
         files.append(root.with_name(f"{root.name}-{number}.mp4"))
         source = ("-f", "rawvideo", "-pix_fmt", "gray12le", "-s", f"{SIZE[1]}x{SIZE[0]}", "-r", str(FPS), "-i", "-")
-        ffmpeg(*source, "-c:v", "libx265", "-pix_fmt", "gray12le", "-x265-params", params, files[-1], stdin=frames.tobytes())
+        ffmpeg(*source, *encoder, files[-1], stdin=frames.tobytes())
     action = Column("float32", [2], np.arange(2 * sum(LENGTHS)).reshape(-1, 2))
     build(root, LENGTHS, {"action": action}, cameras={KEY: Camera(files, episodes, SIZE)}, fps=FPS, version=version)
     return with_entry(root, {"shape": [*SIZE, 1], "info": dict(info)})
@@ -251,7 +263,7 @@ def test_depth_and_colours_are_not_one_camera(root: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("keyint", "frames"), [(8, "bframes=4:b-pyramid=1:open-gop=1"), (500, "bframes=4")])
 def test_long_gops_and_b_frames(tmp_path: Path, keyint: int, frames: str) -> None:
-    root = write(tmp_path / "set", params=f"lossless=1:keyint={keyint}:min-keyint=8:{frames}:log-level=none", moving=True)
+    root = write(tmp_path / "set", encoder=x265(f"keyint={keyint}:min-keyint=8:{frames}"), moving=True)
     starts = np.cumsum([0, *LENGTHS])
     with Loader(root, batch_size=5, delta_timestamps={KEY: [-0.3, 0.2]}) as loader:
         for batch in loader:
@@ -401,6 +413,61 @@ def test_a_damaged_frame_is_an_error_and_can_be_substituted(root: Path, tmp_path
     good = ~batch["is_substitute"]
     assert 0 < good.sum() < len(good)
     assert_as_written({KEY: batch[KEY][good], "index": batch["index"][good]})
+
+
+def test_frames_that_the_decoder_marks_as_damaged_are_an_error(tmp_path: Path) -> None:
+    """FFmpeg's decoder of H.264 conceals the damage, delivers the frame, and marks it."""
+    encoder = ("-c:v", "libx264", "-pix_fmt", "gray10le", "-bf", "0", "-g", "30")
+    root = write(tmp_path / "set", encoder=encoder, moving=True)
+    [file] = root.rglob("*.mp4")
+    index = read_index(LocalStore(str(file.parent)), file.name)
+    content = bytearray(file.read_bytes())
+    start, stop = int(index.offset[4]), int(index.end[4])
+    for at in range((start + stop) // 2, stop - 4):
+        content[at] ^= 0x5A
+    file.write_bytes(content)
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": False}
+    with Loader(root, **options) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(DecodeError, match=rf"{KEY}: episode 0, frame 4.* reported that the encoded data is damaged"):
+            next(batches)
+
+
+def test_frames_at_other_times_are_not_delivered(root: Path) -> None:
+    """The frames of a clip have the times 0, 1, 2... If a decoder guesses another one, it is not known which frame it is."""
+    [file] = root.rglob("*.mp4")
+    store = LocalStore(str(file.parent))
+    index = read_index(store, file.name)
+    clip = pack(store, [index], [1])
+    assert (clip.frames, clip.coded_frames) == ([1], 2)
+    tree = boxes(bytes(clip.data))
+    header = box(tree, b"moov", b"trak", b"mdia", b"mdhd")
+    for time, delivered in ((1.0, True), (0.99, True), (1.35, False), (0.65, False)):
+        units = round(TIMESCALE / time).to_bytes(4, "big")  # per second
+        header[1] = header[1][:20] + units + header[1][24:]
+        changed = Clip(bytearray(unboxed(tree)), clip.frames, clip.coded_frames)
+        parts = decode_clip_in_parts(changed, describe(index.configs[0]), 1)
+        if delivered:
+            [(requests, frames, _)] = parts
+            assert requests == [0]
+            assert np.array_equal(frames[0, ..., 0].numpy(), codes(1))
+        else:
+            with pytest.raises(DecodeError, match="did not deliver 1 of the requested frames"):
+                list(parts)
+
+
+@pytest.mark.parametrize("degrees", [180, slow(90)])
+def test_a_video_that_is_displayed_turned_is_an_error(root: Path, tmp_path: Path, degrees: int) -> None:
+    """PyAV does not turn frames."""
+    copy = copy_of(root, tmp_path)
+    [file] = copy.rglob("*.mp4")
+    turned(file, file, degrees)
+    says = rf"must not be turned for display, .* {degrees}°\. Leave the camera out of cameras"
+    with Loader(copy, batch_size=4, image_size=SIZE) as loader, pytest.raises(DecodeError, match=says):
+        next(iter(loader))
+    with Loader(Dataset(copy, cameras=[]), batch_size=4) as loader:
+        assert len(list(loader)) == sum(LENGTHS) // 4
 
 
 # ------------------------------------------------------------------------ the rest of the package

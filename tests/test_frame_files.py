@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from support import videos
 from support.datasets import ODD_CAMERA, copied
+from support.disks import small_file_system
 from support.frame_cache import ARGUMENTS, FRAME, TOP, indices, records, run, same
 from support.killing import start
 from support.servers import Handler, Server
@@ -298,6 +299,20 @@ def test_two_ranks_keep_a_limit_together(small: Path, tmp_path: Path, records_al
             for _ in zip(*ranks, strict=True):
                 assert sum(path.stat().st_blocks * 512 for path in records(tmp_path)) <= limit
     assert all(rank.stats()["frame_cache_disk_written_bytes"] > 0 for rank in ranks)
+
+
+@pytest.mark.parametrize(("size", "limit"), [("4m", 2 << 20), ("0", None)])  # 0: the file system has no limit of its own
+def test_a_file_system_in_memory_is_filled_by_half(small: Path, tmp_path: Path, size: str, limit: int | None) -> None:
+    """/dev/shm of a container has 64 MB, and the batches of torch's worker processes are there as well."""
+    expected, _ = run(small, None)
+    with small_file_system(tmp_path / "memory", size) as place:
+        found, stats = run(small, place / "new/frames")
+        on_disk = sum(path.stat().st_blocks * 512 for path in records(place / "new/frames"))
+    assert same(found, expected)
+    if limit is not None:
+        assert limit / 2 < on_disk <= limit
+    else:
+        assert stats["frame_cache_disk_written_bytes"] > 2 << 20
 
 
 def test_remote_video_is_not_fetched_for_frames_that_are_there(small: Path, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import importlib.metadata
 import itertools
 import json
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ from accelerate import Accelerator
 from support import lerobot_script
 from support.clouds import Hub
 from support.lerobot_script import MapDataset
-from support.slow import slow
+from support.slow import slow, slow_after
 
 import dali_stream
 from dali_stream.cli import main
@@ -443,6 +445,82 @@ def test_rank_0_saves_the_state_and_the_description_of_a_run(
     monkeypatch.setattr("dali_stream.integrations.lerobot.script._is_first", lambda: False)
     train(steps=1, save_at=(1,))
     assert list((tmp_path / "1/training_state").glob("dali_stream*")) == []
+
+
+HOSTILE_ARGUMENTS: dict[str, Any] = {
+    "[1]": "the file must be a dict, got '\\[1\\]'",
+    "null": "the file must be a dict, got 'None'",
+    '"image_size"': "the file must be a dict, got 'image_size'",
+    '{"nonsense": 1}': "Unknown key 'nonsense' in the file",
+    '{"batch_size": 4}': "Unknown key 'batch_size' in the file",
+    '{"dali_graph": 4}': "Unknown key 'dali_graph' in the file",
+    '{"image_size": [24]}': r"image_size of the file must be \[height, width\] or null, got '\[24\]'",
+    '{"image_size": {"a": 1}}': r"image_size of the file must be",
+    '{"num_threads": 1000000000}': "num_threads of the file must be an integer from 1 to 1048576 or null, got '1000000000'",
+    '{"consumers": "4"}': "consumers of the file must be an integer",
+    '{"shuffle": "no"}': "shuffle of the file must be true or false or 'global' or null, got 'no'",
+    '{"memory_budget": [1]}': "memory_budget of the file must be",
+    '{"frame_cache": 1}': "frame_cache of the file must be a text or null, got '1'",
+    '{"max_substitutes": NaN}': "max_substitutes of the file must be a number",
+    '{"shuffle": false, "shuffle": true}': "the key 'shuffle' is duplicated",
+    "[" * 99: "JSON",
+}
+
+
+@pytest.mark.parametrize("content", slow_after(5, HOSTILE_ARGUMENTS))
+def test_arguments_of_a_checkpoint_are_checked(
+    content: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lerobot.patch(image_size=(24, 32), shuffle="global")
+    whole = train(episodes=[0], steps=3, save_at=(2,))
+    resume = {"episodes": [0], "steps": 3, "resume": True, "checkpoint_path": tmp_path / "2"}
+    file = tmp_path / "2/training_state/dali_stream_arguments.json"
+    file.write_text(content)
+    imported(monkeypatch)
+    lerobot.patch()
+    with pytest.raises(
+        dali_stream.ResumeError, match=rf"^{re.escape(str(file))}.*{HOSTILE_ARGUMENTS[content]}.*Remove"
+    ) as raised:
+        train(**resume)
+    file.unlink()  # as the message says
+    imported(monkeypatch)
+    arguments, rest = split_arguments(["--loader.image_size=24x32", "--loader.shuffle=global"])
+    assert not rest
+    lerobot.patch(**arguments)
+    again = train(**resume)
+    assert again.steps == whole.steps[2:]
+    assert all(torch.equal(again.frames[0][key], whole.frames[2][key]) for key in (TOP, SIDE))
+    assert str(raised.value).count("dali_stream_arguments.json") == 1
+
+
+def test_a_checkpoint_chooses_no_folder_to_write_to(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stranger may have written it. The user passes the folder of an own run again."""
+    folder, options = tmp_path / "my frames", {"episodes": [0], "resume": True, "checkpoint_path": tmp_path / "2"}
+    lerobot.patch(image_size=(24, 32), frame_cache=folder, frame_cache_bytes="1MiB")
+    whole = train(episodes=[0], steps=4, save_at=(2,))
+    shutil.rmtree(folder)
+    imported(monkeypatch)
+    lerobot.patch()
+    caplog.clear()
+    resumed = train(**options, steps=4, save_at=(3,))
+    assert not folder.exists()
+    [warning] = [record.getMessage() for record in caplog.records if "frame_cache" in record.getMessage()]
+    saved = json.loads((tmp_path / "3/training_state/dali_stream_arguments.json").read_text())
+    assert saved == {"image_size": [24, 32]}
+    [words] = re.findall(r"Pass (.*) to use its folder", warning)
+    arguments, rest = split_arguments(shlex.split(words))
+    assert (arguments, rest) == ({"frame_cache": str(folder), "frame_cache_bytes": "1MiB"}, [])
+    imported(monkeypatch)
+    lerobot.patch(**arguments)
+    caplog.clear()
+    again = train(**options, steps=4)
+    assert list(folder.glob("*/*/*"))
+    assert "not taken from a checkpoint" not in caplog.text
+    for run in (resumed, again):
+        assert run.steps == whole.steps[2:]
+        assert all(torch.equal(run.frames[n][key], whole.frames[n + 2][key]) for n in range(2) for key in (TOP, SIDE))
 
 
 @both_scripts

@@ -16,7 +16,8 @@ from support.batches import as_bytes, check_identities, equal, samples
 from support.datasets import CAMERAS, SIDE, TOP, read_lengths
 
 import dali_stream
-from dali_stream import Dataset, Loader, Normalizer, Order
+from dali_stream import Dataset, Loader, MemoryBudgetError, Mixture, Normalizer, Order
+from dali_stream.system.memory_limit import MemoryLimit
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 
@@ -104,6 +105,32 @@ def test_as_many_batches_are_made_ahead_as_asked_for(small: Path) -> None:
                 # Beside those that wait, DALI may hold one and the planner another that has no place yet.
                 assert _planned(loader) <= len(got) + ahead + 2
         assert all(equal(first, second) for first, second in zip(got, expected, strict=True))
+
+
+def test_no_more_batches_are_made_ahead_than_an_epoch_has(small: Path) -> None:
+    options: dict[str, Any] = {"batch_size": 8, "image_size": (16, 24), "num_threads": 1, "device": "cpu"}
+    with Loader(small, **options) as plain, Loader(small, **options, prefetch=10**9) as loader:
+        for _ in range(2):
+            assert all(equal(first, second) for first, second in zip(loader, plain, strict=True))
+
+
+def test_batches_ahead_that_memory_does_not_hold_are_refused(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"batch_size": 8, "image_size": (16, 24), "num_threads": 1, "device": "cpu"}
+    long = Mixture({"a": small}, weights={"a": 1}, epoch_samples=1 << 31)
+    monkeypatch.setattr("dali_stream.loader.memory_limit", lambda: MemoryLimit(64 << 30, "this machine"))
+    with pytest.raises(MemoryBudgetError, match=r"needs at least .* Use a smaller prefetch, batch_size or image_size"):
+        Loader(long, **options, prefetch=10**9)
+    with Loader(long, **options, prefetch=3) as loader:
+        assert len(next(iter(loader))["index"]) == 8
+    with Loader(small, **options, prefetch=10**9) as loader:
+        monkeypatch.setattr("dali_stream.cache.slots.np.empty", too_large)
+        with pytest.raises(MemoryBudgetError, match=r"batches in progress .* Use a smaller prefetch or batch_size"):
+            next(iter(loader))
+
+
+def too_large(*_: object) -> None:
+    """As NumPy's functions where the system provides no memory."""
+    raise MemoryError("Unable to allocate 1.00 TiB")
 
 
 def _planned(loader: Loader) -> int:

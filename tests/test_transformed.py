@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,8 +54,25 @@ def fails_at(frame: int, sample: dict[str, Any], always: bool = False) -> dict[s
     return sample
 
 
+class NotToQueue:
+    """Value that ends a worker if it reaches the queue of results, which pickles in a thread.
+
+    The queue drops a result that it cannot pickle, and the training process would wait for it forever.
+    """
+
+    def __reduce__(self) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            os._exit(1)
+        return NotToQueue, ()
+
+
 def locked(sample: dict[str, Any]) -> dict[str, Any]:
-    return {"lock": threading.Lock()}
+    return {"values": [NotToQueue(), threading.Lock()]}
+
+
+def with_gradient(sample: dict[str, Any]) -> dict[str, Any]:
+    with torch.enable_grad():
+        return {"values": [NotToQueue(), torch.nn.Linear(1, 1)(torch.ones(1))]}
 
 
 def learned(sample: dict[str, Any]) -> dict[str, Any]:
@@ -66,11 +85,42 @@ def killed_at(frame: int, sample: dict[str, Any]) -> dict[str, Any]:
     return sample
 
 
+class TextError(Exception):
+    """Error without a text."""
+
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+def without_text(sample: dict[str, Any]) -> dict[str, Any]:
+    raise TextError
+
+
+class Interrupted(torch.Tensor):
+    """Tensor whose move to another device Ctrl-C interrupts."""
+
+    is_moved = True
+
+    def to(self, *arguments: Any, **options: Any) -> Any:
+        if not self.is_moved:
+            raise KeyboardInterrupt
+        return super().to(*arguments, **options)
+
+
+def interrupted(frame: torch.Tensor) -> torch.Tensor:
+    return frame.as_subclass(Interrupted)  # type: ignore[arg-type]  # any subclass is allowed
+
+
 def make(
-    demo: Path, transform: Any = noisy, workers: int = 0, keys: Sequence[str] | None = CAMERAS, **options: Any
+    demo: Path,
+    transform: Any = noisy,
+    workers: int = 0,
+    keys: Sequence[str] | None = CAMERAS,
+    ahead: int = 2,
+    **options: Any,
 ) -> Transformed:
     loader = Loader(Dataset(demo, episodes=[0, 1]), **(SMALL | options))
-    return Transformed(loader, transform, keys=keys, num_workers=workers, device="cpu")
+    return Transformed(loader, transform, keys=keys, num_workers=workers, prefetch=ahead, device="cpu")
 
 
 def epochs(batches: Transformed, count: int = 1) -> list[dict[str, Any]]:
@@ -212,8 +262,67 @@ def test_values_that_cannot_leave_a_worker_are_an_error(demo: Path) -> None:
     with make(demo, locked, 1, keys=None) as batches:
         with pytest.raises(DaliStreamError, match=r"^transform must return picklable values, got: .*lock"):
             next(iter(batches))
-        batches._function.transform = learned  # a tensor that requires a gradient could not leave it, either
+        batches._function.transform = with_gradient
+        with pytest.raises(DaliStreamError, match=r"^transform must return picklable values, got: .*gradient.* Detach it$"):
+            next(iter(batches))
+        batches._function.transform = learned
         assert not next(iter(batches))["x"].requires_grad
+
+
+@pytest.mark.parametrize("workers", [0, slow(1)])
+def test_an_error_without_a_text_names_the_sample(demo: Path, workers: int) -> None:
+    message = r"^transform failed for the sample episode_index 0, frame_index 0, index 0: TextError: its text cannot be made"
+    with (
+        make(demo, without_text, workers, keys=None, shuffle=False) as batches,
+        pytest.raises(DaliStreamError, match=message),
+    ):
+        next(iter(batches))
+
+
+def test_ctrl_c_while_a_batch_is_moved_does_not_lose_the_batch(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make(demo, noisy) as whole:
+        expected = epochs(whole)
+    with make(demo, interrupted, keys=[TOP]) as batches:
+        iterator = iter(batches)
+        next(iterator)
+        monkeypatch.setattr(Interrupted, "is_moved", False)
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        state = batches.state_dict()
+        assert (state["position"], batches.batch_index) == (8, 1)
+    with make(demo, noisy) as rest:
+        rest.load_state_dict(state)
+        assert same(epochs(rest), expected[1:])
+
+
+@pytest.mark.slow
+def test_the_workers_are_those_of_the_process_that_started_them(demo: Path) -> None:
+    """A forked process that closes or drops the batches does not end them."""
+    with make(demo) as whole:
+        expected = epochs(whole)
+    with make(demo, workers=1) as batches:
+        iterator = iter(batches)
+        found = [next(iterator)]
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.alarm(60)  # ends a child that hangs
+                batches.close()
+                del iterator  # the last reference to torch's iterator
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        told_to_end = batches._workers._iterator._workers_done_event  # type: ignore[union-attr]
+        assert not told_to_end.is_set()  # otherwise, they would answer nothing, and this process would wait for them
+        found += iterator
+    assert same(found, expected)
+
+
+@pytest.mark.slow
+def test_more_batches_ahead_than_an_epoch_has(demo: Path) -> None:
+    with make(demo) as here, make(demo, workers=1, ahead=10**9) as there:
+        assert same(epochs(there, 2), epochs(here, 2))
 
 
 @pytest.mark.slow
@@ -287,14 +396,33 @@ def of_two_keys(sample: dict[str, Any]) -> dict[str, Any]:
     return {f"x{int(sample['index']) % 2}": 1}
 
 
-def test_results_must_fit_together(demo: Path) -> None:
+def sparse(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"x": torch.eye(2).to_sparse()}
+
+
+def of_two_devices(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"x": torch.ones(2, device="meta" if sample["index"] % 2 else "cpu")}
+
+
+ZERO, ONE, SEVEN = (f"episode_index 0, frame_index {n}, index {n}" for n in (0, 1, 7))
+MISFITS = {
+    of_two_kinds: rf"'x' in one shape and dtype for all samples, got \(1,\) .*64 for the sample {ZERO} and .*32 for .* {ONE}$",
+    of_two_keys: rf"the same keys for all samples, got x0 for the sample {ZERO} and x1 for the sample {ONE}$",
+    sparse: rf"values that can be stacked, got an error for 'x' of the samples {ZERO} to {SEVEN}: \w+: .*sparse",
+    of_two_devices: rf"values that can be stacked, got an error for 'x' of the samples {ZERO} to {SEVEN}: \w+: .*meta",
+}
+
+
+@pytest.mark.parametrize(("transform", "workers"), [*((each, 0) for each in MISFITS), slow(sparse, 1), slow(of_two_keys, 1)])
+def test_results_that_do_not_fit_together_name_samples(demo: Path, transform: Any, workers: int) -> None:
     with (
-        make(demo, of_two_kinds, keys=None) as batches,
-        pytest.raises(DaliStreamError, match=r"float64.*float32|float32.*float64"),
+        make(demo, transform, workers, keys=None, shuffle=False) as batches,
+        pytest.raises(DaliStreamError, match=f"^transform must return {MISFITS[transform]}"),
     ):
         next(iter(batches))
-    with make(demo, of_two_keys, keys=None) as batches, pytest.raises(DaliStreamError, match="the same keys for all samples"):
-        next(iter(batches))
+
+
+def test_results_must_fit_together(demo: Path) -> None:
     with make(demo, lambda frame: frame.numpy()[..., ::-1], keys=[TOP]) as batches:
         assert next(iter(batches))[TOP].shape == (8, 3, 16, 24)
     with (
@@ -320,7 +448,7 @@ def test_shared_memory_that_is_too_small_is_an_error(demo: Path, monkeypatch: py
     monkeypatch.setattr(os, "statvfs", lambda _: status)
     with (
         make(demo, workers=1) as batches,
-        pytest.raises(DaliStreamError, match=r"^/dev/shm must have .* MiB free for 3 batches"),
+        pytest.raises(DaliStreamError, match=r"^/dev/shm must have .* MiB free for 3 batches .*move a frame_cache"),
     ):
         epochs(batches)
 
@@ -388,3 +516,46 @@ def test_idle_workers_end_with_a_killed_program(demo: Path, tmp_path: Path) -> N
         process.kill()
         process.communicate(timeout=60)  # ends when the workers have closed the pipes, too
     assert process.returncode == -signal.SIGKILL
+
+
+CACHED = """
+import hashlib, json, sys
+from dali_stream import Loader, Transformed
+
+def doubled(frames):
+    return frames * 2
+
+if __name__ == "__main__":
+    arguments = {"batch_size": 8, "image_size": (128, 160), "device": "cpu", "num_threads": 1} | json.loads(sys.argv[2])
+    loader = Loader(sys.argv[1], **arguments)
+    with Transformed(loader, doubled, keys=loader.dataset.cameras, num_workers=1) as batches:
+        for _ in range(2):
+            for batch in batches:
+                print(batch["index"].tolist(), *(hashlib.md5(batch[key].numpy()).hexdigest() for key in loader.dataset.cameras))
+"""
+
+
+@pytest.mark.slow
+def test_a_frame_cache_leaves_room_for_the_workers_in_a_small_shared_memory(demo: Path, tmp_path: Path) -> None:
+    """64 MB, as in a container. All frames take 64 MB. With a larger limit, the error names a way on."""
+    (program := tmp_path / "program.py").write_text(CACHED)
+
+    def run(**arguments: Any) -> subprocess.CompletedProcess[str]:
+        mounted = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+        command = ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, program, demo, json.dumps(arguments)]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+    if not shutil.which("unshare") or subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
+        pytest.skip("mounting a small /dev/shm needs root")
+    expected = run()
+    assert expected.returncode == 0, expected.stderr
+    found = run(frame_cache="/dev/shm/frames")
+    assert (found.returncode, found.stdout) == (0, expected.stdout), found.stderr
+    failed = run(frame_cache="/dev/shm/frames", frame_cache_bytes="1GiB")
+    assert failed.returncode == 1
+    [said] = [line for line in failed.stderr.splitlines() if line.startswith("dali_stream.errors.DaliStreamError: ")]
+    assert "/dev/shm must have" in said
+    assert "move a frame_cache from it to a disk or limit it with frame_cache_bytes" in said
+    for way in ({"frame_cache": str(tmp_path / "frames")}, {"frame_cache": "/dev/shm/frames", "frame_cache_bytes": "16MiB"}):
+        found = run(**way)
+        assert (found.returncode, found.stdout) == (0, expected.stdout), found.stderr

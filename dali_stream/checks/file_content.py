@@ -88,7 +88,8 @@ def check_fields(
         ValueError: If the value is anything else.
     """
     if not isinstance(content, dict):
-        raise ValueError(f"{name} must be a dict with the key {', '.join(needed)}, got {str(content)[:80]!r}")
+        form = f"a dict with the key {', '.join(needed)}" if needed else "a dict"
+        raise ValueError(f"{name} must be {form}, got {str(content)[:80]!r}")
     for key in needed:
         if key not in content:
             raise ValueError(f"{name} must have the key {key!r}, got {', '.join(map(str, content))[:200] or 'no keys'}")

@@ -202,9 +202,9 @@ class Config:
 
     @property
     def in_progress(self) -> int:
-        """Number of batches in progress: `prefetch`, or enough to keep all threads busy."""
+        """Number of batches in progress: `prefetch`, but at most an epoch, or enough to keep all threads busy."""
         if self.prefetch is not None:
-            return self.prefetch
+            return min(self.prefetch, self.batches.count(0))
         frames = self.batches.batch_size * sum(map(self.windows.steps, self.source.cameras))
         task = max((task_frames(self.source.features[key].frame_size) for key in self.source.cameras), default=TASK_FRAMES)
         if self.frame_folder is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import multiprocessing
 import multiprocessing.process
 import os
@@ -11,12 +12,12 @@ import random
 import shutil
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from dali_stream.checks.text import listed
 from dali_stream.errors import DaliStreamError
@@ -70,10 +71,9 @@ class SampleFunction(Dataset[Any]):
         try:
             batch = self._apply(request)
             _check_picklable({key: value for key, value in batch.items() if not isinstance(value, torch.Tensor)})
-            check_shared_memory(size_of(batch), "a batch of results")
             return batch
         except Exception as error:
-            return Failed(str(error), traceback.format_exc())
+            return Failed(text_of(error), traceback.format_exc())
 
     def here(self, request: Request) -> Batch:
         """Answer a request in this thread, and restore the states of its random numbers."""
@@ -99,13 +99,27 @@ class SampleFunction(Dataset[Any]):
             try:
                 samples.append({key: _tensor(value) for key, value in self._transformed(sample).items()})
             except Exception as error:
-                identity = ", ".join(f"{key} {int(sample[key])}" for key in _IDENTITY if key in sample)
-                raise DaliStreamError(f"transform failed for the sample {identity}: {type(error).__name__}: {error}") from error
-        if any(sample.keys() != samples[0].keys() for sample in samples):
-            raise DaliStreamError(
-                f"transform must return the same keys for all samples, got {listed(dict.fromkeys(map(listed, samples)))}"
-            )
-        return {key: _joined(key, [sample[key] for sample in samples]) for key in samples[0]}
+                name = f"{_name(request.batch, i)}: {type(error).__name__}"
+                raise DaliStreamError(f"transform failed for the sample {name}: {text_of(error)}") from error
+        for i, sample in enumerate(samples):
+            if sample.keys() != samples[0].keys():
+                raise DaliStreamError(
+                    f"transform must return the same keys for all samples, got {listed(samples[0])} for the sample "
+                    f"{_name(request.batch, 0)} and {listed(sample)} for the sample {_name(request.batch, i)}"
+                )
+        joined = {}
+        for key in samples[0]:
+            try:
+                joined[key] = _joined(key, [sample[key] for sample in samples], request.batch)
+            except DaliStreamError:
+                raise
+            except Exception as error:
+                first, last = (_name(request.batch, i) for i in (0, len(samples) - 1))
+                raise DaliStreamError(
+                    f"transform must return values that can be stacked, got an error for {key!r} of the samples {first} to "
+                    f"{last}: {type(error).__name__}: {text_of(error)}"
+                ) from error
+        return joined
 
     def _transformed(self, sample: dict[str, Any]) -> Batch:
         if self.keys is not None:
@@ -140,14 +154,47 @@ def _tensor(value: Any) -> Any:
     return torch.as_tensor(np.ascontiguousarray(value)).reshape(value.shape) if is_numeric else value
 
 
-def _joined(key: str, values: list[Any]) -> Any:
-    """Return the values of a key as a tensor, if all are tensors, or as a list."""
+def _joined(key: str, values: list[Any], batch: Batch) -> Any:
+    """Return the values of a key as a tensor, if all are tensors, or as a list.
+
+    Args:
+        key: Key of the results.
+        values: Value of each sample.
+        batch: Batch with the identity of each sample.
+
+    Raises:
+        DaliStreamError: If the tensors cannot be stacked. The message names samples.
+    """
     if not all(isinstance(value, torch.Tensor) for value in values):
         return values
-    kinds = dict.fromkeys(f"{tuple(value.shape)} {value.dtype}" for value in values)
-    if len(kinds) > 1:
-        raise DaliStreamError(f"transform must return {key!r} in one shape and dtype for all samples, got {listed(kinds)}")
-    return default_collate(values)  # in a worker, it stacks them in shared memory, where the result would be copied otherwise
+    kinds = [f"{tuple(value.shape)} {value.dtype}" for value in values]
+    if other := next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0):
+        raise DaliStreamError(
+            f"transform must return {key!r} in one shape and dtype for all samples, got {kinds[0]} for the sample "
+            f"{_name(batch, 0)} and {kinds[other]} for the sample {_name(batch, other)}"
+        )
+    in_worker = get_worker_info() is not None  # the result is made in shared memory, where it would be copied otherwise
+    try:
+        if in_worker:
+            check_shared_memory(size_of(values), "a batch of results")
+        return default_collate(values)
+    except RuntimeError:
+        if in_worker:
+            check_shared_memory(size_of(values), "a batch of results")  # another process may have been faster
+        raise
+
+
+def _name(batch: Batch, i: int) -> str:
+    """Return the identity of a sample of a batch for messages."""
+    return ", ".join(f"{key} {int(batch[key][i])}" for key in _IDENTITY if key in batch)
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an error. An error of the user's function may raise another one while its text is made."""
+    try:
+        return str(error)
+    except Exception as other:
+        return f"its text cannot be made ({type(other).__name__})"
 
 
 def seed_of(seed: int, epoch: int, position: int) -> int:
@@ -161,17 +208,29 @@ def _generators(batch: Batch) -> list[torch.Generator]:
     return [torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)]
 
 
-def size_of(batch: Batch) -> int:
-    """Return the size of the tensors of a batch in bytes."""
-    return sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor))
+def size_of(values: Iterable[Any]) -> int:
+    """Return the size of those values that are dense tensors, in bytes."""
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and value.layout == torch.strided)
+
+
+class _Checker(pickle.Pickler):
+    """Pickler that leaves tensors inside other values out, since the queue of results passes them on in shared memory."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        """Return a text in place of a tensor."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        if value.requires_grad and not value.is_leaf:
+            raise ValueError("a tensor with a gradient function. Detach it")
+        return "tensor"
 
 
 def _check_picklable(values: Batch) -> None:
     """Raise an error for values that the queue of results would drop. The training process would wait for them forever."""
     try:
-        pickle.dumps(values)
+        _Checker(io.BytesIO(), pickle.HIGHEST_PROTOCOL).dump(values)
     except Exception as error:
-        raise DaliStreamError(f"transform must return picklable values, got: {error}") from error
+        raise DaliStreamError(f"transform must return picklable values, got: {text_of(error)}") from error
 
 
 def check_shared_memory(size: int, what: str) -> None:
@@ -179,5 +238,6 @@ def check_shared_memory(size: int, what: str) -> None:
     if os.path.isdir(_SHARED_MEMORY) and (free := shutil.disk_usage(_SHARED_MEMORY).free) < size:
         raise DaliStreamError(
             f"{_SHARED_MEMORY} must have {size / 2**20:.0f} MiB free for {what}, got {free / 2**20:.0f} MiB. Enlarge it "
-            "(docker run --shm-size=8g), or reduce num_workers, prefetch or batch_size"
+            "(docker run --shm-size=8g), move a frame_cache from it to a disk or limit it with frame_cache_bytes, or "
+            "reduce num_workers, prefetch or batch_size"
         )

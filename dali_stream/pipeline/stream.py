@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import Route
-from dali_stream.errors import DatasetError, DecodeError, StorageError
+from dali_stream.errors import DatasetError, DecodeError, MemoryBudgetError, StorageError
 from dali_stream.observe.counters import Counters
 from dali_stream.pipeline.aliases import Batch, Graph
 from dali_stream.pipeline.config import Config
@@ -56,7 +56,13 @@ class BatchStream:
     def __init__(
         self, config: Config, routes: dict[str, Route], user: Graph | None, epoch: int, position: int, counters: Counters
     ) -> None:
-        self.planner = Planner(config, routes, epoch, position, counters)
+        try:
+            self.planner = Planner(config, routes, epoch, position, counters)
+        except MemoryError as error:  # of the slots of the batches in progress
+            raise MemoryBudgetError(
+                f"{config.in_progress} batches in progress with batch_size={config.batches.batch_size} need more memory than "
+                f"the system provides ({error}). Use a smaller prefetch or batch_size, or shorter windows"
+            ) from error
         self._batches: TorchBatches | DaliBatches | None = None  # None also after `close`
         # The finalizer ends the threads of a loader that is dropped without being closed.
         self._finalizer = weakref.finalize(self, _close_dropped, self.planner)

@@ -211,7 +211,7 @@ _MIXTURE: Fields = {
     "datasets": (DICT,), "weights": (DICT,), "repeats": (DICT,), "temperature": (NUMBER,), "epoch_samples": (_POSITION,),
     "keys": (dict_of(dict_of(TEXT, ""), "keys by dataset"),), "missing": (TEXT,), "nearest": (FLAG,),
 }  # fmt: skip
-_LOADER: Fields = {
+LOADER_FIELDS: Fields = {
     "batch_size": (_COUNT,), "world_size": (_COUNT,), "consumers": (whole(1, MOST_CONSUMERS),),
     "episode_pool_size": (whole(1, MOST_SEGMENTS),), "seed": (Kind("an integer", lambda value: type(value) is int),),
     "delta_timestamps": (dict_of(array_of(NUMBER, ""), "lists of seconds by key"),),
@@ -253,7 +253,7 @@ def checked(config: object) -> dict[str, Any]:
         check_fields("dataset of the config", described["dataset"], _MIXTURE, ("datasets",))
     for name, part in {"": described["dataset"]}.items() if not isinstance(parts, dict) else parts.items():
         check_fields(f"dataset {name!r} of the config" if name else "dataset of the config", part, _SOURCE, ("uri",))
-    check_fields("loader of the config", described["loader"], _LOADER, _NEEDED)
+    check_fields("loader of the config", described["loader"], LOADER_FIELDS, _NEEDED)
     state = {key: value for key, value in described["state"].items() if key in _STATE}
     for part, content, fields in (("dali_graph", None, _GRAPH), ("begin", None, _PLACE), ("state", state, _STATE)):
         if described[part] is not None:

@@ -134,7 +134,8 @@ def _frame_folder(folder: str | os.PathLike[str] | None, limit: int | str | None
     """Return the folder of the frame cache on disk, or None if none is given.
 
     On a file system in memory, the default limit is a quarter of the memory of this machine or cgroup: a process that exceeds
-    the memory of its cgroup is ended, and gets no error.
+    the memory of its cgroup is ended, and gets no error. It is also at most half of the file system: /dev/shm, which has 64 MB
+    in a container, holds the batches of torch's worker processes as well.
     """
     if folder is None:
         if limit is not None:
@@ -143,6 +144,8 @@ def _frame_folder(folder: str | os.PathLike[str] | None, limit: int | str | None
     size = None if limit is None else byte_count(limit, "frame_cache_bytes")
     if size is None and memory_limit.is_in_memory(folder):
         size = memory_limit.memory_limit().size // 4
+        if capacity := memory_limit.file_system_size(folder):
+            size = min(size, capacity // 2)
     return FrameFolder(folder, size, ranks)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from dali_stream.errors import MemoryBudgetError
 from dali_stream.pipeline.config import Config
+from dali_stream.schedule.slot_allocator import SLOT_BYTES
 from dali_stream.system.memory_limit import MemoryLimit
 
 
@@ -29,7 +30,8 @@ def required_memory(config: Config, cameras: Sequence[str]) -> RequiredMemory:
     """Return lower bounds of the memory that the frames of some cameras need.
 
     Samples may share the frames of their windows, so only the current frame of each sample in progress is counted as decoded,
-    if the window contains it. A mixture may repeat samples, so none of its decoded frames are counted.
+    if the window contains it. A mixture may repeat samples, so none of its decoded frames are counted. The memory
+    that locates the frames in progress is always counted.
 
     Args:
         config: Configuration of the loader.
@@ -46,7 +48,9 @@ def required_memory(config: Config, cameras: Sequence[str]) -> RequiredMemory:
 
     samples = 0 if config.source.dataset_names else min(config.in_progress * batches.batch_size, share)
     with_current_frame = (camera for camera in cameras if (config.windows.of(camera) == 0).any())
-    return RequiredMemory(rows * sum(map(batch_bytes, cameras)), samples * sum(map(config.frame_bytes, with_current_frame)))
+    decoded = samples * sum(map(config.frame_bytes, with_current_frame))
+    slots = config.in_progress * batches.largest * sum(map(config.windows.steps, cameras))  # none of which is shared
+    return RequiredMemory(rows * sum(map(batch_bytes, cameras)), decoded + slots * SLOT_BYTES)
 
 
 def check_memory(config: Config, cameras: Sequence[str], limit: MemoryLimit) -> None:
@@ -66,8 +70,10 @@ def check_memory(config: Config, cameras: Sequence[str], limit: MemoryLimit) -> 
     raise MemoryBudgetError(
         f"batch_size={config.batches.batch_size} needs at least {_gibibytes(sum(required))} of memory: "
         f"{_gibibytes(required.batch)} for the frames of one batch and {_gibibytes(required.decoded)} for the decoded frames "
-        f"of the batches in progress. The limit of {limit.owner} is {_gibibytes(limit.size)}. Use a smaller batch_size or "
-        "image_size, or shorter windows" + (', or image_dtype="uint8"' if config.image_dtype == "float32" else "")
+        f"of the batches in progress. The limit of {limit.owner} is {_gibibytes(limit.size)}. Use a smaller "
+        + ("" if config.prefetch is None else "prefetch, ")
+        + "batch_size or image_size, or shorter windows"
+        + (', or image_dtype="uint8"' if config.image_dtype == "float32" else "")
     )
 
 

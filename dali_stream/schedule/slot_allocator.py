@@ -9,6 +9,8 @@ import numpy as np
 from dali_stream.checks.arrays import NONE, Int64
 from dali_stream.schedule.next_uses import NEVER
 
+SLOT_BYTES = 4 * 8  # memory of the numbers of a slot: one in each array of a `SlotAllocator`
+
 
 class SlotAllocator:
     """Contents of a camera's slots, and the slots that are free.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +48,12 @@ def is_in_memory(folder: str | os.PathLike[str]) -> bool:
         below = [(len(place), kind) for place, kind in mounts if path.is_relative_to(place.replace("\\040", " "))]
         return max(below, default=(0, ""))[1] in ("tmpfs", "ramfs")
     return False
+
+
+def file_system_size(folder: str | os.PathLike[str]) -> int:
+    """Return the size in bytes of the file system of a folder, which need not exist yet. 0 if it has no limit."""
+    path = Path(folder).expanduser().absolute()
+    return shutil.disk_usage(next(each for each in (path, *path.parents) if os.path.exists(each))).total
 
 
 def fits(size: int | None) -> bool:

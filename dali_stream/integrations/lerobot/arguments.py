@@ -6,7 +6,9 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from dali_stream.checks.file_content import NULL, TEXT, Fields, whole
 from dali_stream.checks.frame_size import frame_size
+from dali_stream.run.description import LOADER_FIELDS
 
 PREFIX = "--loader."
 
@@ -34,6 +36,14 @@ ARGUMENTS: dict[str, Callable[[str], Any]] = {
     "max_substitutes": float,
 }
 """Arguments of a Loader that LeRobot does not set, each with a function that parses its value."""
+
+_COUNT, _BYTES = (whole(1, 1 << 20), NULL), (whole(1, 1 << 62), TEXT, NULL)
+SAVED: Fields = {
+    **{name: (*LOADER_FIELDS[name], NULL) for name in ARGUMENTS if name in LOADER_FIELDS},
+    "num_threads": _COUNT, "prefetch": _COUNT, "memory_budget": _BYTES, "frame_cache": (TEXT, NULL),
+    "frame_cache_bytes": _BYTES, "audit": (whole(0, 1 << 40),),
+}  # fmt: skip
+"""Allowed kinds of these arguments in a checkpoint."""
 
 
 def split_arguments(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -11,6 +11,8 @@ import functools
 import importlib
 import json
 import logging
+import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from dali_stream.checks.file_content import check_fields
 from dali_stream.errors import DaliStreamError, ResumeError
 from dali_stream.integrations.lerobot import parts
-from dali_stream.integrations.lerobot.arguments import ARGUMENTS, PREFIX, check_names
+from dali_stream.integrations.lerobot.arguments import ARGUMENTS, PREFIX, SAVED, check_names
 from dali_stream.integrations.lerobot.augmentation import BatchAugmentation
 from dali_stream.integrations.lerobot.loader import make_loader
 from dali_stream.integrations.lerobot.resizing import Size, add_resizing, size_of
@@ -126,7 +129,7 @@ class _Run:
         def made(cfg: Any) -> Any:
             _check_settings(cfg)
             self._loader = self._checkpoint = None
-            saved = _saved_arguments(Path(cfg.checkpoint_path)) if cfg.resume else {}
+            saved = self._resumed_arguments(Path(cfg.checkpoint_path)) if cfg.resume else {}
             self._arguments = saved | self._given
             self._config, datasets = cfg, make(cfg)
             self._train, self._eval = datasets if isinstance(datasets, tuple) else (datasets, None)
@@ -135,6 +138,17 @@ class _Run:
             return datasets
 
         return made
+
+    def _resumed_arguments(self, checkpoint: Path) -> dict[str, Any]:
+        """Return the arguments of a checkpoint that a resumed run uses. A folder to write to is not taken from a checkpoint."""
+        saved = _saved_arguments(checkpoint)
+        folder, limit = saved.pop("frame_cache", None), saved.get("frame_cache_bytes")
+        if self._given.get("frame_cache") is None:
+            saved.pop("frame_cache_bytes", None)
+            if folder is not None:
+                words = shlex.join([f"{PREFIX}frame_cache={folder}"] + [f"{PREFIX}frame_cache_bytes={limit}"] * bool(limit))
+                _warn("no frame cache is used, since folders are not taken from a checkpoint. Pass %s to use its folder", words)
+        return saved
 
     def _set_size(self, size: Size) -> None:
         """Set the size of the Loader's frames in the metadata, from which a policy is made, and in a policy that exists."""
@@ -227,6 +241,8 @@ class _Run:
             assert self._loader is not None  # `prepared` raises an error if it has made no Loader
             if _is_first():
                 own_arguments = {name: value for name, value in self._arguments.items() if name in ARGUMENTS}
+                if own_arguments.get("frame_cache") is not None:
+                    own_arguments["frame_cache"] = os.fspath(own_arguments["frame_cache"])
                 write_state(Path(checkpoint_dir, ARGUMENTS_FILE), own_arguments)
                 write_state(Path(checkpoint_dir, RUN_FILE), self._loader.describe())
                 write_state(Path(checkpoint_dir, STATE_FILE), self._loader.state_dict())
@@ -331,9 +347,20 @@ class _Run:
 
 
 def _saved_arguments(checkpoint: Path) -> dict[str, Any]:
-    """Return the arguments of the Loader in a checkpoint. Empty if LeRobot saved it without a Loader."""
+    """Return the arguments of the Loader in a checkpoint. Empty if LeRobot saved it without a Loader.
+
+    Raises:
+        ResumeError: If the file has other content than arguments of a Loader.
+    """
     saved: dict[str, Any] = {}
-    load_state(checkpoint / ARGUMENTS_FILE, saved.update)
+
+    def check(content: Any) -> None:
+        try:
+            saved.update(check_fields("the file", content, SAVED, ()))
+        except ValueError as error:
+            raise ResumeError(f"{error}. Remove the file, and pass the arguments of the run as {PREFIX}NAME=VALUE") from error
+
+    load_state(checkpoint / ARGUMENTS_FILE, check)
     # JSON stores tuples, such as `image_size`, as lists.
     return {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
 
