@@ -70,6 +70,7 @@ def to_numpy(
         if array.null_count:
             raise DatasetError(f"{where}: {array.null_count} of its numbers are missing{advice}")
     if feature.is_text:
+        array = array.cast(pa.string()) if pa.types.is_primitive(array.type) else array  # numbers become text, as in LeRobot
         values = _objects(array.to_pylist(), str, where, advice)
     else:
         values = _numbers(array, feature, where, dtype or feature.numpy, advice)
