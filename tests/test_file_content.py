@@ -235,14 +235,11 @@ def test_the_episodes_of_a_run_are_those_of_its_description(described: dict[str,
     assert {episode for batch in batches for episode in batch} == {0, 2}
 
 
-@pytest.mark.parametrize("index", [[0.0, 1.5, 2.0], [0.0, 1.0, 2.0]])
-def test_a_float_episode_index_is_refused(index: list[float], root: Path, tmp_path: Path) -> None:
+def test_an_episode_index_that_is_not_whole_is_refused(root: Path, tmp_path: Path) -> None:
     """It was cut, so that 1.5 was episode 1."""
     copy_of = copied(root, tmp_path)
-    change_episodes(copy_of, lambda table: table.set_column(0, "episode_index", pa.array(index)))
-    with pytest.raises(
-        DatasetError, match=r"Invalid column episode_index in .*meta/episodes.*: must hold integers, got double"
-    ):
+    change_episodes(copy_of, lambda table: table.set_column(0, "episode_index", pa.array([0.0, 1.5, 2.0])))
+    with pytest.raises(DatasetError, match=r"Invalid column episode_index in .*meta/episodes.*: must hold integers, got 1\.5"):
         dali_stream.Dataset(copy_of)
 
 

@@ -8,17 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import lerobot_reader
 from support.batches import check_identities, samples
-from support.datasets import SIDE, TOP, change_info, read_lengths
+from support.datasets import SIDE, TOP, build, change_episodes, change_info, copied, read_lengths
 from support.servers import Server
 from support.slow import examples
+from support.tools import prepared
+from support.videos import identities, one_file_each
+from support.wild import EVERY, delivered
 
 from dali_stream import Dataset, DatasetError, FrameSampler, Loader, Order, ResumeError
-from dali_stream.lerobot.frame_ranges import FrameRanges, whole
+from dali_stream.lerobot import frame_ranges
+from dali_stream.lerobot.frame_ranges import FrameRanges
 from dali_stream.order.selected import SelectedOrder
 
 ORDER: dict[str, Any] = {"consumers": 4, "episode_pool_size": 2, "seed": 3}
@@ -66,7 +72,7 @@ def test_ranges_are_cut_as_sets_of_frames_are(
     assert _frames(inner) == expected
     some = np.arange(0, len(lengths), 2)
     assert _frames(kept.of(some)) == [(episode // 2, frame) for episode, frame in frames if episode % 2 == 0]
-    assert _frames(whole(np.array(lengths))) == [(e, f) for e, length in enumerate(lengths) for f in range(length)]
+    assert _frames(frame_ranges.whole(np.array(lengths))) == [(e, f) for e, length in enumerate(lengths) for f in range(length)]
 
 
 def _frames(kept: FrameRanges) -> list[tuple[int, int]]:
@@ -142,7 +148,7 @@ def test_a_sampler_of_the_dataset_has_the_same_frames(demo: Path) -> None:
 def test_without_ranges_the_order_is_that_of_the_lengths(demo: Path) -> None:
     lengths = np.array([9, 0, 4, 30])
     expected = Order(lengths - np.minimum(lengths, 3), True, 1, 0, 4, 2).read(0, 100)
-    episode, frame = SelectedOrder(whole(lengths).dropping(lengths, 2, 1), True, 1, 0, 4, 2).read(0, 100)
+    episode, frame = SelectedOrder(frame_ranges.whole(lengths).dropping(lengths, 2, 1), True, 1, 0, 4, 2).read(0, 100)
     assert (episode.tolist(), (frame - 2).tolist()) == (expected[0].tolist(), expected[1].tolist())
     assert Dataset(demo).fingerprint == Dataset(demo, drop_n_first_frames=0, episode_filter=lambda episode: True).fingerprint
 
@@ -150,6 +156,116 @@ def test_without_ranges_the_order_is_that_of_the_lengths(demo: Path) -> None:
 def _shown(batches: list[Any]) -> list[tuple[int, int]]:
     keys = ("episode_index", "frame_index")
     return sorted(pair for batch in batches for pair in zip(*(batch[key].tolist() for key in keys), strict=True))
+
+
+# ------------------------------------------------------------------------------------------- episodes without all cameras
+
+LENGTHS, LACKING = (5, 4, 6), f"videos/{SIDE}/"
+
+
+@pytest.fixture(scope="module")
+def lacking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three episodes and two cameras, one of which has no video of episode 1, as L2D has such. Read only."""
+    folder = tmp_path_factory.mktemp("lacking")
+    cameras = one_file_each(folder, [TOP, SIDE], LENGTHS, 10)
+    root = build(folder / "data", LENGTHS, {}, cameras=cameras)
+    change_episodes(root, lambda table: without_places(table, 1))
+    (root / f"{LACKING}chunk-000/file-001.mp4").unlink()
+    return root
+
+
+def without_places(table: pa.Table, episode: int, kind: str = "null", name: str = LACKING) -> pa.Table:
+    """The episode table without the place of an episode's video, as Arrow's null, or as pandas and others write it."""
+    for place, column in enumerate(table.column_names):
+        if column.startswith(name):
+            values = [None if number == episode else value for number, value in enumerate(table[column].to_pylist())]
+            if kind == "NaN":
+                values = np.array(values, float)  # type: ignore[assignment]
+            table = table.set_column(place, column, pa.array(values, from_pandas=False))
+    return table if kind != "pandas" else pa.Table.from_pandas(table.to_pandas())
+
+
+def whole(root: Path | Dataset, **options: Any) -> list[tuple[int, int, str]]:
+    """(episode, frame, camera) of each frame of an epoch, after its pixels have been compared with them."""
+    found = []
+    with Loader(root, batch_size=2, last_batch="partial", image_dtype="uint8", consumers=1, **options) as loader:
+        for batch in loader:
+            rows = list(zip(batch["episode_index"].tolist(), batch["frame_index"].tolist(), strict=True))
+            for camera in (key for key in (TOP, SIDE) if key in batch):
+                assert identities(batch[camera]) == rows
+                found += [(*row, camera) for row in rows]
+    return sorted(found)
+
+
+def every(episodes: list[int], cameras: list[str]) -> list[tuple[int, int, str]]:
+    return sorted((e, frame, camera) for e in episodes for frame in range(LENGTHS[e]) for camera in cameras)
+
+
+@pytest.mark.parametrize("kind", ["null", "pandas", "NaN"])
+def test_a_camera_without_video_in_an_episode(lacking: Path, tmp_path: Path, kind: str) -> None:
+    """It is an error only if both are selected, and both ways on that the message names lead on."""
+    root = copied(lacking, tmp_path)
+    change_episodes(root, lambda table: without_places(table, 1, kind))
+    with pytest.raises(DatasetError) as caught:
+        Dataset(root)
+    said = str(caught.value)
+    assert f"No video of camera '{SIDE}' in episode 1: " in said
+    assert f"Leave such episodes out with episodes=, or the camera with cameras=['{TOP}']" in said
+    assert whole(Dataset(root, episodes=[0, 2])) == every([0, 2], [TOP, SIDE])
+    assert whole(Dataset(root, cameras=[TOP])) == every([0, 1, 2], [TOP])
+    assert whole(Dataset(root, episode_filter=lambda episode: episode["episode_index"] != 1)) == every([0, 2], [TOP, SIDE])
+    assert whole(Dataset(root, episode_filter=pc.field(f"{LACKING}file_index").is_valid())) == every([0, 2], [TOP, SIDE])
+    with pytest.raises(DatasetError, match="No video of camera"):
+        Dataset(root, episodes=[1, 2])
+
+
+def test_a_camera_without_any_video(lacking: Path, tmp_path: Path) -> None:
+    """Its columns have no type then."""
+    root = copied(lacking, tmp_path)
+    for episode in range(3):
+        change_episodes(root, lambda table, episode=episode: without_places(table, episode))
+    with pytest.raises(DatasetError, match=rf"No video of camera '{SIDE}' in episode 0, and of 2 other episodes"):
+        Dataset(root)
+    assert whole(Dataset(root, cameras=[TOP])) == every([0, 1, 2], [TOP])
+
+
+def test_two_cameras_without_video_are_both_left_out(lacking: Path, tmp_path: Path) -> None:
+    root = copied(lacking, tmp_path)
+    change_episodes(root, lambda table: without_places(table, 2, name=f"videos/{TOP}/"))
+    with pytest.raises(DatasetError, match=r"or the camera with cameras=\[\]"):
+        Dataset(root)
+    assert whole(Dataset(root, episodes=[0])) == every([0], [TOP, SIDE])
+
+
+def test_a_copy_of_the_episodes_with_all_videos(lacking: Path, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=f"No video of camera '{SIDE}' in episode 1"):
+        prepared(lacking, tmp_path / "refused")
+    prepared(lacking, tmp_path / "out", episodes=[0, 2])
+    found = lerobot_reader.read(tmp_path / "out")
+    for index, expected in enumerate([(e, frame) for e in (0, 2) for frame in range(LENGTHS[e])]):
+        assert [identities(found[index][camera][None]) for camera in (TOP, SIDE)] == [[expected]] * 2
+
+
+# -------------------------------------------------------------------------------------------- numbers of another type
+
+
+@pytest.mark.parametrize("columns", [["episode_index"], None])
+def test_integers_of_the_episode_table_that_are_stored_as_double(root: Path, columns: list[str] | None) -> None:
+    """pandas stores integers so if one of them is missing."""
+
+    def doubled(table: pa.Table) -> pa.Table:
+        for place, name in enumerate(table.column_names):
+            if pa.types.is_integer(table[name].type) and name in (columns or table.column_names):
+                table = table.set_column(place, name, table[name].cast(pa.float64()))
+        return table
+
+    change_episodes(root, doubled)
+    assert delivered(root) == EVERY
+    seen: list[Any] = []
+    dataset = Dataset(root, episode_filter=lambda episode: seen.append(episode["episode_index"]) or seen[-1] == 1)
+    assert [(number, type(number)) for number in seen] == [(0, int), (1, int)]
+    assert dataset.episodes.tolist() == [1]
+    assert Dataset(root, episode_filter=pc.field("episode_index") == 1).episodes.tolist() == [1]
 
 
 # ----------------------------------------------------------------------------------------------------- episode_filter

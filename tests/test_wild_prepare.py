@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from support import lerobot_reader
 from support.broken import EPISODES as TABLE
-from support.broken import edit_info, put
-from support.datasets import Camera, Column, build
+from support.broken import edit_info, edit_table, put, trimmed
+from support.datasets import ROWS, Camera, Column, build, video, write_lines
 from support.slow import slow
 from support.tools import prepared
-from support.videos import CAMERA, EPISODES, FPS, SIZE, draw, encode, h264, mpeg4, recorded
+from support.videos import CAMERA, EPISODES, FPS, SIZE, draw, encode, ffmpeg, h264, identities, loader, mpeg4, recorded
 from support.wild import EVERY, FRAME, NUMBERINGS, change_rows, delivered, expected, with_index, with_times, without_rows
 
 from dali_stream import DaliStreamError, Dataset
@@ -165,6 +168,191 @@ def test_images_whose_timestamps_are_zeros_become_videos_with_the_clock(tmp_path
     prepared(root, tmp_path / "out", images_to_video=True, clock="frame_index")
     assert_counts(tmp_path / "out")
     assert delivered(tmp_path / "out") == expected({0: list(range(5)), 1: list(range(4))})
+
+
+# ---------------------------------------------------------------------------------------------- copies that LeRobot reads
+
+FROM = f"videos/{CAMERA}/from_timestamp"
+
+
+def starts_are_off(frames: list[float]) -> Callable[[Path], None]:
+    """`from_timestamp` of each episode is off by this number of frames."""
+    return lambda root: edit_table(root, TABLE, lambda t: put(t, FROM, pa.array(t[FROM].to_numpy() + np.array(frames) / FPS)))
+
+
+def of_another_rate(root: Path) -> None:
+    """The video has 29.7 frames per second, and drifts by 0.4 frames from the rows of an episode."""
+    file = encode(draw(), root.parent / "drifting.mp4", h264(12), fps=297)  # type: ignore[arg-type]
+    ffmpeg("-itsscale", "10", "-i", file, "-c", "copy", "-y", video(root))
+    edit_table(root, TABLE, lambda t: put(t, FROM, [0.0, EPISODES[0] / 29.7]))
+
+
+def in_milliseconds(root: Path) -> None:
+    """Display times are rounded to milliseconds, as those of Matroska are."""
+    ffmpeg("-i", video(root), "-c", "copy", "-video_track_timescale", "1000", root.parent / "rounded.mp4")
+    (root.parent / "rounded.mp4").rename(video(root))
+
+
+def as_double(root: Path) -> None:
+    def doubled(table: pa.Table) -> pa.Table:
+        for name in table.column_names:
+            if pa.types.is_integer(table[name].type):
+                table = put(table, name, table[name].cast(pa.float64()))
+        return table
+
+    edit_table(root, TABLE, doubled)
+
+
+def with_another_column(root: Path) -> None:
+    change_rows(root, lambda table: table.append_column("more", pa.array(np.arange(len(table)))))
+
+
+def of_other_types(root: Path) -> None:
+    """Numbers for texts, doubles for integers, and lists of one number."""
+    edit_info(root, features__note={"dtype": "string", "shape": [1], "names": None})
+    edit_info(root, features__force={"dtype": "float32", "shape": [1], "names": None})
+    change_rows(root, lambda table: table.append_column("note", table["index"]))
+    change_rows(root, lambda table: table.append_column("force", pa.array([[float(i)] for i in range(len(table))])))
+    for name in ("task_index", "frame_index"):
+        change_rows(root, lambda table, name=name: put(table, name, table[name].cast(pa.float64())))
+
+
+def with_tasks(tasks: dict[int, str], path: str) -> Callable[[Path], None]:
+    """Rows have the last of these tasks, in the file of v2.x, or without pandas' index."""
+
+    def change(root: Path) -> None:
+        (root / "meta/tasks.parquet").unlink()
+        if path.endswith("jsonl"):
+            write_lines(root / path, [{"task_index": number, "task": task} for number, task in tasks.items()])
+        else:
+            pq.write_table(pa.table({"task_index": list(tasks), "task": list(tasks.values())}), root / path)
+        change_rows(root, lambda table: put(table, "task_index", [list(tasks)[-1]] * len(table)))
+
+    return change
+
+
+def hidden_frames(root: Path) -> None:
+    """An edit list hides the first 5 frames, which belong to no row."""
+    video(root).write_bytes(trimmed(video(root).read_bytes(), "head"))
+    without_rows(root, {0: [0, 1, 2, 3, 4]})
+    rows = with_times(pq.read_table(root / ROWS)["timestamp"].to_numpy() - np.where(np.arange(67) < 26, 5 / FPS, 0))
+    change_rows(root, rows)
+    edit_table(root, TABLE, lambda t: put(t, FROM, [0.0, 26 / FPS]))
+
+
+def episodes_with_other_numbers(root: Path) -> None:
+    """Episodes 3 and 7, of which the table has the second one first, and rows whose `index` begins anew."""
+    edit_table(root, TABLE, lambda t: put(t, "episode_index", [3, 7]).take([1, 0]))
+    change_rows(root, lambda t: put(t, "episode_index", pa.array(np.where(t["episode_index"].to_numpy() == 0, 3, 7))))
+    change_rows(root, lambda t: put(t, "index", t["frame_index"]))
+
+
+def reversed_rows(root: Path) -> None:
+    change_rows(root, lambda table: table.take(np.arange(len(table))[::-1]))
+
+
+TOLERANT: dict[str, Any] = {"tolerance_s": 0.0166}
+HIDDEN = dict(enumerate([(0, frame) for frame in range(5, 31)] + [(1, frame) for frame in range(41)]))
+IRREGULAR: dict[str, tuple[Callable[[Path], Any], dict[str, Any], Any]] = {
+    "integers as double": (as_double, {}, EVERY),
+    "a start that is late, with a tolerance": (starts_are_off([0.4, 0.4]), TOLERANT, EVERY),
+    "a start that is early, with a tolerance": (starts_are_off([0.0, -0.45]), TOLERANT, EVERY),
+    "a start that is late, with the clock": (starts_are_off([0.2, 0.2]), {"clock": "frame_index"}, EVERY),
+    "a start that is late": (starts_are_off([0.2, 0.1]), {}, EVERY),
+    "a drift": (of_another_rate, TOLERANT, EVERY),
+    "times in milliseconds": (in_milliseconds, {}, EVERY),
+    "times in milliseconds, with the clock": (in_milliseconds, {"clock": "frame_index"}, EVERY),
+    "a column without a feature": (with_another_column, {}, EVERY),
+    "columns of other types": (of_other_types, {}, EVERY),
+    "tasks of v2": (with_tasks({0: "a", 1: "b"}, "meta/tasks.jsonl"), {}, EVERY),
+    "tasks in another order": (with_tasks({1: "b", 0: "a"}, "meta/tasks.parquet"), {}, EVERY),
+    "a number without a task": (with_tasks({0: "a", 2: "c"}, "meta/tasks.parquet"), {}, EVERY),
+    "frames that are hidden": (hidden_frames, {}, HIDDEN),
+    "episodes with other numbers": (episodes_with_other_numbers, {}, EVERY),
+    "rows in descending order": (reversed_rows, {}, EVERY),
+    "rows that were cut out inside": (lambda root: without_rows(root, CUTS[0]), {}, CUTS[0]),
+    "rows that were cut out at the ends": (lambda root: without_rows(root, CUTS[1]), {}, CUTS[1]),
+    "rows that were cut out inside, encoded": (lambda root: without_rows(root, CUTS[0]), ENCODED, CUTS[0]),
+    "rows that were cut out at the ends, encoded": (lambda root: without_rows(root, CUTS[1]), ENCODED, CUTS[1]),
+    "a start that is late, encoded": (starts_are_off([0.4, 0.4]), TOLERANT | ENCODED, EVERY),
+    "one episode": (lambda root: None, {"episodes": [1]}, {0: list(range(31))}),
+}
+
+
+@pytest.mark.parametrize("name", [slow(name) if name.endswith("encoded") else name for name in IRREGULAR])
+def test_lerobot_reads_a_copy(root: Path, tmp_path: Path, name: str) -> None:
+    """And a Loader reads it with the same frames and tasks."""
+    change, options, frames = IRREGULAR[name]
+    change(root)
+    if frames in (CUTS[0], CUTS[1], {0: list(range(31))}):
+        frames = expected({e: [n for n in range(length) if n not in frames.get(e, [])] for e, length in enumerate(EPISODES)})
+    prepared(root, tmp_path / "out", **options)
+    assert delivered(tmp_path / "out") == frames
+    read = lerobot_reader.read(tmp_path / "out")
+    assert {index: identities(row[CAMERA][None])[0] for index, row in read.items()} == frames
+    with loader(tmp_path / "out") as batches:
+        tasks = {index: task for batch in batches for index, task in zip(batch["index"].tolist(), batch["task"], strict=True)}
+    assert tasks == {index: row["task"] for index, row in read.items()}
+    with loader(Dataset(root, **{key: value for key, value in options.items() if key not in ENCODED})) as batches:
+        assert set(tasks.values()) == {task for batch in batches for task in batch["task"]}
+
+
+def test_types_of_a_copy_are_those_of_its_features(root: Path, tmp_path: Path) -> None:
+    of_other_types(root)
+    as_double(root)
+    prepared(root, tmp_path / "out")
+    schema = pq.read_schema(tmp_path / "out" / ROWS)
+    kinds = {"note": pa.string(), "force": pa.float64(), "task_index": pa.int64(), "frame_index": pa.int64()}
+    assert {name: schema.field(name).type for name in kinds} == kinds
+    assert pq.read_table(tmp_path / "out" / ROWS)["note"].to_pylist() == [str(index) for index in range(len(FRAME))]
+    assert schema.equals(pq.read_table(tmp_path / "out" / ROWS).schema)
+    table = pq.read_schema(tmp_path / "out" / TABLE)
+    numbers = {field.name: field.type for field in table if not field.name.endswith(("tasks", "timestamp"))}
+    assert set(numbers.values()) == {pa.int64()}, numbers
+
+
+def test_a_column_that_a_copy_lacks_is_named(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With the feature, as the message says, it is copied."""
+    with_another_column(root)
+    prepared(root, tmp_path / "out")
+    assert "has no feature 'more' for this column of the rows, with which LeRobot does not read the dataset" in caplog.text
+    assert "more" not in pq.read_schema(tmp_path / "out" / ROWS).names
+    edit_info(root, features__more={"dtype": "int64", "shape": [1], "names": None})
+    prepared(root, tmp_path / "more")
+    assert [row["more"] for row in lerobot_reader.read(tmp_path / "more").values()] == list(range(len(FRAME)))
+
+
+def test_times_that_stay_irregular_are_a_warning(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without options, rows are not changed. With the clock, as the warning says, LeRobot reads the copy."""
+    change_rows(root, with_times((FRAME + np.random.default_rng(0).uniform(0, 0.1, len(FRAME))) / FPS))
+    prepared(root, tmp_path / "out")
+    assert re.search(r"timestamps of rows are up to 0\.00\d+ s away from their frames, as in the source", caplog.text)
+    assert delivered(tmp_path / "out") == EVERY
+    with pytest.raises(AssertionError, match="s away"):
+        lerobot_reader.read(tmp_path / "out")
+    caplog.clear()
+    prepared(root, tmp_path / "clock", clock="frame_index")
+    assert lerobot_reader.delivered(tmp_path / "clock", CAMERA) == EVERY
+    assert "away from their frames" not in caplog.text
+
+
+def test_frames_that_cannot_get_regular_times_are_encoded(tmp_path: Path) -> None:
+    """Three frames per row, at rounded times. The option that the message names writes a copy that LeRobot reads."""
+    lengths, fps = [4, 3], 15
+    files = []
+    for episode, length in enumerate(lengths):
+        drawn = encode(draw([3 * length], first=episode), tmp_path / f"{episode}-exact.mp4", h264(12), fps=3 * fps)
+        files.append(tmp_path / f"{episode}.mp4")
+        ffmpeg("-i", drawn, "-c", "copy", "-video_track_timescale", "1000", files[-1])
+    camera = Camera(files, [[n] for n in lengths], SIZE)
+    root = build(tmp_path / "data", lengths, {}, cameras={CAMERA: camera}, fps=fps)
+    frames = expected({episode: list(range(0, 3 * length, 3)) for episode, length in enumerate(lengths)})
+    prepared(root, tmp_path / "out")
+    assert delivered(tmp_path / "out") == frames
+    with pytest.raises(DaliStreamError, match=r"up to 0\.\d+ s away from multiples of 1/fps, and LeRobot .* Give --codec"):
+        prepared(root, tmp_path / "clock", clock="frame_index")
+    prepared(root, tmp_path / "encoded", clock="frame_index", **ENCODED)
+    assert lerobot_reader.delivered(tmp_path / "encoded", CAMERA) == delivered(tmp_path / "encoded") == frames
 
 
 # --------------------------------------------------------------------------------------------------------- verification

@@ -12,13 +12,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.broken import edit_info
-from support.datasets import ODD_CAMERA, ROWS, Column, build, copied
+from support.datasets import ODD_CAMERA, ROWS, Column, build, copied, write_lines
+from support.slow import examples
 from support.videos import CAMERA, EPISODES, FPS, identities, loader
 from support.wild import EVERY, FRAME, NUMBERINGS, change_rows, delivered, expected, with_index, with_times, without_rows
 
 from dali_stream import Dataset, DatasetError, Loader, Mixture, batch_at
 from dali_stream.integrations.lerobot.script import _frames
+from dali_stream.lerobot.rows import row_order
 
 # ------------------------------------------------------------------------------------------------------------ frame_index
 
@@ -79,6 +83,89 @@ def test_a_mixture_numbers_rows_in_the_dataset_that_does_not(root: Path, plain: 
         seen = [tuple(batch[key].tolist()) for batch in batches for key in ("episode_index", "frame_index")]
     pairs = [pair for e, f in zip(seen[::2], seen[1::2], strict=True) for pair in zip(e, f, strict=True)]
     assert sorted(pairs) == sorted(2 * list(EVERY.values()))
+
+
+# ------------------------------------------------------------------------------------------------------- order of the rows
+
+
+def turned(start: int, stop: int) -> list[int]:
+    return list(range(start, stop))[::-1]
+
+
+BACKWARDS = {
+    "each episode": [*turned(0, EPISODES[0]), *turned(EPISODES[0], len(FRAME))],
+    "one episode": [*range(EPISODES[0]), *turned(EPISODES[0], len(FRAME))],
+    "the dataset": turned(0, len(FRAME)),
+    "no order": np.random.default_rng(0).permutation(len(FRAME)).tolist(),
+}
+
+
+@pytest.mark.parametrize("clock", ["timestamp", "frame_index"])
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_rows_are_read_in_the_order_of_frame_index(root: Path, name: str, clock: str) -> None:
+    """With windows, whose actions are those of the frames before and after."""
+    change_rows(root, lambda table: table.take(BACKWARDS[name]))
+    if clock == "frame_index":
+        change_rows(root, lambda table: with_times([0.0] * len(table))(table))
+    dataset = Dataset(root, clock=clock)
+    assert delivered(dataset) == EVERY
+    with loader(dataset, delta_timestamps={"action": [-1 / FPS, 0.0]}, shuffle=False) as batches:
+        for batch in batches:
+            at = batch["index"].numpy()
+            before = at - (FRAME[at] > 0)
+            np.testing.assert_array_equal(batch["action"][:, :, 0], 2.0 * np.stack([before, at], 1))
+
+
+@examples(200)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(-5, 5)), max_size=8), st.sampled_from(["timestamp", "frame_index", ""])
+)
+def test_an_order_is_found_only_where_rows_have_none(rows: list[tuple[int, int]], locates: str) -> None:
+    """Rows whose times or numbers increase are not moved. Others are sorted by numbers, and so must their times be."""
+    times, numbers = np.array(rows, float).reshape(-1, 2).T
+    order = row_order(times, numbers.astype(int), locates)
+    if order is None:
+        by_number = times[np.argsort(numbers)]
+        no_use = locates == "timestamp" and not (np.diff(by_number) > 0).all()
+        assert (np.diff(times) > 0).all() or (np.diff(numbers) > 0).all() or len({*numbers}) < len(numbers) or no_use
+        return
+    assert not (np.diff(times) > 0).all()
+    assert (np.diff(numbers[order]) > 0).all()
+    assert sorted(order.tolist()) == list(range(len(rows)))
+    assert locates != "timestamp" or (np.diff(times[order]) > 0).all()
+
+
+@pytest.mark.parametrize("times", ["as they are", "zeros"])
+def test_rows_without_video_are_read_in_the_order_of_frame_index(odd: Path, tmp_path: Path, times: str) -> None:
+    root = copied(odd, tmp_path)
+    with Loader(odd, batch_size=7, shuffle=False, delta_timestamps={"observation.state": [-0.1, 0.0]}) as whole:
+        expected = list(whole)
+    change_rows(root, lambda table: table.take(np.arange(len(table))[::-1]))
+    if times == "zeros":
+        change_rows(root, with_times([0.0] * 21))
+    with Loader(root, batch_size=7, shuffle=False, delta_timestamps={"observation.state": [-0.1, 0.0]}) as changed:
+        for plain_batch, batch in zip(expected, changed, strict=True):
+            for key in ("observation.state", "frame_index", "index", ODD_CAMERA):
+                assert torch.equal(batch[key], plain_batch[key])
+            assert batch["note"] == plain_batch["note"]
+
+
+@pytest.mark.parametrize("name", ["all 0", "rising", "no column"])
+def test_rows_whose_order_nothing_tells_are_out_of_order(root: Path, name: str) -> None:
+    """The file is not damaged, and the message does not say so. Sorting the rows by their time, as it says, helps."""
+    change_rows(root, lambda table: table.take(BACKWARDS["each episode"]))
+    if name == "no column":
+        change_rows(root, lambda table: table.drop_columns(["frame_index"]))
+    else:
+        change_rows(root, with_index(NUMBERINGS["all 0"] if name == "all 0" else FRAME))
+    with pytest.raises(DatasetError, match=r"Invalid timestamp of row 1 in .*episode \d: must be greater than") as caught:
+        delivered(root)
+    if name == "rising":  # which says that the rows are in order, and contradicts the timestamps
+        assert "The file is damaged" in str(caught.value)
+        return
+    assert "The rows are out of order, and frame_index does not tell their order. Sort the rows" in str(caught.value)
+    change_rows(root, lambda table: table.sort_by([("episode_index", "ascending"), ("timestamp", "ascending")]))
+    assert delivered(root) == EVERY
 
 
 # -------------------------------------------------------------------------------------------------------------- timestamps
@@ -175,6 +262,47 @@ def test_a_feature_without_a_column_is_left_out(root: Path, caplog: pytest.LogCa
 def test_a_required_feature_without_a_column_is_an_error(root: Path) -> None:
     change_rows(root, lambda table: table.drop_columns(["task_index"]))
     with pytest.raises(DatasetError, match=f"Missing column task_index in .*{ROWS}"):
+        delivered(root)
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        (pa.array(np.arange(len(FRAME)), pa.int64()), [str(number) for number in range(len(FRAME))]),
+        (pa.array(np.arange(len(FRAME)) % 2 == 0), ["true", "false"] * (len(FRAME) // 2)),
+        (pa.array(np.arange(len(FRAME)) + 0.5), [f"{number}.5" for number in range(len(FRAME))]),
+    ],
+    ids=["int64", "bool", "double"],
+)
+def test_text_that_is_stored_as_numbers_is_text(root: Path, values: pa.Array, texts: list[str]) -> None:
+    """As pyarrow casts it, and therefore LeRobot."""
+    edit_info(root, features__note={"dtype": "string", "shape": [1], "names": None})
+    change_rows(root, lambda table: table.append_column("note", values))
+    with loader(root) as batches:
+        found = {index: text for batch in batches for index, text in zip(batch["index"].tolist(), batch["note"], strict=True)}
+    assert found == dict(enumerate(texts))
+
+
+# ------------------------------------------------------------------------------------------------------------------- tasks
+
+
+def test_v3_with_the_tasks_of_v2_has_tasks(root: Path) -> None:
+    (root / "meta/tasks.parquet").unlink()
+    write_lines(root / "meta/tasks.jsonl", [{"task_index": 0, "task": "look"}])
+    dataset = Dataset(root)
+    assert dataset.tasks == {0: "look"}
+    with loader(dataset) as batches:
+        assert {text for batch in batches for text in batch["task"]} == {"look"}
+
+
+def test_tasks_of_v2_beside_those_of_v3_are_not_read(root: Path, plain: Path) -> None:
+    write_lines(root / "meta/tasks.jsonl", [{"task_index": 0, "task": "another"}])
+    assert Dataset(root).tasks == Dataset(plain).tasks
+
+
+def test_without_a_file_of_tasks_the_message_says_so(root: Path) -> None:
+    (root / "meta/tasks.parquet").unlink()
+    with pytest.raises(DatasetError, match=r"No file .*meta/tasks.parquet, which must name task_index 0 of the rows. Copy"):
         delivered(root)
 
 

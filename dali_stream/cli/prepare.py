@@ -70,8 +70,9 @@ def prepare(
 ) -> None:
     """Rewrite a dataset of any version as LeRobot v3.0, with smaller frames, another codec, other files or fewer episodes.
 
-    Without options, rows and encoded frames are copied without a change. Every file is verified before it gets its
-    name. After an interruption, the same command continues. OUT becomes a dataset when all files are written.
+    Without options, rows and encoded frames are copied without a change, except for what LeRobot does not read. Every file
+    is verified before it gets its name. After an interruption, the same command continues. OUT becomes a dataset when all
+    files are written.
     """
     from dali_stream.tools.preparation.run import prepare as run
     from dali_stream.tools.preparation.run import status

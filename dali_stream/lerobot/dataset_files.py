@@ -103,7 +103,9 @@ class DatasetFiles:
         if len(self.table.index) > _MANY:
             pa.default_memory_pool().release_unused()
             trim_memory()
-        self._take(selection.rows(self.table.index, episodes, episode_filter, self.episode_columns), None)
+        rows = selection.rows(self.table.index, episodes, episode_filter, self.episode_columns)
+        self.table.check_videos(rows, self.cameras, self.store)
+        self._take(rows, None)
 
     def _take(self, rows: npt.NDArray[np.int64], ranges: FrameRanges | None) -> None:
         """Select the episodes in some rows of the table, and the frames in `ranges`, or all frames if `ranges` is None."""
@@ -164,8 +166,8 @@ class DatasetFiles:
 
     @cached_property
     def tasks(self) -> dict[int, str]:
-        """Tasks {task_index: task} from `meta/tasks.parquet` or `meta/tasks.jsonl`."""
-        return v2.read_tasks(self.store) if self.info.is_v2 else v3.read_names(self.store, v3.TASKS, "task_index")
+        """Tasks {task_index: task} from the file `tasks_place`."""
+        return v2.read_tasks(self.store) if self.tasks_place == v2.TASKS else v3.read_names(self.store, v3.TASKS, "task_index")
 
     @cached_property
     def subtasks(self) -> dict[int, str]:
@@ -187,10 +189,11 @@ class DatasetFiles:
         """Statistics in the files of the dataset, even if the user passed others."""
         return v2.read_aggregated_stats(self.store, self.info) if self.info.is_v2 else read_stats(self.store)
 
-    @property
+    @cached_property
     def tasks_place(self) -> str:
-        """Path of the file that contains `tasks`."""
-        return v2.TASKS if self.info.is_v2 else v3.TASKS
+        """Path of the file that contains `tasks`. Some exporters of v3.0 write that of v2.x, which is read if it is alone."""
+        is_v2 = self.info.is_v2 or (not self.store.exists(v3.TASKS) and self.store.exists(v2.TASKS))
+        return v2.TASKS if is_v2 else v3.TASKS
 
     @property
     def stats_place(self) -> str:
@@ -217,9 +220,22 @@ class DatasetFiles:
         """Keys of the cameras whose frames are images in rows."""
         return tuple(key for key in self.cameras if key not in self.videos)
 
-    def names_place(self, key: str) -> str:
-        """Return the address of the file that contains the names of `key`, "task" or "subtask", for messages."""
-        return self.store.where(self.tasks_place if key == "task" else v3.SUBTASKS)
+    def unknown_name(self, key: str, number: int) -> DatasetError:
+        """Return the error for rows whose task or subtask has no name.
+
+        Args:
+            key: Either "task" or "subtask".
+            number: Value of the rows.
+        """
+        path, names = (self.tasks_place, self.tasks) if key == "task" else (v3.SUBTASKS, self.subtasks)
+        if not self.store.exists(path):
+            return DatasetError(
+                f"No file {self.store.where(path)}, which must name {key}_index {number} of the rows. Copy or fetch it again"
+            )
+        return DatasetError(
+            f"{self.store.where(path)}: rows of the dataset refer to {key}_index {number}, which is missing. The file has "
+            f"{len(names)}. Copy the dataset again"
+        )
 
     def seconds(self, rows: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
         """Return the times of some rows of an episode, in seconds from its beginning.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.errors import DatasetError
+from dali_stream.checks.arrays import NONE
+from dali_stream.errors import DatasetError, counted
 from dali_stream.lerobot.info import INFO, Info
 from dali_stream.mp4.counting import Count, FileCount, FileEpisodes, count_rows
 from dali_stream.mp4.index import VideoIndex
@@ -25,7 +26,7 @@ class Files:
 
     Attributes:
         paths: Path to each file.
-        index: Number of each episode's file in `paths`, shape (E,).
+        index: Number of each episode's file in `paths`, shape (E,). `NONE` for an episode without a file.
     """
 
     paths: list[str]
@@ -61,7 +62,8 @@ class Episodes:
         first_row: Value of the feature `index` at the first frame of each episode, shape (E,).
         data: Parquet file of each episode.
         video: MP4 file of each episode, for each camera.
-        start: Seconds at which each episode begins in its MP4 file (`from_timestamp`), shape (E,), for each camera.
+        start: Seconds at which each episode begins in its MP4 file (`from_timestamp`), shape (E,), for each camera. 0 for an
+            episode without video of the camera.
         stop: Seconds at which the next episode begins in the same MP4 file, shape (E,), for each camera. Infinite for the
             last episode of a file.
         to_timestamp: Seconds at which each episode ends according to the metadata, shape (E,), for each camera. Infinite if
@@ -79,6 +81,27 @@ class Episodes:
     stop: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     to_timestamp: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     tables: list[str] = field(default_factory=list)
+
+    def check_videos(self, rows: npt.NDArray[np.int64], cameras: Collection[str], store: Store) -> None:
+        """Check that some episodes have a video file of each camera.
+
+        Args:
+            rows: Rows of the episodes in the table.
+            cameras: Keys of the selected cameras, for the message.
+            store: Store of the dataset.
+
+        Raises:
+            DatasetError: If an episode has no file of a camera.
+        """
+        lacks = {camera: self.index[rows[files.index[rows] == NONE]] for camera, files in self.video.items()}
+        lacks = {camera: episodes for camera, episodes in lacks.items() if len(episodes)}
+        for camera, episodes in lacks.items():
+            others = f", and of {counted(len(episodes) - 1, 'other episode')}" if len(episodes) > 1 else ""
+            raise DatasetError(
+                f"No video of camera {camera!r} in episode {episodes[0]}{others}: {store.where('meta/episodes')} lacks its "
+                f"chunk_index or file_index. Leave such episodes out with episodes=, or the camera with "
+                f"cameras={[key for key in cameras if key not in lacks]}"
+            )
 
     def interval(self, camera: str, row: int) -> tuple[float, float]:
         """Return the interval [start, stop) of an episode in its MP4 file, in seconds, by its row in the table."""
@@ -151,7 +174,8 @@ def check_episodes(table: Mapping[str, npt.NDArray[Any]], where: str, store: Sto
         refuse(promised != length, "length must be dataset_to_index - dataset_from_index")
     for name, values in table.items():
         if name.endswith(("chunk_index", "file_index")):
-            refuse((values < 0) | (values > 1 << 40), f"{name} must be the number of a file")
+            is_missing = (values == NONE) & name.startswith("videos/")  # see `Episodes.check_videos`
+            refuse(((values < 0) & ~is_missing) | (values > 1 << 40), f"{name} must be the number of a file")
         if name.endswith("timestamp"):
             refuse(~np.isfinite(values) | (np.abs(values) > 1e9), f"{name} must be a time in seconds")
         if name.endswith("/to_timestamp"):

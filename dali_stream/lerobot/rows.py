@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from dali_stream.checks.arrays import Int64
 from dali_stream.errors import DatasetError, StorageError, counted
 from dali_stream.lerobot.arrow import to_numpy
-from dali_stream.lerobot.dataset_files import NEEDED, DatasetFiles
+from dali_stream.lerobot.dataset_files import CLOCKS, NEEDED, DatasetFiles
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.parquet import parquet_errors
 from dali_stream.lerobot.row_file import EPISODE_INDEX, RowFile
@@ -45,10 +46,13 @@ class RowReader:
     ) -> None:
         self._dataset, self._store = dataset, store or dataset.data_store
         self._memory, self._warned = memory or RowMemory(), False
-        self._features = {k: f for k, f in dataset.features.items() if not f.is_video and (keys is None or k in keys)}
+        # The columns of `CLOCKS` are always read, since they determine the order of the rows.
+        wanted = dataset.features.keys() if keys is None else {key for key in dataset.features if key in keys or key in CLOCKS}
+        self._features = {key: f for key, f in dataset.features.items() if not f.is_video and key in wanted}
         self._files = RowFiles(dataset, self._store, self._features)
         self._row_bytes = dataset.row_bytes
         self._locates = dataset.clock if dataset.videos else ""  # column that locates frames
+        self._checks = bool(self._locates) and (keys is None or self._locates in keys)
         self._piece = min(_PIECE, self._memory.largest)  # bytes that are decoded at a time if one episode's rows are read
         self._once = Once()
         self._expected: dict[int, list[int]] = {}  # {number of the file: episodes that will be read next}
@@ -267,32 +271,63 @@ class RowReader:
                         values.slice(start, length), feature, f"{where}: {key}", image,
                         dtype=_exact(key, feature), leave_out=key not in NEEDED,
                     )  # fmt: skip
-        if self._locates and self._locates in columns:
-            _CHECKS[self._locates](where, columns[self._locates])
-        if "timestamp" in columns:  # compared above before it is rounded
-            columns["timestamp"] = columns["timestamp"].astype(self._features["timestamp"].numpy)
+        if (order := row_order(columns["timestamp"], columns["frame_index"], self._locates)) is not None:
+            columns = {key: values[order] for key, values in columns.items()}
+        if self._checks and self._locates == "frame_index":
+            check_counting(where, columns["frame_index"])
+        elif self._checks:
+            check_rising(where, columns["timestamp"], columns["frame_index"] if "frame_index" in group.columns else None)
+        # They were compared before they are rounded.
+        columns["timestamp"] = columns["timestamp"].astype(self._features["timestamp"].numpy)
         return columns
 
 
-def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
+def row_order(timestamp: npt.NDArray[Any], frame_index: npt.NDArray[Any], locates: str) -> Int64 | None:
+    """Return the order in which the rows of an episode are read. None if they are read as they are stored.
+
+    Rows whose timestamps do not increase are read in increasing order of `frame_index`, if its values are distinct and, where
+    timestamps locate frames, if the timestamps increase in that order.
+
+    Args:
+        timestamp: Timestamps in seconds, shape (L,).
+        frame_index: Values of the rows, shape (L,).
+        locates: Column that locates frames: "timestamp", "frame_index", or "" for a dataset without video.
+    """
+    if _rises(frame_index) or _rises(timestamp):
+        return None
+    order = np.argsort(frame_index, kind="stable")
+    if not _rises(frame_index[order]) or (locates == "timestamp" and not _rises(timestamp[order])):
+        return None
+    return order
+
+
+def _rises(values: npt.NDArray[Any]) -> bool:
+    """Return whether each value is greater than the previous one, and the first is a number."""
+    return bool((values[:1] > -np.inf).all() and (values[1:] > values[:-1]).all())  # NaN is not greater than any number
+
+
+def check_rising(where: str, timestamp: npt.NDArray[Any], frame_index: npt.NDArray[Any] | None = None) -> None:
     """Check that the timestamps of an episode increase. Otherwise, a row could get the frame of another row.
 
     Args:
         where: Address of the file and the episode, for the message.
         timestamp: Timestamps in seconds, shape (L,).
+        frame_index: Values of the rows, shape (L,). They tell whether only the order of the rows is wrong. Default: None, for
+            rows without this column.
 
     Raises:
         DatasetError: If a timestamp is not greater than that of the previous row, or if the first is not a number.
     """
-    # NaN is not greater than any number.
-    wrong = np.append(~(timestamp[:1] > -np.inf), ~(timestamp[1:] > timestamp[:-1]))
-    if wrong.any():
-        row = int(np.argmax(wrong))
-        allowed = f"greater than {timestamp[row - 1]:.4f} s, that of row {row - 1}" if row else "a finite number"
-        raise DatasetError(
-            f"Invalid timestamp of row {row} in {where}: must be {allowed}, got {timestamp[row]:.4f} s. The file is damaged, "
-            "so copy or record it again"
+    if _rises(timestamp):
+        return
+    row = int(np.argmax(np.append(~(timestamp[:1] > -np.inf), ~(timestamp[1:] > timestamp[:-1]))))
+    allowed = f"greater than {timestamp[row - 1]:.4f} s, that of row {row - 1}" if row else "a finite number"
+    advice = "The file is damaged, so copy or record it again"
+    if _rises(np.sort(timestamp)) and (frame_index is None or not _rises(frame_index)):
+        advice = (
+            "The rows are out of order, and frame_index does not tell their order. Sort the rows of each episode by timestamp"
         )
+    raise DatasetError(f"Invalid timestamp of row {row} in {where}: must be {allowed}, got {timestamp[row]:.4f} s. {advice}")
 
 
 def check_counting(where: str, frame_index: npt.NDArray[Any]) -> None:
@@ -314,7 +349,6 @@ def check_counting(where: str, frame_index: npt.NDArray[Any]) -> None:
         )
 
 
-_CHECKS = {"timestamp": check_rising, "frame_index": check_counting}  # checks of the column that locates frames, by clock
 _TOGETHER = 1 << 20  # maximum size of row groups that are read together for several episodes, in bytes
 _PIECE = 4 << 20  # maximum number of bytes that are decoded at a time if the rows of a single episode are read
 _LARGEST = 1 << 30  # maximum memory of row groups that take far more memory than their file, in bytes

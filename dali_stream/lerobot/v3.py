@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from dali_stream.checks.arrays import NONE
 from dali_stream.checks.file_content import from_json
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot.episode_table import Episodes, Files, check_episodes, wrong_total
@@ -28,13 +31,15 @@ VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.m
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 TASKS = "meta/tasks.parquet"
 SUBTASKS = "meta/subtasks.parquet"
+_INTEGERS = ("episode_index", "length", "dataset_from_index", "dataset_to_index")
 _FEW_ROWS = 1 << 20  # maximum number of episodes of a dataset whose info.json has no total
 
 
 def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
     """Read the episode table, without the columns of statistics and of other cameras.
 
-    The columns that locate rows may be missing, since rows can be found by their `episode_index`. See `RowReader`.
+    The columns that locate rows may be missing, since rows can be found by their `episode_index`. See `RowReader`. An episode
+    may lack the numbers of a camera's file, and then has no video of it. See `Episodes.check_videos`.
 
     Raises:
         DatasetError: If a column is missing, or if the numbers contradict each other or `info.json`.
@@ -61,14 +66,20 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
     _check_apart(
         table["episode_index"], np.repeat(np.arange(len(parts)), [len(p["length"]) for p in parts])[by_index], names, store
     )
+    has_video = {}
+    for camera in cameras:
+        has_video[camera] = np.all([table[f"videos/{camera}/{name}_index"] != NONE for name in ("chunk", "file")], 0)
+        for name in {f"videos/{camera}/{end}_timestamp" for end in ("from", "to")} & table.keys():
+            table[name] = np.where(has_video[camera], table[name].astype(np.float64), 0.0)
     check_episodes(table, store.where("meta/episodes"), store, info)
     index, length = table["episode_index"], table["length"]
     zeros, never = np.zeros(len(index), np.int64), np.full(len(index), np.inf)
     video, start = {}, {}
-    for camera in cameras:
-        places = table[f"videos/{camera}/chunk_index"], table[f"videos/{camera}/file_index"]
-        video[camera] = _files(video_path, *places, video_key=camera)
-        start[camera] = table[f"videos/{camera}/from_timestamp"].astype(np.float64)
+    for camera, exists in has_video.items():
+        chunk, file = (table[f"videos/{camera}/{name}_index"][exists] for name in ("chunk", "file"))
+        files, number = _files(video_path, chunk, file, video_key=camera), np.full(len(index), NONE)
+        number[exists] = files.index
+        video[camera], start[camera] = Files(files.paths, number), table[f"videos/{camera}/from_timestamp"]
     return Episodes(
         index=index,
         length=length,
@@ -77,7 +88,7 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
         video=video,
         start=start,
         stop={camera: _next_start(video[camera].index, start[camera]) for camera in cameras},
-        to_timestamp={camera: table.get(f"videos/{camera}/to_timestamp", never).astype(np.float64) for camera in cameras},
+        to_timestamp={camera: table.get(f"videos/{camera}/to_timestamp", never) for camera in cameras},
         tables=names,
     )
 
@@ -141,8 +152,24 @@ def read_episode_columns(store: Store, paths: Sequence[str], *, stats: bool) -> 
     Raises:
         DatasetError: If a file is broken.
     """
-    parts = [read_parquet(store, path, lambda name: stats or not name.startswith("stats/")) for path in paths]
+    parts = [regular(read_parquet(store, path, lambda name: stats or not name.startswith("stats/"))) for path in paths]
     return pa.concat_tables(parts, promote_options="default").sort_by("episode_index")
+
+
+def regular(part: pa.Table) -> pa.Table:
+    """Return a part of the episode table with the types that LeRobot writes: int64 for integers, and double for times.
+
+    pandas stores integers as double if one is missing. Columns that cannot be converted are left as they are.
+    """
+    for place, name in enumerate(part.column_names):
+        kind = pa.int64() if name in _INTEGERS or name.endswith(("/chunk_index", "/file_index")) else pa.float64()
+        if (kind == pa.int64() or name.endswith("_timestamp")) and part[name].type != kind:
+            with suppress(pa.ArrowException):  # a camera that nobody reads may have other values
+                column = part[name]
+                if pa.types.is_floating(column.type):
+                    column = pc.if_else(pc.is_nan(column), None, column)
+                part = part.set_column(place, name, column.cast(kind))
+    return part
 
 
 def read_names(store: Store, path: str, index: str) -> dict[int, str]:
@@ -164,12 +191,7 @@ def read_names(store: Store, path: str, index: str) -> dict[int, str]:
     if not store.exists(path):
         return {}
     table = read_parquet(store, path, row_bytes=0)
-    try:
-        stored = from_json((table.schema.metadata or {}).get(b"pandas", b"{}"))
-        columns = [c for c in stored.get("index_columns", []) if isinstance(c, str)] if isinstance(stored, dict) else []
-    except ValueError:
-        columns = []
-    names = [c for c in (*columns, "task", "subtask", "__index_level_0__") if c in table.column_names]
+    names = [c for c in (*_pandas_index(table), "task", "subtask", "__index_level_0__") if c in table.column_names]
     if not names or index not in table.column_names:
         raise DatasetError(
             f"Invalid columns in {store.where(path)}: must be {index} and a column of names, got {table.column_names}"
@@ -179,6 +201,24 @@ def read_names(store: Store, path: str, index: str) -> dict[int, str]:
     if not all(isinstance(k, int) and isinstance(v, str) for k, v in pairs.items()):
         raise DatasetError(f"Invalid columns in {store.where(path)}: {index} must hold integers and {names[0]} strings")
     return pairs
+
+
+def has_regular_tasks(store: Store) -> bool:
+    """Return whether `meta/tasks.parquet` has the form that LeRobot needs: the pandas index has names, and row n has task n."""
+    if not store.exists(TASKS):
+        return False
+    table = read_parquet(store, TASKS, row_bytes=0)
+    is_index = any(name in table.column_names for name in _pandas_index(table))
+    return is_index and list(read_names(store, TASKS, "task_index")) == list(range(len(table)))
+
+
+def _pandas_index(table: pa.Table) -> list[str]:
+    """Return the columns that are the pandas index of a table, according to its metadata."""
+    try:
+        stored = from_json((table.schema.metadata or {}).get(b"pandas", b"{}"))
+        return [c for c in stored.get("index_columns", []) if isinstance(c, str)] if isinstance(stored, dict) else []
+    except ValueError:
+        return []
 
 
 def tasks_table(tasks: Mapping[int, str], name: str | None = "task") -> pa.Table:
@@ -215,22 +255,27 @@ def _numbers(store: Store, path: str, needed: list[str], optional: list[str], in
         if rows > (_FEW_ROWS if info.episodes is None else info.episodes):  # a few bytes may encode millions of rows
             raise wrong_total("episodes", rows, store.where(path), info.episodes, store)
         wanted = [name for name in (*needed, *optional) if name in names]
+        may_be_null = {name for name in wanted if name.startswith("videos/")}  # see `read_episodes`
         kinds = {name: parquet.schema_arrow.types[names.index(name)] for name in wanted}
-        wrong = [name for name, kind in kinds.items() if not (pa.types.is_integer(kind) or pa.types.is_floating(kind))]
+        wrong = [
+            name
+            for name, kind in kinds.items()
+            if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or (pa.types.is_null(kind) and name in may_be_null))
+        ]
         if not wrong:  # only columns of numbers are sure to have one value per row
             table = parquet.read(columns=wanted, use_threads=False)
-            wrong = [name for name in wanted if table[name].null_count]
+            wrong = [name for name in wanted if table[name].null_count and name not in may_be_null]
         if wrong:
             raise DatasetError(f"Invalid column {wrong[0]} in {store.where(path)}: must hold a number for each episode")
         columns = {name: table[name].to_numpy() for name in wanted}
         where = store.where(path)
-        return {n: v if n.endswith("timestamp") else _integers(v, n, kinds[n], where) for n, v in columns.items()}
+        return {n: v.astype(float) if n.endswith("timestamp") else _integers(v, n, where) for n, v in columns.items()}
 
 
-def _integers(values: npt.NDArray[Any], name: str, kind: pa.DataType, where: str) -> npt.NDArray[np.int64]:
-    """Return numbers as int64. Raises DatasetError if a number is not whole, or if episodes are numbered by floats."""
-    if name == "episode_index" and values.dtype.kind == "f":
-        raise DatasetError(f"Invalid column {name} in {where}: must hold integers, got {kind}. Export the dataset again")
+def _integers(values: npt.NDArray[Any], name: str, where: str) -> npt.NDArray[np.int64]:
+    """Return numbers as int64, and `NONE` for those of a video that are missing. Raises DatasetError if one is not whole."""
+    if name.startswith("videos/") and values.dtype.kind != "i":
+        values = np.where(np.isnan(values.astype(float)), NONE, values)
     with np.errstate(invalid="ignore"):
         cut = values.astype(np.int64)
     if (wrong := cut != values).any():

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from dali_stream.checks.arrays import Array
-from dali_stream.errors import DaliStreamError, DatasetError
+from dali_stream.errors import DaliStreamError
 from dali_stream.lerobot.arrow import parse_annotations
 from dali_stream.order import windows
 from dali_stream.order.uniforms import uniforms
@@ -111,13 +111,9 @@ def take_texts(config: Config, table: EpisodeTable, samples: Samples, values: di
             numbers = table.gather(index, samples.episode, samples.frame).tolist()
             try:
                 texts[key] = [tables[d][n] for d, n in zip(which, numbers, strict=True)]
-            except KeyError as error:
-                place = next(d for d, n in zip(which, numbers, strict=True) if n not in tables[d])
-                where = source.parts[place].dataset.names_place(key)
-                raise DatasetError(
-                    f"{where}: rows of the dataset refer to {index} {error}, which is missing. The file has "
-                    f"{len(tables[place])}. Copy the dataset again"
-                ) from error
+            except KeyError:
+                place, number = next((d, n) for d, n in zip(which, numbers, strict=True) if n not in tables[d])
+                raise source.parts[place].dataset.unknown_name(key, number) from None
     if dataset_names := source.dataset_names:
         texts[DATASET] = [dataset_names[d] for d in which]
     return texts

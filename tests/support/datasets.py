@@ -384,6 +384,7 @@ def enrich(root: Path) -> None:
     depth = json.loads(json.dumps(features[TOP]))
     depth["info"]["video.is_depth_map"] = True
     features |= {DEPTH: depth, "language_events": {"dtype": "language", "shape": [1], "names": None}}
+    features["matrix"] = {"dtype": "float32", "shape": [-1, 2], "names": None}
     change_info(root, features=features, robot_type="a robot", mine={"kept": [1, None]}, chunks_size=2)
     shutil.copytree(root / "videos" / TOP, root / "videos" / DEPTH)
 

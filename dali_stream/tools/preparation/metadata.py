@@ -28,11 +28,13 @@ from dali_stream.tools.preparation import rows
 from dali_stream.tools.preparation.place import Json
 from dali_stream.tools.preparation.plan import DATA_MB, VIDEO_MB, Plan, encoded_cameras, path_of
 from dali_stream.tools.preparation.state import STATE
+from dali_stream.tools.preparation.video import LEROBOT_TOLERANCE_S
 from dali_stream.tools.work import grouped
 
 AT_THE_ROOT = ("README.md", "README", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
 _log = logging.getLogger("dali_stream")
 _EPISODES = 1000  # episodes per part of the episode table, for v2.x
+_MOST_TASKS = 1 << 16  # number of tasks up to which unused numbers are filled
 _GONE = ("total_chunks", "total_videos")  # entries of info.json in v2.x that v3.0 does not have
 # Entries of newer LeRobot versions that are no longer true after encoding again.
 _UNTRUE = ("video.fast_decode", "video.video_backend", "video.extra_options")
@@ -51,30 +53,56 @@ def files(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], report: Json)
         notes: {path of an output file: note of its task}.
         report: Report of the run.
     """
-    recounted = any(note.get("recounted") for note in notes.values())
-    plan = Plan(plan.header | {"recounted": recounted}, plan.tasks)
+    recounted = {key for note in notes.values() for key in note.get("recounted", ())}
+    recounted |= {"index", "episode_index"} if plan.header["renumber"] else set()
+    plan = Plan(plan.header | {"recounted": sorted(recounted)}, plan.tasks)
     head, columns = plan.header, _columns(plan, notes)
     # Types are inferred from all episodes, since a part of them may lack a value, or have integers only.
     types = {name: pa.infer_type(list(values.values())) for name, values in columns.items()}
     parts = [(_renewed(source, head, columns, types), nbytes) for source, nbytes in _episode_tables(dataset)]
     stats = _stats(dataset, plan, columns, notes, [part for part, _ in parts])
-    other_files = (v2.EPISODES, v2.TASKS, v2.EPISODES_STATS, v3.TASKS) if dataset.info.is_v2 else ()
-    skipped = {INFO, STATE, *dataset.table.tables, *other_files, *([] if stats is None else [STATS])}
+    if (np.diff(np.concatenate([part["episode_index"].to_numpy() for part, _ in parts])) < 0).any():
+        whole = pa.concat_tables([part for part, _ in parts], promote_options="default").sort_by("episode_index")
+        parts = [(whole, sum(nbytes for _, nbytes in parts))]
+    writes_tasks = len(dataset.tasks) > 0 and not v3.has_regular_tasks(dataset.store)
+    skipped = {INFO, STATE, v2.EPISODES, v2.TASKS, v2.EPISODES_STATS, *dataset.table.tables}
+    skipped |= {path for path, is_written in ((STATS, stats is not None), (v3.TASKS, writes_tasks)) if is_written}
     kept = [name for name in dataset.store.files("meta") if name not in skipped and not name.startswith("meta/prepare/")]
     for name in (*kept, *filter(dataset.store.exists, AT_THE_ROOT)):
         yield name, dataset.store.read_all(name)
-    if dataset.info.is_v2:
-        yield v3.TASKS, _encoded(v3.tasks_table(dict(sorted(dataset.tasks.items()))))
+    if writes_tasks:
+        yield v3.TASKS, _encoded(v3.tasks_table(_regular_tasks(dataset)))
     yield from _episode_files(head, parts)
     if stats:
         yield STATS, json.dumps(stats, indent=4).encode()
+    _warn_of_times(notes)
     yield INFO, json.dumps(_info(dataset, head, report, columns["episode_index"]), indent=4).encode()
+
+
+def _warn_of_times(notes: Mapping[str, Json]) -> None:
+    """Log a warning if frames are so far from the times of their rows that LeRobot does not read them."""
+    away = {path: note["away_s"] for path, note in notes.items() if note.get("away_s", 0) > LEROBOT_TOLERANCE_S}
+    if away:
+        path = max(away, key=lambda each: away[each])
+        _log.warning(
+            "%s: timestamps of rows are up to %.5f s away from their frames, as in the source. A Loader reads them, LeRobot "
+            "only with a larger tolerance_s. --clock frame_index, or a larger --tolerance-s, writes regular times",
+            path, away[path],
+        )  # fmt: skip
 
 
 def _encoded(table: pa.Table) -> bytes:
     out = io.BytesIO()
     pq.write_table(table, out)
     return out.getvalue()
+
+
+def _regular_tasks(dataset: Dataset) -> dict[int, str]:
+    """Return the tasks in the order of their numbers. Unused numbers get an empty name, since LeRobot finds tasks by place."""
+    numbers = range(max(dataset.tasks, default=-1) + 1)
+    if len(numbers) > _MOST_TASKS:
+        return dict(sorted(dataset.tasks.items()))
+    return {number: dataset.tasks.get(number, "") for number in numbers}
 
 
 # ---- info.json
@@ -86,8 +114,8 @@ def _info(dataset: Dataset, head: Json, report: Json, new_index: Mapping[int, in
     fps = int(dataset.fps) if dataset.fps == int(dataset.fps) else dataset.fps
     if dataset.info.is_v2:
         features = {key: each if each.get("dtype") == "video" else each | {"fps": fps} for key, each in features.items()}
-        info = {"total_tasks": len(dataset.tasks)} | {key: value for key, value in info.items() if key not in _GONE}
-        info |= {"codebase_version": "v3.0", "fps": fps}  # without total_tasks, LeRobot reads no tasks
+        info = {"total_tasks": 0} | {key: value for key, value in info.items() if key not in _GONE}
+        info |= {"codebase_version": "v3.0", "fps": fps}
     else:
         info |= {"codebase_version": dataset.version, "fps": dataset.fps}  # LeRobot does not read other spellings
     features.setdefault(FRAME_INDEX, head["features"][FRAME_INDEX])
@@ -95,6 +123,7 @@ def _info(dataset: Dataset, head: Json, report: Json, new_index: Mapping[int, in
         features[key] = _encoded_feature(Feature(features[key]), head["cameras"][key], fps)
     size = head["options"].get("file_mb")
     info |= {
+        "total_tasks": len(_regular_tasks(dataset)),  # LeRobot reads no tasks without it
         "total_episodes": report["episodes"],
         "total_frames": report["frames"],
         "chunks_size": head["chunks_size"],
@@ -164,10 +193,8 @@ def _values(head: Json, camera: str, episode: Json, note: Json) -> Json:
     else:
         first, stop = episode["first"], episode["first"] + length
         values = {"episode_index": new, "dataset_from_index": first, "dataset_to_index": stop}
-        changed = {"index": np.arange(first, stop), "episode_index": np.full(length, new)} if head["renumber"] else {}
-        if head["recounted"]:
-            changed["frame_index"] = np.arange(length)
-        stats = {key: table_stats(own) for key, own in changed.items()}
+        counted = {"index": np.arange(first, stop), "episode_index": np.full(length, new), "frame_index": np.arange(length)}
+        stats = {key: table_stats(counted[key]) for key in head["recounted"]}
         if head["regular"]:
             stats["timestamp"] = note["times"][str(new)]
     return values | {f"stats/{key}/{name}": value for key, own in stats.items() for name, value in own.items()}
@@ -229,8 +256,8 @@ def _stats(dataset: Dataset, plan: Plan, columns: Columns, notes: Mapping[str, J
     encoded = encoded_cameras(head)
     keys = [key for key in dict.fromkeys((*stored, *encoded)) if key in head["features"]]
     # All statistics change if episodes are left out. Otherwise only those of encoded cameras, of regular timestamps and of
-    # frame indices that were counted again do.
-    own = [*encoded, *(["timestamp"] if head["regular"] else []), *(["frame_index"] if head["recounted"] else [])]
+    # numbers that were counted again do.
+    own = [*encoded, *(["timestamp"] if head["regular"] else []), *head["recounted"]]
     changed = {*keys} if head["renumber"] else {*own}.intersection(keys)
     if not changed and dataset.stored_stats_place == STATS and len(keys) == len(stored):
         return None
@@ -278,7 +305,7 @@ def _episode_tables(dataset: Dataset) -> Iterator[tuple[pa.Table, int]]:
     """
     if not dataset.info.is_v2:
         for name in dataset.table.tables:
-            yield read_parquet(dataset.store, name), dataset.store.size(name)
+            yield v3.regular(read_parquet(dataset.store, name)), dataset.store.size(name)
         return
     lines = {entry["episode_index"]: entry for _, entry in read_lines(dataset.store, v2.EPISODES)}
     index = dataset.table.index

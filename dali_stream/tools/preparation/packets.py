@@ -57,12 +57,16 @@ class Run:
     def times(self, fps: float) -> Int64:
         """Return the times of the packets in the source, in ticks. Hidden frames are moved away from the displayed ones.
 
-        The first displayed frame may follow a hidden one within any time. A frame between them is enough that no row of the
-        new file, which has no edit list, is nearest to a hidden frame.
+        The first displayed frame may follow a hidden one within any time. If it does so by less than a frame, the hidden ones
+        are moved, so that no row of the new file, which has no edit list, is nearest to one of them.
         """
         place, displayed = self.index.display_place[self.start : self.stop], self.index.displayed
-        side = (place >= displayed.stop).astype(np.int64) - (place < displayed.start)
-        pts: Int64 = self.index.pts(slice(self.start, self.stop)) + side * frame_ticks(self.index, fps)
+        pts: Int64 = self.index.pts(slice(self.start, self.stop))
+        hidden = (place < displayed.start, -1, displayed.start), (place >= displayed.stop, 1, displayed.stop)
+        for is_hidden, sign, edge in hidden:
+            if is_hidden.any():
+                distance = int(self.index.shown_at[edge] - self.index.shown_at[edge - 1])
+                pts = pts + sign * is_hidden * max(frame_ticks(self.index, fps) - distance, 0)
         return pts
 
 
@@ -86,6 +90,21 @@ def needed(index: VideoIndex, packets: Int64) -> tuple[int, int]:
     after = np.searchsorted(index.keyframes, packets.max(), side="right")
     stop = int(index.keyframes[after]) if after < len(index.keyframes) else len(index)
     return int(index.decode_starts(packets).min()), stop
+
+
+def since(index: VideoIndex, start: float, shown: Int64) -> Int64:
+    """Return the packets of an episode's rows, and of the frames from its start to its first row, whose rows were removed.
+
+    Without these frames, a gap would precede the episode in a new file, and LeRobot, which counts frames, reads no such file.
+
+    Args:
+        index: Index of the file.
+        start: Time at which the episode begins, in seconds.
+        shown: Packets of the rows.
+    """
+    first, stop = index.displayed.start, int(index.display_place[shown[0]])
+    before = index.shown_at[first:stop] / index.timescale >= start - 0.5 / index.timescale
+    return np.append(index.display_order[first:stop][before], shown)
 
 
 def add(runs: list[Run], index: VideoIndex, packets: Int64) -> Run:

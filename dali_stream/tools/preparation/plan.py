@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -43,6 +44,7 @@ from dali_stream.tools.preparation.place import Json, content_hash
 from dali_stream.tools.work import grouped, in_threads
 
 VERSION = 4  # must be increased when the output for the same dataset and options changes
+_log = logging.getLogger("dali_stream")
 DATA_MB, VIDEO_MB = 100, 200  # default sizes of files, as in LeRobot
 
 
@@ -93,9 +95,7 @@ def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
     features.setdefault(FRAME_INDEX, dict(dataset.features[FRAME_INDEX]))
     cameras = {key: spec for key, feature in features.items() if (spec := _camera(key, Feature(feature), options)) is not None}
     _check_apart(cameras)
-    others = info["features"].keys() - features.keys() - {*dataset.absent}
-    images = [key for key, feature in info["features"].items() if feature.get("dtype") == "image" and key in others]
-    without = images + [key for key, spec in cameras.items() if spec["mode"] == "images"]
+    in_rows = {key: feature for key, feature in features.items() if key not in cameras and feature.get("dtype") != "video"}
     regular = dataset.clock == "frame_index" or dataset.tolerance_s > TOLERANCE / dataset.fps
     size = info.get("chunks_size")
     return {
@@ -103,7 +103,7 @@ def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
         "dataset": _identity(dataset, info),
         "options": options.as_dict(),
         "cameras": cameras,
-        "without": without,
+        "columns": {key: (feature.get("dtype"), _list_depth(feature.get("shape"))) for key, feature in in_rows.items()},
         "features": features,
         "is_v2": dataset.info.is_v2,
         "fps": dataset.fps,
@@ -112,6 +112,11 @@ def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
         "regular": regular,
         "chunks_size": size if type(size) is int and 0 < size < 1000 else 1000,  # numbers of files have three digits
     }
+
+
+def _list_depth(shape: Any) -> int:
+    """Return the number of nested lists of a value. A value of shape (1,) is stored as a number, as in LeRobot."""
+    return len(shape) if isinstance(shape, list) and shape != [1] else 0
 
 
 def encoded_cameras(head: Json) -> list[str]:
@@ -202,7 +207,17 @@ class FilePlanner:
         # Episodes keep their order in the files of the source, so that tasks read these files sequentially.
         order = np.lexsort((self._table.index, self._table.first_row))
         self._order: Int64 = order[np.isin(order, dataset.rows)]
+        self._table.check_videos(dataset.rows, dataset.cameras, dataset.store)
+        # Image columns of cameras that were not selected are listed, too.
+        self._in_rows = {key for key, feature in dataset.info.features.items() if not feature.is_video} | head["columns"].keys()
+        self._unlisted = set[str]()
         self._surveyed = {"": self._look(self._table.data, self._look_at_rows)}
+        for name in sorted(self._unlisted):
+            _log.warning(
+                "%s has no feature %.80r for this column of the rows, with which LeRobot does not read the dataset. The copy "
+                "lacks the column. Add the feature first to keep it",
+                dataset.store.where(INFO), name,
+            )  # fmt: skip
         for camera, spec in head["cameras"].items():
             if spec["mode"] == "copy":
                 self._surveyed[camera] = self._look(self._table.video[camera], self._look_at_video)
@@ -219,7 +234,8 @@ class FilePlanner:
             rows.check_columns(self._store, self._head["features"], footer)
         except DatasetError:
             return FileProperties(path, 1)
-        schema = rows.without(footer.schema, self._head["without"], self._head["is_v2"])
+        self._unlisted |= set(footer.schema.names) - self._in_rows
+        schema = rows.new_schema(footer.schema, self._head["columns"], self._head["is_v2"])
         return FileProperties(content_hash(schema.serialize().to_pybytes() + footer.codec.encode()), footer.row_bytes)
 
     def _look_at_video(self, path: str) -> FileProperties:
@@ -242,7 +258,7 @@ class FilePlanner:
         # This assumes that a file has its episodes in order and no other rows. Readers check it. See `rows.EpisodeRows`.
         lowest = np.full(len(table.data.paths), np.iinfo(np.int64).max)
         np.minimum.at(lowest, table.data.index, table.first_row)
-        new = table.index[order] if len(order) == len(table.index) else np.searchsorted(np.sort(order), order)
+        new = np.searchsorted(np.sort(order), order)  # LeRobot counts episodes from 0
         columns: dict[str, list[Any]] = {
             "old": table.index[order].tolist(),
             "new": new.tolist(),

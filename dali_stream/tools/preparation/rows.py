@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.info import TABULAR
 from dali_stream.lerobot.parquet import parquet_errors
 from dali_stream.lerobot.row_search import RowSearch, data_files
+from dali_stream.lerobot.rows import row_order
 from dali_stream.storage import Store
 from dali_stream.tools.preparation.place import Json
 from dali_stream.tools.work import grouped
@@ -120,15 +121,17 @@ def _elsewhere(where: str, key: str) -> DatasetError:
 
 
 class EpisodeRows:
-    """Reader of the rows of episodes. It keeps the row groups that were read last, and is not thread-safe.
+    """Reader of the rows of episodes, in the order and with the types of a Loader. It keeps the row groups that were read last,
+    and is not thread-safe.
 
     Args:
         store: Storage of the files.
         footers: Function that returns the footer of a file.
         episodes: Episodes that will be read. See `plan`. No row group after the last one of a file is read ahead.
-        columns: Columns to read. Default: all.
+        columns: Columns to read. See `new_schema`.
+        locates: Column that locates frames. See `row_order`.
         is_v2: Whether the version is v2.0 or v2.1, in which an episode is in its own file. Otherwise, rows that are not in the
-            file of the plan are searched in the others. Default: False.
+            file of the plan are searched in the others.
     """
 
     def __init__(
@@ -136,10 +139,12 @@ class EpisodeRows:
         store: Store,
         footers: Callable[[str], Footer],
         episodes: Sequence[Json],
-        columns: list[str] | None = None,
-        is_v2: bool = False,
+        columns: Mapping[str, tuple[str, int]],
+        locates: str,
+        is_v2: bool,
     ) -> None:
         self._store, self._footers, self._columns, self._is_v2, self._path = store, footers, columns, is_v2, ""
+        self._locates = locates
         # The episodes of a file are in the order of their rows, so the end of the last one remains.
         self._until: dict[str, int] = {episode["data"]: episode["place"] + episode["length"] for episode in episodes}
         self._named = list(self._until)
@@ -151,6 +156,14 @@ class EpisodeRows:
         Raises:
             DatasetError: If a file is broken, or if no file has these rows.
         """
+        table = self._find(episode)
+        clocks = {name: table[name].to_numpy() for name in ("timestamp", "frame_index") if name in table.column_names}
+        if len(clocks) == 2 and all(values.dtype.kind in "iuf" for values in clocks.values()):
+            order = row_order(**clocks, locates=self._locates)
+            table = table if order is None else table.take(order)
+        return table
+
+    def _find(self, episode: Json) -> pa.Table:
         path, index, first, length = (episode[name] for name in ("data", "old", "place", "length"))
         problem, count = None, 0
         for paths in self._candidates(path, index):
@@ -277,13 +290,22 @@ class EpisodeRows:
 
     def _read(self, parquet: pq.ParquetFile, groups: range) -> pa.Table:
         """Return the rows of some row groups. Raises DatasetError if an image is stored in a separate file."""
-        rows = parquet.read_row_groups(groups, self._columns, use_threads=False)
+        wanted = [name for name in self._footer.schema.names if name in self._columns]
+        rows = parquet.read_row_groups(groups, wanted, use_threads=False)
+        rows = cast(rows, pa.schema([self._footer.schema.field(name) for name in wanted], rows.schema.metadata))
+        for place, field in enumerate(new_schema(rows.schema, self._columns)):
+            column = rows[field.name]
+            if column.type != field.type:
+                with contextlib.suppress(pa.ArrowException):  # the check of the values has a better message
+                    if not _is_list(field.type):
+                        column = _single(column)
+                    rows = rows.set_column(place, field, column.cast(field.type))
         for key in rows.column_names:
             kind = rows[key].type
             names = {field.name for field in kind} if pa.types.is_struct(kind) else set()
             if {"bytes", "path"} <= names and pc.struct_field(rows[key], "bytes").null_count:
                 raise _elsewhere(self._store.where(self._path), key)
-        return cast(rows, pa.schema([self._footer.schema.field(name) for name in rows.column_names], rows.schema.metadata))
+        return rows
 
 
 def write(path: Path, schema: pa.Schema, codec: str, tables: Iterable[pa.Table], rows_per_group: int) -> None:
@@ -315,18 +337,60 @@ def is_as_written(path: Path, schema: pa.Schema, count: int) -> bool:
         return False
 
 
-def without(schema: pa.Schema, columns: Collection[str], is_v2: bool) -> pa.Schema:
-    """Return a schema without some columns.
+def new_schema(schema: pa.Schema, columns: Mapping[str, tuple[str, int]], is_v2: bool = False) -> pa.Schema:
+    """Return the schema of new files, which have only the columns of features.
 
-    For v2.x, the metadata of pandas are removed too. They describe an index that differs from file to file.
+    Integers, fractions and texts that are stored as another kind get the type of their feature, such as string for texts that
+    are stored as integers. Lists of one number become numbers if the feature has the shape (1,). Other columns keep their type,
+    since LeRobot converts them.
+
+    Args:
+        schema: Schema of a file of the source.
+        columns: {column: (dtype of its feature, number of nested lists)}.
+        is_v2: Whether the version is v2.0 or v2.1. The metadata of pandas are then removed, since they describe an index that
+            differs from file to file. Default: False.
     """
-    if is_v2:
+    others = [name for name in schema.names if name not in columns]
+    if is_v2 or others:
         described = {key: value for key, value in (schema.metadata or {}).items() if key != b"pandas"}
         schema = schema.with_metadata(described or None)
-    for name in columns:
-        schema = schema.remove(schema.get_field_index(name))
-        schema = _with_feature(schema, name, None)
+    for name in others:
+        schema = _with_feature(schema.remove(schema.get_field_index(name)), name, None)
+    for place, field in enumerate(schema):
+        schema = schema.set(place, field.with_type(_regular_type(field.type, *columns[field.name])))
     return schema
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _single(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return the numbers of lists that have one each. Other columns are returned as they are."""
+    while _is_list(column.type) and pc.all(pc.equal(pc.list_value_length(column), 1), skip_nulls=False).as_py():
+        column = pc.list_flatten(column)
+    return column
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def _regular_type(kind: pa.DataType, dtype: str, depth: int) -> pa.DataType:
+    if dtype not in (*TABULAR, "string") or isinstance(kind, pa.BaseExtensionType):
+        return kind
+    if _is_list(kind):
+        item = _regular_type(kind.value_type, dtype, max(depth - 1, 0))
+        if depth == 0:
+            return item
+        value = kind.value_field.with_type(item)
+        return pa.list_(value, kind.list_size) if pa.types.is_fixed_size_list(kind) else pa.list_(value)
+    is_regular = _is_text if dtype == "string" else _is_number if dtype.startswith("float") else pa.types.is_integer
+    return kind if dtype == "bool" or is_regular(kind) else pa.type_for_alias(dtype)
 
 
 def with_frame_index(schema: pa.Schema) -> pa.Schema:

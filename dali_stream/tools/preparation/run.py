@@ -108,8 +108,9 @@ def prepare(
 ) -> PrepareReport:
     """Rewrite a dataset as LeRobot v3.0.
 
-    Without options, rows and encoded frames are copied without a change, except for a `frame_index` that does not count the
-    rows of each episode from 0.
+    Without options, rows and encoded frames are copied without a change, except for what LeRobot does not read: numbers such
+    as `frame_index` that do not count, columns without a feature, numbers of another type, and times of frames that are not
+    those of their rows.
 
     Each file is written under a temporary name, verified, and then moved into place or uploaded. At the end,
     the metadata, the rows and the places of all frames are read as a Loader reads them, without decoding frames again. The same
@@ -262,7 +263,8 @@ def _planned(dataset: Dataset, head: Json, shared: Json, map_tasks: MapTasks) ->
     tasks = planner.tasks(frame_bytes, dropped)
     if not tasks:
         raise DaliStreamError(f"all {counted(len(dropped), 'episode')} cannot be read: {next(iter(dropped.values()))}")
-    renumber = dataset.num_episodes - len(dropped) < len(dataset.table.index)
+    renumber = any(episode["new"] != episode["old"] for each in tasks for episode in each["episodes"])
+    renumber |= dataset.num_episodes - len(dropped) < len(dataset.table.index)
     head = head | {
         "renumber": renumber,
         "row_stats": renumber and not metadata.has_episode_stats(dataset),

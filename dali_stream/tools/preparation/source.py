@@ -129,9 +129,13 @@ class TaskInput:
         self.store = open_cached(job["data_files_root"] or job["uri"], json.dumps(job["storage_options"]), revision)
         self.fps, self.regular = float(job["fps"]), bool(job["regular"])
         self.new_tolerance_s: float = TOLERANCE / self.fps if self.regular else job["tolerance_s"]
-        columns = {"rows": None, "images": [*_CLOCKS, self.camera]}.get(self.spec["mode"], _CLOCKS)
+        columns = {key: kind for key, kind in job["columns"].items() if self.spec["mode"] == "rows" or key in _CLOCKS}
+        images = {"rows": job["images"], "images": [self.camera]}.get(self.spec["mode"], [])
+        columns |= dict.fromkeys(images, ("image", 0))
+        has_video = any(spec["mode"] != "images" for spec in job["cameras"].values())
+        self._locates: str = job["clock"] if has_video else ""
         footer = functools.lru_cache(4)(lambda path: rows.read_footer(self.store, path, job["features"]))
-        self.rows = rows.EpisodeRows(self.store, footer, self.episodes, columns, job["is_v2"])
+        self.rows = rows.EpisodeRows(self.store, footer, self.episodes, columns, self._locates, job["is_v2"])
         self._index = functools.lru_cache(16)(self._read_index)
         self._files: Json = task.get("files", {})
         self._counted = functools.lru_cache(16)(self._count)
@@ -197,7 +201,7 @@ class TaskInput:
             times = (frame_index / self.fps).astype(np.float32)
         else:
             exact = table["timestamp"].to_numpy()
-            check_rising(where, exact)
+            check_rising(where, exact, frame_index if "frame_index" in table.column_names else None)
             times = exact.astype(np.float32)
         interval = episode["start"], own.stop
         located = EpisodeTimes(index, interval, times, frame_index, self.fps, self.job["tolerance_s"], count=own)
@@ -212,11 +216,9 @@ class TaskInput:
         """Return frame_index / fps of an episode's rows. See `self.regular`."""
         numbers = _frame_index(table)
         if numbers[0] != 0 or (np.diff(numbers) <= 0).any():  # it counts something else, or the first rows were cut out
-            has_video = any(spec["mode"] != "images" for spec in self.job["cameras"].values())
             nearest = frame_numbers(table["timestamp"].to_numpy(), self.fps)
             # If timestamps locate frames, they are the times of frames. Otherwise, they may be those of any clock.
-            is_time = has_video and self.job["clock"] == "timestamp"
-            numbers = nearest if is_time and nearest is not None else np.arange(len(table))
+            numbers = nearest if self._locates == "timestamp" and nearest is not None else np.arange(len(table))
         return numbers / self.fps
 
     def check_values(self, episode: Json, table: pa.Table) -> None:

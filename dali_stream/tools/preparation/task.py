@@ -68,23 +68,23 @@ def _write_rows(task: TaskInput, file: Path) -> Json:
     job, stats = task.job, dict[str, Json]()
     first = task.rows.footer(task.episodes[0])
     rows.check_columns(task.store, job["features"], first)
-    schema = rows.with_frame_index(rows.without(first.schema, job["without"], job["is_v2"]))
-    times, recounted = dict[str, Json](), False
+    schema = rows.with_frame_index(rows.new_schema(first.schema, job["columns"], job["is_v2"]))
+    times, recounted = dict[str, Json](), set[str]()
 
     def changed() -> Iterator[pa.Table]:
-        nonlocal recounted
         for episode in task.episodes:
-            table, new = task.rows.read(episode).drop_columns(job["without"]), dict[str, pa.Array]()
+            table, new = task.rows.read(episode), dict[str, pa.Array]()
             task.check_values(episode, table)
             if task.regular:
                 new["timestamp"] = pa.array(task.regular_times(table))
                 times[str(episode["new"])] = table_stats(task.times(table))
             numbers = np.arange(len(table))
-            if "frame_index" not in table.column_names or (table["frame_index"].to_numpy() != numbers).any():
-                new["frame_index"], recounted = pa.array(numbers), True
-            if job["renumber"]:
-                new["index"] = pa.array(episode["first"] + np.arange(len(table)))
-                new["episode_index"] = pa.array(np.full(len(table), episode["new"]))
+            counted = {"frame_index": numbers, "index": episode["first"] + numbers}
+            counted["episode_index"] = np.full(len(table), episode["new"])
+            for key, values in counted.items():
+                if key not in table.column_names or (table[key].to_numpy() != values).any():
+                    new[key] = pa.array(values)
+                    recounted.add(key)
             table = rows.replaced(table, new)
             if job["row_stats"]:
                 stats[str(episode["new"])] = {
@@ -97,7 +97,7 @@ def _write_rows(task: TaskInput, file: Path) -> Json:
     rows.write(file, schema, first.codec, changed(), task.rows_per_group)
     if not rows.is_as_written(file, schema, sum(episode["length"] for episode in task.episodes)):
         raise DaliStreamError(f"{task.where}: its rows are not as they were written. Check the disk")
-    return {"stats": stats, "rows": True, "times": times, "recounted": recounted}
+    return {"stats": stats, "rows": True, "times": times, "recounted": sorted(recounted)}
 
 
 # Functions that write and verify an output file, and return the content of its note, by the mode in `TaskInput.spec`.

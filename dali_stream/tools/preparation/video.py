@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from dali_stream.checks.arrays import Int64
+from dali_stream.checks.arrays import Float64, Int64
 from dali_stream.decode import torchcodec
 from dali_stream.decode.resize import resize
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
@@ -34,6 +34,8 @@ from dali_stream.tools.work import spread
 TIMESCALE = 90_000  # ticks per second of encoded files; a multiple of 24, 25, 30, 50 and 60 frames per second
 _MOST_CONFIGS = 127  # maximum number of sample descriptions per file that the reader supports
 _PART = 16  # minimum number of frames that are decoded together, in whole GOPs
+LEROBOT_TOLERANCE_S = 1e-4  # maximum distance of a frame from its row's time with which LeRobot reads it by default
+_EXACT_S = 1e-6  # distance below which times are equal, since rows have times of float32
 _TRIAL = 64  # approximate number of frames of a trial
 
 
@@ -52,30 +54,80 @@ def copy(task: TaskInput, file: Path) -> Json:
     for episode in task.episodes:
         table = task.rows.read(episode)
         index, shown = task.shown(episode, table)
-        run = packets.add(runs, index, shown)
-        run.begin = min(run.begin, episode["start"] * index.timescale)
-        copied.append((episode, task.times(table), shown, run))
+        times = task.times(table)
+        start = _aligned(episode["start"], index.pts(shown) / index.timescale, times)
+        run = packets.add(runs, index, packets.since(index, start, shown))
+        run.begin = min(run.begin, start * index.timescale)
+        copied.append((episode["new"], start, times, shown, run))
     last, count = packets.join(runs, task.fps), len(packets.descriptions(runs))
     if count > _MOST_CONFIGS:
         raise DecodeError(f"{task.where}: its sources have {count} sample descriptions. Give a smaller --file-mb")
-    pts = [run.times(task.fps) + run.shift for run in runs]
-    index = runs[0].index
-    track, digest = packets.write(file, task.store, runs, pts, index.timescale, index.track_header, last)
-    packets.check_unchanged(task.store, runs)
+    pts, timescale = np.concatenate([run.times(task.fps) + run.shift for run in runs]), runs[0].index.timescale
     episodes = [
-        _Episode(episode["new"], _moved(episode["start"], run.index.timescale, run.shift), times, shown - run.start + run.first)
-        for episode, times, shown, run in copied
+        _Episode(number, _moved(start, run.index.timescale, run.shift), times, shown - run.start + run.first)
+        for number, start, times, shown, run in copied
     ]
+    if _distance(episodes, pts, timescale) > LEROBOT_TOLERANCE_S:
+        # Frames that drift from the rows, or have rounded times, get regular times if they follow each other like the rows.
+        place = np.argsort(np.argsort(pts))
+        regular = np.round(place * TIMESCALE / task.fps).astype(np.int64)
+        starts = [place[each.packets[0]] / task.fps - round(float(each.times[0]) * task.fps) / task.fps for each in episodes]
+        aligned = [each._replace(start=start) for each, start in zip(episodes, starts, strict=True)]
+        if (distance := _distance(aligned, regular, TIMESCALE)) <= LEROBOT_TOLERANCE_S:
+            episodes, pts, timescale, last = aligned, regular, TIMESCALE, round(TIMESCALE / task.fps)
+        elif task.regular:
+            raise DecodeError(
+                f"{task.where}: {task.camera}: the video has more or fewer frames than rows between some rows, so that frames "
+                f"would be up to {distance:.4f} s away from multiples of 1/fps, and LeRobot would not read them. Give --codec "
+                "too, which writes a frame for each row"
+            )
+    parts = np.split(pts, np.cumsum([run.stop - run.start for run in runs])[:-1])
+    track, digest = packets.write(file, task.store, runs, parts, timescale, runs[0].index.track_header, last)
+    packets.check_unchanged(task.store, runs)
     with contextlib.closing(LocalStore(str(file.parent))) as scratch:
-        _verify(task, scratch, file, track, digest, episodes)
-    return _times_of(episodes, task.fps)
+        index = _verify(task, scratch, file, track, digest, episodes)
+    return _times_of(task, index, episodes)
 
 
-def _times_of(episodes: list[_Episode], fps: float) -> Json:
-    """Return the notes with the time at which each episode begins in a file, and its length in frames, up to its last row."""
+def _aligned(start: float, shown_at: Float64, times: Times) -> float:
+    """Return the time at which an episode begins in its file, at which its rows have the times of their frames.
+
+    It is `start` unless that is off. If rows and frames drift apart, it is the time with the smallest distance between them.
+
+    Args:
+        start: Time at which the episode begins according to the metadata, in seconds.
+        shown_at: Time of each row's frame in the file, in seconds, shape (L,).
+        times: Times of the rows, shape (L,).
+    """
+    starts = shown_at - times
+    candidates = (start, float(starts[0]), float(starts.min() + starts.max()) / 2)
+    away = [float(np.abs(starts - each).max()) for each in candidates]
+    return next(each for each, distance in zip(candidates, away, strict=True) if distance <= min(away) + _EXACT_S)
+
+
+def _distance(episodes: list[_Episode], pts: Int64, timescale: int) -> float:
+    """Return the largest distance between the time of a row and that of its frame, in seconds.
+
+    Args:
+        episodes: Episodes of a file.
+        pts: Time of each packet of the file, in ticks.
+        timescale: Number of ticks per second.
+    """
+
+    def farthest(each: _Episode) -> float:
+        distance = np.abs(pts[each.packets] / timescale - each.start - each.times)
+        return float((distance - np.spacing(each.times)).max())  # the times of rows are rounded to float32
+
+    return max(map(farthest, episodes))
+
+
+def _times_of(task: TaskInput, index: VideoIndex, episodes: list[_Episode]) -> Json:
+    """Return the notes with the time at which each episode begins in a file, its length in frames, up to its last row, and the
+    largest distance between the times of a row and its frame."""
     return {
-        "from": {str(episode.number): episode.start for episode in episodes},
-        "frames": {str(episode.number): round(float(episode.times[-1]) * fps) + 1 for episode in episodes},
+        "from": {str(each.number): each.start for each in episodes},
+        "frames": {str(each.number): round(float(each.times[-1]) * task.fps) + 1 for each in episodes},
+        "away_s": _distance(episodes, index.pts(), index.timescale),
     }
 
 
@@ -99,7 +151,8 @@ def _verify(task: TaskInput, store: LocalStore, file: Path, track: Track, digest
 def encode(task: TaskInput, file: Path) -> Json:
     """Write and verify a file of encoded frames. Return the content of its note.
 
-    Each episode is encoded separately, so that it begins with a keyframe. The packets are then joined to one file.
+    Each episode is encoded separately, so that it begins with a keyframe. The packets are then joined to one file. Frames
+    follow each other at the dataset's rate, since LeRobot counts them. The last frame is repeated where rows were removed.
     """
     encoder, size, frame = Encoder(**task.spec["encoder"]), tuple(task.spec["size"]), round(TIMESCALE / task.fps)
     runs, pts, episodes, compared = list[Run](), list[Int64](), list[_Episode](), list[quality.MovingFrame]()
@@ -108,24 +161,27 @@ def encode(task: TaskInput, file: Path) -> Json:
         for episode in task.episodes:
             table, length, number = task.rows.read(episode), episode["length"], episode["new"]
             times = task.times(table)
-            ticks = np.round(_grid(task, number, times) * TIMESCALE / task.fps).astype(np.int64)
-            tick -= 0 if runs else int(ticks[0])  # a file begins with a frame, and the first rows may have been removed
-            pts.append(tick + ticks)
+            grid = _grid(task, number, times)
+            begin = int(grid[0]) if not 0 <= grid[0] <= length else 0  # far from 0, no frames are repeated before the first one
+            before, places = round(begin * TIMESCALE / task.fps), grid - begin
+            count, tick = int(places[-1]) + 1, tick + (max(before, 0) if runs else 0)  # a file begins with a frame
+            pts.append(tick + np.round(np.arange(count) * TIMESCALE / task.fps).astype(np.int64))
             compared.append(quality.MovingFrame())
             with task.naming(episode):
                 frames = _resized(_frames(task, episode, table), size, compared[-1])
-                runs.append(Run(_encode_episode(scratch, f"episode-{number}.mp4", frames, size, encoder), 0, length))
-            if (count := len(runs[-1].index)) != length:
+                shown = _repeated(frames, np.diff(places, prepend=-1))
+                runs.append(Run(_encode_episode(scratch, f"episode-{number}.mp4", shown, size, encoder), 0, count))
+            if (written := len(runs[-1].index)) != count:
                 where = f"{task.where}: {task.camera}, episode {number}"
-                raise DecodeError(f"{where}: {encoder.name} got {length} frames and wrote {count}")
-            episodes.append(_Episode(number, tick / TIMESCALE, times, first + np.arange(length)))
-            first, tick = first + length, int(pts[-1][-1]) + frame
+                raise DecodeError(f"{where}: {encoder.name} got {count} frames and wrote {written}")
+            episodes.append(_Episode(number, (tick - before) / TIMESCALE, times, first + places))
+            first, tick = first + count, int(pts[-1][-1]) + frame
         header = UPRIGHT + b"".join((side << 16).to_bytes(4, "big") for side in (size[1], size[0]))
         track, digest = packets.write(file, scratch, runs, pts, TIMESCALE, header, frame)
         index = _verify(task, scratch, file, track, digest, episodes)
         if why := quality.refusal(scratch, index, encoder.codec, task.spec["gop"]):
             raise DecodeError(f"{task.where}: {task.camera}: {encoder.name} did not meet the request: {why}")
-        note: Json = _times_of(episodes, task.fps) | {name: {} for name in ("psnr", "stats")}
+        note: Json = _times_of(task, index, episodes) | {name: {} for name in ("psnr", "stats")}
         for episode, moving in zip(episodes, compared, strict=True):
             for name, value in _compare(task, scratch, index, episode, moving).items():
                 note[name][str(episode.number)] = value
@@ -228,6 +284,26 @@ def _resized(frames: Iterator[quality.Frames], size: tuple[int, int], moving: qu
         part = resize(part, size)
         moving.add(part)
         yield part
+
+
+def _repeated(frames: Iterator[quality.Frames], steps: Int64) -> Iterator[quality.Frames]:
+    """Yield the frames of an episode, each repeated until the next one, and the first one from the beginning on.
+
+    Args:
+        frames: Frames of the rows, in parts.
+        steps: Number of frames from the place of the previous row, or from -1, to that of each row, shape (L,).
+    """
+    before, row = None, 0
+    for part in frames:
+        if (steps[row : row + len(part)] == 1).all():
+            yield part
+        else:
+            for frame, step in zip(part, steps[row : row + len(part)].tolist(), strict=True):
+                for _ in range(step - 1):
+                    yield (frame if before is None else before)[None]
+                yield frame[None]
+                before = frame
+        before, row = part[-1], row + len(part)
 
 
 def _moved(seconds: float, clock: int, shift: int) -> float:
