@@ -117,7 +117,7 @@ class HttpStore(RemoteStore):
             raise StorageError(f"{self.where(path)}: redirects from https to http are not allowed. Use its new address")
         if is_link_local(host) and not is_link_local(urlsplit(self._folder).hostname):
             raise StorageError(
-                f"{self.where(path)}: redirects to {host} are not allowed, since a machine in the cloud finds its own credentials "
+                f"{self.where(path)}: redirects to {host} are not allowed, since a machine in the cloud has its credentials "
                 "at such an address. Use another server"
             )
         # The Hub sends the version with the redirect. Its CDNs send other ETags for the same file.
@@ -204,9 +204,8 @@ def origin(url: str) -> tuple[str, str | None, int | None]:
 def is_link_local(host: str | None) -> bool:
     """Return whether a host is a link-local IP address, such as 169.254.169.254, in any spelling."""
     with suppress(ValueError, OSError):
-        return ipaddress.ip_address(host or "").is_link_local
-    with suppress(OSError):
-        return ipaddress.ip_address(socket.inet_aton(host or "")).is_link_local
+        address = ipaddress.ip_address(socket.inet_aton(host or "") if ":" not in (host or "") else host or "")
+        return (getattr(address, "ipv4_mapped", None) or address).is_link_local
     return False
 
 

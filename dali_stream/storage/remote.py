@@ -290,11 +290,11 @@ class RemoteStore(Store):
                     except TransientError as error:
                         failure = error.with_traceback(None)  # the traceback would refer to this frame
                     except DaliStreamError:  # the host answers, e.g. that there is no such file
-                        tell_end(host)
+                        tell_end(host, self._patience)
                         file.answered()
                         raise
                     else:
-                        tell_end(host)
+                        tell_end(host, self._patience)
                         file.answered()
                         self._patience.reached = True
                         return answer

@@ -91,28 +91,34 @@ class Outage:
 
     Args:
         name: Name of the host or the file, without credentials.
+
+    Attributes:
+        name: See above.
+        ended: Time at which the last outage ended that was long enough to be the reason why files failed.
     """
 
     def __init__(self, name: str) -> None:
         self.name, self._reads, self._failures = name, 0, 0
         self._since: float | None = None  # time of the first failure
         self._last = -math.inf  # time of the last failure
+        self.ended = -math.inf
 
     def lasted(self) -> float:
         """Return the seconds since the first failure, or 0 if the last answer was good."""
         since = self._since
         return 0.0 if since is None else time.monotonic() - since
 
-    def begin(self) -> None:
-        """Count a read that begins."""
-        if not self._reads and time.monotonic() - self._last > _IDLE_OUTAGE_S:
+    def begin(self, host_ended: float = -math.inf) -> None:
+        """Count a read that begins. Failures of a file do not count if its host had an outage until `host_ended`."""
+        is_idle = not self._reads and time.monotonic() - self._last > _IDLE_OUTAGE_S
+        if is_idle or (self._since is not None and self._since < host_ended):
             self._since, self._failures = None, 0
         self._reads += 1
 
     def end(self) -> bool:
         """Count a read that ends. Return whether the object is no longer needed."""
         self._reads -= 1
-        return not self._reads and self._since is None
+        return not self._reads and self._since is None and self.ended == -math.inf
 
     def failed(self) -> None:
         """Count a failed attempt."""
@@ -135,14 +141,14 @@ class Outage:
 def reading(host: str, file: str) -> Iterator[tuple[Outage, Outage]]:
     """Return the outages of a host and of a file, and count a read of them while the body runs."""
     with _counting:
-        outages = tuple(_outages.setdefault(name, Outage(name)) for name in (host, file))
-        for outage in outages:
-            outage.begin()
+        own_host, own_file = (_outages.setdefault(name, Outage(name)) for name in (host, file))
+        own_host.begin()
+        own_file.begin(own_host.ended)
     try:
-        yield outages[0], outages[1]
+        yield own_host, own_file
     finally:
         with _counting:
-            for outage in outages:
+            for outage in (own_host, own_file):
                 if outage.end():
                     _outages.pop(outage.name, None)
 
@@ -316,9 +322,11 @@ def tell_retry(host: str, request: str, reason: str) -> None:
         )
 
 
-def tell_end(host: Outage) -> None:
+def tell_end(host: Outage, patience: Patience) -> None:
     """Record a good answer of a host. If it ends an outage of at least `_TELL_OUTAGE_S`, log a warning that says so."""
     lasted, failures = host.answered()
+    if lasted >= patience.total_s / 2:
+        host.ended = time.monotonic()
     if lasted >= _TELL_OUTAGE_S:
         _log.warning("%s gives good answers again, after %.1f s in which %d requests to it failed", host.name, lasted, failures)
 
