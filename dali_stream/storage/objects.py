@@ -18,12 +18,12 @@ from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.object_hosts import NOWHERE
 from dali_stream.storage.object_options import parsed
 from dali_stream.storage.remote import Answer, RemoteStore, Version
-from dali_stream.storage.retry import Deadline, Patience, TransientError
+from dali_stream.storage.retry import TIMED_OUT, Deadline, Patience, TransientError
 
 # Descriptions of failures, by the names in obstore's error messages (object_store 0.14: HttpErrorKind, GetResultError).
 _FAILURES = {
     "Connect": "cannot connect to the host",
-    "Timeout": "timed out",
+    "Timeout": TIMED_OUT,
     "Interrupted": "the connection broke",
     "UnexpectedRange": "the response has another range than requested",
     "NoContentRange": "Content-Range is missing",

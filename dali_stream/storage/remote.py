@@ -14,6 +14,7 @@ from dali_stream.errors import DaliStreamError, DatasetError, StorageError
 from dali_stream.storage.cache import CACHE_BLOCK, DiskCache
 from dali_stream.storage.retry import (
     AGAIN,
+    TIMED_OUT,
     Deadline,
     Patience,
     TransientError,
@@ -283,8 +284,9 @@ class RemoteStore(Store):
             deadline = Deadline(self._patience, stop, (host, file))
             while True:
                 with slot(self._host, deadline):  # not held in a pause, in which other reads may use it
-                    if stop.is_set():
-                        raise given_up(where + part, failures, deadline, 0)
+                    if stop.is_set() or (not failures and deadline.is_given_up()):
+                        raise given_up(where + part, failures, deadline, deadline.allowed_s())
+                    began = deadline.elapsed()
                     try:
                         answer = bounded(request, deadline)
                     except TransientError as error:
@@ -298,11 +300,12 @@ class RemoteStore(Store):
                         file.answered()
                         self._patience.reached = True
                         return answer
-                if not stop.is_set():
-                    host.failed()
-                    file.failed()
                 deadline.failed = True
                 failures.append(str(failure))
+                took_s = deadline.elapsed() - began if TIMED_OUT in failures[-1] else 0.0
+                if not stop.is_set():
+                    host.failed(failures[-1], took_s)
+                    file.failed(failures[-1], took_s)
                 pause = pause_s(len(failures), failure.after_s, deadline)
                 if deadline.left(failure.unreachable) <= pause:
                     raise given_up(where + part, failures, deadline, deadline.allowed_s(failure.unreachable))

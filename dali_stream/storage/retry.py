@@ -22,6 +22,8 @@ from dali_stream.storage import logs
 AGAIN = (408, 425, 429, 500, 502, 503, 504)  # retryable HTTP statuses
 PER_HOST = 32  # maximum number of concurrent requests to a host by all stores of this process
 
+TIMED_OUT = "timed out"  # in the reason of a failure that took all the time that the attempt had
+
 _TIMEOUT_S = 10.0  # default of the storage option `timeout`
 _CLOSE_S = 2.0  # time in which a request can end after its store was closed
 _IDLE_S = 0.5  # time after which an idle thread ends
@@ -31,6 +33,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger("dali_stream")
 _TELL_S = 60.0  # minimum time between two warnings about retries to the same host, in seconds
 _TELL_OUTAGE_S = 1.0  # minimum length of an outage whose end is logged, in seconds
+_PROBE_S = 1.0  # time after a failure in which no further read tries a host that was given up, in seconds
 _IDLE_OUTAGE_S = 5.0  # time without any read after which an outage no longer counts, in seconds
 _told: dict[str, tuple[float, int]] = {}  # {host: time of its last warning, number of retries since}
 _telling = threading.Lock()
@@ -86,7 +89,7 @@ class Patience:
 class Outage:
     """Failures of a host or a file since its last good answer. All reads of this process that use it share one object.
 
-    The time without a good answer counts from the first failure, so an idle hour before it does not. It counts no longer if
+    The time without a good answer counts from the first failure, so an idle hour before it does not count. It is forgotten if
     nothing was read for `_IDLE_OUTAGE_S` after the last failure.
 
     Args:
@@ -94,13 +97,14 @@ class Outage:
 
     Attributes:
         name: See above.
+        reason: Reason of the last failure.
         ended: Time at which the last outage ended that was long enough to be the reason why files failed.
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self._reads, self._failures = name, 0, 0
+        self.name, self.reason, self._reads, self._failures = name, "", 0, 0
         self._since: float | None = None  # time of the first failure
-        self._last = -math.inf  # time of the last failure
+        self._last = self._good = -math.inf  # times of the last failure, and of the last good answer
         self.ended = -math.inf
 
     def lasted(self) -> float:
@@ -120,15 +124,25 @@ class Outage:
         self._reads -= 1
         return not self._reads and self._since is None and self.ended == -math.inf
 
-    def failed(self) -> None:
-        """Count a failed attempt."""
+    def is_given_up(self, allowed_s: float) -> bool:
+        """Return whether the outage has lasted for `allowed_s`, and an attempt has just failed, so that another is useless."""
+        return self.lasted() >= allowed_s and time.monotonic() - self._last < _PROBE_S
+
+    def failed(self, reason: str, took_s: float = 0.0) -> None:
+        """Count a failed attempt.
+
+        Args:
+            reason: Why it failed, without credentials.
+            took_s: Seconds in which it waited in vain. Without a good answer meanwhile, they belong to the outage. Default: 0.
+        """
         with _counting:
-            self._last = time.monotonic()
-            self._since = self._last if self._since is None else self._since
+            self._last, self.reason = time.monotonic(), reason
+            self._since = max(self._last - took_s, self._good) if self._since is None else self._since
             self._failures += 1
 
     def answered(self) -> tuple[float, int]:
         """Record a good answer. Return how many seconds the outage that it ends has lasted, and the number of its failures."""
+        self._good = time.monotonic()
         if self._since is None:
             return 0.0, 0
         with _counting:
@@ -156,8 +170,8 @@ def reading(host: str, file: str) -> Iterator[tuple[Outage, Outage]]:
 class Deadline:
     """Time limit of a request including all attempts and pauses. It starts when the object is created.
 
-    The request also ends when its host or its file has given no good answer for that time. Its first attempt is always made,
-    because it may be what ends the outage.
+    The request also ends when its host or its file has given no good answer for that time. After that, each request makes one
+    attempt, which may end the outage, unless another has failed just before. So a queue of requests is given up together.
 
     Args:
         patience: Time limits of requests to the host.
@@ -195,6 +209,10 @@ class Deadline:
         """Return the longest outage, or None if it began after the request."""
         longest = max(self._outages, key=Outage.lasted, default=None)
         return longest if longest is not None and longest.lasted() > self.elapsed() else None
+
+    def is_given_up(self) -> bool:
+        """Return whether the host or the file was given up just before."""
+        return any(outage.is_given_up(self.allowed_s()) for outage in self._outages)
 
     def left(self, unreachable: bool = False) -> float:
         """Return the remaining seconds, which are 0 or less when the time is over. See `allowed_s` for `unreachable`."""
@@ -293,6 +311,7 @@ def given_up(request: str, failures: list[str], deadline: Deadline, allowed_s: f
         return StorageError(f"{request}: not read, because the store was closed meanwhile")
     tries = f"{len(failures)} {'try' if len(failures) == 1 else 'tries'} in {deadline.elapsed():.1f} s"
     if outage := deadline.outage():
+        failures = failures or [outage.reason]
         tries += f", and {outage.name} has given no good answer for {outage.lasted():.1f} s"
     reasons = ", ".join(reason + (f" ({times} times)" if times > 1 else "") for reason, times in Counter(failures).items())
     return StorageError(
@@ -399,7 +418,7 @@ def bounded(request: Callable[[Deadline], _T], deadline: Deadline) -> _T:
             end_idle()
     if deadline.stop.is_set():
         helper.thread.join(_CLOSE_S)
-    raise TransientError(deadline.connecting or "timed out", unreachable=bool(deadline.connecting))
+    raise TransientError(deadline.connecting or TIMED_OUT, unreachable=bool(deadline.connecting))
 
 
 def end_idle() -> None:
