@@ -16,7 +16,7 @@ from dali_stream.checks.arguments import epoch_number, from_zero, known_argument
 from dali_stream.checks.text import listed
 from dali_stream.dataset import Dataset
 from dali_stream.decode.route import DECODE, Route, choose_routes
-from dali_stream.errors import DaliStreamError, MemoryBudgetError, ResumeError, counted
+from dali_stream.errors import DaliStreamError, MemoryBudgetError, ResumeError, StorageError, counted
 from dali_stream.lerobot import fingerprint
 from dali_stream.mixture import Mixture
 from dali_stream.normalize import Modes
@@ -539,7 +539,11 @@ class Loader:
             while batches.count(self._position):
                 started = time.perf_counter()
                 with profiled("dali_stream: next batch"):
-                    batch = self._normalized(self._source.next(self._config, self._epoch, self._position))
+                    try:
+                        batch = self._normalized(self._source.next(self._config, self._epoch, self._position))
+                    except StorageError as error:
+                        waited = time.perf_counter() - started
+                        raise StorageError(f"{error}. The training loop waited {waited:.1f} s for this batch") from error
                 now = time.perf_counter()
                 self._counters.add(batches=1, wait_s=now - started)
                 if self._counters.first_batch_s is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
@@ -20,8 +21,9 @@ from support.slow import examples
 from support.stores import CONTENT, SMALL, Clock, failure, quick
 
 from dali_stream.errors import DatasetError, StorageError
-from dali_stream.storage import open_store
+from dali_stream.storage import open_store, retry
 from dali_stream.storage.retry import PER_HOST
+from dali_stream.system.workers import Workers
 
 PATH = "data.bin"
 HANG_GUARD_S = 60.0
@@ -195,6 +197,105 @@ def test_a_host_that_was_reached_once_is_given_all_the_time(clock: Clock) -> Non
     assert "refused" in message
     assert "where 60 s are allowed" in message
     assert 50 < clock.now <= 60
+
+
+ALWAYS = [faults.status(503)] * 100_000
+
+
+def test_the_reads_of_a_host_share_the_stated_time(clock: Clock) -> None:
+    with Server({PATH: CONTENT, "other": CONTENT}, faults=ALWAYS) as server:
+        store, other = (quick(server.url, NO_TIMEOUT) for _ in range(2))
+        failure(store, PATH)
+        for _ in range(20):
+            message = str(failure(other, "other"))
+        assert 50 < clock.now <= 60
+        host = server.url.removeprefix("http://")
+        assert re.search(
+            rf"not read after \d tr(y|ies) in 0\.0 s, and {host} has given no good answer for \d\d\.\d s, where 60", message
+        )
+        assert "Reasons: HTTP 503" in message
+        server.set_faults([])
+        clock.now += 2  # the next read tries again
+        assert other.read("other", 0, 10) == CONTENT[:10]
+        server.set_faults(ALWAYS[:2])
+        assert store.read(PATH, 0, 10) == CONTENT[:10]
+
+
+def test_the_end_of_an_outage_is_said_once(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    with Server({PATH: CONTENT}, faults=[*ALWAYS[:10], *[None] * 3, faults.reset]) as server:
+        store = quick(server.url, NO_TIMEOUT)
+        for at in range(8):
+            assert store.read(PATH, at, at + 10) == CONTENT[at : at + 10]
+    [said] = [record.getMessage() for record in caplog.records if "again" in record.getMessage()]
+    host = server.url.removeprefix("http://")
+    assert re.fullmatch(rf"{host} gives good answers again, after \d+\.\d s in which 10 requests to it failed", said)
+
+
+def test_idle_time_is_no_failure(clock: Clock) -> None:
+    with Server({PATH: CONTENT}) as server:
+        store = quick(server.url, NO_TIMEOUT, give_up_after_s=20)
+        for script in ([None], [faults.reset] * 3, ALWAYS[:3], ALWAYS, [faults.reset] * 3):  # also after a read has failed
+            server.set_faults(script)
+            if script is ALWAYS:
+                failure(store, PATH)
+            else:
+                assert store.read(PATH, 0, 10) == CONTENT[:10]
+            clock.now += 3600
+
+
+def test_a_file_that_always_fails_is_given_up_though_others_are_read(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Server({PATH: CONTENT, "other": CONTENT}, faults={PATH: ALWAYS}) as server:
+        store, began = quick(server.url, NO_TIMEOUT, give_up_after_s=20), clock.now
+
+        def read_another(_: object, seconds: float) -> None:
+            assert store.read("other", 0, 10) == CONTENT[:10]
+            clock.pass_by(seconds)
+
+        monkeypatch.setattr(retry.Deadline, "sleep", read_another)
+        assert "20 s are allowed" in str(failure(store, PATH))
+        for _ in range(20):
+            message = str(failure(store, PATH, 10, 20))
+        assert f"{server.url}/{PATH} has given no good answer for" in message
+        assert clock.now - began <= 20
+
+
+def test_reads_that_pause_leave_the_connection_slots_to_others() -> None:
+    """Many reads of a file that fails wait for the time that the server asks for, and a read of another file does not."""
+    busy = faults.status(503, "3600")
+    with (
+        Server({PATH: CONTENT, "other": CONTENT}, faults={PATH: [busy] * PER_HOST}) as server,
+        ThreadPoolExecutor(PER_HOST) as pool,
+    ):
+        store, other = (quick(server.url, NO_TIMEOUT, give_up_after_s=86_400) for _ in range(2))
+        errors = [pool.submit(failure, store, PATH, at, at + 1) for at in range(PER_HOST)]
+        while store.traffic.retries < PER_HOST:
+            os.sched_yield()
+        guard = threading.Timer(HANG_GUARD_S, other.close)
+        guard.start()
+        try:
+            assert other.read("other", 0, 10) == CONTENT[:10]
+        finally:
+            guard.cancel()
+            store.close()
+        assert all("closed" in str(error.result()) for error in errors)
+
+
+def test_jobs_that_somebody_waits_for_run_while_all_threads_are_busy() -> None:
+    end, ran, begun = threading.Event(), threading.Event(), threading.Semaphore(0)
+    workers = Workers("test", 2, reserved=1)
+    try:
+        busy = [workers.submit(lambda: begun.release() or end.wait(), priority=(9, 1)) for _ in range(3)]
+        assert all(begun.acquire(timeout=HANG_GUARD_S) for _ in range(2))
+        later = workers.submit(int, priority=(5, 0))
+        workers.submit(ran.set, priority=(4, 1))
+        workers.set_due((4, 1))
+        assert ran.wait(HANG_GUARD_S)
+        assert not later.done()
+        assert not busy[2].running()
+    finally:
+        end.set()
+        workers.stop()
+        workers.join()
 
 
 def test_a_look_up_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

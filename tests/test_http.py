@@ -201,6 +201,14 @@ def test_a_redirect_to_nonsense_is_an_error(location: str) -> None:
         assert isinstance(failure(quick(server.url, give_up_after_s=0.2), "small.bin"), StorageError)
 
 
+@pytest.mark.parametrize("host", ["169.254.169.254", "2852039166", "0xa9.0xfe.43518", "[fe80::1]", "[::ffff:169.254.169.254]"])
+def test_a_redirect_to_the_credentials_of_the_machine_is_not_followed(host: str) -> None:
+    with Server({"small.bin": SMALL}, faults=[faults.redirect(f"http://{host}/latest/meta-data")]) as server:
+        assert "are not allowed, since a machine in the cloud" in str(
+            failure(quick(server.url, give_up_after_s=1), "small.bin")
+        )
+
+
 def test_a_redirect_without_end_is_an_error() -> None:
     with Server(FILES) as server:
         server.set_faults([faults.redirect("/{path}")] * 100)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from support import faults
 from support.clouds import SIGNATURE, Hub
-from support.servers import Server
+from support.servers import Handler, Server
 from support.stores import CONTENT, Clock, failure, quick, said
 
 from dali_stream.errors import DatasetError, StorageError
-from dali_stream.storage import open_store
+from dali_stream.storage import connection, open_store
 
 TOKEN = "hf_s3cretT0ken"
 FILES = {
@@ -143,6 +143,19 @@ def test_the_api_is_retried_too(hub: Hub, fault: faults.Fault) -> None:
     hub.set_faults([fault, None, fault])
     store = quick(REPO)
     assert len(store.files("meta")) == 4
+
+
+def test_a_listing_that_does_not_end_is_not_read(hub: Hub, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        handler.close_connection = True
+        handler.head(200, None, fields)
+        handler.body(b"[" + b" " * 500_000)
+
+    monkeypatch.setattr(connection, "_LARGEST", 10_000)
+    store = quick(REPO)
+    hub.set_faults([endless] * 10_000)
+    with pytest.raises(StorageError, match="must have at most 10000 bytes"):
+        store.files("meta")
 
 
 def test_an_api_that_hangs_ends_in_the_stated_time(hub: Hub) -> None:

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import fsspec
 import pytest
 from support import faults
 from support.clouds import S3, Objects
-from support.servers import Server
+from support.servers import Handler, Server
 from support.stores import CONTENT, Clock, failure, said
 
 from dali_stream import Dataset
@@ -272,6 +273,78 @@ def test_a_fault_that_stays_is_an_error_at_once(objects: Objects, cloud: str, fa
 def test_no_fault_outlasts_the_stated_time(objects: Objects, fault: faults.Fault) -> None:
     objects.set_faults([fault] * 1000)
     assert "0.5 s are allowed" in str(failure(opened("s3", objects, give_up_after_s=0.5), BIG, 0, 100_000))
+
+
+SECRETS = {
+    "s3": {"anon": None, "key": "key", "secret": "s3cret", "token": "t0ken"},
+    "gs": {},
+    "az": {"anon": None, "sas_key": "sv=1&sig=s1gnature"},
+}
+
+
+@pytest.fixture
+def elsewhere(objects: Objects) -> Iterator[Objects]:
+    """Another host with the same objects. Its address has a name, and that of `objects` has a number."""
+    with Objects(dict(objects.files)) as server:
+        server.url = server.url.replace("127.0.0.1", "localhost")
+        yield server
+
+
+def redirected(cloud: str, objects: Objects, target: str, **client: Any) -> Store:
+    """A store with credentials and headers of the user, whose server redirects all requests to `target`."""
+    objects.redirect = target
+    headers = {"default_headers": {"x-own": "0wn"}}
+    return opened(cloud, objects, options=SECRETS[cloud] | {"client_options": headers | client})
+
+
+def test_a_redirect_to_another_host_is_not_followed(objects: Objects, elsewhere: Objects, cloud: str) -> None:
+    store = redirected(cloud, objects, elsewhere.url)
+    errors = [failure(store, BIG)]
+    for call in (lambda: store.size(BIG), lambda: store.files("data")):
+        with pytest.raises(StorageError) as caught:
+            call()
+        errors.append(caught.value)
+    assert all(f"{cloud}://robots/set/data" in str(error) and "redirects to another host" in str(error) for error in errors)
+    assert elsewhere.requests == []
+    assert len(objects.requests) == 3
+    remedies = [
+        opened(cloud, objects, options=SECRETS[cloud] | {"endpoint_url": elsewhere.url}),
+        redirected(cloud, objects, elsewhere.url, proxy_excludes="localhost"),
+    ]
+    for remedied in remedies:
+        assert remedied.read(BIG, 10, 5000) == CONTENT[10:5000]
+
+
+@pytest.mark.parametrize("target", ["http://169.254.169.254", "http://metadata.google.internal", "https://169.254.169.254"])
+def test_a_redirect_to_the_credentials_of_the_machine_is_not_followed(objects: Objects, target: str) -> None:
+    assert "redirects to another host" in str(failure(redirected("s3", objects, target), BIG))
+
+
+def test_a_redirect_within_the_host_is_followed(objects: Objects, cloud: str) -> None:
+    objects.set_faults([faults.redirect(f"{objects.url}/{{path}}")])
+    assert opened(cloud, objects, options=SECRETS[cloud]).read("meta/info.json", 0, 9) == b"{}"
+
+
+def test_a_body_that_does_not_end_is_not_read(objects: Objects, cloud: str) -> None:
+    sent: list[int] = []
+
+    def endless(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        handler.close_connection = True
+        handler.head(206, len(data) + (500 << 20), fields)
+        with suppress(OSError):
+            for part in [data, *[bytes(1 << 20)] * 500]:
+                handler.body(part)
+        sent.append(handler.request_seen.sent)
+
+    objects.set_faults([endless, endless])
+    store = opened(cloud, objects)
+    assert store.read(BIG, 100, 41_000) == CONTENT[100:41_000]
+    store.close()
+    assert store.traffic.retries == 2
+    while len(sent) < 2:
+        os.sched_yield()
+    assert max(sent) < 100 << 20  # what the buffers of the sockets hold
+    assert store.traffic.fetched_bytes < 20 << 20
 
 
 def test_closing_ends_a_read_that_waits(objects: Objects) -> None:

@@ -149,6 +149,8 @@ class BlockCache:
             return {}
         self._now, self.requests, blocks = samples.number, [], self._table.blocks
         needed = self._needed(decoded)
+        # Failed reads ahead are requested again here, by many threads at a time, and not by the few that decode.
+        self._evict(np.array([block for block in needed.tolist() if _has_failed(blocks.data[block])], np.int64))
         fresh = needed[blocks.epoch[needed] != samples.epoch]
         self._counters.add(needed_bytes=int(blocks.sizes(fresh).sum()))
         # Needed blocks are marked before room is made, so that they are not evicted for missing ones.
@@ -339,6 +341,10 @@ class BlockCache:
         blocks = self._table.blocks
         every = np.arange(len(blocks))
         return blocks.held(every) & (blocks.touched[every] != self._now)
+
+
+def _has_failed(block: _Block | None) -> bool:
+    return block is not None and block.done.done() and not block.done.cancelled() and block.done.exception() is not None
 
 
 def _read(store: Store, batch: int, path: str, blocks: list[_Block]) -> None:

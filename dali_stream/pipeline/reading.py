@@ -23,6 +23,7 @@ _log = logging.getLogger("dali_stream")
 # Number of threads for remote data. While the caches fill, a batch needs many small blocks, so the number of parallel requests
 # limits the rate: with round trips of 50 ms, 32 threads read 64 KiB blocks at 42 MB/s at most, however fast the network is.
 FETCHERS = PER_HOST
+_RESERVED = 8  # number of further threads, for reads that a batch waits for while all others repeat failed reads ahead
 _SOON = 256  # number of batches ahead whose episodes are kept if a read for another episode also returns their rows
 
 
@@ -59,7 +60,8 @@ class Reading:
         source, remote = config.source, config.source.data_store.remote
         self.parts, self._schedule, self._counters = parts, schedule, counters
         # Without threads, `Workers` reads in the planner's thread, which is faster for local files.
-        self._store, self._readers = source.data_store.session(), Workers("dali_stream fetch", FETCHERS if remote else 0)
+        self._store = source.data_store.session()
+        self._readers = Workers("dali_stream fetch", FETCHERS if remote else 0, reserved=_RESERVED if remote else 0)
         self._look_ahead = look_ahead(config.batches.batch_size) if remote else 0
         self.video = video = BlockCache(
             schedule,
@@ -114,6 +116,7 @@ class Reading:
         Local rows are read at once. Before the second batch, this waits for the encoded video of the first one. Batches in
         progress do not need open episodes: their rows have been copied, and the packets of their frames are known.
         """
+        self._readers.set_due((number, 1))  # the priorities of rows and indices, and of video, that the batch waits for
         again = self.episodes.read_ahead(self._schedule.ahead(1 + self.episodes.horizon(number)))
         self._count_again("indices_read_again", again, "indices are read")
         wait(self._first)  # the encoded video of the first batch is fetched alone, so that training starts soon

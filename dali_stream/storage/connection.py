@@ -18,9 +18,10 @@ from urllib3.exceptions import ConnectTimeoutError, HTTPError, ProxyError
 
 from dali_stream.errors import StorageError
 from dali_stream.storage import logs
-from dali_stream.storage.retry import PER_HOST, Deadline, TransientError
+from dali_stream.storage.retry import PER_HOST, TIMED_OUT, Deadline, TransientError
 
 _CHUNK = 1 << 18  # maximum number of bytes per read of a body
+_LARGEST = 1 << 26  # maximum number of bytes of a body of unknown length, such as a page of a listing
 _SHORT = 1 << 16  # up to this size in bytes, the body of a redirect or an error is read, so that the connection can be reused
 _NO_NAME = "the name of the host could not be resolved (DNS)"
 _FAILURES = (HTTPError, http.client.HTTPException, OSError, ValueError)  # invalid host names raise UnicodeError, a ValueError
@@ -135,7 +136,7 @@ def body(response: Response, length: int | None, deadline: Deadline) -> tuple[by
 
     Args:
         response: Response whose body is read.
-        length: Number of bytes to read, or None for the whole body.
+        length: Number of bytes to read, or None for the whole body, which ends early after `_LARGEST` bytes.
         deadline: Time limit.
 
     Returns:
@@ -147,8 +148,11 @@ def body(response: Response, length: int | None, deadline: Deadline) -> tuple[by
         while (wanted := _CHUNK if length is None else min(length - got, _CHUNK)) and (chunk := response.read1(wanted)):
             chunks.append(chunk)
             got += len(chunk)
+            if length is None and got > _LARGEST:
+                cut = f"the response must have at most {_LARGEST} bytes"
+                break
             if deadline.left() <= 0:  # the caller no longer waits
-                cut = "timed out"
+                cut = TIMED_OUT
                 break
     except _FAILURES as error:
         cut = _words(list(_causes(error)))
@@ -197,5 +201,5 @@ def _words(causes: list[BaseException]) -> str:
     if text := next((cause.strerror for cause in causes if isinstance(cause, OSError) and cause.strerror), None):
         return text
     if any(isinstance(cause, (TimeoutError, urllib3.exceptions.TimeoutError)) for cause in causes):
-        return "timed out"
+        return TIMED_OUT
     return f"connection or response broken ({type(causes[0]).__name__})"

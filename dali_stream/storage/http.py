@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -113,6 +115,11 @@ class HttpStore(RemoteStore):
             raise TransientError("the server redirects to an invalid URL")
         if scheme == "http" and target.url.startswith("https:"):
             raise StorageError(f"{self.where(path)}: redirects from https to http are not allowed. Use its new address")
+        if is_link_local(host) and not is_link_local(urlsplit(self._folder).hostname):
+            raise StorageError(
+                f"{self.where(path)}: redirects to {host} are not allowed, since a machine in the cloud has its credentials "
+                "at such an address. Use another server"
+            )
         # The Hub sends the version with the redirect. Its CDNs send other ETags for the same file.
         return _Target(url, target.tag or headers.get("X-Linked-ETag") or headers.get("X-Xet-Hash") or "")
 
@@ -192,6 +199,14 @@ def origin(url: str) -> tuple[str, str | None, int | None]:
     """Return (scheme, host, port) of a URL. Credentials are sent to their own origin only."""
     parts = urlsplit(url)
     return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+
+
+def is_link_local(host: str | None) -> bool:
+    """Return whether a host is a link-local IP address, such as 169.254.169.254, in any spelling."""
+    with suppress(ValueError, OSError):
+        address = ipaddress.ip_address(socket.inet_aton(host or "") if ":" not in (host or "") else host or "")
+        return (getattr(address, "ipv4_mapped", None) or address).is_link_local
+    return False
 
 
 def _options(options: Mapping[str, Any]) -> tuple[dict[str, str], float]:

@@ -21,6 +21,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from dali_stream.errors import StorageError
 from dali_stream.storage.logs import private
+from dali_stream.storage.object_hosts import only_own_hosts
 from dali_stream.storage.retry import PER_HOST, Patience, cleaned, silence_s
 from dali_stream.system.install import install_command
 
@@ -33,12 +34,14 @@ class _Cloud(NamedTuple):
     """One kind of bucket.
 
     Attributes:
+        name: "s3", "gs" or "az".
         store: Class of obstore.
         names: Name in obstore of each common option. Other options are passed to obstore.
         instead: What to give instead of options of s3fs, gcsfs and adlfs that are not read.
         hint: Instructions for the user on how to provide credentials.
     """
 
+    name: str
     store: Any
     names: dict[str, str]
     instead: dict[str, str]
@@ -48,6 +51,7 @@ class _Cloud(NamedTuple):
 _GCSFS_TOKENS = ("google_default", "cloud", "cache", "browser")  # words that gcsfs reads as a `token`
 _TIMEOUTS = "'timeout', or 'client_options' with 'connect_timeout'"
 _S3 = _Cloud(
+    "s3",
     S3Store,
     {
         "anon": "skip_signature",
@@ -67,6 +71,7 @@ _S3 = _Cloud(
 )
 _PROJECT = "'client_options' with {'default_headers': {'x-goog-user-project': PROJECT}}"
 _GS = _Cloud(
+    "gs",
     GCSStore,
     {"anon": "skip_signature", "endpoint_url": "base_url", "token": "application_credentials"},
     {"project": _PROJECT, "requester_pays": _PROJECT},
@@ -74,6 +79,7 @@ _GS = _Cloud(
     "{'anon': True}",
 )
 _AZ = _Cloud(
+    "az",
     AzureStore,
     {"account_name": "account_name", "anon": "skip_signature", "endpoint_url": "endpoint"},
     {"connection_string": "'account_name', 'account_key' and 'endpoint'", "credential": "'account_key' or 'sas_key'"},
@@ -122,13 +128,17 @@ class Bucket:
         return self.store(*_as_aws(self)) if CLOUDS[self.scheme] is _S3 else self.store(self.config)
 
     def store(self, config: dict[str, Any], credentials: Callable[[], Any] | None = None) -> Any:
-        """Return obstore's store. Its own retries are disabled, because they would exceed the time limit of `Patience`."""
+        """Return obstore's store, which follows no redirect to another host.
+
+        Its own retries are disabled, because they would exceed the time limit of `Patience`.
+        """
         http = (config.get("endpoint") or config.get("base_url") or "").startswith("http://")
+        own_hosts = only_own_hosts(CLOUDS[self.scheme].name, config, self.client, credentials is not None)
         return CLOUDS[self.scheme].store(
             self.name,
             prefix=self.folder or None,
             config=config,
-            client_options={"allow_http": http, **self.client},
+            client_options={"allow_http": http, **self.client, **own_hosts},
             retry_config={"max_retries": 0},
             **({} if credentials is None else {"credential_provider": credentials}),
         )

@@ -15,14 +15,15 @@ import obstore
 from obstore.exceptions import PermissionDeniedError, PreconditionError, UnauthenticatedError
 
 from dali_stream.errors import DatasetError, StorageError
+from dali_stream.storage.object_hosts import NOWHERE
 from dali_stream.storage.object_options import parsed
 from dali_stream.storage.remote import Answer, RemoteStore, Version
-from dali_stream.storage.retry import Deadline, Patience, TransientError
+from dali_stream.storage.retry import TIMED_OUT, Deadline, Patience, TransientError
 
 # Descriptions of failures, by the names in obstore's error messages (object_store 0.14: HttpErrorKind, GetResultError).
 _FAILURES = {
     "Connect": "cannot connect to the host",
-    "Timeout": "timed out",
+    "Timeout": TIMED_OUT,
     "Interrupted": "the connection broke",
     "UnexpectedRange": "the response has another range than requested",
     "NoContentRange": "Content-Range is missing",
@@ -77,13 +78,16 @@ class ObjectStore(RemoteStore):
             options["if_match"] = version.tag
         try:
             result = obstore.get(self._opened(), path, options=options)
-            meta, (first, last), data = result.meta, result.range, bytes(result.bytes())
+            meta, (first, last) = result.meta, result.range
+            data = _body(result, stop - start)
         except Exception as error:
             failure = self._failure(path, error)
         else:
             self._traffic.add(requests=1, fetched_bytes=len(data))
             if (first, len(data)) != (start, last - first):
-                raise TransientError(f"the response must have {last - first} bytes, got {len(data)}")
+                raise TransientError(
+                    f"the response must have {last - first} bytes, got {len(data)}" + " or more" * (len(data) > stop - start)
+                )
             return Answer(_version(meta), data)
         if failure is None:  # the object changed, or ends at or before `start`
             return Answer(self._head(path, deadline), b"")
@@ -135,6 +139,12 @@ class ObjectStore(RemoteStore):
         words = ", ".join([f"HTTP {status}"] * bool(status) + [code[1] if code else type(error).__name__])
         if isinstance(error, PreconditionError) or status == 416:
             return None
+        if NOWHERE in text:
+            return StorageError(
+                f"{self.where(path)}: the server redirects to another host. Such a redirect is not followed, since the request "
+                "may contain credentials. Give the address of that host as endpoint_url in storage_options or, if it may have "
+                "them, its name in {'client_options': {'proxy_excludes': …}}"
+            )
         if "redirect without LOCATION" in text:
             return StorageError(f"{self.where(path)}: the bucket is in another region. Give storage_options={{'region': …}}")
         if "NotPartial" in text:
@@ -150,6 +160,18 @@ class ObjectStore(RemoteStore):
         if status >= 500:
             return TransientError(words)
         return self._refusal(path, status, words)
+
+
+def _body(result: Any, most: int) -> bytes:
+    """Return the body of a response. If it has more than `most` bytes, the rest is not read."""
+    chunks: list[bytes] = []
+    got = 0
+    for chunk in result.stream(min_chunk_size=most):  # a chunk has about this number of bytes, or it is the last one
+        chunks.append(bytes(chunk))
+        got += len(chunk)
+        if got > most:
+            break
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 def _version(meta: Any) -> Version:

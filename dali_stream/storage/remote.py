@@ -10,10 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from dali_stream.errors import DatasetError, StorageError
+from dali_stream.errors import DaliStreamError, DatasetError, StorageError
 from dali_stream.storage.cache import CACHE_BLOCK, DiskCache
 from dali_stream.storage.retry import (
     AGAIN,
+    TIMED_OUT,
     Deadline,
     Patience,
     TransientError,
@@ -21,7 +22,9 @@ from dali_stream.storage.retry import (
     end_idle,
     given_up,
     pause_s,
+    reading,
     slot,
+    tell_end,
     tell_retry,
 )
 from dali_stream.storage.store import Store, Traffic, checked, missing_file
@@ -261,13 +264,18 @@ class RemoteStore(Store):
 
         began = time.perf_counter()
         try:
-            self._retried(f"{self.where(path)}, bytes {start} to {stop}", request)
+            self._retried(self.where(path), request, f", bytes {start} to {stop}")
         finally:
             self._traffic.add(fetch_s=time.perf_counter() - began)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _retried(self, description: str, request: Callable[[Deadline], _T]) -> _T:
+    def _retried(self, where: str, request: Callable[[Deadline], _T], part: str = "") -> _T:
         """Return `request(deadline)`. After each `TransientError`, pause and call it again.
+
+        Args:
+            where: Name of the file or folder. Failures of all its reads count together, see `Outage`.
+            request: Function that makes one attempt.
+            part: Part of the file, for messages. Default: none.
 
         Raises:
             StorageError: If the time limit is exceeded, or the store is closed. The time starts with the first attempt and does
@@ -275,23 +283,37 @@ class RemoteStore(Store):
         """
         failures: list[str] = []
         stop = self._stop  # a local variable, because `close` replaces the attribute
-        with slot(self._host, stop):
-            deadline = Deadline(self._patience, stop)
+        with reading(self._host, where) as (host, file):
+            deadline = Deadline(self._patience, stop, (host, file))
             while True:
-                if stop.is_set():
-                    raise given_up(description, failures, deadline, 0)
-                try:
-                    answer = bounded(request, deadline)
-                    self._patience.reached = True
-                    return answer
-                except TransientError as error:
-                    failure = error.with_traceback(None)  # the traceback would refer to this frame
+                with slot(self._host, deadline):  # not held in a pause, in which other reads may use it
+                    if stop.is_set() or (not failures and deadline.is_given_up()):
+                        raise given_up(where + part, failures, deadline, deadline.allowed_s())
+                    began = deadline.elapsed()
+                    try:
+                        answer = bounded(request, deadline)
+                    except TransientError as error:
+                        failure = error.with_traceback(None)  # the traceback would refer to this frame
+                    except DaliStreamError:  # the host answers, e.g. that the file does not exist
+                        tell_end(host, self._patience)
+                        file.answered()
+                        raise
+                    else:
+                        tell_end(host, self._patience)
+                        file.answered()
+                        self._patience.reached = True
+                        return answer
+                deadline.failed = True
                 failures.append(str(failure))
+                took_s = deadline.elapsed() - began if TIMED_OUT in failures[-1] else 0.0
+                if not stop.is_set():
+                    host.failed(failures[-1], took_s)
+                    file.failed(failures[-1], took_s)
                 pause = pause_s(len(failures), failure.after_s, deadline)
                 if deadline.left(failure.unreachable) <= pause:
-                    raise given_up(description, failures, deadline, deadline.allowed_s(failure.unreachable))
+                    raise given_up(where + part, failures, deadline, deadline.allowed_s(failure.unreachable))
                 self._traffic.add(retries=1)
-                tell_retry(self._host, description, str(failure))
+                tell_retry(self._host, where + part, str(failure))
                 deadline.sleep(pause)
 
     def _refusal(self, path: str, status: int, words: str = "", after_s: float | None = None) -> Exception:

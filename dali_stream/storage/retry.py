@@ -1,4 +1,4 @@
-"""Time limits and pauses of retries, and the limit of concurrent requests to a host."""
+"""Time limits and pauses of retries, outages of hosts and files, and the limit of concurrent requests to a host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -22,6 +22,8 @@ from dali_stream.storage import logs
 AGAIN = (408, 425, 429, 500, 502, 503, 504)  # retryable HTTP statuses
 PER_HOST = 32  # maximum number of concurrent requests to a host by all stores of this process
 
+TIMED_OUT = "timed out"  # in the reason of a failure that took all the time that the attempt had
+
 _TIMEOUT_S = 10.0  # default of the storage option `timeout`
 _CLOSE_S = 2.0  # time in which a request can end after its store was closed
 _IDLE_S = 0.5  # time after which an idle thread ends
@@ -30,16 +32,22 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger("dali_stream")
 _TELL_S = 60.0  # minimum time between two warnings about retries to the same host, in seconds
+_TELL_OUTAGE_S = 1.0  # minimum length of an outage whose end is logged, in seconds
+_PROBE_S = 1.0  # minimum time between two attempts in an outage that exceeds its time limit, in seconds
+_IDLE_OUTAGE_S = 5.0  # time without any read after which an outage no longer counts, in seconds
 _told: dict[str, tuple[float, int]] = {}  # {host: time of its last warning, number of retries since}
 _telling = threading.Lock()
 _slots: dict[str, SimpleQueue[None]] = {}  # {host: free connection slots}; a semaphore takes several times as long
+_outages: dict[str, Outage] = {}  # {name of a host or file that is being read, or has failed: its outage}
+_counting = threading.Lock()  # held while an outage changes
 
 
 def _after_fork() -> None:
     """Renew what threads of the parent hold, since no thread of a forked process would release it."""
-    global _telling
+    global _telling, _counting
     _slots.clear()
-    _telling = threading.Lock()
+    _outages.clear()
+    _telling, _counting = threading.Lock(), threading.Lock()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -63,11 +71,12 @@ class Patience:
     """Time limits of requests to one host.
 
     Args:
-        total_s: Time limit of a request including all attempts and pauses, in seconds. Default: 60, or 5 until the first
-            connection, because a failure before it probably means a wrong address or a machine without a network.
+        total_s: Time limit of a request including all attempts and pauses, and of an outage, in seconds. Default: 60, or 5
+            until the first connection, because a failure before it probably means a wrong address or a machine without a
+            network.
 
     Attributes:
-        total_s: Time limit of a request, in seconds.
+        total_s: Time limit of a request and of an outage, in seconds.
         first_s: Time limit of a request that cannot connect, until the first connection is made, in seconds.
         reached: Whether a connection has been made.
     """
@@ -77,21 +86,107 @@ class Patience:
         self.reached = False
 
 
+class Outage:
+    """Failures of a host or a file since its last good answer. All reads of this process that use it share one object.
+
+    The time without a good answer counts from the first failure, so an idle hour before it does not count. It is forgotten if
+    nothing was read for `_IDLE_OUTAGE_S` after the last failure.
+
+    Args:
+        name: Name of the host or the file, without credentials.
+
+    Attributes:
+        name: See above.
+        reason: Reason of the last failure.
+        ended: Time at which the last outage ended that was long enough to be the reason why files failed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.reason, self._reads, self._failures = name, "", 0, 0
+        self._since: float | None = None  # time of the first failure
+        self._last = self._good = -math.inf  # times of the last failure, and of the last good answer
+        self.ended = -math.inf
+
+    def lasted(self) -> float:
+        """Return the seconds since the first failure, or 0 if the last answer was good."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def begin(self, host_ended: float = -math.inf) -> None:
+        """Count a read that begins. Failures of a file do not count if its host had an outage until `host_ended`."""
+        is_idle = not self._reads and time.monotonic() - self._last > _IDLE_OUTAGE_S
+        if is_idle or (self._since is not None and self._since < host_ended):
+            self._since, self._failures = None, 0
+        self._reads += 1
+
+    def end(self) -> bool:
+        """Count a read that ends. Return whether the object is no longer needed."""
+        self._reads -= 1
+        return not self._reads and self._since is None and self.ended == -math.inf
+
+    def is_given_up(self, allowed_s: float) -> bool:
+        """Return whether the outage has lasted for `allowed_s`, and an attempt has just failed, so that another is useless."""
+        return self.lasted() >= allowed_s and time.monotonic() - self._last < _PROBE_S
+
+    def failed(self, reason: str, took_s: float = 0.0) -> None:
+        """Count a failed attempt.
+
+        Args:
+            reason: Why it failed, without credentials.
+            took_s: Seconds in which it waited in vain. Without a good answer meanwhile, they belong to the outage. Default: 0.
+        """
+        with _counting:
+            self._last, self.reason = time.monotonic(), reason
+            self._since = max(self._last - took_s, self._good) if self._since is None else self._since
+            self._failures += 1
+
+    def answered(self) -> tuple[float, int]:
+        """Record a good answer. Return how many seconds the outage that it ends has lasted, and the number of its failures."""
+        self._good = time.monotonic()
+        if self._since is None:
+            return 0.0, 0
+        with _counting:
+            ended = self.lasted(), self._failures
+            self._since, self._failures = None, 0
+            return ended
+
+
+@contextmanager
+def reading(host: str, file: str) -> Iterator[tuple[Outage, Outage]]:
+    """Return the outages of a host and of a file, and count a read of them while the body runs."""
+    with _counting:
+        own_host, own_file = (_outages.setdefault(name, Outage(name)) for name in (host, file))
+        own_host.begin()
+        own_file.begin(own_host.ended)
+    try:
+        yield own_host, own_file
+    finally:
+        with _counting:
+            for outage in (own_host, own_file):
+                if outage.end():
+                    _outages.pop(outage.name, None)
+
+
 class Deadline:
     """Time limit of a request including all attempts and pauses. It starts when the object is created.
+
+    The request also ends when its host or its file has given no good answer for that time. After that, each request makes one
+    attempt, which may end the outage, unless another has failed just before. A queue of requests therefore ends at once.
 
     Args:
         patience: Time limits of requests to the host.
         stop: Event that ends the request early.
+        outages: Outages of the host and the file. Default: none.
 
     Attributes:
         connecting: Reason to report if the time is over while the host's name is being resolved. Empty at other times.
         abandoned: Whether the caller no longer waits for the request.
+        failed: Whether an attempt has failed.
     """
 
-    def __init__(self, patience: Patience, stop: threading.Event) -> None:
-        self.patience, self.stop = patience, stop
-        self.connecting, self.abandoned = "", False
+    def __init__(self, patience: Patience, stop: threading.Event, outages: Sequence[Outage] = ()) -> None:
+        self.patience, self.stop, self._outages = patience, stop, outages
+        self.connecting, self.abandoned, self.failed = "", False, False
         self._start = time.monotonic()
 
     def allowed_s(self, unreachable: bool = False) -> float:
@@ -103,12 +198,29 @@ class Deadline:
         return self.patience.first_s if unreachable and not self.patience.reached else self.patience.total_s
 
     def elapsed(self) -> float:
-        """Return the seconds since the start."""
+        """Return the seconds since the start, without the time in which the request waited for a connection slot."""
         return time.monotonic() - self._start
+
+    def exclude(self, seconds: float) -> None:
+        """Exclude a time in which the request waited for a connection slot."""
+        self._start += seconds
+
+    def outage(self) -> Outage | None:
+        """Return the longest outage, or None if it began after the request."""
+        longest = max(self._outages, key=Outage.lasted, default=None)
+        return longest if longest is not None and longest.lasted() > self.elapsed() else None
+
+    def is_given_up(self) -> bool:
+        """Return whether an attempt has just failed, in an outage of the host or the file that exceeds the time limit."""
+        return any(outage.is_given_up(self.allowed_s()) for outage in self._outages)
 
     def left(self, unreachable: bool = False) -> float:
         """Return the remaining seconds, which are 0 or less when the time is over. See `allowed_s` for `unreachable`."""
-        return 0.0 if self.abandoned or self.stop.is_set() else self.allowed_s(unreachable) - self.elapsed()
+        if self.abandoned or self.stop.is_set():
+            return 0.0
+        allowed, own = self.allowed_s(unreachable), self.elapsed()
+        left = allowed - max(own, *(outage.lasted() for outage in self._outages), 0.0)
+        return left if self.failed else max(left, allowed / 3 - own)
 
     def sleep(self, seconds: float) -> None:
         """Wait for `seconds`, or until the event is set if that is earlier."""
@@ -116,17 +228,19 @@ class Deadline:
 
 
 @contextmanager
-def slot(host: str, stop: threading.Event) -> Iterator[None]:
+def slot(host: str, deadline: Deadline) -> Iterator[None]:
     """Hold one of the `PER_HOST` connection slots of a host.
 
-    This waits until a slot is free. If the event `stop` is set first, the body runs without a slot.
+    This waits until a slot is free, which the deadline does not count. If the event of the deadline is set first, the body runs
+    without a slot.
     """
     slots = _slots.get(host) or _slots.setdefault(host, _free_slots())
-    held = False
-    while not held and not stop.is_set():
+    held, began = False, time.monotonic()
+    while not held and not deadline.stop.is_set():
         with suppress(Empty):
             slots.get(timeout=_WAKE_S)
             held = True
+    deadline.exclude(time.monotonic() - began)
     try:
         yield
     finally:
@@ -196,6 +310,9 @@ def given_up(request: str, failures: list[str], deadline: Deadline, allowed_s: f
     if deadline.stop.is_set():
         return StorageError(f"{request}: not read, because the store was closed meanwhile")
     tries = f"{len(failures)} {'try' if len(failures) == 1 else 'tries'} in {deadline.elapsed():.1f} s"
+    if outage := deadline.outage():
+        failures = failures or [outage.reason]
+        tries += f", and {outage.name} has given no good answer for {outage.lasted():.1f} s"
     reasons = ", ".join(reason + (f" ({times} times)" if times > 1 else "") for reason, times in Counter(failures).items())
     return StorageError(
         f"{request}: not read after {tries}, where {allowed_s:g} s are allowed (give_up_after_s). Reasons: {reasons}. Check "
@@ -222,6 +339,15 @@ def tell_retry(host: str, request: str, reason: str) -> None:
             "%s: a request to %s failed (%s), and is repeated.%s stats() and metrics() count all retries",
             *(request, host, reason, more),
         )
+
+
+def tell_end(host: Outage, patience: Patience) -> None:
+    """Record a good answer of a host. If it ends an outage of at least `_TELL_OUTAGE_S`, log a warning that says so."""
+    lasted, failures = host.answered()
+    if lasted >= patience.total_s / 2:
+        host.ended = time.monotonic()
+    if lasted >= _TELL_OUTAGE_S:
+        _log.warning("%s gives good answers again, after %.1f s in which %d requests to it failed", host.name, lasted, failures)
 
 
 class _Helper:
@@ -292,7 +418,7 @@ def bounded(request: Callable[[Deadline], _T], deadline: Deadline) -> _T:
             end_idle()
     if deadline.stop.is_set():
         helper.thread.join(_CLOSE_S)
-    raise TransientError(deadline.connecting or "timed out", unreachable=bool(deadline.connecting))
+    raise TransientError(deadline.connecting or TIMED_OUT, unreachable=bool(deadline.connecting))
 
 
 def end_idle() -> None:

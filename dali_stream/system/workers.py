@@ -32,16 +32,24 @@ class Workers:
         name: Name of the threads.
         threads: Number of threads. With 0, `submit` runs the job in the calling thread.
         around: Function that returns a context, such as a measurement, in which a thread runs each job. Default: none.
+        reserved: Number of further threads, for jobs that somebody waits for while all others are busy. They run only jobs
+            that are due, see `set_due`. Default: 0.
     """
 
     def __init__(
-        self, name: str, threads: int, around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self,
+        name: str,
+        threads: int,
+        around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        reserved: int = 0,
     ) -> None:
-        self._name, self._count, self._around = name, threads, around
+        self._name, self._count, self._around, self._reserved = name, threads, around, reserved
         self._jobs: list[_Job] = []  # a heap
         # The condition is written in Python, so Ctrl-C in `with self._changed` may leave it locked. The lock is written in C.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        self._due_changed = threading.Condition(self._lock)  # for the reserved threads
+        self._due: Priority = ()
         self._number = itertools.count()
         self._stopping = False
         self._threads: list[threading.Thread] = []
@@ -65,15 +73,23 @@ class Workers:
                 self._start()
                 heapq.heappush(self._jobs, (priority, next(self._number), future, bound(call), args))
                 self._changed.notify()
+                self._due_changed.notify()
                 return future
         _run(future, call, args, Exception)  # KeyboardInterrupt is raised in the calling thread, and not set in the future
         return future
+
+    def set_due(self, priority: Priority) -> None:
+        """Let the reserved threads run jobs whose priority is at most `priority`, compared as a tuple."""
+        with self._lock:
+            self._due = priority
+            self._due_changed.notify_all()
 
     def stop(self) -> None:
         """Cancel jobs that have not begun. Return without waiting for the others."""
         with self._lock:
             self._stopping = True
             self._changed.notify_all()
+            self._due_changed.notify_all()
             while self._jobs:  # a job is removed last, so that another call continues if Ctrl-C interrupts this one
                 _, _, future, _, _ = self._jobs[-1]
                 future.cancel()
@@ -88,13 +104,14 @@ class Workers:
 
     def _start(self) -> None:
         """Start the threads that have not been started yet."""
-        for number in range(len(self._threads), self._count):
-            thread = threading.Thread(target=self._work, name=f"{self._name} {number}", daemon=True)
+        for number in range(len(self._threads), self._count + self._reserved):
+            take = self._take if number < self._count else self._take_due
+            thread = threading.Thread(target=self._work, args=(take,), name=f"{self._name} {number}", daemon=True)
             self._threads.append(thread)  # before it starts, so that `join` knows it even if the start is interrupted
             thread.start()
 
-    def _work(self) -> None:
-        while (job := self._take()) is not None:
+    def _work(self, take: Callable[[], _Job | None]) -> None:
+        while (job := take()) is not None:
             _, _, future, call, args = job
             with self._around():
                 _run(future, call, args)
@@ -103,6 +120,11 @@ class Workers:
     def _take(self) -> _Job | None:
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._stopping)
+            return None if self._stopping else heapq.heappop(self._jobs)
+
+    def _take_due(self) -> _Job | None:
+        with self._due_changed:
+            self._due_changed.wait_for(lambda: (self._jobs and self._jobs[0][0] <= self._due) or self._stopping)
             return None if self._stopping else heapq.heappop(self._jobs)
 
 

@@ -237,14 +237,23 @@ class Objects(Server):
 
     Args:
         files: {"bucket/key": bytes}.
+
+    Attributes:
+        redirect: address of the server to which all requests are redirected. Empty: none.
     """
+
+    redirect = ""
 
     def handler(self) -> type[Handler]:
         return _ObjectsHandler
 
 
 class _ObjectsHandler(Handler):
+    owner: Objects
+
     def answer(self, request: Request) -> None:
+        if self.owner.redirect:
+            return self.reply(307, b"", {"Location": f"{self.owner.redirect}{self.path}"})
         query = parse_qs(request.query)
         if "list-type" not in query and "comp" not in query:
             return self.send_file(request.path.lstrip("/"))
