@@ -21,7 +21,7 @@ from support.servers import Handler, Server, spans
 from support.slow import slow
 from support.videos import SIZE, draw, encode, h264
 
-from dali_stream import DaliStreamError, Dataset, Loader, StorageError
+from dali_stream import DaliStreamError, Dataset, Loader, MemoryBudgetError, StorageError
 from dali_stream.pipeline import gather
 
 DELTAS = {TOP: [-0.5, 0.0, 0.05], "action": [0.0, 0.05]}
@@ -389,7 +389,7 @@ def test_a_lack_of_memory_for_decoded_frames_leaves_no_threads(demo: Path, monke
     with Server(demo) as server, Loader(server.url, batch_size=4, device="cpu") as loader:
         with monkeypatch.context() as patched:
             patched.setattr(np, "empty", fail)
-            with pytest.raises(MemoryError):
+            with pytest.raises(MemoryBudgetError, match="16 batches in progress with batch_size=4 need more memory"):
                 next(iter(loader))
         assert not [thread.name for thread in threading.enumerate() if "dali_stream fetch" in thread.name]
         assert len(next(iter(loader))["index"]) == 4

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class Clip:
     data: bytearray
     frames: list[int]
     coded_frames: int
-    hashes: list[Mapping[int, int]]
+    hashes: list[Mapping[int, int]] = field(default_factory=list)
 
 
 class UnsafeForNvdec(DecodeError):
