@@ -59,9 +59,10 @@ class BatchStream:
         try:
             self.planner = Planner(config, routes, epoch, position, counters)
         except MemoryError as error:  # of the slots of the batches in progress
+            words = f" ({error})" if str(error) else ""
             raise MemoryBudgetError(
                 f"{config.in_progress} batches in progress with batch_size={config.batches.batch_size} need more memory than "
-                f"the system provides{f' ({error})' if str(error) else ''}. Use a smaller prefetch or batch_size, or shorter windows"
+                f"the system provides{words}. Use a smaller prefetch or batch_size, or shorter windows"
             ) from error
         self._batches: TorchBatches | DaliBatches | None = None  # None also after `close`
         # The finalizer ends the threads of a loader that is dropped without being closed.
