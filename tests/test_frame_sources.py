@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shlex
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +20,7 @@ from support.frame_cache import FRAME, indices, records, run, same
 from support.servers import Server, spans
 
 from dali_stream import Dataset
-from dali_stream.cache.frame_files import video_records
+from dali_stream.cache.frame_files import _entry, video_records
 from dali_stream.cli import main
 from dali_stream.mp4.index import read_index
 from dali_stream.storage.local import LocalStore
@@ -188,7 +190,7 @@ def test_frames_of_the_former_layout_are_refused_by_name(small: Path, tmp_path: 
     [group] = tmp_path.iterdir()
     key = json.loads((group / "key.json").read_text())
     words = json.dumps({**key, "layout": "1"}, indent=1, sort_keys=True, ensure_ascii=False)
-    name = "".join(__import__("hashlib").blake2b(words.encode(), digest_size=8).hexdigest())
+    name = hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
     group.rename(tmp_path / name)
     (tmp_path / name / "key.json").write_text(words)
     found, stats = run(small, tmp_path, 1)
@@ -196,7 +198,7 @@ def test_frames_of_the_former_layout_are_refused_by_name(small: Path, tmp_path: 
     assert stats["frame_cache_disk_hits"] == 0
     [warning] = [record.getMessage() for record in caplog.records if "earlier version" in record.getMessage()]
     assert warning.endswith(f"`dali-stream frames remove {tmp_path} {name}`")
-    assert main(warning.partition("`dali-stream ")[2].rstrip("`").split()) == 0
+    assert main(shlex.split(warning.partition("`dali-stream ")[2].rstrip("`"))) == 0
     assert not (tmp_path / name).exists()
 
 
@@ -214,8 +216,6 @@ def test_verify_finds_frames_that_are_not_those_of_the_dataset(
     [(store, index)] = [each for each in indices(small) if names(each[0], each[1]) == path.name]
     own = video_records(store, index, np.arange(len(index)))
     assert own is not None
-    from dali_stream.cache import frame_files
-
     with path.open("r+b") as file:  # a frame of which someone has changed a pixel, with its checksum
         file.seek(3 * FRAME)
         frame = np.frombuffer(file.read(FRAME), np.uint8).copy()
@@ -225,7 +225,7 @@ def test_verify_finds_frames_that_are_not_those_of_the_dataset(
         file.seek(3 * FRAME)
         file.write(frame.tobytes())
         file.seek(own.count * FRAME + 3 * 16)
-        file.write(frame_files._entry(own, 3, packets, frame))
+        file.write(_entry(own, 3, packets, frame))
     assert main(command) == 1
     text = said(capsys)
     assert "1 frame differ" in text

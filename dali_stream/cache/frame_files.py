@@ -32,6 +32,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import stat
 import threading
 from collections import deque
@@ -215,10 +216,11 @@ class FrameFolder:
         old, own = (self.path / _name(_words({**key, "layout": layout})) for layout in (_FORMER, LAYOUT))
         if old.is_dir() and old not in self._told:
             self._told.add(old)
+            command = f"`dali-stream frames remove {shlex.quote(str(self.path))} {old.name}`"
             _log.warning(
                 "frame_cache %s has frames that an earlier version of dali_stream has stored. They are not used, because they "
-                "may belong to another video. Remove them with `dali-stream frames remove %s %s`",
-                *(self.path, self.path, old.name),
+                "may belong to another video. Remove them with %s",
+                *(self.path, command),
             )
         self._warn_of_owner(own)
         return own

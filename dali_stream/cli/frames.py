@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -91,5 +92,5 @@ def verify(dataset: arguments.DatasetOptions, loader: arguments.LoaderOptions, u
     count, folder = sum(map(len, found.different.values())), loader["frame_cache"]
     console.say(f"{folder}: {found.read} of {found.frames} frames were read from it, and {count or 'none'} of them differ")
     if count:
-        console.say(f"Remove them with `dali-stream frames remove {folder} NAME`, and decode them again")
+        console.say(f"Remove them with `dali-stream frames remove {shlex.quote(str(folder))} NAME`, and decode them again")
         raise typer.Exit(1)

@@ -247,7 +247,7 @@ def what_helps(episode: EpisodeTimes, *, prepares: bool = False) -> str:
     if tolerance < half and helps(episode.seconds, half):
         remedies.append(f"Dataset(tolerance_s={half}) accepts frames up to half a frame away")
     if not remedies and short and short == len(rows) - frames and not prepares and helps(episode.seconds[:-short], tolerance):
-        only = "" if episode.ends_early else _ONLY_IF.format(short=short)
+        only = "" if episode.ends_early else _only_if(short)
         remedies.append(
             f"Dataset(drop_n_last_frames={short}) leaves the last {counted(short, 'row')} of each episode out{only}. With "
             "windows that reach ahead, leave as many more out"
@@ -264,12 +264,15 @@ TRUST = (
     ". Dataset(trust_timestamps=True), or --trust-timestamps on the command line, takes the frame at the time of each row all "
     "the same, which may be the frame of another row"
 )
-# The last frame that is left shows the same moment as its row only if no frame before it is missing.
-_ONLY_IF = (
-    ". This is right only if the end of the video is missing, and not a frame before: the last frames then fit the actions and "
-    "states of their rows in `dali-stream preview URI --drop-n-last-frames {short} --plots`"
-)
 _SHOWN = 8  # maximum number of episodes that a message names
+
+
+def _only_if(short: int) -> str:
+    # The last frame that is left shows the same moment as its row only if no frame before it is missing.
+    return (
+        ". This is right only if the end of the video is missing, and not a frame before: the last frames then fit the actions "
+        f"and states of their rows in `dali-stream preview URI --drop-n-last-frames {short} --plots`"
+    )
 
 
 def _in_frames(tolerance: float) -> str:

@@ -36,7 +36,15 @@ GROUP: Any = typer.main.get_command(app)
 FILES = [path for folder in ("dali_stream", "pipelines", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 SOURCES = [path for path in FILES if "dali-stream" in path.read_text()]
 # Values for the placeholders of messages, by the option or the name before them.
-VALUES = {"--codec": "h264", "preview": "URI", "list": "DIR", "install": "'botocore'"}
+VALUES = {
+    "--codec": "h264",
+    "--drop-n-last-frames": "1",
+    "preview": "URI",
+    "list": "DIR",
+    "remove": "DIR",
+    "{}": "NAME",
+    "install": "'botocore'",
+}
 
 
 def messages(path: Path) -> Iterator[str]:
