@@ -9,7 +9,7 @@ Each round measures these epochs with new Loaders, for each dataset and each fol
 - `filling`: first epoch with an empty cache, writing included.
 - `warm`: second epoch of the same Loader, whose records are in the system's page cache.
 - `cold`: epoch of a new Loader after the pages of all records were dropped from the page cache (not in memory).
-- `plain`: threads that read the same number of records in random order from these files, as cold, with one `pread` each.
+- `plain`: threads that read the records in random order from these files, as cold, with one `pread` each.
 - `in memory`: second epoch of a Loader whose memory_budget holds all frames.
 
 Then two processes run two epochs as two ranks, with a new cache, with shuffle=True and "global", and a new process runs one
@@ -187,9 +187,9 @@ def plain(folder: str, record: int) -> float:
     places = []
     for path in records(folder):
         number = os.open(path, os.O_RDONLY)
-        count = os.fstat(number).st_size // (record + 8)
-        sums = np.frombuffer(os.pread(number, 8 * count, record * count), "<u8")
-        places += [(number, record * int(at)) for at in np.flatnonzero(sums)]
+        # After the records, the file has at most 16 + 8 * 256 bytes for each of them. Up to 1.4 % of the records are not read.
+        count = os.fstat(number).st_size // (record + 16 + 8 * 256)
+        places += [(number, record * at) for at in range(count)]
     random.Random(0).shuffle(places)
     count = len(os.sched_getaffinity(0))
 
