@@ -79,8 +79,8 @@ class Dataset(DatasetFiles):
             count the rows of each episode from 0. Rows are delivered unchanged. Default: "timestamp".
         tolerance_s: Maximum distance between this time and the frame, in seconds, up to half a frame. LeRobot's default is
             1e-4. Default: a quarter of a frame.
-        trust_timestamps: Whether a row gets the frame at its time even if the number of frames in its video file contradicts
-            this, because frames are missing or times are wrong. It may then be the frame of another row. Default: False, which
+        trust_timestamps: Whether a row gets the frame at its time even if the number of frames in its video file shows that
+            frames are missing or times are wrong. The frame may then be that of another row. Default: False, which
             raises an error for such rows.
 
     Attributes:

@@ -117,8 +117,8 @@ class Loader:
             are read and not decoded. Batches are the same with and without it. Frames that DALI decodes are not stored.
             With a folder in /dev/shm, the frames are in memory, once per machine. Default: none.
         frame_cache_bytes: Maximum size of `frame_cache`, in bytes or as a text such as "200GiB". When it is reached, no more
-            frames are added. Default: no limit, but for a folder in memory a quarter of the memory of the machine or cgroup,
-            and at most half of its file system.
+            frames are added. Default: no limit, except for a folder in memory: a quarter of the memory of the machine or
+            cgroup, and at most half of its file system.
         rank, world_size: Rank of this process, and number of ranks. Default: those of torch.distributed or Accelerate if
             initialized, otherwise of the environment variables `RANK` and `WORLD_SIZE`, otherwise 0 and 1. Iterating raises an
             error if torch.distributed has been initialized with other values since. Explicit values are not checked in this

@@ -144,7 +144,7 @@ class Mixture:
         self.lengths, self.dataset_of = self.source.lengths, self.source.dataset_of
 
     def _warn_of_other_keys(self, keys: Mapping[str, Mapping[str, str]]) -> None:
-        """Warn of features that look the same, but have different keys in different datasets. `keys` is the argument."""
+        """Warn about features that look the same, but have different keys in the datasets. `keys` is the argument."""
         parts = dict(zip(self.datasets, self.source.parts, strict=True))
         renamed, found, advice = {name: dict(own) for name, own in keys.items()}, [], ""
         for group in alike([part.features for part in parts.values()]):

@@ -315,7 +315,7 @@ def test_a_column_that_a_copy_lacks_is_named(root: Path, tmp_path: Path, caplog:
     """With the feature, as the message says, it is copied."""
     with_another_column(root)
     prepared(root, tmp_path / "out")
-    assert "has no feature 'more' for this column of the rows, with which LeRobot does not read the dataset" in caplog.text
+    assert "has no feature 'more' for this column of the rows, so LeRobot does not read the dataset" in caplog.text
     assert "more" not in pq.read_schema(tmp_path / "out" / ROWS).names
     edit_info(root, features__more={"dtype": "int64", "shape": [1], "names": None})
     prepared(root, tmp_path / "more")

@@ -21,7 +21,7 @@ from dali_stream.storage.local_files import NO_FOLLOW, OpenFile, OpenFiles, allo
 
 _log = logging.getLogger("dali_stream")
 WAIT_S = 2.0  # maximum wait for frames that other processes decode, in seconds. A task usually takes less than 0.5 s
-_WAITS = 5  # number of waits in a row that end in vain before this process stops claiming. Each costs a thread `WAIT_S`
+_WAITS = 5  # number of timeouts in a row before this process stops claiming. Each costs a thread `WAIT_S`
 _POLL_S = 0.005  # interval at which a waiting thread tries again
 _FILES = 31  # number of files. It is prime, so the blocks of all videos are distributed evenly
 _BLOCK = 64  # frames of a video next to each other whose claims are in the same file
@@ -38,14 +38,14 @@ class Claims:
     def __init__(self, folder: Path) -> None:
         self._folder, self._files = folder, OpenFiles(folder, os.O_WRONLY | os.O_CREAT | NO_FOLLOW)
         self._is_used = allowed_descriptors(_DESCRIPTORS) >= _DESCRIPTORS
-        self._waits = 0  # number of waits that ended in vain since a claim became free
+        self._waits = 0  # number of timeouts since a claim last became free
 
     def divided(self, frames: Sequence[tuple[str, int]]) -> Iterator[list[int]]:
         """Divide the decoding of frames between the processes that need them at the same time.
 
         The frames of a part are claimed until the next part is requested. While other processes have claimed all that remain,
-        this waits. After `WAIT_S`, or if the folder allows no claims, the last part has all of them. If claims never become
-        free, such as a lock that a network file system has not released, no more are made.
+        this waits. After `WAIT_S`, or if the folder allows no claims, the last part has all of them. After several timeouts,
+        for example because a network file system has not released a lock, no more claims are made.
 
         Args:
             frames: Hexadecimal digits that identify the file of each frame, and number of the frame in it.
@@ -77,7 +77,7 @@ class Claims:
             remaining = [i for i in remaining if i not in part]
 
     def _count(self, is_claimed: bool) -> None:
-        """Count waits that end in vain, and stop claiming after `_WAITS` of them."""
+        """Count timeouts in a row, and stop claiming after `_WAITS` of them."""
         self._waits = 0 if is_claimed else self._waits + 1
         if self._is_used and self._waits >= _WAITS:
             self._is_used = False

@@ -11,12 +11,12 @@ The file of a video with n packets is named by a hash of its index and its size.
     256 tables    for each packet, a hash of the packets from its keyframe to it, as they were read from one source
 
 Two videos may have the same index and size, such as a file before and after it was damaged, and a server may send other bytes
-for the same name. A record is therefore used only if its entry has the hash of the packets of this very file, which is in
-`Records.packets`. These hashes result from decoding, and a table remembers them for each source, which is a version of a file
-at one place, see `Store.identity`. A known source needs no packet to be read. If the source is new, its packets are read once
-and compared with the entries, and nothing is decoded. A source has the table whose number is its hash modulo 256, with each
-value xor the hash of the source, so values of another source match no entry. Images in rows need no packets: their file is
-named by a hash of all images of an episode, and their hashes of packets are 0.
+for the same name. A record is therefore used only if its entry has the hash of this file's own packets, which is in
+`Records.packets`. These hashes are computed when packets are decoded, and a table stores them for each source. A source is a
+version of a file at one place, see `Store.identity`. For a known source, no packets need to be read. If the source is new, its
+packets are read once and compared with the entries, and nothing is decoded. A source uses the table whose number is its hash
+modulo 256. Each value is stored xor the hash of the source, so values of another source match no entry. Images in rows need no
+packets: their file is named by a hash of all images of an episode, and their hashes of packets are 0.
 
 Reading and writing need no locks. Processes that decode the same packets write the same bytes, and the entry is written after
 the record. If a process dies or a disk loses data, the checksum does not match the record, and the frame is decoded again. It
@@ -59,7 +59,7 @@ Hashes = npt.NDArray[np.uint64]
 # Version of the files. Records of the former version had no hash of packets.
 LAYOUT, _FORMER = "2", "1"
 _HASH, _ENTRY = 8, 16  # bytes of a hash, and of an entry
-_TABLES = 256  # number of tables. Two of them rarely belong to the same number, and a table that is not written takes no space
+_TABLES = 256  # number of tables. Two sources rarely use the same table, and a table that is not written takes no space
 _SHARE = 16  # smallest part of the free space that a process may take, as 1/16
 _LEAST_FREE = 64  # frames that must fit at least, since the size of the folder is counted again whenever it may be reached
 _log = logging.getLogger("dali_stream")
@@ -101,7 +101,7 @@ def video_records(store: Store, index: VideoIndex, packets: npt.NDArray[np.integ
     identity = store.identity(index.path)
     if not identity:
         return None
-    # A server may choose its version, so the hash must not allow it to find another source with the same one.
+    # A server may choose its version, so it must not be able to find another source with the same hash.
     source = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
     name = xxhash.xxh3_128_hexdigest(f"{index.moov_hash} {store.size(index.path)}".encode())
     own = packets[packets != NONE]
@@ -186,7 +186,7 @@ class FrameFolder:
 
     Attributes:
         is_open: Whether frames can be added.
-        is_writable: Whether the hashes of packets can be added, which take little space. It stays set at the limit.
+        is_writable: Whether the hashes of packets can be added, which take little space. It stays True at the size limit.
 
     Raises:
         ValueError: If the folder is a file or cannot be created, or if the limit is less than 1.
@@ -353,10 +353,10 @@ class FrameFiles:
 
         Args:
             records: Records of the episode.
-            numbers: Numbers of records. There is none for the number `NONE`.
+            numbers: Numbers of records. `NONE` is allowed, and has no record.
             read_packets: Function that reads packets from the source, and returns their hashes and those of others. It is
                 called for frames that were decoded from packets of another source, which may be the same packets. Default:
-                None, if such frames count as missing.
+                None, for which such frames count as missing.
         """
         stored, exists = np.zeros(numbers.shape, np.bool_), numbers != NONE
         if not exists.any():

@@ -81,8 +81,8 @@ def check_fields(
         content: Value to check.
         allowed: Allowed kinds of each key.
         needed: Keys that must be present.
-        are_arguments: Whether the keys are arguments of a class, so that the message for another class's names that class.
-            Default: False.
+        are_arguments: Whether the keys are arguments of a class, so that the message for an unknown key names the class
+            that has it. Default: False.
 
     Raises:
         ValueError: If the value is anything else.

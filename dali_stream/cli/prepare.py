@@ -64,7 +64,7 @@ def prepare(
         str | None, Option(metavar="ADDRESS", help="Address of a Ray cluster. Default: start Ray on this machine.")
     ] = None,
     as_status: Annotated[
-        bool, Option("--status", help="Print the state of the run that writes OUT, which may be given alone, and exit.")
+        bool, Option("--status", help="Print the state of the run that writes OUT, and exit. URI may be left out.")
     ] = False,
     as_json: arguments.Json = False,
 ) -> None:

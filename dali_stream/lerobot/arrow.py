@@ -78,7 +78,7 @@ def to_numpy(
 
 
 def read_type(kind: pa.DataType, feature: Feature) -> pa.DataType:
-    """Return the type as which a column is read: that of its feature if LeRobot casts the column to it, and otherwise its own.
+    """Return the type in which a column is read: that of its feature if LeRobot casts the column to it, otherwise its own.
 
     LeRobot casts decimals, dates, times and durations to numbers, and all of these, bytes and numbers to text. Text for numbers
     is an error here.
@@ -101,7 +101,7 @@ def read_type(kind: pa.DataType, feature: Feature) -> pa.DataType:
 
 
 def _cast(array: pa.Array, feature: Feature, where: str, dtype: type[np.generic], advice: str) -> pa.Array:
-    """Return an array without lists as `read_type` says, or as float64 if decimals are read as such."""
+    """Return an array without lists, cast to the type of `read_type`, or to float64 if `dtype` is float64."""
     kind = read_type(array.type, feature)
     if kind == array.type:
         return array

@@ -63,7 +63,7 @@ def alike(datasets: Sequence[Mapping[str, Feature]]) -> list[list[str]]:
     """Return groups of keys that look like names of one feature, such as "state" and "observation.state".
 
     Keys look alike if they differ only in case, separators, a plural, or words such as "observation" and "images" before the
-    name. A dataset that has two keys of a group shows that they are different features, so the group is left out.
+    name. If a dataset has two keys of a group, they are different features, so the group is left out.
     """
     groups: dict[tuple[Any, ...], dict[str, None]] = {}
     for features in datasets:

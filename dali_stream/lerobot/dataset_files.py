@@ -191,7 +191,10 @@ class DatasetFiles:
 
     @cached_property
     def tasks_place(self) -> str:
-        """Path of the file that contains `tasks`. Some exporters of v3.0 write that of v2.x, which is read if it is alone."""
+        """Path of the file that contains `tasks`.
+
+        Some exporters of v3.0 write the file of v2.x, which is read if the file of v3.0 is missing.
+        """
         is_v2 = self.info.is_v2 or (not self.store.exists(v3.TASKS) and self.store.exists(v2.TASKS))
         return v2.TASKS if is_v2 else v3.TASKS
 

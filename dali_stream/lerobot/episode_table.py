@@ -17,7 +17,7 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
 from dali_stream.system.cached import cached_property
 
-_MANY_EPISODES = 8  # of one file, from which the result of counting them is kept; with fewer, counting takes less than 50 µs
+_MANY_EPISODES = 8  # minimum number in a file for which results of counting are kept. Fewer are counted in less than 50 µs
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Episodes:
         stop: Seconds at which the next episode begins in the same MP4 file, shape (E,), for each camera. Infinite for the
             last episode of a file.
         to_timestamp: Seconds at which each episode ends according to the metadata, shape (E,), for each camera. Infinite if
-            the metadata lacks it, as in v2.x. Some exporters write the time of the last frame. Therefore it only tells episodes
-            that share frames from those that lack frames, see `dali_stream.mp4.counting`.
+            the metadata lacks it, as in v2.x. Some exporters write the time of the last frame. It is therefore only used to
+            tell episodes that share frames from those that lack frames, see `dali_stream.mp4.counting`.
         tables: Paths of the Parquet files that contain the episode table. Empty in v2.x.
     """
 

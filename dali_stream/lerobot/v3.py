@@ -204,7 +204,7 @@ def read_names(store: Store, path: str, index: str) -> dict[int, str]:
 
 
 def has_regular_tasks(store: Store) -> bool:
-    """Return whether `meta/tasks.parquet` has the form that LeRobot needs: the pandas index has names, and row n has task n."""
+    """Return whether LeRobot can read `meta/tasks.parquet`: the pandas index contains the names, and row n has task n."""
     if not store.exists(TASKS):
         return False
     table = read_parquet(store, TASKS, row_bytes=0)
@@ -273,7 +273,7 @@ def _numbers(store: Store, path: str, needed: list[str], optional: list[str], in
 
 
 def _integers(values: npt.NDArray[Any], name: str, where: str) -> npt.NDArray[np.int64]:
-    """Return numbers as int64, and `NONE` for those of a video that are missing. Raises DatasetError if one is not whole."""
+    """Return numbers as int64, with `NONE` for missing ones of a video. Raise DatasetError if one is not an integer."""
     if name.startswith("videos/") and values.dtype.kind != "i":
         values = np.where(np.isnan(values.astype(float)), NONE, values)
     with np.errstate(invalid="ignore"):

@@ -94,7 +94,7 @@ def other_container(first: bytes) -> tuple[str, str]:
         first: First bytes of the file, at least `BEGINNING` unless it is shorter.
     """
     if first.startswith(b"RIFF") and first[8:12] == b"AVI ":
-        # AVI has no display times. Copied B-frames would be displayed in the order in which they are decoded, and decoded ones
+        # AVI has no display times. Copied B-frames would be displayed in decode order. The times of decoded frames
         # begin with the delay of the decoder, and end between two frames. Gaps stay.
         times = "setpts=round((PTS-STARTPTS)*TB*FRAME_RATE)/FRAME_RATE/TB"
         return "AVI", f"Encode it again, with its first frame at time 0: `ffmpeg -i IN -vf '{times}' {_ENCODED} OUT.mp4`"

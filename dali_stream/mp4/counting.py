@@ -1,11 +1,11 @@
 """Rows of the episodes of a video file, counted against its frames.
 
 Time alone does not show that a frame is missing. If an encoder drops a frame and writes the others at a constant rate, each
-later row finds a frame at its time, and that is the frame of the next row. Two more things are known when a file is opened: the
-number of its frames, and its keyframes. LeRobot encodes each episode on its own, so that each begins with a keyframe.
+later row still has a frame at its time, but it is the frame of the next row. Two more things are known when a file is opened:
+the number of its frames, and its keyframes. LeRobot encodes each episode on its own, so that each begins with a keyframe.
 
 - If a file has as many frames as its episodes have rows, counting tells the frame of each row.
-- If it has fewer, an episode is whole if it and the next one begin at keyframes, since after a missing frame they would not.
+- If it has fewer, an episode is whole if it and the next one begin at keyframes. After a missing frame, they would not.
 - If it has more, rows may have been removed, and time alone locates frames.
 """
 
@@ -19,8 +19,8 @@ from dali_stream.checks.arrays import NONE, Float64, Int64, Mask
 from dali_stream.mp4.index import VideoIndex
 
 TOLERANCE = 0.25  # in frames: small enough for a unique frame, and large enough for times that are rounded to milliseconds
-_FEW = 0.25  # part of an episode below which frames that it would share with the next one may be missing
-_SHARED = 0.9  # frames that `to_timestamp` must be after the next start, so that both episodes have the frames between them
+_FEW = 0.25  # if an episode would share less than this fraction of its frames with the next one, they may be missing
+_SHARED = 0.9  # minimum number of frames from the next start to `to_timestamp` for which both episodes have these frames
 
 
 class FileEpisodes(NamedTuple):
@@ -78,9 +78,9 @@ def count_rows(episodes: FileEpisodes, index: VideoIndex, fps: float) -> FileCou
     """Count the rows of a file's episodes against its frames. See the top of the module.
 
     Episodes that begin at the same time share their frames. An episode whose `to_timestamp` is after the start of the next one
-    shares frames with it, as windows around events do. But if they would share only a few frames, and the next episode was
-    encoded on its own, these frames are missing. And if the file has a frame for each row, and almost none of them would
-    be left over, `from_timestamp` is wrong. In both cases, the episodes share nothing.
+    shares frames with it, as windows around events do. In two cases, the episodes share nothing all the same. If they would
+    share only a few frames, and the next episode was encoded on its own, these frames are missing. If the file has a frame for
+    each row, and sharing would leave almost no frames over, `from_timestamp` is wrong.
 
     Args:
         episodes: All episodes of the file.
@@ -155,8 +155,8 @@ class _Places(NamedTuple):
         place: Place of the frame nearest to each start, among the displayed frames, shape (k,).
         is_frame: Whether a start is near enough to that frame, shape (k,).
         is_keyframe: Whether that frame is a keyframe as well, shape (k,).
-        cuts_gop: Whether it is a keyframe, and the GOP before it is shorter than `gop`, shape (k,). No encoder has a reason to
-            cut a GOP but that a recording begins or the scene changes.
+        cuts_gop: Whether it is a keyframe, and the GOP before it is shorter than `gop`, shape (k,). An encoder only
+            cuts a GOP short when a recording begins or the scene changes.
         gop: Median length of the GOPs of the file, in frames.
     """
 
@@ -182,7 +182,7 @@ class _Places(NamedTuple):
 def _whole(places: _Places, groups: _Groups, frames: int, missing: int) -> tuple[Mask, Mask]:
     """Return which groups of episodes of a file that lacks frames are whole, and which of them have a frame for each row.
 
-    A group that is whole, but lacks frames, lacks them itself: it begins and ends where the metadata says.
+    If a group is whole but has too few frames, the missing frames are its own: it begins and ends where the metadata says.
 
     Args:
         places: Frames at which the episodes begin.
@@ -194,9 +194,9 @@ def _whole(places: _Places, groups: _Groups, frames: int, missing: int) -> tuple
     begin = places.place[head]
     is_right = places.is_keyframe[head]
     # A writer that measures its videos leaves missing frames out, so that its last episode ends with the file. If a writer has
-    # added up rows, the start of each episode after a missing frame is up to `missing` frames late. Then it is no keyframe if
-    # GOPs are longer than that, and if the encoder did begin a GOP with each episode. In a file that was encoded in one run,
-    # every `gop`-th frame is a keyframe, wherever episodes begin. Episodes must be longer, too, since the start of one
+    # added up rows, the start of each episode after a missing frame is up to `missing` frames late. Then it is not a keyframe,
+    # provided that GOPs are longer than that and that the encoder began a GOP with each episode. In a file that was encoded in
+    # one run, every `gop`-th frame is a keyframe, wherever episodes begin. Episodes must be longer, too, since the start of one
     # might be at the keyframe of the next one.
     if not places.is_frame[head[-1]] or begin[-1] + size[-1] != frames:
         is_right = is_right & (places.gop > missing) & (size.min() > 2 * missing) & places.cuts_gop.any()

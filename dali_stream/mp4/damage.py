@@ -16,8 +16,8 @@ contain:
 The checks therefore find blocks of zeros in all codecs except VP8 and MJPEG, and blocks of ff in codecs with arithmetic coding.
 In all codecs they find packets whose beginning was overwritten, and lost or inserted bytes, which shift the packets after them.
 
-Zeros after the end of a unit are padding. Nothing in a frame tells them from zeros that replace its end, so more than a few are
-accepted only in files whose other frames end in zeros, too, as encoders of phones write them (`is_padded`).
+Zeros after the end of a unit are padding. They look the same as zeros that replace the end of a frame, so more than a few are
+accepted only in files whose other frames end in zeros, too, as phones write them (`is_padded`).
 
 The checks do not find damage that leaves the bitstream valid, such as flipped bits or other bytes in the payload. Decoders
 report part of such damage in AV1 and VP9, and little of it in H.264, HEVC and MPEG-4. The rest results in wrong pixels
@@ -57,7 +57,7 @@ _ILLEGAL = re.compile(rb"\0\0[\0-\2]")  # twice as fast as bytes.find in a loop
 _NO_KEY = "decoding starts at it, but it is not a keyframe"
 _PADDING = 8  # number of zeros at the end of a unit that are no evidence of damage
 ZEROS = "it ends in zeros, and the frames around it do not"
-_EVIDENCE = 8  # other packets that are examined to find out whether an encoder pads its frames
+_EVIDENCE = 8  # number of other packets that show whether an encoder pads its frames
 
 
 @functools.lru_cache(maxsize=256)
@@ -121,15 +121,15 @@ def _is_cabac(avcc: bytes) -> bool:
 
 
 def is_padded(store: Store, index: VideoIndex, packet: int) -> bool:
-    """Return whether an encoder pads its frames with zeros, as those of phones do, so that `ZEROS` is no damage.
+    """Return whether the encoder pads its frames with zeros, as phones do, so that `ZEROS` does not mean damage.
 
-    Most of the packets around then end in zeros, too, which no other encoder writes. Damage that ends where a packet ends is
-    rare, and does not do so in several packets.
+    If it does, most of the packets around `packet` end in zeros, too. Other encoders write no such zeros. Damage rarely ends
+    where a packet ends, and does not do so in several packets.
 
     Args:
         store: Store of the file.
         index: Index of the file.
-        packet: Packet of which the check has returned `ZEROS`.
+        packet: Packet for which the check has returned `ZEROS`.
     """
     # From its keyframe on, since a GOP is fetched as a whole.
     first = max(min(int(index.gop_start(packet)), len(index) - 1 - _EVIDENCE), 0)

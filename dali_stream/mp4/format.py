@@ -44,7 +44,7 @@ class VideoFormat:
         interlaced: Whether frames may be coded as two fields.
         full_range: Whether values use the full range, according to the bitstream.
         rotation: Angle by which decoded frames are turned counterclockwise for display: 0, 90, -90 or 180 degrees. torchcodec
-            turns frames and does not mirror them, so a matrix that mirrors them has an angle only.
+            turns frames and does not mirror them, so only the angle of a matrix that mirrors them is used.
         colours_in_file_only: Whether the boxes of the file specify the full range or a matrix other than BT.601, and the
             bitstream does not. FFmpeg converts the frames as these boxes say, and NVDEC does not know them.
         header_error: Reason not to trust the headers in the sample description, such as a missing or broken header, or one that
@@ -87,7 +87,7 @@ class VideoFormat:
 def with_size(config: bytes) -> bytes:
     """Return a sample description with the frame size of its headers if it has none itself. See `describe` for the argument.
 
-    It is returned as it is if its headers are missing or broken, or belong to a codec whose headers are not read.
+    The description is returned unchanged if its headers are missing or broken, or if the codec's headers are not read.
     """
     if 0 not in struct.unpack_from(">HH", config, 32):
         return config

@@ -1,8 +1,8 @@
 """Preamble of clips: what FFmpeg keeps from the first packet of a file, for clips that begin at a later keyframe.
 
 A keyframe resets a decoder, but some decoders also remember which encoder wrote the stream, and undo known errors of that
-encoder in all later frames. Only the first packet need name the encoder, so a clip that begins later would be decoded in
-another way. The index of such a file has these bytes, and `clip.pack` puts them before the first packet of each clip.
+encoder in all later frames. The encoder may be named only in the first packet, so a clip that begins later would be decoded
+differently. The index of such a file has these bytes, and `clip.pack` puts them before the first packet of each clip.
 
 FFmpeg keeps the following from the start of a stream until its end. It also keeps parameter sets and sequence headers, but
 the sample description or each keyframe contains these (ISO/IEC 14496-15; the AV1 and VP9 bindings).
@@ -19,7 +19,7 @@ the sample description or each keyframe contains these (ISO/IEC 14496-15; the AV
               brightness, and change no pixel.
     AV1       Nothing. Metadata (HDR, ITU-T T.35) changes no pixel, and film grain belongs to a frame.
     VP9, VP8  Nothing. A keyframe resets probabilities, segmentation and filter levels (`vp9.c`, `vp8.c`).
-    MJPEG     Tables and comments of an image. All images that were seen have their own tables.
+    MJPEG     Tables and comments of an image. All images observed so far have their own tables.
     PNG       Nothing.
 
 The names are those of source files of FFmpeg 5.1.9, in `libavcodec`.
@@ -71,8 +71,8 @@ def preamble_of(config: bytes, data: bytes) -> bytes | None:
         data: First packet of the sample description, or its beginning.
 
     Returns:
-        Bytes that name the encoder, in the form of the packets of the file. They are empty for an encoder that needs no
-        special treatment. None if the packet names no encoder.
+        Bytes that name the encoder, in the form of the packets of the file. Empty if the encoder needs no special treatment,
+        and None if the packet names no encoder.
     """
     return _user_data(config, data) if codec_of(config) == "mpeg4" else _sei(length_bytes(config), data)
 
@@ -95,7 +95,7 @@ def _is_new_lavc(unit: bytes) -> bool:
 
 
 def _sei(width: int, data: bytes) -> bytes | None:
-    """Return an SEI message with the build of x264 if FFmpeg treats it in another way. See `preamble_of`.
+    """Return an SEI message with the build of x264 if FFmpeg treats this build differently. See `preamble_of`.
 
     All builds with the same errors have the same message, so that their files can share clips.
 
@@ -120,7 +120,7 @@ def _x264_build(messages: bytes) -> int | None:
     """Return the build of x264 in the messages of an SEI unit (ITU-T H.264, 7.3.2.3), or None if they name none."""
     at, build = 0, None
     while at + 2 < len(messages):
-        header = [0, 0]  # type and size of a message, each a number of bytes ff and a byte that is less, to be added
+        header = [0, 0]  # type and size of a message. Each is the sum of any number of bytes ff and one smaller byte
         for field in range(2):
             while at < len(messages) and messages[at] == 0xFF:
                 header[field] += 0xFF

@@ -101,7 +101,7 @@ def sync_packets(boxes: dict[bytes, bytes], n: int, codec: str) -> Int64:
     if b"stss" not in boxes:
         return np.arange(n)  # without the table, decoding can start at every packet
     number = entries(boxes, b"stss", "sample:u4")["sample"].astype(np.int64)
-    sync = number - np.minimum(number[:1], 1)  # they count from 1 or, as some encoders write and FFmpeg reads them, from 0
+    sync = number - np.minimum(number[:1], 1)  # they count from 1 or, in files of some encoders, which FFmpeg reads, from 0
     if not len(sync) or sync[0] != 0 or sync[-1] >= n or (np.diff(sync) <= 0).any():
         first = ", ".join(map(str, number[:3].tolist())) or "none"
         raise DecodeError(

@@ -58,8 +58,8 @@ def is_intra_refresh(config: bytes, data: bytes) -> bool:
 def nal_units(data: bytes, start: int, end: int, width: int, hevc: bool) -> Iterator[tuple[int, int]]:
     """Yield the range (start, stop) of each NAL unit of a packet. `stop` is above `end` if the lengths do not add up.
 
-    Some recorders write the units of a frame with one length, and start codes between them. FFmpeg reads them as units of
-    their own. Therefore units before the first slice of a length are split at start codes. In a slice, they are damage.
+    Some recorders write one length for all units of a frame, and start codes between them. FFmpeg reads them as separate units.
+    Therefore, the data before the first slice of a length is split at start codes. In a slice, start codes are damage.
 
     Args:
         data: Buffer with the packet, or with its beginning.

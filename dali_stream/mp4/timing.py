@@ -110,8 +110,8 @@ class EpisodeTimes:
     def moved(self) -> Mask:
         """Whether time and counting name different frames of each row, shape (L,).
 
-        Rows that share frames by their times do not have a frame each, so that counting does not apply to them. If no row has
-        the frame that counting names, the episode is moved all the same.
+        Counting does not apply to rows that share frames by their times, since these do not have one frame each. But if no row
+        has the frame that counting names, the episode is moved all the same.
         """
         packets = self.by_time
         other = np.zeros(len(packets), np.bool_)
@@ -173,7 +173,7 @@ def explain(episode: EpisodeTimes, frame: int, *, prepares: bool = False) -> str
     Args:
         episode: Episode with a row that has no packet.
         frame: The row.
-        prepares: Whether the reader of the message runs `prepare`, which has neither `drop_n_last_frames` nor
+        prepares: Whether the message is for a user of `prepare`, which has neither `drop_n_last_frames` nor
             `trust_timestamps`. Default: False.
     """
     advice, count, length = what_helps(episode, prepares=prepares), episode.count, len(episode.seconds)
@@ -181,8 +181,8 @@ def explain(episode: EpisodeTimes, frame: int, *, prepares: bool = False) -> str
         hidden = f" ({episode.index.hidden} more are hidden by its edit list)" if episode.index.hidden else ""
         return (
             f"the file has {counted(count.frames, 'frame')}{hidden}, and its episodes have {counted(count.rows, 'row')}. Rows "
-            "after a missing frame would get the frames of other rows, and the keyframes do not show that none is missing "
-            f"before or in this episode. {advice}"
+            "after a missing frame would get the frames of other rows, and the keyframes do not show that no frame is "
+            f"missing in or before this episode. {advice}"
         )
     interval, tolerance, fps = episode.interval, episode.tolerance, episode.fps
     timestamp = float(episode.seconds[frame])

@@ -23,7 +23,7 @@ _log = logging.getLogger("dali_stream")
 # Number of threads for remote data. While the caches fill, a batch needs many small blocks, so the number of parallel requests
 # limits the rate: with round trips of 50 ms, 32 threads read 64 KiB blocks at 42 MB/s at most, however fast the network is.
 FETCHERS = PER_HOST
-_RESERVED = 8  # number of further threads, for reads that a batch waits for while all others repeat failed reads ahead
+_RESERVED = 8  # number of further threads. They read what a batch waits for while all others repeat failed reads ahead
 _SOON = 256  # number of batches ahead whose episodes are kept if a read for another episode also returns their rows
 
 

@@ -173,7 +173,7 @@ def _joined(key: str, values: list[Any], batch: Batch) -> Any:
             f"transform must return {key!r} in one shape and dtype for all samples, got {kinds[0]} for the sample "
             f"{_name(batch, 0)} and {kinds[other]} for the sample {_name(batch, other)}"
         )
-    in_worker = get_worker_info() is not None  # the result is made in shared memory, where it would be copied otherwise
+    in_worker = get_worker_info() is not None  # the result is written to shared memory at once, which saves a copy
     try:
         if in_worker:
             check_shared_memory(size_of(values), "a batch of results")
@@ -190,7 +190,7 @@ def _name(batch: Batch, i: int) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an error. An error of the user's function may raise another one while its text is made."""
+    """Return the text of an error. Making the text of an error from the user's function may raise another error."""
     try:
         return str(error)
     except Exception as other:

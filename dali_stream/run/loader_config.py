@@ -134,7 +134,7 @@ def _frame_folder(folder: str | os.PathLike[str] | None, limit: int | str | None
     """Return the folder of the frame cache on disk, or None if none is given.
 
     On a file system in memory, the default limit is a quarter of the memory of this machine or cgroup: a process that exceeds
-    the memory of its cgroup is ended, and gets no error. It is also at most half of the file system: /dev/shm, which has 64 MB
+    the memory of its cgroup is killed without an error. It is also at most half of the file system: /dev/shm, which has 64 MB
     in a container, holds the batches of torch's worker processes as well.
     """
     if folder is None:

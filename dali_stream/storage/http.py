@@ -117,8 +117,8 @@ class HttpStore(RemoteStore):
             raise StorageError(f"{self.where(path)}: redirects from https to http are not allowed. Use its new address")
         if is_link_local(host) and not is_link_local(urlsplit(self._folder).hostname):
             raise StorageError(
-                f"{self.where(path)}: redirects to {host} are not allowed, since a machine in the cloud has its credentials "
-                "at such an address. Use another server"
+                f"{self.where(path)}: redirects to {host} are not allowed, since a machine in the cloud gets its credentials "
+                "from such addresses. Use another server"
             )
         # The Hub sends the version with the redirect. Its CDNs send other ETags for the same file.
         return _Target(url, target.tag or headers.get("X-Linked-ETag") or headers.get("X-Xet-Hash") or "")

@@ -78,11 +78,11 @@ class LocalStore(Store):
     def identity(self, path: str) -> str:
         """See `Store.identity`. Tools can set the modification time of a file, but neither its inode nor its change time.
 
-        File systems that are written as a whole, such as images of containers, may give different files the same numbers and
-        times, so the text also has a hash of some bytes of the file.
+        In file systems that are written as a whole, such as container images, different files may have the same numbers and
+        times, so the text also contains a hash of some bytes of the file.
         """
         try:
-            handle = self._open_files.get(checked(path)).number  # the file that is read, also if another one replaces it
+            handle = self._open_files.get(checked(path)).number  # the file that is read, even if another one has replaced it
             status, digest = os.fstat(handle), hashlib.blake2b(digest_size=16)
             for number in range(_SAMPLES):
                 digest.update(os.pread(handle, _SAMPLE, max(status.st_size - _SAMPLE, 0) * number // (_SAMPLES - 1)))
@@ -99,7 +99,7 @@ class LocalStore(Store):
             return missing_file(self.where(path), path)
         if error.errno in (errno.EMFILE, errno.ENFILE):
             return StorageError(
-                f"{self.where(path)}: cannot be opened, because this process or machine has as many open files as it may "
-                f"({error.strerror}). Allow more with `ulimit -n 4096`, or close files in your program"
+                f"{self.where(path)}: cannot be opened, because this process or machine has reached its limit of open "
+                f"files ({error.strerror}). Allow more with `ulimit -n 4096`, or close files in your program"
             )
         return StorageError(f"{self.where(path)}: cannot be read: {error}")

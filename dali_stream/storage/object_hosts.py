@@ -1,8 +1,8 @@
 """Hosts to which obstore may send the requests of a bucket.
 
-obstore follows redirects, and has no option against it. A request that is redirected to another host still has the session
-token of AWS, the `default_headers` of the user and, as its `Referer`, the URL with the signature of Azure. Therefore every host
-but those of the bucket is reached through a proxy that does not exist. Ports are not distinguished.
+obstore follows redirects, and has no option that prevents it. A request that is redirected to another host still contains the
+session token of AWS, the `default_headers` of the user and, as its `Referer`, the URL with the signature of Azure. Therefore,
+requests to all hosts except those of the bucket use a proxy that does not exist. Ports are not distinguished.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CREDENTIALS = ("access_key_id", "account_key", "access_key", "sas_key", "sas_to
 def only_own_hosts(cloud: str, config: Mapping[str, Any], client: Mapping[str, Any], has_credentials: bool) -> dict[str, str]:
     """Return options of obstore's client with which redirects to other hosts fail.
 
-    The options are empty if requests go through a proxy of the environment or of `client`, since obstore knows one proxy only.
+    They are empty if requests use a proxy of the environment or of `client`, since obstore supports only one proxy.
 
     Args:
         cloud: "s3", "gs" or "az".

@@ -286,7 +286,7 @@ class RemoteStore(Store):
         with reading(self._host, where) as (host, file):
             deadline = Deadline(self._patience, stop, (host, file))
             while True:
-                with slot(self._host, deadline):  # not held in a pause, in which other reads may use it
+                with slot(self._host, deadline):  # not held during pauses, so that other reads can use it
                     if stop.is_set() or (not failures and deadline.is_given_up()):
                         raise given_up(where + part, failures, deadline, deadline.allowed_s())
                     began = deadline.elapsed()

@@ -22,7 +22,7 @@ from dali_stream.storage import logs
 AGAIN = (408, 425, 429, 500, 502, 503, 504)  # retryable HTTP statuses
 PER_HOST = 32  # maximum number of concurrent requests to a host by all stores of this process
 
-TIMED_OUT = "timed out"  # in the reason of a failure that took all the time that the attempt had
+TIMED_OUT = "timed out"  # part of the reason if an attempt failed at its time limit
 
 _TIMEOUT_S = 10.0  # default of the storage option `timeout`
 _CLOSE_S = 2.0  # time in which a request can end after its store was closed
@@ -89,8 +89,8 @@ class Patience:
 class Outage:
     """Failures of a host or a file since its last good answer. All reads of this process that use it share one object.
 
-    The time without a good answer counts from the first failure, so an idle hour before it does not count. It is forgotten if
-    nothing was read for `_IDLE_OUTAGE_S` after the last failure.
+    The time without a good answer counts from the first failure, so idle time before it does not count. An outage is forgotten
+    if nothing was read for `_IDLE_OUTAGE_S` after the last failure.
 
     Args:
         name: Name of the host or the file, without credentials.
@@ -98,7 +98,7 @@ class Outage:
     Attributes:
         name: See above.
         reason: Reason of the last failure.
-        ended: Time at which the last outage ended that was long enough to be the reason why files failed.
+        ended: End of the last outage that was long enough to explain failures of files.
     """
 
     def __init__(self, name: str) -> None:
@@ -125,7 +125,7 @@ class Outage:
         return not self._reads and self._since is None and self.ended == -math.inf
 
     def is_given_up(self, allowed_s: float) -> bool:
-        """Return whether the outage has lasted for `allowed_s`, and an attempt has just failed, so that another is useless."""
+        """Return whether the outage has lasted for `allowed_s`, and an attempt has just failed, so another one is useless."""
         return self.lasted() >= allowed_s and time.monotonic() - self._last < _PROBE_S
 
     def failed(self, reason: str, took_s: float = 0.0) -> None:
@@ -133,7 +133,7 @@ class Outage:
 
         Args:
             reason: Why it failed, without credentials.
-            took_s: Seconds in which it waited in vain. Without a good answer meanwhile, they belong to the outage. Default: 0.
+            took_s: Seconds for which the attempt waited. They belong to the outage if no good answer arrived then. Default: 0.
         """
         with _counting:
             self._last, self.reason = time.monotonic(), reason
@@ -141,7 +141,7 @@ class Outage:
             self._failures += 1
 
     def answered(self) -> tuple[float, int]:
-        """Record a good answer. Return how many seconds the outage that it ends has lasted, and the number of its failures."""
+        """Record a good answer. Return the duration in seconds of the outage that it ends, and the number of its failures."""
         self._good = time.monotonic()
         if self._since is None:
             return 0.0, 0
@@ -170,8 +170,8 @@ def reading(host: str, file: str) -> Iterator[tuple[Outage, Outage]]:
 class Deadline:
     """Time limit of a request including all attempts and pauses. It starts when the object is created.
 
-    The request also ends when its host or its file has given no good answer for that time. After that, each request makes one
-    attempt, which may end the outage, unless another has failed just before. A queue of requests therefore ends at once.
+    The request also ends when its host or its file has given no good answer for that time. Each later request makes one
+    attempt, which may end the outage, unless another attempt has just failed. A queue of requests therefore ends at once.
 
     Args:
         patience: Time limits of requests to the host.
@@ -198,11 +198,11 @@ class Deadline:
         return self.patience.first_s if unreachable and not self.patience.reached else self.patience.total_s
 
     def elapsed(self) -> float:
-        """Return the seconds since the start, without the time in which the request waited for a connection slot."""
+        """Return the seconds since the start, without the time for which the request waited for a connection slot."""
         return time.monotonic() - self._start
 
     def exclude(self, seconds: float) -> None:
-        """Exclude a time in which the request waited for a connection slot."""
+        """Exclude the time for which the request waited for a connection slot."""
         self._start += seconds
 
     def outage(self) -> Outage | None:

@@ -94,8 +94,8 @@ class Store(abc.ABC):
     def identity(self, path: str) -> str:
         """Return a text that identifies a version of a file at its place. Empty if this store cannot tell versions apart.
 
-        Equal texts mean the same file with the same content, as far as the file system or the server says so. Copies of a file
-        have other texts. The text contains no credentials.
+        If two texts are equal, the file system or the server says that the file and its content are the same. Copies of a file
+        have different texts. The text contains no credentials.
 
         Args:
             path: Path of a file that was read.

@@ -32,8 +32,8 @@ class Workers:
         name: Name of the threads.
         threads: Number of threads. With 0, `submit` runs the job in the calling thread.
         around: Function that returns a context, such as a measurement, in which a thread runs each job. Default: none.
-        reserved: Number of further threads, for jobs that somebody waits for while all others are busy. They run only jobs
-            that are due, see `set_due`. Default: 0.
+        reserved: Number of further threads, for jobs that are needed while all others are busy. They run only jobs that are
+            due, see `set_due`. Default: 0.
     """
 
     def __init__(

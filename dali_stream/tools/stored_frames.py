@@ -102,8 +102,8 @@ class Verified(NamedTuple):
     Attributes:
         frames: Number of frames of all cameras.
         read: Number of frames that were read from the frame cache on disk.
-        different: Frames that differ from those that were decoded: text that names the dataset of a mixture and the episode,
-            and the camera, with the indices of the frames.
+        different: Indices of the frames that differ from the decoded ones, for each pair of a text, which names the episode and
+            in a mixture also the dataset, and a camera.
     """
 
     frames: int

@@ -40,7 +40,7 @@ def broken(name: str, store: Store, path: str, error: DaliStreamError) -> Findin
         error: Error of the attempt to read or decode it.
     """
     looks, remedy = _look(store, path)
-    if command := re.search("`ffmpeg .*?`", str(error)):  # the message says what helps, and the look of the file does not
+    if command := re.search("`ffmpeg .*?`", str(error)):  # the message of the error is more precise than the look of the file
         remedy = f"run {command[0]}, and replace the file by its output"
     text = ". ".join(filter(None, (located(store, path, error), looks)))
     return Finding("dataset", name, PROBLEM, text, remedy or "copy or fetch the dataset again")

@@ -80,7 +80,7 @@ def files(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], report: Json)
 
 
 def _warn_of_times(notes: Mapping[str, Json]) -> None:
-    """Log a warning if frames are so far from the times of their rows that LeRobot does not read them."""
+    """Log a warning if frames are too far from the times of their rows for LeRobot to read them."""
     away = {path: note["away_s"] for path, note in notes.items() if note.get("away_s", 0) > LEROBOT_TOLERANCE_S}
     if away:
         path = max(away, key=lambda each: away[each])

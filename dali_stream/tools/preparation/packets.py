@@ -57,8 +57,8 @@ class Run:
     def times(self, fps: float) -> Int64:
         """Return the times of the packets in the source, in ticks. Hidden frames are moved away from the displayed ones.
 
-        The first displayed frame may follow a hidden one within any time. If it does so by less than a frame, the hidden ones
-        are moved, so that no row of the new file, which has no edit list, is nearest to one of them.
+        The first displayed frame may follow a hidden one at any distance. If the distance is less than a frame, the hidden
+        frames are moved, so that no row of the new file, which has no edit list, is nearest to one of them.
         """
         place, displayed = self.index.display_place[self.start : self.stop], self.index.displayed
         pts: Int64 = self.index.pts(slice(self.start, self.stop))
@@ -74,7 +74,7 @@ def kind(index: VideoIndex) -> str:
     """Return a digest of the properties that all sources of a new file must share."""
     codecs = sorted({config[4:8] for config in index.configs})
     parts: list[Any] = [index.timescale, index.track_header.hex(), codecs]
-    # FFmpeg keeps what it knows of the encoder of the first part, and in MPEG-4 the first sample description.
+    # FFmpeg remembers the encoder of the first part and, for MPEG-4, the first sample description.
     if any(index.preambles) or b"mp4v" in codecs:
         parts += [index.configs, index.preambles]
     if index.open_gops:
@@ -93,9 +93,9 @@ def needed(index: VideoIndex, packets: Int64) -> tuple[int, int]:
 
 
 def since(index: VideoIndex, start: float, shown: Int64) -> Int64:
-    """Return the packets of an episode's rows, and of the frames from its start to its first row, whose rows were removed.
+    """Return the packets of an episode's rows, and those from its start to its first row, whose rows were removed.
 
-    Without these frames, a gap would precede the episode in a new file, and LeRobot, which counts frames, reads no such file.
+    Without these, a new file would have a gap before the episode. LeRobot counts frames, so it cannot read such a file.
 
     Args:
         index: Index of the file.

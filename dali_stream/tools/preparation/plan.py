@@ -214,8 +214,8 @@ class FilePlanner:
         self._surveyed = {"": self._look(self._table.data, self._look_at_rows)}
         for name in sorted(self._unlisted):
             _log.warning(
-                "%s has no feature %.80r for this column of the rows, with which LeRobot does not read the dataset. The copy "
-                "lacks the column. Add the feature first to keep it",
+                "%s has no feature %.80r for this column of the rows, so LeRobot does not read the dataset. The copy "
+                "lacks the column. To keep it, add the feature first",
                 dataset.store.where(INFO), name,
             )  # fmt: skip
         for camera, spec in head["cameras"].items():

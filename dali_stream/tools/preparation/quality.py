@@ -90,8 +90,8 @@ class MovingFrame:
 def check_psnr(where: str, frame: int, own: Frames, new: Frames) -> float:
     """Return the PSNR of an encoded frame against the source, over RGB in dB.
 
-    Encoders get colours at half the resolution. The loss of that is part of the result, but no reason for an error, since no
-    `--crf` restores them.
+    Encoders get colours at half the resolution. The result includes this loss, but the check does not, since no `--crf`
+    restores them.
 
     Args:
         where: File, camera and episode, for the message.

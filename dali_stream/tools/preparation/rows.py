@@ -37,7 +37,7 @@ class Footer(NamedTuple):
 
     Attributes:
         path: Path of the file.
-        schema: Arrow schema of the file, with the types as which its columns are read.
+        schema: Arrow schema of the file, with the types in which its columns are read.
         codec: Compression of the columns.
         first_row: First row of each row group, followed by the number of rows, shape (groups + 1,).
         size: Encoded size of each row group in bytes, shape (groups,).
@@ -78,7 +78,7 @@ def read_footer(store: Store, path: str, features: Mapping[str, Any] | None = No
 
 
 def _as_read(schema: pa.Schema, features: Mapping[str, Any]) -> pa.Schema:
-    """Return a schema with the types as which columns are read, such as float32 for decimals. See `read_type`."""
+    """Return a schema with the types in which columns are read, such as float32 for decimals. See `read_type`."""
     kinds = {
         name: read_type(schema.field(name).type, Feature(feature))
         for name, feature in features.items()
@@ -87,7 +87,7 @@ def _as_read(schema: pa.Schema, features: Mapping[str, Any]) -> pa.Schema:
     changed = {name: kind for name, kind in kinds.items() if kind != schema.field(name).type}
     for name, kind in changed.items():
         schema = schema.set(schema.get_field_index(name), pa.field(name, kind))
-    # The library `datasets` infers its features from the types if the metadata do not have them.
+    # The library `datasets` infers its features from the types if the metadata does not contain them.
     described = {key: value for key, value in (schema.metadata or {}).items() if key != b"huggingface"}
     return schema.with_metadata(described or None) if changed else schema
 
@@ -340,14 +340,14 @@ def is_as_written(path: Path, schema: pa.Schema, count: int) -> bool:
 def new_schema(schema: pa.Schema, columns: Mapping[str, tuple[str, int]], is_v2: bool = False) -> pa.Schema:
     """Return the schema of new files, which have only the columns of features.
 
-    Integers, fractions and texts that are stored as another kind get the type of their feature, such as string for texts that
+    Integers, fractions and texts that are stored as another type get the type of their feature, such as string for texts that
     are stored as integers. Lists of one number become numbers if the feature has the shape (1,). Other columns keep their type,
     since LeRobot converts them.
 
     Args:
         schema: Schema of a file of the source.
         columns: {column: (dtype of its feature, number of nested lists)}.
-        is_v2: Whether the version is v2.0 or v2.1. The metadata of pandas are then removed, since they describe an index that
+        is_v2: Whether the version is v2.0 or v2.1. The metadata of pandas is then removed, since it describes an index that
             differs from file to file. Default: False.
     """
     others = [name for name in schema.names if name not in columns]
@@ -366,7 +366,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _single(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the numbers of lists that have one each. Other columns are returned as they are."""
+    """Return the numbers in lists of one number each. Other columns are returned unchanged."""
     while _is_list(column.type) and pc.all(pc.equal(pc.list_value_length(column), 1), skip_nulls=False).as_py():
         column = pc.list_flatten(column)
     return column

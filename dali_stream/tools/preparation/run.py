@@ -109,8 +109,8 @@ def prepare(
     """Rewrite a dataset as LeRobot v3.0.
 
     Without options, rows and encoded frames are copied without a change, except for what LeRobot does not read: numbers such
-    as `frame_index` that do not count, columns without a feature, numbers of another type, and times of frames that are not
-    those of their rows.
+    as `frame_index` that do not count from 0 in steps of 1, columns without a feature, numbers of another type, and times of
+    frames that are not those of their rows.
 
     Each file is written under a temporary name, verified, and then moved into place or uploaded. At the end,
     the metadata, the rows and the places of all frames are read as a Loader reads them, without decoding frames again. The same

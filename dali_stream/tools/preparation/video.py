@@ -34,7 +34,7 @@ from dali_stream.tools.work import spread
 TIMESCALE = 90_000  # ticks per second of encoded files; a multiple of 24, 25, 30, 50 and 60 frames per second
 _MOST_CONFIGS = 127  # maximum number of sample descriptions per file that the reader supports
 _PART = 16  # minimum number of frames that are decoded together, in whole GOPs
-LEROBOT_TOLERANCE_S = 1e-4  # maximum distance of a frame from its row's time with which LeRobot reads it by default
+LEROBOT_TOLERANCE_S = 1e-4  # maximum distance of a frame from its row's time that LeRobot allows by default
 _EXACT_S = 1e-6  # distance below which times are equal, since rows have times of float32
 _TRIAL = 64  # approximate number of frames of a trial
 
@@ -90,9 +90,9 @@ def copy(task: TaskInput, file: Path) -> Json:
 
 
 def _aligned(start: float, shown_at: Float64, times: Times) -> float:
-    """Return the time at which an episode begins in its file, at which its rows have the times of their frames.
+    """Return the time at which an episode begins in its file, for which its rows have the times of their frames.
 
-    It is `start` unless that is off. If rows and frames drift apart, it is the time with the smallest distance between them.
+    It is `start` if that is right. If rows and frames drift apart, it is the time with the smallest distance between them.
 
     Args:
         start: Time at which the episode begins according to the metadata, in seconds.
@@ -162,7 +162,7 @@ def encode(task: TaskInput, file: Path) -> Json:
             table, length, number = task.rows.read(episode), episode["length"], episode["new"]
             times = task.times(table)
             grid = _grid(task, number, times)
-            begin = int(grid[0]) if not 0 <= grid[0] <= length else 0  # far from 0, no frames are repeated before the first one
+            begin = int(grid[0]) if not 0 <= grid[0] <= length else 0  # no frames are repeated if it is far from 0
             before, places = round(begin * TIMESCALE / task.fps), grid - begin
             count, tick = int(places[-1]) + 1, tick + (max(before, 0) if runs else 0)  # a file begins with a frame
             pts.append(tick + np.round(np.arange(count) * TIMESCALE / task.fps).astype(np.int64))
