@@ -1,6 +1,6 @@
 """Measure the time and memory of the order for a dataset of any size. No files are needed.
 
-    python benchmarks/order_scale.py [--episodes 1000000] [--length 100] [--consumers 64] [--datasets 1] [--json]
+    python benchmarks/order_scale.py [--episodes 1000000] [--length 100] [--consumers 64] [--datasets 1] [--sharded] [--json]
 
 The program times planning, that is, making the order and reading its first batch. It also times skipping a million positions of
 one rank, for world sizes of 1, 8 and the number of consumers, and reports the peak memory of the process. With --datasets N,
@@ -20,6 +20,7 @@ import numpy as np
 from argument_types import count
 
 from dali_stream import MixtureOrder, Order
+from dali_stream.order import Shuffle
 from dali_stream.order.shares import shares
 from dali_stream.tools import environment
 
@@ -30,9 +31,10 @@ def main() -> None:
     parser.add_argument("--length", type=count, default=100, help="frames of an episode")
     parser.add_argument("--consumers", type=count, default=64)
     parser.add_argument("--datasets", type=count, default=1, help="1: one dataset; more: a mixture")
+    parser.add_argument("--sharded", action="store_true", help='shuffle="sharded" instead of True')
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
-    result = measure(arguments.episodes, arguments.length, arguments.consumers, arguments.datasets)
+    result = measure(arguments.episodes, arguments.length, arguments.consumers, arguments.datasets, arguments.sharded)
     forward = ", ".join(f"{seconds:.2f} s of {world}" for world, seconds in result["forward_s"].items())
     print(
         f"{result['frames']} frames in {arguments.episodes} episodes: planned in {result['plan_s']:.2f} s; a million positions "
@@ -42,10 +44,12 @@ def main() -> None:
         print(environment.report_json(result))
 
 
-def measure(episodes: int, length: int, consumers: int, datasets: int) -> dict[str, Any]:
+def measure(episodes: int, length: int, consumers: int, datasets: int, sharded: bool) -> dict[str, Any]:
     """Measure the order of a dataset or a mixture."""
-    made = functools.partial(order, episodes, length, consumers, datasets)
+    shuffle = "sharded" if sharded else True
+    made = functools.partial(order, episodes, length, consumers, datasets, shuffle)
     result: dict[str, Any] = {"frames": len(made()), "episodes": episodes, "datasets": datasets, "consumers": consumers}
+    result["shuffle"] = shuffle
     result["plan_s"] = timed(lambda: made().read(0, 64))
     result["forward_s"] = {}
     for world in sorted({1, 8, consumers}):
@@ -56,13 +60,13 @@ def measure(episodes: int, length: int, consumers: int, datasets: int) -> dict[s
     return result | environment.ran_on("cpu")
 
 
-def order(episodes: int, length: int, consumers: int, datasets: int) -> Order | MixtureOrder:
+def order(episodes: int, length: int, consumers: int, datasets: int, shuffle: Shuffle) -> Order | MixtureOrder:
     """Return the order of an epoch of a dataset or a mixture."""
     if datasets == 1:
-        return Order(np.full(episodes, length), consumers=consumers)
+        return Order(np.full(episodes, length), shuffle, consumers=consumers)
     lengths = np.array_split(np.full(episodes, length), datasets)
     weights = [1 + number % 5 for number in range(datasets)]
-    return MixtureOrder(lengths, shares([each.sum() for each in lengths], weights=weights), consumers=consumers)
+    return MixtureOrder(lengths, shares([each.sum() for each in lengths], weights=weights), shuffle, consumers=consumers)
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -81,12 +81,13 @@ class Loader:
         normalize: Mode per key, {key: "mean_std", "min_max", "quantiles" or None}, or one mode for action and observations,
             see `Normalizer`. For a mixture, modes such as "min_max_per_dataset" use the statistics of each sample's own
             dataset. Normalization follows `dali_graph`, and `normalizer.inverse` undoes it. Default: no normalization.
-        shuffle: True for pools of episodes, "global" for one permutation of all frames, which suits local data, or False for
-            the recorded order. Default: True.
+        shuffle: True for pools of episodes, "sharded" for the same with the same frames for a rank in all epochs, so that the
+            memory of all ranks adds up, "global" for one permutation of all frames, which suits local data, or False for the
+            recorded order. Default: True.
         seed: Seed of the order and of augmentation. Default: 0.
-        consumers, episode_pool_size: See `Order`. They are only used with `shuffle=True`. A run can be resumed on every world
-            size that divides `consumers`. Default: chosen for the global batch, which is batch_size times the world size, such
-            as 32 and 8 for 64 samples. A resumed run keeps the values of its state.
+        consumers, episode_pool_size: See `Order`. "global" and False ignore them. A run with consumers can be resumed on every
+            world size that divides `consumers`. Default: chosen for the global batch, which is batch_size times the world size,
+            such as 32 and 8 for 64 samples. A resumed run keeps the values of its state.
         device: "auto", "cpu", "cuda" or an index such as "cuda:1". "auto" is the GPU of this process if it has one, and the CPU
             otherwise. Default: "auto".
         decode: "auto" for the faster of NVDEC and the CPU, which is measured for each camera, "torchcodec" for the CPU, and

@@ -52,6 +52,8 @@ def test_arguments_of_the_loader_are_separated() -> None:
         "--steps",
         "9",
     ]
+    for text, value in (("true", True), ("sharded", "sharded"), ("global", "global")):
+        assert split_arguments([f"--loader.shuffle={text}"])[0] == {"shuffle": value}
     given, rest = split_arguments([*words, "--loader.shuffle=false"])
     assert given == {"image_size": (224, 320), "shuffle": False, "num_threads": 2}
     assert rest == ["--batch_size=8", "--steps", "9"]

@@ -32,7 +32,7 @@ def batches_of(dataset: Dataset | Path | str, **arguments: Any) -> list[dict[str
 # --------------------------------------------------------------------------------------------------------- identity
 
 
-@pytest.mark.parametrize("shuffle", [True, "global", False])
+@pytest.mark.parametrize("shuffle", [True, "sharded", "global", False])
 def test_every_frame_comes_once_and_is_the_one_asked_for(demo: Path, shuffle: bool | str) -> None:
     lengths = read_lengths(demo)
     batches = batches_of(demo, shuffle=shuffle, seed=3, consumers=8)

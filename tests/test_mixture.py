@@ -115,7 +115,7 @@ def check(sample: dict[str, Any], alone: Mapping[str, Mapping[int, dict[str, Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shuffle", [True, "global", False])
+@pytest.mark.parametrize("shuffle", [True, "sharded", "global", False])
 def test_every_frame_of_every_dataset_once_and_as_it_is_alone(
     datasets: Mapping[str, Dataset], alone: Mapping[str, Mapping[int, dict[str, Any]]], shuffle: bool | str
 ) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.slow import examples, slow
 
+from dali_stream.order import has_consumers
 from dali_stream.order.batches import Batches
 from dali_stream.order.interleave import Interleave
 from dali_stream.order.mixture import MixtureOrder
@@ -29,7 +30,7 @@ dataset_lengths = st.lists(st.integers(0, 12) | st.sampled_from((0, 1, 60)), max
 mixtures = st.lists(dataset_lengths, min_size=1, max_size=6)
 arguments = st.fixed_dictionaries(
     {
-        "shuffle": st.sampled_from((True, True, "global", False)),
+        "shuffle": st.sampled_from((True, "sharded", "global", False)),
         "seed": st.integers(-(2**63), 2**64),
         "consumers": st.sampled_from(CONSUMERS),
         "episode_pool_size": st.integers(1, 12),
@@ -96,7 +97,7 @@ def test_shares_hold_after_every_position(
     shared = data.draw(shares_of(lengths))
     found = datasets(lengths, read(MixtureOrder(lengths, shared, epoch=epoch, **given_arguments)))
     assert len(found) == shared.epoch_samples
-    if given_arguments["shuffle"] is not True:  # one sequence, of which an epoch may begin anywhere
+    if not has_consumers(given_arguments["shuffle"]):  # one sequence, of which an epoch may begin anywhere
         assert off(found, shared, 64 if given_arguments["shuffle"] == "global" else 1) < 3
         return
     consumers = given_arguments["consumers"]
@@ -277,7 +278,7 @@ def test_each_frame_comes_exactly_once_per_pass(
     shared = data.draw(shares_of(lengths))
     counts: Counter[Sample] = Counter()
     starts = np.cumsum([0, *map(len, lengths)]).tolist()
-    consumers = given_arguments["consumers"] if given_arguments["shuffle"] is True else 1
+    consumers = given_arguments["consumers"] if has_consumers(given_arguments["shuffle"]) else 1
     together = consumers == 1 or shared.kind in ("union", "repeats")
     for epoch in range(more_epochs + 1):
         counts.update(read(MixtureOrder(lengths, shared, epoch=epoch, **given_arguments)))
@@ -314,7 +315,7 @@ def test_an_epoch_of_the_union_is_every_frame_once(
     ]
 
 
-@pytest.mark.parametrize("shuffle", [True, "global", False])
+@pytest.mark.parametrize("shuffle", [True, "sharded", "global", False])
 def test_half_a_pass_is_followed_by_the_other_half(shuffle: bool | str) -> None:
     lengths = [[10, 7, 13], [40]]
     shared = shares([30, 40], repeats=[0.5, 1])
@@ -328,10 +329,34 @@ def test_half_a_pass_is_followed_by_the_other_half(shuffle: bool | str) -> None:
         assert set(halves[0]) != set(halves[2]), "each pass has an order of its own"
 
 
-def test_runs_that_are_drawn_in_parts_are_complete() -> None:
+@given(mixtures, arguments, st.integers(1, 4), st.data())
+@examples(100)
+def test_a_consumer_has_the_same_frames_in_all_passes(
+    lengths: list[list[int]], given_arguments: dict[str, Any], epochs: int, data: st.DataObject
+) -> None:
+    """If it is sharded: no consumer has a frame of another one, but for fewer than 2 C frames of each dataset.
+
+    In the union, whose consumers have equally many samples of a dataset in all epochs, there are no exceptions.
+    """
+    shared, consumers = data.draw(shares_of(lengths)), given_arguments["consumers"]
+    given_arguments = given_arguments | {"shuffle": "sharded"}
+    owners: dict[Sample, set[int]] = {}
+    for epoch in range(epochs):
+        for position, sample in enumerate(read(MixtureOrder(lengths, shared, epoch=epoch, **given_arguments))):
+            consumer = (position + (0 if shared.kind in ("union", "repeats") else epoch * shared.epoch_samples)) % consumers
+            owners.setdefault(sample, set()).add(consumer)
+    moved = [sample for sample, own in owners.items() if len(own) > 1]
+    if shared.kind == "union":
+        assert not moved
+    for count in np.bincount(datasets(lengths, moved) or [0]):
+        assert count < 2 * consumers
+
+
+@pytest.mark.parametrize("shuffle", [True, "sharded"])
+def test_runs_that_are_drawn_in_parts_are_complete(shuffle: bool | str) -> None:
     """A run of more frames than a pool is replayed for."""
     lengths = [[300] * 100, [7]]
-    found = read(MixtureOrder(lengths, shares([30_000, 7]), consumers=2, episode_pool_size=1))
+    found = read(MixtureOrder(lengths, shares([30_000, 7]), shuffle, consumers=2, episode_pool_size=1))
     assert len(set(found)) == len(found) == 30_007
 
 
@@ -358,7 +383,7 @@ def test_every_world_size_and_every_slice_is_of_the_same_order(
     shared = data.draw(shares_of(lengths))
     whole = read(MixtureOrder(lengths, shared, epoch=epoch, **given_arguments))
     order = MixtureOrder(lengths, shared, epoch=epoch, **given_arguments)
-    worlds = divisors(given_arguments["consumers"]) if given_arguments["shuffle"] is True else [1, 2, 5]
+    worlds = divisors(given_arguments["consumers"]) if has_consumers(given_arguments["shuffle"]) else [1, 2, 5]
     world = data.draw(st.sampled_from(worlds), "every rank of this world")
     for rank in range(world):
         assert read(MixtureOrder(lengths, shared, epoch=epoch, **given_arguments), 0, None, rank, world) == whole[rank::world]
@@ -373,7 +398,7 @@ def test_every_world_size_and_every_slice_is_of_the_same_order(
 
 def test_seeds_and_epochs_give_orders_of_their_own() -> None:
     lengths, shared = [[50, 1], [70]], shares([51, 70], weights=[1, 1])
-    for shuffle in (True, "global"):
+    for shuffle in (True, "sharded", "global"):
         orders = [read(MixtureOrder(lengths, shared, shuffle, seed, epoch, 4)) for seed in range(3) for epoch in range(3)]
         assert len({tuple(order) for order in orders}) == 9
 
@@ -421,9 +446,11 @@ def golden() -> dict[str, str]:
         "temperature": shares(frames, temperature=2),
     }
     found = {name: digest(MixtureOrder(lengths, shared, True, 42, 7, 4, 3)) for name, shared in kinds.items()}
-    return found | {
-        f"{shuffle}": digest(MixtureOrder(lengths, kinds["weights"], shuffle, 42, 7)) for shuffle in ("global", False)
-    }
+    return (
+        found
+        | {f"{shuffle}": digest(MixtureOrder(lengths, kinds["weights"], shuffle, 42, 7)) for shuffle in ("global", False)}
+        | {f"sharded {name}": digest(MixtureOrder(lengths, shared, "sharded", 42, 7, 4, 3)) for name, shared in kinds.items()}
+    )
 
 
 GOLDEN = {
@@ -433,6 +460,10 @@ GOLDEN = {
     "temperature": "eddbbc74468bbddd",
     "global": "683b9011bfb7e6dd",
     "False": "d3518043ca64160d",
+    "sharded union": "f02a16ac07f189e8",
+    "sharded repeats": "1e870b00596e5dca",
+    "sharded weights": "d953eeb89bed924c",
+    "sharded temperature": "0f90a71208d96ac3",
 }
 
 

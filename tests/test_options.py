@@ -213,7 +213,7 @@ def test_more_padding_than_frames_repeats_them(demo: Path) -> None:
     assert counts.max() - counts.min() <= 1
 
 
-@pytest.mark.parametrize("shuffle", [True, "global", False])
+@pytest.mark.parametrize("shuffle", [True, "sharded", "global", False])
 def test_padding_of_a_rank_without_a_sample_is_of_the_selection(demo: Path, shuffle: Any) -> None:
     """Two frames on three ranks."""
     dataset = Dataset(demo, cameras=[], frames={2: [(3, 5)]})

@@ -9,7 +9,8 @@ import math
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,20 @@ from hypothesis import strategies as st
 from support.slow import examples, slow_after
 
 import dali_stream
-from dali_stream import Order
+from dali_stream import FrameSampler, MixtureOrder, Order, ResumeError
 from dali_stream.order import default_pools
+from dali_stream.order.batches import Batches
+from dali_stream.order.order import is_shuffle
+from dali_stream.order.orders import DatasetOrders, MixtureOrders
 from dali_stream.order.pool import EpisodePool, Run
+from dali_stream.order.shares import shares
 from dali_stream.order.state import OrderArguments, noted
+from dali_stream.pipeline import reading
+from dali_stream.run import description
 
 ROOT = Path(__file__).parents[1]
 Sample = tuple[int, int]
-SHUFFLES = (True, "global", False)
+SHUFFLES = (True, "sharded", "global", False)
 
 lengths = st.lists(st.integers(0, 30) | st.sampled_from((0, 1, 200)), max_size=12)
 orders = st.fixed_dictionaries(
@@ -105,7 +112,7 @@ def test_no_frames_is_an_empty_epoch() -> None:
             assert read(Order(empty, shuffle), 0, 5) == []
 
 
-@pytest.mark.parametrize("shuffle", [True, "global"])
+@pytest.mark.parametrize("shuffle", [True, "sharded", "global"])
 def test_seeds_and_epochs_give_orders_of_their_own(shuffle: bool | str) -> None:
     seen = {
         (seed, epoch): read(Order([50, 1, 70], shuffle, seed, epoch, consumers=4)) for seed in range(3) for epoch in range(3)
@@ -155,12 +162,84 @@ def test_arrays_and_numpy_integers_are_taken() -> None:
     assert read(order) == read(Order([4, 6], True, 3, 0, 2, 2))
 
 
+# ---------------------------------------------------------------------------------------------------------- sharded
+
+
+@given(lengths, orders, st.data())
+@examples(100)
+def test_a_consumer_has_the_same_frames_in_all_epochs(
+    episode_lengths: list[int], arguments: dict[str, Any], data: st.DataObject
+) -> None:
+    """If it is sharded. Then a rank does as well, whatever the number of ranks, and other seeds cut other runs."""
+    consumers = arguments["consumers"]
+    first, second = (
+        read(Order(episode_lengths, **arguments | {"shuffle": "sharded", "epoch": epoch}))
+        for epoch in (arguments["epoch"], data.draw(st.integers(0, 2**40), "another epoch"))
+    )
+    for world in divisors(consumers):
+        for rank in range(world):
+            assert sorted(first[rank::world]) == sorted(second[rank::world])
+    counts = {len(first[consumer::consumers]) for consumer in range(consumers)}
+    assert counts <= {len(first) // consumers, len(first) // consumers + 1}
+
+
+def test_seeds_deal_the_episodes_and_epochs_permute_them() -> None:
+    lengths = [5] * 60
+    found = {(seed, epoch): read(Order(lengths, "sharded", seed, epoch, 4, 2))[::4] for seed in range(3) for epoch in range(3)}
+    assert len({frozenset(own) for own in found.values()}) == 3, "one set of frames of consumer 0 for each seed"
+    firsts = [list(dict.fromkeys(episode for episode, _ in found[0, epoch])) for epoch in range(3)]
+    assert len(set(map(tuple, firsts))) == 3, "a consumer visits its episodes in another order in each epoch"
+    assert all(sorted(first) == sorted(firsts[0]) for first in firsts)
+
+
+@pytest.mark.parametrize("shuffle", [*SHUFFLES, "pool", 1, 0, None, np.True_, ["sharded"]])
+def test_a_value_is_accepted_everywhere_or_nowhere(shuffle: Any) -> None:
+    """As an argument of orders, and in the state and in the description of a run, which say whether it has consumers."""
+    accepted, pooled = shuffle in ("global", "sharded") or isinstance(shuffle, bool), shuffle is True or shuffle == "sharded"
+    assert is_shuffle(shuffle) == accepted
+    assert any(kind.fits(shuffle) for kind in description._LOADER["shuffle"]) == accepted
+    state = {"shuffle": shuffle, "consumers": 12, "episode_pool_size": 3}
+    taken = noted({"order": state}, None, {"consumers": None, "episode_pool_size": None})
+    assert taken == (state if pooled else {"shuffle": shuffle} if accepted else {})
+    if not accepted:
+        for refused in (
+            lambda: Order([3], shuffle),
+            lambda: MixtureOrder([[3]], shares([3]), shuffle),
+            lambda: FrameSampler([3], shuffle=shuffle or 0),
+            lambda: OrderArguments(shuffle, 0, 12, 3).checked(0, 1),
+        ):
+            with pytest.raises(ValueError, match="shuffle must be "):
+                refused()
+        return
+    arguments = OrderArguments(shuffle, 0, 12, 3)
+    for order in (Order([30], shuffle), MixtureOrder([[30]], shares([30]), shuffle), FrameSampler([30], shuffle=shuffle)):
+        assert len(order) == 30
+    read_by_five: list[Callable[[], object]] = [
+        lambda: Order([30], shuffle, consumers=12).read(0, 1, 0, 5),
+        lambda: MixtureOrder([[30]], shares([30]), shuffle, consumers=12).read(0, 1, 0, 5),
+        lambda: FrameSampler([30], shuffle=shuffle, consumers=12, rank=0, world_size=5),
+        lambda: arguments.checked(0, 5),
+        lambda: arguments.check_resumable(5),
+    ]
+    for read_on in read_by_five:
+        with pytest.raises((ValueError, ResumeError), match="must divide consumers=12") if pooled else nullcontext():
+            read_on()
+    assert (arguments.uneven(5, 1) is not None) == pooled
+    assert ("a smaller episode_pool_size" in reading._reread_remedies(None, shuffle, False, False)) == pooled
+    assert ("consumers" in arguments.state()) == pooled
+    batches = Batches(3000, 4, 2, "drop")
+    for drawn in (DatasetOrders(np.full(300, 10)), MixtureOrders([np.full(300, 10)], [None], shares([3000]))):
+        assert (drawn.episodes_in_use(arguments, batches) == 6 * 4) == pooled
+
+
 GOLDEN_SMALL = {
     True: "01 10 16 30 00 13 17 31 20 11 14 32 02 12 15",
+    "sharded": "01 11 16 30 00 14 17 31 10 12 20 32 02 13 15",
     "global": "10 16 32 31 13 17 14 30 00 11 12 02 20 01 15",
 }
 GOLDEN_LARGE = {
     True: [(15, 363), (29, 466), (1, 363), (35, 39)],
+    "sharded": [(14, 363), (22, 334), (30, 363), (49, 783)],
     "global": [(18, 11), (9, 444), (29, 872), (33, 487)],
 }
 
@@ -226,12 +305,13 @@ def test_neighbours_in_a_global_permutation_are_unrelated() -> None:
     assert abs(np.corrcoef(frame[:-1], frame[1:])[0, 1]) < 0.02
 
 
+@pytest.mark.parametrize("shuffle", [True, "sharded"])
 @given(st.lists(st.integers(0, 25), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 5), st.integers(0, 99))
 @examples(100)
 def test_a_consumer_has_no_more_episodes_open_than_its_pool(
-    episode_lengths: list[int], consumers: int, pool: int, seed: int
+    shuffle: bool | str, episode_lengths: list[int], consumers: int, pool: int, seed: int
 ) -> None:
-    whole = read(Order(episode_lengths, True, seed, 0, consumers, pool))
+    whole = read(Order(episode_lengths, shuffle, seed, 0, consumers, pool))
     for consumer in range(consumers):
         drawn = whole[consumer::consumers]
         left = Counter(episode for episode, _ in drawn)
@@ -243,17 +323,20 @@ def test_a_consumer_has_no_more_episodes_open_than_its_pool(
             begun -= {episode} if not left[episode] else set()
 
 
+@pytest.mark.parametrize("shuffle", [True, "sharded"])
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=10), st.integers(1, 8), st.integers(0, 99))
 @examples(60)
-def test_consumers_own_contiguous_runs_of_equal_length(episode_lengths: list[int], consumers: int, seed: int) -> None:
+def test_consumers_own_contiguous_runs_of_equal_length(
+    shuffle: bool | str, episode_lengths: list[int], consumers: int, seed: int
+) -> None:
     """An episode that two consumers share is cut once, so encoded video is fetched by neighbours at most twice."""
-    whole = read(Order(episode_lengths, True, seed, 0, consumers, 2))
-    shares = [whole[consumer::consumers] for consumer in range(consumers)]
-    assert {len(share) for share in shares} <= {len(whole) // consumers, -(-len(whole) // consumers)}
+    whole = read(Order(episode_lengths, shuffle, seed, 0, consumers, 2))
+    parts = [whole[consumer::consumers] for consumer in range(consumers)]
+    assert {len(part) for part in parts} <= {len(whole) // consumers, -(-len(whole) // consumers)}
     pieces = Counter()
-    for share in shares:
-        for episode in {episode for episode, _ in share}:
-            frames = [frame for e, frame in share if e == episode]
+    for part in parts:
+        for episode in {episode for episode, _ in part}:
+            frames = [frame for e, frame in part if e == episode]
             assert sorted(frames) == list(range(min(frames), max(frames) + 1))
             pieces[episode] += 1
     cuts = sum(count - 1 for count in pieces.values())
@@ -373,7 +456,7 @@ def test_the_page_shows_the_tables_of_the_committed_report(mixing: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"shuffle": "pool"}, r'shuffle must be True \(episode pool\), "global" or False .*, got \'pool\''),
+        ({"shuffle": "pool"}, r'shuffle must be True \(episode pool\), "sharded" .*, "global" or False .*, got \'pool\''),
         ({"shuffle": 1}, "shuffle must be .*, got 1"),
         ({"shuffle": None}, "shuffle must be .*, got None"),
         ({"shuffle": np.True_}, "shuffle must be .*, got .*True_?$"),
@@ -413,7 +496,7 @@ def test_a_world_size_that_does_not_divide_the_consumers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"world_size must divide consumers=12, got 5\. Allowed .*: 1, 2, 3, 4, 6, 12\."):
         Order([30], consumers=12).read(0, 1, rank=0, world_size=5)
     with pytest.raises(ValueError, match=r"world_size must divide consumers=12, got 5"):
-        OrderArguments(True, 0, 12, 4).checked(0, 5)
+        OrderArguments("sharded", 0, 12, 4).checked(0, 5)
     for shuffle in ("global", False):  # these have no consumers, so any number of ranks will do
         assert len(read(Order([30], shuffle, consumers=12), rank=1, world_size=5)) == 6
         assert OrderArguments(shuffle, np.int64(3), 12, 4).checked(0, 5) == (shuffle, 3, 12, 4)  # type: ignore[arg-type]
@@ -479,6 +562,11 @@ SAVED = {"shuffle": True, "seed": 3, "consumers": 16, "episode_pool_size": 4}
         (SAVED | {"consumers": 0, "episode_pool_size": 1}, True, (None, None), {"episode_pool_size": 1}),
         (SAVED | {"consumers": True, "episode_pool_size": 2.0}, True, (None, None), {}),
         (SAVED | {"shuffle": "other"}, None, (None, None), {}),
+        (SAVED | {"shuffle": "sharded"}, None, (None, 2), {"shuffle": "sharded", "consumers": 16}),
+        (SAVED | {"shuffle": "sharded"}, "sharded", (None, None), {"consumers": 16, "episode_pool_size": 4}),
+        (SAVED | {"shuffle": "sharded"}, True, (None, None), {}),
+        (SAVED, "sharded", (None, None), {}),
+        (SAVED | {"shuffle": ["sharded"]}, None, (None, None), {}),
         ("no order", None, (None, None), {}),
         (None, True, (None, None), {}),
     ],

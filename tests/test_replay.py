@@ -76,10 +76,11 @@ AUGMENTED: dict[str, Any] = {
     [
         slow({"image_size": None}),
         {"image_dtype": "uint8", "memory_format": "contiguous", "shuffle": "global", "last_batch": "pad"},
+        {"shuffle": "sharded", "consumers": 4},
         {"delta_timestamps": {"action": CHUNK, TOP: [-0.1, 0.0]}, "normalize": "mean_std", "consumers": 5},
         {"shuffle": False, "last_batch": "partial", "decode": "torchcodec"},
     ],
-    ids=["plain", "resized", "windows", "recorded"],
+    ids=["plain", "resized", "sharded", "windows", "recorded"],
 )
 def test_a_batch_is_made_again_bit_for_bit(small: Path, arguments: dict[str, Any]) -> None:
     check(*delivered(small, **arguments))

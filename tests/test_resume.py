@@ -22,7 +22,7 @@ from dali_stream import Dataset, Loader, Mixture, Order, ResumeError, batch_at, 
 from dali_stream.lerobot import v3
 from dali_stream.order import default_pools
 
-SHUFFLES = (True, "global", False)
+SHUFFLES = (True, "sharded", "global", False)
 LAST_BATCH = ("drop", "partial", "pad")
 CONSUMERS = 12
 LENGTHS = (5, 1, 8, 7)
@@ -54,7 +54,7 @@ def epoch_order(shuffle: bool | str, epoch: int) -> list[int]:
 # ------------------------------------------------------------------------------------------------------- one world size
 
 
-@pytest.mark.parametrize("shuffle", [True, *map(slow, ("global", False))])
+@pytest.mark.parametrize("shuffle", [True, *map(slow, ("sharded", "global", False))])
 @pytest.mark.parametrize("last_batch", LAST_BATCH)
 def test_every_state_of_two_epochs_leads_to_the_very_next_batch(rows: Dataset, shuffle: bool | str, last_batch: str) -> None:
     arguments: dict[str, Any] = {"shuffle": shuffle, "last_batch": last_batch}
@@ -279,6 +279,48 @@ def test_other_numbers_of_ranks_continue_the_same_order(
         assert (state["epoch"], state["position"]) == (0, position)
 
 
+@pytest.mark.parametrize("shuffle", [slow(True), "sharded"])
+def test_killed_runs_of_4_2_and_8_ranks_have_each_frame_once_per_epoch(demo: Path, shuffle: bool | str) -> None:
+    """Each phase is killed some batches after its last state, across the ends of epochs, and continues with other ranks."""
+    dataset, served = Dataset(demo, cameras=[]), [list[int]() for _ in range(3)]
+    state, epoch, batches = None, 0, dataset.num_frames // 8
+    options: dict[str, Any] = {"shuffle": shuffle, "consumers": 8, "last_batch": "partial"}
+    for world, steps in ((4, batches // 2), (2, batches), (8, batches), (2, batches)):
+        found, state = run_ranks_on(dataset, state, world, steps, killed_after=3, batch_size=8 // world, **options)
+        for epoch, step in found:
+            served[epoch] += step
+    assert (epoch, [sorted(epoch) for epoch in served]) == (2, [list(range(dataset.num_frames))] * 3)
+
+
+def run_ranks_on(
+    dataset: Dataset, state: dict[str, Any] | None, world: int, steps: int, killed_after: int, **arguments: Any
+) -> tuple[list[tuple[int, list[int]]], dict[str, Any]]:
+    """Run `world` ranks for `steps` batches, also of later epochs, up to the end of epoch 2, and a few more that are lost.
+
+    Returns:
+        Epoch and samples of each step over all ranks, and the state after these steps.
+    """
+    found: dict[int, tuple[int, list[int]]] = {}
+    states: set[str] = set()
+    for rank in range(world):
+        with make(dataset, rank=rank, world_size=world, **arguments) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            last = loader.state_dict()
+            count = 0
+            while loader.epoch < 3 and count < steps + killed_after:
+                for batch in loader:
+                    count += 1
+                    if count <= steps:
+                        found.setdefault(count, (loader.epoch, []))[1].extend(samples([batch]))
+                        last = loader.state_dict()
+                    if count == steps + killed_after:
+                        break
+            states.add(json.dumps(last))
+    assert len(states) == 1, "ranks disagree"
+    return [found[count] for count in sorted(found)], json.loads(states.pop())
+
+
 def test_the_global_batch_of_a_step_does_not_depend_on_the_world_size(rows: Dataset) -> None:
     for world in (1, 2, 3, 6):
         found, _ = run_ranks(rows, None, world, 3, batch_size=6 // world)
@@ -447,6 +489,7 @@ def test_a_state_of_something_else_is_refused(odd: Path, rows: Dataset, demo: Pa
         (rows, {"consumers": 24}, "order of the state must be .*: consumers was 12 in the run and is 24 here"),
         (rows, {"episode_pool_size": 3}, "order of the state must be"),
         (rows, {"shuffle": "global"}, "order of the state must be"),
+        (rows, {"shuffle": "sharded"}, "order of the state must be .*: shuffle was True in the run and is sharded here"),
         (rows, {"shuffle": False}, "order of the state must be"),
     ]
     for dataset, arguments, message in others:

@@ -25,7 +25,7 @@ from torch.utils.data import BatchSampler, ConcatDataset, DataLoader
 import dali_stream
 from dali_stream import Dataset, FrameSampler, Loader, Mixture, Order, ResumeError
 
-SHUFFLES = (True, "global", False)
+SHUFFLES = (True, "sharded", "global", False)
 WORLDS = (1, 2, 3, 4, 6, 12)  # the divisors of the consumers below
 LENGTHS = [5, 1, 0, 8, 7, 30]  # 51 frames
 ORDER: dict[str, Any] = {"consumers": 12, "episode_pool_size": 2}

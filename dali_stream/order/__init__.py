@@ -9,6 +9,7 @@ from dali_stream.order.order import (
     check_world,
     checked_lengths,
     default_pools,
+    has_consumers,
 )
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "check_world",
     "checked_lengths",
     "default_pools",
+    "has_consumers",
 ]

@@ -11,6 +11,10 @@ the positions g with g % W == r. The frame of a position is computed in three st
    number of the consumer's samples in this pass. A consumer draws from its run as in `order`. In the next epoch, it continues
    after its last draw of this epoch.
 
+With `shuffle="sharded"`, step 3 permutes the episodes once for all passes. The number of a consumer's samples may differ
+between passes, so its run has as many frames as it has samples in every pass. The frames after the last run are divided in each
+pass among the consumers that have more samples.
+
 With shares of the kinds "union" and "repeats", every epoch has the same whole number of samples of each dataset. Positions are
 then counted from the beginning of the epoch. The samples of an epoch are laid end to end, dataset after dataset, and consumer
 s % C gets sample s. The weights of a consumer are the numbers of samples that it gets of each dataset. With the other kinds of
@@ -30,10 +34,19 @@ from dali_stream.checks.arguments import known_arguments
 from dali_stream.checks.arrays import Int64
 from dali_stream.errors import counted
 from dali_stream.order.interleave import Interleave
-from dali_stream.order.order import EpochOrder, Permutation, Shuffle, check_order_arguments, checked_lengths
+from dali_stream.order.order import (
+    EpochOrder,
+    Permutation,
+    Shuffle,
+    check_order_arguments,
+    checked_lengths,
+    dealt,
+    has_consumers,
+)
 from dali_stream.order.pool import Run
 from dali_stream.order.rng import mix, philox
 from dali_stream.order.selected import Ranges
+from dali_stream.order.shard import Shard
 from dali_stream.order.shares import Shares
 
 _SAMPLES = 1 << 62  # maximum number of positions of all epochs together
@@ -49,16 +62,20 @@ class MixtureOrder(EpochOrder):
     order has no consumers. The deviation is then about 1, after every 64 positions for "global" and after every position for
     False.
 
+    With `shuffle="sharded"`, a consumer has the same frames of a dataset in all passes, except for fewer than 2 C frames of
+    each dataset, which are divided among the consumers in each pass.
+
     Args:
         episode_lengths: Number of sampled frames of each episode, in recorded order, for each dataset.
         shares: Shares of the datasets, such as `Mixture.shares`, for the same numbers of frames as `episode_lengths`.
-        shuffle: True lets every consumer draw uniformly from a pool of episodes of each dataset, "global" permutes all frames
-            of a dataset for each pass, and False repeats each dataset in recorded order. Default: True.
+        shuffle: True lets every consumer draw uniformly from a pool of episodes of each dataset, "sharded" does the same with
+            the same frames for a consumer in all passes, "global" permutes all frames of a dataset for each pass, and False
+            repeats each dataset in recorded order. Default: True.
         seed: Seed of the random numbers. Default: 0.
         epoch: Number of the epoch, from 0. Default: 0.
-        consumers: Number of logical consumers C (only for `shuffle=True`). Default: 32.
-        episode_pool_size: Number of segments (see `Order`) that a consumer draws from at a time (only for `shuffle=True`).
-            They are divided among the datasets in the ratio of their shares, with at least one for each dataset. Default: 8.
+        consumers: Number of logical consumers C. "global" and False ignore it. Default: 32.
+        episode_pool_size: Number of segments (see `Order`) that a consumer draws from at a time. They are divided among the
+            datasets in the ratio of their shares, with at least one for each dataset. "global" and False ignore it. Default: 8.
         ranges: Sampled frames of each dataset, or None for all frames. Default: all frames of all datasets.
 
     Raises:
@@ -87,7 +104,7 @@ class MixtureOrder(EpochOrder):
             raise ValueError(f"episode_lengths must have {shares.frames.tolist()} frames per dataset, as shares, got {frames}")
         if ranges is not None and len(ranges) != len(lengths):
             raise ValueError(f"ranges must have one entry for each of {counted(len(lengths), 'dataset')}, got {len(ranges)}")
-        super().__init__(positions, int(consumers) if shuffle is True else None)
+        super().__init__(positions, int(consumers) if has_consumers(shuffle) else None)
         self._shuffle, self._seed = shuffle, int(seed)
         self._count = self._consumers or 1
         self._ranges = ranges
@@ -157,6 +174,17 @@ class _Numbers:
         epochs, rest = divmod(number, self._epoch)
         return epochs * self.samples + self._of_epoch(rest)
 
+    def least(self, count: int) -> Int64:
+        """Return a number of samples that each consumer has at least in every pass of `count` samples, shape (C,).
+
+        All passes begin at multiples of `count`. The number is exact unless passes contain the end of an epoch.
+        """
+        epochs, rest = divmod(count, self._epoch)
+        # The consumers take turns within an epoch, so `rest` consecutive samples are rest // C of each consumer, and at most
+        # one more. Each epoch begins with the same consumer, so a pass that contains its end may have one less.
+        ends_within = rest > 0 and self._epoch % count > 0 and self._epoch < _SAMPLES
+        return epochs * self.samples + max(rest // self._consumers - ends_within, 0)
+
     def _of_epoch(self, number: int) -> Int64:
         """Return the number of samples of each consumer among the first `number` samples of an epoch, shape (C,)."""
         return np.maximum(-((self._first - number) // self._consumers), 0)
@@ -166,16 +194,18 @@ class _Pass(NamedTuple):
     """Episodes of a pass, laid end to end.
 
     Attributes:
-        episodes: Numbers of the episodes in the order of the pass, permuted with `shuffle=True`, shape (E,).
+        episodes: Numbers of the episodes in the order of the pass, permuted if the order has consumers, shape (E,).
         ends: Number of frames up to the end of each of these episodes, shape (E,).
         before: Number of samples of each consumer in earlier passes, shape (C,).
         runs: Bounds of the consumers' runs, shape (C + 1,).
+        more: Bounds of the further places that each consumer draws in this pass, shape (C + 1,).
     """
 
     episodes: Int64
     ends: Int64
     before: Int64
     runs: Int64
+    more: Int64
 
 
 class _Dataset:
@@ -186,17 +216,17 @@ class _Dataset:
         self._count = int(lengths.sum())
         self._recorded = self._line(np.arange(len(lengths)), 0)
         self._passes: dict[int, _Pass] = {}
-        self._runs: dict[int, tuple[int, Run]] = {}  # number of the current pass of each consumer, and its run
+        self._runs: dict[int, tuple[int, Run | Shard]] = {}  # number of the current pass of each consumer, and its run
 
     def frames(self, consumer: Int64, epoch: int, sample: Int64) -> tuple[Int64, Int64]:
-        """Return (episode, frame) of some samples. With `shuffle=True`, the samples of each consumer must be consecutive."""
+        """Return (episode, frame) of some samples. If the order has consumers, those of each must be consecutive."""
         passes, place = np.divmod(self._numbers.of(consumer, epoch, sample), self._count)
         if self._shuffle is False:
             return self._on_line(self._recorded, place)
         episode, frame = np.empty((2, len(sample)), np.int64)
         for number in np.unique(passes).tolist():
             at = np.flatnonzero(passes == number)
-            if self._shuffle is True:
+            if has_consumers(self._shuffle):
                 line = self._pass(number)
                 # A run counts its draws from the beginning of the pass, which may be in an earlier epoch.
                 draw = epoch * self._numbers.samples[consumer[at]] + sample[at] - line.before[consumer[at]]
@@ -227,20 +257,22 @@ class _Dataset:
         """Return pass `number` with the episodes in the given order."""
         before = self._numbers.before(number * self._count)
         samples = self._numbers.before((number + 1) * self._count) - before
-        return _Pass(episodes, np.cumsum(self._lengths[episodes]), before, np.concatenate([[0], np.cumsum(samples)]))
+        run = self._numbers.least(self._count) if self._shuffle == "sharded" else samples
+        runs, more = (np.concatenate([[0], np.cumsum(each)]) for each in (run, samples - run))
+        return _Pass(episodes, np.cumsum(self._lengths[episodes]), before, runs, more + runs[-1])
 
     def _pass(self, number: int) -> _Pass:
         if number not in self._passes:
-            random = philox("episodes", *self._key, number).random_raw(len(self._lengths))
             if len(self._passes) == _PASSES:
                 del self._passes[min(self._passes)]
-            self._passes[number] = self._line(np.argsort(random, kind="stable"), number)
+            self._passes[number] = self._line(dealt(len(self._lengths), self._shuffle, self._key, number), number)
         return self._passes[number]
 
-    def _run(self, consumer: int, number: int) -> Run:
+    def _run(self, consumer: int, number: int) -> Run | Shard:
         if consumer not in self._runs or self._runs[consumer][0] != number:
             line = self._pass(number)
-            start, stop = line.runs[consumer : consumer + 2].tolist()
-            run = Run(line.ends, start, stop, (*self._key, number, consumer), self._pool, consumer, len(line.before))
+            (start, stop), more = (bounds[consumer : consumer + 2].tolist() for bounds in (line.runs, line.more))
+            arguments = line.ends, start, stop, (*self._key, number, consumer), self._pool, consumer, len(line.before)
+            run = Shard(*arguments, more) if self._shuffle == "sharded" else Run(*arguments)
             self._runs[consumer] = number, run
         return self._runs[consumer][1]

@@ -13,7 +13,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,11 @@ from dali_stream.checks.arguments import known_arguments, positive
 from dali_stream.checks.arrays import Int64
 from dali_stream.order.pool import Run
 from dali_stream.order.rng import mix, philox
+from dali_stream.order.shard import Shard
 
 Shuffle = bool | str
-"""True (pools of episodes), "global" (one permutation of all frames) or False (recorded order)."""
+"""True (pools of episodes), "sharded" (the same, with the same frames for a consumer in all epochs), "global" (one permutation
+of all frames) or False (recorded order)."""
 _CONSUMERS, _SEGMENTS = 32, 256  # targets of `default_pools`
 _AHEAD = 2048  # number of samples of a rank that are computed together, which reduces the overhead of NumPy calls
 _RANKS = 1 << 16  # largest world size that an error message suggests
@@ -102,14 +104,19 @@ class Order(EpochOrder):
     episode in a run is a segment. A consumer draws uniformly from the frames of a pool of segments, and replaces an empty
     segment with the next one of its run. A long run is cut into parts, and each part begins with a new pool.
 
+    With `shuffle="sharded"`, the episodes are permuted and cut into runs once for all epochs, by the seed alone. In each epoch,
+    a consumer permutes the segments of its own run, and draws from a pool of them as before. It has the same frames in all
+    epochs, and so has a rank, as long as the number of ranks stays the same.
+
     Args:
         episode_lengths: Number of frames of each episode, in recorded order, shape (E,).
-        shuffle: True lets every consumer draw uniformly from a pool of episodes, "global" permutes all frames, and False keeps
-            the recorded order. Default: True.
+        shuffle: True lets every consumer draw uniformly from a pool of episodes, "sharded" does the same with the same frames
+            for a consumer in all epochs, "global" permutes all frames, and False keeps the recorded order. Default: True.
         seed: Seed of the random numbers. Default: 0.
         epoch: Number of the epoch, from 0. Default: 0.
-        consumers: Number of logical consumers C, which does not depend on the hardware (only for `shuffle=True`). Default: 32.
-        episode_pool_size: Number of segments that a consumer draws from at a time (only for `shuffle=True`). Default: 8.
+        consumers: Number of logical consumers C, which does not depend on the hardware. "global" and False have no consumers,
+            and ignore it. Default: 32.
+        episode_pool_size: Number of segments that a consumer draws from at a time. "global" and False ignore it. Default: 8.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -130,12 +137,12 @@ class Order(EpochOrder):
         if epoch < 0:
             raise ValueError(f"epoch must be nonnegative, got {epoch}")
         frames, key = int(lengths.sum()), (seed, epoch)
-        super().__init__(frames, consumers if shuffle is True else None)
-        if shuffle is True:
-            # Sorting raw random numbers gives the same permutation in every NumPy version, unlike `Generator.permutation`.
-            self._episodes = np.argsort(philox("episodes", *key).random_raw(len(lengths)), kind="stable")
+        super().__init__(frames, consumers if has_consumers(shuffle) else None)
+        if has_consumers(shuffle):
+            self._episodes = dealt(len(lengths), shuffle, (seed,), epoch)
             ends = np.cumsum(lengths[self._episodes])
-            self._laid: _Pools | Permutation | None = _Pools(ends, frames, key, consumers, episode_pool_size)
+            made = Shard if shuffle == "sharded" else Run
+            self._laid: _Pools | Permutation | None = _Pools(ends, frames, key, consumers, episode_pool_size, made)
         else:
             self._episodes = np.arange(len(lengths))
             ends = np.cumsum(lengths)
@@ -148,6 +155,33 @@ class Order(EpochOrder):
         # side="right", because an end is exclusive. This also skips episodes without frames, whose end equals the end before.
         run = np.searchsorted(self._ends, laid, side="right")
         return np.stack([self._episodes[run], laid - self._starts[run]])
+
+
+def has_consumers(shuffle: Shuffle) -> bool:
+    """Return whether an order has consumers that draw from pools of episodes. The world size must then divide their number."""
+    return shuffle is True or shuffle == "sharded"
+
+
+def is_shuffle(value: object) -> TypeGuard[Shuffle]:
+    """Return whether a value is one of those that `shuffle` may have."""
+    return isinstance(value, bool) or (isinstance(value, str) and value in ("sharded", "global"))
+
+
+def dealt(episodes: int, shuffle: Shuffle, key: tuple[int, ...], epoch: int) -> Int64:
+    """Return the permutation of the episodes that are laid end to end and cut into the runs of the consumers.
+
+    Args:
+        episodes: Number of episodes E.
+        shuffle: True for a permutation of each epoch, "sharded" for the same one in all epochs.
+        key: Key of the random numbers.
+        epoch: Number of the epoch or, in a mixture, of the pass.
+
+    Returns:
+        Numbers of the episodes, shape (E,).
+    """
+    random = philox("shards", *key) if shuffle == "sharded" else philox("episodes", *key, epoch)
+    # Sorting raw random numbers gives the same permutation in every NumPy version, unlike `Generator.permutation`.
+    return np.argsort(random.random_raw(episodes), kind="stable")
 
 
 def default_pools(
@@ -182,8 +216,11 @@ def default_pools(
 
 def check_order_arguments(shuffle: Shuffle, seed: int, consumers: int, episode_pool_size: int) -> None:
     """Raise ValueError if an argument of an order is out of range."""
-    if shuffle != "global" and not isinstance(shuffle, bool):
-        raise ValueError(f'shuffle must be True (episode pool), "global" or False (recorded order), got {shuffle!r}')
+    if not is_shuffle(shuffle):
+        raise ValueError(
+            'shuffle must be True (episode pool), "sharded" (episode pool, with the same episodes in all epochs), "global" or '
+            f"False (recorded order), got {shuffle!r}"
+        )
     if not isinstance(seed, (int, np.integer)):
         raise ValueError(f"seed must be an integer, got {seed!r}")
     positive("consumers", consumers)
@@ -252,6 +289,13 @@ class Permutation:
         return high << self._low | low
 
 
+def run_start(frames: int, consumers: int, index: int | Int64) -> int | Int64:
+    """Return the first place of a consumer's run, for consumers from 0 to C. Run c ends where run c + 1 begins."""
+    short, longer = divmod(frames, consumers)
+    start: int | Int64 = index * short + np.minimum(index, longer)
+    return start
+
+
 class _Pools:
     """Consumers that draw from pools of episode segments (see `Order`).
 
@@ -264,11 +308,15 @@ class _Pools:
         key: Seed and epoch.
         consumers: Number of consumers C.
         pool: Number of segments that a consumer draws from at a time.
+        made: Class of the runs.
     """
 
-    def __init__(self, ends: Int64, frames: int, key: tuple[int, int], consumers: int, pool: int) -> None:
+    def __init__(
+        self, ends: Int64, frames: int, key: tuple[int, int], consumers: int, pool: int, made: type[Run | Shard]
+    ) -> None:
         self._ends, self._frames, self._key, self._count, self._pool = ends, frames, key, consumers, pool
-        self._runs: dict[int, Run] = {}
+        self._made = made
+        self._runs: dict[int, Run | Shard] = {}
 
     def at(self, positions: Int64) -> Int64:
         """Return the places of some positions. These must be an arithmetic progression whose step divides `consumers`."""
@@ -281,17 +329,12 @@ class _Pools:
             laid[i::turn] = self._run(consumer).draw(draw, len(laid[i::turn]))
         return laid
 
-    def _bounds(self, index: int) -> tuple[int, int]:
-        """Return the first place of a consumer's run, and the place after its last."""
-        short, longer = divmod(self._frames, self._count)
-        start = index * short + min(index, longer)
-        return start, start + short + (index < longer)
-
-    def _run(self, index: int) -> Run:
+    def _run(self, index: int) -> Run | Shard:
         run = self._runs.get(index)
         if run is None:
-            start, stop = self._bounds(index)
-            run = self._runs[index] = Run(self._ends, start, stop, (*self._key, index), self._pool, index, self._count)
+            start, stop = (int(run_start(self._frames, self._count, at)) for at in (index, index + 1))
+            run = self._made(self._ends, start, stop, (*self._key, index), self._pool, index, self._count)
+            self._runs[index] = run
         return run
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from dali_stream.checks.arrays import Int64
 from dali_stream.order.batches import Batches
 from dali_stream.order.mixture import MixtureOrder
-from dali_stream.order.order import Order
+from dali_stream.order.order import Order, has_consumers
 from dali_stream.order.selected import Ranges, SelectedOrder
 from dali_stream.order.shares import Shares
 from dali_stream.order.state import OrderArguments
@@ -45,7 +45,7 @@ class DatasetOrders:
         """Return the approximate number of episodes that a rank draws from at a time."""
         lengths = self._sampled
         shuffle, _, consumers, episode_pool_size = arguments
-        if shuffle is True:  # the segments of a pool, and one more that replaces a drained segment
+        if has_consumers(shuffle):  # the segments of a pool, and one more that replaces a drained segment
             count = consumers // batches.world_size * (episode_pool_size + 1)
         elif shuffle is False:  # the largest number of consecutive episodes in a global batch, which may begin at a last frame
             ends = np.cumsum(lengths)
@@ -77,7 +77,8 @@ class MixtureOrders:
 
     def episodes_in_use(self, arguments: OrderArguments, batches: Batches) -> int:
         episodes = sum(map(len, self._sampled))
-        if arguments.shuffle is not True:  # in recorded order, each dataset may be at the transition between two episodes
+        if not has_consumers(arguments.shuffle):
+            # In recorded order, each dataset may be at the transition between two episodes.
             return min(batches.batch_size if arguments.shuffle else 2 * len(self._sampled), episodes)
         pools = self._shares.pools(arguments.episode_pool_size)
         return min(arguments.consumers // batches.world_size * (sum(pools) + len(pools)), episodes)

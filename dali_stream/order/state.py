@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 
 from dali_stream.checks.arguments import MOST_EPOCHS
 from dali_stream.errors import ResumeError, counted
-from dali_stream.order.order import Shuffle, allowed_worlds, check_order_arguments, check_world, default_pools
+from dali_stream.order.order import (
+    Shuffle,
+    allowed_worlds,
+    check_order_arguments,
+    check_world,
+    default_pools,
+    has_consumers,
+    is_shuffle,
+)
 
 MOST_CONSUMERS, MOST_SEGMENTS = 1 << 20, 1 << 31  # limits of what a state may set
 STATE_VERSION = 2
@@ -29,12 +37,12 @@ class OrderArguments(NamedTuple):
             ValueError: If an argument is out of range, or if `world_size` does not divide the consumers.
         """
         check_order_arguments(*self)
-        check_world(rank, world_size, self.consumers if self.shuffle is True else None)
+        check_world(rank, world_size, self.consumers if has_consumers(self.shuffle) else None)
         return self._replace(seed=int(self.seed))
 
     def check_resumable(self, world_size: int) -> None:
         """Raise ResumeError if `world_size` does not divide the consumers of a saved state."""
-        if self.shuffle is True and self.consumers % world_size:
+        if has_consumers(self.shuffle) and self.consumers % world_size:
             raise ResumeError(
                 f"world_size must divide consumers={self.consumers} of the state, got {world_size}. A run keeps its consumers, "
                 f"so resume it on {allowed_worlds(self.consumers)} ranks"
@@ -43,7 +51,7 @@ class OrderArguments(NamedTuple):
     def uneven(self, batch_size: int, world_size: int) -> str | None:
         """Return a warning if `consumers` does not divide the global batch, or None if it does."""
         stride = batch_size * world_size
-        if self.shuffle is not True or stride % self.consumers == 0:
+        if not has_consumers(self.shuffle) or stride % self.consumers == 0:
             return None
         default, _ = default_pools(batch_size, world_size)
         return (
@@ -58,7 +66,7 @@ class OrderArguments(NamedTuple):
         state: dict[str, Any] = {"shuffle": self.shuffle}
         if self.shuffle:
             state["seed"] = self.seed
-        if self.shuffle is True:
+        if has_consumers(self.shuffle):
             state |= {"consumers": self.consumers, "episode_pool_size": self.episode_pool_size}
         return state
 
@@ -74,11 +82,10 @@ def noted(state: Mapping[str, Any], shuffle: Shuffle | None, pools: Mapping[str,
         pools: Arguments {"consumers": ..., "episode_pool_size": ...} of the user, each None if it was not passed.
     """
     order = state.get("order")
-    saved = order.get("shuffle") if isinstance(order, Mapping) else None
-    values: dict[str, Any] = {}
-    if shuffle is None and (saved == "global" or isinstance(saved, bool)):
-        values = {"shuffle": saved}
-    if isinstance(order, Mapping) and saved is True and shuffle in (None, True):
+    if not isinstance(order, Mapping) or not is_shuffle(saved := order.get("shuffle")):
+        return {}
+    values: dict[str, Any] = {"shuffle": saved} if shuffle is None else {}
+    if has_consumers(saved) and shuffle in (None, saved):
         most = {"consumers": MOST_CONSUMERS, "episode_pool_size": MOST_SEGMENTS}
         left = {name: order.get(name) for name, user_value in pools.items() if user_value is None}
         values |= {name: value for name, value in left.items() if type(value) is int and 1 <= value <= most[name]}

@@ -12,6 +12,7 @@ from dali_stream.cache.video import BlockCache
 from dali_stream.checks.arguments import budget_text
 from dali_stream.lerobot.row_memory import RowMemory
 from dali_stream.observe.counters import Counters
+from dali_stream.order import Shuffle, has_consumers
 from dali_stream.pipeline.config import Config
 from dali_stream.schedule.budget import Parts, Sizes, look_ahead, reads_budget
 from dali_stream.schedule.plan import BatchPlan, Schedule
@@ -182,7 +183,7 @@ class Reading:
         self._counters.add(**{counter: count})
 
 
-def _reread_remedies(larger: int | None, shuffle: bool | str, remote: bool, cached: bool) -> str:
+def _reread_remedies(larger: int | None, shuffle: Shuffle, remote: bool, cached: bool) -> str:
     """Return the end of a message that says how to avoid reading rows, indices or encoded video repeatedly.
 
     Args:
@@ -196,7 +197,7 @@ def _reread_remedies(larger: int | None, shuffle: bool | str, remote: bool, cach
         Text to append to a sentence. Empty if nothing would help.
     """
     remedies = [f'a larger memory_budget, such as "{budget_text(larger)}"'] if larger else []
-    if shuffle is True:
+    if has_consumers(shuffle):
         remedies.append("a smaller episode_pool_size for a new run")
     if shuffle == "global":
         remedies.append("shuffle=True for a new run, which draws from few episodes at a time")

@@ -21,6 +21,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, MemoryBudgetError
 from dali_stream.loader import Loader
 from dali_stream.mixture import Mixture
+from dali_stream.order import has_consumers
 from dali_stream.schedule.budget import frames_budget
 from dali_stream.system.memory_limit import fits
 from dali_stream.system.process import cores
@@ -200,7 +201,8 @@ class Study:
                 cached = base.speeds(now, lambda work: work.scaled(network=0.0))
                 rounds = [(first, later) for (first, _), (_, later) in zip(base.speeds(now), cached, strict=True)]
                 yield self._remedy("cache_dir=DIR", "disk space for the files", rounds)
-        if config.arguments.shuffle is True and (fewer := config.arguments.consumers // 2) >= self._full._ranks.world_size:
+        pooled, fewer = has_consumers(config.arguments.shuffle), config.arguments.consumers // 2
+        if pooled and fewer >= self._full._ranks.world_size:
             rounds = base.speeds(self._decodes(consumers=fewer))
             yield self._remedy(f"consumers={fewer}", "another order of the samples", rounds, consumers=fewer)
         if self._rewritten:

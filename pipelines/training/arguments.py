@@ -50,6 +50,9 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     add("--save-every", type=int, default=500, help="steps between checkpoints")
     add("--log-every", type=int, default=10, help="steps between entries of the journal")
     add("--seed", type=int, default=0, help="seed of weights, order and augmentation")
+    add("--shuffle", choices=("true", "sharded", "global"), default="true", help="true: pools of episodes; sharded: the same, "
+        "with the same frames for a process in all epochs, so that the memory of all processes adds up; global: a permutation "
+        "of all frames (default: true)")  # fmt: skip
     add("--consumers", type=int, help="consumers of the order; a run can continue on any number of processes that divides it "
         "(default: chosen for --batch-size)")  # fmt: skip
     add("--num-threads", type=int, help="decode threads of each process (default: its cores)")

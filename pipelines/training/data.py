@@ -81,6 +81,7 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
     own = (plain if mixed else common) | {  # the augmentation also resizes, but requires frames of one size
         "normalize": {key: "mean_std" for key in (ACTION, STATE) if key in train.features},
         "seed": arguments.seed,
+        "shuffle": arguments.shuffle == "true" or arguments.shuffle,
         "consumers": arguments.consumers,
         "dali_graph": augmented(colour_cameras(train), size),
     }

@@ -266,9 +266,9 @@ def test_decode_floor_says_what_is_wrong_in_one_line(
         assert said in errors
 
 
-@pytest.mark.parametrize("datasets", [1, 10])
-def test_order_scale_prints_its_measurements(run_here: Callable[..., str], datasets: int) -> None:
-    out = run_here("benchmarks/order_scale.py", "--episodes", 1000, "--consumers", 8, "--datasets", datasets, "--json")
+@pytest.mark.parametrize("options", [[], ["--datasets", 10], ["--sharded"]])
+def test_order_scale_prints_its_measurements(run_here: Callable[..., str], options: list[object]) -> None:
+    out = run_here("benchmarks/order_scale.py", "--episodes", 1000, "--consumers", 8, *options, "--json")
     result = json.loads(out.splitlines()[-1])
     assert result["frames"] == 100_000
     assert set(result["forward_s"]) == {"1", "8"}
