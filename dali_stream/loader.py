@@ -81,7 +81,7 @@ class Loader:
         normalize: Mode per key, {key: "mean_std", "min_max", "quantiles" or None}, or one mode for action and observations,
             see `Normalizer`. For a mixture, modes such as "min_max_per_dataset" use the statistics of each sample's own
             dataset. Normalization follows `dali_graph`, and `normalizer.inverse` undoes it. Default: no normalization.
-        shuffle: True for pools of episodes, "sharded" for the same with the same frames for a rank in all epochs, so that the
+        shuffle: True for pools of episodes, "sharded" for pools whose frames stay on their rank in all epochs, so that the
             memory of all ranks adds up, "global" for one permutation of all frames, which suits local data, or False for the
             recorded order. Default: True.
         seed: Seed of the order and of augmentation. Default: 0.
@@ -138,7 +138,7 @@ class Loader:
     _iteration = 0  # number of the current iteration
     _began = _abandoned = False  # whether any iteration has begun, and whether the current epoch was not iterated to its end
     _begin: dict[str, int] | None = None  # loaded epoch and position, if the position is not a multiple of the global batch
-    _closed = _told_left_out = _bottleneck_logged = False
+    _closed = _told_left_out = _told_shards = _bottleneck_logged = False
 
     @known_arguments
     def __init__(
@@ -571,6 +571,9 @@ class Loader:
                 record("training", given, resumed)
             self._config.substitutes.report(self._epoch)
             self._source.epochs += whole
+            if whole and not self._told_shards:
+                self._told_shards = True
+                self._tell_what_shards_save()
             self._epoch, self._position = self._epoch + 1, 0
             self._abandoned = False
         finally:
@@ -666,6 +669,27 @@ class Loader:
                 *(batches, len(self), self._epoch, self._epoch + 1),
             )
         self._told_left_out = True
+
+    def _tell_what_shards_save(self) -> None:
+        """Log on rank 0, after the first epoch, what `shuffle="sharded"` would save if memory holds all frames of a shard."""
+        config, sizes = self._config, self._source.sizes
+        cached, world = config.cached(self._source.routes), config.batches.world_size
+        disk_or_dali = config.frame_folder is not None or len(cached) < len(config.source.cameras)
+        if config.rank or world == 1 or config.arguments.shuffle is not True or sizes is None or disk_or_dali or not cached:
+            return
+        needed = replace(config, arguments=config.arguments._replace(shuffle="sharded")).needed(cached)
+        sharded = replace(sizes, needed=max(map(len, needed.values()), default=None))
+        if not needed or divide(config.memory_budget, sharded).kept < sharded.frames:
+            return
+        # With memory for all frames, a rank decodes those that it has not shown in the first epoch.
+        counts = asdict(self._counters)
+        left = 1 - 1 / world if self._source.keeps_all else counts["decoded_frames"] / max(counts["frames"], 1)
+        _log.info(
+            "Loader, after the first epoch: the memory of the %d ranks holds all decoded frames together, but a rank has other "
+            "frames in each epoch, and decodes about %.2f frames per delivered frame in the next one. A new run with "
+            'shuffle="sharded" decodes each frame once, on one rank',
+            *(world, left),
+        )
 
     def _warn_if_uneven(self) -> None:
         config = self._config

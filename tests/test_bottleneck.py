@@ -76,6 +76,8 @@ CODED = {"decoders": {"dali"}}
         (DECODE, {"cores": 16}, "help: num_threads=16, as many"),
         (DECODE | LONG_GOP, {"cores": 16}, "--codec h264 --gop 2`), or num_threads=16"),
         (DECODE, {"frames_budget": 9 << 30}, 'memory_budget="9.0GiB", which holds all decoded frames'),
+        (DECODE, {"frames_budget": 9 << 30, "sharded": True}, '"9.0GiB", which holds all decoded frames of this rank'),
+        (DECODE, {"keeps_all": True, "sharded": True}, "since memory_budget holds all decoded frames of this rank."),
         (DECODE, {"keeps_all": True}, "Later epochs decode only frames that no earlier one has shown, since memory_budget"),
         (DECODE | LONG_GOP, {"decoders": set()}, "help: more CPU cores than the 4 of this process ("),  # its frames are images
         (

@@ -83,6 +83,16 @@ def test_larger_budgets_that_help() -> None:
     assert divide(enough - 1, REMOTE).kept < 4000
 
 
+def test_a_rank_that_needs_a_part_of_the_frames_needs_a_part_of_the_memory() -> None:
+    part = replace(REMOTE, needed=2000)
+    enough = frames_budget(part)
+    assert enough == 2000 * 1000 + ROWS + INDICES + VIDEO
+    assert divide(enough, part).kept == 2000
+    assert divide(8 << 20, part).kept == 2000, "other frames are never shown"
+    assert 0 < divide(enough - 1, part).kept < 2000
+    assert order_horizon(Parts(1, 1, 1, 3000, 1), replace(part, fetched=False, needed=3001)) == 6002, "two epochs of the rank"
+
+
 def test_all_frames_fit_even_if_a_batch_needs_more_than_they_do() -> None:
     """40 frames of 10 bytes, and batches of 8 samples whose blocks of video alone need more."""
     sizes = replace(REMOTE, lengths=np.full(4, 10), frame_bytes=10)

@@ -13,6 +13,8 @@ import pytest
 import torch
 from support.train import ENVIRONMENT, command, losses, train
 
+from dali_stream import Dataset, Loader
+
 pytestmark = pytest.mark.slow
 STEPS, SAVE_EVERY = 12, 3
 OPTIONS = ["--max-steps", STEPS, "--save-every", SAVE_EVERY]
@@ -66,9 +68,28 @@ def test_sigterm_to_one_process_ends_all_of_them_at_one_step(
     assert losses(tmp_path) == uninterrupted
 
 
-def start(dataset: Path, out: Path) -> subprocess.Popen[str]:
-    """A run of two processes, whose progress can be read."""
-    return subprocess.Popen(command(dataset, out, *OPTIONS, processes=2), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+def test_a_sharded_run_is_killed_and_goes_on_with_4_2_and_8_processes(small: Path, tmp_path: Path) -> None:
+    """Over three epochs, in each of which a process is killed or the run ends."""
+    with Loader(Dataset(small, cameras=[]), batch_size=8, rank=0, world_size=1) as loader:
+        epoch = len(loader)
+    options = ["--shuffle", "sharded", "--max-steps", 3 * epoch, "--save-every", SAVE_EVERY]
+    train(small, tmp_path / "whole", *options, processes=2)
+    out = tmp_path / "run"
+    for processes, step, resume in ((4, epoch // 2, []), (2, epoch + epoch // 2, ["--resume"])):
+        with start(small, out, *options, *resume, processes=processes) as launcher:
+            wait_for(launcher, f"step {step}:")
+            os.kill(ranks(launcher)[1], signal.SIGKILL)
+            launcher.stderr.read()
+        assert launcher.returncode != 0
+    train(small, out, *options, "--resume", processes=8)
+    # Sums of gradients in another order differ by more in each step. Another sample changes a loss by much more.
+    assert losses(out) == pytest.approx(losses(tmp_path / "whole"), rel=0.01)
+
+
+def start(dataset: Path, out: Path, *options: object, processes: int = 2) -> subprocess.Popen[str]:
+    """A run of some processes, whose progress can be read."""
+    line = command(dataset, out, *(options or OPTIONS), processes=processes)
+    return subprocess.Popen(line, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
 
 
 def wait_for(process: subprocess.Popen[str], beginning: str) -> None:
@@ -89,5 +110,5 @@ def ranks(launcher: subprocess.Popen[str]) -> dict[int, int]:
             if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == launcher.pid:
                 variables = (folder / "environ").read_bytes().split(b"\0")
                 found |= {int(each[5:]): int(folder.name) for each in variables if each.startswith(b"RANK=")}
-    assert sorted(found) == [0, 1]
+    assert sorted(found) == list(range(len(found))) != []
     return found

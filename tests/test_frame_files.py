@@ -77,6 +77,26 @@ def test_two_ranks_decode_each_frame_once_together(small: Path, tmp_path: Path) 
     assert sum(stats["decoded_frames"] for _, stats in shares) < 1.1 * frames
 
 
+def test_two_nodes_of_a_sharded_run_store_each_frame_once_together(small: Path, tmp_path: Path) -> None:
+    """Each node has a rank and a folder, and needs the same half of the frames in all epochs."""
+    with Loader(small, **ARGUMENTS) as loader:
+        frames = loader.dataset.num_frames * 2
+
+    def nodes(epochs: int, **options: Any) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
+        folders = [tmp_path / f"{options['shuffle']} {rank}" for rank in (0, 1)]
+        options = {"world_size": 2, "last_batch": "partial", "memory_budget": "2MiB", "prefetch": 1} | options
+        return [run(small, folder, epochs, rank=rank, **options) for rank, folder in enumerate(folders)]
+
+    sharded = nodes(3, shuffle="sharded")
+    for rank, (found, stats) in enumerate(sharded):
+        expected, _ = run(small, None, 3, rank=rank, world_size=2, last_batch="partial", shuffle="sharded")
+        assert same(found, expected)
+        assert stats["frame_cache_disk_written_bytes"] == pytest.approx(frames * FRAME / 2, rel=0.02)
+    assert sum(stats["decoded_frames"] for _, stats in sharded) < 1.1 * frames, "GOPs at the cuts are decoded twice"
+    again = [stats["decoded_frames"] for _, stats in nodes(1, shuffle="sharded")]
+    assert again == [0, 0], "a later run with the same seed, as after a restart"
+
+
 @pytest.mark.parametrize("dataset", ["small", "odd"])  # video, and images in rows
 def test_runs_with_the_same_order_divide_the_decoding(
     dataset: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

@@ -160,6 +160,9 @@ def test_the_first_line_of_a_loader_has_the_threads_and_the_memory_with_the_reas
     caplog.clear()
     Loader(odd, batch_size=2, num_threads=3, memory_budget="1GiB").close()
     assert first_line(caplog) == 'Loader: num_threads=3 (given), memory_budget="1.0GiB" (given)'
+    caplog.clear()
+    Loader(odd, batch_size=2, num_threads=3, memory_budget="1GiB", shuffle="sharded", rank=0, world_size=2).close()
+    assert first_line(caplog).endswith('(given), shuffle="sharded" (this rank samples the same 11 frames in all epochs)')
 
 
 # ----------------------------------------------------------------------------------------------------------------- memory

@@ -345,6 +345,17 @@ def test_a_consumer_has_the_same_frames_in_all_passes(
         for position, sample in enumerate(read(MixtureOrder(lengths, shared, epoch=epoch, **given_arguments))):
             consumer = (position + (0 if shared.kind in ("union", "repeats") else epoch * shared.epoch_samples)) % consumers
             owners.setdefault(sample, set()).add(consumer)
+    world = data.draw(st.sampled_from(divisors(consumers)))
+    for rank in range(world):
+        found = MixtureOrder(lengths, shared, **given_arguments).shard(rank, world)
+        assert found is not None
+        pieces = zip(*(values.tolist() for values in found), strict=True)
+        shard = [(episode, frame) for episode, start, stop in pieces for frame in range(start, stop)]
+        shown = {sample for sample, own in owners.items() if any(consumer % world == rank for consumer in own)}
+        assert len(set(shard)) == len(shard)
+        assert shown <= set(shard)
+        if shared.kind == "union":
+            assert shown == set(shard)
     moved = [sample for sample, own in owners.items() if len(own) > 1]
     if shared.kind == "union":
         assert not moved

@@ -23,11 +23,14 @@ from support.slow import examples, slow_after
 
 import dali_stream
 from dali_stream import FrameSampler, MixtureOrder, Order, ResumeError
+from dali_stream.lerobot.frame_ranges import FrameRanges
 from dali_stream.order import default_pools
 from dali_stream.order.batches import Batches
 from dali_stream.order.order import is_shuffle
 from dali_stream.order.orders import DatasetOrders, MixtureOrders
 from dali_stream.order.pool import EpisodePool, Run
+from dali_stream.order.selected import SelectedOrder
+from dali_stream.order.shard import Pieces
 from dali_stream.order.shares import shares
 from dali_stream.order.state import OrderArguments, noted
 from dali_stream.pipeline import reading
@@ -181,6 +184,39 @@ def test_a_consumer_has_the_same_frames_in_all_epochs(
             assert sorted(first[rank::world]) == sorted(second[rank::world])
     counts = {len(first[consumer::consumers]) for consumer in range(consumers)}
     assert counts <= {len(first) // consumers, len(first) // consumers + 1}
+
+
+@st.composite
+def ranges_of(draw: st.DrawFn, episode_lengths: list[int]) -> FrameRanges:
+    """Any ranges of frames, several in an episode."""
+    rows = []
+    for episode, length in enumerate(episode_lengths):
+        cuts = sorted(draw(st.sets(st.integers(0, length), max_size=6)))
+        rows += [(episode, start, stop) for start, stop in zip(cuts[::2], cuts[1::2], strict=False)]
+    return FrameRanges(len(episode_lengths), *(np.array([row[i] for row in rows], np.int64) for i in range(3)))
+
+
+def frames_in(found: Pieces | None) -> list[Sample]:
+    assert found is not None
+    pieces = zip(*(values.tolist() for values in found), strict=True)
+    return sorted((episode, frame) for episode, start, stop in pieces for frame in range(start, stop))
+
+
+@given(lengths, orders, st.booleans(), st.data())
+@examples(100)
+def test_a_shard_has_the_frames_of_a_rank(
+    episode_lengths: list[int], arguments: dict[str, Any], whole: bool, data: st.DataObject
+) -> None:
+    """Of every epoch, also if only ranges of the frames are sampled. Other orders have none."""
+    arguments = arguments | {"epoch": data.draw(st.integers(0, 5))}
+    selected = None if whole else data.draw(ranges_of(episode_lengths))
+    order = Order(episode_lengths, **arguments) if selected is None else SelectedOrder(selected, **arguments)
+    for world in divisors(arguments["consumers"]):
+        for rank in range(world):
+            if arguments["shuffle"] == "sharded":
+                assert frames_in(order.shard(rank, world)) == sorted(read(order, 0, None, rank, world))
+            else:
+                assert order.shard(rank, world) is None
 
 
 def test_seeds_deal_the_episodes_and_epochs_permute_them() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from support.slow import examples, slow
 
@@ -22,6 +22,7 @@ from dali_stream.order.windows import window
 from dali_stream.schedule.budget import horizon
 from dali_stream.schedule.episodes import EpisodeTable, Located, OpenEpisode
 from dali_stream.schedule.frame_plan import FramePlan
+from dali_stream.schedule.frame_set import FrameSet, shown_frames
 from dali_stream.schedule.plan import Limits, Schedule
 from dali_stream.schedule.samples import Samples, samples
 
@@ -46,15 +47,29 @@ class Run:
     last_batch: str = "pad"
     lacking: frozenset[Frame] = frozenset()
     close_every: int = 1 << 30  # batches after which all episodes are closed
+    rank: int = 0
+    world: int = 1
     drops: frozenset[tuple[int, int]] = frozenset()  # (batch, slot that cannot be read and is dropped before it)
     steps: list[tuple[Samples, FramePlan]] = field(default_factory=list)
 
-    def batches(self):
-        def order(epoch: int) -> Order:
-            return Order(self.lengths, self.shuffle, 0, epoch, self.consumers, self.pool)
+    def order(self, epoch: int) -> Order:
+        return Order(self.lengths, self.shuffle, 0, epoch, self.consumers, self.pool)
 
-        batches = Batches(int(self.lengths.sum()), self.batch_size, 1, self.last_batch)
-        return samples(order, batches, 0, 0, self.position)
+    def batches(self):
+        batches = Batches(int(self.lengths.sum()), self.batch_size, self.world, self.last_batch)
+        return samples(self.order, batches, self.rank, 0, self.position)
+
+    @property
+    def needed(self) -> dict[str, FrameSet]:
+        """As of `Config.needed`. A rank without a sample is padded with those of others."""
+        pieces = self.order(0).shard(self.rank, self.world) if self.lengths.sum() >= self.world else None
+        no_datasets = np.zeros(len(self.lengths), np.int64)
+        return {} if pieces is None else {CAMERA: shown_frames(pieces, self.offsets[None], self.lengths, no_datasets)}
+
+    @property
+    def frames(self) -> int:
+        """Frames that the rank needs."""
+        return len(self.needed[CAMERA]) if self.needed else int(self.lengths.sum())
 
     def packets(self, episode: int) -> tuple[np.ndarray, np.ndarray]:
         """Packets and keyframes of an episode; `reordered` as with B-frames: the last frame of a GOP is decoded second."""
@@ -73,7 +88,12 @@ class Run:
 
     def plan(self, count: int) -> Run:
         planner = Schedule(
-            EpisodeTable(self.lengths, [CAMERA]), self.batches(), self.batch_size, {CAMERA: self.offsets}, self.limits
+            EpisodeTable(self.lengths, [CAMERA]),
+            self.batches(),
+            self.batch_size,
+            {CAMERA: self.offsets},
+            self.limits,
+            needed=self.needed,
         )
         for number in range(count):
             [found] = planner.ahead(1)
@@ -137,19 +157,25 @@ def belady(run: Run, count: int) -> int:
 def runs(draw: st.DrawFn) -> Run:
     lengths = np.array(draw(st.lists(st.integers(1, 40), min_size=1, max_size=8)), np.int64)
     batch_size = draw(st.integers(1, 9))
+    consumers = draw(st.integers(1, 4))
+    world = draw(st.sampled_from([w for w in (1, 2, 3, 4) if consumers % w == 0]))
     return Run(
         lengths,
         gop=draw(st.sampled_from([1, 2, 7, 100])),
         offsets=np.array(draw(st.lists(st.integers(-12, 12), min_size=1, max_size=4)), np.int64),
         batch_size=batch_size,
         limits=Limits(
-            kept=draw(st.sampled_from([0, 1, 5, 30, int(lengths.sum())])),
+            kept=draw(
+                st.sampled_from([0, 1, 5, 30, int(lengths.sum()), int(lengths.sum()) * 9 // 10, int(lengths.sum()) // world])
+            ),
             in_progress=draw(st.integers(1, 4)),
             horizon=draw(st.sampled_from([0, 10, 1000])),
         ),
         reordered=draw(st.booleans()),
-        consumers=draw(st.integers(1, 4)),
-        shuffle=draw(st.sampled_from([True, "global", False])),
+        consumers=consumers,
+        rank=draw(st.integers(0, world - 1)),
+        world=world,
+        shuffle=draw(st.sampled_from([True, "sharded", "global", False])),
         position=draw(st.integers(0, int(lengths.sum()) - 1)),
         close_every=draw(st.sampled_from([1, 3, 1 << 30])),
         lacking=frozenset(draw(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 39)), max_size=2))),
@@ -194,14 +220,57 @@ def test_each_slot_holds_the_frame_that_a_batch_shows(run: Run) -> None:
 @examples(25, derandomize=False)
 @given(runs())
 def test_where_all_frames_fit_each_is_decoded_once_and_never_again(run: Run) -> None:
-    run.limits = Limits(int(run.lengths.sum()), run.limits.in_progress, 0)
+    """With several ranks, if a rank has the same frames in all epochs: memory for these frames is then enough."""
+    assume(run.world == 1 or run.shuffle in ("sharded", False))
+    run.limits = Limits(run.frames, run.limits.in_progress, 0)
     run.lacking, run.drops = frozenset(), frozenset()
-    batches = -(-int(run.lengths.sum()) // run.batch_size)
+    batches = -(-int(run.lengths.sum()) // run.batch_size // run.world)
     run.plan(4 * batches)
     decoded = [(e, f) for _, step in run.steps for e, f in zip(step.episode.tolist(), step.frame.tolist(), strict=True)]
     assert len(decoded) == len(set(decoded))
     assert sum(run.cost(step) for _, step in run.steps) <= run.lengths.sum()
     assert not any(len(step.slot) for _, step in run.steps[2 * batches :])
+
+
+@examples(60)
+@given(runs())
+def test_batches_of_a_sharded_rank_show_the_frames_that_it_needs(run: Run) -> None:
+    """And no others, over two epochs."""
+    run.shuffle, run.position = "sharded", 0
+    assume(run.lengths.sum() >= run.world)
+    first = np.cumsum(run.lengths) - run.lengths
+    batches = 2 * -(-int(run.lengths.sum()) // run.batch_size // run.world)
+    shown = {
+        int(first[episode]) + frame
+        for found in itertools.islice(run.batches(), batches)
+        for steps in run.shown(found)
+        for episode, frame in steps
+    }
+    needed = run.needed[CAMERA]
+    frames = np.arange(int(run.lengths.sum()))
+    assert sorted(shown) == np.flatnonzero(needed.has(frames)).tolist()
+    assert len(shown) == len(needed)
+
+
+@pytest.mark.parametrize("gop", [2, slow(12)])
+@pytest.mark.parametrize("share", [1, 0.9])
+def test_memory_for_the_frames_of_a_rank_saves_its_decodes(gop: int, share: float) -> None:
+    """In epochs 2 to 4 of 4 ranks, also if a tenth of the frames do not fit."""
+    lengths = np.random.default_rng(0).integers(50, 150, 60)
+    for rank in (0, 3):
+        run = Run(
+            lengths, gop, np.array([0]), 16, Limits(1, 2, 0), consumers=32, pool=8, shuffle="sharded", rank=rank, world=4,
+            last_batch="drop",
+        )  # fmt: skip
+        assert run.frames == pytest.approx(lengths.sum() / 4, rel=0.01)
+        kept = int(share * run.frames)
+        run.limits = Limits(kept, 2, horizon(kept, run.frames))
+        epoch = int(lengths.sum()) // 64
+        steps = run.plan(4 * epoch).steps
+        for number in (1, 2, 3):
+            later = steps[number * epoch : (number + 1) * epoch]
+            decoded = sum(step.decodes for _, step in later) / (16 * epoch)
+            assert decoded < (0.01 if share == 1 else 0.15)
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,15 @@ def test_what_changes_the_run_is_said(program: Any, demo: Path, tmp_path: Path, 
     assert saved(tmp_path)["loader"]["position"] == 20
 
 
+@pytest.mark.parametrize(("words", "shuffle"), [([], True), (["sharded"], "sharded"), (["global"], "global"), (["true"], True)])
+def test_the_order_of_the_program_is_chosen(parts: Any, demo: Path, tmp_path: Path, words: list[str], shuffle: Any) -> None:
+    options = ["--out", str(tmp_path), "--chunk", "8", "--image-size", "32", "32", *(["--shuffle", *words] if words else [])]
+    arguments = parts("arguments").parse([str(demo), *options])
+    data = parts("data").open_data(arguments, importlib.import_module("accelerate").Accelerator(cpu=True))
+    with data.train as loader:
+        assert loader.state_dict()["order"]["shuffle"] == shuffle
+
+
 def test_charts_show_recorded_and_predicted_actions_in_the_recordings_unit(
     program: Any, parts: Any, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

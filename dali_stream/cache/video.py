@@ -330,11 +330,12 @@ class BlockCache:
         return blocks, next_use[used][index]
 
     def _is_cached(self, camera: str, frames: Int64) -> Mask:
-        """Return which frames need no encoded video, because they are decoded already, in memory or on disk."""
+        """Return which frames need no encoded video, because they are decoded already (also on disk) or never shown."""
         cache = self._frames.get(camera)
         if cache is None:
             return np.zeros(len(frames), np.bool_)
-        return (cache.slots_of(frames) != NONE) | self._table.cameras[camera].stored[self._table.rows(frames)]
+        stored = self._table.cameras[camera].stored[self._table.rows(frames)]
+        return (cache.slots_of(frames) != NONE) | stored | ~cache.needs(frames)
 
     def _is_idle(self) -> Mask:
         """Return a mask of the held blocks that the planned batch neither needs nor fetches. Only these may be evicted."""

@@ -45,8 +45,8 @@ from dali_stream.order.order import (
 )
 from dali_stream.order.pool import Run
 from dali_stream.order.rng import mix, philox
-from dali_stream.order.selected import Ranges
-from dali_stream.order.shard import Shard
+from dali_stream.order.selected import Ranges, in_ranges
+from dali_stream.order.shard import Pieces, Shard, pieces
 from dali_stream.order.shares import Shares
 
 _SAMPLES = 1 << 62  # maximum number of positions of all epochs together
@@ -134,6 +134,17 @@ class MixtureOrder(EpochOrder):
                 frame = frames.frames(episode, frame)
             samples[:, at] = episode + self._first_episode[i], frame
         return samples
+
+    def _shard(self, consumers: Int64) -> Pieces | None:
+        if self._shuffle != "sharded":
+            return None
+        found = []
+        for i, dataset in enumerate(self._datasets):
+            own = dataset.shard(consumers)
+            if self._ranges is not None and (frames := self._ranges[i]) is not None:
+                own = in_ranges(own, frames)
+            found.append(own._replace(episode=own.episode + self._first_episode[i]))
+        return Pieces(*map(np.concatenate, zip(*found, strict=True)))
 
     def _permuted(self, position: Int64) -> Int64:
         """Permute positions within windows of `_WINDOW`. The last window of the epoch may be shorter."""
@@ -235,6 +246,12 @@ class _Dataset:
                 line, drawn = self._recorded, Permutation(self._count, (*self._key, number)).at(place[at])
             episode[at], frame[at] = self._on_line(line, drawn)
         return episode, frame
+
+    def shard(self, consumers: Int64) -> Pieces:
+        """Return the frames that some consumers sample in every pass, and those that are divided in each pass."""
+        line = self._pass(0)
+        start, stop = (np.append(line.runs[consumers + more], line.more[-more]) for more in (0, 1))
+        return pieces(line.episodes, line.ends - self._lengths[line.episodes], line.ends, start, stop)
 
     def _drawn(self, number: int, consumer: Int64, draw: Int64) -> Int64:
         """Return the places of draws on the line of a pass."""

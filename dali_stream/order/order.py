@@ -22,7 +22,7 @@ from dali_stream.checks.arguments import known_arguments, positive
 from dali_stream.checks.arrays import Int64
 from dali_stream.order.pool import Run
 from dali_stream.order.rng import mix, philox
-from dali_stream.order.shard import Shard
+from dali_stream.order.shard import Pieces, Shard, pieces
 
 Shuffle = bool | str
 """True (pools of episodes), "sharded" (the same, with the same frames for a consumer in all epochs), "global" (one permutation
@@ -84,6 +84,25 @@ class EpochOrder(ABC):
                 samples.append(self._read_block(rank, world_size, block)[:, max(first - begin, 0) : stop - begin])
         episode, frame = np.concatenate(samples, 1)
         return episode, frame
+
+    def shard(self, rank: int = 0, world_size: int = 1) -> Pieces | None:
+        """Return the frames that a rank samples in every epoch, for `shuffle="sharded"`.
+
+        Args:
+            rank: Number of the rank. Default: 0.
+            world_size: Number of ranks. Default: 1.
+
+        Returns:
+            Episode numbers, and the ranges [start, stop) of frames within these episodes, all int64, shape (S,). In a mixture,
+            they include all frames that are divided among the consumers in each pass. None for any other `shuffle`, with which
+            a rank samples other frames in each epoch.
+        """
+        check_world(rank, world_size, self._consumers)
+        return self._shard(np.arange(rank, self._consumers or 0, world_size))
+
+    @abstractmethod
+    def _shard(self, consumers: Int64) -> Pieces | None:
+        """Return the frames that some consumers sample in every epoch. See `shard`."""
 
     def _read_block(self, rank: int, world_size: int, block: int) -> Int64:
         key = (rank, world_size, block)
@@ -147,7 +166,7 @@ class Order(EpochOrder):
             self._episodes = np.arange(len(lengths))
             ends = np.cumsum(lengths)
             self._laid = Permutation(frames, key) if shuffle == "global" else None
-        self._ends = ends
+        self._ends, self._sharded = ends, shuffle == "sharded"
         self._starts = ends - lengths[self._episodes]
 
     def _samples(self, positions: Int64) -> Int64:
@@ -155,6 +174,12 @@ class Order(EpochOrder):
         # side="right", because an end is exclusive. This also skips episodes without frames, whose end equals the end before.
         run = np.searchsorted(self._ends, laid, side="right")
         return np.stack([self._episodes[run], laid - self._starts[run]])
+
+    def _shard(self, consumers: Int64) -> Pieces | None:
+        if not self._sharded:
+            return None
+        start, stop = (run_start(len(self), self._consumers or 1, consumers + more) for more in (0, 1))
+        return pieces(self._episodes, self._starts, self._ends, start, stop)
 
 
 def has_consumers(shuffle: Shuffle) -> bool:
@@ -289,10 +314,10 @@ class Permutation:
         return high << self._low | low
 
 
-def run_start(frames: int, consumers: int, index: int | Int64) -> int | Int64:
+def run_start(frames: int, consumers: int, index: Int64) -> Int64:
     """Return the first place of a consumer's run, for consumers from 0 to C. Run c ends where run c + 1 begins."""
     short, longer = divmod(frames, consumers)
-    start: int | Int64 = index * short + np.minimum(index, longer)
+    start: Int64 = index * short + np.minimum(index, longer)
     return start
 
 
@@ -332,7 +357,7 @@ class _Pools:
     def _run(self, index: int) -> Run | Shard:
         run = self._runs.get(index)
         if run is None:
-            start, stop = (int(run_start(self._frames, self._count, at)) for at in (index, index + 1))
+            start, stop = run_start(self._frames, self._count, np.array([index, index + 1])).tolist()
             run = self._made(self._ends, start, stop, (*self._key, index), self._pool, index, self._count)
             self._runs[index] = run
         return run

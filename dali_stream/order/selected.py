@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from dali_stream.checks.arrays import Int64
 from dali_stream.order.order import Order, Shuffle
+from dali_stream.order.shard import Pieces
 
 
 class Ranges(Protocol):
@@ -44,3 +45,30 @@ class SelectedOrder(Order):
     def _samples(self, positions: Int64) -> Int64:
         episode, number = super()._samples(positions)
         return np.stack([episode, self._ranges.frames(episode, number)])
+
+    def _shard(self, consumers: Int64) -> Pieces | None:
+        numbers = super()._shard(consumers)
+        return None if numbers is None else in_ranges(numbers, self._ranges)
+
+
+def in_ranges(numbers: Pieces, ranges: Ranges) -> Pieces:
+    """Convert pieces of the sampled frames of episodes to pieces of the episodes.
+
+    Args:
+        numbers: Pieces, numbered among the sampled frames of their episodes.
+        ranges: Sampled frames of each episode.
+    """
+    episode, start, stop = numbers
+    first, last = ranges.frames(episode, start), ranges.frames(episode, stop - 1)
+    apart = last - first > stop - 1 - start  # pieces in several ranges, which are divided frame by frame
+    length = (stop - start)[apart]
+    piece = np.repeat(np.arange(len(length)), length)
+    number = np.arange(len(piece)) + np.repeat(start[apart] - np.cumsum(length) + length, length)
+    frame = ranges.frames(episode[apart][piece], number)
+    begins = (np.diff(piece, prepend=-1) != 0) | (np.diff(frame, prepend=-1) != 1)
+    ends = np.append(begins[1:], True)[: len(begins)]
+    return Pieces(
+        np.concatenate([episode[~apart], episode[apart][piece[begins]]]),
+        np.concatenate([first[~apart], frame[begins]]),
+        np.concatenate([last[~apart], frame[ends]]) + 1,
+    )

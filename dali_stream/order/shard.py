@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from dali_stream.checks.arrays import Int64
@@ -47,6 +49,32 @@ class Shard:
         """Return draws as places on the line of all episodes, see `Run.draw`."""
         place = np.array(self._run.draw(first, count), np.int64)
         return place + self._shift[np.searchsorted(self._ends, place, side="right")]
+
+
+class Pieces(NamedTuple):
+    """Ranges of frames within episodes.
+
+    Attributes:
+        episode: Episode of each range, shape (S,).
+        start, stop: First frame of each range within its episode, and the frame after its last, shape (S,).
+    """
+
+    episode: Int64
+    start: Int64
+    stop: Int64
+
+
+def pieces(episodes: Int64, starts: Int64, ends: Int64, start: Int64, stop: Int64) -> Pieces:
+    """Return the pieces of episodes that are in some intervals of the line of all episodes.
+
+    Args:
+        episodes: Numbers of the episodes in the order of the line, shape (E,).
+        starts, ends: First place of each of these episodes, and the place after its last, shape (E,).
+        start, stop: First place of each interval, and the place after its last, shape (N,).
+    """
+    first, last = segments(ends, start, stop)
+    at = np.searchsorted(ends, first, side="right")
+    return Pieces(episodes[at], first - starts[at], last - starts[at])
 
 
 def segments(ends: Int64, start: Int64, stop: Int64) -> Int64:

@@ -22,11 +22,14 @@ from dali_stream.lerobot.source import Source
 from dali_stream.order.batches import Batches
 from dali_stream.order.order import EpochOrder
 from dali_stream.order.orders import Orders
+from dali_stream.order.shard import Pieces
 from dali_stream.order.state import OrderArguments
 from dali_stream.order.windows import Windows
 from dali_stream.pipeline.substitutes import Substitutes
 from dali_stream.schedule.budget import Sizes, batches_in_progress
 from dali_stream.schedule.episodes import EpisodeTable
+from dali_stream.schedule.frame_set import FrameSet, shown_frames
+from dali_stream.system.cached import cached_property
 
 SUBSTITUTE = "is_substitute"  # key of the mask of samples that could not be decoded
 DATASET = "dataset"  # key of the names of the samples' datasets, for a mixture
@@ -84,6 +87,11 @@ class Config:
     def order(self, epoch: int) -> EpochOrder:
         """Return the order of an epoch."""
         return self.orders.of(epoch, self.arguments)
+
+    @cached_property
+    def _shard(self) -> Pieces | None:
+        """Frames that this rank samples in every epoch, see `EpochOrder.shard`."""
+        return self.order(0).shard(self.rank, self.batches.world_size) if self.arguments.shuffle == "sharded" else None
 
     def order_state(self) -> dict[str, Any]:
         """Return the arguments that, for a given dataset and epoch, determine the order and the augmentation."""
@@ -147,11 +155,12 @@ class Config:
             cached: Cameras whose decoded frames are cached.
         """
         assert self.frame_folder is not None
-        needed = int(self.source.lengths.sum()) * sum(map(self.frame_bytes, cached))
+        frames, own = int(self.source.lengths.sum()), self.needed(cached)
+        part = f", those of this rank {sum(len(own[c]) * self.frame_bytes(c) for c in cached) / 1e9:.3g} GB" if own else ""
         sizes = ", ".join(dict.fromkeys("{}×{}".format(*self.frame_size(camera)) for camera in cached))
         return (
             f"frame_cache {self.frame_folder.path} has {self.frame_folder.size() / 1e9:.3g} GB. All frames of this dataset "
-            f"take {needed / 1e9:.3g} GB at {sizes}"
+            f"take {frames * sum(map(self.frame_bytes, cached)) / 1e9:.3g} GB at {sizes}{part}"
         )
 
     def cached(self, routes: Mapping[str, Route]) -> list[str]:
@@ -224,6 +233,21 @@ class Config:
         """
         return self.windows.steps(camera) == 1 and (camera not in self.windows or camera in self.source.videos)
 
+    def needed(self, cameras: Sequence[str]) -> dict[str, FrameSet]:
+        """Return {camera: frames that the batches of this rank show in any epoch}.
+
+        It is empty if the rank shows all frames, or if a rank without a sample is padded with the samples of other ranks.
+        """
+        padded = self.batches.last_batch == "pad" and self.batches.frames < self.batches.world_size
+        if padded or not cameras or (pieces := self._shard) is None:
+            return {}
+        found: dict[bytes, FrameSet] = {}
+        for camera in cameras:
+            offsets = self.windows.of(camera)
+            if offsets.tobytes() not in found:
+                found[offsets.tobytes()] = shown_frames(pieces, offsets, self.source.lengths, self.source.dataset_of)
+        return {camera: found[self.windows.of(camera).tobytes()] for camera in cameras}
+
     def sizes(self, cached: Sequence[str]) -> Sizes:
         """Return the sizes that determine how memory_budget is divided. Read the index of each camera's first video file.
 
@@ -249,6 +273,7 @@ class Config:
             fetched=source.data_store.remote,
             frame_bytes=sum(frame_bytes.values()),
             scattered=self.arguments.shuffle == "global",
+            needed=max(map(len, needed.values())) if (needed := self.needed(cached)) else None,
             # Slots, and the memory of batches into which frames are read directly.
             in_progress_bytes=self.in_progress
             * self.batches.largest

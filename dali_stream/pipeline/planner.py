@@ -47,7 +47,7 @@ class Planner:
         counters: Counters to add to.
 
     Attributes:
-        keeps_all: Whether all decoded frames fit in memory.
+        keeps_all: Whether all decoded frames that this rank needs fit in memory.
         sizes: Sizes that determine how `memory_budget` is divided.
         pool: Decode threads.
         stopping: Whether the planner was closed.
@@ -67,13 +67,14 @@ class Planner:
             Limits(parts.kept, config.in_progress, order_horizon(parts, sizes)),
             {key: config.windows.of(key) for key in on_dali},
             source.dataset_of,
+            config.needed(cached),
         )
         self._files = config.frame_files(routes)
         self._looked_in = epoch  # last epoch in which the frame cache on disk was searched for frames of other processes
         self._reading = Reading(config, sizes, parts, self._schedule, self._files, counters)
         slots = {key: self._schedule.frames[key].slot_count for key in cached}
         self.pool = DecodePool(config, routes, slots, self._files, counters)
-        self.keeps_all = not on_dali and parts.kept >= int(source.lengths.sum())
+        self.keeps_all = not on_dali and parts.kept >= sizes.frames
         self._planned: queue.SimpleQueue[PlannedBatch | BaseException] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(config.in_progress):

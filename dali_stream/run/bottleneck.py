@@ -108,9 +108,10 @@ class Setup:
         cached: Whether the dataset has a `cache_dir`.
         decoders: Names of the decoders of the videos, without depth cameras, which no other decoder decodes.
         uses_dali: Whether a DALI graph makes the batches.
-        keeps_all: Whether `memory_budget` holds all decoded frames, so that each is decoded once.
-        frames_budget: Memory budget that would hold all decoded frames, in bytes. None if the current budget holds them, if
-            DALI decodes all cameras, or if this machine has less memory.
+        keeps_all: Whether `memory_budget` holds all decoded frames that this rank needs, so that each is decoded once.
+        frames_budget: Memory budget that would hold these frames, in bytes. None if the current budget holds them, if DALI
+            decodes all cameras, or if this machine has less memory.
+        sharded: Whether this rank needs the same frames in all epochs, and not all frames.
     """
 
     num_threads: int
@@ -122,6 +123,12 @@ class Setup:
     uses_dali: bool = False
     keeps_all: bool = False
     frames_budget: int | None = None
+    sharded: bool = False
+
+    @property
+    def frames(self) -> str:
+        """Frames that a `memory_budget` must hold so that each is decoded once, as text."""
+        return f"all decoded frames{' of this rank' if self.sharded else ''}"
 
 
 def setup_of(config: Config, source: BatchSource) -> Setup:
@@ -146,6 +153,7 @@ def setup_of(config: Config, source: BatchSource) -> Setup:
         uses_dali=config.uses_dali(cached),
         keeps_all=source.keeps_all,
         frames_budget=enough if more else None,
+        sharded=sizes.needed is not None,
     )
 
 
@@ -201,7 +209,7 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
     text += f", and training waits for batches {_percent(wait)} of the time. What may help: "
     text += f"{', or '.join(_remedies(stage, times, setup))} (`dali-stream why URI` predicts by how much)."
     if stage in ("read", "pack", "decode", "resize") and setup.keeps_all:
-        text += " Later epochs decode only frames that no earlier one has shown, since memory_budget holds all decoded frames."
+        text += f" Later epochs decode only frames that no earlier one has shown, since memory_budget holds {setup.frames}."
     return Bottleneck(stage, share, text, shares)
 
 
@@ -250,7 +258,7 @@ def _remedies(stage: str, times: Mapping[str, float], setup: Setup) -> list[str]
         return [_REMEDIES[key]]
     remedies = []
     if setup.frames_budget and stage in ("decode", "resize"):
-        remedies.append(f'memory_budget="{budget_text(setup.frames_budget)}", which holds all decoded frames')
+        remedies.append(f'memory_budget="{budget_text(setup.frames_budget)}", which holds {setup.frames}')
     if setup.decoders and times["decoded_frames"] >= _LONG_GOP * times["frames"]:
         codec = "hevc" if setup.gpu else "h264"
         remedies.append(f"shorter GOPs (`dali-stream prepare URI OUT --codec {codec} --gop 2`)")

@@ -18,6 +18,7 @@ from dali_stream.mixture import Mixture
 from dali_stream.normalize import Modes, Normalizer
 from dali_stream.order import Shuffle, check_world, default_pools, windows
 from dali_stream.order.batches import LAST_BATCH, Batches
+from dali_stream.order.orders import Orders
 from dali_stream.order.state import OrderArguments
 from dali_stream.pipeline.config import DATASET, SAMPLE, SUBSTITUTE, Config
 from dali_stream.run.mixture_file import is_mixture_file
@@ -97,11 +98,13 @@ def make_config(
     check_world(ranks.rank, ranks.world_size, None)
     shuffle, seed, *pools = order
     arguments = OrderArguments(shuffle, seed, *default_pools(batch_size, ranks.world_size, *pools))
+    arguments = arguments.checked(ranks.rank, ranks.world_size)
     orders = dataset.orders()
     cores = process.available_cores()
     threads = cores.count if num_threads is None else positive("num_threads", num_threads)
     budget = memory_limit.budget(memory_budget, memory_limit.memory_limit(), cores.ranks.count)
-    _log.info("Loader: num_threads=%d (%s), %s", threads, cores if num_threads is None else "given", budget)
+    own = _own_frames(orders, arguments, ranks)
+    _log.info("Loader: num_threads=%d (%s), %s%s", threads, cores if num_threads is None else "given", budget, own)
     offsets = _window_offsets(dataset, delta_timestamps or {}, ranks.rank)
     source = _delivered(dataset, offsets, dali_graph is not None, on_error == "substitute").source
     if image_size is None:
@@ -112,7 +115,7 @@ def make_config(
         orders=orders,
         batches=Batches(orders.positions, batch_size, ranks.world_size, last_batch).checked(),
         windows=windows.Windows(offsets),
-        arguments=arguments.checked(ranks.rank, ranks.world_size),
+        arguments=arguments,
         rank=ranks.rank,
         num_threads=threads,
         prefetch=None if prefetch is None else positive("prefetch", prefetch),
@@ -128,6 +131,14 @@ def make_config(
         audit=from_zero("audit", audit),
         frame_folder=_frame_folder(frame_cache, frame_cache_bytes, cores.ranks.count),
     )
+
+
+def _own_frames(orders: Orders, arguments: OrderArguments, ranks: process.Ranks) -> str:
+    """Return the end of the first line of the log: the frames that a rank samples in all epochs, or nothing."""
+    shard = orders.of(0, arguments).shard(ranks.rank, ranks.world_size) if arguments.shuffle == "sharded" else None
+    if shard is None:
+        return ""
+    return f', shuffle="sharded" (this rank samples the same {int((shard.stop - shard.start).sum())} frames in all epochs)'
 
 
 def _frame_folder(folder: str | os.PathLike[str] | None, limit: int | str | None, ranks: int) -> FrameFolder | None:

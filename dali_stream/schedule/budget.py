@@ -30,7 +30,7 @@ class Parts(NamedTuple):
     """Parts of `memory_budget`.
 
     `encoded`, the cached frames and the frames of the batches in progress add up to the budget. If the cache holds all frames
-    or none, nothing is reserved for the batches in progress.
+    that the rank needs, or none, nothing is reserved for the batches in progress.
 
     Attributes:
         encoded: Bytes for rows, indices and the encoded video of remote data.
@@ -63,6 +63,8 @@ class Sizes:
         fetched: Whether encoded video is cached in memory.
         frame_bytes: Bytes of a decoded frame, added up over the cameras whose frames are cached.
         in_progress_bytes: Bytes of the decoded frames of all batches in progress.
+        needed: Number of frames of a camera that the batches of this rank show in any epoch, the largest of all cameras. None
+            if they show all frames.
         scattered: Whether each batch draws from episodes anywhere in the dataset, so that the files of all episodes are in use.
     """
 
@@ -78,6 +80,12 @@ class Sizes:
     frame_bytes: int
     in_progress_bytes: int
     scattered: bool = False
+    needed: int | None = None
+
+    @property
+    def frames(self) -> int:
+        """Number of decoded frames of each camera that are worth caching."""
+        return int(self.lengths.sum()) if self.needed is None else self.needed
 
     @property
     def frames_in_use(self) -> int:
@@ -106,7 +114,7 @@ def divide(budget: int, sizes: Sizes) -> Parts:
             f'"{budget_text(enough)}", or a smaller batch_size'
         )
     encoded = min(_in_use(sizes), max(budget // 2, least))
-    frames = int(sizes.lengths.sum())
+    frames = sizes.frames
     room, each = budget - encoded, sizes.frame_bytes
     # The frames of the batches in progress are not subtracted here. If they were, the cache could lack a few frames of the
     # dataset, which would cost many decodes: each missing frame is decoded from its keyframe.
@@ -120,8 +128,8 @@ def divide(budget: int, sizes: Sizes) -> Parts:
 
 
 def frames_budget(sizes: Sizes) -> int:
-    """Return the smallest `memory_budget` with which `divide` caches all decoded frames, in bytes."""
-    frames = int(sizes.lengths.sum()) * sizes.frame_bytes
+    """Return the smallest `memory_budget` with which `divide` caches all decoded frames that this rank needs, in bytes."""
+    frames = sizes.frames * sizes.frame_bytes
     least = _least(sizes, 1 << 62)  # a large budget has the largest blocks, which is the worst case
     return frames + min(_in_use(sizes), max(frames, least))
 
@@ -167,7 +175,7 @@ def look_ahead(batch_size: int) -> int:
 
 def order_horizon(parts: Parts, sizes: Sizes) -> int:
     """Return the number of samples that the order is read ahead, for decoded frames and for encoded video."""
-    return max(horizon(parts.kept, int(sizes.lengths.sum())), encoded_horizon(parts.encoded, sizes), LOOK_AHEAD)
+    return max(horizon(parts.kept, sizes.frames), encoded_horizon(parts.encoded, sizes), LOOK_AHEAD)
 
 
 def horizon(kept: int, frames: int) -> int:
@@ -175,10 +183,10 @@ def horizon(kept: int, frames: int) -> int:
 
     With K = `kept` and N = `frames`, the number is 0 if K >= N, and min(2 N, max(2 K, min(8 K, 2^18))) otherwise.
 
-    K is the number of frames that the cache holds. N is the number of frames of the dataset. With long GOPs, each decode adds
-    many frames, and the cached ones are used within about 2 K samples. With short GOPs, such as 2 frames, each decode adds few,
-    and their next uses are farther away, so the order is read up to 8 K samples ahead. It is never read more than two epochs
-    ahead.
+    K is the number of frames that the cache holds. N is the number of frames that this rank needs. With long GOPs, each decode
+    adds many frames, and the cached ones are used within about 2 K samples. With short GOPs, such as 2 frames, each decode adds
+    few, and their next uses are farther away, so the order is read up to 8 K samples ahead. It is never read more than two
+    epochs ahead.
     """
     return 0 if kept >= frames else min(2 * frames, max(2 * kept, min(8 * kept, 1 << 18)))
 

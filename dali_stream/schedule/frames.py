@@ -2,7 +2,8 @@
 
 Each GOP that a batch needs is decoded from its keyframe. Other frames of the GOP are cached for later batches, and the GOP is
 decoded further than the batch needs if that yields frames worth caching. If the cache is full, the frame whose next use is
-farthest away is evicted.
+farthest away is evicted. If only few frames do not fit, the frames that cost the least decodes are evicted first: those near
+their keyframes.
 
 Names say which numbers an array has. Frames are numbered over all episodes of the dataset. A row is the place of a frame in the
 `EpisodeTable`, which holds open episodes only. A slot is a place in memory.
@@ -19,9 +20,11 @@ from dali_stream.checks.arrays import NONE, Int64, Mask
 from dali_stream.schedule.belady import nearest
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.frame_plan import NO_READS, NOTHING, FramePlan, Reads
+from dali_stream.schedule.frame_set import FrameSet
 from dali_stream.schedule.next_uses import NEVER, Window
 from dali_stream.schedule.slot_allocator import SlotAllocator
 
+_PRECISION = 1 << 10  # batches until the next use are multiplied by this before they are divided by a cost
 _SLACK = 256  # a full cache evicts 1/256 of its frames more than necessary, so that it rarely ranks all of them
 _TURNOVERS = 2  # a frame without a known next use is assumed to be evicted before a full cache was replaced this many times
 
@@ -44,21 +47,31 @@ class FrameCache:
         batch_frames: Maximum number of frames of a batch, B · T.
         in_progress: Maximum number of batches that are planned and not copied. Batch n - in_progress is copied before
             batch n is planned, so batch n may overwrite the slots of batch n - in_progress.
+        needed: Frames that batches show, in any epoch. Other frames are never cached. None if batches show all frames of the
+            dataset. Default: None.
 
     Attributes:
         slot_count: Number of slots, for cached frames and for the frames of the batches in progress.
-        keeps_all: Whether the cache has room for every frame of the dataset, so that none is ever evicted.
+        keeps_all: Whether the cache has room for every frame that batches show, so that none is ever evicted.
         adds_to_disk: Whether decoded frames are added to the frame cache on disk. Other frames of a decoded GOP are then
             decoded as well, since a later batch or another process reads them from the disk.
     """
 
     def __init__(
-        self, table: EpisodeTable, camera: str, window: Window, kept: int, batch_frames: int, in_progress: int
+        self,
+        table: EpisodeTable,
+        camera: str,
+        window: Window,
+        kept: int,
+        batch_frames: int,
+        in_progress: int,
+        needed: FrameSet | None = None,
     ) -> None:
         self._table, self._camera, self._window = table, table.cameras[camera], window
-        self._kept = kept
-        frames = int(table.lengths.sum())
+        self._kept, self._needed = kept, needed
+        frames = int(table.lengths.sum()) if needed is None else len(needed)
         self.keeps_all, self._holds_most = kept >= frames, 2 * kept >= frames
+        self._missing = max(1 - kept / max(frames, 1), 0.0)  # share of the frames that do not fit
         self.slot_count = kept + in_progress * batch_frames
         self._slot_of: dict[int, int] = {}  # {cached frame: its slot}
         self._slots = SlotAllocator(self.slot_count, in_progress)
@@ -70,6 +83,10 @@ class FrameCache:
     def cached(self) -> int:
         """Number of frames that are cached."""
         return len(self._slot_of)
+
+    def needs(self, frames: Int64) -> Mask:
+        """Return which frames batches show, in any epoch."""
+        return np.ones(len(frames), np.bool_) if self._needed is None else self._needed.has(frames)
 
     def slots_of(self, frames: Int64) -> Int64:
         """Return the slot of each frame, or `NONE` for frames that are not cached."""
@@ -187,14 +204,15 @@ class FrameCache:
         return Reads(episode, rows - self._table.first_row[episode], self._camera.packet[rows].astype(np.int64), slots, place)
 
     def _beside(self, wanted_rows: Int64) -> Int64:
-        """Return the rows of the frames in the same GOPs as `wanted_rows` that are neither wanted, nor cached, nor on disk."""
+        """Return the rows of frames beside `wanted_rows`: needed, in the same GOPs, and neither cached nor on disk."""
         if not len(wanted_rows):
             return wanted_rows
         members = self._camera.members(np.unique(self._camera.gops(wanted_rows)))
         others = (self._camera.packet[members] >= 0) & ~self._camera.stored[members]
         others[np.searchsorted(members, wanted_rows)] = False
         members = members[others]
-        return members[self.slots_of(self._table.frames(members)) == NONE]
+        frames = self._table.frames(members)
+        return members[self.needs(frames) & (self.slots_of(frames) == NONE)]
 
     def _decodes(self, packet: Int64, gop: Int64) -> int:
         """Return the number of frames that a decoder decodes: each GOP from its keyframe to the last of these packets."""
@@ -228,31 +246,37 @@ class FrameCache:
             return coming_rows, np.empty(0, np.bool_), 0
         keep, count, evicted = np.ones(len(coming_rows), np.bool_), len(wanted_rows), 0
         if not self.keeps_all:
-            next_use = self._slots.next_use
+            next_use, by_cost = self._slots.next_use, self._ranks_by_cost(wanted_rows)
             after = self._window.uses.next(self._table.frames(coming_rows), batch)
             # A batch that decodes nothing does not update the next uses of the frames that it shows. Those of these frames that
             # no later batch is known to show are removed now.
             passed = np.flatnonzero((self._slots.frame != NONE) & (next_use <= batch))
             next_use[passed] = self._window.uses.next(self._slots.frame[passed], batch)
-            gone = passed[(next_use[passed] == NEVER) & (self._slots.touched[passed] != batch)]
+            gone = passed[(next_use[passed] == NEVER) & (self._slots.touched[passed] != batch) & (not by_cost)]
             # Unlike in `_evict`, these frames make room at once. Until the batch that has shown them is copied, their slots
             # are among the B · T other slots of that batch.
             self._room += len(gone)
             evicted += self._forget(batch, gone)
             # A frame whose next use is unknown is shown after the batches ahead. Each of these adds about as many frames as
             # this batch, so the frame is not cached if it would be evicted before that. Frames that this batch shows are rarely
-            # shown again before the next epoch, so in a full or a small cache, their next use must be known.
-            known, stays = after < NEVER, next_use[hit_slots] < NEVER
-            if ahead * count > _TURNOVERS * self._kept:
+            # shown again before the next epoch, so in a full or a small cache, their next use must be known. If nearly all
+            # frames fit, each is cached until it is ranked below others. An unknown next use then counts as the first batch
+            # after those ahead.
+            known, stays = after < NEVER, (next_use[hit_slots] < NEVER) | by_cost
+            if not by_cost and ahead * count > _TURNOVERS * self._kept:
                 keep = known
-            elif len(coming_rows) > self._room or not self._holds_most:
+            elif not by_cost and (len(coming_rows) > self._room or not self._holds_most):
                 keep[:count] = known[:count]
             # Hits that no later batch is known to show make room for new frames.
             if keep.sum() > self._room + (~stays).sum():
                 # Rank cached frames, new frames and hits together, and keep those with the nearest next uses.
                 held = np.flatnonzero((self._slots.frame != NONE) & (self._slots.touched != batch))
                 parts = next_use[held], after[keep], next_use[hit_slots[stays]]
-                near = nearest(np.concatenate(parts), max(self._kept - self._kept // _SLACK, 0))
+                rank = np.concatenate(parts)
+                if by_cost:
+                    costs = self._slots.cost[held], self._costs(coming_rows[keep]), self._slots.cost[hit_slots[stays]]
+                    rank = (np.minimum(rank, batch + ahead) - batch) * _PRECISION // np.concatenate(costs)
+                near = nearest(rank, max(self._kept - self._kept // _SLACK, 0))
                 near_held, near_coming, near_hits = np.split(near, np.cumsum([len(part) for part in parts])[:-1])
                 keep[keep], stays[stays] = near_coming, near_hits
                 evicted += self._evict(batch, held[~near_held])
@@ -270,6 +294,22 @@ class FrameCache:
         into[:count] = True
         return coming_rows[into], keep[into], evicted
 
+    def _ranks_by_cost(self, wanted_rows: Int64) -> bool:
+        """Return whether frames are ranked by the decodes that they cost, and not only by their next use.
+
+        With x, the share of the frames that do not fit, and GOPs of G frames, evicting the first x G frames of each GOP costs
+        about x (x G + 1) / 2 decodes per frame and epoch. Evicting by the next use costs up to 1 decode per frame, since a
+        decoded GOP then serves several batches.
+        """
+        x, length = self._missing, float(-self._camera.gop[self._camera.gops(wanted_rows)].mean())
+        return self._holds_most and x * (x * length + 1) < 2
+
+    def _costs(self, rows: Int64) -> Int64:
+        """Return the number of frames that are decoded to reach each frame, from its keyframe on."""
+        packet = self._camera.packet
+        costs: Int64 = np.maximum(packet[rows].astype(np.int64) - packet[self._camera.gops(rows)] + 1, 1)
+        return costs
+
     def _keep(self, rows: Int64, slots: Int64, batch: int) -> None:
         """Add frames to the cache."""
         if not len(rows):
@@ -279,6 +319,7 @@ class FrameCache:
         self._slots.frame[slots] = frames
         if not self.keeps_all:
             self._slots.next_use[slots] = self._window.uses.next(frames, batch)
+            self._slots.cost[slots] = self._costs(rows)
         self._room -= len(frames)
 
     def _evict(self, batch: int, slots: Int64) -> int:

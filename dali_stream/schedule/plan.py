@@ -13,6 +13,7 @@ import numpy.typing as npt
 from dali_stream.checks.arrays import Int64
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.frame_plan import FramePlan
+from dali_stream.schedule.frame_set import FrameSet
 from dali_stream.schedule.frames import FrameCache
 from dali_stream.schedule.next_uses import Window
 from dali_stream.schedule.samples import Samples
@@ -75,6 +76,8 @@ class Schedule:
         limits: Limits of the look-ahead and of the caches.
         uncached: {camera whose frames are not cached: its frame offsets}.
         dataset_of: Dataset of each episode, shape (E,). It may be None if all offsets have shape (T,).
+        needed: {camera: frames that batches show in any epoch}, see `FrameCache`. Cameras whose batches show all frames are
+            missing. Default: none.
 
     Attributes:
         table: See above.
@@ -91,6 +94,7 @@ class Schedule:
         limits: Limits,
         uncached: Mapping[str, Int64] | None = None,
         dataset_of: Int64 | None = None,
+        needed: Mapping[str, FrameSet] | None = None,
     ) -> None:
         self.table = table
         self._batches, self._horizon = batches, max(limits.horizon // batch_size, 1)
@@ -102,7 +106,13 @@ class Schedule:
         }
         self.frames = {
             camera: FrameCache(
-                table, camera, self.windows[camera], limits.kept, batch_size * each.shape[-1], limits.in_progress
+                table,
+                camera,
+                self.windows[camera],
+                limits.kept,
+                batch_size * each.shape[-1],
+                limits.in_progress,
+                (needed or {}).get(camera),
             )
             for camera, each in windows.items()
         }

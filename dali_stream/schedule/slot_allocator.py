@@ -19,6 +19,7 @@ class SlotAllocator:
         frame: Frame that is cached in each slot. `NONE` if none is.
         next_use: Batch that shows that frame next. `NEVER` if none is known. It may be in the past, if that batch decoded
             nothing.
+        cost: Number of frames that are decoded to decode that frame again.
         touched: Last batch that writes or shows each slot.
     """
 
@@ -26,6 +27,7 @@ class SlotAllocator:
         self._in_progress = in_progress
         self.frame = np.full(count, NONE, np.int64)
         self.next_use = np.full(count, NEVER, np.int64)
+        self.cost = np.ones(count, np.int32)
         self.touched = np.full(count, -in_progress, np.int64)  # early enough for batch 0 to write all slots
         # The free slots are a stack, so that slots that were used before are used first. The system allocates the memory of a
         # slot when it is first written, so a cache that is never full takes less memory.

@@ -12,6 +12,7 @@ from dali_stream.order.batches import Batches
 from dali_stream.order.order import EpochOrder
 from dali_stream.schedule.budget import divide, order_horizon
 from dali_stream.schedule.episodes import EpisodeTable, Located, OpenEpisode
+from dali_stream.schedule.frame_set import FrameSet
 from dali_stream.schedule.plan import BatchPlan, Limits, Schedule
 from dali_stream.schedule.samples import samples
 
@@ -54,7 +55,8 @@ def decodes_of(config: Config, cameras: Sequence[str], gop: int | None = None) -
             key = offsets.tobytes(), length
             if key not in found:
                 lengths = config.source.lengths
-                found[key] = decodes(lengths, config.order, config.batches, offsets, length, limits, config.rank)
+                needed = config.needed([camera]).get(camera)
+                found[key] = decodes(lengths, config.order, config.batches, offsets, length, limits, config.rank, needed)
             total, frames = total + np.array(found[key]) * len(offsets), frames + len(offsets)
     first, later = (total / max(frames, 1)).tolist()
     return Decodes(*first), Decodes(*later)
@@ -73,11 +75,13 @@ def decodes(
     gop: int,
     limits: Limits,
     rank: int = 0,
+    needed: FrameSet | None = None,
 ) -> tuple[Decodes, Decodes]:
     """Return the work of one camera in the first epoch, and in later ones.
 
     If the cache holds all frames, later epochs decode only frames that no earlier batch has shown. Then the second epoch is
-    returned. Several ranks and most mixtures have such frames, and so have samples that `last_batch="drop"` omits.
+    returned. Several ranks have such frames unless the order is sharded. Most mixtures have some, and so have samples that
+    `last_batch="drop"` omits.
 
     Args:
         lengths: Number of frames of each episode, shape (E,).
@@ -87,8 +91,10 @@ def decodes(
         gop: Number of frames of each GOP.
         limits: Limits of the cache, of the look-ahead and of the batches in progress.
         rank: Rank whose batches are planned. Default: 0.
+        needed: Frames that the batches of the rank show in any epoch. Default: all frames.
     """
-    frames, kept, camera, epoch = int(lengths.sum()), limits.kept, "", batches.count(0)
+    frames = int(lengths.sum()) if needed is None else len(needed)
+    kept, camera, epoch = limits.kept, "", batches.count(0)
     fill = kept // (batches.batch_size * min(gop, 8)) + 1  # batches until the cache is about full, since decodes add whole GOPs
     # The frames of a GOP serve later batches for as long as they are cached. For a steady state, the simulation must be long
     # enough to replace the contents of the cache.
@@ -97,7 +103,8 @@ def decodes(
     # epoch and the one after it are simulated as a whole, since only the latter finds frames of the first epoch in the cache.
     count, later_from = (2 * epoch, epoch) if kept >= frames or steady > epoch else (steady, fill)
     read = samples(order, batches, rank, 0, 0)
-    schedule = Schedule(EpisodeTable(lengths, [camera]), read, batches.largest, {camera: offsets}, limits)
+    table, own = EpisodeTable(lengths, [camera]), {} if needed is None else {camera: needed}
+    schedule = Schedule(table, read, batches.largest, {camera: offsets}, limits, needed=own)
     total, shown = np.zeros((2, 2)), np.zeros((2, 1))  # one row for the first epoch, and one for later epochs
     for number in range(count):
         if number >= epoch and schedule.frames[camera].cached == frames:
