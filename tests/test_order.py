@@ -233,7 +233,7 @@ def test_a_value_is_accepted_everywhere_or_nowhere(shuffle: Any) -> None:
     """As an argument of orders, and in the state and in the description of a run, which say whether it has consumers."""
     accepted, pooled = shuffle in ("global", "sharded") or isinstance(shuffle, bool), shuffle is True or shuffle == "sharded"
     assert is_shuffle(shuffle) == accepted
-    assert any(kind.fits(shuffle) for kind in description._LOADER["shuffle"]) == accepted
+    assert any(kind.fits(shuffle) for kind in description.LOADER_FIELDS["shuffle"]) == accepted
     state = {"shuffle": shuffle, "consumers": 12, "episode_pool_size": 3}
     taken = noted({"order": state}, None, {"consumers": None, "episode_pool_size": None})
     assert taken == (state if pooled else {"shuffle": shuffle} if accepted else {})
