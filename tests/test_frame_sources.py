@@ -146,28 +146,45 @@ def test_another_source_with_the_same_packets_decodes_nothing(small: Path, tmp_p
     assert stats["frame_cache_disk_written_bytes"] == 0
 
 
+def noted_reads(root: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], int]:
+    """Sizes of the reads of packets of a dataset from now on, and the size of all its packets."""
+    places = {index.path: range(int(index.offset[0]), int(index.end[-1])) for _, index in indices(root)}
+    read, sizes = LocalStore.read, list[int]()
+
+    def noted(store: LocalStore, path: str, start: int, stop: int) -> bytes:
+        if path in places and start < stop and places[path].start <= start and stop <= places[path].stop:
+            sizes.append(stop - start)
+        return read(store, path, start, stop)
+
+    monkeypatch.setattr(LocalStore, "read", noted)
+    return sizes, sum(map(len, places.values()))
+
+
 def test_packets_of_another_source_are_read_once_and_those_of_a_known_one_never(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(small, tmp_path / "frames", 1, last_batch="partial")
-    copy, packets = copied(small, tmp_path / "copy"), 0
-    starts = {index.path: int(index.offset[0]) for _, index in indices(copy)}
-    read, parts = LocalStore.read, list[tuple[str, int, int]]()
-
-    def noted(store: LocalStore, path: str, start: int, stop: int) -> bytes:
-        if path in starts and stop - start > 0 and start >= starts[path]:
-            parts.append((path, start, stop))
-        return read(store, path, start, stop)
-
-    ends = {index.path: int(index.end[-1]) for _, index in indices(copy)}
-    packets = sum(ends[path] - starts[path] for path in starts)
-    monkeypatch.setattr(LocalStore, "read", noted)
+    copy = copied(small, tmp_path / "copy")
+    sizes, packets = noted_reads(copy, monkeypatch)
     run(copy, tmp_path / "frames", 1, last_batch="partial")
-    inside = [(path, start, stop) for path, start, stop in parts if stop <= ends[path]]
-    assert 0.9 * packets <= sum(stop - start for _, start, stop in inside) <= 1.1 * packets
-    parts.clear()
+    assert 0.9 * packets <= sum(sizes) <= 1.1 * packets
+    sizes.clear()
     run(copy, tmp_path / "frames", 1, last_batch="partial")
-    assert [part for part in parts if part[2] <= ends[part[0]]] == []
+    assert not sizes
+
+
+def test_packets_that_are_not_those_of_the_stored_frames_are_compared_once(
+    stamped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder has reached its limit, so that the frames of a damaged copy are not replaced by those of the good one."""
+    run(damaged(stamped, tmp_path / "copy"), tmp_path / "frames", 1, **RECORDED)
+    expected, _ = run(stamped, None, 4, **RECORDED)
+    sizes, packets = noted_reads(stamped, monkeypatch)
+    assert same(run(stamped, tmp_path / "frames", 4, **RECORDED, frame_cache_bytes=1)[0], expected)
+    compared = sum(sizes)
+    sizes.clear()
+    run(stamped, None, 4, **RECORDED)
+    assert compared <= sum(sizes) + 1.5 * packets
 
 
 def test_a_warm_run_of_a_known_server_requests_only_indices(small: Path, tmp_path: Path) -> None:

@@ -8,15 +8,15 @@ The file of a video with n packets is named by a hash of its index and its size.
 
     n records     the frame of each packet, of `record` bytes. One that was never written takes no space
     n entries     for each record, a hash of the encoded packets from which its frame was decoded, and a checksum
-    256 tables    for each packet, a hash of the packets from its keyframe to it, as they were read from one source
+    256 tables    for each packet, a source, and a hash of the packets from its keyframe to it as they were read there
 
 Two videos may have the same index and size, such as a file before and after it was damaged, and a server may send other bytes
 for the same name. A record is therefore used only if its entry has the hash of this file's own packets, which is in
 `Records.packets`. These hashes are computed when packets are decoded, and a table stores them for each source. A source is a
 version of a file at one place, see `Store.identity`. For a known source, no packets need to be read. If the source is new, its
 packets are read once and compared with the entries, and nothing is decoded. A source uses the table whose number is its hash
-modulo 256. Each value is stored xor the hash of the source, so values of another source match no entry. Images in rows need no
-packets: their file is named by a hash of all images of an episode, and their hashes of packets are 0.
+modulo 256, and each value in it names the source. Images in rows need no packets: their file is named by a hash of all images
+of an episode, and their hashes of packets are 0.
 
 Reading and writing need no locks. Processes that decode the same packets write the same bytes, and the entry is written after
 the record. If a process dies or a disk loses data, the checksum does not match the record, and the frame is decoded again. It
@@ -58,7 +58,7 @@ Frame = npt.NDArray[Any]
 Hashes = npt.NDArray[np.uint64]
 # Version of the files. Records of the former version had no hash of packets.
 LAYOUT, _FORMER = "2", "1"
-_HASH, _ENTRY = 8, 16  # bytes of a hash, and of an entry
+_HASH, _ENTRY, _VALUE = 8, 16, 16  # bytes of a hash, of an entry, and of a value in a table
 _TABLES = 256  # number of tables. Two sources rarely use the same table, and a table that is not written takes no space
 _SHARE = 16  # smallest part of the free space that a process may take, as 1/16
 _LEAST_FREE = 64  # frames that must fit at least, since the size of the folder is counted again whenever it may be reached
@@ -355,8 +355,8 @@ class FrameFiles:
             records: Records of the episode.
             numbers: Numbers of records. `NONE` is allowed, and has no record.
             read_packets: Function that reads packets from the source, and returns their hashes and those of others. It is
-                called for frames that were decoded from packets of another source, which may be the same packets. Default:
-                None, for which such frames count as missing.
+                called for frames whose packets in this source are not known, which may be those from which the frames were
+                decoded. Default: None, for which such frames count as missing.
         """
         stored, exists = np.zeros(numbers.shape, np.bool_), numbers != NONE
         if not exists.any():
@@ -372,8 +372,8 @@ class FrameFiles:
         entries, place = entries[own - first], own - records.first
         is_there = entries[:, 1] != 0
         same = is_there & (entries[:, 0] == records.packets[place])
-        if read_packets is not None and (other := is_there & ~same).any():
-            self.remember(records, read_packets(own[other].tolist()))
+        if read_packets is not None and (unknown := is_there & (records.packets[place] == 0) & ~same).any():
+            self.remember(records, read_packets(own[unknown].tolist()))
             same = is_there & (entries[:, 0] == records.packets[place])
         stored[exists] = same
         return stored
@@ -447,7 +447,8 @@ class FrameFiles:
         records.packets[np.array(own) - records.first] = hashes
         if not self._folder.is_writable:
             return
-        values = (hashes ^ np.uint64(records.source)).astype("<u8")
+        # The hash is stored xor that of the source, so that half of a value beside half of another source's is a wrong one.
+        values = np.stack([np.full_like(hashes, records.source), hashes ^ np.uint64(records.source)], 1).astype("<u8")
         try:
             file = self._writers.get(records.path)
             for each in np.split(np.arange(len(own)), np.flatnonzero(np.diff(own) > 1) + 1):
@@ -459,10 +460,10 @@ class FrameFiles:
 
     def _recall(self, records: Records, file: OpenFile) -> None:
         """Set the hashes of the episode's packets that are not known to those that were remembered for the source."""
-        values = np.zeros(len(records.packets), np.uint64)
+        values = np.zeros((len(records.packets), 2), np.uint64)
         self._fill(values, file, self._table(records, records.first))
-        found = (values != 0) & (records.packets == 0)
-        records.packets[found] = values[found] ^ np.uint64(records.source)
+        found = (values[:, 0] == records.source) & (records.packets == 0)
+        records.packets[found] = values[found, 1] ^ np.uint64(records.source)
 
     def _fill(self, values: Hashes, file: OpenFile, at: int) -> None:
         """Read values from a position of a file. Those that the file does not have, such as a shortened one, stay 0."""
@@ -477,7 +478,7 @@ class FrameFiles:
     def _table(self, records: Records, number: int) -> int:
         """Return the position of the hash of a packet in the table of the source."""
         table = records.source % _TABLES
-        return self._entry(records, records.count) + _HASH * (table * records.count + number)
+        return self._entry(records, records.count) + _VALUE * (table * records.count + number)
 
     def _leave(self) -> None:
         """Stop using files that somebody has removed, since the disk is not freed as long as they are open."""
