@@ -181,10 +181,8 @@ def test_packets_that_are_not_those_of_the_stored_frames_are_compared_once(
     expected, _ = run(stamped, None, 4, **RECORDED)
     sizes, packets = noted_reads(stamped, monkeypatch)
     assert same(run(stamped, tmp_path / "frames", 4, **RECORDED, frame_cache_bytes=1)[0], expected)
-    compared = sum(sizes)
-    sizes.clear()
-    run(stamped, None, 4, **RECORDED)
-    assert compared <= sum(sizes) + 1.5 * packets
+    # They are read to decode half of the frames in each epoch, and once to compare them.
+    assert sum(sizes) < 3.6 * packets
 
 
 def test_a_warm_run_of_a_known_server_requests_only_indices(small: Path, tmp_path: Path) -> None:
