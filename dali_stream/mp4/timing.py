@@ -246,8 +246,8 @@ def what_helps(episode: EpisodeTimes, *, prepares: bool = False) -> str:
         remedies.append(f"Dataset(tolerance_s={half}) accepts frames up to half a frame away")
     if not remedies and short and short == len(rows) - frames and not prepares and helps(episode.seconds[:-short], tolerance):
         remedies.append(
-            f"Dataset(drop_n_last_frames={short}) leaves the last {counted(short, 'row')} of each episode out{_only_if(short)}. "
-            "With windows that reach ahead, leave as many more out"
+            f"Dataset(drop_n_last_frames={short}) leaves the last {counted(short, 'row')} of each episode out"
+            f"{_only_if(short)}. With windows that reach ahead, leave as many more out"
         )
     if not remedies and episode.moved.any() and not prepares:
         return _AGAIN + _trust(episode)
