@@ -205,12 +205,36 @@ def test_frames_that_are_missing_by_their_times_move_no_others(tmp_path: Path) -
     whole = encode_apart([draw((n,), first=e) for e, n in enumerate(LENGTHS)], tmp_path / "whole.mp4", mpeg4(1))
     ffmpeg("-i", whole, "-c", "copy", "-bsf:v", r"noise=drop=eq(n\,11)+eq(n\,17)", tmp_path / "video.mp4")
     root = write_dataset(tmp_path / "data", [tmp_path / "video.mp4"], [LENGTHS])
-    assert "frame 11: " in (message := refused(Dataset(root, episodes=[0])))
+    assert "the episode has 12 rows, and its video 11 frames" in (message := refused(Dataset(root, episodes=[0])))
     assert "Dataset(drop_n_last_frames=1) leaves" in message
-    assert "only if the end" not in message
+    assert "right only if the end of the video is missing" in message  # the gap is at the end of the episode
     assert delivered(Dataset(root, episodes=[0], drop_n_last_frames=1)) == rows_of(LENGTHS, [0], 1)
     others = Dataset(root, frames={0: [(0, 11)], 1: [(0, 5), (6, 12)], 2: [(0, 12)]})
     assert delivered(others) == {n: at for n, at in rows_of(LENGTHS, [0, 1, 2]).items() if n not in (11, 17)}
+
+
+def test_a_gap_at_the_end_of_an_episode_does_not_show_which_frame_is_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A writer places each episode by its rows, and the frames that it got one after the other."""
+    for lost in (4, 11):
+        parts = [np.delete(draw((n,), first=e), [lost] * (e == 0), 0) for e, n in enumerate(LENGTHS)]
+        apart = encode_apart(parts, tmp_path / f"apart{lost}.mp4", mpeg4(5))
+        placed, root = tmp_path / f"placed{lost}.mp4", tmp_path / f"data{lost}"
+        ffmpeg("-i", apart, "-c", "copy", "-bsf:v", r"setts=ts=TS+gte(N\,11)*DURATION", placed)
+        root = write_dataset(root, [placed], [LENGTHS])
+        for rows in ([(0, 12)], [(5, 6), (11, 12)]):
+            message = refused(Dataset(root, frames={0: rows}), shuffle=False)
+            assert "the episode has 12 rows, and its video 11 frames" in message
+            assert "Dataset(drop_n_last_frames=1) leaves the last 1 row of each episode out" in message
+            assert "right only if the end of the video is missing, and not a frame before" in message
+        assert right(root) == [1, 2]
+        assert not caplog.text
+        cut = delivered(Dataset(root, frames={0: [(0, 11)], 1: [(0, 12)]}))
+        assert "Rows that are not left out have the right frames only if the end of the video is missing" in caplog.text
+        caplog.clear()
+    assert cut == {n: frame for n, frame in rows_of(LENGTHS, [0, 1]).items() if n != 11}  # its end is missing indeed
+    assert delivered(Dataset(root, drop_n_last_frames=1)) == rows_of(LENGTHS, [0, 1, 2], 1)
 
 
 def test_raw_h264_with_wrong_times_is_refused(tmp_path: Path) -> None:
@@ -252,6 +276,56 @@ def test_time_and_count_must_name_the_same_frame(tmp_path: Path, late: float) ->
     assert (finding.status, "by counting" in finding.text) == ("problem", True)
     edit_table(root, EPISODE_TABLE, lambda table: put(table, FROM, [0.0, 12 / FPS, 24 / FPS]))  # as the message says
     assert delivered(root) == rows_of(LENGTHS, [0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("frames", "codec", "short"),
+    [((13, 12, 11), mpeg4(5), 2), ((11, 12, 13), mpeg4(5), 0), slow((13, 12, 11), mpeg4(2), 2), slow((13, 12, 11), av1(2), 2)],
+)
+def test_keyframes_show_that_one_episode_has_more_frames_and_another_one_fewer(
+    tmp_path: Path, frames: tuple[int, ...], codec: tuple[str, ...], short: int
+) -> None:
+    """`from_timestamp` follows the video, which has as many frames as rows by coincidence."""
+    parts = [draw((n,), first=e) for e, n in enumerate(frames)]
+    root = write_dataset(tmp_path / "data", [encode_apart(parts, tmp_path / "video.mp4", codec)], [LENGTHS])
+    stops = np.cumsum(frames)
+    edit_table(root, EPISODE_TABLE, lambda table: put(table, FROM, ((stops - frames) / FPS).tolist()))
+    edit_table(root, EPISODE_TABLE, lambda table: put(table, FROM.replace("from", "to"), (stops / FPS).tolist()))
+    assert right(root) == [episode for episode in range(3) if episode != short]
+    message = refused(Dataset(root, episodes=[short]))
+    assert "the episode has 12 rows, and its video 11 frames" in message
+    assert "by counting" not in message
+    assert "right only if the end of the video is missing, and not a frame before" in message
+    [drop] = re.findall(r"Dataset\(drop_n_last_frames=(\d)\) leaves the last", message)
+    assert delivered(Dataset(root, drop_n_last_frames=int(drop))) == rows_of(LENGTHS, [0, 1, 2], 1)
+
+
+@pytest.mark.parametrize(
+    ("missing", "more", "codec", "whole"),
+    [
+        pytest.param({0: [4]}, {2: 1}, mpeg4(5), [], id="a frame at the end"),
+        pytest.param({1: [4]}, {2: 1}, mpeg4(5), [0, 3], id="a frame before the last episode"),
+        slow({2: [11]}, {0: 1}, mpeg4(5), [3], id="a frame in front"),
+        slow({0: [4, 7]}, {2: 2}, mpeg4(5), [3], id="two frames"),
+        slow({1: [4]}, {2: 1}, mpeg4(2), [0, 3], id="of short GOPs"),
+        slow({1: [4]}, {2: 1}, av1(2), [0, 3], id="of AV1"),
+        slow({1: [4]}, {2: 1}, h264(250), [0, 3], id="of H.264"),
+    ],
+)
+def test_another_frame_in_place_of_a_missing_one_is_noticed(
+    tmp_path: Path, missing: Missing, more: dict[int, int], codec: tuple[str, ...], whole: list[int]
+) -> None:
+    """`from_timestamp` counts rows, as many as frames, but no episode concerned begins where it was encoded."""
+    lengths = LENGTHS if not whole else (*LENGTHS, 12)
+    parts = [np.delete(draw((n + more.get(e, 0),), first=e), missing.get(e, []), 0) for e, n in enumerate(lengths)]
+    root = write_dataset(tmp_path / "data", [encode_apart(parts, tmp_path / "video.mp4", codec)], [lengths])
+    wrong = [episode for episode in range(len(lengths)) if episode not in whole]
+    message = refused(Dataset(root, episodes=wrong), shuffle=False)
+    assert f"the file has {sum(lengths)} frames, as many as its episodes have rows, but its keyframes do not fit" in message
+    assert f"leave its {len(wrong)} episodes {', '.join(map(str, wrong))} out with episodes=" in message
+    assert right(root, lengths) == whole
+    if whole:  # as the message says
+        assert delivered(Dataset(root, episodes=whole)) == rows_of(lengths, whole)
 
 
 @pytest.mark.parametrize("to_timestamp", ["next start", "rows", "last frame", "infinite"])
@@ -369,13 +443,55 @@ def test_frames_that_an_encoder_began_anew_are_not_shared(tmp_path: Path) -> Non
     assert right(root) == [1, 2]
 
 
+@pytest.mark.parametrize("takes", [20, 30])
+def test_windows_of_a_video_of_several_takes_share_their_frames(tmp_path: Path, takes: int) -> None:
+    """Some windows begin at a take, and the window before has a few frames of the take."""
+    video = encode_apart(np.split(draw((60,)), range(takes, 60, takes)), tmp_path / "video.mp4", mpeg4(12))
+    root = windows(tmp_path, video, 10, [13] * 5)
+    expected = {13 * e + n: (0, 10 * e + n) for e in range(5) for n in range(13)}
+    assert delivered(root) == expected
+    assert delivered(Dataset(root, episodes=[1])) == {n: at for n, at in expected.items() if n // 13 == 1}
+    assert delivered(Dataset(root, trust_timestamps=True)) == expected
+
+
+@pytest.mark.parametrize(
+    ("takes", "length", "codec"),
+    [
+        pytest.param(60, 12, mpeg4(250), id="as many rows as frames"),
+        pytest.param(10, 11, mpeg4(6), id="each begins at a take"),
+    ],
+)
+def test_windows_that_counting_contradicts_are_delivered_as_the_message_says(
+    tmp_path: Path, takes: int, length: int, codec: tuple[str, ...]
+) -> None:
+    video = encode_apart(np.split(draw((60,)), range(takes, 60, takes)), tmp_path / "video.mp4", codec)
+    root = windows(tmp_path, video, 10, [length] * 5)
+    for chosen in (None, [0], [1]):
+        message = refused(Dataset(root, episodes=chosen), shuffle=False)
+        assert "Dataset(trust_timestamps=True), or --trust-timestamps on the command line" in message
+    expected = {length * e + n: (0, 10 * e + n) for e in range(5) for n in range(length)}
+    assert delivered(Dataset(root, trust_timestamps=True)) == expected
+
+
+def test_trust_in_timestamps_is_named_only_where_each_row_has_a_frame_by_its_time(tmp_path: Path) -> None:
+    root = lacking(tmp_path, {0: [11]})
+    assert "trust_timestamps" in refused(Dataset(root, episodes=[1]))
+    assert len(delivered(Dataset(root, episodes=[1], trust_timestamps=True))) == 12
+    assert "trust_timestamps" not in refused(Dataset(root, episodes=[2]))  # its last row has no frame by its time
+    assert "the episode has 12 rows" in refused(Dataset(root, episodes=[2], trust_timestamps=True))
+
+
+def windows(folder: Path, video: Path, stride: int, lengths: Sequence[int]) -> Path:
+    """A dataset whose episodes begin every `stride` frames of a video, as `to_timestamp` says too."""
+    root, starts = write_dataset(folder / "data", [video], [lengths]), stride * np.arange(len(lengths))
+    edit_table(root, EPISODE_TABLE, lambda table: put(table, FROM, (starts / FPS).tolist()))
+    edit_table(root, EPISODE_TABLE, lambda table: put(table, FROM.replace("from", "to"), ((starts + lengths) / FPS).tolist()))
+    return root
+
+
 def overlapping(folder: Path, count: int, missing: Sequence[int] = ()) -> Path:
     frames = np.delete(draw((count,)), missing, 0)
-    root = write_dataset(folder / "data", [encode_apart([frames], folder / "video.mp4", mpeg4(5))], [LENGTHS])
-    starts = np.array([0, 6, 12])
-    edit_table(root, EPISODE_TABLE, lambda table: put(table, FROM, (starts / FPS).tolist()))
-    edit_table(root, EPISODE_TABLE, lambda table: put(table, FROM.replace("from", "to"), ((starts + 12) / FPS).tolist()))
-    return root
+    return windows(folder, encode_apart([frames], folder / "video.mp4", mpeg4(5)), 6, LENGTHS)
 
 
 # ---- any file

@@ -264,7 +264,7 @@ class DatasetFiles:
         """
         row, used = int(self.rows[episode]), int(self.lengths[episode])
         count = self.table.count(camera, row, index, self.fps)
-        interval = float(self.table.start[camera][row]), count.stop
+        interval = float(self.table.start[camera][row]), count.declared_stop if self.trust_timestamps else count.stop
         if self.frame_ranges is not None:
             frames = self.frame_ranges
             used = int(frames.stop[np.searchsorted(frames.episode, episode, side="right") - 1]) if frames.counts[episode] else 0

@@ -4,7 +4,8 @@ Time alone does not show that a frame is missing. If an encoder drops a frame an
 later row still has a frame at its time, but it is the frame of the next row. Two more things are known when a file is opened:
 the number of its frames, and its keyframes. LeRobot encodes each episode on its own, so that each begins with a keyframe.
 
-- If a file has as many frames as its episodes have rows, counting tells the frame of each row.
+- If a file has as many frames as its episodes have rows, counting tells the frame of each row, unless keyframes show that one
+  episode has too few frames and another one too many.
 - If it has fewer, an episode is whole if it and the next one begin at keyframes. After a missing frame, they would not.
 - If it has more, rows may have been removed, and time alone locates frames.
 """
@@ -20,6 +21,7 @@ from dali_stream.mp4.index import VideoIndex
 
 TOLERANCE = 0.25  # in frames: small enough for a unique frame, and large enough for times that are rounded to milliseconds
 _FEW = 0.25  # if an episode would share less than this fraction of its frames with the next one, they may be missing
+_NEAR = 2  # maximum number of frames between a counted start and a keyframe that shows that the count is wrong there
 _SHARED = 0.9  # minimum number of frames from the next start to `to_timestamp` for which both episodes have these frames
 
 
@@ -44,6 +46,7 @@ class Count(NamedTuple):
 
     Attributes:
         stop: Seconds in the file at which frames of other episodes begin.
+        declared_stop: The same if `to_timestamp` is right, whatever frames and keyframes show.
         first: Place of the frame of its first row among the displayed frames. `NONE` if counting does not tell it.
         is_whole: False if the file lacks frames, and rows of the episode may therefore find frames of other rows.
         rows, frames: Number of rows of all episodes of the file, and of its displayed frames.
@@ -51,6 +54,7 @@ class Count(NamedTuple):
     """
 
     stop: float
+    declared_stop: float
     first: int
     is_whole: bool
     rows: int
@@ -62,6 +66,7 @@ class FileCount(NamedTuple):
     """Result of `count_rows` for the k episodes of a file. See `Count`."""
 
     stop: Float64
+    declared_stop: Float64
     first: Int64
     is_whole: Mask
     rows: int
@@ -70,8 +75,8 @@ class FileCount(NamedTuple):
 
     def of(self, episode: int) -> Count:
         """Return the result for one episode, by its position in the arguments of `count_rows`."""
-        own = float(self.stop[episode]), int(self.first[episode]), bool(self.is_whole[episode])
-        return Count(*own, self.rows, self.frames, self.affected)
+        stops = float(self.stop[episode]), float(self.declared_stop[episode])
+        return Count(*stops, int(self.first[episode]), bool(self.is_whole[episode]), self.rows, self.frames, self.affected)
 
 
 def count_rows(episodes: FileEpisodes, index: VideoIndex, fps: float) -> FileCount:
@@ -79,8 +84,9 @@ def count_rows(episodes: FileEpisodes, index: VideoIndex, fps: float) -> FileCou
 
     Episodes that begin at the same time share their frames. An episode whose `to_timestamp` is after the start of the next one
     shares frames with it, as windows around events do. In two cases, the episodes share nothing all the same. If they would
-    share only a few frames, and the next episode was encoded on its own, these frames are missing. If the file has a frame for
-    each row, and sharing would leave almost no frames over, `from_timestamp` is wrong.
+    share only a few frames, and the next episode was encoded on its own, these frames are missing, unless other episodes share
+    frames from a start that is not a keyframe, as windows do. If the file has a frame for each row, and sharing would leave
+    almost no frames over, `from_timestamp` is wrong.
 
     Args:
         episodes: All episodes of the file.
@@ -93,11 +99,13 @@ def count_rows(episodes: FileEpisodes, index: VideoIndex, fps: float) -> FileCou
     np.maximum.at(end, of, np.where(np.isfinite(episodes.end), episodes.end, -np.inf))
     following, own_end, frames = np.append(starts[1:], np.inf), starts + length / fps, len(index.displayed)
     shares = np.minimum(own_end, end) >= following + _SHARED / fps
+    declared_stop = np.where(shares, np.maximum(following, own_end), following)
     places = None
-    if shares.any() or frames < length.sum():
+    if shares.any() or frames < length.sum() or (frames == length.sum() and len(starts) > 1):
         places = _Places.of(index, starts, fps)
         is_few = (own_end - following) * fps < _FEW * length
-        shares &= ~(is_few & np.append(places.cuts_gop[1:], False))
+        if not (shares[:-1] & ~places.is_keyframe[1:]).any():
+            shares = shares & ~(is_few & np.append(places.cuts_gop[1:], False))
     groups = _groups(starts, length, own_end, shares, places, fps)
     if shares.any() and frames == length.sum() and 0 <= frames - groups.rows < _FEW * frames:
         shares = np.zeros(len(starts), np.bool_)
@@ -106,11 +114,16 @@ def count_rows(episodes: FileEpisodes, index: VideoIndex, fps: float) -> FileCou
     first, is_whole = np.full(len(starts), NONE, np.int64), np.ones(len(starts), np.bool_)
     if frames == groups.rows:
         first = groups.first
+        if places is not None and (off := _off(places, groups)):
+            is_whole, is_counted = (each[groups.group] for each in _whole(places, groups, frames, off))
+            first = np.where(is_counted, places.place, NONE)
+        elif places is not None:
+            is_whole = ~_contradicted(places, groups)[groups.group]
     elif places is not None and frames < groups.rows and (missing := groups.rows - frames - _gaps(index, fps)) > 0:
         is_whole, is_counted = (each[groups.group] for each in _whole(places, groups, frames, missing))
         first[is_counted] = places.place[is_counted]
     affected = np.sort(episodes.number[~is_whole[of]])
-    return FileCount(stop[of], first[of], is_whole[of], groups.rows, frames, affected)
+    return FileCount(stop[of], declared_stop[of], first[of], is_whole[of], groups.rows, frames, affected)
 
 
 class _Groups(NamedTuple):
@@ -158,6 +171,8 @@ class _Places(NamedTuple):
         cuts_gop: Whether it is a keyframe, and the GOP before it is shorter than `gop`, shape (k,). An encoder only
             cuts a GOP short when a recording begins or the scene changes.
         gop: Median length of the GOPs of the file, in frames.
+        keyframes: Places of all keyframes of the file, in increasing order.
+        cuts: Those of them that cut a GOP short.
     """
 
     place: Int64
@@ -165,6 +180,8 @@ class _Places(NamedTuple):
     is_keyframe: Mask
     cuts_gop: Mask
     gop: float
+    keyframes: Int64
+    cuts: Int64
 
     @classmethod
     def of(cls, index: VideoIndex, starts: Float64, fps: float) -> _Places:
@@ -172,11 +189,12 @@ class _Places(NamedTuple):
         keyframes = np.sort(index.display_place[index.keyframes[:]])
         place = index.display_place[packets]
         is_frame = away <= TOLERANCE / fps
-        before = place - keyframes[np.maximum(np.searchsorted(keyframes, place) - 1, 0)]  # frames since the keyframe before it
         is_keyframe = is_frame & np.isin(place, keyframes)
         gop = float(np.median(np.diff(np.append(keyframes, len(index)))))
-        cuts_gop = is_keyframe & (before > 0) & (before < gop)
-        return cls(place - index.displayed.start, is_frame, is_keyframe, cuts_gop, gop)
+        cuts = keyframes[1:][np.diff(keyframes) < gop]
+        cuts_gop = is_keyframe & np.isin(place, cuts)
+        shown = index.displayed.start
+        return cls(place - shown, is_frame, is_keyframe, cuts_gop, gop, keyframes - shown, cuts - shown)
 
 
 def _whole(places: _Places, groups: _Groups, frames: int, missing: int) -> tuple[Mask, Mask]:
@@ -205,6 +223,38 @@ def _whole(places: _Places, groups: _Groups, frames: int, missing: int) -> tuple
     is_whole = is_right & np.append(is_right[1:], True)
     is_single = np.diff(np.append(head, len(places.place))) == 1
     return is_whole & (is_single | (has >= size)), is_whole & (has == size)
+
+
+def _off(places: _Places, groups: _Groups) -> int:
+    """Return how far counting is off in a file with as many frames as rows, in frames. 0 if it is not known to be wrong.
+
+    It is wrong if an encoder began a recording at the start of a group by its time, and none at its start by counting. Then a
+    group has too many frames, and another one too few.
+    """
+    by_time, counted = places.place[groups.head], groups.first[groups.head]
+    off = np.abs(by_time - counted)
+    is_wrong = (off > 0) & places.cuts_gop[groups.head] & ~np.isin(counted, places.cuts)
+    return int(off[is_wrong].max(initial=0))
+
+
+def _contradicted(places: _Places, groups: _Groups) -> Mask:
+    """Return which groups of a file with as many frames as rows may have other frames than counting tells.
+
+    A group whose start is not a keyframe is off if all such starts are near keyframes at which recordings began. Then a group
+    lacks frames, and another one has more than rows. The group before may be the one.
+    """
+    is_off = ~np.isin(groups.first[groups.head], places.keyframes)
+    is_off[0] = False
+    away = np.array([n for n in range(-_NEAR, _NEAR + 1) if n])
+    near = groups.first[groups.head][is_off][:, None] + away
+    cuts = np.isin(near, places.cuts)
+    # A recording may begin after a whole number of GOPs, so that not every keyframe at a start cuts one. All of them are
+    # equally far from the counted starts then, and other keyframes do not cut GOPs, as those at changes of the scene do.
+    is_start = np.isin(near, places.keyframes).all(axis=0) & cuts.any(axis=0)
+    others = np.setdiff1d(places.cuts, np.append(groups.first[groups.head], near[:, is_start]))
+    if not is_off.any() or not (cuts.any(axis=1).all() or (is_start.any() and not len(others))):
+        return np.zeros(len(is_off), np.bool_)
+    return is_off | np.append(is_off[1:], False)
 
 
 def _gaps(index: VideoIndex, fps: float) -> int:

@@ -135,24 +135,16 @@ class EpisodeTimes:
         """Whether frames of the episode are missing, and rows may therefore have the frames of later rows.
 
         If a frame inside the episode is missing, each later row has the frame of the next one, and the last row has none. If
-        the end is missing, only the last rows have none. Both look the same unless counting or a gap in time tells them apart.
+        the end is missing, only the last rows have none. Both look the same unless counting tells them apart. A gap in time
+        before the next episode does not, since a writer may place each episode by rows, and its frames one after the other.
         """
         is_counted = self.count is None or self.count.first != NONE
-        return not is_counted and bool(self.rows_after_end) and not self.ends_early
+        return not is_counted and bool(self.rows_after_end)
 
     @property
     def is_cut(self) -> bool:
         """Whether all rows that are used have a frame only because the last rows are left out. See `may_be_moved`."""
         return self.may_be_moved and self.used is not None and self.used <= len(self.seconds) - self.rows_after_end
-
-    @cached_property
-    def ends_early(self) -> bool:
-        """Whether a gap in time, after the last frame of the episode, shows that `rows_after_end` frames are missing."""
-        own, shown = self._own_frames, self.index.shown_at
-        if not len(own) or (next_place := int(own[-1]) + 1) >= self.index.displayed.stop:
-            return False
-        [before, after] = (shown[next_place - 1 : next_place + 1] / self.index.timescale).tolist()
-        return round((after - before) * self.fps) > self.rows_after_end
 
     @cached_property
     def _own_frames(self) -> Int64:
@@ -179,6 +171,12 @@ def explain(episode: EpisodeTimes, frame: int, *, prepares: bool = False) -> str
     advice, count, length = what_helps(episode, prepares=prepares), episode.count, len(episode.seconds)
     if count is not None and not count.is_whole:
         hidden = f" ({episode.index.hidden} more are hidden by its edit list)" if episode.index.hidden else ""
+        if count.frames == count.rows:
+            return (
+                f"the file has {counted(count.frames, 'frame')}{hidden}, as many as its episodes have rows, but its keyframes "
+                "do not fit episodes of these lengths. Rows would get the frames of other rows if one episode lacks frames and "
+                f"another one has more. {advice}"
+            )
         return (
             f"the file has {counted(count.frames, 'frame')}{hidden}, and its episodes have {counted(count.rows, 'row')}. Rows "
             "after a missing frame would get the frames of other rows, and the keyframes do not show that no frame is "
@@ -229,7 +227,7 @@ def what_helps(episode: EpisodeTimes, *, prepares: bool = False) -> str:
         affected = count.affected.tolist()
         shown = ", ".join(map(str, affected[:_SHOWN])) + (", ..." if len(affected) > _SHOWN else "")
         leave = f"leave its {counted(len(affected), 'episode')} {shown} out with episodes=, or the camera with cameras="
-        return f"Record or convert the dataset again, or {leave}{drop_broken if prepares else TRUST}"
+        return f"Record or convert the dataset again, or {leave}{drop_broken if prepares else _trust(episode)}"
     half = math.floor(0.5e4 / fps) / 1e4  # half the duration of a frame in seconds, rounded down to four digits
 
     def helps(seconds: npt.NDArray[Any], tolerance: float) -> bool:
@@ -247,14 +245,16 @@ def what_helps(episode: EpisodeTimes, *, prepares: bool = False) -> str:
     if tolerance < half and helps(episode.seconds, half):
         remedies.append(f"Dataset(tolerance_s={half}) accepts frames up to half a frame away")
     if not remedies and short and short == len(rows) - frames and not prepares and helps(episode.seconds[:-short], tolerance):
-        only = "" if episode.ends_early else _only_if(short)
         remedies.append(
-            f"Dataset(drop_n_last_frames={short}) leaves the last {counted(short, 'row')} of each episode out{only}. With "
-            "windows that reach ahead, leave as many more out"
+            f"Dataset(drop_n_last_frames={short}) leaves the last {counted(short, 'row')} of each episode out"
+            f"{_only_if(short)}. With windows that reach ahead, leave as many more out"
         )
     if not remedies and episode.moved.any() and not prepares:
-        return _AGAIN + TRUST
-    return ". ".join(remedies) or _AGAIN + drop_broken
+        return _AGAIN + _trust(episode)
+    advice = ". ".join(remedies) or _AGAIN + drop_broken
+    if short and not prepares and count is not None and count.declared_stop > count.stop:
+        advice += _trust(episode)  # to_timestamp says that the episode has these frames, and counting that it does not
+    return advice
 
 
 _AGAIN = "Record or convert the dataset again, or leave the episode out with episodes=, or the camera with cameras="
@@ -265,6 +265,13 @@ TRUST = (
     "the same, which may be the frame of another row"
 )
 _SHOWN = 8  # maximum number of episodes that a message names
+
+
+def _trust(episode: EpisodeTimes) -> str:
+    """Return the remedy that takes frames by time alone, if each row has one then. Else an empty text."""
+    stop = math.inf if episode.count is None else episode.count.declared_stop
+    trusting = replace(episode, interval=(episode.interval[0], stop), count=None)
+    return TRUST if (trusting.packets() != NONE).all() else ""
 
 
 def _only_if(short: int) -> str:
