@@ -8,6 +8,7 @@ from dali_stream.lerobot.stats import Stats
 from dali_stream.normalize import Modes
 from dali_stream.order import Shuffle
 from dali_stream.order.selected import Ranges
+from dali_stream.order.shard import Pieces
 from dali_stream.order.shares import Shares
 from dali_stream.pipeline.aliases import Batch, Graph
 from dali_stream.run.bottleneck import Bottleneck
@@ -20,6 +21,7 @@ __all__ = [
     "Frames",
     "Graph",
     "Modes",
+    "Pieces",
     "Ranges",
     "Route",
     "Shares",

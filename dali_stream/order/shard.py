@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from dali_stream.checks.arrays import Int64
 from dali_stream.order.pool import Run
@@ -59,9 +60,9 @@ class Pieces(NamedTuple):
         start, stop: First frame of each range within its episode, and the frame after its last, shape (S,).
     """
 
-    episode: Int64
-    start: Int64
-    stop: Int64
+    episode: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+    stop: npt.NDArray[np.int64]
 
 
 def pieces(episodes: Int64, starts: Int64, ends: Int64, start: Int64, stop: Int64) -> Pieces:
