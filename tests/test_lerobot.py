@@ -460,7 +460,7 @@ HOSTILE_ARGUMENTS: dict[str, Any] = {
     '{"image_size": {"a": 1}}': r"image_size of the file must be",
     '{"num_threads": 1000000000}': "num_threads of the file must be an integer from 1 to 1048576 or null, got '1000000000'",
     '{"consumers": "4"}': "consumers of the file must be an integer",
-    '{"shuffle": "no"}': "shuffle of the file must be true or false or 'global' or null, got 'no'",
+    '{"shuffle": "no"}': "shuffle of the file must be true or false or 'global' or 'sharded' or null, got 'no'",
     '{"memory_budget": [1]}': "memory_budget of the file must be",
     '{"frame_cache": 1}': "frame_cache of the file must be a text or null, got '1'",
     '{"max_substitutes": NaN}': "max_substitutes of the file must be a number",
