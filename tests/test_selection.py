@@ -175,14 +175,18 @@ def lacking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def without_places(table: pa.Table, episode: int, kind: str = "null", name: str = LACKING) -> pa.Table:
-    """The episode table without the place of an episode's video, as Arrow's null, or as pandas and others write it."""
+    """The episode table without the place of an episode's video, as Arrow's null, or as pandas and others write it.
+
+    pandas has no integers with a missing value, and writes double with a null.
+    """
     for place, column in enumerate(table.column_names):
         if column.startswith(name):
             values = [None if number == episode else value for number, value in enumerate(table[column].to_pylist())]
             if kind == "NaN":
                 values = np.array(values, float)  # type: ignore[assignment]
-            table = table.set_column(place, column, pa.array(values, from_pandas=False))
-    return table if kind != "pandas" else pa.Table.from_pandas(table.to_pandas())
+            written = pa.array(values, pa.float64() if kind == "pandas" else None, from_pandas=False)
+            table = table.set_column(place, column, written)
+    return table
 
 
 def whole(root: Path | Dataset, **options: Any) -> list[tuple[int, int, str]]:
