@@ -319,7 +319,7 @@ def test_files_of_several_builds_of_x264_with_equal_parameter_sets(order: tuple[
 
 def test_a_file_that_was_joined_from_parts_of_several_builds_of_x264(tmp_path: Path) -> None:
     """Each part names its build, but its later keyframes do not."""
-    new = data.encode(data.draw(), tmp_path / "new.mp4", data.lossless(12))
+    new = data.encode(data.draw(), tmp_path / "encoded.mp4", data.lossless(12))
     store, text = LocalStore(str(tmp_path)), b"x264 - core 164"
 
     def joined(packets: list[bytes]) -> list[bytes]:
@@ -335,11 +335,13 @@ def test_a_file_that_was_joined_from_parts_of_several_builds_of_x264(tmp_path: P
     path = data.with_packets(new, tmp_path / "joined.mp4", joined)
     table = read_index(store, path.name)
     np.testing.assert_array_equal(frames_of(store, [(table, 30)])[0], by_packet(path, table)[30])
-    with pytest.raises(DecodeError, match=r"is of another encoder than the first one, .* `ffmpeg -copyts -i IN .* OUT.mp4`"):
+    with pytest.raises(
+        DecodeError, match=r"is of another encoder than the first one, .* `ffmpeg -copyts -i IN .* OUT.mp4`"
+    ) as caught:
         frames_of(store, [(table, 40)])
-    data.ffmpeg("-copyts", "-i", path, "-map", "0:v:0", "-c:v", "libx264", "-crf", "18", mended := tmp_path / "OUT.mp4")
+    mended = data.follow(data.command_in(caught.value), path)
     assert data.identities(data.whole_file(mended)) == [(e, f) for e, n in enumerate(data.EPISODES) for f in range(n)]
-    mended_frames = assert_clips_are_like_the_whole(mended)[read_index(store, "OUT.mp4").display_order[:]]
+    mended_frames = assert_clips_are_like_the_whole(mended)[read_index(store, mended.name).display_order[:]]
     whole = data.whole_file(path).movedim(1, -1).numpy().astype(int)
     assert np.abs(mended_frames - whole).mean((1, 2, 3)).max() < 3
 

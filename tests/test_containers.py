@@ -6,10 +6,7 @@ is encoded again, since it has no display times: B-frames that are copied would 
 
 from __future__ import annotations
 
-import re
-import shlex
 import struct
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,23 +43,9 @@ def delivered(root: Path) -> list[tuple[int, int]]:
     return [identity for *_, identity in found]
 
 
-def command_in(error: DecodeError) -> str:
-    """The command that a message names."""
-    (command,) = re.findall(r"`(ffmpeg .*?)`", str(error))
-    return str(command)
-
-
-def follow(command: str, source: Path) -> Path:
-    """Runs the command of a message for a file. Returns the file that it writes."""
-    target = source.with_name("new.mp4")
-    names = {"IN": source, "OUT": target, "OUT.mp4": target}
-    subprocess.run([names.get(word, word) for word in shlex.split(command)], check=True, capture_output=True)
-    return target
-
-
 def check_command(command: str, video: Path, shown: data.Shown) -> None:
     """Check that rows with the times of a file have its frames after the command of a message."""
-    right = data.dataset_of(video.parent / "right", follow(command, video), shown.seconds)
+    right = data.dataset_of(video.parent / "right", data.follow(command, video), shown.seconds)
     assert delivered(right) == shown.identity == [data.identity(number) for number in range(data.FRAMES)]
 
 
@@ -90,7 +73,7 @@ def test_another_container_is_named_with_a_command_that_helps(name: str, begin: 
     name, file = name.partition(" with")[0], data.VIDEO.format(data.CAMERA, 0)
     with pytest.raises(DecodeError, match=f"{file}: .*the file is .*{name}.*, and not MP4") as caught:
         delivered(root)
-    command = command_in(caught.value)
+    command = data.command_in(caught.value)
     assert command in "".join(describe(Dataset(root)).cameras[data.CAMERA].broken)
     check_doctor(command, root)
     check_command(command, tmp_path / "video.mp4", shown)
@@ -106,7 +89,7 @@ def test_rows_that_count_from_the_first_frame_of_a_transport_stream(tmp_path: Pa
     counted = shown._replace(seconds=(np.arange(data.FRAMES) / data.FPS).tolist())
     with pytest.raises(DecodeError, match="the file is MPEG-TS") as caught:
         delivered(data.dataset_of(tmp_path / "set", video, counted.seconds))
-    check_command(command_in(caught.value).replace("-copyts ", ""), video, counted)
+    check_command(data.command_in(caught.value).replace("-copyts ", ""), video, counted)
 
 
 @pytest.mark.parametrize("arguments", [data.mpeg4(1), slow(data.h264(12), id="B-frames")])
@@ -121,7 +104,8 @@ def test_gaps_of_an_avi_stay(arguments: tuple[str, ...], tmp_path: Path) -> None
     seconds, identities = [number / data.FPS for number in kept], [data.identity(number) for number in kept]
     with pytest.raises(DecodeError, match="the file is AVI") as caught:
         delivered(data.dataset_of(tmp_path / "set", video, seconds))
-    assert delivered(data.dataset_of(tmp_path / "right", follow(command_in(caught.value), video), seconds)) == identities
+    mended = data.follow(data.command_in(caught.value), video)
+    assert delivered(data.dataset_of(tmp_path / "right", mended, seconds)) == identities
 
 
 OPTIONS = {
@@ -145,7 +129,7 @@ def test_the_commands_for_fragments_and_for_several_tracks(codec: str, kind: str
         shown = shown._replace(seconds=[time + begin for time in shown.seconds])
     with pytest.raises(DecodeError, match=f"{data.VIDEO.format(data.CAMERA, 0)}: {kind.split()[0]}|one video track") as caught:
         delivered(root := data.dataset_of(tmp_path / "set", video, shown.seconds))
-    check_doctor(command := command_in(caught.value), root)
+    check_doctor(command := data.command_in(caught.value), root)
     check_command(command, video, shown)
 
 
@@ -166,7 +150,7 @@ def test_the_command_for_sound(tmp_path: Path) -> None:
     root = data.dataset_of(tmp_path / "set", video, (shown := data.shown_by_ffmpeg(video)).seconds)
     [why] = prepare(root, tmp_path / "out", jobs=1).failed.values()
     assert "has sound" in why
-    check_command(command_in(DecodeError(why)), video, shown)
+    check_command(data.command_in(DecodeError(why)), video, shown)
 
 
 CODECS = {
@@ -209,7 +193,7 @@ def test_the_command_for_a_sample_description_without_a_size(codec: str, tmp_pat
     shown = data.shown_by_ffmpeg(video)
     with pytest.raises(DecodeError, match="frame size of the sample description must be positive, got 0×0") as caught:
         delivered(root := data.dataset_of(tmp_path / "set", video, shown.seconds))
-    check_doctor(command := command_in(caught.value), root)
+    check_doctor(command := data.command_in(caught.value), root)
     check_command(command, video, shown)
 
 
@@ -245,7 +229,7 @@ def test_the_command_for_keyframes_that_begin_late(codec: str, how: str, tmp_pat
     shown = data.shown_by_ffmpeg(whole)
     with pytest.raises(DecodeError, match=r"invalid stss table \(keyframes\): must be 1, \.\.\. up to 72") as caught:
         delivered(root := data.dataset_of(tmp_path / "set", video, shown.seconds))
-    check_doctor(command := command_in(caught.value), root)
+    check_doctor(command := data.command_in(caught.value), root)
     check_command(command, video, shown)
 
 

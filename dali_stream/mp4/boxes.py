@@ -109,7 +109,7 @@ def encode_again(codec: str) -> str:
     """Return the command that encodes the displayed frames of a file again, with their times."""
     # FFmpeg 5.1 displays hidden frames of AV1 if it decodes with libdav1d, its default.
     decoder = "-c:v libaom-av1 " if codec == "av1" else ""
-    return f"`ffmpeg {decoder}-copyts -i IN {_ENCODED} OUT`"
+    return f"`ffmpeg {decoder}-copyts -i IN {_ENCODED} OUT.mp4`"
 
 
 def has_fragments(store: Store, path: str) -> bool:

@@ -22,7 +22,8 @@ import numpy as np
 
 from dali_stream.errors import DecodeError
 from dali_stream.mp4 import hidden, keyframes
-from dali_stream.mp4.damage import ZEROS, checker, is_padded
+from dali_stream.mp4.boxes import encode_again
+from dali_stream.mp4.damage import Damage
 from dali_stream.mp4.format import codec_of
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.muxer import Track, head
@@ -156,12 +157,12 @@ class _Run:
             UnsafeForNvdec: If `for_nvdec` is set and NVDEC would decode the frames wrongly.
             DecodeError: If a frame is damaged, or written by another encoder than the first one.
         """
-        index, at, padded = self.index, 0, False
+        index, at = self.index, 0
         number = index.config[self.packets[0]]
         config = index.configs[number]
-        check, codec = checker(config), codec_of(config) if for_nvdec else ""
+        damage, codec = Damage(store, index, number), codec_of(config) if for_nvdec else ""
         look = codec in hidden.CODECS and not hidden_frames
-        if check is None and not look:
+        if not damage.exists and not look:
             return
         names_encoder = depends_on_encoder(config)
         for packet, size in zip(self.packets, self.sizes, strict=True):
@@ -169,11 +170,9 @@ class _Run:
                 raise DecodeError(
                     f"the encoded frame at bytes {index.offset[packet]} to {index.offset[packet] + size} is of another encoder "
                     "than the first one, and FFmpeg undoes the errors of one of them. Encode the file again: "
-                    "`ffmpeg -copyts -i IN -map 0:v:0 -c:v libx264 -crf 18 OUT.mp4`"
+                    f"{encode_again(codec_of(config))}"
                 )
-            wrong = check(data, at, at + size, at == 0) if check and size else ""
-            padded = padded or (wrong == ZEROS and is_padded(store, index, packet))
-            if wrong and not (wrong == ZEROS and padded):
+            if wrong := damage.of(packet, data, at, at + size, at == 0):
                 raise DecodeError(
                     f"the encoded frame at bytes {index.offset[packet]} to "
                     f"{index.offset[packet] + size} is damaged: {wrong}. Copy the file again, or exclude its episodes"

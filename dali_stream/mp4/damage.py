@@ -17,7 +17,7 @@ The checks therefore find blocks of zeros in all codecs except VP8 and MJPEG, an
 In all codecs they find packets whose beginning was overwritten, and lost or inserted bytes, which shift the packets after them.
 
 Zeros after the end of a unit are padding. They look the same as zeros that replace the end of a frame, so more than a few are
-accepted only in files whose other frames end in zeros, too, as phones write them (`is_padded`).
+accepted only in files whose other frames end in zeros, too, as phones write them (`Damage`).
 
 The checks do not find damage that leaves the bitstream valid, such as flipped bits or other bytes in the payload. Decoders
 report part of such damage in AV1 and VP9, and little of it in H.264, HEVC and MPEG-4. The rest results in wrong pixels
@@ -120,22 +120,51 @@ def _is_cabac(avcc: bytes) -> bool:
     return bool(units)
 
 
-def is_padded(store: Store, index: VideoIndex, packet: int) -> bool:
-    """Return whether the encoder pads its frames with zeros, as phones do, so that `ZEROS` does not mean damage.
-
-    If it does, most of the packets around `packet` end in zeros, too. Other encoders write no such zeros. Damage rarely ends
-    where a packet ends, and does not do so in several packets.
+class Damage:
+    """Check of the packets of a file with one sample description. See `checker`.
 
     Args:
         store: Store of the file.
         index: Index of the file.
-        packet: Packet for which the check has returned `ZEROS`.
+        config: Number of the sample description in `index.configs`.
+
+    Attributes:
+        exists: Whether damage of the codec can be recognized.
     """
-    # From its keyframe on, since a GOP is fetched as a whole.
-    first = max(min(int(index.gop_start(packet)), len(index) - 1 - _EVIDENCE), 0)
-    others = [other for other in range(first, min(first + 1 + _EVIDENCE, len(index))) if other != packet]
-    zeros = sum(store.read(index.path, end - 1, end) == b"\0" for end in index.end[np.array(others, np.int64)].tolist())
-    return zeros > len(others) // 2
+
+    def __init__(self, store: Store, index: VideoIndex, config: int) -> None:
+        self._store, self._index, self._check = store, index, checker(index.configs[config])
+        self._padded = False  # whether the encoder is known to pad its frames
+        self.exists = self._check is not None
+
+    def of(self, packet: int, data: bytes, start: int, end: int, key: bool) -> str:
+        """Return the damage of a packet, or an empty text.
+
+        Args:
+            packet: Number of the packet.
+            data: Buffer with the packet.
+            start, end: Range of the packet in the buffer.
+            key: Whether decoding starts at the packet.
+        """
+        if self._check is None or start == end:
+            return ""
+        damage = self._check(data, start, end, key)
+        if damage == ZEROS and (self._padded or self._is_padded(packet)):
+            self._padded, damage = True, ""
+        return damage
+
+    def _is_padded(self, packet: int) -> bool:
+        """Return whether the encoder pads its frames with zeros, as phones do, so that `ZEROS` does not mean damage.
+
+        If it does, most of the packets around `packet` end in zeros, too. Other encoders write no such zeros. Damage rarely
+        ends where a packet ends, and does not do so in several packets.
+        """
+        index = self._index
+        # From its keyframe on, since a GOP is fetched as a whole.
+        first = max(min(int(index.gop_start(packet)), len(index) - 1 - _EVIDENCE), 0)
+        others = [other for other in range(first, min(first + 1 + _EVIDENCE, len(index))) if other != packet]
+        ends = index.end[np.array(others, np.int64)].tolist()
+        return sum(self._store.read(index.path, end - 1, end) == b"\0" for end in ends) > len(others) // 2
 
 
 def _monotonous(data: bytes, start: int, end: int) -> bool:

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -440,6 +441,20 @@ def repacked(source: Path, target: Path, change: Callable[[bytes], bytes]) -> Pa
 
 def _words(body: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(body, ">u4").astype(np.int64)
+
+
+def command_in(error: BaseException) -> str:
+    """The command that a message names."""
+    (command,) = re.findall(r"`(ffmpeg .*?)`", str(error))
+    return str(command)
+
+
+def follow(command: str, source: Path) -> Path:
+    """Runs the command of a message for a file. Returns the file that it writes."""
+    target = source.with_name("new.mp4")
+    names = {"IN": source, "OUT.mp4": target}
+    subprocess.run([names.get(word, word) for word in shlex.split(command)], check=True, capture_output=True)
+    return target
 
 
 def turned(source: Path, target: Path, degrees: int, *, movie: bool = False) -> Path:

@@ -22,7 +22,7 @@ import numpy as np
 from dali_stream.checks.arrays import Int64
 from dali_stream.errors import DecodeError
 from dali_stream.mp4 import muxer
-from dali_stream.mp4.damage import ZEROS, checker, is_padded
+from dali_stream.mp4.damage import Damage
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.mp4.muxer import Track
 from dali_stream.storage import Store
@@ -282,13 +282,9 @@ def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Non
         DecodeError: If a packet is damaged.
     """
     is_keyframe = np.isin(np.arange(len(table)), table.keyframes[:])
-    checks = [checker(config) for config in table.configs]
+    damage = [Damage(store, table, config) for config in range(len(table.configs))]
     packets = itertools.chain.from_iterable(read_packets(store, table, start, stop))
-    padded = False
     for number, data in enumerate(map(bytes, packets), start):
-        check = checks[table.config[number]]
-        wrong = check(data, 0, len(data), bool(is_keyframe[number])) if data and check else ""
-        padded = padded or (wrong == ZEROS and is_padded(store, table, number))
-        if wrong and not (wrong == ZEROS and padded):
+        if wrong := damage[table.config[number]].of(number, data, 0, len(data), bool(is_keyframe[number])):
             where = f"at bytes {table.offset[number]} to {table.offset[number] + len(data)}"
             raise DecodeError(f"the encoded frame {where} is damaged: {wrong}. Copy the file again")
