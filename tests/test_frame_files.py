@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import hashlib
 import itertools
 import json
 import logging
@@ -12,7 +10,7 @@ import os
 import random
 import resource
 import shutil
-from collections import Counter, deque
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,8 +27,8 @@ from support.servers import Handler, Server
 
 from dali_stream import DecodeError, Loader, Mixture, StorageError
 from dali_stream.cache import claims
-from dali_stream.cache.claims import Claims
-from dali_stream.cache.frame_files import FrameFiles, FrameFolder, Records, image_records, video_records
+from dali_stream.cache.frame_files import FrameFiles, Records, image_records, video_records
+from dali_stream.cache.frame_folder import FrameFolder
 from dali_stream.cli import main
 from dali_stream.storage.local import LocalStore
 from dali_stream.system.memory_limit import is_in_memory
@@ -118,114 +116,6 @@ def test_runs_with_equal_process_ids_both_decode(g1: Path, tmp_path: Path) -> No
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(lambda loader: list(itertools.islice(loader, 8)), (one, other)))
         assert min(loader.stats()["decoded_frames"] for loader in (one, other)) > 0
-
-
-def unsupported(*arguments: object) -> None:
-    raise OSError(errno.ENOLCK, "No locks available")
-
-
-@pytest.mark.parametrize("cause", ["a process that does not continue", "no locks", "another kind of file"])
-def test_claims_that_are_never_free_or_impossible_are_passed_over(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
-) -> None:
-    expected, _ = run(small, tmp_path)
-    [group] = tmp_path.iterdir()
-    every = [(path.name, number) for path in records(tmp_path) for number in range(1000)]
-    for path in group.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    holder = Claims(group).divided(every)
-    if cause == "a process that does not continue":
-        monkeypatch.setattr(claims, "WAIT_S", 0.0)
-        assert len(next(holder)) == len(every)
-    elif cause == "no locks":
-        monkeypatch.setattr("fcntl.fcntl", unsupported)
-    else:
-        (group / "claims00").mkdir()
-    found, stats = run(small, tmp_path)
-    assert same(found, expected)
-    assert stats["frame_cache_disk_written_bytes"] > 0
-    holder.close()
-
-
-def test_many_claims_are_not_in_one_file_and_a_waiting_thread_tries_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The time of a try grows with the number of locks of the file.
-    digits = [hashlib.md5(bytes([file])).hexdigest() for file in range(4)]
-    frames = [(each, number) for each in digits for number in range(0, 500, 2)]
-    tried: list[int] = []  # descriptors
-    lock = fcntl.fcntl
-    monkeypatch.setattr("fcntl.fcntl", lambda file, *arguments: (tried.append(file), lock(file, *arguments))[1])
-    holder = Claims(tmp_path).divided(frames)
-    assert len(next(holder)) == len(frames) == len(tried)
-    assert max(Counter(tried).values()) < len(frames) / 8
-    tried.clear()
-    monkeypatch.setattr(claims, "WAIT_S", 0.1)
-    assert list(Claims(tmp_path).divided(frames)) == [list(range(len(frames)))]
-    assert len(tried) < 1.5 * len(frames)
-    holder.close()
-
-
-def test_claims_that_never_become_free_are_waited_for_only_a_few_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Such as a lock that a network file system has not released."""
-    frames = [("ab" * 16, number) for number in range(100)]
-    holder, claimed, waits = Claims(tmp_path).divided(frames), claims._claimed, list[int]()
-    assert len(next(holder)) == len(frames)
-    monkeypatch.setattr(claims, "WAIT_S", 0.0)
-    monkeypatch.setattr(claims, "_claimed", lambda *arguments: (waits.append(1), claimed(*arguments))[1])
-    own = Claims(tmp_path)
-    for _ in range(20):
-        assert list(own.divided(frames)) == [list(range(100))]
-    assert len(waits) < 10
-    assert len([record for record in caplog.records if "did not become free" in record.getMessage()]) == 1
-    holder.close()
-
-
-def test_a_claim_covers_each_of_its_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if its frames are in several blocks, whose claims are in different files."""
-    monkeypatch.setattr(claims, "WAIT_S", 0.0)
-    digits = "ab" * 16
-    holder = Claims(tmp_path).divided([(digits, number) for number in range(50, 210)])
-    assert len(next(holder)) == 160
-    for number in range(50, 210):
-        other = Claims(tmp_path).divided([(digits, 10), (digits, number)])
-        assert next(other) == [0], "the other frame is claimed"
-        other.close()
-    holder.close()
-
-
-def test_a_claim_that_is_denied_is_that_of_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """POSIX allows EACCES in place of EAGAIN for a lock that somebody else holds."""
-    lock, digits = claims.lock_range, "ab" * 16
-    held = (int(digits[:7], 16) << 32) + 70
-
-    def denied(handle: int, kind: int, start: int, count: int) -> None:
-        if kind == fcntl.F_WRLCK and start <= held < start + count:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        lock(handle, kind, start, count)
-
-    monkeypatch.setattr(claims, "WAIT_S", 0.0)
-    monkeypatch.setattr(claims, "lock_range", denied)
-    assert list(Claims(tmp_path).divided([(digits, 3), (digits, 70)])) == [[0], [1]]
-
-
-def run_with_few_descriptors(root: Path, folder: Path, pipe: Connection) -> None:
-    expected, _ = run(root, None, 1)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    found, stats = run(root, folder, 1, num_threads=8)
-    pipe.send((same(found, expected), stats["frame_cache_disk_written_bytes"]))
-
-
-@pytest.mark.slow
-def test_a_process_that_may_open_few_files_makes_no_claims(small: Path, tmp_path: Path) -> None:
-    process, pipe = start(run_with_few_descriptors, small, tmp_path)
-    is_same, written = pipe.recv()
-    process.join()
-    assert is_same
-    assert written > 0
-    assert not list(tmp_path.glob("*/claims*"))
 
 
 def frame_files(folder: Path) -> tuple[FrameFiles, Records, FrameFolder]:

@@ -28,7 +28,7 @@ def show(
     Frames of another size, or of another version of torch, torchcodec, FFmpeg or PyAV, are never used. They stay until they are
     removed.
     """
-    from dali_stream.cache.frame_files import LAYOUT, NVDEC
+    from dali_stream.cache.frame_folder import LAYOUT, NVDEC
     from dali_stream.tools.stored_frames import FrameGroup, stored
 
     def row(each: FrameGroup) -> tuple[str, ...]:

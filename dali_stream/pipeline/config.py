@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.cache.frame_files import FrameFiles, FrameFolder, has_frames, pixel_key
+from dali_stream.cache.frame_files import FrameFiles
+from dali_stream.cache.frame_folder import FrameFolder, has_frames, pixel_key
 from dali_stream.cache.indices import IndexCache
 from dali_stream.checks.arrays import NONE
 from dali_stream.decode.decoder import TASK_FRAMES, task_frames

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dali_stream.cache.frame_files import FrameFolder
+from dali_stream.cache.frame_folder import FrameFolder
 from dali_stream.cache.indices import IndexCache
 from dali_stream.checks.arguments import byte_count, from_zero, one_of, picture_size, positive, share
 from dali_stream.dataset import Dataset
