@@ -103,10 +103,6 @@ class Episodes:
                 f"cameras={[key for key in cameras if key not in lacks]}"
             )
 
-    def interval(self, camera: str, row: int) -> tuple[float, float]:
-        """Return the interval [start, stop) of an episode in its MP4 file, in seconds, by its row in the table."""
-        return float(self.start[camera][row]), float(self.stop[camera][row])
-
     def in_file(self, camera: str, file: int) -> FileEpisodes:
         """Return all episodes of an MP4 file, in the order of the table."""
         rows = self.video[camera].rows(file)

@@ -21,7 +21,7 @@ from dali_stream.mp4.index import VideoIndex
 
 TOLERANCE = 0.25  # in frames: small enough for a unique frame, and large enough for times that are rounded to milliseconds
 _FEW = 0.25  # if an episode would share less than this fraction of its frames with the next one, they may be missing
-_NEAR = 2  # maximum number of frames between a counted start and a keyframe that shows that the count is wrong there
+_NEAR = 2  # maximum number of frames between a counted start and a keyframe that shows that the count is wrong
 _SHARED = 0.9  # minimum number of frames from the next start to `to_timestamp` for which both episodes have these frames
 
 

@@ -40,6 +40,7 @@ import re
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.format import codec_of, config_box, length_bytes
 from dali_stream.mp4.parameter_sets import avc_sets, unescaped
+from dali_stream.mp4.slices import is_slice, nal_units
 
 _HIGH_444 = 244  # High 4:4:4 Predictive, the profile of 4:4:4 and of lossless video of any chroma
 _FIXED = 151  # first build of x264 without the errors that FFmpeg undoes in this profile
@@ -103,14 +104,11 @@ def _sei(width: int, data: bytes) -> bytes | None:
         width: Number of bytes of the length before each NAL unit.
         data: See `preamble_of`.
     """
-    start, result = 0, None
-    while start + width < len(data):
-        unit = start + width
-        start = unit + int.from_bytes(data[start:unit], "big")
-        kind = data[unit] & 31
-        if 1 <= kind <= 5:  # a slice
+    result = None
+    for unit, stop in nal_units(data, 0, len(data), width, hevc=False):
+        if unit >= len(data) or is_slice(data[unit], hevc=False):
             break
-        build = _x264_build(unescaped(data[unit + 1 : start])) if kind == 6 else None
+        build = _x264_build(unescaped(data[unit + 1 : stop])) if data[unit] & 31 == 6 else None
         if build is not None:
             result = _sei_of(width, _FIXED - 1) if build < _FIXED else b""
     return result

@@ -88,10 +88,10 @@ class EpisodeTimes:
         part: Int64 = packets[rows]
         return part
 
-    def first_without_frame(self) -> int:
-        """Return the first row without a packet, for a message. If possible, it is one that has no frame by its time either."""
-        missing = self.by_time == NONE
-        return int(np.argmax(missing if missing.any() else self.packets() == NONE))
+    def to_explain(self, rows: Int64) -> int:
+        """Return one of some rows without a packet, for a message: if possible, the first without a frame by its time."""
+        by_time = rows[self.by_time[rows] == NONE]
+        return int((by_time if len(by_time) else rows)[0])
 
     def nearest(self, rows: Any) -> tuple[Int64, Float64, Float64]:
         """Find the frames that are nearest to some rows. See `VideoIndex.nearest`."""
@@ -260,7 +260,7 @@ def what_helps(episode: EpisodeTimes, *, prepares: bool = False) -> str:
 _AGAIN = "Record or convert the dataset again, or leave the episode out with episodes=, or the camera with cameras="
 _SHORT = "The video is shorter than its episode"
 _OFFSET = "The rows are offset against the video, or meta/episodes is wrong"
-TRUST = (
+_TRUST = (
     ". Dataset(trust_timestamps=True), or --trust-timestamps on the command line, takes the frame at the time of each row all "
     "the same, which may be the frame of another row"
 )
@@ -271,7 +271,7 @@ def _trust(episode: EpisodeTimes) -> str:
     """Return the remedy that takes frames by time alone, if each row has one then. Else an empty text."""
     stop = math.inf if episode.count is None else episode.count.declared_stop
     trusting = replace(episode, interval=(episode.interval[0], stop), count=None)
-    return TRUST if (trusting.packets() != NONE).all() else ""
+    return _TRUST if (trusting.packets() != NONE).all() else ""
 
 
 def _only_if(short: int) -> str:

@@ -27,6 +27,7 @@ from dali_stream.order.shard import Pieces, Shard, pieces
 Shuffle = bool | str
 """True (pools of episodes), "sharded" (the same, with the same frames for a consumer in all epochs), "global" (one permutation
 of all frames) or False (recorded order)."""
+SHUFFLES = ("global", "sharded")  # values of `shuffle` besides True and False
 _CONSUMERS, _SEGMENTS = 32, 256  # targets of `default_pools`
 _AHEAD = 2048  # number of samples of a rank that are computed together, which reduces the overhead of NumPy calls
 _RANKS = 1 << 16  # largest world size that an error message suggests
@@ -189,7 +190,7 @@ def has_consumers(shuffle: Shuffle) -> bool:
 
 def is_shuffle(value: object) -> TypeGuard[Shuffle]:
     """Return whether a value is one of those that `shuffle` may have."""
-    return isinstance(value, bool) or (isinstance(value, str) and value in ("sharded", "global"))
+    return isinstance(value, bool) or (isinstance(value, str) and value in SHUFFLES)
 
 
 def dealt(episodes: int, shuffle: Shuffle, key: tuple[int, ...], epoch: int) -> Int64:

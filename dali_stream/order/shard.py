@@ -19,11 +19,7 @@ class Shard:
     and a `Run` draws from this line.
 
     Args:
-        ends: Number of frames up to the end of each episode, laid end to end, shape (E,).
-        start, stop: First place of the shard, and the place after its last.
-        key: Key of the random numbers.
-        pool: Number of segments that the consumer draws from at a time.
-        consumer, consumers: Number of the consumer, and number of consumers.
+        ends, start, stop, key, pool, consumer, consumers: See `Run`.
         more: Places [start, stop) that the consumer draws in this epoch only. Default: none.
     """
 

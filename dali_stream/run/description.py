@@ -50,6 +50,7 @@ from dali_stream.lerobot import fingerprint
 from dali_stream.lerobot.features import UNITS
 from dali_stream.mixture import Mixture
 from dali_stream.order.batches import LAST_BATCH, Batches
+from dali_stream.order.order import SHUFFLES
 from dali_stream.order.state import MOST_CONSUMERS, MOST_SEGMENTS, STATE_VERSION, OrderArguments
 from dali_stream.pipeline.config import Config
 
@@ -217,7 +218,7 @@ LOADER_FIELDS: Fields = {
     "delta_timestamps": (dict_of(array_of(NUMBER, ""), "lists of seconds by key"),),
     "image_size": (array_of(whole(1, 1 << 15), "[height, width]", 2), NULL), "image_dtype": (TEXT,), "memory_format": (TEXT,),
     "depth_unit": (one_of_texts(*UNITS),),
-    "normalize": (dict_of(TEXT, "modes by key"),), "shuffle": (FLAG, one_of_texts("global", "sharded")), "device": (TEXT,),
+    "normalize": (dict_of(TEXT, "modes by key"),), "shuffle": (FLAG, one_of_texts(*SHUFFLES)), "device": (TEXT,),
     "decode": (one_of_texts(*DECODE),), "memory_budget": (_POSITION, TEXT), "last_batch": (one_of_texts(*LAST_BATCH),),
     "on_error": (TEXT,), "max_substitutes": (NUMBER,),
 }  # fmt: skip

@@ -203,8 +203,9 @@ def origin(url: str) -> tuple[str, str | None, int | None]:
 
 def is_link_local(host: str | None) -> bool:
     """Return whether a host is a link-local IP address, such as 169.254.169.254, in any spelling."""
+    host = host or ""
     with suppress(ValueError, OSError):
-        address = ipaddress.ip_address(socket.inet_aton(host or "") if ":" not in (host or "") else host or "")
+        address = ipaddress.ip_address(host if ":" in host else socket.inet_aton(host))
         return (getattr(address, "ipv4_mapped", None) or address).is_link_local
     return False
 

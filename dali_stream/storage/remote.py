@@ -295,12 +295,10 @@ class RemoteStore(Store):
                     except TransientError as error:
                         failure = error.with_traceback(None)  # the traceback would refer to this frame
                     except DaliStreamError:  # the host answers, e.g. that the file does not exist
-                        tell_end(host, self._patience)
-                        file.answered()
+                        tell_end(host, file, self._patience)
                         raise
                     else:
-                        tell_end(host, self._patience)
-                        file.answered()
+                        tell_end(host, file, self._patience)
                         self._patience.reached = True
                         return answer
                 deadline.failed = True

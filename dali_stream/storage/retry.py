@@ -341,8 +341,9 @@ def tell_retry(host: str, request: str, reason: str) -> None:
         )
 
 
-def tell_end(host: Outage, patience: Patience) -> None:
-    """Record a good answer of a host. If it ends an outage of at least `_TELL_OUTAGE_S`, log a warning that says so."""
+def tell_end(host: Outage, file: Outage, patience: Patience) -> None:
+    """Record a good answer about a file. If it ends an outage of the host of at least `_TELL_OUTAGE_S`, log a warning."""
+    file.answered()
     lasted, failures = host.answered()
     if lasted >= patience.total_s / 2:
         host.ended = time.monotonic()

@@ -177,8 +177,7 @@ class Camera:
             numbers = np.arange(dataset.sampled_lengths[episode])
             sampled = dataset.sampled(np.full_like(numbers, episode), numbers)
             if len(missing := sampled[packets[sampled] == NONE]):
-                without = missing[times.by_time[missing] == NONE]
-                frame = int((without if len(without) else missing)[0])
+                frame = times.to_explain(missing)
                 text = f", frame {frame}: {dataset.data_store.where(table.path)}: {explain(times, frame)}"
                 self.faults[episode] = Fault(text, what_helps(times))
             try:

@@ -21,7 +21,7 @@ from dali_stream.lerobot.arrow import to_numpy
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.rows import check_counting, check_rising
 from dali_stream.mp4.boxes import COPY, children, find, read_moov
-from dali_stream.mp4.counting import TOLERANCE, Count, FileCount, FileEpisodes, count_rows
+from dali_stream.mp4.counting import TOLERANCE, Count, FileEpisodes, count_rows
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.mp4.timing import EpisodeTimes, explain
 from dali_stream.storage import Store, open_store
@@ -46,8 +46,8 @@ def locate(where: str, episode: EpisodeTimes) -> Int64:
         DecodeError: If a row has no frame.
     """
     packets_of_rows = episode.packets()
-    if (packets_of_rows == NONE).any():
-        frame = episode.first_without_frame()
+    if len(missing := np.flatnonzero(packets_of_rows == NONE)):
+        frame = episode.to_explain(missing)
         raise DecodeError(f"{where}, frame {frame}: {explain(episode, frame, prepares=True)}")
     return packets_of_rows
 
@@ -138,22 +138,19 @@ class TaskInput:
         self.rows = rows.EpisodeRows(self.store, footer, self.episodes, columns, self._locates, job["is_v2"])
         self._index = functools.lru_cache(16)(self._read_index)
         self._files: Json = task.get("files", {})
-        self._counted = functools.lru_cache(16)(self._count)
+        self._counts = functools.lru_cache(16)(self._count)
 
     def _read_index(self, path: str) -> VideoIndex:
         refuse_sound(self.store, path)
         return read_index(self.store, path)
 
-    def _count(self, path: str) -> FileCount:
+    def _count(self, path: str) -> dict[int, Count]:
+        """Return what counting the frames of a file tells about each of its episodes, by their numbers."""
         columns = [np.array(values, np.float64) for values in zip(*self._files[path], strict=True)]  # null becomes NaN
         number, start, length, end = columns
         whole = FileEpisodes(number.astype(np.int64), start, length.astype(np.int64), end)
-        return count_rows(whole, self._index(path), self.fps)
-
-    def _count_of(self, episode: Json) -> Count:
-        """Return what counting the frames of an episode's file tells about it."""
-        numbers = [number for number, *_ in self._files[episode["video"]]]
-        return self._counted(episode["video"]).of(numbers.index(episode["old"]))
+        counted = count_rows(whole, self._index(path), self.fps)
+        return {each: counted.of(place) for place, each in enumerate(whole.number.tolist())}
 
     def check(self, episode: Json) -> None:
         """Read an episode. Raises DaliStreamError if it cannot be read. The task of the rows checks images in rows."""
@@ -193,7 +190,7 @@ class TaskInput:
             table: Rows of the episode.
         """
         index = self._index(episode["video"])
-        own = self._count_of(episode)
+        own = self._counts(episode["video"])[episode["old"]]
         where = f"{self.store.where(index.path)}: {self.camera}, episode {episode['old']}"
         frame_index = _frame_index(table)
         if self.job["clock"] == "frame_index":
