@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def assert_counts(out: Path) -> None:
 
 
 ENCODED: dict[str, Any] = {"codec": "h264", "gop": 2}
+DECIMALS = [pa.list_(pa.decimal128(20, 6)), pa.large_list(pa.decimal128(20, 6))]
 CUTS = [{0: [3, 4, 5], 1: [20, 21]}, {0: [0, 1, 2], 1: [0, 1, 2, 3, 40]}]
 
 
@@ -241,7 +243,7 @@ def hidden_frames(root: Path) -> None:
 
 
 def episodes_with_other_numbers(root: Path) -> None:
-    """Episodes 3 and 7, of which the table has the second one first, and rows whose `index` begins anew."""
+    """Episodes 3 and 7, of which the table has the second one first, and rows whose `index` starts at 0 in each."""
     edit_table(root, TABLE, lambda t: put(t, "episode_index", [3, 7]).take([1, 0]))
     change_rows(root, lambda t: put(t, "episode_index", pa.array(np.where(t["episode_index"].to_numpy() == 0, 3, 7))))
     change_rows(root, lambda t: put(t, "index", t["frame_index"]))
@@ -309,6 +311,21 @@ def test_types_of_a_copy_are_those_of_its_features(root: Path, tmp_path: Path) -
     table = pq.read_schema(tmp_path / "out" / TABLE)
     numbers = {field.name: field.type for field in table if not field.name.endswith(("tasks", "timestamp"))}
     assert set(numbers.values()) == {pa.int64()}, numbers
+
+
+@pytest.mark.parametrize("items", [pa.large_list(pa.float32()), pa.large_list(pa.float64()), *DECIMALS], ids=str)
+def test_lists_of_other_types_are_copied(root: Path, tmp_path: Path, items: pa.DataType) -> None:
+    """Their values are equal, and LeRobot reads them. Decimals become numbers of the type of their feature."""
+    values = [[n / 4, -n / 8] for n in range(len(FRAME))]
+    stored = pa.array([[Decimal(value) for value in row] for row in values] if items in DECIMALS else values, items)
+    change_rows(root, lambda table: table.append_column("force", stored))
+    edit_info(root, features__force={"dtype": "float32", "shape": [2], "names": None})
+    prepared(root, tmp_path / "out")
+    for place in (root, tmp_path / "out"):
+        with loader(place) as batches:
+            assert sorted(row for batch in batches for row in batch["force"].tolist()) == sorted(values)
+    assert [row["force"] for row in lerobot_reader.read(tmp_path / "out").values()] == values
+    assert pa.types.is_floating(pq.read_schema(tmp_path / "out" / ROWS).field("force").type.value_type)
 
 
 def test_a_column_that_a_copy_lacks_is_named(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

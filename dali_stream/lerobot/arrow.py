@@ -60,9 +60,9 @@ def to_numpy(
     shape, depth = feature.row_shape, 0
     expected = f"{where} must have shape {feature['shape']}, as meta/info.json says"
     # Each pass removes one level of lists. A number of shape (1,) may be stored in a list of length 1.
-    while depth < len(shape) or _is_list(array.type):
+    while depth < len(shape) or is_list(array.type):
         size = shape[depth] if depth < len(shape) else 1
-        if not _is_list(array.type):
+        if not is_list(array.type):
             raise DatasetError(f"{expected}, got {column.type}{advice}")
         if not _has_length(array, size):
             raise DatasetError(f"{expected}, got a value of another shape{advice}")
@@ -77,32 +77,18 @@ def to_numpy(
     return values.reshape(len(column), *shape)
 
 
-def read_type(kind: pa.DataType, feature: Feature) -> pa.DataType:
-    """Return the type in which a column is read: that of its feature if LeRobot casts the column to it, otherwise its own.
+def _cast(array: pa.Array, feature: Feature, where: str, dtype: type[np.generic], advice: str) -> pa.Array:
+    """Return an array without lists in the type of its feature if LeRobot casts it to that, in float64 if `dtype` is float64.
 
     LeRobot casts decimals, dates, times and durations to numbers, and all of these, bytes and numbers to text. Text for numbers
     is an error here.
-
-    Args:
-        kind: Type of the column, perhaps with lists.
-        feature: Feature that the column must match. It must not be a camera.
     """
-    if pa.types.is_dictionary(kind):
-        return read_type(kind.value_type, feature)
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(read_type(kind.value_type, feature), kind.list_size)
-    if _is_list(kind):
-        make = pa.large_list if pa.types.is_large_list(kind) else pa.list_
-        return make(read_type(kind.value_type, feature))
+    kind = array.type.value_type if pa.types.is_dictionary(array.type) else array.type
     if feature.is_text:
         is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-        return kind if feature.is_language or is_text or pa.types.is_nested(kind) or pa.types.is_null(kind) else pa.string()
-    return pa.type_for_alias(feature.dtype) if pa.types.is_decimal(kind) or pa.types.is_temporal(kind) else kind
-
-
-def _cast(array: pa.Array, feature: Feature, where: str, dtype: type[np.generic], advice: str) -> pa.Array:
-    """Return an array without lists, cast to the type of `read_type`, or to float64 if `dtype` is float64."""
-    kind = read_type(array.type, feature)
+        kind = kind if is_text or pa.types.is_nested(kind) or pa.types.is_null(kind) else pa.string()
+    elif pa.types.is_decimal(kind) or pa.types.is_temporal(kind):
+        kind = pa.type_for_alias(feature.dtype)
     if kind == array.type:
         return array
     try:
@@ -128,8 +114,8 @@ def _annotations(column: pa.ChunkedArray, where: str, advice: str) -> list[bytes
     """
     kind = column.type
     # LeRobot's writer lets pyarrow infer the types, so a file without annotations has lists of nulls.
-    item = kind.value_type if _is_list(kind) else kind
-    if not (pa.types.is_null(item) or (pa.types.is_struct(item) and _is_list(kind))):
+    item = kind.value_type if is_list(kind) else kind
+    if not (pa.types.is_null(item) or (pa.types.is_struct(item) and is_list(kind))):
         raise DatasetError(f"{where} must hold lists of structs, as LeRobot writes language columns, got {kind}{advice}")
     texts: list[bytes] = []
     before: pa.Scalar | None = None
@@ -162,7 +148,7 @@ def _storage(array: pa.Array) -> pa.Array:
     return array.storage if isinstance(array, pa.ExtensionArray) else array
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind))
 
 

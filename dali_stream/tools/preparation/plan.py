@@ -230,7 +230,7 @@ class FilePlanner:
 
     def _look_at_rows(self, path: str) -> FileProperties:
         try:
-            footer = rows.read_footer(self._store, path, self._head["features"])
+            footer = rows.read_footer(self._store, path)
             rows.check_columns(self._store, self._head["features"], footer)
         except DatasetError:
             return FileProperties(path, 1)

@@ -18,8 +18,7 @@ import pyarrow.parquet as pq
 
 from dali_stream.checks.arrays import Int64
 from dali_stream.errors import DatasetError
-from dali_stream.lerobot.arrow import read_type
-from dali_stream.lerobot.features import Feature
+from dali_stream.lerobot.arrow import is_list
 from dali_stream.lerobot.info import TABULAR
 from dali_stream.lerobot.parquet import parquet_errors
 from dali_stream.lerobot.row_search import RowSearch, data_files
@@ -37,7 +36,7 @@ class Footer(NamedTuple):
 
     Attributes:
         path: Path of the file.
-        schema: Arrow schema of the file, with the types in which its columns are read.
+        schema: Arrow schema of the file.
         codec: Compression of the columns.
         first_row: First row of each row group, followed by the number of rows, shape (groups + 1,).
         size: Encoded size of each row group in bytes, shape (groups,).
@@ -55,17 +54,8 @@ class Footer(NamedTuple):
         return float(self.size.sum()) / max(int(self.first_row[-1]), 1)
 
 
-def read_footer(store: Store, path: str, features: Mapping[str, Any] | None = None) -> Footer:
-    """Read the footer of a file.
-
-    Args:
-        store: Storage of the file.
-        path: Path of the file.
-        features: Features of the columns, if a Loader reads them. Default: none.
-
-    Raises:
-        DatasetError: If the file is missing or broken.
-    """
+def read_footer(store: Store, path: str) -> Footer:
+    """Read the footer of a file. Raises DatasetError if it is missing or broken."""
     with parquet_errors(store, path), store.open(path) as file:
         parquet = pq.ParquetFile(file)
         groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
@@ -73,23 +63,7 @@ def read_footer(store: Store, path: str, features: Mapping[str, Any] | None = No
         size = np.array([sum(max(column.total_compressed_size, 0) for column in group) for group in columns], np.int64)
         codec = columns[0][0].compression.lower() if columns and columns[0] else "snappy"
         first_row = np.cumsum([0, *(group.num_rows for group in groups)])
-        schema, codec = _as_read(parquet.schema_arrow, features or {}), "none" if codec == "uncompressed" else codec
-        return Footer(path, schema, codec, first_row, size)
-
-
-def _as_read(schema: pa.Schema, features: Mapping[str, Any]) -> pa.Schema:
-    """Return a schema with the types in which columns are read, such as float32 for decimals. See `read_type`."""
-    kinds = {
-        name: read_type(schema.field(name).type, Feature(feature))
-        for name, feature in features.items()
-        if name in schema.names and feature.get("dtype") in (*TABULAR, "string")
-    }
-    changed = {name: kind for name, kind in kinds.items() if kind != schema.field(name).type}
-    for name, kind in changed.items():
-        schema = schema.set(schema.get_field_index(name), pa.field(name, kind))
-    # The library `datasets` infers its features from the types if the metadata does not contain them.
-    described = {key: value for key, value in (schema.metadata or {}).items() if key != b"huggingface"}
-    return schema.with_metadata(described or None) if changed else schema
+        return Footer(path, parquet.schema_arrow, "none" if codec == "uncompressed" else codec, first_row, size)
 
 
 def check_columns(store: Store, features: Mapping[str, Any], footer: Footer) -> None:
@@ -292,12 +266,11 @@ class EpisodeRows:
         """Return the rows of some row groups. Raises DatasetError if an image is stored in a separate file."""
         wanted = [name for name in self._footer.schema.names if name in self._columns]
         rows = parquet.read_row_groups(groups, wanted, use_threads=False)
-        rows = cast(rows, pa.schema([self._footer.schema.field(name) for name in wanted], rows.schema.metadata))
         for place, field in enumerate(new_schema(rows.schema, self._columns)):
             column = rows[field.name]
             if column.type != field.type:
                 with contextlib.suppress(pa.ArrowException):  # the check of the values has a better message
-                    if not _is_list(field.type):
+                    if not is_list(field.type):
                         column = _single(column)
                     rows = rows.set_column(place, field, column.cast(field.type))
         for key in rows.column_names:
@@ -340,9 +313,9 @@ def is_as_written(path: Path, schema: pa.Schema, count: int) -> bool:
 def new_schema(schema: pa.Schema, columns: Mapping[str, tuple[str, int]], is_v2: bool = False) -> pa.Schema:
     """Return the schema of new files, which have only the columns of features.
 
-    Integers, fractions and texts that are stored as another type get the type of their feature, such as string for texts that
-    are stored as integers. Lists of one number become numbers if the feature has the shape (1,). Other columns keep their type,
-    since LeRobot converts them.
+    Integers, fractions and texts that are stored as another type, such as decimals or times, get the type of their feature.
+    Lists of one number become numbers if the feature has the shape (1,). Other columns keep their type, since LeRobot converts
+    them.
 
     Args:
         schema: Schema of a file of the source.
@@ -356,18 +329,16 @@ def new_schema(schema: pa.Schema, columns: Mapping[str, tuple[str, int]], is_v2:
         schema = schema.with_metadata(described or None)
     for name in others:
         schema = _with_feature(schema.remove(schema.get_field_index(name)), name, None)
-    for place, field in enumerate(schema):
-        schema = schema.set(place, field.with_type(_regular_type(field.type, *columns[field.name])))
-    return schema
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind))
+    fields = [field.with_type(_regular_type(field.type, *columns[field.name])) for field in schema]
+    described = dict(schema.metadata or {})
+    if fields != list(schema):  # the library `datasets` infers its features from the types if the metadata lacks them
+        described.pop(b"huggingface", None)
+    return pa.schema(fields, described or None)
 
 
 def _single(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return the numbers in lists of one number each. Other columns are returned unchanged."""
-    while _is_list(column.type) and pc.all(pc.equal(pc.list_value_length(column), 1), skip_nulls=False).as_py():
+    while is_list(column.type) and pc.all(pc.equal(pc.list_value_length(column), 1), skip_nulls=False).as_py():
         column = pc.list_flatten(column)
     return column
 
@@ -383,12 +354,14 @@ def _is_number(kind: pa.DataType) -> bool:
 def _regular_type(kind: pa.DataType, dtype: str, depth: int) -> pa.DataType:
     if dtype not in (*TABULAR, "string") or isinstance(kind, pa.BaseExtensionType):
         return kind
-    if _is_list(kind):
+    if is_list(kind):
         item = _regular_type(kind.value_type, dtype, max(depth - 1, 0))
         if depth == 0:
             return item
         value = kind.value_field.with_type(item)
-        return pa.list_(value, kind.list_size) if pa.types.is_fixed_size_list(kind) else pa.list_(value)
+        if pa.types.is_fixed_size_list(kind):
+            return pa.list_(value, kind.list_size)
+        return pa.large_list(value) if pa.types.is_large_list(kind) else pa.list_(value)
     is_regular = _is_text if dtype == "string" else _is_number if dtype.startswith("float") else pa.types.is_integer
     return kind if dtype == "bool" or is_regular(kind) else pa.type_for_alias(dtype)
 

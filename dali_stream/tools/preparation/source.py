@@ -134,7 +134,7 @@ class TaskInput:
         columns |= dict.fromkeys(images, ("image", 0))
         has_video = any(spec["mode"] != "images" for spec in job["cameras"].values())
         self._locates: str = job["clock"] if has_video else ""
-        footer = functools.lru_cache(4)(lambda path: rows.read_footer(self.store, path, job["features"]))
+        footer = functools.lru_cache(4)(lambda path: rows.read_footer(self.store, path))
         self.rows = rows.EpisodeRows(self.store, footer, self.episodes, columns, self._locates, job["is_v2"])
         self._index = functools.lru_cache(16)(self._read_index)
         self._files: Json = task.get("files", {})
