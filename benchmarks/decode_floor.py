@@ -344,7 +344,8 @@ def packets_of(dataset: dali_stream.Dataset, camera: str) -> Callable[[int], tup
     @functools.cache
     def packets(episode: int) -> tuple[VideoIndex, np.ndarray]:
         table = indices.of(camera, episode, dataset.data_store)
-        interval = dataset.table.interval(camera, dataset.rows[episode])
+        row, episodes = dataset.rows[episode], dataset.table
+        interval = float(episodes.start[camera][row]), float(episodes.stop[camera][row])
         return table, find_packets(table, interval, reader.read(episode)[episode]["timestamp"], dataset.tolerance_s)
 
     return packets
