@@ -151,6 +151,7 @@ def places(
             "KEY": "action",
             "NAME": "",  # see `fill`
             "h264{}": "h264",
+            "0-19": "0-1",
         }
 
 
