@@ -182,6 +182,8 @@ def fill(dataset: str, folder: str) -> str:
 def test_each_command_runs(command: str, places: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     if " demo " in command:
         places["URI"] = "new"  # the command writes it
+    if " bench OUT" in command:
+        places["OUT"] = places["URI"]  # any dataset will do
     if " frames list " in command or " frames remove " in command:
         places["NAME"] = fill(places["URI"], places["DIR"])
     if " --index " in command:
