@@ -243,13 +243,13 @@ def test_rows_without_frames_are_sized_as_well() -> None:
 
 
 def test_a_node_is_sized_by_the_measured_work(capsys: pytest.CaptureFixture[str], small: Path) -> None:
-    """All frames fit in memory, so the first epoch decodes each of them, most before the timed batches."""
+    """All frames fit in memory, so the first epoch decodes each of them once. The first batches decode more than that."""
     size = ["--image-size", "64x80", "--memory-budget", "64MiB"]
     found = bench(capsys, small, *size, "--ranks", "4", "--cores", "32", "--step-ms", "50")
     node, dataset = found["node"], Dataset(small)
     assert (node["ranks"], node["cores"], node["step_s"]) == (4, 32, 0.05)
     assert 4 < node["cores_without_decoding"] < node["cores_needed"]
-    assert 1 <= node["decoded_per_delivered_frame"] < 1.5, "of the whole first epoch"
+    assert 1 <= node["decoded_per_delivered_frame"] < 1.1, "of the whole first epoch"
     assert node["memory_bytes"] == 4 * ((64 << 20) + 10**9)
     assert node["frame_cache_bytes"] == dataset.num_frames * 2 * 64 * 80 * 3
     assert node["network_bytes_per_s"] == 0
