@@ -9,12 +9,12 @@ invented: it has one camera, episodes of 250 to 500 frames, and closed GOPs.
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from typing import Any, NamedTuple
 
 import numpy as np
 from argument_types import count
+from decodes import decodes
 
 from dali_stream import Order
 from dali_stream.order.batches import Batches
@@ -23,7 +23,6 @@ from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.plan import Limits, Schedule
 from dali_stream.schedule.samples import samples
 from dali_stream.tools import environment
-from dali_stream.tools.decodes import plan_next
 
 GIB = 1 << 30
 BATCH_SIZE = 64
@@ -62,7 +61,7 @@ def main() -> int:
     print("|---|" + "---|" * len(MEMORY))
     cases = []
     for gop, steps in REQUESTS:
-        row = [decodes(lengths, gop, steps, memory, arguments.batches) for memory in MEMORY]
+        row = [decoded_per_frame(lengths, gop, steps, memory, arguments.batches) for memory in MEMORY]
         request = "single frames" if steps == 1 else f"windows of {steps}, 1 s apart"
         print(f"| {gop}, {request} |", " | ".join(f"{ratio:.2f}" for ratio in row), "|", flush=True)
         cases += [
@@ -76,7 +75,7 @@ def main() -> int:
     return 0
 
 
-def decodes(lengths: np.ndarray, gop: int, steps: int, memory: Memory, most: int | None) -> float:
+def decoded_per_frame(lengths: np.ndarray, gop: int, steps: int, memory: Memory, most: int | None) -> float:
     """Return the number of decoded frames per delivered frame in the first epoch, or its first `most` batches."""
     frames = int(lengths.sum())
     batches = Batches(frames, BATCH_SIZE, memory.world_size, "drop")
@@ -87,11 +86,7 @@ def decodes(lengths: np.ndarray, gop: int, steps: int, memory: Memory, most: int
     kept = min(memory.bytes // (memory.size[0] * memory.size[1] * 3), frames)
     windows, limits = {"camera": -30 * np.arange(steps)[::-1]}, Limits(kept, IN_PROGRESS, horizon(kept, frames))
     planner = Schedule(EpisodeTable(lengths, windows), samples(order, batches, 0, 0, 0), BATCH_SIZE, windows, limits)
-    decoded = shown = 0
-    for _ in itertools.repeat(None, min(batches.count(0), most or batches.count(0))):
-        plan = plan_next(planner, lengths, gop).frames["camera"]
-        decoded, shown = decoded + plan.decodes, shown + plan.show.size
-    return decoded / shown
+    return decodes(planner, lengths, gop, min(batches.count(0), most or batches.count(0))).decoded
 
 
 if __name__ == "__main__":

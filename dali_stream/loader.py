@@ -492,7 +492,7 @@ class Loader:
         The last 200 batches are judged. Batches of the first epoch are never judged together with later ones, whose frames may
         be in memory already. A Loader logs the result once, after 200 batches. If memory_budget holds all decoded frames, the
         Loader logs the result after the first epoch, since only the first epoch decodes. Everything is measured, and nothing is
-        predicted: `dali-stream why URI` predicts what each change would bring.
+        predicted: `dali-stream bench URI` measures the frames per second with and without a change.
 
         Args:
             since: Earlier result of `stats()`. If given, all batches after it are judged instead.

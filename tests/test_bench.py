@@ -19,6 +19,7 @@ from support.slow import slow_after
 
 from dali_stream import Dataset, Loader
 from dali_stream.cli import main
+from dali_stream.tools.bench.node import Node, needs
 
 ROOT = Path(__file__).parents[1]
 SHORT = ["--batch-size", "8", "--num-batches", "6", "--warmup", "2", "--device", "cpu"]
@@ -191,12 +192,89 @@ def test_no_frame_is_no_measurement(capsys: pytest.CaptureFixture[str], demo_cop
         (["--mode", "double"], "Unknown mode 'double'. Allowed: single, sarm, action_chunk"),
         (["--num-threads", "0"], "'0'"),
         (["--image-size", "224"], "--image-size must be HEIGHTxWIDTH or HEIGHT WIDTH"),
+        (["--ranks", "8"], "--step-ms must be given with --ranks"),
+        (["--cores", "96"], "--step-ms must be given with --cores"),
+        (["--step-ms", "0"], "--step-ms must be greater than 0, got 0"),
+        (["--step-ms", "nan"], "--step-ms must be greater than 0, got nan"),
+        (["--step-ms", "5", "--ranks", "0"], "--ranks must be a whole number of 1 or more, got '0'"),
         (["--source", "../a"], "--source must be up to 64 letters, digits, '_', '.' and '-', got '../a'"),
     ],
 )
 def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str], demo: Path, arguments: list[str], said: str) -> None:
     assert main(["bench", str(demo), *SHORT, *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------- what a node needs
+
+
+@pytest.mark.parametrize(("decode_ms", "decoded", "cores"), [(3.26, 1.0, 37), (4.11, 1.0, 44), (0.88, 1.0, 17), (3.26, 0.0, 9)])
+def test_the_worked_example_of_the_page(decode_ms: float, decoded: float, cores: int) -> None:
+    """8 GPUs, 120 ms a step, batches of 64 samples of two cameras of 480×640, with the rates of the page."""
+    samples = 1000
+    work = {
+        "samples": samples,
+        "frames": 2 * samples,
+        "decoded_frames": 2 * samples * decoded,
+        "decode_cpu_s": 2 * samples * decoded * decode_ms / 1e3,
+        "copy_cpu_s": 2 * samples * 0.07e-3,
+        "plan_cpu_s": samples * 0.14e-3,
+        "needed_bytes": 2 * samples * 9e3,
+    }
+    setting = {"batch_size": 64, "memory_budget": 4 << 30, "frame_cache_bytes": 10**9, "remote": True}
+    found = needs(Node(8, 96, 0.12), work, **setting)
+    by_hand = 8 * (64 / 0.12 * (2 * (decoded * decode_ms + 0.07) + 0.14) / 1e3 + 1)
+    assert found["cores_needed"] == pytest.approx(by_hand)
+    assert round(found["cores_needed"]) == cores
+    assert round(found["cores_without_decoding"]) == 9
+    assert found["decoded_per_delivered_frame"] == decoded
+    assert found["planner_s"] == pytest.approx(64 * 0.14e-3)
+    assert found["memory_bytes"] == 8 * (4 * 1024**3 + 10**9)
+    assert found["frame_cache_bytes"] == 10**9
+    assert found["network_bytes_per_s"] == pytest.approx(8 / 0.12 * 64 * 2 * 9e3)
+    assert needs(Node(8, 96, 0.12), work, **setting | {"remote": False})["network_bytes_per_s"] == 0
+
+
+def test_rows_without_frames_are_sized_as_well() -> None:
+    work = dict.fromkeys(("frames", "decoded_frames", "decode_cpu_s", "copy_cpu_s", "needed_bytes"), 0.0)
+    setting = {"batch_size": 10, "memory_budget": 1 << 20, "frame_cache_bytes": 0, "remote": False}
+    found = needs(Node(2, 1, 0.5), work | {"samples": 5, "plan_cpu_s": 0.5}, **setting)
+    assert (found["decoded_per_delivered_frame"], found["planner_s"], found["cores_needed"]) == (None, 1.0, 6.0)
+
+
+def test_a_node_is_sized_by_the_measured_work(capsys: pytest.CaptureFixture[str], small: Path) -> None:
+    """All frames fit in memory, so the first epoch decodes each of them once. The first batches decode more than that."""
+    size = ["--image-size", "64x80", "--memory-budget", "64MiB"]
+    found = bench(capsys, small, *size, "--ranks", "4", "--cores", "32", "--step-ms", "50")
+    node, dataset = found["node"], Dataset(small)
+    assert (node["ranks"], node["cores"], node["step_s"]) == (4, 32, 0.05)
+    assert 4 < node["cores_without_decoding"] < node["cores_needed"]
+    assert 1 <= node["decoded_per_delivered_frame"] < 1.1, "of the whole first epoch"
+    assert node["memory_bytes"] == 4 * ((64 << 20) + 10**9)
+    assert node["frame_cache_bytes"] == dataset.num_frames * 2 * 64 * 80 * 3
+    assert node["network_bytes_per_s"] == 0
+    assert bench(capsys, small, *size)["node"] is None
+    assert main(["bench", str(small), *SHORT, *size, "--cores", "1", "--ranks", "4", "--step-ms", "0.01"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(
+        r"node \d+\.\d cores for 4 ranks and a step of 0.01 ms, with 1\.\d\d frames decoded per delivered frame", text
+    )
+    assert "1 core: not enough the planner of a rank takes" in text
+    assert "4.3 GB of memory: for each rank, a memory_budget of 64MiB and 1 GB" in text
+    assert "of local disk for a frame_cache of all frames" in text
+    assert "over the network" not in text
+
+
+@pytest.mark.slow
+def test_a_node_reads_a_remote_dataset_once_per_epoch(capsys: pytest.CaptureFixture[str], small: Path) -> None:
+    videos = sum(path.stat().st_size for path in small.rglob("*.mp4"))
+    step = ["--ranks", "2", "--step-ms", "250"]
+    with Server(small) as server:
+        found = bench(capsys, server.url, *step)
+        assert main(["bench", server.url, *SHORT, *step]) == 0
+    per_sample = found["node"]["network_bytes_per_s"] / (2 * 8 / 0.25)
+    assert 0.9 * videos < per_sample * Dataset(small).num_frames < 1.5 * videos
+    assert "/s over the network, until a cache_dir has the dataset" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow

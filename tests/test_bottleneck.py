@@ -6,14 +6,18 @@ import itertools
 import logging
 import re
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.servers import Server
 
-from dali_stream import Loader
+from dali_stream import Dataset, Loader
+from dali_stream.decode import torchcodec_decoder
 from dali_stream.observe.counters import Counters
-from dali_stream.run.bottleneck import STAGES, Setup, find
+from dali_stream.run.bottleneck import STAGES, Bottleneck, Setup, find
 from dali_stream.schedule.plan import Schedule
 
 
@@ -79,14 +83,14 @@ CODED = {"decoders": {"dali"}}
         (DECODE, {"frames_budget": 9 << 30, "sharded": True}, '"9.0GiB", which holds all decoded frames of this rank'),
         (DECODE, {"keeps_all": True, "sharded": True}, "since memory_budget holds all decoded frames of this rank."),
         (DECODE, {"keeps_all": True}, "Later epochs decode only frames that no earlier one has shown, since memory_budget"),
-        (DECODE | LONG_GOP, {"decoders": set()}, "help: more CPU cores than the 4 of this process ("),  # its frames are images
+        (DECODE | LONG_GOP, {"decoders": set()}, "help: more CPU cores than the 4 of this process."),  # its frames are images
         (
             DECODE,
             {"gpu": True},
             "more CPU cores than the 4 of this process, or a GPU that decodes the videos (see Loader.routes)",
         ),
         (DECODE, {"gpu": True, "decoders": {"torchcodec-cuda"}}, "help: a GPU with more decode engines"),
-        (DECODE, {"gpu": True, "decoders": set()}, "help: more CPU cores than the 4 of this process ("),
+        (DECODE, {"gpu": True, "decoders": set()}, "help: more CPU cores than the 4 of this process."),
         (READ, {}, "help: a faster disk"),
         (READ, {"remote": True}, "help: cache_dir on a local disk"),
         (READ, {"remote": True, "cached": True}, "help: faster or nearer storage, or a larger memory_budget if"),
@@ -117,8 +121,7 @@ def test_everything_that_may_help_is_named() -> None:
     assert str(find(times(**DECODE | LONG_GOP), setup(cores=16, frames_budget=9 << 30))) == (
         "Decoding takes 90 % of the time of the 4 decode threads, and training waits for batches 100 % of the time. "
         'What may help: memory_budget="9.0GiB", which holds all decoded frames, or shorter GOPs (`dali-stream prepare URI OUT '
-        "--codec h264 --gop 2`), or num_threads=16, as many as this process has cores (`dali-stream why URI` predicts by how "
-        "much)."
+        "--codec h264 --gop 2`), or num_threads=16, as many as this process has cores."
     )
 
 
@@ -279,3 +282,78 @@ def test_the_training_process_plans_only_its_own_batches(demo: Path, monkeypatch
         assert loader.bottleneck() is not None
     assert threads
     assert threading.get_ident() not in threads
+
+
+# ----------------------------------------------------------------------- a stage that is slowed down by waiting
+
+
+@pytest.fixture
+def slow_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each decoded frame takes 5 ms more, whatever else the machine does."""
+    decode = torchcodec_decoder.decode_in_parts
+
+    def slow(*arguments: Any) -> Iterator[Any]:
+        for part in decode(*arguments):
+            time.sleep(part.decoded * 0.005)
+            yield part
+
+    monkeypatch.setattr(torchcodec_decoder, "decode_in_parts", slow)
+
+
+def measured(dataset: Any, step_s: float = 0.0, **changed: Any) -> tuple[float, Bottleneck]:
+    """The batches per second of an epoch after its first batch, whose time includes the start, and what limits them."""
+    settings: dict[str, Any] = {"batch_size": 8, "image_size": (32, 40), "image_dtype": "uint8", "device": "cpu"}
+    with Loader(dataset, **settings | changed) as loader:
+        seen: dict[str, Any] = {}
+        for _ in loader:
+            seen = seen or loader.stats()
+            time.sleep(step_s)
+        limit, now = loader.bottleneck(seen), loader.stats()
+    assert limit is not None
+    grown = {key: now[key] - seen[key] for key in ("batches", "wait_s", "training_s")}
+    return grown["batches"] / (grown["wait_s"] + grown["training_s"]), limit
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.usefixtures("slow_decoding")
+def test_more_threads_are_recommended_and_help(h264_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dali_stream.system.process.cores", lambda: 2)
+    before, limit = measured(h264_demo, num_threads=1)
+    assert limit.stage == "decode"
+    assert "num_threads=2" in limit.text
+    after, _ = measured(h264_demo, num_threads=2)
+    assert after > 1.2 * before
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.usefixtures("slow_decoding")
+def test_shorter_gops_are_recommended_and_help(written: Callable[..., Path]) -> None:
+    """With little memory, so that most frames of a GOP are decoded again for each frame."""
+    options = {"memory_budget": "500kB", "num_threads": 2}
+    long, short = (written(episodes=4, size=(128, 160), codec="h264", gop=gop) for gop in (12, 2))
+    before, limit = measured(long, **options)
+    assert limit.stage == "decode"
+    assert "--gop 2" in limit.text
+    after, _ = measured(short, **options)
+    assert after > 1.2 * before
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_cache_of_a_slow_server_is_recommended_and_helps(demo: Path, tmp_path: Path) -> None:
+    """A run needs no bytes of the server if an earlier run has left them in cache_dir."""
+    with Server(demo, bytes_per_s=200_000.0) as server:
+        before, limit = measured(server.url, 0.02)
+        assert limit.stage in ("read", "rows")
+        assert "cache_dir" in limit.text
+        measured(Dataset(server.url, cache_dir=tmp_path))
+        after, _ = measured(Dataset(server.url, cache_dir=tmp_path), 0.02)
+    assert after > 1.2 * before
+
+
+def test_a_loader_that_keeps_up_needs_no_change(demo: Path) -> None:
+    _, limit = measured(Dataset(demo, episodes=[0, 1]), 0.1)
+    assert limit.stage == "training"
+    assert "A faster loader would not help" in limit.text

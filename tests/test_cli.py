@@ -470,7 +470,7 @@ def test_a_reader_that_leaves_is_no_reason_to_complain(made: Path, options: list
         assert run.stderr.read() == ""
 
 
-READING = ("bench", "doctor", "frames fill", "info", "prepare", "preview", "stats", "why")
+READING = ("bench", "doctor", "frames fill", "info", "prepare", "preview", "stats")
 
 
 @pytest.mark.parametrize("command", READING)
@@ -489,10 +489,10 @@ def test_commands_that_read_a_dataset_have_its_options(command: str, capsys: pyt
         ("bench URI --batch-size 0", "--batch-size must be a whole number of 1 or more, got '0'\n"),
         ("preview URI --out a.jpg", "--out must end in .png, got 'a.jpg'\n"),
         (
-            "why URI --window top",
+            "preview URI --window top",
             "--window must be CAMERA=SECONDS,SECONDS,..., such as observation.images.top=-0.1,0, got 'top'\n",
         ),
-        ("why URI --window top=0 --window top=1", "--window must have each camera once, got top twice"),
+        ("preview URI --window top=0 --window top=1", "--window must have each camera once, got top twice"),
         ("frames fill URI --frame-cache DIR", "Missing option '--image-size'. See dali-stream frames fill"),
     ],
 )
@@ -516,7 +516,6 @@ def test_json_that_is_none_is_not_quoted(capsys: pytest.CaptureFixture[str]) -> 
         ("preview", ["[URI]..."]),
         ("bench", ["URI..."]),
         ("stats", ["URI"]),
-        ("why", ["URI"]),
         ("demo", []),
         ("frames fill", ["URI..."]),
         ("frames list", ["DIR"]),

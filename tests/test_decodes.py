@@ -1,10 +1,12 @@
-"""Predicted decodes per delivered frame, against what a Loader decodes."""
+"""Decodes per delivered frame of a Loader, against those of its schedule alone, as `benchmarks/decodes.py` counts them."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,74 +14,92 @@ from support.batches import check_identities
 from support.datasets import TOP, read_lengths
 
 from dali_stream import Loader, Mixture
-from dali_stream.schedule.budget import frames_budget
-from dali_stream.tools.decodes import Decodes, decodes_of
+from dali_stream.schedule.budget import divide, frames_budget, order_horizon
+from dali_stream.schedule.episodes import EpisodeTable
+from dali_stream.schedule.plan import Limits, Schedule
+from dali_stream.schedule.samples import samples
 
 SETTINGS: dict[str, Any] = {"batch_size": 8, "image_size": (64, 80), "image_dtype": "uint8", "device": "cpu"}
+GOP = 2  # of the demo dataset
 
 
-def predicted(dataset: Path, **changed: Any) -> tuple[Decodes, Decodes]:
-    with Loader(dataset, **SETTINGS | changed) as loader:
-        return decodes_of(loader._config, list(loader.routes))
+@pytest.fixture(scope="module")
+def decodes() -> Iterator[ModuleType]:
+    """The module of the benchmarks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        import decodes
+
+        yield decodes
+
+
+def scheduled(decodes: ModuleType, loader: Loader) -> list[Any]:
+    """The work per delivered frame of two epochs, by the schedule of a Loader. Nothing is read or decoded."""
+    config, cameras = loader._config, list(loader.routes)
+    sizes = config.sizes(cameras)
+    parts = divide(config.memory_budget, sizes)
+    limits = Limits(parts.kept, config.in_progress, order_horizon(parts, sizes))
+    read = samples(config.order, config.batches, config.rank, 0, 0)
+    windows, lengths = {key: config.windows.of(key) for key in cameras}, config.source.lengths
+    schedule = Schedule(
+        EpisodeTable(lengths, cameras), read, config.batches.largest, windows, limits, needed=config.needed(cameras)
+    )
+    return [decodes.decodes(schedule, lengths, GOP, config.batches.count(epoch)) for epoch in range(2)]
+
+
+def decoded(loader: Loader) -> tuple[float, float]:
+    """Stream an epoch. Return the decoded and the stored frames per delivered frame."""
+    before = loader.stats()
+    for _ in loader:
+        pass
+    grown = {key: value - before[key] for key, value in loader.stats().items() if isinstance(value, int)}
+    return grown["decoded_frames"] / grown["frames"], grown["stored_frames"] / grown["frames"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", [{"memory_budget": 6 << 20}, {"memory_budget": 16 << 20}, {"consumers": 4}])
-def test_predictions_are_what_a_loader_decodes(demo: Path, changed: dict[str, Any]) -> None:
+def test_a_loader_decodes_what_its_schedule_says(demo: Path, decodes: ModuleType, changed: dict[str, Any]) -> None:
     """In the first epoch, which decodes each frame at least once, and in the second, which finds some frames in memory."""
-    expected = predicted(demo, **changed)
-    found = []
     with Loader(demo, **SETTINGS | changed) as loader:
-        for _ in range(2):
-            before = loader.stats()
-            for _ in loader:
-                pass
-            grown = {key: value - before[key] for key, value in loader.stats().items() if isinstance(value, int)}
-            found.append(Decodes(*(grown[key] / grown["frames"] for key in ("decoded_frames", "stored_frames"))))
-    for predicted_epoch, epoch, close in zip(expected, found, (0.1, 0.15), strict=True):
-        assert tuple(predicted_epoch) == pytest.approx(tuple(epoch), rel=close)
-        assert epoch.stored <= epoch.decoded
-    first, later = found
-    assert min(first.decoded, expected[0].decoded) >= 1
-    assert later.decoded < first.decoded, "some frames of the first epoch are in memory"
+        expected = scheduled(decodes, loader)
+        found = [decoded(loader) for _ in range(2)]
+    for planned, epoch, close in zip(expected, found, (0.1, 0.15), strict=True):
+        assert tuple(planned) == pytest.approx(epoch, rel=close)
+        assert epoch[1] <= epoch[0]
+    assert min(found[0][0], expected[0].decoded) >= 1
+    assert found[1][0] < found[0][0], "some frames of the first epoch are in memory"
 
 
-def assert_later_epochs_decode_what_was_not_shown(loader: Loader) -> None:
+def assert_later_epochs_decode_what_was_not_shown(loader: Loader, decodes: ModuleType) -> None:
     """With memory for all frames. No text says that later epochs decode nothing."""
-    expected = decodes_of(loader._config, list(loader.routes))
-    found, texts = [], []
+    expected, found, texts = scheduled(decodes, loader), [], []
     for _ in range(3):
-        before = loader.stats()
-        for _ in loader:
-            pass
-        after = loader.stats()
-        found.append(Decodes(*((after[key] - before[key]) / (after["frames"] - before["frames"])
-                               for key in ("decoded_frames", "stored_frames"))))  # fmt: skip
+        found.append(decoded(loader))
         texts.append(str(loader.bottleneck()))
     assert loader._source.keeps_all
-    assert 0 < found[1].decoded < found[0].decoded
-    assert tuple(expected[0]) == pytest.approx(tuple(found[0]), rel=0.1)
-    assert tuple(expected[1]) == pytest.approx(tuple(found[1]), rel=0.25, abs=0.02)
+    assert 0 < found[1][0] < found[0][0]
+    assert tuple(expected[0]) == pytest.approx(found[0], rel=0.1)
+    assert tuple(expected[1]) == pytest.approx(found[1], rel=0.25, abs=0.02)
     assert not any("decode nothing" in text for text in texts), texts
 
 
 @pytest.mark.slow
-def test_later_epochs_of_a_mixture_decode_what_earlier_ones_have_not_shown(demo: Path) -> None:
+def test_later_epochs_of_a_mixture_decode_what_earlier_ones_have_not_shown(demo: Path, decodes: ModuleType) -> None:
     parts = {"few": {"uri": demo, "episodes": [0]}, "many": {"uri": demo, "episodes": [1, 2, 3, 4, 5]}}
     with (
         closing(Mixture(parts, weights={"few": 3, "many": 1})) as mixture,
         Loader(mixture, prefetch=2, **SETTINGS) as loader,
     ):
-        assert_later_epochs_decode_what_was_not_shown(loader)
+        assert_later_epochs_decode_what_was_not_shown(loader, decodes)
 
 
-def test_later_epochs_of_a_rank_decode_what_earlier_ones_have_not_shown(demo: Path) -> None:
+def test_later_epochs_of_a_rank_decode_what_earlier_ones_have_not_shown(demo: Path, decodes: ModuleType) -> None:
     with Loader(demo, rank=1, world_size=4, prefetch=2, **SETTINGS) as loader:
-        assert_later_epochs_decode_what_was_not_shown(loader)
+        assert_later_epochs_decode_what_was_not_shown(loader, decodes)
 
 
-def test_a_rank_with_memory_for_its_shard_decodes_it_once(demo: Path) -> None:
-    """And so does the prediction. Memory for the frames of the rank is much less than for all frames."""
+def test_a_rank_with_memory_for_its_shard_decodes_it_once(demo: Path, decodes: ModuleType) -> None:
+    """And so does the schedule alone. Memory for the frames of the rank is much less than for all frames."""
     options = SETTINGS | {"rank": 1, "world_size": 4, "prefetch": 2, "last_batch": "partial", "image_size": None}
     with Loader(demo, **options) as loader:
         for_all = frames_budget(loader._config.sizes(list(loader.routes)))
@@ -89,7 +109,7 @@ def test_a_rank_with_memory_for_its_shard_decodes_it_once(demo: Path) -> None:
         assert frames == pytest.approx(2 * loader.dataset.num_frames / 4, rel=0.05)
     assert for_all - enough == pytest.approx(0.75 * 2 * loader.dataset.num_frames * 128 * 160 * 3, rel=0.1)
     with Loader(demo, shuffle="sharded", memory_budget=enough, **options) as loader:
-        first, later = decodes_of(loader._config, list(loader.routes))
+        first, later = scheduled(decodes, loader)
         assert (first.stored, later.decoded) == (pytest.approx(1), 0)
         for _ in loader:
             pass
@@ -130,12 +150,3 @@ def test_the_end_of_the_first_epoch_tells_what_shards_save(demo: Path, caplog: p
         assert (count, decoded) == (0, 0)
     for silent in ({"memory_budget": enough // 2}, {"rank": 1}, {"world_size": 1}, {"shuffle": "global"}, {"shuffle": False}):
         assert told(1, **silent)[0] == 0, silent
-
-
-def test_a_shorter_gop_decodes_less_where_frames_are_not_cached(demo: Path) -> None:
-    budget = {"memory_budget": 4 << 20}
-    with Loader(demo, **SETTINGS | budget) as loader:
-        long, short = (decodes_of(loader._config, list(loader.routes), gop) for gop in (12, 2))
-    for shorter, longer in zip(short, long, strict=True):
-        assert shorter.decoded < longer.decoded
-    assert decodes_of(loader._config, []) == ((0, 0), (0, 0)), "no camera is decoded on the CPU"

@@ -351,7 +351,7 @@ def test_what_long_gops_cost(encoded: Callable[..., Path], monkeypatch: pytest.M
     assert finding.status == "warning"
     assert finding.text == "GOP 36 decodes 18 frames per delivered frame without the cache in memory"
     assert "`dali-stream prepare URI OUT --codec h264 --gop 2`" in finding.remedy
-    assert finding.remedy.endswith("`dali-stream why URI` predicts what each remedy brings")
+    assert finding.remedy.endswith("`dali-stream bench URI` measures the frames per second with each of them")
     assert f"{CAMERA} GOPs" not in looked_at(encoded(*h264(2)))[0]
 
 

@@ -69,11 +69,6 @@ def test_a_wrong_size_is_an_error_that_names_both_forms(
     assert f"--image-size {BOTH}" in failed(capsys, [command, demo, "--image-size", *size], 2)
 
 
-@pytest.mark.parametrize("size", ["96", "96x", "0x96", "96x128x3"])
-def test_a_wrong_size_of_why(demo: Path, capsys: pytest.CaptureFixture[str], size: str) -> None:
-    assert f"--image-size {BOTH}" in failed(capsys, ["why", demo, "--image-size", size], 2)
-
-
 # ----------------------------------------------------------------------- programs of argparse
 
 

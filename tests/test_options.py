@@ -360,7 +360,6 @@ ANSWERING: tuple[Any, ...] = (
     Normalizer,
     dali_stream.batch_at,
     dali_stream.tools.prepare,
-    dali_stream.tools.why,
 )
 
 

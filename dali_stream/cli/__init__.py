@@ -30,7 +30,6 @@ from dali_stream.cli.prepare import prepare
 from dali_stream.cli.preview import preview
 from dali_stream.cli.selftest import selftest
 from dali_stream.cli.stats import stats
-from dali_stream.cli.why import why
 
 __all__ = ["main"]
 
@@ -58,7 +57,6 @@ app.command(short_help="Rewrite a dataset for training.")(prepare)
 app.command(short_help="Draw a batch as the model sees it.")(preview)
 app.command(short_help="Compute the statistics that normalize needs.")(stats)
 app.command(short_help="Test NVDEC through DALI on this machine.")(selftest)
-app.command(short_help="Say why a Loader is slow, and what would help.")(why)
 
 
 def _print_version(enabled: bool) -> None:

@@ -8,7 +8,7 @@ If the training loop waits for batches, the largest part of `wait_s` shows why. 
 iterates is the limit. If it is `starved_s`, the frames are late. Then the limit is the longest stage of the planner thread or
 of the decode threads, whichever are busier. If both are idle most of the time, `prefetch` is too small.
 
-Everything is measured, and each stage has a rule or two. `tools.why` predicts their gains, in a process of its own.
+Everything is measured, and each stage has a rule or two. `dali-stream bench` measures what a change brings.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
     else:
         stage, share, text = "handover", handover, f"Handing batches over takes {_percent(handover)} of the time"
     text += f", and training waits for batches {_percent(wait)} of the time. What may help: "
-    text += f"{', or '.join(_remedies(stage, times, setup))} (`dali-stream why URI` predicts by how much)."
+    text += f"{', or '.join(_remedies(stage, times, setup))}."
     if stage in ("read", "pack", "decode", "resize") and setup.keeps_all:
         text += f" Later epochs decode only frames that no earlier one has shown, since memory_budget holds {setup.frames}."
     return Bottleneck(stage, share, text, shares)

@@ -10,11 +10,7 @@ if TYPE_CHECKING:
     from dali_stream.tools.diagnosis import DoctorReport, Finding, doctor
     from dali_stream.tools.diagnosis.report import Area, Status
     from dali_stream.tools.indexing import IndexReport, index
-    from dali_stream.tools.measuring import Speed
     from dali_stream.tools.preparation import MapTasks, PreparedCamera, PrepareReport, PrepareStatus, prepare
-    from dali_stream.tools.remedies import Remedy
-    from dali_stream.tools.sizing import Need, Node, Sizing
-    from dali_stream.tools.why_report import WhyReport, why
 
 __all__ = [
     "Area",
@@ -25,21 +21,14 @@ __all__ = [
     "Finding",
     "IndexReport",
     "MapTasks",
-    "Need",
-    "Node",
     "PrepareReport",
     "PrepareStatus",
     "PreparedCamera",
-    "Remedy",
-    "Sizing",
-    "Speed",
     "Status",
-    "WhyReport",
     "describe",
     "doctor",
     "index",
     "prepare",
-    "why",
 ]
 
 _MODULES = {
@@ -48,10 +37,6 @@ _MODULES = {
     "diagnosis.report": ("Area", "Status"),
     "indexing": ("IndexReport", "index"),
     "preparation": ("MapTasks", "PreparedCamera", "PrepareReport", "PrepareStatus", "prepare"),
-    "measuring": ("Speed",),
-    "sizing": ("Need", "Node", "Sizing"),
-    "remedies": ("Remedy",),
-    "why_report": ("WhyReport", "why"),
 }
 
 

@@ -115,7 +115,6 @@ def test_every_program_writes_its_report_without_paths() -> None:
         "lerobot_gpu.py": "spec.json",
         "gpu_features.py": "info",
         "disk_frames.py": "json.dumps(",
-        "sizing.py": "json.dumps(result)",
         "same_batches.py": "",  # writes no report
         "prepare.py": "RunState(",
         "prepare_lerobot.py": "dumps(jobs)",

@@ -27,7 +27,7 @@ Progress = Callable[[int, int, str], None]
 """Function that shows the number of finished batches, the total, and what they are for."""
 CHUNK = 50  # number of actions
 SARM_STEPS, SARM_SPACING_S = 8, 1.0
-_WORK = ("decode_cpu_s", "copy_cpu_s", "plan_cpu_s", "decoded_frames", "frames", "samples")  # work of all batches
+_WORK = ("decode_cpu_s", "copy_cpu_s", "plan_cpu_s", "decoded_frames", "frames", "samples", "needed_bytes")
 POINTS = 200  # maximum number of points of the timeline
 
 
@@ -94,8 +94,9 @@ def measure(
         action: Key of the actions of mode "action_chunk". Default: None, and the key is found by its name.
 
     Returns:
-        The measurements of this rank. `later` contains those of later epochs, or None, and `totals` the CPU seconds and the
-        amounts of work of all batches. See `_Clock.time` and `run.node_report` for the fields.
+        The measurements of this rank. `later` contains those of later epochs, or None, `totals` the CPU seconds and the
+        amounts of work of all batches, and `work` those of the first epoch, or of the timed batches if all epochs have the
+        same cost. `setting` has the keyword arguments of `node.needs`. See `_Clock.time` and `run.node_report` for the fields.
 
     Raises:
         DaliStreamError: If the dataset has no cameras and the mode needs them, or a frame cannot be read.
@@ -114,20 +115,31 @@ def measure(
         fits = running._source.keeps_all and epoch > 1
         clock.take(min(warmup - 1, epoch - 2) if fits else warmup - 1)
         first = clock.time(min(num_batches, epoch - running.batch_index) if fits else num_batches)
+        work = first["sums"]
         if fits:
             clock.take(epoch - running.batch_index, "the rest of the first epoch")
+            work = running.stats()  # the first batches also decode frames of later ones, so all of the epoch counts
             clock.take(warmup)
         later = clock.time(num_batches if fits else 0)
+        config = running._config
+        frame_bytes = sum(map(config.frame_bytes, config.cached(running.routes)))
         return first | {
             "later": later if fits else None,
             "host": platform.node(),
             "device": first_row["device"],
             "first_batch_latency_s": running.stats()["first_batch_s"],
             "totals": {key: running.stats()[key] for key in _WORK},
+            "work": {key: work[key] for key in _WORK},
+            "setting": {
+                "batch_size": config.batches.batch_size,
+                "memory_budget": config.memory_budget,
+                "frame_cache_bytes": int(config.source.lengths.sum()) * frame_bytes,
+                "remote": config.source.data_store.remote,
+            },
             "routes": {key: asdict(route) for key, route in running.routes.items()},
             **{key: running.state_dict()["order"][key] for key in ("consumers", "episode_pool_size")},
-            "num_threads": running._config.num_threads,
-            "memory_budget": budget_text(running._config.memory_budget),
+            "num_threads": config.num_threads,
+            "memory_budget": budget_text(config.memory_budget),
             "peak_rss_bytes": environment.peak_rss(),
         }
 

@@ -14,6 +14,7 @@ from dali_stream.run.bottleneck import STAGES
 from dali_stream.system import process
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import Mode, Progress, measure
+from dali_stream.tools.bench.node import Node, needs
 
 PERCENTILES = (50, 95, 99)
 _CHOSEN = ("consumers", "episode_pool_size", "num_threads", "memory_budget")  # arguments whose default the Loader chooses
@@ -29,6 +30,7 @@ def run(
     head: dict[str, Any],
     progress: Progress,
     action: str | None = None,
+    node: Node | None = None,
 ) -> dict[str, Any] | None:
     """Measure on every rank of this run.
 
@@ -40,6 +42,7 @@ def run(
             "local" or "mixture".
         progress: Function that is called after each batch of the main rank.
         action: See `measure.measure`.
+        node: Node of a training run, whose needs the report then has. Default: None.
 
     Returns:
         The report on the main rank, and None on the others. See `node_report`.
@@ -69,6 +72,7 @@ def run(
             **loader,
             **({"datasets": _delivered(dataset, ranks)} if isinstance(dataset, Mixture) else {}),
         },
+        node,
     )  # fmt: skip
 
 
@@ -81,12 +85,13 @@ def _delivered(mixture: Mixture, ranks: list[dict[str, Any]]) -> dict[str, dict[
     }
 
 
-def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, Any]:
+def node_report(ranks: list[dict[str, Any]], head: dict[str, Any], node: Node | None = None) -> dict[str, Any]:
     """Combine the measurements of all ranks. Rates are per node.
 
     Args:
         ranks: Results of `measure.measure`.
         head: Entries to begin the report with.
+        node: See `run`.
 
     Returns:
         `head`, and the entries below. Paths are reduced to file names.
@@ -109,6 +114,8 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
           decode threads then read and write this cache as well.
         - `decoded_per_delivered_frame`, `unique_episodes_per_batch`, `cpu_s_per_sample`: Means over all ranks.
         - `peak_rss_bytes`, `peak_gpu_bytes`: Maximum over all ranks.
+        - `node`: Result of `node.needs` for the work of the first epoch, or of the timed batches if all epochs have the same
+          cost. None without `node`.
         - `routes`, `timeline`, `consumers`, `episode_pool_size`, `num_threads`, `memory_budget`: Those of rank 0.
         - `versions`, `machine`, `date`: See `environment.ran_on`.
     """
@@ -120,6 +127,7 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         "later_epochs": _timed(later, nodes) if all(later) else None,
         **{key: max(rank[key] for rank in ranks) for key in ("first_batch_latency_s", "peak_rss_bytes")},
         "cpu_ms": _cpu_ms([rank["totals"] for rank in ranks], head),
+        "node": needs(node, _sum([rank["work"] for rank in ranks]), **main["setting"]) if node else None,
         **{key: main[key] for key in ("device", "routes", "timeline", *_CHOSEN)},
         **environment.ran_on(main["device"]),
     }
@@ -133,16 +141,21 @@ def _cpu_ms(ranks: list[dict[str, float]], head: dict[str, Any]) -> dict[str, fl
         "delivered_frame": ("copy_cpu_s", "frames"),
         "sample": ("plan_cpu_s", "samples"),
     }
-    totals = {key: sum(rank[key] for rank in ranks) for keys in kinds.values() for key in keys}
+    totals = _sum(ranks)
     found = {name: totals[cpu] * 1e3 / totals[number] if totals[number] else None for name, (cpu, number) in kinds.items()}
     return found | ({"decoded_frame": None} if head.get("frame_cache") else {})
+
+
+def _sum(ranks: list[dict[str, float]]) -> dict[str, float]:
+    """Return the sum over all ranks of each entry."""
+    return {key: sum(rank[key] for rank in ranks) for key in ranks[0]}
 
 
 def _timed(ranks: list[dict[str, Any]], nodes: int) -> dict[str, Any]:
     """Return the entries that are reported both for the first epoch and for later ones."""
     wall, rows = max(rank["wallclock_s"] for rank in ranks), [row for rank in ranks for row in rank["rows"]]
     samples, frames = (sum(row[key] for row in rows) for key in ("samples", "frames"))
-    sums = {key: sum(rank["sums"][key] for rank in ranks) for key in ranks[0]["sums"]}
+    sums = _sum([rank["sums"] for rank in ranks])
     latencies = [row["latency_s"] * 1e3 for row in rows]
     return {
         "frames": frames,

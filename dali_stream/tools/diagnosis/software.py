@@ -135,5 +135,5 @@ def check_ffmpeg_program(machine: Machine) -> list[Finding]:
     """Check that the program ffmpeg, which encodes videos, is installed."""
     if version := environment.ffmpeg_program():
         return [Finding("software", "ffmpeg program", OK, version)]
-    text = "the program ffmpeg is not on the PATH: the commands prepare and why need it to encode, training does not"
+    text = "the program ffmpeg is not on the PATH: the command prepare needs it to encode, training does not"
     return [Finding("software", "ffmpeg program", WARNING, text, "install FFmpeg (Debian, Ubuntu: apt-get install ffmpeg)")]

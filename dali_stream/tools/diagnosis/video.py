@@ -17,7 +17,6 @@ from dali_stream.errors import DaliStreamError, DecodeError, counted
 from dali_stream.mp4.timing import BY_FRAME_INDEX
 from dali_stream.system import memory_limit, process
 from dali_stream.system.install import install_command
-from dali_stream.tools.decodes import median_gop
 from dali_stream.tools.description import CameraReport, contradictions
 from dali_stream.tools.diagnosis.camera import Camera
 from dali_stream.tools.diagnosis.frames import find_flat_colour
@@ -194,7 +193,7 @@ def check_gops(camera: Camera) -> list[Finding]:
     cost = float((gops * (gops + 1) / 2).sum() / gops.sum())
     if cost < _COSTLY:
         return []
-    text = f"GOP {median_gop(camera.tables)} decodes {cost:.0f} frames per delivered frame without the cache in memory"
+    text = f"GOP {int(np.median(gops))} decodes {cost:.0f} frames per delivered frame without the cache in memory"
     frames = camera.dataset.num_frames * len(camera.dataset.videos)
     default = memory_limit.budget(None, memory_limit.memory_limit(), process.local_ranks().count).size
     if frames * math.prod(_SIZE) * 3 <= default // 2:
@@ -202,7 +201,7 @@ def check_gops(camera: Camera) -> list[Finding]:
         return [camera.finding("GOPs", OK, f"{text}, {held}")]
     remedy = (
         "use a larger memory_budget, a smaller image_size, or `dali-stream prepare URI OUT --codec h264 --gop 2`. "
-        "`dali-stream why URI` predicts what each remedy brings"
+        "`dali-stream bench URI` measures the frames per second with each of them"
     )
     return [camera.finding("GOPs", WARNING, text, remedy)]
 
