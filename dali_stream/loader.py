@@ -365,10 +365,10 @@ class Loader:
         position of this Loader, its state and its counters do not change. Call this method before, during or after an
         iteration, for example to look at the batch of a step with an unusual loss.
 
-        The batch is made by threads of its own, which end before this method returns. It takes as long as the first batch of an
-        iteration, and until then as much memory, in addition to that of an iteration in progress: the rows, indices, encoded
-        video and decoded frames of one batch or two, up to `memory_budget`. If DALI makes the batches, this includes the memory
-        of a second pipeline on the same device.
+        The batch has its own threads and caches, which are released before this method returns. Until then, it takes as much
+        memory as an iteration with `prefetch=1`, in addition to that of an iteration in progress: the rows, indices, encoded
+        video and decoded frames of the batch and of the next one, within a second `memory_budget`. If DALI makes the batches,
+        a second pipeline takes memory on the same device. The method takes as long as the first batch of an iteration.
 
         Args:
             epoch: Number of the epoch, from 0.

@@ -177,8 +177,8 @@ class Transformed:
     def batch_at(self, epoch: int, batch: int) -> Batch:
         """Return any batch after the transform, exactly as the iteration delivers it. See `Loader.batch_at`.
 
-        The function is applied in the calling thread, also if there are workers. It gets the random numbers that it gets in the
-        iteration. Afterwards, the global generators are in the same state as before.
+        The function is applied in the calling thread, even if the iteration has workers, and gets the same random numbers as in
+        the iteration. The global generators keep their states.
         """
         values, place = self.loader.batch_at(epoch, batch), self.loader._place_of(epoch, batch)
         transformed, rest = self._function.split(values)

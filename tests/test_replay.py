@@ -1,4 +1,4 @@
-"""`batch_at`: any batch of a Loader or a `Transformed`, bit for bit that of the iteration, which goes on as if nothing was."""
+"""`batch_at`: any batch of a Loader or a `Transformed` equals that of the iteration, which it does not change."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def delivered(dataset: Any, epochs: int = 2, **arguments: Any) -> list[list[Batc
 
 
 def counted(loader: Loader | Transformed) -> dict[str, Any]:
-    """What a run counts in batches, frames and bytes, without times."""
+    """The counters of a run, without times."""
     return {name: value for name, value in loader.stats().items() if not name.endswith("_s")}
 
 
