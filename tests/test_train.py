@@ -45,13 +45,13 @@ def test_the_batch_of_a_step_is_shown_again(finished: Path, demo: Path, capsys: 
     [entry] = [entry for entry in journal(finished) if entry["step"] == SPIKE and "loss" in entry]
     seen = torch.load(finished / "seen.pt", weights_only=True)
     before = {path.name: path.stat().st_mtime_ns for path in finished.iterdir()}
-    place = ["--show", entry["epoch"], entry["batch"]]
+    line = [demo, "--out", finished, *SMALL, "--val-episodes", 2, "--show", entry["epoch"], entry["batch"]]
     with in_this_process() as program, pytest.MonkeyPatch.context() as patch:
         drawn, draw = [], program.charts.samples
         patch.setattr(program.charts, "samples", lambda path, data, batch: drawn.append(batch) or draw(path, data, batch))
-        program.main([*map(str, [demo, "--out", finished, *SMALL, "--val-episodes", 2, *place])])
+        program.main([*map(str, line)])
         with pytest.raises(SystemExit) as refused:
-            program.main([*map(str, [demo, "--out", finished, *SMALL, "--seed", 1, *place])])
+            program.main([*map(str, [*line, "--seed", 1])])
     assert refused.value.code == 2
     assert "seed was 0 in the run and is 1 here" in capsys.readouterr().err
     assert len(drawn) == 1
