@@ -44,10 +44,9 @@ figures: install ## draw the pictures in docs/ from the demo dataset and from th
 	test -d .demo/dataset || $(VENV)/bin/dali-stream demo --root .demo/dataset
 	$(VENV)/bin/dali-stream preview .demo/dataset --out docs/figures/demo.png --batch-size 2 \
 	    --window observation.images.top=-1,-0.5,0 --image-size 150x200
-	test -d .demo/replay || $(VENV)/bin/python pipelines/train.py .demo/dataset --out .demo/replay --device cpu \
-	    --max-steps 6 --batch-size 8 --image-size 112x144 --chunk 30 --log-every 1
-	$(VENV)/bin/dali-stream preview --config .demo/replay/run.json --epoch 0 --batch 5 --batch-size 3 --plots \
-	    --dali-graph pipelines/action_chunks.py:augment_frames --out docs/figures/replay.png
+	$(VENV)/bin/python pipelines/train.py .demo/dataset --out .demo/replay --device cpu --batch-size 3 --image-size 112x144 \
+	    --chunk 30 --show 0 5
+	cp .demo/replay/batch.png docs/figures/replay.png
 	$(VENV)/bin/python benchmarks/peers_chart.py benchmarks/results/peers_g1_2cores.json \
 	    benchmarks/results/peers_windows_g1_2cores.json --frame-cache benchmarks/results/disk_frames_2cores.json \
 	    --out docs/figures/peers.svg

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from dali_stream import augment, tools, types
     from dali_stream.decode.resize import resize
     from dali_stream.loader import Loader
-    from dali_stream.run.replay import batch_at
     from dali_stream.sampler import FrameSampler
     from dali_stream.transformed import Transformed
 
@@ -39,7 +38,6 @@ __all__ = [
     "StorageError",
     "Transformed",
     "augment",
-    "batch_at",
     "resize",
     "tools",
     "trace",
@@ -53,7 +51,6 @@ _LAZY = {
     "FrameSampler": "dali_stream.sampler",
     "Loader": "dali_stream.loader",
     "Transformed": "dali_stream.transformed",
-    "batch_at": "dali_stream.run.replay",
     "resize": "dali_stream.decode.resize",
 }
 

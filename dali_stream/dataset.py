@@ -150,7 +150,6 @@ class Dataset(DatasetFiles):
                 self._read(cameras, episodes, episode_filter)
                 self._leave_out_absent(cameras)
                 self._sample(frames, *drops)
-                self.drops = drops if frames is None else None
                 self.tolerance_s = _tolerance(tolerance_s, self.fps)
             except BaseException:
                 self.close()

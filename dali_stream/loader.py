@@ -12,6 +12,9 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
+import numpy as np
+
+from dali_stream.cache.indices import IndexCache
 from dali_stream.checks.arguments import epoch_number, from_zero, known_arguments, one_of
 from dali_stream.checks.text import listed
 from dali_stream.dataset import Dataset
@@ -27,7 +30,8 @@ from dali_stream.order import Shuffle
 from dali_stream.order.state import STATE_VERSION, check_state, check_version, noted
 from dali_stream.pipeline.aliases import Batch, Graph
 from dali_stream.pipeline.stream import BatchSource
-from dali_stream.run import bottleneck, description
+from dali_stream.pipeline.substitutes import Substitutes
+from dali_stream.run import bottleneck
 from dali_stream.run.bottleneck import Bottleneck
 from dali_stream.run.loader_config import make_config, make_normalizer, open_dataset
 from dali_stream.run.required_memory import check_memory
@@ -137,7 +141,7 @@ class Loader:
     _epoch = _position = 0  # epoch of the next batch, and position in its order
     _iteration = 0  # number of the current iteration
     _began = _abandoned = False  # whether any iteration has begun, and whether the current epoch was not iterated to its end
-    _begin: dict[str, int] | None = None  # loaded epoch and position, if the position is not a multiple of the global batch
+    _begin: tuple[int, int] | None = None  # loaded epoch and position, if the position is not a multiple of the global batch
     _closed = _told_left_out = _told_shards = _bottleneck_logged = False
 
     @known_arguments
@@ -205,8 +209,6 @@ class Loader:
         self._constructed, self._pid = time.perf_counter(), os.getpid()
         self._metered: dict[str, Any] = {}  # counters at the last call of `metrics`
         self._source = self._make_source(decode, dali_graph)
-        windows = {key: list(map(float, seconds)) for key, seconds in (delta_timestamps or {}).items()}
-        self._described: dict[str, Any] = {"windows": windows, "decode": decode, "dali_graph": dali_graph}
         self._state_reader: threading.Thread | None = None
         self._warn_if_uneven()
 
@@ -354,24 +356,42 @@ class Loader:
         if not config.batches.count(position):
             self._end_epoch()
         on_grid = self._position % self._config.batches.stride == 0
-        self._begin = None if on_grid else {"epoch": self._epoch, "position": self._position}
+        self._begin = None if on_grid else (self._epoch, self._position)
 
-    def describe(self) -> dict[str, Any]:
-        """Return everything that determines the batches of this run, as a JSON-serialisable dict that is the same on each rank.
+    def batch_at(self, epoch: int, batch: int) -> Batch:
+        """Return any batch of this rank, exactly as the iteration delivers it.
 
-        Its routes may differ between ranks, if `decode` is "auto" and a GPU is used.
+        Its samples, frames, augmentation and normalization are the same, bit for bit. The batches before it are not made. The
+        position of this Loader, its state and its counters do not change. Call this method before, during or after an
+        iteration, for example to look at the batch of a step with an unusual loss.
 
-        `batch_at` reproduces any batch from it, and `dali-stream preview --config` displays the batch. The dict contains the
-        dataset with the commit of a Hub repository, all arguments of the Loader that affect the contents of batches (with
-        defaults resolved), the name and arguments of `dali_graph`, and versions of packages. It contains no credentials.
+        The batch has its own threads and caches, which are released before this method returns. Until then, it takes as much
+        memory as an iteration with `prefetch=1`, in addition to that of an iteration in progress: the rows, indices, encoded
+        video and decoded frames of the batch and of the next one, within a second `memory_budget`. If DALI makes the batches,
+        a second pipeline takes memory on the same device. The method takes as long as the first batch of an iteration.
 
-        The dict describes the batches of this Loader. If the run was resumed with another global batch or world size, earlier
-        batches are described by the Loader that delivered them.
+        Args:
+            epoch: Number of the epoch, from 0.
+            batch: Index of the batch in the epoch, from 0. It is the value of `batch_index` before this batch is delivered.
+
+        Returns:
+            {key: tensor, or list of str for text}, see `Loader`.
+
+        Raises:
+            ValueError: If the epoch has no such batch, or another Loader delivered it before a resumed run changed the global
+                batch.
+            DaliStreamError: If the Loader is closed, or the batch cannot be made.
         """
-        routes, modes = self.routes, self.normalizer.modes
-        return description.describe(
-            self.dataset, self._config, routes=routes, normalize=modes, begin=self._begin, **self._described
-        )
+        self._check_usable()
+        self._ranks.check("Loader")
+        epoch, position = self._place_of(epoch, batch)
+        substitutes = Substitutes()
+        config = replace(self._config, prefetch=1, indices=IndexCache(self._config.source), substitutes=substitutes)
+        try:
+            return self._normalized(self._source.batch_at(config, epoch, position))
+        finally:
+            substitutes.report(epoch)
+            self._release_dataset()
 
     def resume(self, *, epoch: int, batch: int) -> None:
         """Continue without a saved state, from the number of steps of a checkpoint.
@@ -649,6 +669,20 @@ class Loader:
         if iteration != self._iteration:
             raise DaliStreamError("Another iteration of this Loader has begun. A Loader can only be iterated once at a time")
 
+    def _place_of(self, epoch: int, batch: int) -> tuple[int, int]:
+        """Return an epoch, and the position at which one of its batches begins. See `batch_at` for arguments and errors."""
+        epoch, batches = epoch_number(epoch), self._config.batches
+        start = self._begin[1] if self._begin is not None and self._begin[0] == epoch else 0
+        first = len(self) - batches.count(start)  # index of the batch that begins at `start`
+        is_whole = isinstance(batch, (int, np.integer)) and not isinstance(batch, bool)
+        if not is_whole or not first <= batch < len(self):
+            resumed = ", at which this run was resumed with another global batch," if start else ""
+            raise ValueError(
+                f"batch must be at least {first}{resumed} and less than {len(self)}, the number of batches of an epoch, got "
+                f"{batch!r}. For a count from the start of training, divmod(count, len(loader)) is (epoch, batch)"
+            )
+        return epoch, start + (int(batch) - first) * batches.stride
+
     def _end_epoch(self) -> None:
         """Begin with the next epoch, since the epoch of the loaded position has no batch left."""
         left = self._config.batches.frames - self._position
@@ -664,8 +698,7 @@ class Loader:
                 "the last iteration ended before its epoch: %d of %d batches of epoch %d are left out, and epoch %d begins. To "
                 "continue within an epoch, keep the iterator, it = iter(loader), or load the state into a new Loader. "
                 "next(iter(loader)) begins and leaves an epoch in this way. To look at a batch and leave the Loader as it is, "
-                "use dali_stream.batch_at(loader.describe(), epoch, batch), with the dali_graph of the Loader if it has one. "
-                "This message is logged once",
+                "use loader.batch_at(epoch, batch). This message is logged once",
                 *(batches, len(self), self._epoch, self._epoch + 1),
             )
         self._told_left_out = True

@@ -49,7 +49,7 @@ class Transformed:
     epoch and the sample's position in the order of the epoch. A resumed run therefore repeats them, on any number of ranks and
     workers. It does not repeat those of a generator that the function owns.
 
-    All other attributes, such as `dataset`, `stats` and `describe`, are those of the Loader. Its times describe the Loader
+    All other attributes, such as `dataset`, `stats` and `routes`, are those of the Loader. Its times describe the Loader
     alone: time in which training waits for workers counts as training.
 
     Args:
@@ -174,6 +174,24 @@ class Transformed:
         """Return the state of the run after the last batch delivered. The Loader is ahead of it. See `Loader.state_dict`."""
         return self.loader.state_dict() if self._state is None else dict(self._state)
 
+    def batch_at(self, epoch: int, batch: int) -> Batch:
+        """Return any batch after the transform, exactly as the iteration delivers it. See `Loader.batch_at`.
+
+        The function is applied in the calling thread, even if the iteration has workers, and gets the same random numbers as in
+        the iteration. The global generators keep their states.
+        """
+        values, place = self.loader.batch_at(epoch, batch), self.loader._place_of(epoch, batch)
+        transformed, rest = self._function.split(values)
+        request = Request(transformed, self._seeds(*place, len(next(iter(values.values())))))
+        threads = torch.get_num_threads()
+        try:
+            if self._num_workers:
+                torch.set_num_threads(1)  # as in a worker, since the rounding of a sum may depend on the number of threads
+            result = self._function.here(request)
+        finally:
+            torch.set_num_threads(threads)
+        return {key: self._moved(value) for key, value in (rest | result).items()}
+
     def close(self) -> None:
         """End the workers, and close the Loader."""
         self._end_workers()
@@ -229,7 +247,6 @@ class Transformed:
 
         An error of the Loader ends the requests, so that the batches before it are delivered first.
         """
-        seed, order, ranks = self.loader._config.arguments.seed, self.loader._config.batches, self.loader._ranks
         before = self.loader.state_dict()
         try:
             for batch in batches:
@@ -244,16 +261,20 @@ class Transformed:
                     what = f"{batches_checked} batches of frames in progress"
                 if self._num_workers:  # the DataLoader would wait forever for a batch without memory
                     check_shared_memory(batches_checked * size_of(transformed.values()), what)
-                first = order.first(start, ranks.rank)
-                count = len(next(iter(batch.values())))
-                positions = range(first, first + count * ranks.world_size, ranks.world_size)
                 self._in_progress.append((after, rest))
-                yield Request(transformed, [seed_of(seed, after["epoch"], position) for position in positions])
+                yield Request(transformed, self._seeds(after["epoch"], start, len(next(iter(batch.values())))))
                 before = after
         except Exception as error:
             self._failure = error
         finally:
             batches.close()  # type: ignore[attr-defined]  # it is a generator
+
+    def _seeds(self, epoch: int, start: int, count: int) -> list[int]:
+        """Return the seed of each of `count` samples of this rank, in the global batch that begins at position `start`."""
+        config, world_size = self.loader._config, self.loader._config.batches.world_size
+        first = config.batches.first(start, config.rank)
+        positions = range(first, first + count * world_size, world_size)
+        return [seed_of(config.arguments.seed, epoch, position) for position in positions]
 
     def _in_workers(self, requests: Iterator[Request]) -> Iterator[Any]:
         """Start the workers if necessary, and yield the results of requests in their order."""

@@ -28,7 +28,7 @@ def colour_cameras(dataset: dali_stream.Dataset | dali_stream.Mixture) -> list[s
 
 
 def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:
-    """Return `augment_frames` with its arguments. `Loader.describe` records the arguments of such a partial function."""
+    """Return `augment_frames` with its arguments."""
     return functools.partial(augment_frames, cameras=list(cameras), size=size)
 
 

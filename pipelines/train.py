@@ -10,8 +10,8 @@ number of processes.
 
 URI may also be a mixture file (.yaml, .yml or .json) of several datasets. See docs/mixtures.md.
 
-The program writes checkpoint.pt (model, optimizer and loader), metrics.jsonl, TensorBoard's files and run.json to DIR, and at
-the end loss.png and chunks.png. With run.json, `dali-stream preview` shows the batch of any step. See docs/replay.md.
+The program writes checkpoint.pt (model, optimizer and loader), metrics.jsonl and TensorBoard's files to DIR, and at the end
+loss.png and chunks.png. With --show EPOCH BATCH, it draws the batch of any step to batch.png. See docs/replay.md.
 
 With --resume, a run that was killed continues from its last checkpoint, with the next sample. The number of processes may
 change, but it must divide --consumers. --batch-size is the number of samples of all processes together, so the batches stay the
@@ -26,7 +26,6 @@ The program requires tensorboard and matplotlib: pip install -c constraints.txt 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import signal
 import sys
@@ -65,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     accelerator = Accelerator(cpu=cpu, mixed_precision="bf16" if bf16 else "no")
     accelerator.gradient_accumulation_steps = 1  # overrides Accelerate's configuration, where a larger number divides gradients
     try:
+        if arguments.show:
+            show_batch(arguments, accelerator)
+            return
         run = Run(arguments, accelerator)
     except (ValueError, OSError, dali_stream.DaliStreamError) as error:
         print(f"train.py: {error}", file=sys.stderr)
@@ -85,6 +87,25 @@ def make_policy(arguments: argparse.Namespace, data: Data) -> nn.Module:
         return ChunkPolicy(data.cameras, data.state, len(data.action_names), arguments.chunk, data.tasks, data.datasets)
     size, pretrained = arguments.image_size, not arguments.from_scratch
     return LeRobotAct(data.cameras, size, data.state, len(data.action_names), arguments.chunk, pretrained)
+
+
+def show_batch(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
+    """Draw the batch --show of a run, which may be in progress, to batch.png. Nothing is trained.
+
+    Raises:
+        ValueError: If the arguments do not fit the dataset or the checkpoint, or the epoch has no such batch.
+        DaliStreamError: If the dataset cannot be read, or the checkpoint belongs to another dataset.
+    """
+    data, file = open_data(arguments, accelerator), arguments.out / "checkpoint.pt"
+    try:
+        if file.exists():  # check that its order is that of the arguments
+            data.train.load_state_dict(checkpoint.load(file, {name: getattr(arguments, name) for name in MODEL})["loader"])
+        batch = data.train.batch_at(*arguments.show)
+        if accelerator.is_main_process:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            charts.samples(arguments.out / "batch.png", data, batch)
+    finally:
+        data.close()
 
 
 class Run:
@@ -122,7 +143,6 @@ class Run:
         if self.file.exists():
             self._load()
         self.journal = Journal(arguments.out, self.step) if accelerator.is_main_process else None
-        self._describe()
         self._introduce()
         self._mark()
 
@@ -278,21 +298,8 @@ class Run:
                 "unvalidated": self.unvalidated,
             }
             checkpoint.save(self.file, state)
-            checkpoint.write_json(self.arguments.out / "run.json", self.data.train.describe())
         self.accelerator.wait_for_everyone()  # a process that ends earlier would cause the launcher to kill the others
         self._mark()
-
-    def _describe(self) -> None:
-        """Write run.json. If an existing file describes other batches, rename that file first.
-
-        The batches differ, for example, if the number of processes has changed.
-        """
-        if self.journal is None or self.arguments.dummy:
-            return
-        path, description = self.arguments.out / "run.json", self.data.train.describe()
-        if path.exists() and json.loads(path.read_text()) != description:
-            path.rename(path.with_name(f"run_until_step_{self.step}.json"))
-        checkpoint.write_json(path, description)
 
     def _load(self) -> None:
         state = checkpoint.load(self.file, {name: getattr(self.arguments, name) for name in MODEL})

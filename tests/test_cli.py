@@ -513,7 +513,7 @@ def test_json_that_is_none_is_not_quoted(capsys: pytest.CaptureFixture[str]) -> 
         ("prepare", ["URI", "[OUT]"]),  # --status takes OUT alone
         ("doctor", ["[URI]"]),
         ("info", ["URI..."]),
-        ("preview", ["[URI]..."]),
+        ("preview", ["URI..."]),
         ("bench", ["URI..."]),
         ("stats", ["URI"]),
         ("demo", []),

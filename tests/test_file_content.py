@@ -1,8 +1,7 @@
-"""States, descriptions of runs and mixture files of strangers: each is used as it says, or is an error of this package."""
+"""States and mixture files of strangers: each is used as it says, or is an error of this package."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import tracemalloc
@@ -14,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from support.datasets import EPISODE_TABLE, Column, build, change_episodes, copied
 from support.slow import examples
@@ -44,14 +43,6 @@ def saved(root: Path) -> dict[str, Any]:
     with make(dali_stream.Dataset(root, episodes=[0, 2])) as loader:
         next(iter(loader))
         return loader.state_dict()
-
-
-@pytest.fixture(scope="module")
-def described(root: Path) -> dict[str, Any]:
-    """The description of this run, as JSON brings it back."""
-    with make(dali_stream.Dataset(root, episodes=[0, 2])) as loader:
-        content: dict[str, Any] = json.loads(json.dumps(loader.describe()))
-    return content
 
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
@@ -114,12 +105,14 @@ def test_any_changed_state_of_a_sampler_is_read_or_refused(made: list[tuple[int,
 
 
 @given(made=changes())
-@example(made=[(58, None, True)])  # without memory_budget
-@examples(400)
-def test_any_changed_run_is_replayed_or_refused(made: list[tuple[int, Any, bool]], described: dict[str, Any]) -> None:
-    content = changed(described, made)
-    with contextlib.suppress(DaliStreamError, ValueError):
-        dali_stream.batch_at(content, 0, 0)
+@examples(100)
+def test_a_preview_of_any_changed_state_is_drawn_or_refused(
+    made: list[tuple[int, Any, bool]], root: Path, saved: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("preview")
+    (folder / "state.json").write_text(json.dumps(changed(saved, made)))
+    line = ["preview", str(root), "--episodes", "0,2", "--batch-size", "4", "--state", str(folder / "state.json")]
+    assert main([*line, "--out", str(folder / "sheet.png")]) in (0, 1, 2)
 
 
 @given(made=changes())
@@ -197,14 +190,11 @@ def test_a_hostile_state_is_refused(name: str, root: Path, saved: dict[str, Any]
             load_state(tmp_path / "state.json", loader.load_state_dict)
 
 
-def test_a_deep_state_is_refused(
-    root: Path, described: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_deep_state_is_refused(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "state.json").write_text(DEEP)
-    (tmp_path / "run.json").write_text(json.dumps(described))
     with make(root) as loader, pytest.raises(ResumeError, match="at most 50 lists and dicts may be inside each other"):
         load_state(tmp_path / "state.json", loader.load_state_dict)
-    assert main(["preview", "--config", str(tmp_path / "run.json"), "--state", str(tmp_path / "state.json")]) == 2
+    assert main(["preview", str(root), "--state", str(tmp_path / "state.json")]) == 2
     assert "at most 50 lists and dicts" in capsys.readouterr().err
 
 
@@ -220,19 +210,6 @@ def test_a_large_pool_of_a_state_takes_no_memory(root: Path, saved: dict[str, An
             samples.append([index for batch in loader for index in batch["index"].tolist()])
     tracemalloc.stop()
     assert samples[0] == samples[1] != []
-
-
-@pytest.mark.parametrize("ranges", [[[0, 10**12]], [[0, 1 << 40]], [[0, 1], [0, 1]], [[1.0, 2.0]], [[2, 1]], [5], 5, []])
-def test_hostile_episodes_of_a_run_are_refused(ranges: Any, described: dict[str, Any]) -> None:
-    content = copy.deepcopy(described)
-    content["dataset"]["episodes"] = ranges
-    with pytest.raises(ValueError, match=r"episodes of dataset of the config must be|Unknown episode|one or more ranges"):
-        dali_stream.batch_at(content, 0, 0)
-
-
-def test_the_episodes_of_a_run_are_those_of_its_description(described: dict[str, Any]) -> None:
-    batches = [dali_stream.batch_at(described, 0, number)["episode_index"].tolist() for number in range(3)]
-    assert {episode for batch in batches for episode in batch} == {0, 2}
 
 
 def test_an_episode_index_that_is_not_whole_is_refused(root: Path, tmp_path: Path) -> None:

@@ -358,7 +358,6 @@ ANSWERING: tuple[Any, ...] = (
     Order,
     dali_stream.MixtureOrder,
     Normalizer,
-    dali_stream.batch_at,
     dali_stream.tools.prepare,
 )
 

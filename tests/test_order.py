@@ -23,6 +23,7 @@ from support.slow import examples, slow_after
 
 import dali_stream
 from dali_stream import FrameSampler, MixtureOrder, Order, ResumeError
+from dali_stream.integrations.lerobot import arguments as lerobot_arguments
 from dali_stream.lerobot.frame_ranges import FrameRanges
 from dali_stream.order import default_pools
 from dali_stream.order.batches import Batches
@@ -34,7 +35,6 @@ from dali_stream.order.shard import Pieces
 from dali_stream.order.shares import shares
 from dali_stream.order.state import OrderArguments, noted
 from dali_stream.pipeline import reading
-from dali_stream.run import description
 
 ROOT = Path(__file__).parents[1]
 Sample = tuple[int, int]
@@ -230,10 +230,10 @@ def test_seeds_deal_the_episodes_and_epochs_permute_them() -> None:
 
 @pytest.mark.parametrize("shuffle", [*SHUFFLES, "pool", 1, 0, None, np.True_, ["sharded"]])
 def test_a_value_is_accepted_everywhere_or_nowhere(shuffle: Any) -> None:
-    """As an argument of orders, and in the state and in the description of a run, which say whether it has consumers."""
+    """As an argument of orders, in the state of a run, which says whether it has consumers, and in LeRobot's checkpoints."""
     accepted, pooled = shuffle in ("global", "sharded") or isinstance(shuffle, bool), shuffle is True or shuffle == "sharded"
     assert is_shuffle(shuffle) == accepted
-    assert any(kind.fits(shuffle) for kind in description.LOADER_FIELDS["shuffle"]) == accepted
+    assert any(kind.fits(shuffle) for kind in lerobot_arguments.SAVED["shuffle"]) == (accepted or shuffle is None)
     state = {"shuffle": shuffle, "consumers": 12, "episode_pool_size": 3}
     taken = noted({"order": state}, None, {"consumers": None, "episode_pool_size": None})
     assert taken == (state if pooled else {"shuffle": shuffle} if accepted else {})

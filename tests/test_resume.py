@@ -18,7 +18,7 @@ from support.batches import check_identities, equal, samples
 from support.datasets import CAMERAS, TOP, change_info, copied, read_lengths
 from support.slow import examples, slow, slow_after
 
-from dali_stream import Dataset, Loader, Mixture, Order, ResumeError, batch_at, tools
+from dali_stream import Dataset, Loader, Mixture, Order, ResumeError, tools
 from dali_stream.lerobot import v3
 from dali_stream.order import default_pools
 
@@ -191,10 +191,10 @@ def test_a_batch_is_shown_without_a_change_to_the_loader(demo: Path, caplog: pyt
     with Loader(demo, **options) as loader:
         next(iter(loader))
         next(iter(loader))
-        assert "use dali_stream.batch_at(loader.describe(), epoch, batch)" in caplog.messages[-1]
+        assert "use loader.batch_at(epoch, batch)" in caplog.messages[-1]
     with Loader(demo, **options) as loader:
         for number in (1, 0):
-            shown = batch_at(loader.describe(), 0, number)
+            shown = loader.batch_at(0, number)
             assert shown.keys() == expected[number].keys()
             for key, value in shown.items():
                 assert value == expected[number][key] if isinstance(value, list) else value.equal(expected[number][key])

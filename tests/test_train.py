@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import json
 import re
 import shutil
 import signal
@@ -17,13 +15,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.batches import as_bytes, equal
-from support.datasets import SIDE, TOP, copied
-from support.programs import pictures
+from support.batches import equal
+from support.datasets import copied
 from support.train import ENVIRONMENT, ROOT, SMALL, command, in_this_process, journal, losses, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dali_stream import Dataset, DecodeError, Loader, Mixture, batch_at, cli
+from dali_stream import Dataset, DecodeError, Loader, Mixture
 from dali_stream.demo import write_demo
 
 STEPS, SPIKE = 8, 5
@@ -43,21 +40,25 @@ def finished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_batch_of_a_step_is_shown_again(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As docs/replay.md does it: from the line of the step in the journal, with the frames as they were augmented."""
+def test_the_batch_of_a_step_is_shown_again(finished: Path, demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As docs/replay.md does it: from the line of the step in the journal, with the arguments of the run."""
     [entry] = [entry for entry in journal(finished) if entry["step"] == SPIKE and "loss" in entry]
     seen = torch.load(finished / "seen.pt", weights_only=True)
-    line: list[Any] = ["preview", "--config", finished / "run.json", "--epoch", entry["epoch"], "--batch", entry["batch"]]
-    line += ["--dali-graph", ROOT / "pipelines/action_chunks.py:augment_frames", "--plots", "--out", tmp_path / "sheet.png"]
-    assert cli.main([*map(str, line)]) == 0
-    found = pictures(tmp_path / "sheet.png")
-    assert len(found) == 2 * 8
-    for said, picture in found:
-        assert (picture == as_bytes(seen[said["camera"]][said["sample"]][None])[0]).all()
-        assert said["index"] == seen["index"][said["sample"]]
-    config = json.loads((finished / "run.json").read_text())
-    augmented = functools.partial(import_file("action_chunks").augment_frames, cameras=[TOP, SIDE], size=[32, 32])
-    assert equal(batch_at(config, entry["epoch"], entry["batch"], augmented), seen)
+    before = {path.name: path.stat().st_mtime_ns for path in finished.iterdir()}
+    line = [demo, "--out", finished, *SMALL, "--val-episodes", 2, "--show", entry["epoch"], entry["batch"]]
+    with in_this_process() as program, pytest.MonkeyPatch.context() as patch:
+        drawn, draw = [], program.charts.samples
+        patch.setattr(program.charts, "samples", lambda path, data, batch: drawn.append(batch) or draw(path, data, batch))
+        program.main([*map(str, line)])
+        with pytest.raises(SystemExit) as refused:
+            program.main([*map(str, [*line, "--seed", 1])])
+    assert refused.value.code == 2
+    assert "seed was 0 in the run and is 1 here" in capsys.readouterr().err
+    assert len(drawn) == 1
+    assert equal(drawn[0], seen)
+    assert np.asarray(Image.open(finished / "batch.png")).std() > 10  # something is drawn
+    after = {path.name: path.stat().st_mtime_ns for path in finished.iterdir() if path.name != "batch.png"}
+    assert after == before, "the run is as it was"
 
 
 def import_file(name: str) -> Any:

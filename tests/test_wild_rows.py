@@ -20,7 +20,7 @@ from support.slow import examples
 from support.videos import CAMERA, EPISODES, FPS, identities, loader
 from support.wild import EVERY, FRAME, NUMBERINGS, change_rows, delivered, expected, with_index, with_times, without_rows
 
-from dali_stream import Dataset, DatasetError, Loader, Mixture, batch_at
+from dali_stream import Dataset, DatasetError, Loader, Mixture
 from dali_stream.integrations.lerobot.script import _frames
 from dali_stream.lerobot.rows import row_order
 
@@ -252,7 +252,7 @@ def test_a_feature_without_a_column_is_left_out(root: Path, caplog: pytest.LogCa
     assert f"feature 'force' has no column in {ROWS}. Batches will lack it" in said
     assert delivered(dataset) == EVERY
     with loader(dataset) as batches:
-        again = batch_at(batches.describe(), 0, 0)
+        again = batches.batch_at(0, 0)
     assert identities(again[CAMERA]) == [EVERY[i] for i in again["index"].tolist()]
     if dtype == "image":
         with pytest.raises(ValueError, match=f"Camera 'force' has no column in {ROWS}. Available: {CAMERA}"):

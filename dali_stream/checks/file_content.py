@@ -1,4 +1,4 @@
-"""Content of JSON and YAML files that others may have written: states and descriptions of runs, mixtures, ranges of frames.
+"""Content of JSON and YAML files that others may have written: states of runs, mixtures, ranges of frames.
 
 Everything in such a file is checked here for its type and range before it is used, so that a small file cannot take much memory
 or time. Programs call `read` and `from_json` or `from_yaml`, and `check_fields` for each dict with known keys.
@@ -11,7 +11,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from dali_stream.checks.arguments import hint, similar
@@ -33,15 +32,9 @@ def whole(least: int, most: int) -> Kind:
     return Kind(f"an integer from {least} to {most}", lambda value: type(value) is int and least <= value <= most)
 
 
-def array_of(kind: Kind, text: str, length: int | None = None) -> Kind:
-    """Return the kind of lists of one kind of values, of any length if `length` is None."""
-    return Kind(text, lambda value: isinstance(value, list) and length in (None, len(value)) and all(map(kind.fits, value)))
-
-
-def dict_of(kind: Kind, text: str) -> Kind:
-    """Return the kind of dicts whose keys are text and whose values are of one kind."""
-    return Kind(text, lambda value: isinstance(value, dict) and all(isinstance(key, str) for key in value)
-                and all(map(kind.fits, value.values())))  # fmt: skip
+def array_of(kind: Kind, text: str, length: int) -> Kind:
+    """Return the kind of lists of `length` values of one kind."""
+    return Kind(text, lambda value: isinstance(value, list) and len(value) == length and all(map(kind.fits, value)))
 
 
 def one_of_texts(*texts: str) -> Kind:
@@ -56,17 +49,6 @@ FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 LIST = Kind("a list", lambda value: isinstance(value, list))
 DICT = Kind("a dict", lambda value: isinstance(value, dict))
 NULL = Kind("null", lambda value: value is None)
-TEXTS = array_of(TEXT, "a list of texts")
-_END = whole(0, 1 << 40)
-RANGES = Kind(
-    "a list of ranges [start, stop] in increasing order without overlap",
-    lambda value: (
-        isinstance(value, list)
-        and all(isinstance(pair, list) and len(pair) == 2 and all(map(_END.fits, pair)) for pair in value)
-        and all(a < b for a, b in value)
-        and all(before[1] <= after[0] for before, after in pairwise(value))
-    ),
-)
 Fields = Mapping[str, tuple[Kind, ...]]
 """Allowed kinds of the value of each key."""
 

@@ -1,9 +1,8 @@
 """Options that several commands share. Each is declared here once, with its name, its help and its parser.
 
 A command that reads a dataset has all options in `SourceOptions` or `DatasetOptions`. Add an option to one of these classes to
-add it to all of these commands. Three commands also name some of these options: `doctor` those that need a URI, `preview` those
-that `--config` has, and `bench` those in its report. A command that makes a Loader names its options in `LoaderOptions`, with
-their defaults. See `with_options`.
+add it to all of these commands. Two commands also name some of these options: `doctor` those that need a URI, and `bench` those
+in its report. A command that makes a Loader names its options in `LoaderOptions`, with their defaults. See `with_options`.
 """
 
 from __future__ import annotations
@@ -82,6 +81,7 @@ class LoaderOptions(TypedDict, total=False):
     ]
     seed: Annotated[Any, kinds.natural(help="Seed of the order; another seed shows other frames. Default: 0.")]
     consumers: Annotated[Any, kinds.count(help="Consumers of the order, a multiple of the ranks. Default: fits the batch.")]
+    last_batch: Annotated[str, Option(metavar="drop|partial|pad", help="Samples that do not fill the last batch.")]
     device: Annotated[str, Option(metavar="auto|cpu|cuda|cuda:N", help="Device of the batches.")]
     decode: Annotated[str, Option(metavar="auto|dali|torchcodec|torchcodec-cuda", help="Decoder; auto: the faster one.")]
     num_threads: Annotated[Any, kinds.count(help="Decode threads per rank. Default: the number of cores.")]

@@ -3,80 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Option
 
 import dali_stream
 from dali_stream import Dataset, DatasetError, Mixture
 from dali_stream.checks.text import listed
 from dali_stream.cli import arguments, console, datasets, kinds, runs
 from dali_stream.errors import counted
-from dali_stream.run import description
 
 if TYPE_CHECKING:
     from dali_stream.tools.sheet import Depth
 
 _PLOTTED = 4  # maximum number of episodes of a dataset without cameras
-_SAMPLES = 8  # default number of samples of a dataset
 _ACTION = "Give the key of a feature with --action"
 
 
-@arguments.with_options(image_size=None, delta_timestamps=None, normalize=None, seed=None)
+@arguments.with_options(
+    batch_size=8, image_size=None, image_dtype=None, delta_timestamps=None, normalize=None, seed=None, consumers=None,
+    last_batch="partial", device="auto", decode="auto", num_threads=None, memory_budget=None, frame_cache=None,
+    frame_cache_bytes=None,
+)  # fmt: skip
 def preview(
     dataset: arguments.DatasetOptions,
     loader: arguments.LoaderOptions,
-    uris: Annotated[
-        list[str] | None, Argument(metavar="URI", help="The dataset; or several, or a mixture file. Optional with --config.")
-    ] = None,
+    uris: arguments.Uris,
     out: Annotated[Path, kinds.png(help="Output file.")] = Path("sheet.png"),
-    batch_size: Annotated[
-        int | None, kinds.count(help="Samples on the sheet. Default: 8, or the whole batch of a run.")
-    ] = None,
     plots: Annotated[bool, Option("--plots", help="Plot actions and states below the frames.")] = False,
     action: arguments.Action = None,
     drop_n_last_frames: Annotated[
-        int | None, kinds.natural(help="Rows to leave out at the end of each episode, whose video may lack their frames.")
-    ] = None,
+        int, kinds.natural(help="Rows to leave out at the end of each episode, whose video may lack their frames.")
+    ] = 0,
     dali_graph: runs.GraphFunction = None,
-    config: runs.ConfigFile = None,
     state: runs.StateFile = None,
-    epoch: Annotated[int | None, kinds.natural(help="Epoch of a run's batch.")] = None,
-    batch: Annotated[int | None, kinds.natural(help="Number of a run's batch in its epoch, from 0.")] = None,
-    rank: Annotated[int, kinds.natural(help="Rank of the batch of a run.")] = 0,
+    epoch: Annotated[int | None, kinds.natural(help="Epoch of the batch.")] = None,
+    batch: Annotated[int | None, kinds.natural(help="Index of the batch in its epoch, from 0.")] = None,
+    rank: Annotated[int, kinds.natural(help="Rank of the batch.")] = 0,
+    world_size: Annotated[int, kinds.count(help="Number of ranks.")] = 1,
 ) -> None:
-    """Draw the first batch of an epoch as the model sees it, captioned with tasks and indices.
+    """Draw a batch as the model sees it, captioned with tasks and indices.
 
-    With --config, draw the batch that a run saw at --epoch and --batch, or its last batch before --state was saved. Frames,
-    augmentation, actions and states are those of the run. For a dataset without cameras, plot state and action of up to four
-    episodes, which are vectors of floats. For several datasets or a mixture file, draw a batch of their mixture.
+    It is the first batch of a Loader with these options, or the one at --epoch and --batch. With --state, it is the last batch
+    of a run before this state was saved, or the one at --epoch and --batch. The state has the order, and the other options must
+    be those of the run. For a dataset without cameras, plot state and action of up to four episodes, which are vectors of
+    floats. For several datasets or a mixture file, draw a batch of their mixture.
     """
-    if config is not None or state is not None:
-        fixed: dict[str, object] = {"window": loader.pop("delta_timestamps"), **loader, "action": action}
-        if "image_size" in loader:  # its value for "recorded" is None
-            fixed["image_size"] = kinds.RECORDED
-        fixed |= {name: dataset.get(name) for name in ("clock", "tolerance_s", "trust_timestamps", "episodes", "cameras")}
-        fixed["drop_n_last_frames"] = drop_n_last_frames
-        _refuse(fixed, "must not be given with --config, which has it")
-        sheet = _of_run(config, state, uris or [], dataset, epoch, batch, rank, dali_graph)
-    else:
-        if not uris:
-            raise ValueError("URI must be given, or --config")
-        _refuse({"epoch": epoch, "batch": batch, "rank": rank or None}, "must be given with --config")
-        batch_size = batch_size or _SAMPLES
-        options = {**dataset, "drop_n_last_frames": drop_n_last_frames or 0}
-        with console.progress("decoding a batch"), datasets.opened(uris, options) as opened:
-            datasets.check_action(action, opened)
-            if not opened.cameras and isinstance(opened, Dataset):
-                _plot(opened, out, batch_size, action)
-                return
-            graph = runs.graph(dali_graph)
-            loaded = {**loader, "batch_size": batch_size, "seed": loader["seed"] or 0, "dali_graph": graph}
-            sheet = _of_dataset(opened, plots or not opened.cameras, action, loaded)
-    _save(sheet, out, batch_size, plots)
+    if (epoch is None) != (batch is None):
+        raise ValueError(f"--epoch and --batch must be given together, got {epoch} and {batch}")
+    saved = None if state is None else runs.state(state)
+    chosen = None if epoch is None or batch is None else (epoch, batch)
+    options = {**dataset, "drop_n_last_frames": drop_n_last_frames}
+    with console.progress("decoding a batch"), datasets.opened(uris, options) as opened:
+        datasets.check_action(action, opened)
+        if not opened.cameras and isinstance(opened, Dataset) and saved is None and chosen is None:
+            _plot(opened, out, loader["batch_size"], action)
+            return
+        loaded = {**loader, "dali_graph": runs.graph(dali_graph), "rank": rank, "world_size": world_size}
+        sheet = _of_batch(opened, plots or not opened.cameras, action, loaded, saved, chosen)
+    _save(sheet, out)
 
 
 @dataclass(frozen=True)
@@ -92,88 +79,84 @@ class _Sheet:
     depth: Mapping[str, Depth]
 
 
-def _of_dataset(dataset: Dataset | Mixture, plots: bool, action: str | None, options: dict[str, Any]) -> _Sheet:
-    """Return the sheet with the first batch of a dataset or mixture."""
+def _of_batch(
+    dataset: Dataset | Mixture,
+    plots: bool,
+    action: str | None,
+    options: dict[str, Any],
+    state: Mapping[str, Any] | None,
+    chosen: tuple[int, int] | None,
+) -> _Sheet:
+    """Return the sheet with a batch.
+
+    Args:
+        dataset: Dataset or mixture.
+        plots: Whether to plot actions and states.
+        action: Key of the feature to plot first.
+        options: Arguments of the Loader. A seed or an image_dtype of None was not given.
+        state: State of a run, or None for a new Loader.
+        chosen: Epoch and index of the batch. None for the first batch, or for the last one before `state` was saved.
+    """
     from dali_stream.tools import sheet
 
-    numbers = sheet.plotted(dataset, action)
-    shown = [*dataset.cameras, *(numbers if plots else ())]
+    numbers = sheet.plotted(dataset, action) if plots else []
+    shown = [*dataset.cameras, *numbers]
     for key in options["delta_timestamps"]:
         if key not in shown:
             raise ValueError(f"--window has unknown key {key!r}. Available: {listed(shown)}")
-    dtype = "float32" if options["dali_graph"] else "uint8"  # graph functions of training runs usually expect floats
-    options |= {"image_dtype": dtype, "last_batch": "partial", "rank": 0, "world_size": 1}
-    with dali_stream.Loader(dataset, **options) as loader:
-        batch = next(iter(loader))
-    title = f"{_name(dataset)}: {len(batch['index'])} of {dataset.num_frames} frames, seed {options['seed']}"
+    order = state.get("order") if state is not None else None
+    order = order if isinstance(order, Mapping) else {}
+    # Graph functions of training runs usually expect floats.
+    options["image_dtype"] = options["image_dtype"] or ("float32" if options["dali_graph"] else "uint8")
+    options["seed"] = order.get("seed", 0) if options["seed"] is None else options["seed"]
+    with dali_stream.Loader(dataset, **options, shuffle=order.get("shuffle", True)) as loader:
+        if state is not None:
+            loader.load_state_dict(state)
+        epoch, number = chosen or ((0, 0) if state is None else _last(loader, state, options))
+        batch = loader.batch_at(epoch, number)
+    place = f"epoch {epoch}, batch {number}, seed {options['seed']}"
+    if options["world_size"] > 1:
+        place += f", rank {options['rank']} of {options['world_size']}"
+    title = f"{_name(dataset)}: {len(batch['index'])} of {dataset.num_frames} frames, {place}"
     images = sheet.image_keys(batch, dataset)
-    return _Sheet(title, batch, options["delta_timestamps"], images, numbers, _depth(dataset, images, "mm"))
+    numbers = [key for key in numbers if key in batch]
+    return _Sheet(title, batch, options["delta_timestamps"], images, numbers, _depth(dataset, images))
 
 
-def _of_run(
-    config: Path | None,
-    state: Path | None,
-    uris: list[str],
-    where: arguments.DatasetOptions,
-    epoch: int | None,
-    batch: int | None,
-    rank: int,
-    dali_graph: str | None,
-) -> _Sheet:
-    """Return the sheet with a batch of a run. Frames are denormalized, since normalized values are not valid colours."""
-    from dali_stream.tools import sheet
-
-    described, saved = runs.config_and_state(config, state)
-    if (epoch is None) != (batch is None) or (batch is None and saved is None):
-        raise ValueError(f"--epoch and --batch must be given together, got {epoch} and {batch}. Without them, give --state")
-    if len(uris) > 1:
-        raise ValueError(f"URI must be the one dataset of the run, got {counted(len(uris), 'URI')}")
-    graph = runs.graph(dali_graph, described["dali_graph"])
-    with (
-        console.progress("decoding a batch"),
-        closing(description.open_described(described["dataset"], {**where, "uri": uris[0] if uris else None})) as dataset,
-    ):
-        if epoch is None or batch is None:
-            assert saved is not None
-            epoch, batch = description.last_batch(described, saved, dataset.orders().positions)
-        values = dali_stream.batch_at(described, epoch, batch, graph, rank=rank, dataset=dataset)
-        normalizer = dali_stream.Normalizer(dataset, described["loader"]["normalize"])
-        images = sheet.image_keys(values, dataset)
-        scaled = {key: values[key] for key in images if key in normalizer.modes}
-        values |= normalizer.inverse(scaled | {key: values[key] for key in ("dataset_index",) if key in values})
-        where_in_run = f"epoch {epoch}, batch {batch}, rank {rank} of {described['loader']['world_size']}"
-        numbers = [key for key in sheet.plotted(dataset) if key in values]
-    loader = described["loader"]
-    depth = _depth(dataset, images, loader.get("depth_unit", "mm"))
-    return _Sheet(f"{_name(dataset)}: {where_in_run}", values, loader["delta_timestamps"], images, numbers, depth)
+def _last(loader: dali_stream.Loader, state: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int]:
+    """Return epoch and index of the last batch before a state, which the Loader has loaded, was saved."""
+    if loader.batch_index:
+        stride = options["batch_size"] * options["world_size"]
+        if state["position"] % stride:
+            raise ValueError(
+                f"--batch-size times --world-size must divide the position of --state, {state['position']}, got {stride}. "
+                "Give the values of the run"
+            )
+        return loader.epoch, loader.batch_index - 1
+    if loader.epoch:
+        return loader.epoch - 1, len(loader) - 1
+    raise ValueError("--state must be one that was saved after a batch, got the beginning of a run")
 
 
-def _depth(dataset: Dataset | Mixture, images: list[str], unit: str) -> dict[str, Depth]:
-    """Return the meaning of the images that are distances, by key."""
+def _depth(dataset: Dataset | Mixture, images: list[str]) -> dict[str, Depth]:
+    """Return the meaning of the images that are distances in millimetres, by key."""
     from dali_stream.decode.depth import distance_of_nothing
     from dali_stream.tools.sheet import Depth
 
     features = {key: dataset.features[key] for key in images if key in dataset.features}
-    return {key: Depth(unit, distance_of_nothing(each, unit)) for key, each in features.items() if each.is_depth}
+    return {key: Depth("mm", distance_of_nothing(each, "mm")) for key, each in features.items() if each.is_depth}
 
 
-def _save(drawn: _Sheet, out: Path, most: int | None, plots: bool) -> None:
+def _save(drawn: _Sheet, out: Path) -> None:
     from dali_stream.tools import sheet
 
-    numbers = drawn.numbers if plots or not drawn.images else []
-    if not drawn.images and not numbers:
+    if not drawn.images and not drawn.numbers:
         raise DatasetError(
             f"the batch has neither frames nor an action or observations to show, only {listed(drawn.batch)}. {_ACTION}"
         )
-    shown = sheet.samples(drawn.batch, drawn.images, drawn.windows, numbers, drawn.depth)[:most]
+    shown = sheet.samples(drawn.batch, drawn.images, drawn.windows, drawn.numbers, drawn.depth)
     sheet.save(out, drawn.title, shown)
-    console.say(f"{out}: {counted(len(shown), 'sample')} of {', '.join((*drawn.images, *numbers))}")
-
-
-def _refuse(options: Mapping[str, object], why: str) -> None:
-    """Raise ValueError if one of these options has a value."""
-    if given := [name for name, value in options.items() if value is not None and value != {}]:
-        raise ValueError(f"--{given[0].replace('_', '-')} {why}")
+    console.say(f"{out}: {counted(len(shown), 'sample')} of {', '.join((*drawn.images, *drawn.numbers))}")
 
 
 def _name(dataset: Dataset | Mixture) -> str:

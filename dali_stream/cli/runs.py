@@ -1,4 +1,4 @@
-"""Options that name a run: its description, its state, and the function of its `dali_graph`."""
+"""Options that name parts of a run: its state, and the function of its `dali_graph`."""
 
 from __future__ import annotations
 
@@ -7,66 +7,54 @@ import importlib.util
 import sys
 import traceback
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
 from dali_stream.checks import file_content
-from dali_stream.run import description
 
-ConfigFile = Annotated[
-    Path | None,
-    Option(metavar="JSON", help="A run: Loader.describe() as JSON, such as train.py's run.json."),
-]
 StateFile = Annotated[
     Path | None,
     Option(
         metavar="FILE",
-        help="A state of the run: a checkpoint of torch.save that has Loader.state_dict() as 'loader', or the state as JSON.",
+        help="State of a run: a checkpoint of torch.save that has Loader.state_dict() as 'loader', or the state as JSON.",
     ),
 ]
 GraphFunction = Annotated[
     str | None,
-    Option(metavar="FILE.py:NAME", help="Function for dali_graph. A run's recorded arguments are passed to it."),
+    Option(metavar="FILE.py:NAME", help="Function for dali_graph, or a functools.partial of one."),
 ]
 
 
-def read(option: str, path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises ValueError if the file cannot be read or contains something else."""
     try:
         content = file_content.from_json(file_content.read(path))
     except OSError as error:
-        raise ValueError(f"{option} must be a file that can be read, got {str(path)!r}: {error.strerror}") from None
+        raise ValueError(f"--state must be a file that can be read, got {str(path)!r}: {error.strerror}") from None
     except ValueError as error:
-        raise ValueError(f"{option} must be a JSON file, got {str(path)!r}: {error}") from None
+        raise ValueError(f"--state must be a JSON file, got {str(path)!r}: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{option} must be a JSON object, got a {type(content).__name__} in {str(path)!r}")
+        raise ValueError(f"--state must be a JSON object, got a {type(content).__name__} in {str(path)!r}")
     return content
 
 
-def config_and_state(config: Path | None, state: Path | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the description of a run, and its state or None.
+def state(path: Path) -> dict[str, Any]:
+    """Return the state of a Loader in a file. The content is the state, or has it as "loader".
 
     Raises:
-        ValueError: If `config` is not given, or if a file cannot be read or contains something else.
+        ValueError: If the file cannot be read or contains something else.
     """
-    if config is None:
-        raise ValueError("--config must be given. It is the result of Loader.describe() as JSON")
-    return description.checked(read("--config", config)), None if state is None else _state(state)
-
-
-def _state(path: Path) -> dict[str, Any]:
-    """Return the state of a Loader in a file. The content is the state, or has it as "loader"."""
-    content = _checkpoint(path) if zipfile.is_zipfile(path) else read("--state", path)
-    state = content.get("loader", content)
-    if not isinstance(state, dict) or not {"epoch", "position"} <= state.keys():
+    content = _checkpoint(path) if zipfile.is_zipfile(path) else _read(path)
+    saved = content.get("loader", content)
+    if not isinstance(saved, dict) or not {"epoch", "position"} <= saved.keys():
         raise ValueError(
             f"--state must be Loader.state_dict() or a checkpoint that has it as 'loader', got {str(path)!r} without epoch and "
             "position"
         )
-    return state
+    return saved
 
 
 def _checkpoint(path: Path) -> dict[Any, Any]:
@@ -83,12 +71,11 @@ def _checkpoint(path: Path) -> dict[Any, Any]:
     return content
 
 
-def graph(named: str | None, recorded: Mapping[str, Any] | None = None) -> Callable[..., Any] | None:
+def graph(named: str | None) -> Callable[..., Any] | None:
     """Return the function that FILE.py:NAME names, or None.
 
     Args:
         named: Value of --dali-graph, or None.
-        recorded: Entry `dali_graph` of a run's description. The function gets the arguments in it. Default: None.
 
     Raises:
         ValueError: If `named` has another form, or if the file or the function does not exist.
@@ -111,9 +98,7 @@ def graph(named: str | None, recorded: Mapping[str, Any] | None = None) -> Calla
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"--dali-graph must name a function in {file}, got {name!r}")
-    arguments = (recorded or {}).get("arguments")
-    function = _placed(function, path)
-    return functools.partial(function, **arguments) if arguments else function
+    return _placed(function, path)
 
 
 def _placed(function: Callable[..., Any], path: Path) -> Callable[..., Any]:

@@ -179,6 +179,17 @@ class BatchSource:
                 _log.debug("a batch could not be made", exc_info=error)
                 raise error.with_traceback(None) from None
 
+    def batch_at(self, config: Config, epoch: int, position: int) -> Batch:
+        """Return the batch at any position, which another stream makes. See `next` for arguments and errors.
+
+        The batches in progress, the routes and the counters do not change.
+        """
+        other = BatchSource(self.routes, self._user, self.decode, Counters())
+        try:
+            return other.next(config, epoch, position)
+        finally:
+            other.close()
+
     @property
     def keeps_all(self) -> bool:
         """Whether all decoded frames fit in memory, so that no epoch after the first decodes any."""

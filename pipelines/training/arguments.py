@@ -24,6 +24,8 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     add("uri", help="a LeRobot dataset, or a mixture file of several: .yaml, .yml or .json")
     add("--out", type=Path, required=True, help="folder of the run")
     add("--resume", action="store_true", help="continue from the checkpoint in --out, or start if it has none")
+    add("--show", nargs=2, type=int, metavar=("EPOCH", "BATCH"), help="do not train, but draw this batch of the run, by its "
+        "entry in metrics.jsonl, to batch.png; the other arguments must be those of the run")  # fmt: skip
     add("--max-steps", type=int, default=20_000, help="steps of the optimizer, over all epochs")
     add("--batch-size", type=int, default=32, help="samples per step of all processes together")
     add("--chunk", type=int, default=50, help="actions per chunk, one per frame")

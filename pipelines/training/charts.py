@@ -1,4 +1,4 @@
-"""Charts of a training run: curves of the losses, and predicted and recorded action chunks."""
+"""Charts of a training run: curves of the losses, a batch, and predicted and recorded action chunks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from training.data import Data
 from training.policy import ACTION, actions, recorded
 
 MOST_ACTIONS = 6  # maximum number of actions in `action_chunks`
+MOST_SAMPLES = 8  # maximum number of samples in `samples`
 
 
 def loss_curves(path: Path, entries: list[dict[str, Any]]) -> None:
@@ -44,6 +45,26 @@ def loss_curves(path: Path, entries: list[dict[str, Any]]) -> None:
     validation.set_ylim(0, 1.1 * max(errors + mean_error, default=1))
     validation.legend()
     figure.savefig(path, dpi=120)
+
+
+def samples(path: Path, data: Data, batch: dict[str, Any]) -> None:
+    """Draw a row for each of the first samples of a batch as the policy gets it: the frames, and the normalized action chunk.
+
+    Args:
+        path: Path of the PNG file.
+        data: Data of the run.
+        batch: Batch of `data.train`.
+    """
+    chunks = actions(batch).masked_fill(~recorded(batch), math.nan).cpu()[:MOST_SAMPLES]
+    columns = len(data.cameras) + 1
+    figure = Figure(figsize=(3 * columns, 2.4 * len(chunks)), layout="constrained")
+    for number, (*frames, chart) in enumerate(figure.subplots(len(chunks), columns, squeeze=False)):
+        for camera, axes in zip(data.cameras, frames, strict=True):
+            _show_frame(axes, batch, number, [camera])
+        chart.plot(data.shown["delta_timestamps"][ACTION], chunks[number])
+        chart.set_title("normalized actions", fontsize=9)
+    chart.set_xlabel("s from now")
+    figure.savefig(path, dpi=100)
 
 
 @torch.no_grad()

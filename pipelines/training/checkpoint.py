@@ -1,8 +1,7 @@
-"""Files of a run that are replaced atomically: the checkpoint of model, optimizer and loader, and run.json."""
+"""Checkpoint of model, optimizer and loader, a file that is replaced atomically."""
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 from pathlib import Path
@@ -22,13 +21,6 @@ def save(path: Path, state: dict[str, Any]) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file atomically."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content))
-    os.replace(partial, path)
 
 
 def load(path: Path, same: dict[str, Any]) -> dict[str, Any]:

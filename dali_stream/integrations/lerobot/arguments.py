@@ -6,9 +6,12 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from dali_stream.checks.file_content import NULL, TEXT, Fields, whole
+from dali_stream.checks.file_content import FLAG, NULL, NUMBER, TEXT, Fields, array_of, one_of_texts, whole
 from dali_stream.checks.frame_size import frame_size
-from dali_stream.run.description import LOADER_FIELDS
+from dali_stream.decode.route import DECODE
+from dali_stream.order.batches import LAST_BATCH
+from dali_stream.order.order import SHUFFLES
+from dali_stream.order.state import MOST_CONSUMERS, MOST_SEGMENTS
 
 PREFIX = "--loader."
 
@@ -39,9 +42,12 @@ ARGUMENTS: dict[str, Callable[[str], Any]] = {
 
 _COUNT, _BYTES = (whole(1, 1 << 20), NULL), (whole(1, 1 << 62), TEXT, NULL)
 SAVED: Fields = {
-    **{name: (*LOADER_FIELDS[name], NULL) for name in ARGUMENTS if name in LOADER_FIELDS},
+    "image_size": (array_of(whole(1, 1 << 15), "[height, width]", 2), NULL), "memory_format": (TEXT, NULL),
+    "shuffle": (FLAG, one_of_texts(*SHUFFLES), NULL), "consumers": (whole(1, MOST_CONSUMERS), NULL),
+    "episode_pool_size": (whole(1, MOST_SEGMENTS), NULL), "device": (TEXT, NULL), "decode": (one_of_texts(*DECODE), NULL),
     "num_threads": _COUNT, "prefetch": _COUNT, "memory_budget": _BYTES, "frame_cache": (TEXT, NULL),
-    "frame_cache_bytes": _BYTES, "audit": (whole(0, 1 << 40),),
+    "frame_cache_bytes": _BYTES, "audit": (whole(0, 1 << 40),), "last_batch": (one_of_texts(*LAST_BATCH), NULL),
+    "on_error": (TEXT, NULL), "max_substitutes": (NUMBER, NULL),
 }  # fmt: skip
 """Allowed kinds of these arguments in a checkpoint."""
 

@@ -37,8 +37,6 @@ from dali_stream.transformed import Transformed
 _log = logging.getLogger("dali_stream")
 STATE_FILE = Path("training_state", "dali_stream.json")
 """State of the Loader in a checkpoint."""
-RUN_FILE = Path("training_state", "dali_stream_run.json")
-"""Description of the run in a checkpoint, with which `dali-stream preview` shows any of its batches."""
 ARGUMENTS_FILE = Path("training_state", "dali_stream_arguments.json")
 """Arguments of the Loader in a checkpoint. A resumed run uses them again."""
 _STEP_FILE = Path("training_state", "training_step.json")
@@ -244,7 +242,6 @@ class _Run:
                 if own_arguments.get("frame_cache") is not None:
                     own_arguments["frame_cache"] = os.fspath(own_arguments["frame_cache"])
                 write_state(Path(checkpoint_dir, ARGUMENTS_FILE), own_arguments)
-                write_state(Path(checkpoint_dir, RUN_FILE), self._loader.describe())
                 write_state(Path(checkpoint_dir, STATE_FILE), self._loader.state_dict())
             return result
 
