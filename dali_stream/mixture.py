@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from numbers import Integral
 from typing import Any, NoReturn
 
 import numpy as np
@@ -134,7 +133,6 @@ class Mixture:
             raise
         self.uri = f"the mixture of {listed(opened)}"
         self.renamed_keys = {name: dict((keys or {}).get(name, {})) for name in opened}
-        self.shares_given = _plain(weights=weights, repeats=repeats, temperature=temperature, epoch_samples=epoch_samples)
 
     def _combine(self, datasets: Mapping[str, Dataset], keys: Mapping[str, Mapping[str, str]]) -> None:
         """Combine datasets. `keys` is the argument of `Mixture`."""
@@ -317,19 +315,6 @@ class Mixture:
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {target:.3g}" for name, target in zip(self.datasets, self.shares.targets, strict=True))
         return f"Mixture({counted(len(self.datasets), 'dataset')}, {counted(len(self), 'sample')} an epoch: {parts})"
-
-
-def _plain(**arguments: Any) -> dict[str, Any]:
-    """Return the arguments that are not None. Numbers are converted to int or float, which JSON can hold."""
-
-    def number(value: Any) -> int | float:
-        return int(value) if isinstance(value, Integral) else float(value)
-
-    return {
-        name: {key: number(each) for key, each in value.items()} if isinstance(value, Mapping) else number(value)
-        for name, value in arguments.items()
-        if value is not None
-    }
 
 
 def check_names(argument: str, value: object, datasets: Mapping[str, Any], every: bool) -> None:
