@@ -511,7 +511,7 @@ def picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     assert reports
     on_disk = ROOT / "benchmarks/results/disk_frames_2cores.json"
     drawings = {
-        "peers": lambda: peers.chart([peers.read(path) for path in reports], peers.read_frame_cache(on_disk)),
+        "peers": lambda: peers.chart([peers.read(path) for path in reports], peers.read(on_disk)),
         "path": diagrams.path,
         "frame_cache": lambda: diagrams.cache(report_of("frame_cache")),
         "disk_frames": lambda: diagrams.disk(report_of("disk_frames_2cores")),
