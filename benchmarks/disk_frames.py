@@ -172,7 +172,7 @@ def forget(folder: str) -> None:
 
 
 def plain(folder: str, record: int) -> float:
-    """Return the records per second that threads read from all files in random order, as many threads as there are cores."""
+    """Return the records per second that threads read from all files in random order, with a thread per core."""
     places = []
     for path in records(folder):
         number = os.open(path, os.O_RDONLY)

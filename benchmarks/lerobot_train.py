@@ -105,7 +105,7 @@ def of_dataset(name: str, root: Path, policy: str) -> list[str]:
 def continued(output: Path, step: int, steps: int) -> list[str]:
     """Return the arguments of a run that resumes a checkpoint.
 
-    A newer script saves the number of its processes as dp_replicate, and replaces 1 with the number at hand.
+    A newer script saves the number of its processes as dp_replicate, and replaces 1 with the number of this run.
     """
     config = output / f"checkpoints/{step:06d}/pretrained_model/train_config.json"
     processes = ["--parallelism.dp_replicate=1"] if NEWER else []

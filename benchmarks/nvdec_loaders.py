@@ -3,9 +3,9 @@
     python benchmarks/nvdec_loaders.py NAME=ROOT [NAME=ROOT ...] [--image-size HxW] [--threads 4 16] [--rounds 2] [--out FILE]
 
 Each turn opens a Loader and times two epochs of it, from the first batch on. In the first epoch, each frame is decoded once. In
-the second one, frames come from memory, if all fit into memory_budget. A turn with "decodes all" has a memory_budget of 64 MiB,
-so most frames are decoded for each batch. The report also has the number of cores in use, and the time to open the Loader.
-`--device cpu` serves only to test this program, and leaves out NVDEC.
+the second one, frames are copied from memory if memory_budget holds all of them. A turn with "decodes all" has a memory_budget
+of 64 MiB, so most frames are decoded for each batch. The report also has the number of cores in use, and the time to open the
+Loader. `--device cpu` serves only to test this program, and leaves out NVDEC.
 """
 
 from __future__ import annotations

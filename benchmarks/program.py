@@ -1,4 +1,4 @@
-"""What the programs of this folder share: errors in one line, reports, and the rate of an epoch."""
+"""Code that the programs of this folder share: errors in one line, reports, and the rate of an epoch."""
 
 from __future__ import annotations
 

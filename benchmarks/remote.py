@@ -47,7 +47,6 @@ def main() -> int:
     parser.add_argument("--megabytes-per-s", type=positive, default=40, help="bandwidth that all requests share")
     parser.add_argument("--batch-size", type=count, default=64)
     parser.add_argument("--rounds", type=count, default=5, help="rounds; the medians are compared")
-    parser.add_argument("--memory-budget", default="4GiB")
     return program.run(parser, measure, as_text)
 
 
@@ -63,7 +62,7 @@ def as_text(result: dict[str, Any]) -> str:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure the four sides in turns."""
-    loader = {"batch_size": arguments.batch_size, "memory_budget": arguments.memory_budget}
+    loader = {"batch_size": arguments.batch_size, "memory_budget": "4GiB"}
     rounds: dict[str, list[dict[str, float]]] = {"local": [], "cold": [], "memory": [], "cache": []}
     network = served(arguments.root, arguments.over, arguments.latency_ms / 1e3, arguments.megabytes_per_s * 1e6)
     with tempfile.TemporaryDirectory() as cache, network as (remote, server_s):

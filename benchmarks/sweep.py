@@ -1,6 +1,6 @@
 """Measure runs with the same order that share a frame cache on disk, such as those of a hyperparameter sweep.
 
-    python benchmarks/sweep.py URI [--runs 1 2 4] [--num-threads N] [--rounds 3] [--folder DIR] [--json]
+    python benchmarks/sweep.py URI [--runs 1 2 4] [--rounds 3] [--folder DIR] [--json]
 
 `runs` processes begin their first epoch together, each with all threads, and with an empty cache or without one. The table has
 the time until all of them have finished, and the number of decoded frames per frame of the dataset, over all runs.
@@ -28,7 +28,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("uri", help="a LeRobot dataset")
     parser.add_argument("--runs", type=count, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--num-threads", type=count, help="decode threads of each run; default: the Loader's")
     parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
     parser.add_argument("--memory-budget", default="256MiB", help="of each run")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="folder for the caches")
@@ -50,7 +49,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     dataset = dali_stream.Dataset(arguments.uri)
     frames = dataset.num_frames * len(dataset.cameras)
     loader = {"image_size": arguments.image_size, "image_dtype": "uint8", "device": "cpu", "batch_size": 64, "epochs": 1}
-    loader |= {"memory_budget": arguments.memory_budget, "num_threads": arguments.num_threads}
+    loader |= {"memory_budget": arguments.memory_budget}
     found: dict[tuple[int, bool], list[tuple[float, float]]] = {}
     for _ in range(arguments.rounds):
         for runs in arguments.runs:
