@@ -33,7 +33,7 @@ train-demo: install ## train a policy on a demo dataset, in a few minutes of a C
 	$(VENV)/bin/python pipelines/train.py .demo/small --out .demo/run --resume --device cpu --val-episodes 4 \
 	    --image-size 96 128 --chunk 20 --max-steps 500 --val-every 100 --save-every 100 --learning-rate 5e-4 $(ARGS)
 
-bench: install ## measure data loading on the demo dataset; ends with a table, and a page in .demo/bench
+bench: install ## measure data loading on the demo dataset; ends with a table, and summary.csv in .demo/bench
 	test -d .demo/dataset || $(VENV)/bin/dali-stream demo --root .demo/dataset
 	rm -rf .demo/bench
 	RUN=here SOURCES=local=.demo/dataset OUT_DIR=.demo/bench DECODES=auto NUM_BATCHES=60 BATCH_SIZE=32 WARMUP=5 $(ARGS) \
@@ -54,9 +54,6 @@ figures: install ## draw the pictures in docs/ from the demo dataset and from th
 	$(VENV)/bin/python benchmarks/diagrams.py cache --report benchmarks/results/frame_cache.json --out docs/figures/frame_cache.svg
 	$(VENV)/bin/python benchmarks/diagrams.py disk --report benchmarks/results/disk_frames_2cores.json \
 	    --out docs/figures/disk_frames.svg
-	$(VENV)/bin/python benchmarks/diagrams.py shares --out docs/figures/shares.svg
-	$(VENV)/bin/python benchmarks/diagrams.py trace --report benchmarks/results/trace_g1_2cores.json --out docs/figures/trace.svg
-	$(VENV)/bin/python benchmarks/prepare.py chart benchmarks/results/prepare_speed_2cores.json --out docs/figures/prepare.svg
 	$(VENV)/bin/python benchmarks/mixing.py --report benchmarks/results/mixing.json --figure docs/mixing.svg >/dev/null
 
 # Offline: nothing is fetched, and the pages load nothing from another host. A broken link is an error.
@@ -92,6 +89,9 @@ test-lerobot: install ## compare LeRobot's training script on a Loader with its 
 
 # In an environment of its own, whose other packages are those of constraints.txt.
 NEWEST := .venv-newest-$(DALI_EXTRA)
+# Tests of decoders, then of identity, then of routes.
+DECODING := bad_video clips codecs containers decodes depth edit_lists frame_size other_sizes resizing turned work \
+    delivered_frames frame_cache loader parity timestamps dali_route rate routes torchcodec_cuda
 
 test-newest: ## run the tests of decoders with the newest torch and torchcodec, or TORCH=2.14.1 TORCHCODEC=0.14.0 (8 GB)
 	INSTALL=libraries bash docker/install.sh
@@ -99,7 +99,7 @@ test-newest: ## run the tests of decoders with the newest torch and torchcodec, 
 	grep -Ev '^torch(codec|vision)?==' constraints.txt >$(NEWEST)/constraints.txt
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade -c $(NEWEST)/constraints.txt -e '.[$(DALI_EXTRA),dev]' \
 	    'torch$(TORCH:%===%)' 'torchcodec$(TORCHCODEC:%===%)'
-	$(NEWEST)/bin/python benchmarks/newest.py --out .demo/newest.json -m 'not slow' $(SEVERAL) $(ARGS)
+	$(NEWEST)/bin/python -m pytest -q -p no:cacheprovider -m 'not slow' $(DECODING:%=tests/test_%.py) $(SEVERAL) $(ARGS)
 
 check: install docs ## lint, format check, types, documentation site
 	$(RUN) ruff check

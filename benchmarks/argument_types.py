@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
 
-def count(text: str) -> int:
-    """Parse a whole number of 1 or more."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, got {text!r}")
+def count(text: str, least: int = 1) -> int:
+    """Parse a whole number of at least `least`."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of {least} or more, got {text!r}")
     return int(text)
 
 
 def count_or_none(text: str) -> int:
     """Parse a whole number of 0 or more."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, got {text!r}")
-    return int(text)
-
-
-def positive(text: str) -> float:
-    """Parse a finite number above 0."""
-    if not 0 < (number := _number(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
-    return number
+    return count(text, 0)
 
 
 def not_negative(text: str) -> float:
     """Parse a finite number of 0 or more."""
-    if not 0 <= (number := _number(text)) < math.inf:
+    if not 0 <= (number := float(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number of 0 or more, got {text!r}")
+    return number
+
+
+def positive(text: str) -> float:
+    """Parse a finite number above 0."""
+    if not (number := not_negative(text)):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
     return number
 
 
@@ -45,10 +42,3 @@ def new_file(text: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"must be a path that can be written, got {text!r}: {error}") from error
     return path
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

@@ -1,13 +1,10 @@
 """Draw the figures of the README and the documentation that are not charts of loaders.
 
-They show the path of a frame, the savings of the frame cache in memory and on disk, the shares of a mixture, and the work of
-threads.
+They show the path of a frame, and the savings of the frame cache in memory and on disk.
 
     python benchmarks/diagrams.py path --out docs/figures/path.svg
     python benchmarks/diagrams.py cache --report benchmarks/results/frame_cache.json --out docs/figures/frame_cache.svg
     python benchmarks/diagrams.py disk --report benchmarks/results/disk_frames_2cores.json --out docs/figures/disk_frames.svg
-    python benchmarks/diagrams.py shares --out docs/figures/shares.svg
-    python benchmarks/diagrams.py trace --report benchmarks/results/trace_g1_2cores.json --out docs/figures/trace.svg
 
 `make figures` draws all of them. A figure depends only on the arguments, so a test compares it with the committed file.
 """
@@ -20,8 +17,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from argument_types import new_file
 from drawing import (
     DIM,
@@ -42,11 +37,7 @@ from drawing import (
     without_frame,
 )
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyBboxPatch, Patch
-
-from dali_stream import MixtureOrder
-from dali_stream.order.rng import philox
-from dali_stream.order.shares import shares as shares_of
+from matplotlib.patches import FancyBboxPatch
 
 ORDER = ("Order", "which frame when: a function", "of seed, epoch and position")
 SCHEDULE = ("Schedule", "per batch: what to fetch, decode, keep and drop")
@@ -59,16 +50,6 @@ STAGES = (  # name and two lines of text, in the order in which data flows
 )
 KEPT = ("no cache", "480×640, 4 GiB", "224×224, 4 GiB")  # cases of the report that are drawn
 SHADES = ("#a9b4c2", "#6fae9a", OWN)
-# Mixture: the weight and the number of episodes of each dataset, and the number of consumers. The next line contains the frames
-# per episode, the number of positions of the epoch that are drawn, and the interval between two points of a curve.
-WEIGHTS, EPISODES, CONSUMERS = {"pick": 2, "fold": 1, "old": 1}, (40, 60, 4), 8
-FRAMES, POSITIONS, EVERY = 100, 2000, 3
-LINES = (OWN, "#c2571a", "#3b6fb6")
-# Colors of the stages of a trace. Other stages are not drawn.
-STAGE_COLORS = {
-    "training": "#d9dee5", "graph": "#a9b4c2", "starved": "#e3a27c", "copy": "#3b6fb6", "plan": OWN, "decode": "#6fae9a",
-    "resize": "#2d7d64", "pack": "#c2571a",
-}  # fmt: skip
 
 
 @style()
@@ -146,81 +127,6 @@ def disk(report: dict[str, Any]) -> Picture:
     return Picture(figure, title, spoken(title, rows), [note])
 
 
-@style()
-def shares() -> Picture:
-    """Draw the number of samples of each dataset minus its share, over the number of positions."""
-    lengths, weights = [np.full(episodes, FRAMES) for episodes in EPISODES], list(WEIGHTS.values())
-    mixture_shares = shares_of([episodes * FRAMES for episodes in EPISODES], weights=weights)
-    episode, _ = MixtureOrder(lengths, mixture_shares, consumers=CONSUMERS).read(0, POSITIONS)
-    ours = np.searchsorted(np.cumsum(EPISODES), episode, side="right")
-    uniform = philox("diagram", 0).random_raw(POSITIONS) / 2**64
-    random = np.searchsorted(np.cumsum(mixture_shares.targets), uniform, side="right")
-    positions = np.arange(1, POSITIONS + 1)
-
-    def off(dataset: npt.NDArray[np.int64], number: int) -> npt.NDArray[np.float64]:
-        return np.cumsum(dataset == number) - mixture_shares.targets[number] * positions
-
-    title = f"Samples of each dataset minus its share of them; weights {':'.join(map(str, weights))}, {CONSUMERS} consumers"
-    figure = new_figure(HEADING + 300)
-    axes = figure.subplots()
-    heading(axes, title)
-    drawn = "each of them, drawn with replacement"
-    for number in range(len(WEIGHTS)):
-        axes.plot(positions[::EVERY], off(random, number)[::EVERY], color=OTHER, lw=1, label="" if number else drawn)
-    for number, (name, color) in enumerate(zip(WEIGHTS, LINES, strict=True)):
-        axes.plot(positions[::EVERY], off(ours, number)[::EVERY], color=color, lw=1, label=name)
-    axes.grid(axis="y", color="#e4e8ee")
-    axes.set_xlim(0, POSITIONS)
-    axes.set_xlabel("positions of the epoch")
-    handles, _ = axes.get_legend_handles_labels()
-    figure.legend(handles=[*handles[1:], handles[0]], loc="outside lower left", ncols=len(handles))
-    worst = {name: np.abs(off(ours, number)).max() for number, name in enumerate(WEIGHTS)}
-    worst[drawn] = max(np.abs(off(random, number)).max() for number in range(len(WEIGHTS)))
-    largest = "; ".join(f"{name}: {most:.1f}" for name, most in worst.items())
-    return Picture(figure, title, f"{title}. The largest over {POSITIONS} positions of the epoch: {largest}.")
-
-
-@style()
-def trace(report: dict[str, Any]) -> Picture:
-    """Draw the work of each thread over time."""
-    spans = [event for event in report["traceEvents"] if event["ph"] == "X" and event["name"] in STAGE_COLORS]
-    names = {event["tid"]: event["args"]["name"] for event in report["traceEvents"] if event["ph"] == "M"}
-    threads = sorted({span["tid"] for span in spans}, key=lambda tid: (names[tid] != "MainThread", names[tid]))
-    labels = ["your loop" if names[tid] == "MainThread" else names[tid].removeprefix("dali_stream ") for tid in threads]
-    first, last = min(span["ts"] for span in spans), max(span["ts"] + span["dur"] for span in spans)
-    title, note = "What each thread does", f"{(last - first) / 1e3:.0f} ms; {report['batches']}; {report['date']}"
-    figure = new_figure(HEADING + ROW * (len(threads) + 1), [note])
-    axes = figure.subplots()
-    heading(axes, title)
-    spans.sort(key=lambda span: -span["dur"])  # shorter spans are drawn on top of the longer ones around them
-    axes.barh(
-        [threads.index(span["tid"]) for span in spans],
-        [span["dur"] for span in spans],
-        0.8,
-        left=[span["ts"] - first for span in spans],
-        color=[STAGE_COLORS[span["name"]] for span in spans],
-        edgecolor=[STAGE_COLORS[span["name"]] for span in spans],
-        linewidth=0.3,
-    )
-    for span in spans:
-        if span["name"] in ("decode", "training") and span["dur"] > 0.03 * (last - first) and "batch" in span["args"]:
-            place = span["ts"] - first + 0.004 * (last - first), threads.index(span["tid"])
-            axes.text(*place, str(span["args"]["batch"]), size=8.5, va="center")
-    axes.set_yticks(range(len(threads)), labels)
-    axes.set_ylim(len(threads) - 0.4, -0.6)
-    axes.set_xlim(0, last - first)
-    without_frame(axes)
-    seen = {span["name"] for span in spans}
-    legend(axes, handles=[Patch(color=color, label=stage) for stage, color in STAGE_COLORS.items() if stage in seen])
-    rows = []
-    for tid, label in zip(threads, labels, strict=True):
-        own = [span for span in spans if span["tid"] == tid]
-        stages = ", ".join(stage for stage in STAGE_COLORS if any(span["name"] == stage for span in own))
-        batches = sorted({span["args"]["batch"] for span in own if "batch" in span["args"]})
-        rows.append(f"{label}: {stages}{f' of batches {batches[0]} to {batches[-1]}' if batches else ''}")
-    return Picture(figure, title, f"{title}. {'; '.join(rows)}.", [note])
-
-
 def box(axes: Axes, x: float, y: float, wide: float, high: float, lines: tuple[str, ...], fill: str) -> None:
     """Draw a box with a centred name and lines below it."""
     axes.add_patch(FancyBboxPatch((x, y), wide, high, "round,pad=0,rounding_size=6", facecolor=fill, edgecolor=OTHER))
@@ -236,14 +142,14 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], line
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("drawing", choices=("path", "cache", "disk", "shares", "trace"))
-    parser.add_argument("--report", type=Path, help="report of frame_cache.py or disk_frames.py, or a trace")
+    parser.add_argument("drawing", choices=("path", "cache", "disk"))
+    parser.add_argument("--report", type=Path, help="report of frame_cache.py or disk_frames.py")
     parser.add_argument("--out", type=new_file, required=True, help="the SVG")
     arguments = parser.parse_args()
-    if (arguments.drawing in ("cache", "disk", "trace")) != (arguments.report is not None):
-        parser.error("`cache`, `disk` and `trace` need --report, and the other drawings do not take it")
+    if (arguments.drawing == "path") != (arguments.report is None):
+        parser.error("`cache` and `disk` need --report, and `path` does not take it")
     reports = [json.loads(arguments.report.read_text())] if arguments.report else []
-    drawings = {"path": path, "cache": cache, "disk": disk, "shares": shares, "trace": trace}
+    drawings = {"path": path, "cache": cache, "disk": disk}
     arguments.out.write_text(drawings[arguments.drawing](*reports).svg())
 
 

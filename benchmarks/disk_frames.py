@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import program
 from argument_types import count
 
 import dali_stream
-from dali_stream.checks.frame_size import frame_size, join_sizes
-from dali_stream.tools import environment
+from dali_stream.checks.frame_size import frame_size
 
 RANK = """
 import json, sys
@@ -65,29 +65,28 @@ def main() -> int:
     parser.add_argument("--memory-budget", default="256MiB", help="of all Loaders but the one whose frames are in memory")
     parser.add_argument("--folder", nargs="+", type=Path, default=[Path("/dev/shm"), Path(tempfile.gettempdir())])
     parser.add_argument("--rounds", type=count, default=3, help="rounds; the medians are compared")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    arguments = parser.parse_args(join_sizes())
-    try:
-        datasets = [measure(uri, arguments) for uri in arguments.uri]
-    except (dali_stream.DaliStreamError, ValueError) as error:
-        print(f"disk_frames: {error}", file=sys.stderr)
-        return 1
-    for each in datasets:
-        print(f"{each['dataset']}: {each['frames']} frames")
+    return program.run(parser, measure, as_text)
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """Return the result as text."""
+    lines = []
+    for each in result["datasets"]:
+        lines.append(f"{each['dataset']}: {each['frames']} frames")
         for place in each["folders"]:
             rates = ", ".join(f"{name} {rate:.0f}" for name, rate in place["frames_per_s"].items())
-            print(f"  {place['folder']}: frames/s: {rates}")
-            print(f"  {place['folder']}: ratios: {', '.join(f'{name} {ratio:.2f}' for name, ratio in place['ratios'].items())}")
-        print(f"  ranks: decoded per frame {each['ranks']}")
-        print(f"  new process: {each['new_process']}")
-    if arguments.json:
-        settings = {key: value for key, value in vars(arguments).items() if key not in ("json", "uri")}
-        settings["folder"] = [str(each) for each in arguments.folder]
-        print(environment.report_json({"datasets": datasets, "arguments": settings, **environment.ran_on("cpu")}))
-    return 0
+            ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in place["ratios"].items())
+            lines += [f"  {place['folder']}: frames/s: {rates}", f"  {place['folder']}: ratios: {ratios}"]
+        lines += [f"  ranks: decoded per frame {each['ranks']}", f"  new process: {each['new_process']}"]
+    return "\n".join(lines)
 
 
-def measure(uri: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure all datasets."""
+    return {"datasets": [measure_dataset(uri, arguments) for uri in arguments.uri]}
+
+
+def measure_dataset(uri: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the results of one dataset."""
     dataset = dali_stream.Dataset(uri)
     frames = dataset.num_frames * len(dataset.cameras)
@@ -124,8 +123,8 @@ def rates(
             for name, rate in step().items():
                 found.setdefault(name, []).append(rate)
         with dali_stream.Loader(dataset, **loader, memory_budget="4GiB") as whole:
-            epoch(whole)
-            found.setdefault("in memory", []).append(epoch(whole))
+            program.epoch_rate(whole)
+            found.setdefault("in memory", []).append(program.epoch_rate(whole))
     middle = {name: statistics.median(values) for name, values in found.items()}
 
     def ratio(first: str, second: str) -> float:
@@ -143,31 +142,21 @@ def rates(
 
 def without(dataset: dali_stream.Dataset, small: dict[str, Any]) -> dict[str, float]:
     with dali_stream.Loader(dataset, **small) as loader:
-        return {"without": epoch(loader)}
+        return {"without": program.epoch_rate(loader)}
 
 
 def with_cache(dataset: dali_stream.Dataset, small: dict[str, Any], place: Path, on_disk: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=place) as folder:
         with dali_stream.Loader(dataset, **small, frame_cache=folder) as loader:
-            found = {"filling": epoch(loader), "warm": epoch(loader)}
+            found = {"filling": program.epoch_rate(loader), "warm": program.epoch_rate(loader)}
         if on_disk:
             record = 3 * small["image_size"][0] * small["image_size"][1]
             forget(folder)
             found["plain"] = plain(folder, record)
             forget(folder)
             with dali_stream.Loader(dataset, **small, frame_cache=folder) as loader:
-                found["cold"] = epoch(loader)
+                found["cold"] = program.epoch_rate(loader)
         return found
-
-
-def epoch(loader: dali_stream.Loader) -> float:
-    """Return the frames per second of an epoch, after its first batch."""
-    batches = iter(loader)
-    next(batches)
-    before, began = loader.stats()["frames"], time.perf_counter()
-    for _ in batches:
-        pass
-    return (loader.stats()["frames"] - before) / (time.perf_counter() - began)
 
 
 def records(folder: str) -> Iterator[Path]:
@@ -183,7 +172,7 @@ def forget(folder: str) -> None:
 
 
 def plain(folder: str, record: int) -> float:
-    """Return the records per second that threads read from all files in random order, as many threads as there are cores."""
+    """Return the records per second that threads read from all files in random order, with a thread per core."""
     places = []
     for path in records(folder):
         number = os.open(path, os.O_RDONLY)

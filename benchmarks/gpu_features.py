@@ -31,6 +31,7 @@ import av
 import numpy as np
 import torch
 from argument_types import count, new_file
+from program import Rows
 
 from dali_stream import Dataset, Loader, Mixture, Transformed
 from dali_stream.checks.frame_size import frame_size, join_sizes
@@ -38,7 +39,6 @@ from dali_stream.decode.torchcodec_cuda import device_name
 from dali_stream.demo import write_demo
 from dali_stream.demo.encode import Codec, encode_video
 from dali_stream.system import process
-from dali_stream.tools import environment
 from dali_stream.tools.selftest import load
 
 TOP, SIDE = "observation.images.top", "observation.images.side"
@@ -56,11 +56,7 @@ def main() -> int:
     parser.add_argument("--out", type=new_file, help="write the report to this file after each part")
     arguments = parser.parse_args(join_sizes())
     device = device_name(process.gpu(arguments.device))
-    report: dict[str, Any] = {
-        "arguments": {key: str(value) for key, value in vars(arguments).items() if key != "out"},
-        **environment.ran_on(device),
-        "rows": [],
-    }
+    rows = Rows(arguments, device)
     with tempfile.TemporaryDirectory() as folder:
         parts = Parts(Path(folder), device, arguments.size, arguments.episodes)
         for name in arguments.parts:
@@ -69,12 +65,8 @@ def main() -> int:
                 row = PARTS[name](parts)
             except Exception as error:  # the other parts still run
                 row = {"failed": f"{type(error).__name__}: {error}"[:1000]}
-            row = {"part": name, **row, "seconds": round(time.perf_counter() - started, 2)}
-            report["rows"].append(row)
-            print(row, flush=True)
-            if arguments.out:
-                environment.write_report(arguments.out, report)
-    return 1 if any("failed" in row or row["wrong"] for row in report["rows"]) else 0
+            rows.add({"part": name, **row, "seconds": round(time.perf_counter() - started, 2)})
+    return 1 if any("failed" in row or row["wrong"] for row in rows.report["rows"]) else 0
 
 
 class Parts:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from argument_types import count, new_file, not_negative
 from nvidia.dali.pipeline import OperatorConcurrency, StreamPolicy
+from program import Rows
 
 import dali_stream
 from dali_stream.decode import dali
@@ -58,30 +59,17 @@ def main() -> int:
     arguments = parser.parse_args()
     gpu = process.gpu(arguments.device)
     device = "cpu" if gpu is None else f"cuda:{gpu}"
-    report: dict[str, Any] = {
-        "root": str(arguments.root),
-        "arguments": {key: str(value) for key, value in vars(arguments).items()},
-        **environment.ran_on(device),
-        "frames_per_s": [],
-        "lockstep": [],
-    }
-
-    def keep(part: str, row: dict[str, Any]) -> None:
-        report[part].append(row)
-        print(row, flush=True)
-        if arguments.out:
-            environment.write_report(arguments.out, report)
-
+    rows = Rows(arguments, device)
     routes = [("dali", *setting) for setting in SETTINGS] + [("torchcodec", *SETTINGS[0])]
     if gpu is not None and not unavailable(gpu):
         routes.insert(1, (TORCHCODEC_CUDA, *SETTINGS[0]))
     for decode, dali.STREAMS, dali.CONCURRENCY in routes:
         head = {"decode": decode, "streams": dali.STREAMS.name, "concurrency": dali.CONCURRENCY.name}
         for threads in arguments.threads:
-            keep("frames_per_s", {**head, "threads": threads, **rates(arguments, device, decode, threads)})
+            rows.add({**head, "threads": threads, **rates(arguments, device, decode, threads)}, "frames_per_s")
         if decode == "dali":
-            keep("lockstep", head | load.lockstep(str(arguments.root), device, arguments.seconds))
-    return 1 if any(row["wrong"] for row in report["lockstep"]) else 0
+            rows.add(head | load.lockstep(str(arguments.root), device, arguments.seconds), "lockstep")
+    return 1 if any(row["wrong"] for row in rows.report["lockstep"]) else 0
 
 
 def rates(arguments: argparse.Namespace, device: str, decode: str, threads: int) -> dict[str, Any]:

@@ -25,11 +25,11 @@ from typing import Any
 from argument_types import count, new_file
 from lerobot_programs.resizing import resized
 from lerobot_programs.trainable import trainable
+from program import Rows
 
 from dali_stream.checks.frame_size import frame_size, join_sizes
 from dali_stream.decode.torchcodec_cuda import device_name
 from dali_stream.system import process
-from dali_stream.tools import environment
 
 SIDES = ("stock", "loader", "repeated")
 WARMUP = 6  # steps before the timed ones
@@ -50,8 +50,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N")
     parser.add_argument("--out", type=new_file, help="write the report to this file after each run")
     arguments = parser.parse_args(join_sizes())
-    words = {key: str(value) for key, value in vars(arguments).items() if key not in ("data", "out")}
-    report: dict[str, Any] = {"arguments": words, **environment.ran_on(device_name(process.gpu(arguments.device))), "rows": []}
+    rows = Rows(arguments, device_name(process.gpu(arguments.device)))
     with tempfile.TemporaryDirectory() as place:
         given = (each.partition("=")[::2] for each in arguments.data)
         datasets = {name: trainable(name, Path(root), Path(place)) for name, root in given}
@@ -60,11 +59,7 @@ def main() -> None:
         ):
             if side == "repeated" and (turn or cores != max(arguments.cores)):
                 continue
-            row = {"data": name, "cores": cores, "side": side, **run(Path(place), name, root, cores, side, arguments)}
-            report["rows"].append(row)
-            print(row, flush=True)
-            if arguments.out:
-                environment.write_report(arguments.out, report)
+            rows.add({"data": name, "cores": cores, "side": side, **run(Path(place), name, root, cores, side, arguments)})
 
 
 def run(place: Path, name: str, root: Path, cores: int, side: str, arguments: argparse.Namespace) -> dict[str, Any]:

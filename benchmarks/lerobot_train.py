@@ -14,14 +14,13 @@ transforms   a run with image_transforms that resumes in the middle of an epoch,
 streaming    with streaming=true, the losses equal those of the dataset on disk, for the same policies and datasets
 
 It checks for the first dataset that two ranks deliver 800 frames without a repetition; that a run that is killed on two ranks,
-then killed on one, and continued on two, delivers each frame of the epoch once; that a checkpoint without a state resumes by
-its number of steps or is refused; that a resume with another seed or other episodes is refused by name, and both ways on that
-the message names work; that LeRobot alone computes the same actions of an ACT policy from recorded frames as from those of a
-Loader with --loader.image_size, also after --policy.path has continued it, at the same and at another size. With LeRobot 0.6 or
-later, it also checks that an evaluation has the same loss, and batches the same depth maps, as with LeRobot's DataLoader. With
-LeRobot after 0.6.1, it checks that exclude_episodes has the losses of LeRobot's DataLoader, that ranks started by
-`accelerate launch` deliver distinct frames, and that a recipe renders the same messages from annotations. It also measures the
-steps per second of the script on a Loader with --loader.image_size, and on its own DataLoader with torchvision's Resize.
+then killed on one, and continued on two, delivers each frame of the epoch once; that LeRobot alone computes the same actions of
+an ACT policy from recorded frames as from those of a Loader with --loader.image_size, also after --policy.path has continued
+it, at the same and at another size. With LeRobot 0.6 or later, it also checks that an evaluation has the same loss, and batches
+the same depth maps, as with LeRobot's DataLoader. With LeRobot after 0.6.1, it checks that exclude_episodes has the losses of
+LeRobot's DataLoader, that ranks started by `accelerate launch` deliver distinct frames, and that a recipe renders the same
+messages from annotations. It also measures the steps per second of the script on a Loader with --loader.image_size, and on its
+own DataLoader with torchvision's Resize.
 
 The exit code is 1 if a check fails.
 """
@@ -53,7 +52,7 @@ from lerobot_programs.comparison import NEWER, Comparison, Failed, Run
 from lerobot_programs.resizing import resized
 from lerobot_programs.trainable import trainable
 
-PARTS = ("policies", "ranks", "newer", "language", "depth", "steps", "changed", "deployment", "evaluation", "speed")
+PARTS = ("policies", "ranks", "newer", "language", "depth", "deployment", "evaluation", "speed")
 STEPS = 15
 SIZE = (32, 32)  # size of frames in runs that are not compared with LeRobot's own DataLoader
 OTHER_SIZE = (48, 64)
@@ -106,7 +105,7 @@ def of_dataset(name: str, root: Path, policy: str) -> list[str]:
 def continued(output: Path, step: int, steps: int) -> list[str]:
     """Return the arguments of a run that resumes a checkpoint.
 
-    A newer script saves the number of its processes as dp_replicate, and replaces 1 with the number at hand.
+    A newer script saves the number of its processes as dp_replicate, and replaces 1 with the number of this run.
     """
     config = output / f"checkpoints/{step:06d}/pretrained_model/train_config.json"
     processes = ["--parallelism.dp_replicate=1"] if NEWER else []
@@ -264,59 +263,6 @@ def check_depth(comparison: Comparison, folder: Path) -> None:
         comparison.attempt(f"depth stored as {name} and the losses are those of LeRobot's DataLoader", depth)
 
 
-def check_without_state(comparison: Comparison, name: str, root: Path) -> None:
-    """Check how checkpoints without the state of a Loader resume. LeRobot without a Loader writes such checkpoints."""
-    arguments = [*of_dataset(name, root, "act"), "--dataset.episodes=[0]", "--num_workers=0", "--batch_size=8"]
-    try:
-        whole, output = comparison.run("loader", [*arguments, *LOADER, "--steps=8", "--save_freq=4"], trains=False)
-    except Failed as error:
-        comparison.check("a checkpoint without a state", False, str(error))
-        return
-    for path in output.glob("checkpoints/000004/training_state/dali_stream*"):
-        path.unlink()
-
-    def resumed() -> tuple[bool, Any]:
-        rest, _ = comparison.run("loader", [*continued(output, 4, 8), *LOADER], trains=False)
-        same, detail = equal(rest.index, whole.index[4:], 4)
-        return same, detail
-
-    def refused() -> tuple[bool, Any]:
-        try:
-            comparison.run("loader", [*continued(output, 4, 8), *LOADER, "--batch_size=4"], trains=False)
-        except Failed as error:
-            message = str(error).strip().splitlines()[-1]
-            return "number does not determine a position" in message, message
-        return False, "not refused"
-
-    comparison.attempt("a checkpoint without a state resumes by its number of steps", resumed)
-    comparison.attempt("a checkpoint without a state is refused with another batch size", refused)
-
-
-def check_changed(comparison: Comparison, name: str, root: Path) -> None:
-    """Check that a resume with another seed or other episodes names it, and that both ways on that it names work."""
-    arguments = [*of_dataset(name, root, "act"), "--dataset.episodes=[0]", "--num_workers=0", "--batch_size=8", *LOADER]
-
-    def named(setting: str, text: str) -> tuple[bool, Any]:
-        _, output = comparison.run("loader", [*arguments, "--steps=4", "--save_freq=4"], trains=False)
-        resumed = [*continued(output, 4, 6), *LOADER, setting, "--save_checkpoint=false"]
-        try:
-            comparison.run("loader", resumed, trains=False)
-        except Failed as error:
-            message = str(error).strip().splitlines()[-1]
-        else:
-            return False, "not refused"
-        checkpoint = output / "checkpoints/000004"
-        weights = [*arguments[:2], f"--policy.path={checkpoint / 'pretrained_model'}", setting, "--steps=2", "--batch_size=8"]
-        new, _ = comparison.run("loader", [*weights, "--num_workers=0", "--save_checkpoint=false"], trains=False)
-        (checkpoint / "training_state/dali_stream.json").unlink()
-        rest, _ = comparison.run("loader", resumed, trains=False)
-        return text in message and len(new.index) == len(rest.index) == 2, message
-
-    for setting, text in (("--seed=8", "--seed=7 (now 8)"), ("--dataset.episodes=[1]", "--dataset.episodes=[0] (now [1])")):
-        label = f"a resume with {setting} is refused by name, and both ways on work"
-        comparison.attempt(label, functools.partial(named, setting, text))
-
-
 def check_deployment(comparison: Comparison, name: str, root: Path) -> None:
     """Check what the preprocessor in a checkpoint makes of recorded frames, and runs that begin with such a checkpoint."""
     data = of_dataset(name, root, "act")
@@ -415,10 +361,6 @@ def main() -> int:
             check_language(comparison, *first, folder)
         if "depth" in arguments.only and NEW:
             check_depth(comparison, folder)
-        if "steps" in arguments.only:
-            check_without_state(comparison, *first)
-        if "changed" in arguments.only:
-            check_changed(comparison, *first)
         if "deployment" in arguments.only:
             check_deployment(comparison, *first)
         if "evaluation" in arguments.only and NEW:

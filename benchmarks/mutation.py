@@ -1,21 +1,15 @@
 """Measure how many small changes of the package's core the tests detect. Such a change is called a mutant.
 
     python -m pip install cosmic-ray
-    python benchmarks/mutation.py [--only NAME ...] [--mutants 100] [--seed 0] [--json]
-    python benchmarks/mutation.py [--only NAME ...] --report FILE [--survivors [--tests NAME ...]] [--json]
+    python benchmarks/mutation.py [--only NAME ...] [--mutants 30] [--seed 0] [--json]
 
 A mutant changes one operator, number or decision. Type annotations, error messages and docstrings are not changed. The core is
 divided into parts, and `PARTS` lists the modules and the tests of each part. The program works on a copy of the package. It
-takes a random sample of the mutants of each part. For each mutant, it runs the fast tests of the part until one fails. A test
-also fails if it takes more than 5 times as long as without the mutant, plus 20 seconds.
+takes a random sample of the mutants of each part. For each mutant, it runs the fast tests of the part until one fails. A mutant
+with which they take more than 5 times as long as without it counts as detected, too.
 
 Each run of the tests is a fork of this process, which has imported PyTorch, DALI and pytest, but no module of the package. All
-runs share the datasets that the first run has written. The first run also records which functions each test calls. For a
-mutant, only the tests that call the changed function run, the quickest first.
-
-`--report` is the JSON object of an earlier run. Its parts that are not measured again become parts of the new report. With
-`--survivors`, only the mutants that it lists as not detected are tried again, and the other results are kept. The seed, the
-number of mutants and the package must then be the same, but the tests may have changed. `--tests` restricts the test files.
+runs share the datasets that the first run has written.
 """
 
 from __future__ import annotations
@@ -25,8 +19,6 @@ import ast
 import contextlib
 import difflib
 import importlib
-import inspect
-import json
 import math
 import os
 import random
@@ -34,9 +26,8 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +63,11 @@ Place = tuple[int, int]  # line from 1, column from 0
 def main() -> None:
     parser = argparse.ArgumentParser(description="How many small changes of the core the tests notice")
     parser.add_argument("--only", nargs="+", choices=[*PARTS], default=[*PARTS])
-    parser.add_argument("--mutants", type=count, default=100, help="mutants of each part")
+    parser.add_argument("--mutants", type=count, default=30, help="mutants of each part")
     parser.add_argument("--seed", type=int, default=0, help="seed of the choice of mutants")
-    parser.add_argument("--report", type=Path, help="JSON report of an earlier run, for the parts that are not measured now")
-    parser.add_argument("--survivors", action="store_true", help="try again only the mutants that --report lists")
-    parser.add_argument("--tests", nargs="+", metavar="NAME", help="try the survivors only with these of the part's test files")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
-    if arguments.survivors and not arguments.report:
-        parser.error("--survivors needs --report")
-    if arguments.tests and not arguments.survivors:
-        parser.error("--tests needs --survivors")
-    parts: dict[str, Any] = json.loads(arguments.report.read_text())["parts"] if arguments.report else {}
+    parts: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
@@ -91,50 +75,28 @@ def main() -> None:
         Path("..", "tests").mkdir()
         os.environ["PYTHONPATH"] = os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")])
         os.environ["PYTEST_XDIST_WORKER"] = "mutant"  # lets all runs share the datasets that they write, see tests/conftest.py
-        os.environ["CALLS_IN"] = str(copy / "dali_stream")
         sys.path.insert(0, str(copy))
-        # Python imports this module at startup, so that programs started by tests record their calls too.
-        recorder = f"{inspect.getsource(record_calls)}\nimport os\nif 'CALLS_OF_TEST' in os.environ:\n    record_calls()\n"
-        Path("sitecustomize.py").write_text(recorder)
         for library in LIBRARIES:
             importlib.import_module(library)
         for name in arguments.only:
-            chosen, noticed = sample(PARTS[name][0], arguments.mutants, random.Random(arguments.seed)), 0
-            if arguments.survivors:
-                survivors = [{key: each[key] for key in identity(chosen[0])} for each in parts[name]["survivors"]]
-                chosen = [mutant for mutant in chosen if identity(mutant) in survivors]
-                if len(chosen) != len(survivors):
-                    raise SystemExit(
-                        f"--report must list survivors of this sample of {name}, got others. Run without --survivors"
-                    )
-                noticed = parts[name]["noticed"]
-            tests = arguments.tests or PARTS[name][1].split()
-            part = parts[name] = {"seed": arguments.seed} | measure(name, tests, chosen, noticed)
-            low, high = part["noticed_95"]
-            print(
-                f"{name}: {part['noticed']} of {part['tried']} noticed, {part['share']:.0%} (95 % interval {low:.0%} to "
-                f"{high:.0%})",
-                flush=True,
-            )
+            modules, tests = PARTS[name]
+            chosen = sample(modules, arguments.mutants, random.Random(arguments.seed))
+            part = parts[name] = {"seed": arguments.seed, **measure(name, tests.split(), chosen)}
+            print("{}: {noticed} of {tried} noticed (95 % interval {:.0%} to {:.0%})".format(name, *part["noticed_95"], **part))
         if arguments.json:
             from dali_stream.tools import environment
 
-            report = {"parts": {name: parts[name] for name in PARTS if name in parts}} | environment.ran_on("cpu")
-            print(environment.report_json(report))
+            print(environment.report_json({"parts": parts} | environment.ran_on("cpu")))
 
 
-def measure(name: str, names: list[str], chosen: list[MutationSpec], noticed: int) -> dict[str, Any]:
-    """Run the tests of a part on some mutants. Return the results.
-
-    They also count `noticed` mutants that the tests have detected in an earlier run. The working directory must be the copy of
-    the package.
-    """
-    files = [f"tests/test_{test}.py" for test in names]
-    calls = Path("..", f"calls-{name}.json")
-    if not tests_pass(files, CallRecorder(calls)):
+def measure(name: str, tests: list[str], chosen: list[MutationSpec]) -> dict[str, Any]:
+    """Run the tests of a part on some mutants, in the copy of the package. Return the results."""
+    files = [f"tests/test_{test}.py" for test in tests]
+    began = time.monotonic()
+    if not run_tests(files):
         raise SystemExit(f"The tests of {name} fail without a mutant:\n{OUTPUT.read_text()}")
-    tests = json.loads(calls.read_text())
-    survivors, tried = [], noticed
+    limit = 5 * math.ceil(time.monotonic() - began)
+    survivors, tried = [], 0
     for number, mutant in enumerate(chosen):
         print(f"{name}: {number} of {len(chosen)}", end="\r", file=sys.stderr, flush=True)
         operator = cosmic_ray.plugins.get_operator(mutant.operator_name)()
@@ -142,102 +104,29 @@ def measure(name: str, names: list[str], chosen: list[MutationSpec], noticed: in
             if after is None or not compiles(after):  # the operator changes nothing here, or the result is not valid Python
                 continue
             tried += 1
-            function = [str(mutant.module_path.resolve()), first_line(before, mutant.start_pos[0])]
-            callers = {test: s for test, (s, functions) in tests.items() if function in functions or not function[1]}
-            if callers and not tests_pass(sorted({test.partition("::")[0] for test in callers}), Callers(callers)):
+            if not run_tests(files, limit):
                 continue
         lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0)
         changed = [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
-        survivors.append(identity(mutant) | {"change": changed})
+        survivors.append({"module": str(mutant.module_path), "line": mutant.start_pos[0], "change": changed})
         print(f"{mutant.module_path}:{mutant.start_pos[0]} is not noticed: {' '.join(changed)}", file=sys.stderr, flush=True)
     noticed = tried - len(survivors)
-    return {
-        "tests": PARTS[name][1].split(),
-        "tried": tried,
-        "noticed": noticed,
-        "share": round(noticed / tried, 4),
-        "noticed_95": interval(noticed, tried),
-        "survivors": survivors,
-    }
+    result = {"tests": tests, "tried": tried, "noticed": noticed, "share": round(noticed / tried, 4)}
+    return result | {"noticed_95": interval(noticed, tried), "survivors": survivors}
 
 
-class CallRecorder:
-    """Plugin of pytest that writes to a file how long each test takes, and which functions of the package it calls."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path.resolve()
-        self.tests: dict[str, Any] = {}
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        calls = self.path.with_suffix(".test")
-        calls.write_text("")
-        os.environ["CALLS_OF_TEST"] = str(calls)
-        record_calls()
-        began = time.monotonic()
-        try:
-            return (yield)
-        finally:
-            sys.settrace(None)
-            threading.settrace(None)
-            functions = {tuple(line.split("\t")) for line in calls.read_text().splitlines()}
-            self.tests[item.nodeid] = [time.monotonic() - began, [[path, int(line)] for path, line in functions]]
-
-    def pytest_sessionfinish(self) -> None:
-        self.path.write_text(json.dumps(self.tests))
-
-
-def record_calls() -> None:
-    """Append the functions that this process calls from now on to the file in the environment variable CALLS_OF_TEST."""
-    import os
-    import sys
-    import threading
-
-    path, package, seen = os.environ["CALLS_OF_TEST"], os.environ["CALLS_IN"], set()
-
-    def trace(frame, event, argument):  # type: ignore[no-untyped-def]
-        code = frame.f_code
-        if code.co_filename.startswith(package) and code not in seen:
-            seen.add(code)
-            with open(path, "a") as file:
-                file.write(f"{code.co_filename}\t{code.co_firstlineno}\n")
-
-    threading.settrace(trace)
-    sys.settrace(trace)
-
-
-class Callers:
-    """Plugin of pytest that runs only some tests, the quickest first, and kills a test that takes too long.
-
-    Args:
-        tests: {test: its duration in seconds}.
-    """
-
-    def __init__(self, tests: dict[str, float]) -> None:
-        self.tests = tests
-
-    def pytest_sessionstart(self) -> None:
-        signal.alarm(60)  # time limit until the first test starts
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        signal.alarm(20 + math.ceil(5 * self.tests[nodeid]))
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = sorted((item for item in items if item.nodeid in self.tests), key=lambda item: self.tests[item.nodeid])
-
-
-def tests_pass(files: list[str], plugin: object) -> bool:
-    """Run fast tests in a fork of this process until one fails. Return whether all pass."""
+def run_tests(files: list[str], limit: int = 0) -> bool:
+    """Run fast tests in a fork of this process until one fails. Return whether all pass in `limit` seconds. 0: no limit."""
     if not (child := os.fork()):
         os.setsid()
         with OUTPUT.open("w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores SIGINT by default
-        sys.dont_write_bytecode = not isinstance(plugin, CallRecorder)  # only the first run writes bytecode, a mutant must not
+        signal.alarm(limit)
+        sys.dont_write_bytecode = bool(limit)  # only the run without a mutant writes bytecode
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # applies to programs that tests start
-        os._exit(pytest.main(["-qx", "-p", "no:cacheprovider", "--basetemp=../tests/run", "-m", "not slow", *files], [plugin]))
+        os._exit(pytest.main(["-qx", "-p", "no:cacheprovider", "--basetemp=../tests/run", "-m", "not slow", *files]))
     _, status = os.waitpid(child, 0)
     with contextlib.suppress(ProcessLookupError):  # end processes that the tests have left running
         os.killpg(child, signal.SIGKILL)
@@ -251,28 +140,6 @@ def compiles(source: str) -> bool:
     except SyntaxError:
         return False
     return True
-
-
-def identity(mutant: MutationSpec) -> dict[str, Any]:
-    """Return the properties that distinguish a mutant from others of the same source."""
-    return {
-        "module": str(mutant.module_path),
-        "line": mutant.start_pos[0],
-        "operator": mutant.operator_name,
-        "occurrence": mutant.occurrence,
-    }
-
-
-def first_line(source: str, line: int) -> int:
-    """Return the first line, including decorators, of the innermost function whose body contains a line. 0 outside functions.
-
-    Decorators and default values are evaluated when the function is defined, so they belong to the code around it.
-    """
-    first = 0
-    for node in ast.walk(ast.parse(source)):  # outer functions come before inner ones
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.body[0].lineno <= line <= (node.end_lineno or 0):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    return first
 
 
 def sample(modules: list[str], size: int, random_numbers: random.Random) -> list[MutationSpec]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from argument_types import count, new_file, positive
+from program import Rows
 
 from dali_stream.checks.frame_size import frame_size, join_sizes
 from dali_stream.decode import dali
@@ -27,7 +28,6 @@ from dali_stream.decode.torchcodec import decode_clip_in_parts
 from dali_stream.decode.torchcodec_cuda import device_name, own_stream
 from dali_stream.mp4.clip import Clip
 from dali_stream.system import process
-from dali_stream.tools import environment
 from dali_stream.tools.selftest import videos
 
 BATCHES = 24  # number of clips that torchcodec repeats
@@ -47,18 +47,11 @@ def main() -> None:
     parser.add_argument("--out", type=new_file, help="write the report to this file after each measurement")
     arguments = parser.parse_args(join_sizes())
     gpu = process.gpu(arguments.device)
-    report: dict[str, Any] = {
-        "arguments": {key: str(value) for key, value in vars(arguments).items()},
-        **environment.ran_on(device_name(gpu)),
-        "rows": [],
-    }
+    rows = Rows(arguments, device_name(gpu))
 
     def keep(decoder: str, frames: int, threads: int, run: tuple[float, int]) -> None:
-        row = {"decoder": decoder, "per_clip": frames, "threads": threads, "frames_per_s": round(run[0]), "wrong": run[1]}
-        report["rows"].append(row)
-        print(row, flush=True)
-        if arguments.out:
-            environment.write_report(arguments.out, report)
+        head = {"decoder": decoder, "per_clip": frames, "threads": threads}
+        rows.add({**head, "frames_per_s": round(run[0]), "wrong": run[1]})
 
     with tempfile.TemporaryDirectory() as folder:
         videos.write(folder + "/demo", arguments.codec, arguments.gop, arguments.size)

@@ -3,9 +3,9 @@
     python benchmarks/nvdec_loaders.py NAME=ROOT [NAME=ROOT ...] [--image-size HxW] [--threads 4 16] [--rounds 2] [--out FILE]
 
 Each turn opens a Loader and times two epochs of it, from the first batch on. In the first epoch, each frame is decoded once. In
-the second one, frames come from memory, if all fit into memory_budget. A turn with "decodes all" has a memory_budget of 64 MiB,
-so most frames are decoded for each batch. The report also has the number of cores in use, and the time to open the Loader.
-`--device cpu` serves only to test this program, and leaves out NVDEC.
+the second one, frames are copied from memory if memory_budget holds all of them. A turn with "decodes all" has a memory_budget
+of 64 MiB, so most frames are decoded for each batch. The report also has the number of cores in use, and the time to open the
+Loader. `--device cpu` serves only to test this program, and leaves out NVDEC.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from argument_types import count, new_file
+from program import Rows
 
 import dali_stream
 from dali_stream.checks.frame_size import frame_size, join_sizes
 from dali_stream.decode.torchcodec_cuda import device_name
 from dali_stream.system import process
-from dali_stream.tools import environment
 
 LITTLE = "64MiB"
 
@@ -41,8 +41,7 @@ def main() -> None:
     parser.add_argument("--out", type=new_file, help="write the report to this file after each turn")
     arguments = parser.parse_args(join_sizes())
     gpu = process.gpu(arguments.device)
-    words = {key: str(value) for key, value in vars(arguments).items() if key not in ("data", "out")}
-    report: dict[str, Any] = {"arguments": words, **environment.ran_on(device_name(gpu)), "rows": []}
+    rows = Rows(arguments, device_name(gpu))
     datasets = [each.partition("=")[::2] for each in arguments.data]
     decoders = arguments.decode if gpu is not None else ["torchcodec"]
     budgets = arguments.memory_budget, LITTLE
@@ -54,10 +53,7 @@ def main() -> None:
             row |= measure(Path(root), decode, threads, budget, arguments, device_name(gpu))
         except (ValueError, dali_stream.DaliStreamError) as error:
             row["error"] = str(error)
-        report["rows"].append(row)
-        print(row, flush=True)
-        if arguments.out:
-            environment.write_report(arguments.out, report)
+        rows.add(row)
 
 
 def measure(root: Path, decode: str, threads: int, budget: str, arguments: argparse.Namespace, device: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import program
 import torch
 from argument_types import count, positive
 
@@ -38,7 +39,6 @@ from dali_stream.decode import torchcodec
 from dali_stream.decode.decoder import task_frames
 from dali_stream.demo import write_demo
 from dali_stream.mp4.clip import TICK, TIMESCALE, Clip
-from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import endless, take
 
 SIZE = (224, 224)
@@ -74,22 +74,21 @@ def main() -> int:
     parser.add_argument("--episodes", type=count, default=48, help="episodes of about 100 frames in the dataset")
     parser.add_argument("--seconds", type=positive, default=6, help="duration of each measurement")
     parser.add_argument("--rounds", type=count, default=3)
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    arguments = parser.parse_args()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            write_demo(Path(folder) / "demo", episodes=arguments.episodes, size=SIZE)
-            result = measure(Path(folder) / "demo", arguments)
-    except (dali_stream.DaliStreamError, ValueError) as error:
-        print(f"overhead: {error}", file=sys.stderr)
-        return 1
-    if arguments.json:
-        print(environment.report_json(result))
-    return 0
+    return program.run(parser, measure, as_text)
 
 
-def measure(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all numbers of threads in turns, and print a line for each."""
+def as_text(result: dict[str, Any]) -> str:
+    """Return the result as text."""
+    return "\n".join(
+        f"{row['threads']:3d} threads: {row['frames_per_s']:6.0f} frames/s, {row['share']:.2f} of the ideal; CPU "
+        f"{row['cpu_us']:.0f} µs per frame (planner {row['planner_us']:.0f}, decode {row['decode_us']:.0f}, copy "
+        f"{row['copy_us']:.0f}); planner {row['planner_share']:.2f} of its time; {row['switches']:.2f} switches"
+        for row in result["results"]
+    )
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure all numbers of threads in turns."""
     sleeper = Sleeper(arguments.decode_ms / 1e3)
 
     def opened(clip: Clip, device: str = "cpu") -> Sleeper:
@@ -97,9 +96,11 @@ def measure(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
     torchcodec._open = opened  # type: ignore[assignment]
     found: dict[int, list[dict[str, float]]] = {threads: [] for threads in arguments.threads}
-    for _ in range(arguments.rounds):
-        for threads, rounds in found.items():
-            rounds.append(measured(root, threads, arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        root = write_demo(Path(folder) / "demo", episodes=arguments.episodes, size=SIZE)
+        for _ in range(arguments.rounds):
+            for threads, rounds in found.items():
+                rounds.append(measured(root, threads, arguments))
     results = []
     for threads, rounds in found.items():
         medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
@@ -107,16 +108,7 @@ def measure(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             raise ValueError("memory_budget holds all frames, so that none is decoded. Use a smaller one, or more episodes")
         ideal = threads / (arguments.decode_ms / 1e3) / medians["stored_per_frame"]
         results.append({"threads": threads, "ideal_frames_per_s": ideal, "share": medians["frames_per_s"] / ideal, **medians})
-        print(
-            f"{threads:3d} threads: {medians['frames_per_s']:6.0f} frames/s, {results[-1]['share']:.2f} of the ideal; CPU "
-            f"{medians['cpu_us']:.0f} µs per frame (planner {medians['planner_us']:.0f}, decode {medians['decode_us']:.0f}, "
-            f"copy {medians['copy_us']:.0f}); planner {medians['planner_share']:.2f} of its time; "
-            f"{medians['switches']:.2f} switches"
-        )
-    settings = {
-        name: getattr(arguments, name) for name in ("decode_ms", "memory_budget", "batch_size", "episodes", "seconds", "rounds")
-    }
-    return {**settings, "image_size": SIZE, "results": results, **environment.ran_on("cpu")}
+    return {"image_size": SIZE, "results": results}
 
 
 def measured(root: Path, threads: int, arguments: argparse.Namespace) -> dict[str, float]:

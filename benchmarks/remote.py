@@ -28,11 +28,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import program
 from argument_types import count, not_negative, positive
 from host_memory import provide
 
 import dali_stream
-from dali_stream.tools import environment
 
 BUCKET = "robots"
 TOUCHED = 5 << 30  # maximum number of bytes to write, which is more than the default memory_budget
@@ -47,28 +47,22 @@ def main() -> int:
     parser.add_argument("--megabytes-per-s", type=positive, default=40, help="bandwidth that all requests share")
     parser.add_argument("--batch-size", type=count, default=64)
     parser.add_argument("--rounds", type=count, default=5, help="rounds; the medians are compared")
-    parser.add_argument("--memory-budget", default="4GiB")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    arguments = parser.parse_args()
-    try:
-        result = measure(arguments)
-    except (dali_stream.DaliStreamError, ValueError) as error:
-        print(f"remote: {error}", file=sys.stderr)
-        return 1
-    for name, figures in result["medians"].items():
-        print(
-            f"{name:7} {figures['frames_per_s']:6.0f} frames/s, {figures['ratio']:.3f} of local, "
-            f"{figures['ratio_elsewhere']:.3f} with the server elsewhere; first batch after {figures['first_batch_s']:.2f} s; "
-            f"{figures['requests']:.0f} requests, {figures['fetched_bytes'] / 1e6:.1f} MB"
-        )
-    if arguments.json:
-        print(environment.report_json(result))
-    return 0
+    return program.run(parser, measure, as_text)
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """Return the result as text."""
+    return "\n".join(
+        f"{name:7} {figures['frames_per_s']:6.0f} frames/s, {figures['ratio']:.3f} of local, "
+        f"{figures['ratio_elsewhere']:.3f} with the server elsewhere; first batch after {figures['first_batch_s']:.2f} s; "
+        f"{figures['requests']:.0f} requests, {figures['fetched_bytes'] / 1e6:.1f} MB"
+        for name, figures in result["medians"].items()
+    )
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure the four sides in turns."""
-    loader = {"batch_size": arguments.batch_size, "memory_budget": arguments.memory_budget}
+    loader = {"batch_size": arguments.batch_size, "memory_budget": "4GiB"}
     rounds: dict[str, list[dict[str, float]]] = {"local": [], "cold": [], "memory": [], "cache": []}
     network = served(arguments.root, arguments.over, arguments.latency_ms / 1e3, arguments.megabytes_per_s * 1e6)
     with tempfile.TemporaryDirectory() as cache, network as (remote, server_s):
@@ -84,8 +78,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for side in sides:
             side["ratio"], side["ratio_elsewhere"] = side["frames_per_s"] / local, side.pop("elsewhere_per_s") / local
     medians = {name: {key: statistics.median(r[key] for r in turns) for key in turns[0]} for name, turns in rounds.items()}
-    settings = {key: str(value) for key, value in vars(arguments).items()}
-    return {"arguments": settings, "medians": medians, "rounds": rounds, **environment.ran_on("cpu")}
+    return {"medians": medians, "rounds": rounds}
 
 
 def epochs(

@@ -19,7 +19,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.index import read_index
 from dali_stream.system.process import trim_memory
 from dali_stream.tools import environment
+from dali_stream.tools.bench.measure import endless
 
-BATCH, MIXED = 64, 50
+BATCH = 64
 
 
 def cpu_s() -> float:
@@ -105,7 +106,7 @@ class Bench:
         before, peaks, last, first = self.import_all(), [], 0, 0.0
         dataset, opened, began = dali_stream.Dataset(self.large), _count_opened(), cpu_s()
         with self.loader(dataset, memory_budget=budget, **settings) as loader:
-            for number, _ in enumerate(_batches(loader), start=1):
+            for number, _ in enumerate(endless(loader), start=1):
                 if number == 1:
                     first = cpu_s() - began
                 if number % (self.batches // 5) == 0:
@@ -142,35 +143,6 @@ class Bench:
                 seconds.append(cpu_s() - began)
         return {"first_batch_cpu_s": seconds[0], "resume_cpu_s": seconds[1]}
 
-    def mixture(self) -> dict[str, Any]:
-        """Compare a mixture of 50 datasets of 1000 episodes with one of these datasets."""
-        self.import_all()
-        alone, _ = self._steady(dali_stream.Dataset(self.small))
-        began = cpu_s()
-        roots = {f"d{number}": dali_stream.Dataset(self.small) for number in range(MIXED)}
-        mixture = dali_stream.Mixture(roots)
-        made = cpu_s() - began
-        each, state = self._steady(mixture)
-        with self.loader(mixture) as loader:
-            state["position"] = len(loader) // 2 * BATCH
-            loader.load_state_dict(state)
-            began = cpu_s()
-            next(iter(loader))
-            resumed = cpu_s() - began
-        plan = each["plan_s"] / alone["plan_s"]
-        return {"made_cpu_s": made, "one_dataset": alone, "mixture": each, "planner_ratio": plan, "resume_cpu_s": resumed}
-
-    def closed(self) -> dict[str, Any]:
-        """Measure the memory that remains after each of five Loaders, which run one after the other."""
-        before, left, dataset = self.import_all(), [], dali_stream.Dataset(self.large)
-        for _ in range(5):
-            with self.loader(dataset) as loader:
-                for _ in itertools.islice(loader, 40):
-                    pass
-            del loader
-            left.append(rss() - before)
-        return {"rss_after_close_bytes": left}
-
     def one_group(self) -> dict[str, Any]:
         """Measure the time of the first batch and of the first 20 batches, if data files have few row groups.
 
@@ -184,41 +156,18 @@ class Bench:
                 seconds.append(cpu_s() - began)
         return {"episodes": dataset.num_episodes, "first_batch_cpu_s": seconds[0], "first_20_cpu_s": seconds[-1]}
 
-    def _steady(self, dataset: Any) -> tuple[dict[str, float], dict[str, Any]]:
-        """Return the times per sample after the first fifth of the batches in seconds, and the Loader's state at the end."""
-        batches = max(self.batches // 4, 10)
-        with self.loader(dataset) as loader:
-            first, began, plan = batches // 5, 0.0, 0.0
-            for number, _ in enumerate(_batches(loader), start=1):
-                if number == first:
-                    began, plan = cpu_s(), loader.stats()["plan_s"]
-                if number == batches:
-                    break
-            samples = (batches - first) * BATCH
-            each = {"cpu_s": (cpu_s() - began) / samples, "plan_s": (loader.stats()["plan_s"] - plan) / samples}
-            return each, loader.state_dict()
-
 
 MEASUREMENTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "open": Bench.open,
     "footers": Bench.footers,
     "index": Bench.index,
     "pool": lambda bench: bench.memory("4GiB"),
-    "pool, 1 GiB": lambda bench: bench.memory("1GiB"),
     "global": lambda bench: bench.memory("4GiB", shuffle="global"),
     "frame cache, empty": lambda bench: bench.frame_cache(is_filled=False),
     "frame cache, filled": lambda bench: bench.frame_cache(is_filled=True),
     "resume": Bench.resume,
-    "mixture": Bench.mixture,
-    "closed": Bench.closed,
     "converted": Bench.one_group,
 }
-
-
-def _batches(loader: dali_stream.Loader) -> Iterator[Any]:
-    """Yield the batches of one epoch after the other."""
-    while True:
-        yield from loader
 
 
 def _count_opened() -> list[str]:

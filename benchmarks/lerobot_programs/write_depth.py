@@ -1,8 +1,7 @@
 """Writes datasets with depth cameras with LeRobot's own writer: `python write_depth.py FOLDER`.
 
-`benchmarks/lerobot_depth.py` calls it. Each dataset has two depth cameras, one recorded in millimetres with 16 bits, and one in
-metres as float32. They are video with LeRobot's default quantization (`video`), a linear one (`linear`) and another shift
-(`shift`), and TIFF images in rows (`images`).
+`benchmarks/lerobot_train.py` calls it. Each dataset has two depth cameras, one recorded in millimetres with 16 bits, and one in
+metres as float32. They are video (`video`) or TIFF images in rows (`images`).
 """
 
 import sys
@@ -23,7 +22,7 @@ def depth(episode: int, frame: int) -> np.ndarray:
     return (0.005 + 5.2 * waves**2 / 2 + 0.05 * noise)[..., None].astype(np.float32)
 
 
-def write(root: Path, use_videos: bool, **encoder: object) -> None:
+def write(root: Path, use_videos: bool) -> None:
     shape, names = (HEIGHT, WIDTH, 1), ["height", "width", "channels"]
     kind = "video" if use_videos else "image"
     camera = {"dtype": kind, "shape": shape, "names": names, "info": {"is_depth_map": True}}
@@ -34,9 +33,8 @@ def write(root: Path, use_videos: bool, **encoder: object) -> None:
         "observation.state": {"dtype": "float32", "shape": (2,), "names": ["x", "y"]},
         "action": {"dtype": "float32", "shape": (2,), "names": ["x", "y"]},
     }
-    dataset = LeRobotDataset.create(
-        "local/depth", FPS, features, root=root, use_videos=use_videos, depth_encoder=DepthEncoderConfig(**encoder)
-    )
+    encoder = DepthEncoderConfig()
+    dataset = LeRobotDataset.create("local/depth", FPS, features, root=root, use_videos=use_videos, depth_encoder=encoder)
     for episode, length in enumerate(LENGTHS):
         for frame in range(length):
             metres, seen = depth(episode, frame), np.zeros((HEIGHT, WIDTH, 3), np.uint8)
@@ -58,6 +56,4 @@ def write(root: Path, use_videos: bool, **encoder: object) -> None:
 
 folder = Path(sys.argv[1])
 write(folder / "video", True)
-write(folder / "linear", True, use_log=False, depth_min=0.1, depth_max=6.0)
-write(folder / "shift", True, depth_min=0.2, depth_max=8.0, shift=0.25)
 write(folder / "images", False)

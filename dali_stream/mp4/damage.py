@@ -20,10 +20,9 @@ Zeros after the end of a unit are padding. They look the same as zeros that repl
 accepted only in files whose other frames end in zeros, too, as phones write them (`Damage`).
 
 The checks do not find damage that leaves the bitstream valid, such as flipped bits or other bytes in the payload. Decoders
-report part of such damage in AV1 and VP9, and little of it in H.264, HEVC and MPEG-4. The rest results in wrong pixels
-(`benchmarks/damage.py` counts them for a file). FFmpeg logs most of this damage in H.264 and MPEG-4, but its log is not used: a
-log callback acquires the interpreter's lock for each of about ten messages per frame, which made decoding four times slower
-next to a busy main thread.
+report part of such damage in AV1 and VP9, and little of it in H.264, HEVC and MPEG-4. The rest results in wrong pixels. FFmpeg
+logs most of this damage in H.264 and MPEG-4, but its log is not used: a log callback acquires the interpreter's lock for each
+of about ten messages per frame, which made decoding four times slower next to a busy main thread.
 
 Sources: ISO/IEC 14496-10 and 23008-2, 7.4.1 (emulation prevention); the AV1 bitstream, 5.3 and annex B of the ISO binding;
 the VP9 bitstream, 6.2 and annex B; RFC 6386, 9.1; ISO/IEC 14496-2, 6.2.1 (start codes).

@@ -104,9 +104,11 @@ def test_files_that_are_named_exist() -> None:
 def test_programs_have_the_options_that_are_named() -> None:
     named = in_code(r"(?:^|\s)((?:pipelines|benchmarks)/\w+\.py)((?: (?!#)[^\s#]+|\s*\\\n)*)")
     assert len(named) > 10
-    shared = (ROOT / "pipelines/training/arguments.py").read_text()
+    shared = {"pipelines/train.py": (ROOT / "pipelines/training/arguments.py").read_text()}
     for where, m in named:
-        source = (ROOT / m[1]).read_text() + (shared if m[1] == "pipelines/train.py" else "")
+        source = (ROOT / m[1]).read_text() + shared.get(m[1], "")
+        if "program.run(" in source:
+            source += (ROOT / "benchmarks/program.py").read_text()
         for option in re.findall(r"(?<!\S)--[a-z][\w-]*", m[2]):
             assert f'"{option}"' in source, (where, m[0])
 
@@ -493,7 +495,7 @@ def test_pictures_of_the_readme_show_on_github() -> None:
         image.verify()
 
 
-PICTURES = ("peers", "path", "frame_cache", "disk_frames", "shares", "trace", "prepare", "mixing")
+PICTURES = ("peers", "path", "frame_cache", "disk_frames", "mixing")
 
 
 def report_of(name: str) -> Any:
@@ -504,18 +506,15 @@ def report_of(name: str) -> Any:
 def picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """(the committed file, what the program draws from the committed reports). After a change: `make figures`."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    peers, diagrams, prepare, mixing = map(importlib.import_module, ("peers_chart", "diagrams", "prepare", "mixing"))
+    peers, diagrams, mixing = map(importlib.import_module, ("peers_chart", "diagrams", "mixing"))
     reports = [ROOT / name for name in re.findall(r"benchmarks/results/peers\w+\.json", (ROOT / "Makefile").read_text())]
     assert reports
     on_disk = ROOT / "benchmarks/results/disk_frames_2cores.json"
     drawings = {
-        "peers": lambda: peers.chart([peers.read(path) for path in reports], peers.read_frame_cache(on_disk)),
+        "peers": lambda: peers.chart([peers.read(path) for path in reports], peers.read(on_disk)),
         "path": diagrams.path,
         "frame_cache": lambda: diagrams.cache(report_of("frame_cache")),
         "disk_frames": lambda: diagrams.disk(report_of("disk_frames_2cores")),
-        "shares": diagrams.shares,
-        "trace": lambda: diagrams.trace(report_of("trace_g1_2cores")),
-        "prepare": lambda: prepare.chart(report_of("prepare_speed_2cores")),
         "mixing": lambda: mixing.figure(report_of("mixing")),
     }
     folder = ROOT / ("docs" if request.param == "mixing" else "docs/figures")
