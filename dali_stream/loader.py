@@ -21,8 +21,8 @@ from dali_stream.dataset import Dataset
 from dali_stream.decode.route import DECODE, Route, choose_routes
 from dali_stream.errors import DaliStreamError, MemoryBudgetError, ResumeError, StorageError, counted
 from dali_stream.lerobot import fingerprint
-from dali_stream.mixture import Mixture
-from dali_stream.normalize import Modes
+from dali_stream.mixture import Mixture, open_dataset
+from dali_stream.normalize import Modes, make_normalizer
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.metrics import metrics
 from dali_stream.observe.tracing import profiled, record
@@ -33,7 +33,7 @@ from dali_stream.pipeline.stream import BatchSource
 from dali_stream.pipeline.substitutes import Substitutes
 from dali_stream.run import bottleneck
 from dali_stream.run.bottleneck import Bottleneck
-from dali_stream.run.loader_config import make_config, make_normalizer, open_dataset
+from dali_stream.run.loader_config import make_config
 from dali_stream.run.required_memory import check_memory
 from dali_stream.schedule.budget import divide
 from dali_stream.system import process

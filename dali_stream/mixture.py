@@ -17,7 +17,7 @@ from dali_stream.checks.arguments import known_arguments, one_of
 from dali_stream.checks.text import listed
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted, prefixed
-from dali_stream.lerobot import fingerprint
+from dali_stream.lerobot import fingerprint, mixture_file
 from dali_stream.lerobot.combine import MISSING, combine
 from dali_stream.lerobot.common import alike, common
 from dali_stream.lerobot.dataset_files import check_left_out
@@ -26,7 +26,6 @@ from dali_stream.lerobot.stats import Stats, merged
 from dali_stream.order import windows
 from dali_stream.order.orders import MixtureOrders
 from dali_stream.order.shares import shares
-from dali_stream.run import mixture_file
 from dali_stream.storage import Store
 from dali_stream.system.cached import cached_property
 from dali_stream.system.log_records import DATASET_LOG
@@ -371,3 +370,23 @@ def close_opened(opened: Mapping[str, Dataset], passed: Mapping[str, Any]) -> No
     for name, dataset in opened.items():
         if dataset is not passed[name]:
             dataset.close()
+
+
+def open_dataset(dataset: Dataset | Mixture | str | os.PathLike[str]) -> Dataset | Mixture:
+    """Return the dataset of a Loader.
+
+    Raises:
+        ValueError: If `dataset` is a list, a mapping, or the path to a mixture file.
+        DatasetError: See `Dataset`.
+    """
+    if isinstance(dataset, (list, tuple)):
+        raise ValueError(
+            f"dataset must be one dataset or a Mixture, got a {type(dataset).__name__}. Give several datasets as "
+            'Loader(dali_stream.Mixture({"first": uri, "second": uri}), ...)'
+        )
+    if isinstance(dataset, Mapping) or (isinstance(dataset, (str, os.PathLike)) and mixture_file.is_mixture_file(dataset)):
+        how = "Mixture(datasets)" if isinstance(dataset, Mapping) else "Mixture.from_file(path)"
+        raise ValueError(
+            f"dataset must be one dataset or a Mixture, got {str(dataset)[:80]!r}. Use Loader(dali_stream.{how}, ...)"
+        )
+    return dataset if isinstance(dataset, (Dataset, Mixture)) else Dataset(dataset)

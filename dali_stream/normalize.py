@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from dali_stream.dataset import Dataset
+    from dali_stream.pipeline.config import Config
 
 MODES = {"mean_std": ("mean", "std"), "min_max": ("min", "max"), "quantiles": ("q01", "q99")}
 _COMPUTE = (
@@ -305,3 +306,22 @@ def _name(dataset: Dataset | Mixture, key: str, place: int) -> str:
     if isinstance(names, Mapping) and len(names) == 1:
         [names] = names.values()
     return f"{place} ({names[place]})" if isinstance(names, list) and place < len(names) else str(place)
+
+
+def make_normalizer(dataset: Dataset | Mixture, config: Config, modes: Modes) -> Normalizer:
+    """Return the normalizer of a Loader.
+
+    Args:
+        dataset: Dataset of the Loader.
+        config: Configuration of the Loader.
+        modes: Argument `normalize` of the Loader.
+
+    Raises:
+        ValueError: If `modes` is invalid, or contains a camera although `image_dtype` is "uint8".
+    """
+    left_out = [key for key in dataset.features if key not in config.source.features]
+    normalizer = Normalizer(dataset.without(left_out) if left_out else dataset, modes)
+    frames = [key for key in normalizer.modes if key in config.source.cameras]
+    if config.image_dtype != "float32" and frames:
+        raise ValueError(f'image_dtype must be "float32" to normalize {frames[0]}, got {config.image_dtype!r}')
+    return normalizer

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from dali_stream.checks.arguments import from_zero, known_arguments, positive
 from dali_stream.errors import DaliStreamError
-from dali_stream.pipeline.sample_function import (
+from dali_stream.run.sample_function import (
     Failed,
     Request,
     SampleFunction,

@@ -21,7 +21,7 @@ from support.slow import examples
 import dali_stream
 from dali_stream import DaliStreamError, DatasetError, FrameSampler, Loader, Mixture, ResumeError
 from dali_stream.cli import main
-from dali_stream.run.state_file import load_state, write_state
+from dali_stream.storage.state_file import load_state, write_state
 
 DEEP = "[" * 100_000 + "]" * 100_000
 

@@ -25,10 +25,10 @@ from dali_stream import DaliStreamError, Dataset, DecodeError, Mixture, ResumeEr
 from dali_stream.checks.arrays import NONE
 from dali_stream.cli import main
 from dali_stream.demo import read_identities
+from dali_stream.lerobot.mixture_file import read
 from dali_stream.mp4.counting import FileEpisodes, count_rows
 from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.mp4.timing import EpisodeTimes
-from dali_stream.run.mixture_file import read
 from dali_stream.tools.diagnosis.frames import Decoders
 from dali_stream.tools.diagnosis.run import examine
 

@@ -24,7 +24,7 @@ from support.slow import slow, slow_after
 import dali_stream
 from dali_stream import Dataset, Loader, Mixture, Transformed, augment
 from dali_stream.cli import main
-from dali_stream.run.state_file import write_state
+from dali_stream.storage.state_file import write_state
 
 OPTIONS: dict[str, Any] = {"batch_size": 40, "seed": 7, "device": "cpu", "num_threads": 2, "image_size": (48, 64)}
 CHUNK = [step / 20 for step in range(6)]

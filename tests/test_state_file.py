@@ -17,7 +17,7 @@ from support.batches import samples
 from support.killing import places_until_killed, start
 
 from dali_stream import Dataset, FrameSampler, Loader, ResumeError
-from dali_stream.run.state_file import load_state, write_state
+from dali_stream.storage.state_file import load_state, write_state
 
 KILLS = 10
 LENGTHS = [5, 8, 7]

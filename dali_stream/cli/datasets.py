@@ -8,7 +8,7 @@ from typing import Any
 
 from dali_stream import Dataset, Mixture
 from dali_stream.checks.text import listed
-from dali_stream.run import mixture_file
+from dali_stream.lerobot import mixture_file
 
 
 def opened(uris: Sequence[str], options: Mapping[str, Any]) -> AbstractContextManager[Dataset | Mixture]:

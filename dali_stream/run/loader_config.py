@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 from dali_stream.cache.frame_folder import FrameFolder
 from dali_stream.cache.indices import IndexCache
 from dali_stream.checks.arguments import byte_count, from_zero, one_of, picture_size, positive, share
-from dali_stream.dataset import Dataset
-from dali_stream.lerobot.features import UNITS
-from dali_stream.mixture import Mixture
-from dali_stream.normalize import Modes, Normalizer
+from dali_stream.checks.arrays import Int64
+from dali_stream.lerobot.features import UNITS, Feature
+from dali_stream.lerobot.source import Source
 from dali_stream.order import Shuffle, check_world, default_pools, windows
 from dali_stream.order.batches import LAST_BATCH, Batches
 from dali_stream.order.orders import Orders
 from dali_stream.order.state import OrderArguments
 from dali_stream.pipeline.config import DATASET, SAMPLE, SUBSTITUTE, Config
-from dali_stream.run.mixture_file import is_mixture_file
 from dali_stream.system import memory_limit, process
 from dali_stream.system.log_records import DATASET_LOG
 
@@ -29,28 +25,24 @@ MEMORY_FORMATS = ("channels_last", "contiguous")
 _log = logging.getLogger("dali_stream")
 
 
-def open_dataset(dataset: Dataset | Mixture | str | os.PathLike[str]) -> Dataset | Mixture:
-    """Return the dataset of a Loader.
+class Streamed(Protocol):
+    """What a Loader reads of its `Dataset` or `Mixture`."""
 
-    Raises:
-        ValueError: If `dataset` is a list, a mapping, or the path to a mixture file.
-        DatasetError: See `Dataset`.
-    """
-    if isinstance(dataset, (list, tuple)):
-        raise ValueError(
-            f"dataset must be one dataset or a Mixture, got a {type(dataset).__name__}. Give several datasets as "
-            'Loader(dali_stream.Mixture({"first": uri, "second": uri}), ...)'
-        )
-    if isinstance(dataset, Mapping) or (isinstance(dataset, (str, os.PathLike)) and is_mixture_file(dataset)):
-        how = "Mixture(datasets)" if isinstance(dataset, Mapping) else "Mixture.from_file(path)"
-        raise ValueError(
-            f"dataset must be one dataset or a Mixture, got {str(dataset)[:80]!r}. Use Loader(dali_stream.{how}, ...)"
-        )
-    return dataset if isinstance(dataset, (Dataset, Mixture)) else Dataset(dataset)
+    @property
+    def features(self) -> Mapping[str, Feature]: ...
+
+    @property
+    def source(self) -> Source: ...
+
+    def orders(self) -> Orders: ...
+
+    def window_offsets(self, deltas: Mapping[str, Sequence[float]], keys: Sequence[str]) -> dict[str, Int64]: ...
+
+    def without(self, keys: Collection[str]) -> Streamed: ...
 
 
 def make_config(
-    dataset: Dataset | Mixture,
+    dataset: Streamed,
     ranks: process.Ranks,
     *,
     batch_size: int,
@@ -160,26 +152,7 @@ def _frame_folder(folder: str | os.PathLike[str] | None, limit: int | str | None
     return FrameFolder(folder, size, ranks)
 
 
-def make_normalizer(dataset: Dataset | Mixture, config: Config, modes: Modes) -> Normalizer:
-    """Return the normalizer of a Loader.
-
-    Args:
-        dataset: Dataset of the Loader.
-        config: Configuration of the Loader.
-        modes: Argument `normalize` of the Loader.
-
-    Raises:
-        ValueError: If `modes` is invalid, or contains a camera although `image_dtype` is "uint8".
-    """
-    left_out = [key for key in dataset.features if key not in config.source.features]
-    normalizer = Normalizer(dataset.without(left_out) if left_out else dataset, modes)
-    frames = [key for key in normalizer.modes if key in config.source.cameras]
-    if config.image_dtype != "float32" and frames:
-        raise ValueError(f'image_dtype must be "float32" to normalize {frames[0]}, got {config.image_dtype!r}')
-    return normalizer
-
-
-def _delivered(dataset: Dataset | Mixture, offsets: Mapping[str, Any], augments: bool, substitutes: bool) -> Dataset | Mixture:
+def _delivered(dataset: Streamed, offsets: Mapping[str, Any], augments: bool, substitutes: bool) -> Streamed:
     """Return the dataset without features whose keys a batch uses for other values, such as masks. Log a warning about them.
 
     Args:
@@ -222,9 +195,7 @@ def _delivered(dataset: Dataset | Mixture, offsets: Mapping[str, Any], augments:
     return dataset.without(replaced)
 
 
-def _window_offsets(
-    dataset: Dataset | Mixture, deltas: Mapping[str, Sequence[float]], rank: int
-) -> dict[str, np.ndarray[Any, np.dtype[np.int64]]]:
+def _window_offsets(dataset: Streamed, deltas: Mapping[str, Sequence[float]], rank: int) -> dict[str, Int64]:
     """Return {key with a window: its frame offsets}. Warn about windows that were probably meant in frames, not in seconds.
 
     Args:

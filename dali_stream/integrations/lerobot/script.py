@@ -29,8 +29,8 @@ from dali_stream.integrations.lerobot.loader import make_loader
 from dali_stream.integrations.lerobot.resizing import Size, add_resizing, size_of
 from dali_stream.lerobot.features import Feature
 from dali_stream.loader import Loader
-from dali_stream.pipeline.sample_function import seed_of
-from dali_stream.run.state_file import load_state, write_state
+from dali_stream.run.sample_function import seed_of
+from dali_stream.storage.state_file import load_state, write_state
 from dali_stream.system import memory_limit, process
 from dali_stream.transformed import Transformed
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, StorageError, prefixed
-from dali_stream.run import mixture_file
+from dali_stream.lerobot import mixture_file
 from dali_stream.tools.diagnosis import answers, frames, gpu, machine, rows, software, video
 from dali_stream.tools.diagnosis.camera import Camera, decode_frames
 from dali_stream.tools.diagnosis.frames import Decoders, Deep
