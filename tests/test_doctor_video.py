@@ -237,7 +237,7 @@ def test_what_long_gops_cost(encoded: Callable[..., Path]) -> None:
 
 
 def fat(data: bytes) -> bytes:
-    """The file with a media box that is said to have a gibibyte."""
+    """The file with a media box whose header states a gibibyte."""
     at = data.index(b"mdat")
     return data[: at - 4] + struct.pack(">I", 1 << 30) + data[at:]
 

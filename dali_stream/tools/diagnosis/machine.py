@@ -46,7 +46,7 @@ _TORCHCODEC = (
 
 @dataclass(frozen=True)
 class Machine:
-    """What libraries and the driver answered about a machine.
+    """Context of the checks of a machine: the answers of libraries and of the driver.
 
     Attributes:
         gpus: GPUs that the driver reports. See `read_gpus`.
