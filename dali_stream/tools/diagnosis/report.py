@@ -44,7 +44,7 @@ class DoctorReport:
         findings: Findings in the order in which the report lists them.
         gpus: Index, name, memory in bytes, compute capability, NVDEC engines and supported formats of each GPU.
         software: Versions by name. Unknown versions are None.
-        machine: Cores, memory and disk. See `machine.ProcessLimits`.
+        machine: Cores, memory and disk. See `machine.Machine.limits`.
         dataset: Address, size and cameras of the dataset. None without a dataset, or if it cannot be opened. For a mixture
             file, its address as `uri`, and these facts of each dataset by name as `datasets`.
     """
