@@ -36,6 +36,7 @@ FIRST = (
     "cli",
     "prepare_faults",
     "doctor_dataset",
+    "doctor_video",
     "mixture",
     "streaming",
     "prepare",

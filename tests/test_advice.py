@@ -43,12 +43,12 @@ def advice(dataset: Path | Dataset) -> str:
     return message
 
 
-def remedy(dataset: Path | Dataset, name: str) -> str:
-    """Remedy that `doctor` recommends for a finding."""
+def diagnosis(dataset: Path | Dataset, name: str) -> str:
+    """Text and remedy of a finding of `doctor`."""
     findings, _ = examine(
         dataset if isinstance(dataset, Dataset) else Dataset(dataset), Decoders(torchcodec=False, dali=False, gpus={}), 60
     )
-    return next(finding.remedy for finding in findings if finding.name == name)
+    return next(f"{finding.text}. {finding.remedy}" for finding in findings if finding.name == name)
 
 
 def kept(rows: range, last: int) -> list[int]:
@@ -72,8 +72,8 @@ def test_a_video_that_is_a_few_frames_short(tmp_path: Path, short: int) -> None:
             for step in range(3):
                 at = zip(batch["episode_index"].tolist(), (batch["frame_index"] + step).tolist(), strict=True)
                 assert identities(batch[CAMERA][:, step]) == list(at)
-    assert remedy(root, f"{CAMERA} timestamps").startswith(f"Dataset(drop_n_last_frames={short}) leaves the last")
-    assert remedy(Dataset(root, drop_n_last_frames=short), f"{CAMERA} timestamps") == ""
+    assert f". Dataset(drop_n_last_frames={short}) leaves the last" in diagnosis(root, f"{CAMERA} timestamps")
+    assert "each row has a frame" in diagnosis(Dataset(root, drop_n_last_frames=short), f"{CAMERA} timestamps")
     with pytest.raises(DecodeError):
         Dataset(root).compute_stats([CAMERA])
     assert Dataset(root, drop_n_last_frames=short).compute_stats([CAMERA])[CAMERA]["count"] == sum(EPISODES) - 2 * short
@@ -113,7 +113,7 @@ def test_a_video_without_frames_for_its_rows(tmp_path: Path, kind: str) -> None:
     assert not [word for word in (CLOCK, TOLERANCE, "drop_n_last_frames") if word in message]
     with loader(Dataset(root, cameras=[])) as batches:
         assert sum(len(batch["index"]) for batch in batches) == sum(EPISODES)
-    assert "leave the episode out" in remedy(root, f"{CAMERA} timestamps")
+    assert "leave the episode out" in diagnosis(root, f"{CAMERA} timestamps")
 
 
 @pytest.mark.parametrize("numbers", [FRAME + 1, np.arange(len(FRAME))], ids=["from 1", "through the dataset"])
@@ -182,10 +182,8 @@ def test_a_camera_without_any_file_has_cameras_as_its_remedy(demo_copy: Path) ->
     shutil.rmtree(demo_copy / "videos" / SIDE)
     with pytest.raises(DecodeError, match=f"none of .* of camera '{SIDE}' exists.* or leave the camera out with cameras="):
         next(iter(loader(demo_copy)))
-    assert (
-        remedy(demo_copy, "files")
-        == f"no episode has {SIDE}: copy or fetch the files, or select other cameras with cameras=['{TOP}']"
-    )
+    said = f"no episode has {SIDE}: copy or fetch the files, or select other cameras with cameras=['{TOP}']"
+    assert said in diagnosis(demo_copy, "files")
     with loader(Dataset(demo_copy, cameras=[TOP])) as batches:
         assert TOP in next(iter(batches))
 

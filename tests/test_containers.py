@@ -52,7 +52,7 @@ def check_command(command: str, video: Path, shown: data.Shown) -> None:
 def check_doctor(command: str, root: Path) -> None:
     """Check that the doctor names the command, too."""
     [finding] = [finding for finding in examine(Dataset(root), NO_DECODER, 120)[0] if finding.status == "problem"]
-    assert command in finding.remedy
+    assert command in finding.text
 
 
 def shown_in(video: Path, name: str) -> data.Shown:

@@ -163,8 +163,8 @@ def test_last_frames_that_are_missing_are_dropped_where_later_episodes_begin_rig
     assert f"episode {short} has 12 rows, and its video {12 - lacks} frames" in caplog.text
     assert right(root) == [episode for episode in range(3) if episode != short]
     finding = findings(Dataset(root))[f"{CAMERA} timestamps"]
-    assert finding.text.startswith(f"episode {short}, frame {12 - lacks}: ")
-    assert finding.remedy.startswith(f"Dataset(drop_n_last_frames={drop})")
+    assert finding.text.startswith(f"{CAMERA}: episode {short}, frame {12 - lacks}: ")
+    assert f". Dataset(drop_n_last_frames={drop}) leaves the last" in finding.text
     assert findings(Dataset(root, drop_n_last_frames=int(drop)))[f"{CAMERA} timestamps"].status == "ok"
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +22,8 @@ from typing import Any
 
 import fsspec
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from support import faults
 from support.clouds import S3, Objects
 from support.servers import Handler, Server
@@ -416,34 +421,17 @@ def test_a_forked_process_is_told_that_it_cannot_read(objects: Objects) -> None:
     ("address", "options", "words"),
     [
         ("s3://robots", {"acces_key": "s3cret"}, r"must be anon, .*, token or options of obstore's S3Store, got 'acces_key'$"),
-        (
-            "s3://robots",
-            {"config_kwargs": {"read_timeout": 2}},
-            "got 'config_kwargs'. Give 'timeout', or 'client_options' with",
-        ),
-        ("s3://robots", {"profile": "s3cret"}, "got 'profile'. Give the environment variable AWS_PROFILE instead"),
-        ("s3://robots", {"requester_pays": True}, "got 'requester_pays'. Give 'request_payer' instead"),
-        ("s3://robots", {"region_name": "eu-1"}, "got 'region_name'. Give 'region' instead"),
         ("s3://robots", {"client_kwargs": {"verify": "s3cret"}}, "must be endpoint_url or region_name, got verify"),
         ("s3://robots", {"client_options": {"no_such": "s3cret"}}, "got 'no_such'"),
         ("s3://robots", {"timeout": 0}, r"storage_options\['timeout'\] must be a positive number of seconds, got 0"),
         ("s3://", {}, "address must name a bucket, .*, got"),
-        ("gs://robots", {"requester_pays": True}, "got 'requester_pays'. Give 'client_options' with .*x-goog-user-project"),
         ("gs://robots", {"consistency": "md5"}, "options of obstore's GCSStore, got 'consistency'$"),
-        (
-            "gs://robots",
-            {"token": {"private_key": "s3cret"}},
-            "token in storage_options must be 'anon' or the path .*, got a dict",
-        ),
+        ("gs://robots", {"token": {"private_key": "s3cret"}}, "must be the path to a file of credentials, got a dict"),
         ("gs://robots", {"token": "google_default"}, "got 'google_default'. Leave it out"),
+        ("gs://robots", {"token": "anon"}, "got 'anon'. .*use 'anon': True"),
         ("s3://robots", {"allow_http": "key: s3cret"}, "must have values that obstore accepts"),
         ("az://robots", {}, "must have account_name"),
         ("az://robots", {"account_name": "a", "block": 2}, "options of obstore's AzureStore, got 'block'$"),
-        (
-            "az://robots",
-            {"connection_string": "AccountKey=s3cret"},
-            "Give 'account_name', 'account_key' and 'endpoint' instead",
-        ),
     ],
 )
 def test_what_is_not_understood_is_an_error_that_names_it(address: str, options: dict[str, Any], words: str) -> None:
@@ -452,18 +440,88 @@ def test_what_is_not_understood_is_an_error_that_names_it(address: str, options:
     assert "s3cret" not in "".join(traceback.format_exception(raised.value))
 
 
+@pytest.mark.parametrize(
+    ("cloud", "option", "remedy"),
+    [
+        ("s3", "config_kwargs", "'timeout', or obstore's 'client_options' with 'connect_timeout'"),
+        ("s3", "password", "obstore's 'secret_access_key'"),
+        ("s3", "profile", "the environment variable AWS_PROFILE"),
+        ("s3a", "region_name", "obstore's 'region'"),
+        ("s3", "requester_pays", "obstore's 'request_payer'"),
+        ("s3", "use_ssl", "'endpoint_url' with http:// or https://"),
+        ("s3", "username", "obstore's 'access_key_id'"),
+        ("gs", "project", "obstore's 'client_options' with {'default_headers': {'x-goog-user-project': PROJECT}}"),
+        ("gcs", "requester_pays", "obstore's 'client_options' with {'default_headers': {'x-goog-user-project': PROJECT}}"),
+        ("gs", "requests_timeout", "'timeout', or obstore's 'client_options' with 'connect_timeout'"),
+        ("gs", "session_kwargs", "obstore's 'client_options'"),
+        ("az", "account_host", "obstore's 'endpoint'"),
+        ("az", "connection_string", "obstore's 'account_name', 'account_key' and 'endpoint'"),
+        ("az", "connection_timeout", "'timeout', or obstore's 'client_options' with 'connect_timeout'"),
+        ("az", "credential", "obstore's 'account_key' or 'sas_key'"),
+    ],
+)
+def test_other_names_of_fsspec_are_refused_with_what_to_use(cloud: str, option: str, remedy: str) -> None:
+    message = f"{cloud}://robots: storage option {option!r} is not supported, use {remedy}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        open_store(f"{cloud}://robots", {option: "s3cret"})
+
+
+KEY, AZURE = {"key": "AKEY", "secret": "s3cret"}, {"account_name": "me"}
+
+
+@pytest.mark.parametrize(
+    ("cloud", "options", "own", "header", "value"),
+    [
+        ("s3", KEY, {"access_key_id": "AKEY", "secret_access_key": "s3cret"}, "authorization", "Credential=AKEY/"),
+        ("s3", KEY | {"token": "t0ken"}, {"aws_session_token": "t0ken"} | KEY, "x-amz-security-token", "t0ken"),
+        ("s3", {"anon": True}, {"skip_signature": True}, "authorization", None),
+        ("gs", {"anon": True}, {"skip_signature": True}, "authorization", None),
+        ("az", {"anon": True} | AZURE, {"skip_signature": True} | AZURE, "authorization", None),
+        ("az", AZURE, {"azure_storage_account_name": "me"}, "authorization", "SharedKey me:"),
+    ],
+)
+def test_common_options_send_what_those_of_obstore_send(
+    objects: Objects, cloud: str, options: dict[str, Any], own: dict[str, Any], header: str, value: str | None
+) -> None:
+    """Options with the names of fsspec, including the endpoint, and with the names of obstore."""
+    key = {"account_key": "Zm9v"} if value and cloud == "az" else {}
+    endpoint = {"s3": "endpoint", "gs": "base_url", "az": "azure_storage_endpoint"}[cloud]
+    for named in (options | {"endpoint_url": objects.url}, own | {endpoint: objects.url}):
+        assert open_store(f"{cloud}://robots/set", named | key).read(BIG, 0, 10) == CONTENT[:10]
+        sent = objects.requests[-1].headers.get(header)
+        assert sent is None if value is None else value in (sent or "")
+
+
+def test_client_kwargs_name_the_endpoint_and_the_region(objects: Objects) -> None:
+    for options in (
+        {"client_kwargs": {"endpoint_url": objects.url, "region_name": "eu-west-1"}},
+        {"client_kwargs": {"endpoint_url": objects.url}, "region": "eu-west-1"},
+        {"endpoint_url": objects.url, "client_kwargs": {"region_name": "eu-west-1"}},
+    ):
+        assert open_store(ROOT, options | KEY).read(BIG, 0, 10) == CONTENT[:10]
+        assert "/eu-west-1/s3/" in objects.requests[-1].headers["authorization"]
+
+
+def test_the_token_of_google_is_a_file_of_credentials(objects: Objects, tmp_path: Path) -> None:
+    """Requests are signed with its key."""
+    key = rsa.generate_private_key(65537, 2048).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    account = {"type": "service_account", "client_email": "robot@lab", "private_key_id": "7", "private_key": key.decode()}
+    path = tmp_path / "credentials.json"
+    path.write_text(json.dumps(account))
+    for named in ({"token": path}, {"token": str(path)}, {"google_application_credentials": str(path)}):
+        assert open_store("gs://robots/set", named | {"endpoint_url": objects.url}).read(BIG, 0, 10) == CONTENT[:10]
+        payload = objects.requests[-1].headers["authorization"].removeprefix("Bearer ").split(".")[1]
+        assert json.loads(base64.urlsafe_b64decode(payload + "=="))["iss"] == "robot@lab"
+
+
 def test_requests_carry_what_the_options_say(objects: Objects) -> None:
     url = {"endpoint_url": objects.url}
-    key, pays = {"key": "AKEY", "secret": "s3cret", "token": "t0ken"}, {"default_headers": {"x-goog-user-project": "mine"}}
+    pays = {"default_headers": {"x-goog-user-project": "mine"}}
     for address, options, header, value in (
-        ("s3", url | key, "x-amz-security-token", "t0ken"),
-        ("s3", {"client_kwargs": url | {"region_name": "eu-west-1"}} | key, "authorization", "/eu-west-1/s3/"),
-        ("s3", {"endpoint": objects.url, "access_key_id": "AKEY", "secret_access_key": "s"}, "authorization", "AKEY"),
-        ("s3", {"aws_endpoint": objects.url, "region": "eu-1"} | key, "authorization", "/eu-1/s3/"),
-        ("s3", url | key | {"request_payer": True}, "x-amz-request-payer", "requester"),
-        ("gs", url | {"token": "anon", "client_options": pays}, "x-goog-user-project", "mine"),
+        ("s3", {"aws_endpoint": objects.url, "region": "eu-1"} | KEY, "authorization", "/eu-1/s3/"),
+        ("s3", url | KEY | {"request_payer": True}, "x-amz-request-payer", "requester"),
+        ("gs", url | {"anon": True, "client_options": pays}, "x-goog-user-project", "mine"),
         ("gs", url | {"bearer_token": "b3arer"}, "authorization", "Bearer b3arer"),
-        ("az", url | {"account_name": "me", "account_key": "Zm9v"}, "authorization", "SharedKey me:"),
     ):
         assert open_store(f"{address}://robots/set", options).read(BIG, 0, 10) == CONTENT[:10]
         assert value in objects.requests[-1].headers[header]

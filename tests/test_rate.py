@@ -18,7 +18,7 @@ from dali_stream.decode.rate import Rates, RequestClips
 from dali_stream.mp4.clip import Clip
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.index import read_index
-from dali_stream.tools.diagnosis import Finding, video
+from dali_stream.tools.diagnosis import Finding, camera
 from dali_stream.tools.diagnosis.frames import call_by_name
 from dali_stream.tools.isolated import Answer
 
@@ -48,16 +48,16 @@ def examined_camera(speeds: dict[str, Answer]) -> Any:
 def test_doctor_says_which_decoder_auto_takes(decoder: str, nvdec: float, ratio: str, takes: str) -> None:
     examined = examined_camera({"GPU 0": Answer(Rates(nvdec, 1000.0, decoder))})
     text = f'NVDEC {nvdec:.0f} frames/s, the CPU 1000: NVDEC has {ratio} of the CPU\'s speed, so decode="auto" takes {takes}'
-    assert video.check_speeds(examined) == [Finding("dataset", "speed on GPU 0", "ok", text)]
-    assert video.facts(examined)["speed"] == {"GPU 0": {"nvdec": nvdec, "cpu": 1000.0, "decoder": decoder}}
+    assert camera.check_speeds(examined) == [Finding("dataset", "speed on GPU 0", "ok", text)]
+    assert camera.facts(examined)["speed"] == {"GPU 0": {"nvdec": nvdec, "cpu": 1000.0, "decoder": decoder}}
 
 
 def test_doctor_warns_if_the_speed_cannot_be_measured() -> None:
     examined = examined_camera({"GPU 0": Answer({}, "DALI's video decoder failed: no surface\nTraceback", "DecodeError")})
-    [finding] = video.check_speeds(examined)
+    [finding] = camera.check_speeds(examined)
     assert finding.status == "warning"
     assert finding.text == "it could not be measured: DALI's video decoder failed: no surface"
-    assert video.facts(examined)["speed"] == {"GPU 0": {}}
+    assert camera.facts(examined)["speed"] == {"GPU 0": {}}
 
 
 def test_dali_that_fails_while_it_is_measured_is_a_decode_error(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +101,8 @@ def test_doctor_shows_both_figures(vp9_demo: Path) -> None:
     """Measured in another process."""
     calls = {TOP: {"GPU 0": partial(rate.measure, *clips_of(vp9_demo), None, 2, 2, 1.0)}}
     examined = examined_camera(call_by_name(calls, 120)[TOP])
-    [finding] = video.check_speeds(examined)
-    rates = Rates(**video.facts(examined)["speed"]["GPU 0"])
+    [finding] = camera.check_speeds(examined)
+    rates = Rates(**camera.facts(examined)["speed"]["GPU 0"])
     assert rates.nvdec > 1
     assert rates.cpu > 1
     assert str(rates) in finding.text

@@ -506,6 +506,6 @@ def test_a_dataset_without_cameras_and_tasks(tmp_path: Path) -> None:
     dataset = Dataset(root)
     assert (dataset.tasks, dataset.stats, dataset.cameras, dataset.num_frames) == ({}, {}, (), 7)
     with pytest.raises(
-        DaliStreamError, match=r"a Loader does not read the new dataset: .*no such file, which names task_index 0"
+        DaliStreamError, match=r"a Loader does not read the new dataset: .*No file .*, which must name task_index 0"
     ):
         convert(root, tmp_path / "out")

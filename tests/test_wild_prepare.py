@@ -397,7 +397,7 @@ def test_a_dataset_that_a_loader_refuses_is_not_finished(root: Path, tmp_path: P
     else:
         change_rows(root, lambda table: put(table, "task_index", pa.array(np.full(len(table), 7))))
     for _ in range(2):  # a second run does not take it for finished
-        with pytest.raises(DaliStreamError, match=r"a Loader does not read the new dataset: .*(96×96|has no task_index 7)"):
+        with pytest.raises(DaliStreamError, match=r"a Loader does not read the new dataset: .*(96×96|refer to task_index 7)"):
             prepared(root, tmp_path / "out")
 
 

@@ -1,7 +1,8 @@
 """Storage options of s3://, gs:// and az://.
 
-Options have obstore's names. A few common ones may have the names of s3fs, gcsfs and adlfs. If botocore is installed, it looks
-up the credentials for AWS, as AWS's own tools do.
+Options have obstore's names. Eight common ones may have their names in s3fs, gcsfs and adlfs: key, secret, token, anon,
+endpoint_url, account_name, and client_kwargs with endpoint_url or region_name. If botocore is installed, it looks up the
+credentials for AWS, as AWS's own tools do.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ class _Cloud(NamedTuple):
         name: "s3", "gs" or "az".
         store: Class of obstore.
         names: Name in obstore of each common option. Other options are passed to obstore.
-        instead: What to give instead of options of s3fs, gcsfs and adlfs that are not read.
+        refused: Replacement of each option of s3fs, gcsfs and adlfs that is not supported, for the error message.
         hint: Instructions for the user on how to provide credentials.
     """
 
     name: str
     store: Any
     names: dict[str, str]
-    instead: dict[str, str]
+    refused: dict[str, str]
     hint: str
 
 
-_GCSFS_TOKENS = ("google_default", "cloud", "cache", "browser")  # words that gcsfs reads as a `token`
-_TIMEOUTS = "'timeout', or 'client_options' with 'connect_timeout'"
+_GCSFS_TOKENS = ("anon", "browser", "cache", "cloud", "google_default")  # words that gcsfs reads as a `token`
+_TIMEOUTS = "'timeout', or obstore's 'client_options' with 'connect_timeout'"
 _S3 = _Cloud(
     "s3",
     S3Store,
@@ -62,19 +63,27 @@ _S3 = _Cloud(
     },
     {
         "config_kwargs": _TIMEOUTS,
+        "password": "obstore's 'secret_access_key'",
         "profile": "the environment variable AWS_PROFILE",
-        "region_name": "'region'",
-        "requester_pays": "'request_payer'",
+        "region_name": "obstore's 'region'",
+        "requester_pays": "obstore's 'request_payer'",
+        "use_ssl": "'endpoint_url' with http:// or https://",
+        "username": "obstore's 'access_key_id'",
     },
     f"Give storage_options={{'key': …, 'secret': …}} or AWS's environment or, after `{install_command('s3')}`, its "
     "config files, or for a public bucket {'anon': True}",
 )
-_PROJECT = "'client_options' with {'default_headers': {'x-goog-user-project': PROJECT}}"
+_PROJECT = "obstore's 'client_options' with {'default_headers': {'x-goog-user-project': PROJECT}}"
 _GS = _Cloud(
     "gs",
     GCSStore,
     {"anon": "skip_signature", "endpoint_url": "base_url", "token": "application_credentials"},
-    {"project": _PROJECT, "requester_pays": _PROJECT},
+    {
+        "project": _PROJECT,
+        "requester_pays": _PROJECT,
+        "requests_timeout": _TIMEOUTS,
+        "session_kwargs": "obstore's 'client_options'",
+    },
     "Run `gcloud auth application-default login`, or give storage_options={'token': PATH}, or for a public bucket "
     "{'anon': True}",
 )
@@ -82,7 +91,12 @@ _AZ = _Cloud(
     "az",
     AzureStore,
     {"account_name": "account_name", "anon": "skip_signature", "endpoint_url": "endpoint"},
-    {"connection_string": "'account_name', 'account_key' and 'endpoint'", "credential": "'account_key' or 'sas_key'"},
+    {  # `read_timeout` has the same name in obstore
+        "account_host": "obstore's 'endpoint'",
+        "connection_string": "obstore's 'account_name', 'account_key' and 'endpoint'",
+        "connection_timeout": _TIMEOUTS,
+        "credential": "obstore's 'account_key' or 'sas_key'",
+    },
     "Give storage_options={'account_name': …, 'account_key': …} or Azure's environment, or for a public container "
     "{'anon': True}",
 )
@@ -164,9 +178,9 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
         name, shown = user, f"{parts.scheme}://{user}@{name}{parts.path}".rstrip("/")
     if not name:
         raise ValueError(f"address must name a bucket, such as {parts.scheme}://bucket/folder, got {shown!r}")
-    if cloud is _GS and settings.get("token") == "anon":
-        del settings["token"]
-        settings["anon"] = True
+    for key in settings:
+        if key in cloud.refused:
+            raise ValueError(f"{shown}: storage option {key!r} is not supported, use {cloud.refused[key]}")
     if cloud is _GS:
         _check_token(settings.get("token", ""), shown)
     config = {
@@ -188,19 +202,18 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
     if not unknown:
         raise ValueError(f"{shown}: storage_options must have values that obstore accepts. Check them")
     known = ", ".join(sorted([*cloud.names, "timeout", "client_kwargs", "client_options"]))
-    instead = f". Give {cloud.instead[unknown]} instead" if unknown in cloud.instead else ""
     raise ValueError(
-        f"{shown}: storage_options must be {known} or options of obstore's {cloud.store.__name__}, got {unknown!r}{instead}"
+        f"{shown}: storage_options must be {known} or options of obstore's {cloud.store.__name__}, got {unknown!r}"
     )
 
 
 def _check_token(token: object, shown: str) -> None:
-    """Check the option `token` of Google Cloud. Raises ValueError if it is not a path, such as for another form of gcsfs."""
+    """Check the option `token` of Google Cloud. Raises ValueError if it is not a path but another form that gcsfs accepts."""
     if not isinstance(token, (str, os.PathLike)) or token in _GCSFS_TOKENS:
         kind = repr(token) if isinstance(token, str) else f"a {type(token).__name__}"
         raise ValueError(
-            f"{shown}: token in storage_options must be 'anon' or the path to a file of credentials, got {kind}. Leave it out "
-            "to use the default credentials of this machine, or give 'service_account_key', a JSON text"
+            f"{shown}: token in storage_options must be the path to a file of credentials, got {kind}. Leave it out to use the "
+            "default credentials of this machine, or use 'anon': True or obstore's 'service_account_key', a JSON text"
         )
 
 
@@ -210,7 +223,7 @@ def _client(options: dict[str, Any], patience: Patience) -> dict[str, Any]:
     The entries of `client_kwargs`, which is an option of s3fs, are moved to `options`.
 
     Raises:
-        ValueError: If `client_kwargs` has unknown keys.
+        ValueError: If `client_kwargs` has keys other than endpoint_url and region_name.
     """
     kwargs = dict(options.pop("client_kwargs", {}))
     for name, own in (("endpoint_url", "endpoint_url"), ("region_name", "region")):

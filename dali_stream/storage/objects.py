@@ -43,7 +43,7 @@ class ObjectStore(RemoteStore):
     Args:
         address: URL, such as `s3://bucket/folder`, `gs://bucket/folder`, `az://container/folder` or
             `abfs://container@account…/folder`.
-        storage_options: Options with the names of obstore or fsspec, such as credentials, or None.
+        storage_options: Options of obstore, such as credentials, or None. `object_options` lists eight other names.
         patience: Time limits of each request.
         common: Arguments of `RemoteStore`.
 

@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 
 import dali_stream
+from dali_stream import Dataset
+from dali_stream.tools.diagnosis import Finding
+from dali_stream.tools.diagnosis.frames import Decoders
+from dali_stream.tools.diagnosis.run import examine
 
+NO_DECODER, TORCHCODEC = Decoders(False, False, {}), Decoders(True, False, {})
 TORCH = """
 class version: cuda = {cuda!r}
 class cuda:
@@ -77,10 +82,18 @@ def run(
 def found(report: Mapping[str, Any], name: str) -> dict[str, str]:
     """The one finding of a name."""
     [finding] = [f for f in report["findings"] if f["name"] == name]
-    assert bool(finding["remedy"]) == (finding["status"] != "ok"), finding
+    assert not (finding["remedy"] and finding["status"] == "ok"), finding
     return finding
 
 
 def bad(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(status, name) of findings that are not ok, except those about the machine that the tests run on."""
     return [(f["status"], f["name"]) for f in report["findings"] if f["status"] != "ok" and f["area"] != "machine"]
+
+
+def looked_at(root: Path, decoders: Decoders = NO_DECODER, limit_s: float = 120) -> tuple[dict[str, Finding], dict[str, Any]]:
+    """Findings and facts of the doctor's examination of a dataset, on a machine with these decoders."""
+    findings, facts = examine(Dataset(root), decoders, limit_s)
+    assert not [finding for finding in findings if finding.remedy and finding.status == "ok"]
+    assert len({finding.name for finding in findings}) == len(findings)
+    return {finding.name: finding for finding in findings}, facts

@@ -1,14 +1,12 @@
 """`doctor`: finds what a machine can decode, whether its software is compatible, and what is wrong with a dataset.
 
-report                    a finding, the report, and the type of a check: a function from a context to findings
-run                       the list of all checks, and the functions that run them
-answers                   questions to libraries and the driver, answered in separate processes
-machine, gpu, software    context `Machine`: the answers and the limits of this process; its checks
-rows                      context `Rows`: the rows of a dataset; checks of metadata, files, rows, actions and tasks
-camera, video             context `Camera`: the files of a video camera and a decoded frame; its checks
-frames                    decoders of one frame and of all frames; check of a camera whose frames are images
-mixed                     check of a mixture
-looks                     recognizes what a broken file contains
+report      a finding, and the report
+run         the list of all checks of datasets and cameras, and the functions that run them; the check of a mixture
+answers     questions to libraries and the driver, answered in separate processes
+machine     context `Machine`: the answers and the limits of this process; its checks
+rows        context `Rows`: the rows of a dataset; checks of metadata, files, rows, actions and tasks
+camera      context `Camera`: the files of a video camera and a decoded frame; its checks
+frames      decoders of one frame and of all frames; check of a camera whose frames are images
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ import numpy.typing as npt
 from dali_stream.checks.arrays import NONE, Int64
 from dali_stream.dataset import Dataset
 from dali_stream.decode import images
-from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, counted
+from dali_stream.errors import DaliStreamError, DecodeError, counted
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.index import VideoIndex
+from dali_stream.storage import Store
 from dali_stream.system import process
-from dali_stream.tools.diagnosis.looks import located
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding
 from dali_stream.tools.isolated import Answer, Call, call_each
 from dali_stream.tools.work import grouped
@@ -63,18 +63,23 @@ def call_by_name(calls: Mapping[str, Mapping[str, Call]], limit_s: float) -> dic
     return answered
 
 
-def find_flat_colour(name: str, image: npt.NDArray[np.uint8], episode: int, frame: int) -> list[Finding]:
+def located(store: Store, path: str, error: DaliStreamError) -> str:
+    """Return the message of an error, with the address of the file unless the message has it already."""
+    where, text = store.where(path), str(error)
+    return text if where in text else f"{where}: {text}"
+
+
+def find_flat_colour(name: str, image: npt.NDArray[np.uint8], where: str) -> list[Finding]:
     """Return a warning if a frame shows a single colour, as that of a covered or unplugged camera. Else an empty list.
 
     Args:
         name: Name of the finding.
         image: Frame of shape (H, W, C).
-        episode, frame: Numbers of the episode and of its frame, for the text.
+        where: Name of the frame, for the text.
     """
     if image.std((0, 1)).max() >= _FLAT_STD:
         return []
-    colour = image.mean((0, 1)).round().astype(int).tolist()
-    text = f"episode {episode}, frame {frame} is one flat colour, {colour} of 255"
+    text = f"{where} is one flat colour, {image.mean((0, 1)).round().astype(int).tolist()} of 255"
     return [Finding("dataset", name, WARNING, text, _FLAT)]
 
 
@@ -87,15 +92,12 @@ def check_images(key: str, dataset: Dataset, deep: Deep | None) -> list[Finding]
         middle = len(encoded) // 2
         image = images.decode(encoded[middle], dataset.features[key])
         if not dataset.features[key].is_depth:
-            findings += find_flat_colour(f"{key} picture", image, int(dataset.episodes[0]), middle)
+            findings += find_flat_colour(f"{key} picture", image, f"episode {dataset.episodes[0]}, frame {middle}")
         if deep:
             deep.decode_images(key)
             findings.append(deep.finding(key))
-    except FrameSizeError as error:
-        remedy = "correct the shape in meta/info.json, or do what the message says"
-        return [Finding("dataset", key, PROBLEM, str(error), remedy)]
     except DaliStreamError as error:
-        return [Finding("dataset", key, PROBLEM, str(error), "record, convert or copy the dataset again")]
+        return [Finding("dataset", key, PROBLEM, str(error))]
     return findings
 
 
@@ -121,7 +123,7 @@ class Deep:
             packets: {episode: packet of each row}.
 
         Raises:
-            StorageError: If the file cannot be read.
+            DaliStreamError: If the file cannot be read, or if a sample description is broken.
         """
         from dali_stream.decode import depth
         from dali_stream.decode import torchcodec as decoder  # loads torch
@@ -130,28 +132,19 @@ class Deep:
         if self._dataset.features[camera].is_depth:
             depth.pyav(camera)
             decode_parts = depth.decode_clip_in_parts
+        parts = [(episode, part) for episode, own in packets.items() for part in _parts(table, own)]
 
-        def error(chosen: list[int]) -> str:
-            """Return the reason why packets cannot be decoded. Empty if they can."""
-            video = table.format(table.config[chosen[0]])
+        def decode(episode: int, frames: Int64) -> None:
+            chosen = packets[episode][frames].tolist()
+            video, indices = table.format(table.config[chosen[0]]), [table] * len(chosen)
             at_once = decoder.frames_at_once((video.height, video.width))
             try:
-                indices = [table] * len(chosen)
                 for _ in decoder.decode_in_parts(store, indices, chosen, video, at_once, decode_parts=decode_parts):
                     pass
             except DecodeError as error:
-                return located(store, table.path, error)
-            return ""
+                raise DecodeError(located(store, table.path, error)) from error
 
-        def check(episode: int, frames: Int64) -> _Failure | None:
-            chosen = packets[episode][frames].tolist()
-            if not error(chosen):
-                return None
-            # An error does not say which frame caused it. A binary search finds the first frame that cannot be decoded.
-            last = bisect.bisect_left(range(1, len(chosen)), True, key=lambda count: bool(error(chosen[:count])))
-            return int(frames[last]), error(chosen[: last + 1])
-
-        self._each(camera, check, ((episode, part) for episode, own in packets.items() for part in _parts(table, own)))
+        self._each(camera, decode, parts)
 
     def decode_images(self, camera: str) -> None:
         """Decode all images of a camera whose frames are images in the rows.
@@ -161,16 +154,12 @@ class Deep:
         """
         dataset, reader = self._dataset, RowReader(self._dataset, keys={camera})
 
-        def check(episode: int, frames: Int64) -> _Failure | None:
+        def decode(episode: int, frames: Int64) -> None:
             encoded = reader.read(episode)[episode][camera]
             for frame in frames.tolist():
-                try:
-                    images.decode(encoded[frame], dataset.features[camera])
-                except DecodeError as error:
-                    return frame, str(error)
-            return None
+                images.decode(encoded[frame], dataset.features[camera])
 
-        self._each(camera, check, ((episode, np.arange(length)) for episode, length in enumerate(dataset.lengths)))
+        self._each(camera, decode, [(episode, np.arange(length)) for episode, length in enumerate(dataset.lengths)])
 
     def finding(self, camera: str) -> Finding:
         """Return the finding for a camera."""
@@ -183,11 +172,27 @@ class Deep:
         text = f"episode {dataset.episodes[first]}, frame {frame}: {error}{more}"
         return Finding("dataset", name, PROBLEM, text, "copy the files again, or exclude these episodes (episodes=...)")
 
-    def _each(self, camera: str, check: Callable[[int, Int64], _Failure | None], parts: Iterable[_Part]) -> None:
-        """Check parts in threads, and keep the first failure of each episode."""
-        threads, parts, kept = process.reading_threads(self._dataset.data_store.remote), list(parts), self._broken[camera]
+    def _each(self, camera: str, decode: Callable[[int, Int64], None], parts: Sequence[_Part]) -> None:
+        """Decode parts in threads, and keep the first failure of each episode."""
+
+        def error(episode: int, frames: Int64) -> str:
+            try:
+                decode(episode, frames)
+            except DecodeError as error:
+                return str(error)
+            return ""
+
+        def check(part: _Part) -> _Failure | None:
+            episode, frames = part
+            if not error(*part):
+                return None
+            # An error does not say which frame caused it. A binary search finds the first frame that cannot be decoded.
+            last = bisect.bisect_left(range(1, len(frames)), True, key=lambda count: bool(error(episode, frames[:count])))
+            return int(frames[last]), error(episode, frames[: last + 1])
+
+        threads, kept = process.reading_threads(self._dataset.data_store.remote), self._broken[camera]
         with ThreadPoolExecutor(threads, thread_name_prefix="dali_stream doctor") as pool:
-            for (episode, frames), failure in zip(parts, pool.map(lambda part: check(*part), parts), strict=True):
+            for (episode, frames), failure in zip(parts, pool.map(check, parts), strict=True):
                 if failure:
                     kept[episode] = min(failure, kept.get(episode, failure))
                 self._done += len(frames)

@@ -1,7 +1,11 @@
-"""Context of the checks of a machine, and the checks of the limits of this process: container, cores, memory and disk."""
+"""Checks of a machine: driver, GPUs and NVDEC, libraries and FFmpeg, and the limits of this process.
+
+A machine without a GPU is fine, but a GPU that cannot be used is a problem.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import re
@@ -9,51 +13,50 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from dali_stream.checks.arguments import budget_text
+from dali_stream.errors import counted
 from dali_stream.system import process
 from dali_stream.system.cached import cached_property
 from dali_stream.system.cgroups import cpu_quota
-from dali_stream.system.memory_limit import MemoryLimit, budget, cgroup_memory_limit
-from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding
+from dali_stream.system.install import install_command
+from dali_stream.system.memory_limit import cgroup_memory_limit
+from dali_stream.tools import environment
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding, Status
 from dali_stream.tools.isolated import Answer
 
-CAPABILITIES = ("all", "compat32", "compute", "display", "graphics", "ngx", "utility", "video")
-_GIB, _SMALL_SHM, _LITTLE_DISK = 1 << 30, 1 << 28, 1 << 30
+NAMES = {"h264": "H.264", "hevc": "HEVC", "av1": "AV1", "vp9": "VP9", "mpeg4": "MPEG-4"}
+FORMATS = {("420", 8): "4:2:0 8 bit", ("420", 10): "4:2:0 10 bit", ("422", 8): "4:2:2", ("444", 8): "4:4:4"}
+_NO_GPU = "frames are decoded on the CPU, which works for every codec"
+NOTHING_TO_DO = "nothing to do: the CPU decodes every codec"
+_BROKEN = "check nvidia-smi and the kernel log (dmesg) of this machine. Restart it if they fail too"
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+_NO_DRIVER = "libcuda.so.1: cannot open shared object file"
 
 
-class ProcessLimits(NamedTuple):
-    """Limits of this process, for the report. Sizes are in bytes. Unknown limits are None."""
-
-    system: str
-    processor: str
-    cores: int
-    cpu_quota: float | None
-    memory: int
-    memory_limit: int | None
-    shm: int | None
-    disk_free: int | None
+_DALI = (
+    f"`{install_command('cuda12')}` (driver 525 or later) or `{install_command('cuda13')}` (driver 580 or later), never both"
+)
+_TORCH = "install the torch that fits the driver: https://pytorch.org/get-started has the command"
+_TORCHCODEC = (
+    "install FFmpeg 4 to 8 as shared libraries (Debian, Ubuntu: apt-get install ffmpeg), and a torchcodec that fits torch "
+    "(constraints.txt has a pair that does)"
+)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Context of the checks of a machine.
+    """Context of the checks of a machine: the answers of libraries and of the driver.
 
     Attributes:
-        gpus: GPUs that the driver reports. See `gpu.read_gpus`.
+        gpus: GPUs that the driver reports. See `read_gpus`.
         answers: {name of the function in `answers`: its answer}.
         cache_dir: Folder of the cache. Default: None, which checks the working directory instead.
-        environment: Environment variables. The report does not repeat their values, except for known words of NVIDIA's
-            container toolkit.
-        root: Root of the file system, which contains `proc`, `sys`, `run`, `dev` and `etc`. Default: "/".
     """
 
     gpus: Sequence[dict[str, Any]] = ()
     answers: Mapping[str, Answer] = field(default_factory=dict)
     cache_dir: str | os.PathLike[str] | None = None
-    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    root: Path = Path("/")
 
     @property
     def cuda(self) -> tuple[int, int] | None:
@@ -70,99 +73,178 @@ class Machine:
         return next(path for path in (folder, *folder.parents) if path.exists())
 
     @cached_property
-    def limits(self) -> ProcessLimits:
-        """Limits of this process."""
-        shm, writable = self.root / "dev/shm", self.folder.is_dir() and os.access(self.folder, os.W_OK)
-        total_kib = re.search(r"MemTotal:\s*(\d+) kB", read_text(self.root / "proc/meminfo"))
-        return ProcessLimits(
-            system=f"{platform.system()} {platform.release()}",
-            processor=process.processor(),
-            cores=len(os.sched_getaffinity(0)),
-            cpu_quota=cpu_quota(self.root),
-            memory=int(total_kib[1]) << 10 if total_kib else 0,
-            memory_limit=cgroup_memory_limit(self.root),
-            shm=shutil.disk_usage(shm).total if shm.exists() else None,
-            disk_free=shutil.disk_usage(self.folder).free if writable else None,
-        )
+    def limits(self) -> dict[str, Any]:
+        """Limits of this process, for the report. Sizes are in bytes. Unknown limits are None."""
+        is_writable = self.folder.is_dir() and os.access(self.folder, os.W_OK)
+        return {
+            "system": f"{platform.system()} {platform.release()}",
+            "processor": process.processor(),
+            "cores": len(os.sched_getaffinity(0)),
+            "cpu_quota": cpu_quota(),
+            "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "memory_limit": cgroup_memory_limit(),
+            "disk_free": shutil.disk_usage(self.folder).free if is_writable else None,
+        }
+
+    @cached_property
+    def versions(self) -> dict[str, Any]:
+        """Versions of software, for the report. Unknown versions are None."""
+        return {
+            "python": platform.python_version(),
+            **{library: self.answers[library].value.get("version") for library in ("dali", "torch", "torchcodec")},
+            "dali_builds": _dali_builds(),
+            "torch_cuda": self.answers["torch"].value.get("cuda"),
+            "ffmpeg": self.answers["torchcodec"].value.get("ffmpeg"),
+            "ffmpeg_program": environment.ffmpeg_program(),
+        }
 
 
-def check_container(machine: Machine) -> list[Finding]:
-    """Check that NVIDIA's container toolkit makes GPUs and NVDEC available, if its environment variables are set."""
-    environment, texts = machine.environment, []
-    capabilities, devices = (environment.get(f"NVIDIA_{name}", "") for name in ("DRIVER_CAPABILITIES", "VISIBLE_DEVICES"))
-    known = [word for word in re.split(r"[,\s]+", capabilities) if word in CAPABILITIES]
-    if "NVIDIA_DRIVER_CAPABILITIES" in environment:
-        texts.append(f"NVIDIA_DRIVER_CAPABILITIES has {', '.join(known) or 'nothing'}")
-    if "NVIDIA_VISIBLE_DEVICES" in environment:
-        named = f"{len(devices.split(','))} of the machine's GPUs"
-        texts.append(f"NVIDIA_VISIBLE_DEVICES names {(devices or 'none') if devices in ('all', 'none', 'void', '') else named}")
-    if not texts:
-        return []
-    text = "; ".join(texts)
-    if devices not in ("", "none", "void") and not machine.gpus:
-        remedy = "start the container with --gpus all (Docker), --nv (apptainer), or a claim to nvidia.com/gpu (Kubernetes)"
-        return [Finding("machine", "container", PROBLEM, f"{text}, and no GPU is usable", remedy)]
-    # libnvcuvid may be available nevertheless, as in a virtual machine that copies the variable.
-    has_nvdec = any(gpu["engines"] for gpu in machine.gpus)
-    if machine.gpus and capabilities and not has_nvdec and not {"all", "video"} & set(known):
-        remedy = "set NVIDIA_DRIVER_CAPABILITIES=video,compute,utility (on Kubernetes, in the pod's env)"
-        return [Finding("machine", "container", WARNING, f"{text}, which lacks video, so NVDEC is unavailable", remedy)]
-    return [Finding("machine", "container", OK, text)]
+def check_limits(machine: Machine) -> list[Finding]:
+    """Report cores, memory and disk, and check that the folder of the cache can be written to."""
+    limits, folder = machine.limits, machine.folder
+    quota, limit = limits["cpu_quota"], limits["memory_limit"]
+    cores = f"{limits['cores']} for this process" + (f", and the container's quota is {quota:.3g}" if quota else "")
+    memory = f"{limits['memory'] / 2**30:.1f} GiB" + (f", and the container's limit is {limit / 2**30:.1f}" if limit else "")
+    disk = Finding("machine", "disk", OK, f"{folder} is read-only, which does not affect training")
+    if limits["disk_free"] is not None:
+        disk = Finding("machine", "disk", OK, f"{limits['disk_free'] / 1e9:.1f} GB free at {folder}")
+    elif machine.cache_dir:
+        text = f"cache_dir: {folder} {'cannot be written to' if folder.is_dir() else 'is a file'}"
+        disk = Finding("machine", "disk", PROBLEM, text, "give a folder that this user may write to")
+    return [Finding("machine", "cores", OK, cores), Finding("machine", "memory", OK, memory), disk]
 
 
-def check_cores(machine: Machine) -> list[Finding]:
-    """Check that the CPU quota of a container is not less than its number of cores."""
-    cores, quota = machine.limits.cores, machine.limits.cpu_quota
-    text = f"{cores} for this process"
-    if quota is None or quota >= cores:
-        return [Finding("machine", "cores", OK, text)]
-    text += f", and the container's quota is {quota:.3g}: the kernel pauses threads beyond that"
-    # A Loader's default `num_threads` follows the quota.
-    remedy = f"set OMP_NUM_THREADS={max(int(quota), 1)} for torch's threads, or give the container more cores"
-    return [Finding("machine", "cores", WARNING, text, remedy)]
+def read_gpus(driver: Answer, nvdec: Answer) -> list[dict[str, Any]]:
+    """Return the GPUs for the report.
+
+    Each GPU has the capability of NVDEC for each format, or the reason why the driver does not report it.
+
+    Args:
+        driver: Answer of `answers.driver`.
+        nvdec: Answer of `answers.nvdec`.
+    """
+    unknown = {"decoders": [], "engines": 0, "error": nvdec.reason, "remedy": _BROKEN if nvdec.error else ""}
+    gpus = [gpu | unknown for gpu in driver.value.get("gpus", [])]
+    for gpu, capability in zip(gpus, nvdec.value, strict=False):
+        gpu |= capability
+        gpu["engines"] = max((each["engines"] for each in gpu["decoders"] if each["supported"]), default=0)
+    return gpus
 
 
-def check_memory(machine: Machine) -> list[Finding]:
-    """Check that the default memory budget and a model have enough memory."""
-    total, limit = machine.limits.memory, machine.limits.memory_limit
-    usable = min(total, limit or total)
-    text = f"{usable / _GIB:.1f} GiB" + (f", the container's limit, of {total / _GIB:.1f}" if limit and limit < total else "")
-    if usable >= 8 * _GIB:
-        return [Finding("machine", "memory", OK, text)]
-    default = budget(None, MemoryLimit(usable, "this machine"), 1).size
-    remedy = f'give the container more memory. The default of Loader(memory_budget=...) is "{budget_text(default)}" here'
-    return [Finding("machine", "memory", WARNING, text, remedy)]
+def group_equal(gpus: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Group GPUs that differ only in their index. Return {name of the group, such as "GPU 0, 1": its first GPU}."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for gpu in gpus:
+        groups.setdefault(repr(gpu | {"index": None}), []).append(gpu)
+    return {"GPU " + ", ".join(str(gpu["index"]) for gpu in group): group[0] for group in groups.values()}
 
 
-def check_shared_memory(machine: Machine) -> list[Finding]:
-    """Check that NCCL has enough shared memory for several GPUs, if the size of /dev/shm is known."""
-    size = machine.limits.shm
-    if size is None:
-        return []
-    text = f"{size / _GIB:.2g} GiB in /dev/shm"
-    if len(machine.gpus) < 2 or size >= _SMALL_SHM:
-        return [Finding("machine", "shared memory", OK, text)]
-    text += ", and NCCL needs more for several GPUs"
-    return [Finding("machine", "shared memory", WARNING, text, "start the container with --shm-size=8g or --ipc=host")]
+def check_driver(machine: Machine) -> list[Finding]:
+    """Check that the driver works. A machine without a GPU needs no driver."""
+    driver = machine.answers["driver"]
+    if driver.error:
+        return [_driver(PROBLEM, f"NVIDIA's driver did not report its GPUs: {driver.reason}", _BROKEN)]
+    if "failed" in driver.value:
+        return [_explain_failure(**driver.value)]
+    version = ".".join(map(str, driver.value["cuda"]))
+    return [_driver(OK, f"supports CUDA {version} and older, {counted(len(machine.gpus), 'GPU')}")]
 
 
-def check_disk(machine: Machine) -> list[Finding]:
-    """Check that the disk of the cache has free space. Without a cache, check the disk of the working directory."""
-    folder, free, name = machine.folder, machine.limits.disk_free, "cache_dir" if machine.cache_dir else "disk"
-    if free is None and machine.cache_dir:
-        text = f"{folder} {'cannot be written to' if folder.is_dir() else 'is a file'}"
-        return [Finding("machine", name, PROBLEM, text, "give a folder that this user may write to")]
-    if free is None:
-        return [Finding("machine", name, OK, "the working directory is read-only, which does not affect training")]
-    text = f"{free / 1e9:.1f} GB free at {folder}"
-    if free < _LITTLE_DISK:
-        return [Finding("machine", name, WARNING, text, "free some space, or give another folder")]
-    return [Finding("machine", name, OK, text)]
+def _driver(status: Status, text: str, remedy: str = "") -> Finding:
+    return Finding("gpu", "driver", status, text, remedy)
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a file. Empty if it cannot be read."""
-    try:
-        return path.read_text()
-    except (OSError, ValueError):
-        return ""
+def _explain_failure(failed: str, remedy: str, code: int) -> Finding:
+    """Return the finding for a driver that is missing or fails. `remedy` and `code` are those of its error."""
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+    is_promised = os.environ.get("NVIDIA_VISIBLE_DEVICES", "") not in ("", "none", "void")  # read by NVIDIA's container toolkit
+    if code == 0 and _NO_DRIVER in failed and not (has_gpu or is_promised):
+        return _driver(OK, f"NVIDIA's driver is not installed: {_NO_GPU}")
+    if code == _NO_DEVICE and not is_promised and (not has_gpu or "CUDA_VISIBLE_DEVICES" in os.environ):
+        return _driver(WARNING, f"{failed}: {_NO_GPU}", remedy)
+    return _driver(PROBLEM, failed, remedy)
+
+
+def check_gpus(machine: Machine) -> list[Finding]:
+    """Check what NVDEC decodes on each kind of GPU."""
+    return [finding for name, gpu in group_equal(machine.gpus).items() for finding in _check_gpu(name, gpu)]
+
+
+def _check_gpu(name: str, gpu: Mapping[str, Any]) -> list[Finding]:
+    text = f"{gpu['name']}, {gpu['memory'] >> 30} GiB, compute {'.'.join(map(str, gpu['compute']))}"
+    if gpu["error"]:
+        return [Finding("gpu", name, PROBLEM, f"{text}: {gpu['error']}", gpu["remedy"])]
+    formats = {(each["codec"], each["chroma"], each["depth"]): each for each in gpu["decoders"]}
+    if gpu["engines"]:
+        engines = Finding("gpu", name, OK, f"{text}, {gpu['engines']} NVDEC engines")
+        return [engines, *(_check_codec(f"{name} {NAMES[codec]}", codec, formats) for codec in NAMES)]
+    reason = formats["h264", "420", 8]["reason"]
+    if "no NVDEC engine" not in reason:
+        return [Finding("gpu", name, PROBLEM, f"{text}: NVDEC decodes nothing: {reason}", _BROKEN)]
+    remedy = "to decode on the GPU, use a GPU or a MIG profile with media engines (+me)"
+    return [Finding("gpu", name, WARNING, f"{text}: {reason}, so frames are decoded on the CPU", remedy)]
+
+
+def _check_codec(name: str, codec: str, formats: Mapping[tuple[str, str, int], Any]) -> Finding:
+    plain = formats[codec, "420", 8]
+    if not plain["supported"]:
+        better = next((each for each in ("hevc", "h264") if formats[each, "420", 8]["supported"]), None)
+        command = f"`dali-stream prepare URI OUT --codec {better}` re-encodes a dataset to {NAMES[better]}" if better else ""
+        return Finding("gpu", name, WARNING, f"{plain['reason']}: frames are decoded on the CPU", command or NOTHING_TO_DO)
+    by_size: dict[str, list[str]] = {}
+    for (chroma, depth), kind in FORMATS.items():
+        capability = formats[codec, chroma, depth]
+        height, width = capability["max_size"]
+        by_size.setdefault(f"up to {height}×{width}" if capability["supported"] else "no", []).append(kind)
+    unsupported = ", ".join(by_size.pop("no", []))
+    sizes = "; ".join(f"{', '.join(kinds)} {size}" for size, kinds in by_size.items())
+    return Finding("gpu", name, OK, sizes + (f"; no {unsupported}" if unsupported else ""))
+
+
+def _dali_builds() -> list[str]:
+    """Return the names of the installed packages that contain DALI, such as nvidia-dali-cuda120."""
+    names = {str(package.metadata["Name"]) for package in importlib.metadata.distributions()}
+    return sorted(name for name in names if re.fullmatch(r"nvidia[-_]dali[-_](?:nightly[-_]|weekly[-_])?cuda\d+", name))
+
+
+def check_software(machine: Machine) -> list[Finding]:
+    """Check that each library loads, and that the driver supports its version of CUDA."""
+    found, driver = machine.versions, machine.cuda
+    builds, program = found["dali_builds"], found["ffmpeg_program"]
+    cuda = int(builds[0].rpartition("cuda")[2][:2]) if builds else 0
+    supported = f"the driver supports up to {driver[0]}.{driver[1]}" if driver else ""
+
+    dali, torch, torchcodec = (_library(machine, name) for name in ("DALI", "torch", "torchcodec"))
+    if len(builds) > 1:
+        dali = _problem("DALI", f"{' and '.join(builds)} are both installed, and overwrite each other", f"keep one: {_DALI}")
+    elif dali.status == OK and driver and cuda > driver[0]:
+        dali = _problem("DALI", f"{dali.text}, for CUDA {cuda}, and {supported}", f"update the driver, or install {_DALI}")
+    if torch.status == OK:
+        build = f"for CUDA {found['torch_cuda']}" if found["torch_cuda"] else "without CUDA"
+        torch = Finding("software", "torch", OK, f"{torch.text}, {build}")
+        if driver and not machine.answers["torch"].value["finds_gpu"]:
+            remedy = f"{_TORCH}. `python -c 'import torch; torch.cuda.init()'` says why it finds none"
+            torch = _problem("torch", f"{torch.text}: it finds none of the driver's GPUs, and {supported}", remedy)
+    if torchcodec.status == OK:
+        torchcodec = Finding("software", "torchcodec", OK, f"{torchcodec.text}, fits torch and FFmpeg {found['ffmpeg']}")
+    ffmpeg = Finding("software", "ffmpeg program", OK, program or "")
+    if not program:
+        text = "the program ffmpeg is not on the PATH: the command prepare needs it to encode, training does not"
+        ffmpeg = Finding("software", "ffmpeg program", WARNING, text, "install FFmpeg (Debian, Ubuntu: apt-get install ffmpeg)")
+    return [Finding("software", "Python", OK, found["python"]), dali, torch, torchcodec, ffmpeg]
+
+
+def _library(machine: Machine, name: str) -> Finding:
+    """Return the version of a library, or the error of its import."""
+    answer = machine.answers[name.lower()]
+    error = answer.reason or answer.value.get("failed", "")
+    if not error:
+        return Finding("software", name, OK, answer.value["version"])
+    remedy = answer.value.get("remedy") or {"DALI": f"install {_DALI}", "torch": _TORCH, "torchcodec": _TORCHCODEC}[name]
+    if name == "DALI" and answer.kind == "ModuleNotFoundError" and not machine.gpus:
+        return Finding("software", name, WARNING, f"not installed ({error}), which only a GPU and dali_graph need", remedy)
+    return _problem(name, f"{name} does not import: {error}", remedy)
+
+
+def _problem(name: str, text: str, remedy: str) -> Finding:
+    return Finding("software", name, PROBLEM, text, remedy)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 Area = Literal["gpu", "software", "machine", "dataset"]
 """Subject of a finding."""
@@ -27,7 +26,7 @@ class Finding:
             begins with the name of the dataset, as in "pick: rows".
         status: "ok", "warning" or "problem".
         text: Result of the check.
-        remedy: Advice to the user. Empty for "ok".
+        remedy: Advice to the user. Empty for "ok", and for an error message, which has its advice in `text`.
     """
 
     area: Area
@@ -35,17 +34,6 @@ class Finding:
     status: Status
     text: str
     remedy: str = ""
-
-
-T = TypeVar("T")
-Check = Callable[[T], list[Finding]]
-"""Function from a context, such as a `Machine`, to findings. The list is empty if the check does not apply."""
-
-
-def run_checks(checks: Iterable[Check[T]], context: T) -> Iterator[Finding]:
-    """Yield the findings of all checks, in their order."""
-    for check in checks:
-        yield from check(context)
 
 
 @dataclass(frozen=True)
@@ -56,7 +44,7 @@ class DoctorReport:
         findings: Findings in the order in which the report lists them.
         gpus: Index, name, memory in bytes, compute capability, NVDEC engines and supported formats of each GPU.
         software: Versions by name. Unknown versions are None.
-        machine: Cores, memory and disk. See `machine.ProcessLimits`.
+        machine: Cores, memory and disk. See `machine.Machine.limits`.
         dataset: Address, size and cameras of the dataset. None without a dataset, or if it cannot be opened. For a mixture
             file, its address as `uri`, and these facts of each dataset by name as `datasets`.
     """

@@ -1,9 +1,11 @@
-"""Checks of a dataset: metadata, files, rows, actions and tasks. They read data in the same way as a Loader."""
+"""Checks of a dataset: metadata, files, rows, actions and tasks.
+
+They read data in the same way as a Loader, so what it refuses raises its error. `run` reports an error that a check raises.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,6 @@ from dali_stream.lerobot.row_memory import Columns
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.storage import lfs
 from dali_stream.tools.description import missing_files, used
-from dali_stream.tools.diagnosis.looks import broken
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding
 from dali_stream.tools.work import spread
 
@@ -45,7 +46,7 @@ class Rows:
         self.dataset, self.deep = dataset, deep
         self._reader = RowReader(dataset, keys={key for key, feature in dataset.features.items() if not feature.is_image})
         self._kept: dict[int, Columns] = {}
-        self.errors: dict[int, DatasetError] = {}
+        self.errors: dict[int, DaliStreamError] = {}
         self.first_episodes: dict[str, dict[int, int]] = {name: {} for name in _NAMES if name in dataset.features}
         self.actions: dict[str, npt.NDArray[Any] | None] = {}
 
@@ -105,48 +106,31 @@ def check_metadata(rows: Rows) -> list[Finding]:
 
 def check_statistics(rows: Rows) -> list[Finding]:
     """Check that the statistics of the dataset, if any, can be read."""
-    place = rows.dataset.stored_stats_place
-    try:
-        stats = rows.dataset.stored_stats
-    except DaliStreamError as error:
-        remedy = f"copy or fetch {place} again, or write another: `dali-stream stats URI --out FILE`"
-        return [Finding("dataset", "statistics", PROBLEM, str(error), remedy)]
-    if stats:
-        return [Finding("dataset", "statistics", OK, f"{place} has those of {counted(len(stats), 'feature')}")]
-    text = f"{place} is missing: only `normalize` needs it, and `dali-stream stats URI` computes it"
-    return [Finding("dataset", "statistics", OK, text)]
+    place, stats = rows.dataset.stored_stats_place, rows.dataset.stored_stats
+    has = f"has those of {counted(len(stats), 'feature')}" if stats else "is missing: only `normalize` needs it"
+    return [Finding("dataset", "statistics", OK, f"{place} {has}")]
 
 
 def check_files(rows: Rows) -> list[Finding]:
-    """Check that all files exist. Raises StorageError if the source cannot be reached."""
-    dataset = rows.dataset
-    try:
-        missing, looked_for = missing_files(dataset, rows.deep)
-    except DatasetError as error:
-        return [Finding("dataset", "files", PROBLEM, str(error), "correct data_path and video_path in meta/info.json")]
-    if not missing and (pointers := _pointers(dataset)):
-        text = f"{len(pointers)} of {counted(looked_for, 'file')} are Git LFS pointers, which only name the content"
-        text = f"{dataset.data_store.address}: {text}: {_listed(pointers)}"
-        return [Finding("dataset", "files", PROBLEM, text, lfs.REMEDY)]
-    if not missing:
-        return [Finding("dataset", "files", OK, f"{counted(looked_for, 'file')} of rows and video, none missing")]
-    text = f"{dataset.data_store.address}: {len(missing)} of {counted(looked_for, 'file')} missing: {_listed(missing)}"
-    if all(rows.are_elsewhere(path) for path in missing):
-        return [Finding("dataset", "files", WARNING, f"{text}. The rows of their episodes are in other files", _REWRITE)]
-    remedy = "copy or fetch them again, or exclude their episodes (episodes=...). `dali-stream info URI --json` lists all"
-    absent = [key for key in dataset.videos if set(missing).issuperset(used(dataset, dataset.table.video[key]))]
-    if absent:
-        kept = [key for key in dataset.cameras if key not in absent]
-        remedy = f"no episode has {', '.join(absent)}: copy or fetch the files, or select other cameras with cameras={kept}"
-    return [Finding("dataset", "files", PROBLEM, text, remedy)]
-
-
-def _pointers(dataset: Dataset) -> list[str]:
-    """Return the files of rows and video on this machine that are Git LFS pointers."""
-    store = dataset.data_store
+    """Check that all files exist, and that none on this machine is a Git LFS pointer."""
+    dataset, store = rows.dataset, rows.dataset.data_store
+    missing, looked_for = missing_files(dataset, rows.deep)
+    if missing:
+        text = f"{store.address}: {len(missing)} of {counted(looked_for, 'file')} missing: {_listed(missing)}"
+        if all(rows.are_elsewhere(path) for path in missing):
+            return [Finding("dataset", "files", WARNING, f"{text}. The rows of their episodes are in other files", _REWRITE)]
+        remedy = "copy or fetch them again, or exclude their episodes (episodes=...). `dali-stream info URI --json` lists all"
+        absent = [key for key in dataset.videos if set(missing).issuperset(used(dataset, dataset.table.video[key]))]
+        if absent:
+            kept = [key for key in dataset.cameras if key not in absent]
+            remedy = f"no episode has {', '.join(absent)}: copy or fetch the files, or select other cameras with cameras={kept}"
+        return [Finding("dataset", "files", PROBLEM, text, remedy)]
     paths = [path for files in (dataset.table.data, *dataset.table.video.values()) for path in used(dataset, files)]
     small = [] if store.remote else [path for path in paths if store.size(path) < _POINTER]
-    return [path for path in small if lfs.pointer(store.read(path, 0, lfs.ENOUGH))]
+    if pointers := [path for path in small if lfs.pointer(store.read(path, 0, lfs.ENOUGH))]:
+        text = f"{store.address}: {len(pointers)} of {counted(looked_for, 'file')} are Git LFS pointers: {_listed(pointers)}"
+        return [Finding("dataset", "files", PROBLEM, text, lfs.REMEDY)]
+    return [Finding("dataset", "files", OK, f"{counted(looked_for, 'file')} of rows and video, none missing")]
 
 
 def _listed(paths: list[str]) -> str:
@@ -154,28 +138,23 @@ def _listed(paths: list[str]) -> str:
 
 
 def check_rows(rows: Rows) -> list[Finding]:
-    """Check that the rows of episodes agree with the metadata in number and type, and locate frames in increasing order."""
-    dataset, files = rows.dataset, rows.dataset.table.data
+    """Read the rows of episodes, as a Loader does, and report the first error."""
+    dataset = rows.dataset
     episodes = rows.spread(dataset.num_episodes)
-    errors: dict[int, DaliStreamError] = {}
     for episode in episodes:
         try:
             rows.read(episode)
         except StorageError as error:
-            errors[episode] = error
+            rows.errors[episode] = error
             break  # the others would fail as well, perhaps after a timeout each
-    errors |= rows.errors
-    if not errors:
-        rise = " and timestamps rise" if dataset.videos and dataset.clock == "timestamp" else ""
-        text = f"rows are whole{rise} in {len(episodes)} checked episodes of {dataset.num_episodes}"
-        if rows.misnamed:
-            text += f", but not in the files that the metadata names, such as {min(rows.misnamed)}"
-            return [Finding("dataset", "rows", WARNING, text, _REWRITE)]
-        return [Finding("dataset", "rows", OK, text)]
-    first, count = min(errors), len(errors)
-    finding = broken("rows", dataset.data_store, files.paths[files.index[dataset.rows[first]]], errors[first])
-    more = f". {count} of {len(episodes)} checked episodes have such rows" if count > 1 else ""
-    return [replace(finding, text=finding.text + more)]
+    if count := len(rows.errors):
+        more = f". {count} of {len(episodes)} checked episodes have such rows" if count > 1 else ""
+        return [Finding("dataset", "rows", PROBLEM, f"{rows.errors[min(rows.errors)]}{more}")]
+    text = f"rows are whole in {len(episodes)} checked episodes of {dataset.num_episodes}"
+    if rows.misnamed:
+        text += f", but not in the files that the metadata names, such as {min(rows.misnamed)}"
+        return [Finding("dataset", "rows", WARNING, text, _REWRITE)]
+    return [Finding("dataset", "rows", OK, text)]
 
 
 def check_actions(rows: Rows) -> list[Finding]:
@@ -184,8 +163,7 @@ def check_actions(rows: Rows) -> list[Finding]:
     count = int(rows.dataset.lengths[list(rows.episodes_read)].sum())
     if not constant or count < 2:
         return []
-    values = next(iter(constant.values())).reshape(-1)
-    shown = ", ".join(f"{value:g}" for value in values[:_SHOWN].tolist()) + (", ..." if values.size > _SHOWN else "")
+    shown = _listed([f"{value:g}" for value in next(iter(constant.values())).reshape(-1).tolist()])
     text = f"{', '.join(constant)} never changes in the {counted(count, 'row')} of the checked episodes: {shown}"
     remedy = "record the dataset again if the robot moved, or leave the feature out (Dataset.without)"
     return [Finding("dataset", "actions", WARNING, text, remedy)]
@@ -194,19 +172,13 @@ def check_actions(rows: Rows) -> list[Finding]:
 def check_tasks(rows: Rows) -> list[Finding]:
     """Check that each task of the rows that were read has a name. Without the names, a Loader cannot deliver a batch."""
     dataset = rows.dataset
-    for name, path in zip(_NAMES, (dataset.tasks_place, "meta/subtasks.parquet"), strict=True):
-        try:
-            names = dataset.tasks if name == "task_index" else dataset.subtasks
-        except DaliStreamError as error:
-            return [broken("tasks", dataset.store, path, error)]
-        if name != "task_index" and not names:  # a Loader then delivers no subtasks
-            continue
-        unknown = [(episode, value) for value, episode in rows.first_episodes.get(name, {}).items() if value not in names]
-        if unknown:
+    for column, episodes in rows.first_episodes.items():
+        names = dataset.tasks if column == "task_index" else dataset.subtasks
+        unknown = [(episode, value) for value, episode in episodes.items() if value not in names]
+        if unknown and (names or column == "task_index"):  # a Loader delivers no subtasks if none has a name
             episode, value = min(unknown)
-            lacks = f"has no {name} {value}" if dataset.store.exists(path) else f"no such file, which names {name} {value}"
-            text = f"{dataset.store.where(path)}: {lacks} of the rows of episode {dataset.episodes[episode]}"
-            return [Finding("dataset", "tasks", PROBLEM, text, f"copy or fetch {path} again")]
+            error = dataset.unknown_name(column.removesuffix("_index"), value)
+            return [Finding("dataset", "tasks", PROBLEM, f"episode {dataset.episodes[episode]}: {error}")]
     text = f"{len(dataset.tasks)} named in {dataset.tasks_place}"
     if not rows.episodes_read:
         text += ". Whether rows have others is unknown, since no row could be read"

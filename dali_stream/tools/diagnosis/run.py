@@ -4,40 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 from dali_stream.dataset import Dataset
-from dali_stream.errors import DaliStreamError, StorageError, prefixed
+from dali_stream.errors import DaliStreamError, StorageError, counted, prefixed
 from dali_stream.lerobot import mixture_file
-from dali_stream.tools.diagnosis import answers, frames, gpu, machine, rows, software, video
-from dali_stream.tools.diagnosis.camera import Camera, decode_frames
+from dali_stream.mixture import Mixture
+from dali_stream.tools.diagnosis import answers, camera, frames, machine, rows
+from dali_stream.tools.diagnosis.camera import Camera
 from dali_stream.tools.diagnosis.frames import Decoders, Deep
-from dali_stream.tools.diagnosis.looks import broken
 from dali_stream.tools.diagnosis.machine import Machine
-from dali_stream.tools.diagnosis.mixed import check_mixture
-from dali_stream.tools.diagnosis.report import PROBLEM, Check, DoctorReport, Finding, run_checks
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, DoctorReport, Finding
 from dali_stream.tools.diagnosis.rows import Rows
 from dali_stream.tools.isolated import call
+from dali_stream.tools.mixture import repeated_often
 
-# The checks, in the order of the report. To add one, write a function from a context to findings, and add a line here.
-MACHINE_CHECKS: Sequence[Check[Machine]] = (
-    gpu.check_driver,
-    gpu.check_gpus,
-    software.check_python,
-    software.check_dali,
-    software.check_torch,
-    software.check_torchcodec,
-    software.check_ffmpeg_program,
-    machine.check_container,
-    machine.check_cores,
-    machine.check_memory,
-    machine.check_shared_memory,
-    machine.check_disk,
-)
-DATASET_CHECKS: Sequence[Check[Rows]] = (
+# The checks of datasets and cameras, in the order of the report. To add one, write a function from a context to findings, and
+# add a line here.
+DATASET_CHECKS: Sequence[Callable[[Rows], list[Finding]]] = (
     rows.check_metadata,
     rows.check_statistics,
     rows.check_files,
@@ -45,17 +32,20 @@ DATASET_CHECKS: Sequence[Check[Rows]] = (
     rows.check_actions,
     rows.check_tasks,
 )
-FILE_CHECKS: Sequence[Check[Camera]] = (video.check_broken_files, video.check_all_frames, video.check_pyav)
-VIDEO_CHECKS: Sequence[Check[Camera]] = (  # if at least one file is whole
-    video.check_format,
-    video.check_structure,
-    video.check_routes,
-    video.check_remarks,
-    video.check_timestamps,
-    video.check_ends,
-    video.check_gops,
-    video.check_frame,
-    video.check_speeds,
+FILE_CHECKS: Sequence[Callable[[Camera], list[Finding]]] = (
+    camera.check_broken_files,
+    camera.check_all_frames,
+    camera.check_pyav,
+)
+VIDEO_CHECKS: Sequence[Callable[[Camera], list[Finding]]] = (  # if at least one file is whole
+    camera.check_format,
+    camera.check_structure,
+    camera.check_routes,
+    camera.check_remarks,
+    camera.check_timestamps,
+    camera.check_ends,
+    camera.check_frame,
+    camera.check_speeds,
 )
 # Each group runs in one process. After a crash or hang, the remaining questions of the group are skipped.
 _QUESTIONS = ((answers.driver, answers.nvdec), (answers.dali,), (answers.torch, answers.torchcodec))
@@ -86,7 +76,7 @@ def doctor(
             `clock`, `tolerance_s`. They apply to each dataset of a mixture.
 
     Returns:
-        Findings, each with a status and a remedy, and the facts on which they are based.
+        Findings, each with a status, and the facts on which they are based.
 
     Raises:
         ValueError: If an argument does not fit the address, or if the mixture file cannot be read.
@@ -103,7 +93,8 @@ def doctor(
                 datasets[name] = found
                 stack.callback(found.close)
         this_machine = _ask(limit_s, cache_dir)
-        findings = list(run_checks(MACHINE_CHECKS, this_machine))
+        checks = (machine.check_driver, machine.check_gpus, machine.check_software, machine.check_limits)
+        findings = [finding for check in checks for finding in check(this_machine)]
         decoders = _decoders(this_machine)
         facts: dict[str, Any] = dict.fromkeys(opened)
         for name, dataset in opened.items():
@@ -113,13 +104,13 @@ def doctor(
                 every = Deep(dataset, progress) if deep and decoders.torchcodec else None
                 own, facts[name] = examine(dataset, decoders, limit_s, every)
             findings += [replace(finding, name=f"{name}: {finding.name}") for finding in own] if mixture else own
-        if mixture:
-            findings += check_mixture(mixture, datasets)
+        if mixture and len(datasets) == len(opened):  # otherwise, a finding says why a dataset cannot be opened
+            findings.append(check_mixture(mixture, datasets))
     return DoctorReport(
         findings=tuple(findings),
         gpus=tuple(this_machine.gpus),
-        software=software.versions(this_machine),
-        machine=this_machine.limits._asdict(),
+        software=this_machine.versions,
+        machine=this_machine.limits,
         dataset={"uri": os.fspath(uri), "datasets": facts} if uri is not None and mixture else facts.get(""),
     )
 
@@ -138,19 +129,11 @@ def open_dataset(uri: str | os.PathLike[str], name: str = "", **options: Any) ->
     try:
         return Dataset(uri, **options)
     except DaliStreamError as error:
-        return _unreadable(error)
+        return Finding("dataset", "storage" if isinstance(error, StorageError) else "metadata", PROBLEM, str(error))
     except (ValueError, TypeError) as error:
         if not name:
             raise
         raise prefixed(f"dataset {name!r}", error) from error
-
-
-def _unreadable(error: DaliStreamError) -> Finding:
-    """Return the finding for a dataset that cannot be opened or reached."""
-    if isinstance(error, StorageError):
-        remedy = "check what the message names: the address, the network or the credentials"
-        return Finding("dataset", "storage", PROBLEM, str(error), remedy)
-    return Finding("dataset", "metadata", PROBLEM, str(error), "repair what the message names, or copy the dataset again")
 
 
 def _ask(limit_s: float, cache_dir: str | os.PathLike[str] | None) -> Machine:
@@ -158,12 +141,12 @@ def _ask(limit_s: float, cache_dir: str | os.PathLike[str] | None) -> Machine:
     with ThreadPoolExecutor(len(_QUESTIONS)) as pool:
         groups = pool.map(lambda questions: zip(questions, call(questions, limit_s).answers, strict=True), _QUESTIONS)
         known = {question.__name__: answer for group in groups for question, answer in group}
-    return Machine(gpu.read_gpus(known["driver"], known["nvdec"]), known, cache_dir)
+    return Machine(machine.read_gpus(known["driver"], known["nvdec"]), known, cache_dir)
 
 
 def _decoders(this_machine: Machine) -> Decoders:
     loads = {name: not answer.error and "failed" not in answer.value for name, answer in this_machine.answers.items()}
-    gpus = {name: first["index"] for name, first in gpu.group_equal(this_machine.gpus).items() if not first["error"]}
+    gpus = {name: first["index"] for name, first in machine.group_equal(this_machine.gpus).items() if not first["error"]}
     return Decoders(loads["torchcodec"], loads["dali"], gpus)
 
 
@@ -192,38 +175,60 @@ def examine(
         "cameras": cameras,
     }
     subject = Rows(dataset, deep is not None)
-    try:
-        for finding in run_checks(DATASET_CHECKS, subject):
-            findings.append(finding)
-    except StorageError as error:  # the findings before it are kept
-        return [*findings, _unreadable(error)], facts
+    for check in DATASET_CHECKS:
+        try:
+            findings += check(subject)
+        except StorageError as error:
+            return [*findings, Finding("dataset", "storage", PROBLEM, str(error))], facts
+        except DaliStreamError as error:
+            findings.append(Finding("dataset", check.__name__.removeprefix("check_"), PROBLEM, str(error)))
     for key in dataset.images:
         findings += frames.check_images(key, dataset, deep)
         height, width = dataset.features[key].frame_size
         cameras[key] = {"kind": "image", "height": height, "width": width}
     videos = [Camera(key, subject, decoders, deep) for key in dataset.videos]
-    decode_frames(videos, limit_s)
-    for camera in videos:
-        findings += _examine_video(camera)
-        cameras[camera.key] = video.facts(camera)
+    camera.decode_frames(videos, limit_s)
+    for video in videos:
+        findings += _examine_video(video)
+        cameras[video.key] = camera.facts(video)
     return findings, facts
 
 
-def _examine_video(camera: Camera) -> Iterator[Finding]:
+def _examine_video(video: Camera) -> Iterator[Finding]:
     """Run the checks of a video camera. If its first whole file turns out to be damaged, the checks end with a finding."""
-    yield from run_checks(FILE_CHECKS, camera)
-    if camera.tables:
-        try:
-            yield from run_checks(VIDEO_CHECKS, camera)
-        except DaliStreamError as error:
-            yield broken(f"{camera.key} file", camera.dataset.data_store, camera.tables[0].path, error)
+    try:
+        for check in (*FILE_CHECKS, *(VIDEO_CHECKS if video.tables else ())):
+            yield from check(video)
+    except DaliStreamError as error:
+        yield video.finding("file", PROBLEM, frames.located(video.dataset.data_store, video.tables[0].path, error))
+
+
+def check_mixture(arguments: Mapping[str, Any], datasets: Mapping[str, Dataset]) -> Finding:
+    """Check that datasets can be mixed, and that an epoch does not repeat the frames of one much more often.
+
+    Args:
+        arguments: Arguments of the `Mixture` by name, as the mixture file has them.
+        datasets: Its datasets by name.
+    """
+    try:
+        mixture = Mixture(**{**arguments, "datasets": datasets})
+    except (DaliStreamError, ValueError, TypeError) as error:
+        return Finding("dataset", "mixture", PROBLEM, str(error), "correct the mixture file as the message says")
+    text = f"{counted(len(datasets), 'dataset')}, {counted(len(mixture), 'sample')} an epoch"
+    if warning := repeated_often(dict(zip(datasets, mixture.shares.passes.tolist(), strict=True))):
+        return Finding("dataset", "mixture", WARNING, f"{text}. {warning}", "change the weights, or give repeats instead")
+    return Finding("dataset", "mixture", OK, text)
 
 
 def refusal(dataset: Dataset) -> str:
-    """Return why a Loader would refuse an episode of a dataset, or "" if it reads them all. No frame is decoded."""
+    """Return why a Loader would refuse an episode of a dataset, or "" if it reads them all. No frame is decoded.
+
+    Raises:
+        DaliStreamError: If metadata or files cannot be read.
+    """
     subject, nothing = Rows(dataset, deep=True), Decoders(torchcodec=False, dali=False, gpus={})
-    findings = list(run_checks((rows.check_rows, rows.check_tasks), subject))
+    findings = [*rows.check_rows(subject), *rows.check_tasks(subject)]
     for key in dataset.videos:
-        camera = Camera(key, subject, nothing, None)
-        findings += run_checks((video.check_broken_files, video.check_timestamps), camera)
+        video = Camera(key, subject, nothing, None)
+        findings += [*camera.check_broken_files(video), *camera.check_timestamps(video)]
     return next((finding.text for finding in findings if finding.status == PROBLEM), "")
