@@ -346,7 +346,7 @@ def packets_of(dataset: dali_stream.Dataset, camera: str) -> Callable[[int], tup
         table = indices.of(camera, episode, dataset.data_store)
         row, episodes = dataset.rows[episode], dataset.table
         interval = float(episodes.start[camera][row]), float(episodes.stop[camera][row])
-        return table, find_packets(table, interval, reader.read(episode)[episode]["timestamp"], dataset.tolerance_s)
+        return table, find_packets(table, interval, reader.read(episode)["timestamp"], dataset.tolerance_s)
 
     return packets
 
