@@ -234,6 +234,14 @@ def test_the_row_groups_that_were_used_last_are_kept(wide_groups: Path) -> None:
     assert max(kept) < 60_000
 
 
+def test_the_rows_of_an_episode_do_not_keep_its_row_group_in_memory(wide_groups: Path) -> None:
+    reader = RowReader(Dataset(wide_groups), memory=RowMemory(1000, 1000))
+    before = pa.total_allocated_bytes()
+    rows = reader.read(3)
+    assert rows["wide"].shape == (5, 1000)
+    assert pa.total_allocated_bytes() == before
+
+
 def test_as_many_row_groups_are_read_at_a_time_as_fit(wide_groups: Path) -> None:
     """The memory holds two row groups. The server sends every other one only after a request for the next one."""
     changed, requested, reading, counts = threading.Condition(), list[str](), set[str](), list[int]()

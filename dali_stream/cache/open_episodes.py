@@ -352,8 +352,14 @@ class OpenEpisodes:
             self._index_bytes[camera] = size
 
     def _keep_rows(self, key: Key, ahead: Sequence[Samples], rows: Columns, is_read: bool) -> None:
-        """Keep the rows of an episode. If they were read from a file, also keep those of other episodes of the batches ahead
-        that this read has decoded."""
+        """Keep the rows of an episode, and those of other episodes that the same read has decoded.
+
+        Args:
+            key: Key of the rows.
+            ahead: Batches whose other episodes are kept, if they fit.
+            rows: Rows of the episode.
+            is_read: Whether they were read from a file, and not taken from row groups in memory.
+        """
         self._rows[key[1]] = rows
         self._cache.resize(key, _bytes_of(rows) + self._table_bytes(key[1]))
         self._make_room_for_pinned(0)

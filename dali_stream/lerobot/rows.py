@@ -1,8 +1,9 @@
 """Rows of episodes as NumPy columns, read from Parquet files one episode at a time.
 
-    SourceRows.read      of an episode of a mixture: which dataset has it, and under which keys
-    RowReader.read       of an episode of a dataset: which file and row groups have it, see `RowFile`
-    RowMemory            what stays in memory: open files with their footers, and decoded row groups
+    SourceRows.read    finds the dataset of an episode, and names the columns with the keys of the source
+    RowReader.read     finds the file and the row groups of an episode, and converts its columns to NumPy
+    RowFile            reads row groups of one file
+    RowMemory          keeps open files with their footers, and decoded row groups
 
 A row group is decoded as a whole. LeRobot's recorder writes one per episode, so nothing else is read with an episode. LeRobot's
 converter writes one per file, with thousands of episodes. Decoded row groups are therefore kept for their other episodes.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -87,7 +89,7 @@ class DecodedRows:
 
 
 class RowMemory:
-    """What stays in memory for one reader of rows or for several: open files with their footers, and decoded row groups.
+    """Memory of one reader of rows, or shared by several: open files with their footers, and decoded row groups.
 
     The least recently used files and row groups are dropped first. Safe to use from several threads.
 
@@ -157,7 +159,7 @@ class RowMemory:
         return self._once(key, kept_or_read)
 
     def find(self, reader: int, episode: int) -> DecodedRows | None:
-        """Return the kept row groups that were used last and contain an episode. None if there are none."""
+        """Return the kept row groups that were used last and contain an episode. None if no kept row groups contain it."""
         with self._room:
             own = (rows for (owner, *_), rows in reversed(self._groups.items()) if owner == reader)
             return next((rows for rows in own if episode in rows.spans), None)
@@ -188,7 +190,7 @@ class RowReader:
     Args:
         dataset: Dataset with its selected episodes and features.
         store: Store to read from. Default: the store of the dataset.
-        memory: What stays in memory. Default: a new one that is not shared.
+        memory: Memory for open files and decoded row groups. Default: a new one that is not shared.
         keys: Features to read. Default: all selected features.
 
     Attributes:
@@ -330,7 +332,9 @@ class RowReader:
             return
         with self._lock:
             if self._search is None:
-                self._search = RowSearch(data_files(self._store, self._dataset.table.data.paths), self._episodes_of)
+                own = weakref.proxy(self)  # a reference cycle would keep rows in memory until a garbage collection
+                paths = data_files(self._store, self._dataset.table.data.paths)
+                self._search = RowSearch(paths, lambda path: own._episodes_of(path))
         yield self._search.in_order(index, named)
         if not self._store.remote:  # thousands of footers take too long over a network
             yield self._search.anywhere(index)
@@ -494,7 +498,7 @@ class SourceRows:
     Args:
         source: Episodes.
         store: Session of the source's `data_store`.
-        memory: What stays in memory of all datasets together. Default: a new one that is not shared.
+        memory: Memory for open files and decoded row groups of all datasets. Default: a new one that is not shared.
     """
 
     def __init__(self, source: Source, store: Store, memory: RowMemory | None = None) -> None:
@@ -532,7 +536,7 @@ class SourceRows:
 
     def _renamed(self, part: Part, columns: Columns) -> Columns:
         """Return the columns of an episode of a dataset under the keys of the source."""
-        if not self._source.dataset_names:  # they are those of the only dataset
+        if not self._source.dataset_names:  # a single dataset has the same keys
             return columns
         source, length = self._source, len(columns["frame_index"])
         renamed: Columns = {}
