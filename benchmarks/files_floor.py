@@ -1,12 +1,13 @@
 """The floor of an epoch that decodes every frame once: plain threads without a loader.
 
 Each core has one thread, which decodes its part of the files in file order with torchcodec, resizes each frame with the kernel
-of the Loader, and drops it.
+of the Loader, and drops it. For comparison, FFmpeg decodes the same files and converts frames to RGB without resizing.
 """
 
 from __future__ import annotations
 
 import itertools
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,6 +44,20 @@ def torchcodec_rate(work: list[list[Part]], size: tuple[int, int]) -> float:
     with ThreadPoolExecutor(len(work)) as pool:
         frames = sum(pool.map(lambda share: _decode(share, size), work))
     return frames / (time.perf_counter() - started)
+
+
+def ffmpeg_rate(work: list[list[Part]], threads: int) -> float:
+    """Return the rate of FFmpeg, with one process per file, for decoding and conversion to RGB, in frames/s."""
+    files = {path: 0 for share in work for path, _, _ in share}
+    for share in work:
+        for path, _, stop in share:
+            files[path] = max(files[path], stop)
+    command = ["ffmpeg", "-hide_banner", "-nostdin", "-v", "error", "-threads", "1", "-filter_threads", "1"]
+    started = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        end = ["-vf", "format=rgb24", "-vsync", "passthrough", "-f", "null", "-"]
+        list(pool.map(lambda path: subprocess.run([*command, "-i", str(path), *end], check=True), files))
+    return sum(files.values()) / (time.perf_counter() - started)
 
 
 def _decode(share: list[Part], size: tuple[int, int]) -> int:

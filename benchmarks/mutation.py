@@ -52,7 +52,7 @@ PARTS = {  # name of the part: its modules, and its test files
         "turns work images audit timestamps torchcodec_cuda clips routes capability normalize bad_video depth frame_cache",
     ),
     "mp4": (["mp4"], "damage video_index index_memory parameter_sets clips index timestamps codecs reads routes bad_video"),
-    "rows": (["lerobot/rows.py", "lerobot/row_memory.py"], "row_groups reread features bad_metadata windows timestamps"),
+    "rows": (["lerobot/rows.py"], "row_groups reread features bad_metadata windows timestamps"),
 }
 # The libraries that take longest to import. None of them starts a thread on import, which a fork would lose.
 LIBRARIES = ("pyarrow.dataset", "torch", "torchcodec.decoders", "nvidia.dali.plugin.pytorch", "hypothesis", "accelerate")

@@ -25,7 +25,7 @@ between turns, and only one side runs at a time. dali_stream keeps decoded frame
 first epoch after the first batch, and then over one or more whole epochs with at least --batches batches. The other sides
 decode every frame each time. They are timed over --batches batches after a warm-up, and both rates of dali_stream are compared
 with this rate, turn by turn. The time of the first batch starts with opening the dataset, after all imports and with an empty
-cache of LeRobot.
+cache of LeRobot. Memory is that of all processes of a side, with shared memory counted once, measured every half second.
 
 The rows of all samples are compared with the order. Frames of the last batch of each timed part are compared with frames that
 FFmpeg decodes from the file, and with their neighbours. The exit code is 1 if dali_stream failed or delivered wrong samples.
@@ -88,6 +88,7 @@ class Side:
     rounds: list[float] = field(default_factory=list)
     second_epoch_rounds: list[float] = field(default_factory=list)
     first_batch_rounds: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
     checks: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -107,6 +108,7 @@ class Side:
             "second_epoch_speedup": ratio(reference.second_epoch_rounds, other.rounds),
             "first_batch_s": median(self.first_batch_rounds),
             "first_batch_rounds": self.first_batch_rounds,
+            "peak_bytes": self.peak_bytes,
             "follows_the_order": self.follows,
             "frames": frames.merged(self.checks) if self.checks and not self.error else None,
             "error": self.error,
@@ -306,6 +308,7 @@ def turn(side: Side, recorded: Recorded, common: dict[str, Any], folder: Path, a
             side.rounds.append(rate(peer, arguments.batches, recorded, arguments))
         peer.ask("written", end=True)
     finally:
+        side.peak_bytes = max(peer.peak_bytes, side.peak_bytes or 0)
         peer.close()
 
 
@@ -332,11 +335,12 @@ def frames_per_batch(recorded: Recorded, arguments: argparse.Namespace) -> int:
 
 def print_table(result: dict[str, Any]) -> None:
     width = max(len(side["name"]) for side in result["peers"])
-    print(f"{'':{width}} frames/s, 2nd epoch  {OWN}: 1st, 2nd epoch  first batch  correct frames")
+    print(f"{'':{width}} frames/s, 2nd epoch  {OWN}: 1st, 2nd epoch  first batch    memory  correct frames")
     for side in result["peers"]:
+        memory = side["peak_bytes"] and side["peak_bytes"] / 1e6
         line = f"{side['name']:{width}} {cell(side['frames_per_s'])}  {cell(side['second_epoch_frames_per_s'], 9)}"
         line += f"  {cell(side['speedup'], 19, '.2f', 'x')} {cell(side['second_epoch_speedup'], 10, '.1f', 'x')}"
-        print(f"{line}  {cell(side['first_batch_s'], 11, '.2f', ' s')}  {verdict(side)}")
+        print(f"{line}  {cell(side['first_batch_s'], 11, '.2f', ' s')}  {cell(memory, unit=' MB')}  {verdict(side)}")
 
 
 def cell(value: float | None, width: int = 8, form: str = ".0f", unit: str = "") -> str:

@@ -120,6 +120,58 @@ def test_files_with_equal_numbers_and_times_have_samples(tmp_path: Path, monkeyp
     assert store.identity("one") != store.identity("other")
 
 
+def test_the_samples_of_a_video_are_read_once_for_all_of_its_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run whose frames are all on disk, which reads nothing else of the video but its index."""
+    video = videos.encode(videos.draw(), tmp_path / "a.mp4", videos.mpeg4(6))
+    root = videos.write_dataset(tmp_path / "set", [video], [[4] * (videos.FRAMES // 4)])
+    run(root, tmp_path / "frames", 1, **RECORDED)
+    read, sizes = os.pread, list[int]()
+
+    def noted(handle: int, size: int, at: int) -> bytes:
+        if os.readlink(f"/proc/self/fd/{handle}").endswith(".mp4"):
+            sizes.append(size)
+        return read(handle, size, at)
+
+    monkeypatch.setattr(os, "pread", noted)
+    counts = []
+    for episodes in ([7], None):
+        with closing(Dataset(root, episodes=episodes)) as dataset:
+            _, stats = run(dataset, tmp_path / "frames", 2, **RECORDED)
+        assert stats["decoded_frames"] == 0
+        counts.append(len(sizes))
+        sizes.clear()
+    assert counts[0] == counts[1] > 8
+
+
+def test_a_video_that_changes_while_it_is_open_is_another_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "video"
+    path.write_bytes(bytes(1 << 20))
+    store, read, counts = LocalStore(str(tmp_path)), os.pread, [0]
+
+    def counted(*arguments: int) -> bytes:
+        counts[0] += 1
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "pread", counted)
+    seen = [store.identity("video")]
+    once = counts[0]
+    assert store.identity("video") == seen[0]
+    assert counts[0] == once > 0
+
+    times = path.stat()
+    path.write_bytes(b"\1" * (1 << 20))  # the same size and, afterwards, the same time of its last change
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    seen.append(store.identity("video"))
+
+    shutil.copy2(path, tmp_path / "copy")
+    (tmp_path / "copy").replace(path)
+    assert store.read("video", 0, 1) == b"\1"
+    assert store.identity("video") != seen[0]  # only its change time may differ from `seen[1]`, since it has lost its name
+    store.close()
+    seen.append(store.identity("video"))  # the file that has replaced it
+    assert len({*seen}) == 3
+
+
 @pytest.mark.parametrize("kind", ["server", "bucket"])
 def test_a_server_with_the_same_tags_and_other_bytes(stamped: Path, tmp_path: Path, kind: str) -> None:
     expected, _ = run(stamped, None, 1, **RECORDED)

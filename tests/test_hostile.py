@@ -260,7 +260,7 @@ def read_all(root: Path) -> None:
         assert dataset.num_frames < 1 << 50
         reader = RowReader(dataset)
         for episode in range(min(dataset.num_episodes, 4)):
-            for key, values in reader.read(episode)[episode].items():
+            for key, values in reader.read(episode).items():
                 shape = tuple(dataset.features[key]["shape"])
                 assert values.shape == (dataset.lengths[episode], *(() if shape == (1,) else shape)), key
         assert isinstance(dataset.stats, dict)

@@ -8,7 +8,6 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,9 @@ from support.servers import Handler, Server
 from support.slow import examples
 
 from dali_stream import Dataset, DatasetError, Loader, Mixture
-from dali_stream.lerobot.row_file import RowFile
-from dali_stream.lerobot.row_groups import RowGroups
-from dali_stream.lerobot.row_memory import RowMemory
-from dali_stream.lerobot.rows import RowReader, check_rising
+from dali_stream.lerobot.parquet_footer import RowGroups
+from dali_stream.lerobot.rows import RowMemory, RowReader, check_rising
+from dali_stream.storage.local import LocalStore
 
 ROWS = 6  # of a group
 POOLS: list[pa.MemoryPool] = []  # kept, since a pool must outlive what is allocated from it: pyarrow has no reference to it
@@ -195,15 +193,18 @@ def test_each_row_group_is_read_once_and_by_itself(name: str, shuffle: bool, req
 def test_a_row_group_is_kept_if_it_fits_and_has_other_episodes(
     tmp_path: Path, episodes: int, at_once: int, kept: int, is_kept: bool, warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The read of a row group returns all of its episodes. If it is kept, it is not read again for the others."""
+    """If it is kept, it is not read again for its other episodes."""
     memory = RowMemory(at_once, kept)
     action = Column("float32", [90], np.zeros((30, 90)))
     with Server(build(tmp_path / "set", [5] * 6, {"action": action}, rows_per_group=5 * episodes)) as server:
         reader = RowReader(Dataset(server.url), memory=memory)
-        assert list(reader.read(0)) == list(range(episodes))
+        assert reader.read(0)["index"].tolist() == list(range(5))
         assert (memory.nbytes > 1000) == is_kept
         before, last = len(server.requests), episodes - 1
-        assert list(reader.read(last)) == ([last] if is_kept else list(range(episodes)))
+        assert reader.beside(0) == list(range(1, episodes)) * is_kept
+        assert (reader.read_kept(last) is not None) == is_kept
+        assert len(server.requests) == before
+        assert reader.read(last)["index"].tolist() == list(range(5 * last, 5 * last + 5))
         assert (len(server.requests) == before) == is_kept
     assert sum("so it is read again for each of its episodes" in record.getMessage() for record in caplog.records) == warnings
 
@@ -233,6 +234,14 @@ def test_the_row_groups_that_were_used_last_are_kept(wide_groups: Path) -> None:
     assert max(kept) < 60_000
 
 
+def test_the_rows_of_an_episode_do_not_keep_its_row_group_in_memory(wide_groups: Path) -> None:
+    reader = RowReader(Dataset(wide_groups), memory=RowMemory(1000, 1000))
+    before = pa.total_allocated_bytes()
+    rows = reader.read(3)
+    assert rows["wide"].shape == (5, 1000)
+    assert pa.total_allocated_bytes() == before
+
+
 def test_as_many_row_groups_are_read_at_a_time_as_fit(wide_groups: Path) -> None:
     """The memory holds two row groups. The server sends every other one only after a request for the next one."""
     changed, requested, reading, counts = threading.Condition(), list[str](), set[str](), list[int]()
@@ -254,7 +263,7 @@ def test_as_many_row_groups_are_read_at_a_time_as_fit(wide_groups: Path) -> None
     with Server(wide_groups) as server, ThreadPoolExecutor(4) as pool:
         reader = RowReader(Dataset(server.url), memory=RowMemory(100_000, 100_000))
         server.set_faults([answer] * 99)
-        assert [list(found) for found in pool.map(reader.read, [2, 4, 6, 8])] == [[2, 3], [4, 5], [6, 7], [8, 9]]
+        assert [rows["episode_index"][0] for rows in pool.map(reader.read, [2, 4, 6, 8])] == [2, 4, 6, 8]
     assert max(counts) == 2
 
 
@@ -331,35 +340,38 @@ def assert_alone(root: Path, broken: int, said: str) -> None:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The row groups that each call of `RowFile.read` reads."""
-    calls: list[list[int]] = []
-    read = RowFile.read
+def spans(own_groups: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The row groups in which each read of rows begins and ends."""
+    spans: list[list[int]] = []
+    read, footer = LocalStore.read, pq.read_metadata(own_groups / ROWS_FILE)
+    groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+    ends = np.cumsum([4, *(sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups)])
 
-    def note(self: RowFile, groups: Sequence[int]) -> tuple[pa.Table, int]:
-        calls.append(list(groups))
-        return read(self, groups)
+    def note(store: LocalStore, path: str, start: int, stop: int) -> bytes:
+        if path == ROWS_FILE and stop <= ends[-1]:
+            spans.append([int(ends.searchsorted(at, "right")) - 1 for at in (start, stop - 1)])
+        return read(store, path, start, stop)
 
-    monkeypatch.setattr(RowFile, "read", note)
-    return calls
+    monkeypatch.setattr(LocalStore, "read", note)
+    return spans
 
 
-def test_row_groups_of_the_next_episodes_are_read_together(own_groups: Path, calls: list[list[int]]) -> None:
+def test_row_groups_of_the_next_episodes_are_read_together(own_groups: Path, spans: list[list[int]]) -> None:
     expected, rows = read_rows(own_groups), delivered(Dataset(own_groups, episodes=[1, 3, 4]), batch_size=11)
-    assert calls == [[1, 3, 4]]
+    assert spans == [[1, 4]]
     for key, values in rows.items():
         if key != "task":
             wanted = expected[key][np.isin(expected["episode_index"], [1, 3, 4])]
             np.testing.assert_array_equal(values, np.array(wanted.tolist(), values.dtype), err_msg=key)
 
 
-def test_row_groups_that_are_read_together_fit_in_the_memory(own_groups: Path, calls: list[list[int]]) -> None:
+def test_row_groups_that_are_read_together_fit_in_the_memory(own_groups: Path, spans: list[list[int]]) -> None:
     footer = pq.read_metadata(own_groups / ROWS_FILE)
     two = sum(footer.row_group(number).total_byte_size for number in (1, 3))
     reader = RowReader(Dataset(own_groups), memory=RowMemory(two))
     reader.expect([1, 3, 4])
-    assert [list(reader.read(episode)) for episode in (1, 3, 4)] == [[1], [3], [4]]
-    assert calls == [[1, 3], [4]]
+    assert [reader.read(episode)["episode_index"][0] for episode in (1, 3, 4)] == [1, 3, 4]
+    assert spans == [[1, 3], [4, 4]]
 
 
 def test_a_broken_row_group_is_an_error_of_its_episode_only(own_groups: Path) -> None:

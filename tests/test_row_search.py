@@ -26,8 +26,7 @@ from support.slow import examples
 from support.tools import prepared
 
 from dali_stream import Dataset, DatasetError, Loader
-from dali_stream.lerobot import row_files
-from dali_stream.lerobot.rows import RowReader
+from dali_stream.lerobot.rows import RowMemory, RowReader
 from dali_stream.tools.diagnosis import Finding
 from dali_stream.tools.diagnosis.frames import Decoders
 from dali_stream.tools.diagnosis.run import examine
@@ -181,10 +180,11 @@ def test_the_bytes_of_an_episode_in_two_files_count_once(tmp_path: Path) -> None
     parts, named = LAYOUTS["an episode in two files, the first one named"]
     with Server(write_rows(plain(tmp_path / "set"), parts, named)) as server:
         reader = RowReader(Dataset(server.url))
-        found = reader.read(1).release(1)
+        sizes: list[int] = []
+        reader.read(1, sizes.append)
         sent = sum(request.sent for request in server.requests if "/data/" in request.path)
-    assert 0 < found.take_bytes() < sent
-    assert found.take_bytes() == 0
+    [size] = sizes
+    assert 0 < size < sent
 
 
 def pairs(root: Path, named: Sequence[int]) -> Path:
@@ -192,14 +192,13 @@ def pairs(root: Path, named: Sequence[int]) -> Path:
     return write_rows(plain(root, [6] * 8), [(at, at + 12) for at in range(0, 48, 12)], named, row_group_size=6)
 
 
-def test_the_footers_of_the_files_that_were_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_files, "_KEPT", 2)
+def test_the_footers_of_the_files_that_were_used_last_are_kept(tmp_path: Path) -> None:
     with Server(pairs(tmp_path / "set", [0, 0, 1, 1, 2, 2, 3, 3])) as server:
-        reader = RowReader(Dataset(server.url))
+        reader = RowReader(Dataset(server.url), memory=RowMemory(files=2))
         requests = []
         for number in (1, 2, 1, 3, 3, 1, 2):
             server.requests.clear()
-            assert reader.read(2 * number)[2 * number]["index"].tolist() == list(range(12 * number, 12 * number + 6))
+            assert reader.read(2 * number)["index"].tolist() == list(range(12 * number, 12 * number + 6))
             requests.append(len(server.requests))
     assert requests == [3, 3, 1, 3, 1, 1, 2]  # for the size of a file at first, for its footer, and for the rows
 
@@ -209,7 +208,7 @@ def test_a_file_without_the_rows_of_an_episode_is_not_read_for_the_next_one(tmp_
         reader = RowReader(Dataset(server.url))
         for episode, files in ((0, {file(0), file(1)}), (1, {file(0)})):
             server.requests.clear()
-            assert reader.read(episode)[episode]["index"].tolist() == list(range(6 * episode, 6 * episode + 6))
+            assert reader.read(episode)["index"].tolist() == list(range(6 * episode, 6 * episode + 6))
             assert {*data_requests(server)} == files
 
 

@@ -25,8 +25,7 @@ _CHILD = f"""
 import gc, json, sys
 from pathlib import Path
 import dali_stream
-from dali_stream.lerobot.row_memory import RowMemory
-from dali_stream.lerobot.rows import RowReader
+from dali_stream.lerobot.rows import RowMemory, RowReader
 
 def status(name):
     return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0]) << 10
@@ -35,7 +34,7 @@ def read(root):
     dataset = dali_stream.Dataset(root)
     dataset.tasks
     dataset.episode_columns(stats=True)
-    rows = RowReader(dataset, memory=RowMemory({MEMORY}, {MEMORY})).read(0)[0]
+    rows = RowReader(dataset, memory=RowMemory({MEMORY}, {MEMORY})).read(0)
     return rows["index"].tolist()
 
 healthy, root = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""Process of a peer, which answers requests and is stopped between them."""
+"""Process of a peer, which answers requests and is stopped between them. Its memory is measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import tempfile
 import time
 from typing import IO, Any, cast
 
-_TICK_S = 0.5  # time between two checks whether the process has ended
+import psutil
+
+_TICK_S = 0.5  # time between two measurements of memory while the process works
 
 
 class PeerError(Exception):
@@ -32,6 +34,7 @@ class Peer:
     """
 
     def __init__(self, command: list[str], answer_s: float, environment: dict[str, str]) -> None:
+        self.peak_bytes = 0
         self._answer_s, self._unread = answer_s, b""
         self._group: int | None = None
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
@@ -71,6 +74,7 @@ class Peer:
             self._stdin.write(json.dumps(request).encode() + b"\n")
         reply = self._receive(answer)
         self._signal(signal.SIGSTOP)
+        self._measure_memory()
         return reply[answer]
 
     def close(self) -> None:
@@ -100,6 +104,7 @@ class Peer:
                 self._unread += data
                 ended = not data
             else:
+                self._measure_memory()
                 ended = self._process.poll() is not None
             if ended:
                 raise self._failed(self._end())
@@ -119,6 +124,16 @@ class Peer:
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()[-20:]
         detail = "\n".join(["Its stderr ends:", *lines]) if lines else "Its stderr is empty."
         return PeerError(f"{why}. {detail}")
+
+    def _measure_memory(self) -> None:
+        """Measure the memory of all processes of the peer. Memory that several of them share is counted once."""
+        total = 0
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self._process.pid)
+            for one in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    total += one.memory_full_info().pss
+        self.peak_bytes = max(self.peak_bytes, total)
 
     def _signal(self, number: int) -> None:
         if self._group is not None:

@@ -26,9 +26,8 @@ from dali_stream.cache.pinned import Key, PinnedCache
 from dali_stream.checks.arguments import budget_text
 from dali_stream.checks.arrays import NONE
 from dali_stream.errors import DaliStreamError, DecodeError, MemoryBudgetError
-from dali_stream.lerobot.row_memory import Columns, Found, RowMemory
+from dali_stream.lerobot.rows import Columns, RowMemory, SourceRows
 from dali_stream.lerobot.source import Source
-from dali_stream.lerobot.source_rows import SourceRows
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import span
@@ -85,7 +84,7 @@ class OpenEpisodes:
         indices: Cache of the indices of video files, which outlives this object.
         store: Session of the source's store.
         readers: Threads that read.
-        memory: Memory for decoded row groups.
+        memory: Memory for footers and decoded row groups.
         table: Table of the open episodes.
         close: Function that removes an episode from the table.
         substitutes: Whether samples of episodes that cannot be read are substituted, so that these episodes are no error.
@@ -208,7 +207,7 @@ class OpenEpisodes:
                 if key[0]:
                     self._keep_index(key, result)
                 else:
-                    self._keep_rows(key, result, ahead)
+                    self._keep_rows(key, ahead, *result)
         self._make_room_for_now(0)
         if self._cache.free + self._limits.more < 0:
             room, taken = self._limits.room + self._limits.more, sum(self._cache.bytes_by_kind)
@@ -328,14 +327,14 @@ class OpenEpisodes:
         self._cache.set_read(key, self._readers.submit(read, key, batch.number, again, priority=(step, 0)))
         return again and camera != ""
 
-    def _read_rows(self, key: Key, batch: int, again: bool) -> Found:
+    def _read_rows(self, key: Key, batch: int, again: bool) -> tuple[Columns, bool]:
+        """Return the rows of an episode, and whether a file was read for them."""
+        sizes = list[int]()
         with span("fetch rows", batch):
-            rows = self._reader.read(key[1])
-        # The result may be needed only much later. Until then, it must not keep whole row groups in memory.
-        group = rows.release(key[1])
+            rows = self._reader.read(key[1], sizes.append)
         if self.store.remote and not again:
-            self._counters.add(needed_bytes=group.take_bytes())
-        return rows
+            self._counters.add(needed_bytes=sum(sizes))
+        return rows, any(sizes)
 
     def _read_index(self, key: Key, batch: int, again: bool) -> VideoIndex | DecodeError:
         with span("fetch index", batch):
@@ -352,21 +351,27 @@ class OpenEpisodes:
         if size:
             self._index_bytes[camera] = size
 
-    def _keep_rows(self, key: Key, rows: Found, ahead: Sequence[Samples]) -> None:
-        """Keep the rows of an episode, and those of other episodes of the batches ahead that the same read returned."""
-        self._rows[key[1]] = rows[key[1]]
-        self._cache.resize(key, _bytes_of(rows[key[1]]) + self._table_bytes(key[1]))
+    def _keep_rows(self, key: Key, ahead: Sequence[Samples], rows: Columns, is_read: bool) -> None:
+        """Keep the rows of an episode, and those of other episodes that the same read has decoded.
+
+        Args:
+            key: Key of the rows.
+            ahead: Batches whose other episodes are kept, if they fit.
+            rows: Rows of the episode.
+            is_read: Whether they were read from a file, and not taken from row groups in memory.
+        """
+        self._rows[key[1]] = rows
+        self._cache.resize(key, _bytes_of(rows) + self._table_bytes(key[1]))
         self._make_room_for_pinned(0)
-        others = {e: size * ROW_SPARE[0] // ROW_SPARE[1] for e, size in rows.sizes().items() if ("", e) not in self._cache}
+        others = {e for e in self._reader.beside(key[1]) if ("", e) not in self._cache} if is_read else None
         if not others:
             return
-        # `rows` caches only the episode that it converted last, so the requested episode was used before the others.
         for episode in dict.fromkeys(np.concatenate([samples.episode for samples in ahead]).tolist()):  # most urgent first
-            size = others.get(episode, 0) + self._table_bytes(episode)
-            if episode in others and size <= self._cache.free:  # nothing is evicted for them
-                # KeyError: they were evicted meanwhile. Broken ones are an error once a batch needs them.
-                with suppress(KeyError, DaliStreamError):
-                    self._rows[episode] = {name: values.copy() for name, values in rows[episode].items()}
+            if episode in others and (size := self._estimate(("", episode))) <= self._cache.free:  # nothing is evicted for them
+                with suppress(DaliStreamError):  # broken rows are an error once a batch needs them
+                    if (own := self._reader.read_kept(episode)) is None:  # its row groups were evicted meanwhile
+                        return
+                    self._rows[episode] = own
                     self._cache.add(("", episode), size, is_used=False)
 
     def _table_bytes(self, episode: int) -> int:

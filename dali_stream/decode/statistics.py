@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,8 +16,7 @@ from dali_stream.checks.text import listed
 from dali_stream.decode import images as image
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset_files import DatasetFiles
-from dali_stream.lerobot.row_memory import Columns
-from dali_stream.lerobot.rows import RowReader
+from dali_stream.lerobot.rows import Columns, RowReader
 from dali_stream.lerobot.stats import (
     MAX_IMAGES,
     Histogram,
@@ -153,12 +152,10 @@ class _Part(NamedTuple):
     Attributes:
         rows: Columns of the rows.
         histograms: {camera: histograms of the sampled frames}.
-        read: Result of the read. `RowReader` does not read a row group again while such a result refers to it.
     """
 
     rows: Columns
     histograms: dict[str, Histogram]
-    read: Mapping[int, Columns]
 
 
 class _Episodes:
@@ -188,8 +185,7 @@ class _Episodes:
             DatasetError, StorageError: If the rows cannot be read.
             DecodeError: If a frame is missing or cannot be decoded.
         """
-        read = self._rows.read(episode)
-        rows = read[episode]
+        rows = self._rows.read(episode)
         histograms = {}
         for camera in self._cameras if frames else ():
             try:
@@ -198,7 +194,7 @@ class _Episodes:
                 histograms[camera] = add_histograms(parts)
             except DecodeError as error:
                 raise DecodeError(f"{camera}: episode {self._dataset.episodes[episode]}: {error}") from None
-        return _Part({key: rows[key] for key in rows if key not in self._cameras}, histograms, read)
+        return _Part({key: rows[key] for key in rows if key not in self._cameras}, histograms)
 
     def _of_video(self, camera: str, episode: int, rows: Columns, frames: list[int]) -> list[Histogram]:
         """Return the histogram of each frame of a video. Each GOP is decoded once for all of its frames."""

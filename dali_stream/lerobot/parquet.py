@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError, StorageError
-from dali_stream.lerobot.row_groups import chunk_sizes, read_footer
+from dali_stream.lerobot.parquet_footer import chunk_sizes, read_footer
 from dali_stream.storage import Store, lfs
 from dali_stream.storage.store import SMALL, Ranges
 

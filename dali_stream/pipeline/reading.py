@@ -10,7 +10,7 @@ from dali_stream.cache.frame_files import FrameFiles
 from dali_stream.cache.open_episodes import OpenEpisodes, ReadLimits
 from dali_stream.cache.video import BlockCache
 from dali_stream.checks.arguments import budget_text
-from dali_stream.lerobot.row_memory import RowMemory
+from dali_stream.lerobot.rows import RowMemory
 from dali_stream.observe.counters import Counters
 from dali_stream.order import Shuffle, has_consumers
 from dali_stream.pipeline.config import Config

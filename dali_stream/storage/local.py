@@ -13,8 +13,6 @@ from dali_stream.observe.waiting import working
 from dali_stream.storage.local_files import OpenFiles
 from dali_stream.storage.store import Store, checked, missing_file
 
-_SAMPLES, _SAMPLE = 8, 8 << 10  # samples of a file in its identity, and bytes of each
-
 
 class LocalStore(Store):
     """Store of a local folder. It keeps files open. See `OpenFiles`. A copy opens its own files.
@@ -81,17 +79,13 @@ class LocalStore(Store):
         """See `Store.identity`. Tools can set the modification time of a file, but neither its inode nor its change time.
 
         In file systems that are written as a whole, such as container images, different files may have the same numbers and
-        times, so the text also contains a hash of some bytes of the file.
+        times, so the text also contains a hash of some bytes of the file. These are read once for as long as the file is open
+        and its numbers and times stay the same.
         """
         try:
-            handle = self._open_files.get(checked(path)).number  # the file that is read, even if another one has replaced it
-            status, digest = os.fstat(handle), hashlib.blake2b(digest_size=16)
-            for number in range(_SAMPLES):
-                digest.update(os.pread(handle, _SAMPLE, max(status.st_size - _SAMPLE, 0) * number // (_SAMPLES - 1)))
+            return self._open_files.get(checked(path)).identity()  # of the file that is read, even if another has replaced it
         except OSError:
             return ""
-        numbers = status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
-        return f"{' '.join(map(str, numbers))} {digest.hexdigest()}"
 
     def close(self) -> None:
         self._open_files.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import itertools
 import logging
 import os
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 
 _log = logging.getLogger("dali_stream")
 _MOST = 8192  # maximum number of descriptors; a training run needs fewer
+_SAMPLES, _SAMPLE = 8, 8 << 10  # samples of a file in its identity, and bytes of each
 
 
 def allowed_descriptors(needed: int) -> int:
@@ -86,16 +88,37 @@ class OpenFile:
         used: Value of a counter at the last use, for eviction.
     """
 
-    __slots__ = ("number", "used")
+    __slots__ = ("_sampled", "number", "used")
 
     def __init__(self, path: Path, flags: int) -> None:
         self.number = os.open(path, flags, 0o666)
         self.used = 0
+        self._sampled: tuple[tuple[int, ...], str] | None = None  # result of `identity`, and the numbers for which it holds
 
     @property
     def is_removed(self) -> bool:
         """Whether the file has no name any more."""
         return not os.fstat(self.number).st_nlink
+
+    def identity(self) -> str:
+        """Return a text that changes with the content of the file, and that no other file has. See `LocalStore.identity`.
+
+        Some bytes of the file are read and hashed at the first call, and again only if the size, the inode or a time of the
+        file has changed.
+
+        Raises:
+            OSError: If the file cannot be read.
+        """
+        status = os.fstat(self.number)
+        numbers = status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+        if (sampled := self._sampled) is None or sampled[0] != numbers:
+            digest = hashlib.blake2b(digest_size=16)
+            for number in range(_SAMPLES):
+                at = max(status.st_size - _SAMPLE, 0) * number // (_SAMPLES - 1)
+                digest.update(os.pread(self.number, _SAMPLE, at))
+            # Several threads may do this at the same time.
+            sampled = self._sampled = numbers, f"{' '.join(map(str, numbers))} {digest.hexdigest()}"
+        return sampled[1]
 
     def __reduce__(self) -> NoReturn:
         # A copy would close the descriptor of the original.

@@ -403,7 +403,7 @@ def episodes(dataset: Dataset, keys: Sequence[str], most: int) -> list[Sample]:
     """
     reader, shown = RowReader(dataset, keys={*keys, "timestamp", "index"}), []
     for number in spread(dataset.num_episodes, most):
-        rows, length = reader.read(number)[number], int(dataset.lengths[number])
+        rows, length = reader.read(number), int(dataset.lengths[number])
         seconds = (np.arange(length) / dataset.fps).tolist()
         values = [Series(key, rows[key].reshape(length, -1).astype(float), seconds, [False] * length) for key in keys]
         task = f"{counted(length, 'frame')}, {length / dataset.fps:.1f} s"

@@ -86,6 +86,7 @@ def test_this_loader_and_the_plain_loop_deliver_the_same_frames(run: Any) -> Non
         assert len(side["rounds"]) == len(side["first_batch_rounds"]) == 2
         assert min(side["rounds"]) <= side["frames_per_s"] <= max(side["rounds"])
         assert min(side["first_batch_rounds"]) > 0
+        assert side["peak_bytes"] > 50e6
         assert side["versions"]["torchcodec"]
         assert f"\n{name} " in table
     own, loop = sides["dali_stream"], sides["torchcodec"]

@@ -88,7 +88,7 @@ def check_images(key: str, dataset: Dataset, deep: Deep | None) -> list[Finding]
     height, width = dataset.features[key].frame_size
     findings = [Finding("dataset", key, OK, f"images of {height}×{width} in Parquet rows; one was decoded")]
     try:
-        encoded = RowReader(dataset, keys={key}).read(0)[0][key]
+        encoded = RowReader(dataset, keys={key}).read(0)[key]
         middle = len(encoded) // 2
         image = images.decode(encoded[middle], dataset.features[key])
         if not dataset.features[key].is_depth:
@@ -155,7 +155,7 @@ class Deep:
         dataset, reader = self._dataset, RowReader(self._dataset, keys={camera})
 
         def decode(episode: int, frames: Int64) -> None:
-            encoded = reader.read(episode)[episode][camera]
+            encoded = reader.read(episode)[camera]
             for frame in frames.tolist():
                 images.decode(encoded[frame], dataset.features[camera])
 

@@ -14,8 +14,7 @@ import numpy.typing as npt
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError, StorageError, counted
 from dali_stream.lerobot.dataset_files import CLOCKS
-from dali_stream.lerobot.row_memory import Columns
-from dali_stream.lerobot.rows import RowReader
+from dali_stream.lerobot.rows import Columns, RowReader
 from dali_stream.storage import lfs
 from dali_stream.tools.description import missing_files, used
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding
@@ -61,8 +60,10 @@ class Rows:
         """
         if episode not in self._kept and episode not in self.errors:
             try:
-                for number, rows in self._reader.read(episode).items():
-                    self._keep(number, rows)
+                self._keep(episode, self._reader.read(episode))
+                for other in self._reader.beside(episode):  # of the same row groups, which are in memory now
+                    if other not in self._kept and (rows := self._reader.read_kept(other)) is not None:
+                        self._keep(other, rows)
             except DatasetError as error:
                 self.errors[episode] = DatasetError(str(error))  # without the traceback, which refers to the rows
         return self._kept.get(episode)

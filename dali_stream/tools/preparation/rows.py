@@ -21,7 +21,7 @@ from dali_stream.errors import DatasetError
 from dali_stream.lerobot.arrow import is_list
 from dali_stream.lerobot.info import TABULAR
 from dali_stream.lerobot.parquet import parquet_errors
-from dali_stream.lerobot.row_search import RowSearch, data_files
+from dali_stream.lerobot.row_file import RowSearch, data_files
 from dali_stream.lerobot.rows import row_order
 from dali_stream.storage import Store
 from dali_stream.tools.preparation.place import Json

@@ -1,11 +1,27 @@
-"""Metadata of the row groups of a Parquet file, in a tenth of the memory that it takes in pyarrow.
+"""Footers of Parquet files. `RowGroups` keeps one in a twentieth of the memory that pyarrow takes.
 
-A data file of DROID's size has 4600 row groups. Their metadata takes 29 MB in pyarrow and 3.8 MB in the file. This module
-splits the footer into the entries of its row groups, and keeps them compressed. To read some row groups, it assembles a footer
-that has only their entries. Columns and their types are not interpreted here.
+A data file of DROID's size has 4,600 row groups. pyarrow parses its footer in 49 ms, and takes 30 MB. `RowGroups` takes 27 ms
+and 1.5 MB (one core of 2, 2026-11-29): it finds where the entry of each row group begins, and keeps the entries compressed. To
+read some row groups, it assembles a footer that has only their entries, which pyarrow parses.
 
-A footer is one Thrift structure in the compact protocol: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
-and https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift (FileMetaData).
+    file         PAR1   pages of all row groups   footer   length of the footer (4 bytes)   PAR1
+
+    footer       version  schema  num_rows  row_groups: count  entry 0  entry 1  ...  key_value_metadata  created_by  ...  0
+                 |-- _before --|            |_between|         |---- _blocks ----|    |------------- _after --------------|
+
+    entry        columns: count  chunk 0  chunk 1  ...  total_byte_size  num_rows  file_offset  ...  ordinal  0
+                 |------- _beginning -|                 |------------------- _ENDING --------------------------|
+
+    chunk        file_offset  meta_data: type  encodings  path_in_schema  ...  num_values  ...  statistics  ...  0  0
+                 |-------------------- _beginning ---------------------|
+
+    assembled    _before   rows of entries 3 and 7   _between   2   entry 3   entry 7   _after
+
+A footer is one structure in Thrift's compact protocol. A field is a byte with its type and the difference to the number of the
+previous field, and then its value. The byte 0 ends a structure. Integers take 1 to 10 bytes, so entries differ in size, and are
+found by what they begin with. See https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md and
+https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift (FileMetaData). Columns and their types are
+not interpreted here.
 """
 
 from __future__ import annotations
@@ -33,7 +49,7 @@ _NUM_ROWS, _ROW_GROUPS, _LAST_FIELD = 3, 4, 7  # field numbers of FileMetaData; 
 
 
 class RowGroups:
-    """Row groups of one file.
+    """Row groups of one file, with the metadata that pyarrow needs to read some of them.
 
     Args:
         footer: Footer of the file, without length and magic. Empty if only `metadata` is known.
