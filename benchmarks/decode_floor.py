@@ -56,8 +56,8 @@ from dali_stream.mp4.clip import pack
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.timing import find_packets
 from dali_stream.order.windows import offsets, window
-from dali_stream.system import process
-from dali_stream.system.process import cores
+from dali_stream.system.cpu import cores
+from dali_stream.system.gpu import gpu_index
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import endless, take, windows
 
@@ -249,7 +249,7 @@ def measure_dali(dataset: dali_stream.Dataset, arguments: argparse.Namespace) ->
     batches = min(arguments.batches, dataset.num_frames // arguments.batch_size)
     frames = batches * arguments.batch_size * sum(len(deltas.get(camera, [0])) for camera in dataset.videos)
     with new_loader(dataset, arguments, deltas, image_dtype="uint8") as loader:
-        gpu = process.gpu(arguments.device)
+        gpu = gpu_index(arguments.device)
         floor_rate = nvdec_floor.make(dataset, gpu, threads, lambda: decoded_per_frame(loader, began))
         stream = endless(loader)
         take(stream, AHEAD)

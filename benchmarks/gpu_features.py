@@ -38,12 +38,13 @@ from dali_stream.checks.frame_size import frame_size, join_sizes
 from dali_stream.decode.torchcodec_cuda import device_name
 from dali_stream.demo import write_demo
 from dali_stream.demo.encode import Codec, encode_video
-from dali_stream.system import process
+from dali_stream.system import cpu
+from dali_stream.system.gpu import gpu_index
 from dali_stream.tools.selftest import load
 
 TOP, SIDE = "observation.images.top", "observation.images.side"
 OPEN_GOPS = Codec("libx264", None, "veryfast", {"x264-params": "keyint={gop}:open-gop=1:bframes=1:b-adapt=0"})
-EPOCHS, BATCH_SIZE, WORKERS = 2, 32, min(4, process.cores())
+EPOCHS, BATCH_SIZE, WORKERS = 2, 32, min(4, cpu.cores())
 Row = dict[str, Any]
 
 
@@ -55,7 +56,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=new_file, help="write the report to this file after each part")
     arguments = parser.parse_args(join_sizes())
-    device = device_name(process.gpu(arguments.device))
+    device = device_name(gpu_index(arguments.device))
     rows = Rows(arguments, device)
     with tempfile.TemporaryDirectory() as folder:
         parts = Parts(Path(folder), device, arguments.size, arguments.episodes)

@@ -30,7 +30,8 @@ import dali_stream
 from dali_stream.decode import dali
 from dali_stream.decode.route import TORCHCODEC_CUDA
 from dali_stream.decode.torchcodec_cuda import unavailable
-from dali_stream.system import process
+from dali_stream.system import cpu
+from dali_stream.system.gpu import gpu_index
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import endless, take
 from dali_stream.tools.selftest import load
@@ -51,13 +52,13 @@ def main() -> int:
     parser.add_argument("root", type=Path, help="a local LeRobot v3 dataset with video that DALI decodes here")
     parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N")
     parser.add_argument(
-        "--threads", type=count, nargs="+", default=[process.cores()], help="decode threads; each value is measured"
+        "--threads", type=count, nargs="+", default=[cpu.cores()], help="decode threads; each value is measured"
     )
     parser.add_argument("--batch-size", type=count, default=64)
     parser.add_argument("--seconds", type=not_negative, default=3.0, help="duration of each measurement")
     parser.add_argument("--out", type=new_file, help="write the report to this file after each measurement")
     arguments = parser.parse_args()
-    gpu = process.gpu(arguments.device)
+    gpu = gpu_index(arguments.device)
     device = "cpu" if gpu is None else f"cuda:{gpu}"
     rows = Rows(arguments, device)
     routes = [("dali", *setting) for setting in SETTINGS] + [("torchcodec", *SETTINGS[0])]

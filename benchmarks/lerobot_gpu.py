@@ -29,7 +29,7 @@ from program import Rows
 
 from dali_stream.checks.frame_size import frame_size, join_sizes
 from dali_stream.decode.torchcodec_cuda import device_name
-from dali_stream.system import process
+from dali_stream.system.gpu import gpu_index
 
 SIDES = ("stock", "loader", "repeated")
 WARMUP = 6  # steps before the timed ones
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N")
     parser.add_argument("--out", type=new_file, help="write the report to this file after each run")
     arguments = parser.parse_args(join_sizes())
-    rows = Rows(arguments, device_name(process.gpu(arguments.device)))
+    rows = Rows(arguments, device_name(gpu_index(arguments.device)))
     with tempfile.TemporaryDirectory() as place:
         given = (each.partition("=")[::2] for each in arguments.data)
         datasets = {name: trainable(name, Path(root), Path(place)) for name, root in given}

@@ -27,7 +27,7 @@ from dali_stream.decode.refusal import DALI_ON_CPU
 from dali_stream.decode.torchcodec import decode_clip_in_parts
 from dali_stream.decode.torchcodec_cuda import device_name, own_stream
 from dali_stream.mp4.clip import Clip
-from dali_stream.system import process
+from dali_stream.system.gpu import gpu_index
 from dali_stream.tools.selftest import videos
 
 BATCHES = 24  # number of clips that torchcodec repeats
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N")
     parser.add_argument("--out", type=new_file, help="write the report to this file after each measurement")
     arguments = parser.parse_args(join_sizes())
-    gpu = process.gpu(arguments.device)
+    gpu = gpu_index(arguments.device)
     rows = Rows(arguments, device_name(gpu))
 
     def keep(decoder: str, frames: int, threads: int, run: tuple[float, int]) -> None:

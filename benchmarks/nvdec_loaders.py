@@ -23,7 +23,8 @@ from program import Rows
 import dali_stream
 from dali_stream.checks.frame_size import frame_size, join_sizes
 from dali_stream.decode.torchcodec_cuda import device_name
-from dali_stream.system import process
+from dali_stream.system import cpu
+from dali_stream.system.gpu import gpu_index
 
 LITTLE = "64MiB"
 
@@ -33,14 +34,14 @@ def main() -> None:
     parser.add_argument("data", nargs="+", metavar="NAME=ROOT")
     parser.add_argument("--decode", nargs="+", default=["torchcodec-cuda", "torchcodec", "auto"])
     parser.add_argument("--image-size", type=frame_size, metavar="HxW", help="default: the recorded size")
-    parser.add_argument("--threads", type=count, nargs="+", default=[process.cores()], help="decode threads")
+    parser.add_argument("--threads", type=count, nargs="+", default=[cpu.cores()], help="decode threads")
     parser.add_argument("--batch-size", type=count, default=64)
     parser.add_argument("--memory-budget", default="16GiB")
     parser.add_argument("--rounds", type=count, default=2)
     parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N")
     parser.add_argument("--out", type=new_file, help="write the report to this file after each turn")
     arguments = parser.parse_args(join_sizes())
-    gpu = process.gpu(arguments.device)
+    gpu = gpu_index(arguments.device)
     rows = Rows(arguments, device_name(gpu))
     datasets = [each.partition("=")[::2] for each in arguments.data]
     decoders = arguments.decode if gpu is not None else ["torchcodec"]

@@ -53,7 +53,8 @@ from peer_programs.recorded import Recorded
 
 import dali_stream
 from dali_stream.checks.frame_size import frame_size, join_sizes
-from dali_stream.system import process
+from dali_stream.system import cpu
+from dali_stream.system.gpu import gpu_index
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import MODES, windows
 
@@ -192,7 +193,7 @@ def parsed() -> argparse.Namespace:
         default=[0, 2],
         help="workers of LeRobot's DataLoader; each number is a side",
     )
-    parser.add_argument("--threads", type=count, default=process.cores(), help="threads of this loader and of the plain loop")
+    parser.add_argument("--threads", type=count, default=cpu.cores(), help="threads of this loader and of the plain loop")
     parser.add_argument("--lerobot-python", help="the Python of an environment with LeRobot")
     parser.add_argument(
         "--only", nargs="+", metavar="SIDE", help="sides to measure, by name or prefix; dali_stream is always included"
@@ -213,7 +214,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     dataset = dali_stream.Dataset(arguments.root.resolve())
     if not dataset.videos:
         raise ValueError(f"dataset must have a camera with video, got {dataset.uri} without one")
-    gpu = process.gpu(arguments.device)
+    gpu = gpu_index(arguments.device)
     device = "cpu" if gpu is None else f"cuda:{gpu}"
     source = os.environ.get("LEROBOT_STREAMING_SOURCE")
     known = sides(arguments.lerobot_python, arguments.workers, Path(source).resolve() if source else None)

@@ -29,7 +29,7 @@ from scale_dataset import CAMERAS, write
 import dali_stream
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.index import read_index
-from dali_stream.system.process import trim_memory
+from dali_stream.system.heap import trim_memory
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import endless
 

@@ -36,9 +36,10 @@ from dali_stream.run.bottleneck import Bottleneck
 from dali_stream.run.loader_config import make_config
 from dali_stream.run.required_memory import check_memory
 from dali_stream.schedule.budget import divide
-from dali_stream.system import process
+from dali_stream.system.heap import trim_memory
 from dali_stream.system.log_records import note_given
 from dali_stream.system.memory_limit import memory_limit
+from dali_stream.system.ranks import current_ranks, refuse_workers
 
 if TYPE_CHECKING:
     import torch
@@ -175,9 +176,9 @@ class Loader:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        process.refuse_workers()
+        refuse_workers()
         one_of("decode", decode, DECODE)
-        self._ranks = process.ranks(rank, world_size)
+        self._ranks = current_ranks(rank, world_size)
         note_given(self._ranks)
         self._budget_given = memory_budget is not None
         self._given_pools = {"consumers": consumers, "episode_pool_size": episode_pool_size}
@@ -532,7 +533,7 @@ class Loader:
         if os.getpid() == self._pid:
             self._source.close()
             self._config.indices.cached.clear()
-            process.trim_memory()  # a large dataset leaves much free memory in small blocks
+            trim_memory()  # a large dataset leaves much free memory in small blocks
             self._config.substitutes.report(self._epoch + 1)  # batches of the next epoch may have been prepared already
             self._close_dataset()
 

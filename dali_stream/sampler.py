@@ -21,8 +21,8 @@ from dali_stream.mixture import Mixture
 from dali_stream.order import Shuffle, check_world, checked_lengths, default_pools
 from dali_stream.order.orders import DatasetOrders, Orders
 from dali_stream.order.state import STATE_VERSION, OrderArguments, check_state, check_version, noted
-from dali_stream.system import process
 from dali_stream.system.log_records import note_given
+from dali_stream.system.ranks import current_ranks
 
 _log = logging.getLogger("dali_stream")
 _BLOCK = 4096  # number of indices that are computed together
@@ -96,7 +96,7 @@ class FrameSampler(Sampler[int]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self._ranks = process.ranks(rank, world_size)
+        self._ranks = current_ranks(rank, world_size)
         note_given(self._ranks)
         self._rank, self._world = self._ranks.rank, self._ranks.world_size
         check_world(self._rank, self._world, None)

@@ -30,7 +30,7 @@ from dali_stream.run.sample_function import (
     start_worker,
     text_of,
 )
-from dali_stream.system import process
+from dali_stream.system.gpu import gpu_index
 
 if TYPE_CHECKING:
     from dali_stream.loader import Loader
@@ -91,7 +91,7 @@ class Transformed:
         self._function = SampleFunction(transform, None if keys is None else tuple(keys))
         self._num_workers, self._prefetch = from_zero("num_workers", num_workers), positive("prefetch", prefetch)
         own = self.loader._config.gpu if device == "auto" and not num_workers else None
-        gpu = process.gpu(device) if own is None else own
+        gpu = gpu_index(device) if own is None else own
         self._device = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
         if num_workers:
             self._check_workers()

@@ -318,7 +318,7 @@ def measured(dataset: Any, step_s: float = 0.0, **changed: Any) -> tuple[float, 
 @pytest.mark.alone
 @pytest.mark.usefixtures("slow_decoding")
 def test_more_threads_are_recommended_and_help(h264_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dali_stream.system.process.cores", lambda: 2)
+    monkeypatch.setattr("dali_stream.system.cpu.cores", lambda: 2)
     before, limit = measured(h264_demo, num_threads=1)
     assert limit.stage == "decode"
     assert "num_threads=2" in limit.text

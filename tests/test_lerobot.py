@@ -28,7 +28,7 @@ from dali_stream.errors import DaliStreamError
 from dali_stream.integrations import lerobot
 from dali_stream.integrations.lerobot import parts
 from dali_stream.integrations.lerobot.arguments import split_arguments
-from dali_stream.system import process
+from dali_stream.system import cpu
 
 TOP, SIDE = "observation.images.top", "observation.images.side"
 Train = Callable[..., Any]
@@ -200,7 +200,7 @@ def test_a_transform_is_applied_to_each_sample(demo: Path) -> None:
 @pytest.mark.slow
 def test_workers_apply_the_same_transforms(demo: Path) -> None:
     with transformed(demo) as here, transformed(demo, num_workers=2) as there:
-        assert there.loader._config.num_threads == max(process.cores() - 2, 1)
+        assert there.loader._config.num_threads == max(cpu.cores() - 2, 1)
         for ours, theirs in zip(here, there, strict=True):
             assert all(torch.equal(ours[key], theirs[key]) for key in (TOP, SIDE, "index"))
 

@@ -18,8 +18,9 @@ from support.datasets import ODD_CAMERA, Column, build, image_file
 
 from dali_stream import Dataset, Loader, MemoryBudgetError
 from dali_stream.system.cgroups import cpu_quota, cpuset_cores
+from dali_stream.system.cpu import Cores, available_cores
 from dali_stream.system.memory_limit import MemoryLimit, budget, memory_limit
-from dali_stream.system.process import Cores, LocalRanks, available_cores, local_ranks
+from dali_stream.system.ranks import LocalRanks, local_ranks
 
 
 def written_files(root: Path, files: dict[str, str]) -> Path:

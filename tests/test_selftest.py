@@ -28,7 +28,7 @@ from dali_stream.decode.audit import COLOUR_TOLERANCE
 from dali_stream.decode.capability import Capability
 from dali_stream.decode.route import TORCHCODEC_CUDA
 from dali_stream.demo import write_demo
-from dali_stream.system import process
+from dali_stream.system import cpu
 from dali_stream.tools import isolated
 from dali_stream.tools.selftest import identity, load, run, speed, videos
 
@@ -328,7 +328,7 @@ def test_both_decoders_two_loaders_and_many_threads_come_first_under_load(monkey
     tested = run._Run(Path(), None, 1, 1, 1e9, lambda *_: None)
     tested._longest = {codec: (codec, 30, run.SIZE) for codec in ("h264", "hevc")}
     assert list(tested.check_load()) == []
-    assert process.cores() < run.MANY_THREADS
+    assert cpu.cores() < run.MANY_THREADS
     assert ran == [
         ("h264, recorded size", "dali"),
         ("h264, recorded size", TORCHCODEC_CUDA),

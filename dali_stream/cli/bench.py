@@ -15,7 +15,7 @@ from typer import Option
 from dali_stream.cli import arguments, console, datasets, kinds
 from dali_stream.errors import counted
 from dali_stream.observe import tracing
-from dali_stream.system.process import cores
+from dali_stream.system.cpu import cores
 
 if TYPE_CHECKING:
     from dali_stream.tools.bench import Node

@@ -30,7 +30,7 @@ from dali_stream.lerobot.stats import (
 from dali_stream.mp4.index import read_index
 from dali_stream.mp4.timing import explain
 from dali_stream.storage import Store
-from dali_stream.system import process
+from dali_stream.system import cpu
 
 _MAX_FRAMES = 10_000  # maximum number of frames of a camera, in all episodes together
 _FRAMES_AT_ONCE = 16  # number of frames that a thread decodes at a time
@@ -130,7 +130,7 @@ def _in_order(store: Store, jobs: Iterable[Callable[[], _T]]) -> Iterator[_T]:
         store: Session of a store, from which the jobs read.
         jobs: Functions to call.
     """
-    threads = process.reading_threads(store.remote)
+    threads = cpu.reading_threads(store.remote)
     with ThreadPoolExecutor(threads, thread_name_prefix="dali_stream stats") as pool:
         ahead: deque[Future[_T]] = deque()
         try:

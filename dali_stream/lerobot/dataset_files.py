@@ -27,8 +27,8 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.timing import EpisodeTimes
 from dali_stream.storage import Store
 from dali_stream.system.cached import cached_property
+from dali_stream.system.heap import trim_memory
 from dali_stream.system.log_records import DATASET_LOG
-from dali_stream.system.process import trim_memory
 
 NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # features that every batch has
 CLOCKS = ("timestamp", "frame_index")  # values of the argument `clock`; the first is the default

@@ -33,8 +33,8 @@ from dali_stream.lerobot.row_file import EPISODE_INDEX, RowFile, RowSearch, data
 from dali_stream.lerobot.source import Part, Source
 from dali_stream.storage import Store
 from dali_stream.storage.numbered import NumberedStores
+from dali_stream.system.heap import trim_memory
 from dali_stream.system.log_records import DATASET_LOG
-from dali_stream.system.process import trim_memory
 from dali_stream.system.workers import Once
 
 _log = logging.getLogger(DATASET_LOG)

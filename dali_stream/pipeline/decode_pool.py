@@ -20,7 +20,7 @@ from dali_stream.pipeline.config import Config
 from dali_stream.schedule.budget import copy_threads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
-from dali_stream.system.process import trim_memory
+from dali_stream.system.heap import trim_memory
 from dali_stream.system.workers import Workers
 
 # Bytes of decoded frames (RGB at full size) per thread after which free memory is returned to the system. This takes some

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dali_stream.checks.arguments import budget_text
 from dali_stream.schedule.budget import frames_budget
-from dali_stream.system import process
+from dali_stream.system import cpu
 from dali_stream.system.memory_limit import fits
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def setup_of(config: Config, source: BatchSource) -> Setup:
     more = sizes.frame_bytes > 0 and config.memory_budget < enough and fits(enough)
     return Setup(
         num_threads=config.num_threads,
-        cores=process.cores(),
+        cores=cpu.cores(),
         gpu=config.gpu is not None,
         remote=config.source.data_store.remote,
         cached=config.source.cache_dir is not None,

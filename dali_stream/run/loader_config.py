@@ -18,8 +18,10 @@ from dali_stream.order.batches import LAST_BATCH, Batches
 from dali_stream.order.orders import Orders
 from dali_stream.order.state import OrderArguments
 from dali_stream.pipeline.config import DATASET, SAMPLE, SUBSTITUTE, Config
-from dali_stream.system import memory_limit, process
+from dali_stream.system import cpu, memory_limit
+from dali_stream.system.gpu import gpu_index
 from dali_stream.system.log_records import DATASET_LOG
+from dali_stream.system.ranks import Ranks
 
 MEMORY_FORMATS = ("channels_last", "contiguous")
 _log = logging.getLogger("dali_stream")
@@ -43,7 +45,7 @@ class Streamed(Protocol):
 
 def make_config(
     dataset: Streamed,
-    ranks: process.Ranks,
+    ranks: Ranks,
     *,
     batch_size: int,
     delta_timestamps: Mapping[str, Sequence[float]] | None,
@@ -92,7 +94,7 @@ def make_config(
     arguments = OrderArguments(shuffle, seed, *default_pools(batch_size, ranks.world_size, *pools))
     arguments = arguments.checked(ranks.rank, ranks.world_size)
     orders = dataset.orders()
-    cores = process.available_cores()
+    cores = cpu.available_cores()
     threads = cores.count if num_threads is None else positive("num_threads", num_threads)
     budget = memory_limit.budget(memory_budget, memory_limit.memory_limit(), cores.ranks.count)
     own = _own_frames(orders, arguments, ranks)
@@ -118,14 +120,14 @@ def make_config(
         memory_format=memory_format,
         indices=IndexCache(source),
         max_substitutes=max_substitutes if on_error == "substitute" else None,
-        gpu=process.gpu(device),
+        gpu=gpu_index(device),
         augments=dali_graph is not None,
         audit=from_zero("audit", audit),
         frame_folder=_frame_folder(frame_cache, frame_cache_bytes, cores.ranks.count),
     )
 
 
-def _own_frames(orders: Orders, arguments: OrderArguments, ranks: process.Ranks) -> str:
+def _own_frames(orders: Orders, arguments: OrderArguments, ranks: Ranks) -> str:
     """Return the end of the first line of the log: the frames that a rank samples in all epochs, or nothing."""
     shard = orders.of(0, arguments).shard(ranks.rank, ranks.world_size) if arguments.shuffle == "sharded" else None
     if shard is None:

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from dali_stream.checks.text import listed
 from dali_stream.errors import DaliStreamError
-from dali_stream.system import process
+from dali_stream.system.heap import keep_freed_memory
 
 if TYPE_CHECKING:
     from dali_stream.pipeline.aliases import Batch
@@ -132,7 +132,7 @@ class SampleFunction(Dataset[Any]):
 
 def start_worker(_number: int) -> None:
     """Prepare a worker process, whose number is not used."""
-    process.keep_freed_memory()
+    keep_freed_memory()
     training = multiprocessing.parent_process()
     if training is not None:
         threading.Thread(target=_end_with, args=(training,), daemon=True).start()

@@ -8,7 +8,7 @@ import os
 import socket
 
 from dali_stream.checks.text import make_visible
-from dali_stream.system.process import Ranks, local_rank, ranks
+from dali_stream.system.ranks import Ranks, current_ranks, local_rank
 
 DATASET_LOG = "dali_stream.dataset"
 """Name of the logger for messages about a dataset, which are the same on each rank. Local rank 0 logs them."""
@@ -43,7 +43,7 @@ def install() -> None:
 
 def _rank() -> int | str:
     try:
-        found = ranks(None, None)
+        found = current_ranks(None, None)
     except ValueError:  # the environment has something else than a number, which is an error elsewhere
         return os.environ.get("RANK", "?")
     return _given[0].rank if _given and found.source == "environment" and "RANK" not in os.environ else found.rank

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dali_stream.checks.arguments import budget_text, byte_count
 from dali_stream.errors import MemoryBudgetError
 from dali_stream.system.cgroups import cgroup_values
-from dali_stream.system.process import local_ranks
+from dali_stream.system.ranks import local_ranks
 
 _DEFAULT_BUDGET = 4 << 30  # largest default of `memory_budget`, in bytes
 _UNLIMITED = 1 << 60  # larger limits mean no limit: without a limit, version 1 of cgroups reports a number near 2^63

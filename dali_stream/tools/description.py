@@ -23,7 +23,7 @@ from dali_stream.lerobot.json_files import read_json
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import Store
-from dali_stream.system import process
+from dali_stream.system.gpu import gpu_index
 from dali_stream.tools.work import spread
 
 LOOK_AT = 32  # maximum number of video files per camera whose index is read
@@ -227,7 +227,7 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
         route = Route("torchcodec", "none of its checked files can be read")
         return CameraReport("video", *dataset.features[key].frame_size, route, files=len(paths), bytes=size, broken=broken)
     return dataclasses.replace(
-        describe_video(tables, dataset.data_store, process.gpu("auto"), dataset.features[key].is_depth),
+        describe_video(tables, dataset.data_store, gpu_index("auto"), dataset.features[key].is_depth),
         files=len(paths),
         bytes=size,
         remarks=contradictions(dataset, key, tables[0]),

@@ -16,7 +16,6 @@ from typing import Any
 
 import dali_stream
 from dali_stream.storage.local_files import replace_text
-from dali_stream.system import process
 
 _LIBRARIES = {"torch": "torch", "torchcodec": "torchcodec", "dali": "nvidia.dali"}  # {name in reports: module}
 # Matches a path that is absolute, or begins with ~ or `..`. The path may be a whole string, a quoted part of it, or a word.
@@ -83,7 +82,7 @@ def machine(device: str) -> dict[str, Any]:
     import torch
 
     return {
-        "processor": process.processor(),
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "platform": platform.platform(),
         "gpu": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
@@ -121,3 +120,11 @@ def gpu_bytes_used(gpu: int | None) -> int | None:
 
     free, total = torch.cuda.mem_get_info(gpu)
     return int(total - free)
+
+
+def processor() -> str:
+    """Return the name of the processor, for reports."""
+    with contextlib.suppress(OSError):
+        if match := re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()):
+            return match[1]
+    return platform.processor() or platform.machine()

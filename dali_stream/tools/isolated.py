@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dali_stream.system import process
-
 _CRASH_S = 10.0  # time allowed for a process to end after a crash has closed its output
 Call = Callable[[], Any]
 """Function to call in another process, such as `functools.partial(function, argument)`. It and its result are pickled."""
@@ -76,7 +74,7 @@ def call(calls: Sequence[Call], limit_s: float, exit_s: float = 0.0) -> Called:
         # Each function is pickled separately, so that a module that cannot be imported fails only its own call.
         pickle.dump([pickle.dumps(each) for each in calls], requests)
         requests.seek(0)
-        command, deadline = process.same_python(__file__), time.monotonic() + limit_s
+        command, deadline = _same_python(__file__), time.monotonic() + limit_s
         with subprocess.Popen(command, stdin=requests, stdout=subprocess.PIPE, stderr=stderr) as child:
             assert child.stdout is not None
             timer = threading.Timer(limit_s, child.kill)
@@ -112,6 +110,15 @@ def call_each(calls: Sequence[Call], limit_s: float) -> list[Answer]:
     while len(answers) < len(calls):
         answers += [answer for answer in call(calls[len(answers) :], limit_s).answers if answer.kind != "skipped"]
     return answers
+
+
+def _same_python(script: str | os.PathLike[str]) -> list[str]:
+    """Return the command that runs a script in another process with the same module search path as this one.
+
+    `python SCRIPT` and `python -m` would search another folder first.
+    """
+    code = f"import sys, runpy; sys.path[:] = {sys.path!r}; runpy.run_path({os.fspath(script)!r}, run_name='__main__')"
+    return [sys.executable, "-c", code]
 
 
 def _wait(child: subprocess.Popen[bytes], limit_s: float) -> str:

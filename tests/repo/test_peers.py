@@ -16,7 +16,7 @@ import psutil
 import pytest
 from matplotlib.container import BarContainer
 
-from dali_stream.system import process
+from dali_stream.system.gpu import gpu_index
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "benchmarks/peer_programs"
@@ -117,7 +117,7 @@ def test_a_crash_is_told_with_its_error(run: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(process.gpu("auto") is not None, reason="there is a GPU")
+@pytest.mark.skipif(gpu_index("auto") is not None, reason="there is a GPU")
 def test_sides_that_need_a_gpu_say_so(run: Any) -> None:
     assert [run[0][name]["error"] for name in ("torchcodec-cuda", "pynvvideocodec")] == ["no GPU", "no GPU"]
 

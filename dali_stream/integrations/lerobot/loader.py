@@ -13,7 +13,7 @@ import torch
 
 from dali_stream.dataset import Dataset
 from dali_stream.loader import Loader
-from dali_stream.system import process
+from dali_stream.system import cpu
 from dali_stream.system.log_records import DATASET_LOG
 from dali_stream.transformed import Transformed
 
@@ -109,7 +109,7 @@ def make_loader(
                 f'decode must be "auto" or "torchcodec" if worker processes apply image transforms, got {decode!r}. With '
                 "num_workers=0, they are applied in the training process, and NVDEC can decode"
             )
-        arguments = {"num_threads": max(process.cores() - num_workers, 1), **arguments}
+        arguments = {"num_threads": max(cpu.cores() - num_workers, 1), **arguments}
         if are_floats and not arguments.keys() & {"normalize", "dali_graph"}:
             arguments["image_dtype"] = "uint8"  # a quarter of the size; workers divide the frames as a Loader would
     loader = Loader(own, batch_size=batch_size, seed=seed, device="cpu" if num_workers else device, **arguments)

@@ -31,7 +31,8 @@ from dali_stream.lerobot.features import Feature
 from dali_stream.loader import Loader
 from dali_stream.run.sample_function import seed_of
 from dali_stream.storage.state_file import load_state, write_state
-from dali_stream.system import memory_limit, process
+from dali_stream.system import memory_limit
+from dali_stream.system.ranks import current_ranks, local_ranks
 from dali_stream.transformed import Transformed
 
 _log = logging.getLogger("dali_stream")
@@ -215,7 +216,7 @@ class _Run:
     def _batch_seed(self) -> int:
         """Return the seed for the transforms of the batch that the Loader has delivered last. It differs between ranks."""
         assert self._loader is not None
-        seed = (self._config.seed or 0) + process.ranks(None, None).rank
+        seed = (self._config.seed or 0) + current_ranks(None, None).rank
         return seed_of(seed, self._loader.epoch, self._loader.batch_index)
 
     def resuming(self, resume: Callable[..., Any]) -> Callable[..., Any]:
@@ -308,7 +309,7 @@ class _Run:
         saved, config = (json.loads((checkpoint / name).read_text()) for name in (_STEP_FILE, _CONFIG_FILE))
         samples = saved.get("batch_size", config["batch_size"])
         processes = saved.get("dp_world_size", saved.get("num_processes"))  # 0.4.4 saves neither
-        world_size = process.ranks(None, None).world_size
+        world_size = current_ranks(None, None).world_size
         if samples != batch_size or processes not in (None, world_size):
             raise ResumeError(
                 f"{checkpoint} must have {STATE_FILE} to be resumed with another global batch, got none. Its steps had "
@@ -329,7 +330,7 @@ class _Run:
 
     def _eval_loader(self, batch_size: int, indices: Sequence[int] | None) -> Loader | Transformed:
         given = self._arguments.get("memory_budget")
-        budget = memory_limit.budget(given, memory_limit.memory_limit(), process.local_ranks().count).size // _EVAL_SHARE
+        budget = memory_limit.budget(given, memory_limit.memory_limit(), local_ranks().count).size // _EVAL_SHARE
         frames = None if indices is None else _frames(self._eval, indices)
         return self._make(self._eval, batch_size, memory_budget=budget, shuffle=False, frames=frames)
 
@@ -391,7 +392,7 @@ def _check_settings(config: Any) -> None:
 
 
 def _is_first() -> bool:
-    return process.ranks(None, None).rank == 0
+    return current_ranks(None, None).rank == 0
 
 
 def _warn(text: str, *values: object) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from dali_stream.dataset import Dataset
 from dali_stream.mixture import Mixture
 from dali_stream.run.bottleneck import STAGES
-from dali_stream.system import process
+from dali_stream.system.gpu import gpu_index
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import Mode, Progress, measure
 from dali_stream.tools.bench.node import Node, needs
@@ -53,7 +53,7 @@ def run(
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
-    state = PartialState(cpu=process.gpu(device) is None)
+    state = PartialState(cpu=gpu_index(device) is None)
     show = progress if state.is_main_process else lambda done, total, description: None
     own = measure(dataset, mode, num_batches, warmup, loader | {"device": device}, state.wait_for_everyone, show, action)
     ranks = gather_object([own])

@@ -26,7 +26,7 @@ from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.mp4.timing import explain
-from dali_stream.system import process
+from dali_stream.system import cpu
 from dali_stream.system.cached import cached_property
 from dali_stream.system.install import install_command
 from dali_stream.tools.description import LOOK_AT, CameraReport, contradictions, describe_video
@@ -204,7 +204,7 @@ class Camera:
             if self._decoders.torchcodec:
                 with contextlib.suppress(DecodeError):  # decoding the chosen frame reports the error
                     clips = rate.request_clips(store, table, gpu, nvdec)
-                    arguments = clips, video, gpu, len(self.dataset.videos), process.cores(), _MEASURED_S, nvdec
+                    arguments = clips, video, gpu, len(self.dataset.videos), cpu.cores(), _MEASURED_S, nvdec
                     speeds[place] = partial(rate.measure, *arguments)
         return decodes, speeds
 

@@ -17,7 +17,7 @@ from dali_stream.errors import DaliStreamError, DecodeError, counted
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
-from dali_stream.system import process
+from dali_stream.system import cpu
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding
 from dali_stream.tools.isolated import Answer, Call, call_each
 from dali_stream.tools.work import grouped
@@ -190,7 +190,7 @@ class Deep:
             last = bisect.bisect_left(range(1, len(frames)), True, key=lambda count: bool(error(episode, frames[:count])))
             return int(frames[last]), error(episode, frames[: last + 1])
 
-        threads, kept = process.reading_threads(self._dataset.data_store.remote), self._broken[camera]
+        threads, kept = cpu.reading_threads(self._dataset.data_store.remote), self._broken[camera]
         with ThreadPoolExecutor(threads, thread_name_prefix="dali_stream doctor") as pool:
             for (episode, frames), failure in zip(parts, pool.map(check, parts), strict=True):
                 if failure:

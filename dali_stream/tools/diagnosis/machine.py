@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from dali_stream.errors import counted
-from dali_stream.system import process
 from dali_stream.system.cached import cached_property
 from dali_stream.system.cgroups import cpu_quota
 from dali_stream.system.install import install_command
@@ -78,7 +77,7 @@ class Machine:
         is_writable = self.folder.is_dir() and os.access(self.folder, os.W_OK)
         return {
             "system": f"{platform.system()} {platform.release()}",
-            "processor": process.processor(),
+            "processor": environment.processor(),
             "cores": len(os.sched_getaffinity(0)),
             "cpu_quota": cpu_quota(),
             "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

@@ -36,7 +36,7 @@ from dali_stream.lerobot.json_files import read_json
 from dali_stream.mp4.counting import TOLERANCE
 from dali_stream.mp4.index import read_index
 from dali_stream.storage.store import checked
-from dali_stream.system.process import reading_threads
+from dali_stream.system.cpu import reading_threads
 from dali_stream.tools.preparation import packets, rows
 from dali_stream.tools.preparation.encoders import CODECS, encoder
 from dali_stream.tools.preparation.options import Options

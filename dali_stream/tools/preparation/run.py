@@ -20,7 +20,7 @@ from dali_stream.errors import DaliStreamError, counted
 from dali_stream.lerobot.info import INFO
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.storage import LocalStore
-from dali_stream.system.process import cores
+from dali_stream.system.cpu import cores
 from dali_stream.tools.diagnosis.run import refusal
 from dali_stream.tools.preparation import executors, metadata, plan, task, video
 from dali_stream.tools.preparation.executors import MapTasks

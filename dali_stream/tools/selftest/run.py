@@ -19,7 +19,8 @@ from dali_stream.decode.refusal import DALI_ON_CPU
 from dali_stream.decode.route import TORCHCODEC_CUDA
 from dali_stream.decode.torchcodec_cuda import device_name, unavailable
 from dali_stream.demo.encode import CODECS
-from dali_stream.system import process
+from dali_stream.system import cpu
+from dali_stream.system.gpu import gpu_index
 from dali_stream.tools import environment
 from dali_stream.tools.isolated import call
 from dali_stream.tools.selftest import identity, load, speed, videos
@@ -32,7 +33,7 @@ SIZES = ((368, 640), SIZE, FAST)  # sizes that the same decoders decode
 # reused for a video of another size but the same coded size.
 PADDED = ((368, 640), (360, 640), (248, 328), (242, 326))
 SHORT = 2  # GOP length of the videos of several sizes, as in LeRobot's videos
-MANY_THREADS = max(32, 2 * process.cores())  # decode threads of a Loader, more than its default
+MANY_THREADS = max(32, 2 * cpu.cores())  # decode threads of a Loader, more than its default
 _GROWTH = 1.1, 64 << 20  # tolerated growth of memory over several epochs: 10 %, and a margin for allocators in bytes
 _STEP_S = 90.0  # time limit of a step that takes seconds
 _START_S = 15.0  # maximum time that a step needs before it measures
@@ -107,7 +108,7 @@ def selftest(
     Raises:
         ValueError: If the requested GPU does not exist.
     """
-    gpu, started = process.gpu(device), time.perf_counter()
+    gpu, started = gpu_index(device), time.perf_counter()
     if gpu is None and device != "cpu":
         return _without_gpu()
     with tempfile.TemporaryDirectory(prefix="dali_stream-selftest-") as folder:
@@ -266,7 +267,7 @@ class _Run:
         for codec in list(self._longest)[:1]:
             yield from self._speeds((codec, SHORT, FAST), self._nvdec, settings, busy=True)
         self._take(1.0)
-        cores = process.cores()
+        cores = cpu.cores()
         tried = ((1, cores, 1), (4, cores, 1), (16, cores, 1), (1, cores, 2), (16, cores, 2), (1, max(cores // 2, 1), 1))
         settings = [dict(zip(("per_clip", "threads", "prefetch"), setting, strict=True)) for setting in tried]
         for size, own in ((FAST, settings), (PADDED[1], settings[:1])):
@@ -280,17 +281,17 @@ class _Run:
         codec, _, (height, width) = video
         test, seconds = f"{codec}, {height}×{width}, {'busy' if busy else 'idle'} GPU", 4 * self._speed_s * len(settings)
         given = {"folder": self._folder(video), "gpu": self._gpu, "settings": settings, "seconds": self._speed_s, "busy": busy}
-        on_cpu = {"gpu": None, "settings": [{"threads": process.cores()}]}
+        on_cpu = {"gpu": None, "settings": [{"threads": cpu.cores()}]}
         jobs = [Job(speed.speed, test, "torchcodec", given | {"decoder": "torchcodec"} | on_cpu, seconds)]
         jobs += [Job(speed.speed, test, decoder, given | {"decoder": decoder}, seconds) for decoder in nvdec]
-        cpu = 0.0
+        reference = 0.0
         for row in self._rows("speed", jobs):
             row["busy"] = busy
             rate = row.get("frames_per_s", 0.0)
             if row["decoder"] == "torchcodec":
-                cpu = rate
-            elif rate and cpu:
-                row["ratio"] = rate / cpu
+                reference = rate
+            elif rate and reference:
+                row["ratio"] = rate / reference
             yield row
 
     def _take(self, share: float) -> None:
@@ -341,7 +342,7 @@ class _Run:
             return None if result.pop("out_of_time", False) and left < limit else result
 
         concurrently = all(job.step in _AT_A_TIME for job in jobs)
-        with ThreadPoolExecutor(min(8, process.cores()) if concurrently else 1) as pool:
+        with ThreadPoolExecutor(min(8, cpu.cores()) if concurrently else 1) as pool:
             for number, (job, result) in enumerate(zip(jobs, pool.map(run, jobs), strict=True), 1):
                 self._progress(part, number, len(jobs))
                 if result is None:

@@ -1,24 +1,18 @@
-"""Rank, cores and GPU of this process."""
+"""Rank of this process, and the ranks on its machine."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import operator
 import os
-import platform
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dali_stream.errors import DaliStreamError
-from dali_stream.system.cgroups import cpu_quota, cpuset_cores
 
 _LOCAL_RANKS = "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"  # of torchrun, Open MPI and MPICH
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from malloc.h
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class Ranks:
         group = _process_group()
         if group is None and self.source == "environment":
             _check_environment(owner)
-            now = ranks(None, None)
+            now = current_ranks(None, None)
             if (now.rank, now.world_size) != (self.rank, self.world_size):
                 group = _ProcessGroup("the environment", now.rank, now.world_size)
         if group is not None and (group.rank, group.world_size) != (self.rank, self.world_size):
@@ -72,7 +66,7 @@ class _ProcessGroup(NamedTuple):
     world_size: int
 
 
-def ranks(rank: int | None, world_size: int | None) -> Ranks:
+def current_ranks(rank: int | None, world_size: int | None) -> Ranks:
     """Return the rank and the number of ranks.
 
     They are the arguments if these are not None, otherwise those of torch.distributed or Accelerate if initialized, otherwise
@@ -174,68 +168,6 @@ def _tasks_of_node(tasks: str, node: str) -> str:
     return nodes[int(node)] if node.isdecimal() and int(node) < len(nodes) else ""
 
 
-@dataclass(frozen=True)
-class Cores:
-    """Facts that determine how many CPU cores this process may use.
-
-    Attributes:
-        affinity: Number of cores that this process may run on.
-        cpuset: Number of cores in the cpuset of the cgroup, or of the machine without one.
-        quota: CPU quota of the cgroup in cores. None without a quota.
-        ranks: Ranks on this machine.
-    """
-
-    affinity: int
-    cpuset: int
-    quota: float | None = None
-    ranks: LocalRanks = LocalRanks(1)
-
-    @property
-    def sharing(self) -> int:
-        """Number of local ranks that run on the same cores as this one.
-
-        If the launcher pins each rank to cores of its own, this is 1. If it pins half of the ranks to each half of the cores,
-        this is half of them. Without pinning, all local ranks share all cores.
-        """
-        return max(round(self.ranks.count * self.affinity / self.cpuset), 1)
-
-    @property
-    def count(self) -> int:
-        """Number of cores for this process, at least 1. All local ranks share the quota, whatever cores they run on."""
-        cores = self.affinity // self.sharing
-        return max(cores if self.quota is None else min(cores, int(self.quota / self.ranks.count)), 1)
-
-    def __str__(self) -> str:
-        """Explanation of `count`."""
-        ranks = f" for {self.ranks.count} local ranks ({self.ranks.source})" if self.ranks.count > 1 else ""
-        if self.quota is not None and self.quota / self.ranks.count < self.affinity // self.sharing:
-            return f"the cgroup has a CPU quota of {self.quota:.3g} cores{ranks}"
-        if self.sharing > 1:
-            return f"{self.sharing} of {self.ranks.count} local ranks ({self.ranks.source}) share {self.affinity} cores"
-        return f"this process may run on {self.affinity} of {self.cpuset} cores"
-
-
-def available_cores(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Cores:
-    """Return the facts that determine how many CPU cores this process may use.
-
-    Args:
-        root: Root of the file system with the cgroups. Default: "/".
-        environment: Environment variables. Default: those of this process.
-    """
-    machine = os.cpu_count() or 1
-    return Cores(len(os.sched_getaffinity(0)), cpuset_cores(root) or machine, cpu_quota(root), local_ranks(environment))
-
-
-def cores() -> int:
-    """Return the number of CPU cores for this process. See `Cores.count`."""
-    return available_cores().count
-
-
-def reading_threads(remote: bool) -> int:
-    """Return the number of threads for reading and decoding: one per core, and at least 16 if they wait for a network."""
-    return max(cores(), 16) if remote else cores()
-
-
 def local_rank() -> int:
     """Return the number of this process among those of its machine, or 0 if the launcher does not say it."""
     names = ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"]
@@ -243,90 +175,3 @@ def local_rank() -> int:
         names.append("SLURM_LOCALID")
     values = (os.environ.get(name, "") for name in names)
     return next((int(value) for value in values if value.isdigit()), 0)
-
-
-def same_python(script: str | os.PathLike[str]) -> list[str]:
-    """Return the command that runs a script in another process with the same module search path as this one.
-
-    `python SCRIPT` and `python -m` would search another folder first.
-    """
-    code = f"import sys, runpy; sys.path[:] = {sys.path!r}; runpy.run_path({os.fspath(script)!r}, run_name='__main__')"
-    return [sys.executable, "-c", code]
-
-
-def processor() -> str:
-    """Return the name of the processor, for reports."""
-    with contextlib.suppress(OSError):
-        if match := re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()):
-            return match[1]
-    return platform.processor() or platform.machine()
-
-
-def gpu(device: str) -> int | None:
-    """Return the index of a CUDA device, or None for the CPU.
-
-    Args:
-        device: Name of the device: "auto", "cpu", "cuda", or an index such as "cuda:1". "cuda" is the GPU with the index
-            `LOCAL_RANK` if it is visible to this process, otherwise torch's current device. "auto" is the same GPU if torch
-            finds one, otherwise the CPU.
-
-    Raises:
-        ValueError: If the name is invalid, or if torch does not find the GPU.
-    """
-    # "cpu:0" is Accelerate's name for the CPU of one of several processes.
-    match = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", "cpu" if str(device) == "cpu:0" else str(device))
-    if not match or (match[2] and match[1] != "cuda"):
-        raise ValueError(f'device must be "auto", "cpu", "cuda" or "cuda:<index>", got {device!r}')
-    if match[1] == "cpu" or (match[1] == "auto" and not _has_driver()):
-        return None
-    import torch
-
-    if not torch.cuda.is_available():
-        if match[1] == "auto":
-            return None
-        raise ValueError(f'device must be "cpu" or "auto", because torch {torch.__version__} finds no GPU, got {device!r}')
-    local = os.environ.get("LOCAL_RANK", "")
-    # Some launchers make all GPUs visible to each process, and others only its own GPU.
-    own = local.isdigit() and int(local) < torch.cuda.device_count()
-    default = int(local) if own else torch.cuda.current_device()
-    index = int(match[2]) if match[2] else default
-    if index >= torch.cuda.device_count():
-        raise ValueError(
-            f"device must be one of {torch.cuda.device_count()} GPUs that torch finds, got {device!r}, which is GPU {index}"
-        )
-    return index
-
-
-def _has_driver() -> bool:
-    """Return whether a CUDA driver is installed. Importing torch to find this out would be slow."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
-def trim_memory() -> None:
-    """Return free memory of the heaps to the operating system, with glibc's malloc_trim. Do nothing without glibc.
-
-    glibc keeps freed blocks of decoded frames in the heaps of the threads, and cannot always reuse them: a freed aligned block
-    is not reused for a block of the same size while a small block next to it is in use (glibc bug 14581).
-
-    During an epoch of the recording g1 at 224×224 with memory_budget="200MiB", on 2 shared cores of an AMD EPYC, 2026-11-25,
-    13 calls took 0.06 s of 16 s of CPU time, and the process had 748 MB at most, and 793 MB without them. A threshold of 1 MiB
-    for mmap, set once with mallopt, gave 705 MB but took 20 s, and would also apply to all other code in the process.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep freed memory of this process for later allocations, up to 256 MiB. Do nothing without glibc.
-
-    A function that allocates a frame for each of its steps then gets memory that it has used before, which needs no page
-    faults. LeRobot's transforms of frames of 480×640 took 4 % less CPU time, on 2 cores of an AMD EPYC, 2026-11-28.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest value that glibc allows
-        libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
