@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future, wait
 
 from dali_stream.cache.frame_files import FrameFiles
-from dali_stream.cache.open_episodes import OpenEpisodes, ReadLimits
+from dali_stream.cache.look_ahead import ReadLimits
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.video import BlockCache
 from dali_stream.checks.arguments import budget_text
 from dali_stream.lerobot.row_memory import RowMemory
