@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import NamedTuple
@@ -38,6 +38,9 @@ from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 from dali_stream.system.workers import Workers
 
+_ReadError = DecodeError | DatasetError | StorageError
+_READ_ERRORS = DecodeError, DatasetError, StorageError
+
 
 class _Frame(NamedTuple):
     """Frame that a task decodes.
@@ -59,40 +62,37 @@ class _Frame(NamedTuple):
     slot: int
 
 
-class _Parts:
-    """Division of frames into parts that are decoded together, which finds the frames that fail with few attempts.
+def _decode_divided(
+    frames: list[_Frame], decode: Callable[[list[_Frame]], None], fail: Callable[[_Frame, _ReadError], None]
+) -> None:
+    """Decode frames, together if possible. If this fails, divide them to find the frames that fail, with few attempts.
 
     The first part has all frames. If a part fails, its first half is next, until a single frame fails. The frames after it
     often fail, too, so the next part has one frame, and the size doubles after each part that succeeds. While frames remain of
-    a part that failed, at least one of them must fail, so half of them are next.
+    a part that failed, at least one of them must fail, so half of them are next. If a file cannot be read, its frames are not
+    divided.
 
     Args:
-        count: Number of frames.
-
-    Attributes:
-        start, stop: Frames [start, stop) of the next part. Both are `count` at the end.
+        frames: Frames to decode.
+        decode: Function that decodes some frames, and raises an error if one of them fails.
+        fail: Function that is called with each frame that fails, and its error.
     """
-
-    def __init__(self, count: int) -> None:
-        self.start, self.stop, self._count = 0, count, count
-        self._failed = 0  # end of the smallest part that failed, if it is after `start`
-
-    def divide(self) -> None:
-        """Continue with the first half of the part, which has failed."""
-        self._failed, self.stop = self.stop, self.start + (self.stop - self.start) // 2
-
-    def advance(self) -> None:
-        """Continue after the part, which has succeeded."""
-        remaining = self._failed - self.stop
-        self._continue((remaining + 1) // 2 if remaining > 0 else 2 * (self.stop - self.start))
-
-    def give_up(self) -> None:
-        """Continue after the part, which has failed and is not divided."""
-        self._failed = 0
-        self._continue(1)
-
-    def _continue(self, size: int) -> None:
-        self.start, self.stop = self.stop, min(self.stop + size, self._count)
+    start, stop = 0, len(frames)
+    failed = 0  # end of the smallest part that failed, if it is after `start`
+    while part := frames[start:stop]:
+        try:
+            decode(part)
+        except _READ_ERRORS as error:
+            if len(part) > 1 and (isinstance(error, DecodeError) or len({frame.file.path for frame in part}) > 1):
+                failed, stop = stop, start + len(part) // 2
+                continue
+            for frame in part:
+                fail(frame, error)
+            failed, size = 0, 1
+        else:
+            remaining = failed - stop
+            size = (remaining + 1) // 2 if remaining > 0 else 2 * len(part)
+        start, stop = stop, min(stop + size, len(frames))
 
 
 class TorchcodecDecoder(VideoFiles):
@@ -235,36 +235,21 @@ class TorchcodecDecoder(VideoFiles):
             self._decode_missing(store, list(self._still_missing(self._stored, store, [frames[i] for i in own])))
 
     def _decode_missing(self, store: Store, frames: list[_Frame]) -> None:
-        """Decode frames, and put them into slots.
-
-        If decoding fails, `_Parts` finds the frames that fail, and only their slots get the error. If the frames of a part are
-        all in one file that cannot be read, all of them get the error.
+        """Decode frames, and put them into slots. See `_decode_divided`.
 
         Raises:
             RouteChange: If NVDEC cannot decode a frame, and the CPU can, or if the GPU's memory is not enough.
         """
-        parts = _Parts(len(frames))
-        while part := frames[parts.start : parts.stop]:
-            try:
-                self._decode_together(store, part)
-            except torch.OutOfMemoryError as error:
-                raise self.change(part[0].file, f"the GPU's memory is not enough for {len(part)} frames") from error
-            except (DecodeError, DatasetError, StorageError) as error:
-                if any(frame.slot == NONE for frame in part):
-                    # No batch needs the frames for the disk only, and they may be why others failed. The first part had all
-                    # frames, so no frame was decoded yet.
-                    frames = [frame for frame in frames if frame.slot != NONE]
-                    parts = _Parts(len(frames))
-                elif len(part) > 1 and (isinstance(error, DecodeError) or len({frame.file.path for frame in part}) > 1):
-                    parts.divide()
-                else:
-                    for frame in part:
-                        self._fail(store, frame, error)
-                    parts.give_up()
-            else:
-                parts.advance()
+        decode = functools.partial(self._decode_together, store)
+        needed = [frame for frame in frames if frame.slot != NONE]
+        if len(needed) < len(frames):
+            # No batch needs the frames for the disk only, and they may be why others fail. They are then left out.
+            with suppress(*_READ_ERRORS):
+                decode(frames)
+                return
+        _decode_divided(needed, decode, functools.partial(self._fail, store))
 
-    def _fail(self, store: Store, frame: _Frame, error: DecodeError | DatasetError | StorageError) -> None:
+    def _fail(self, store: Store, frame: _Frame, error: _ReadError) -> None:
         """Put an error into the slot of a frame. Raises RouteChange if NVDEC failed, and the CPU can decode the frame."""
         if isinstance(error, DecodeError) and self._gpu is not None:
             error = self._on_cpu(store, frame.file, frame.packet, error)
@@ -272,13 +257,11 @@ class TorchcodecDecoder(VideoFiles):
             error = self.named(frame.episode, np.array([frame.number]), frame.file, error)
         self._slots.fail(frame.slot, error.with_traceback(None))  # it would keep packets and pixels
 
-    def _on_cpu(
-        self, store: Store, file: VideoIndex, packet: int, error: DecodeError
-    ) -> DecodeError | DatasetError | StorageError:
+    def _on_cpu(self, store: Store, file: VideoIndex, packet: int, error: DecodeError) -> _ReadError:
         """Return the CPU's error for a frame that NVDEC cannot decode. Raises RouteChange if the CPU can decode it."""
         try:
             decode(store, [file], [packet], self.format(file, packet))
-        except (DecodeError, DatasetError, StorageError) as on_cpu:
+        except _READ_ERRORS as on_cpu:
             return on_cpu
         raise self.change(file, error) from error
 
@@ -301,12 +284,17 @@ class TorchcodecDecoder(VideoFiles):
 
     def _packet_hashes(self, store: Store, file: VideoIndex, packets: list[int]) -> dict[int, int]:
         """See `mp4.clip.packet_hashes`. If packets cannot be read, decoding them raises the error."""
-        with suppress(DatasetError, StorageError, DecodeError), self._counters.timed("read_s"):
+        with suppress(*_READ_ERRORS), self._counters.timed("read_s"):
             return packet_hashes(store, file, packets)
         return {}
 
     def _decode_together(self, store: Store, frames: list[_Frame]) -> None:
-        """Decode frames with one clip if possible, and put them into slots. Raises DecodeError if one of them fails."""
+        """Decode frames with one clip if possible, and put them into slots.
+
+        Raises:
+            DecodeError, DatasetError, StorageError: If one of them fails.
+            RouteChange: If the GPU's memory is not enough.
+        """
         indices, packets = [frame.file for frame in frames], [frame.packet for frame in frames]
         video, decoded, stored = self.format(indices[0], packets[0]), 0, 0
         part, timed = frames_at_once((video.height, video.width), self._gpu), self._counters.timed
@@ -326,6 +314,8 @@ class TorchcodecDecoder(VideoFiles):
                             for frame, packets, pixels in zip(own, hashes, resized, strict=True)
                         )
                     decoded, stored = decoded + more, stored + len(requests)
+        except torch.OutOfMemoryError as error:
+            raise self.change(indices[0], f"the GPU's memory is not enough for {len(frames)} frames") from error
         finally:
             self._counters.add(clips=1, decoded_frames=decoded, stored_frames=stored)
 
