@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from support.slow import examples
 from support.stores import Clock
 
 from dali_stream import DaliStreamError, Dataset, Loader, StorageError
+from dali_stream.observe import waiting
 
 GIVE_UP_S = 1.5
 PATIENCE_S = 60  # a hang guard: all that is left to fetch fails within GIVE_UP_S, and the machine may be busy
@@ -236,16 +238,48 @@ def test_close_does_not_wait_for_a_server_that_hangs(small: Path) -> None:
         loader = Loader(dataset, batch_size=8)
         server.set_faults([hang] * 1000)
         errors: list[BaseException] = []
-        waiting = threading.Thread(target=_take_one, args=(loader, errors))
-        waiting.start()
+        taking = threading.Thread(target=_take_one, args=(loader, errors))
+        taking.start()
         assert hanging.wait(PATIENCE_S)
         started = time.monotonic()
         loader.close()
-        waiting.join(PATIENCE_S)
+        taking.join(PATIENCE_S)
         assert time.monotonic() - started < PATIENCE_S
         assert isinstance(errors[0], DaliStreamError)
         server.set_faults([])
         assert len(samples(other)) > 8
+
+
+def test_a_long_wait_is_logged_with_what_it_waits_for(
+    small: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a server that does not answer until this is logged. The batch comes afterwards."""
+    monkeypatch.setattr(waiting, "LONG_WAIT_S", 0.5)
+    caplog.set_level(logging.DEBUG, "dali_stream")
+    logged = threading.Event()
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if f"requests {server.url}" in record.getMessage():
+                logged.set()
+
+    def silent(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        logged.wait(PATIENCE_S)
+        faults.reset(handler, data, fields)
+
+    logger, told = logging.getLogger("dali_stream"), Told(logging.WARNING)
+    logger.addHandler(told)
+    try:
+        with Server(small) as server:
+            dataset = Dataset(server.url, give_up_after_s=3 * PATIENCE_S, storage_options={"timeout": 3 * PATIENCE_S})
+            with Loader(dataset, batch_size=8) as loader:
+                server.set_faults([silent] * 4)
+                check_identities(next(iter(loader)), TOP, None, read_lengths(small))
+    finally:
+        logger.removeHandler(told)
+    request = rf"The Loader has waited .*dali_stream fetch \d+ requests {server.url}/\S+, bytes \d+ to \d+ for \d+ s"
+    assert any(re.match(request, message) for message in caplog.messages)
+    assert any(message.startswith("dali_stream planner: threading.py:") for message in caplog.messages), "level DEBUG"
 
 
 def _take_one(loader: Loader, errors: list[BaseException]) -> None:

@@ -17,6 +17,7 @@ from dali_stream.cache.frame_files import FrameFiles, Records
 from dali_stream.cache.slots import Frames, Slots
 from dali_stream.checks.arrays import NONE
 from dali_stream.observe.counters import Counters
+from dali_stream.observe.waiting import working
 from dali_stream.schedule.frame_plan import FramePlan, Reads
 from dali_stream.system.workers import Workers
 
@@ -84,7 +85,7 @@ class StoredFrames:
             frames = batch.frames.reshape(-1, *batch.frames.shape[2:])
             instead = [None if at == NONE else frames[at] for at in place.tolist()]
         good = np.zeros(len(slots), np.bool_)
-        with self._counters.timed("read_s"):
+        with self._counters.timed("read_s"), working("reads {} frames from frame_cache", len(slots)):
             for episode, group in itertools.groupby(range(len(episodes)), episodes.__getitem__):
                 own = list(group)  # adjacent, since frames are sorted by episode
                 each = slice(own[0], own[-1] + 1)

@@ -33,6 +33,7 @@ from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import config, packet_hashes
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.observe.counters import Counters
+from dali_stream.observe.waiting import working
 from dali_stream.schedule.frame_plan import FramePlan, Reads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
@@ -301,7 +302,8 @@ class TorchcodecDecoder(VideoFiles):
         device, decode_parts = device_name(self._gpu), depth.decode_clip_in_parts if self._is_depth else None
         hashed = self._stored is not None and self._stored.is_open
         try:
-            with timed("decode_s"), own_stream(self._gpu):
+            what = "decodes {} frames of {}", len(frames), store.where(indices[0].path)
+            with timed("decode_s"), own_stream(self._gpu), working(*what):
                 parts = decode_in_parts(store, indices, packets, video, part, timed, device, decode_parts, hashed)
                 for requests, tensor, more, hashes in parts:
                     own = [frames[i] for i in requests]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import time
 from concurrent.futures import CancelledError
 
@@ -11,6 +10,7 @@ from dali_stream.checks.arrays import NONE
 from dali_stream.decode.depth import Distances
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.observe.counters import Counters
+from dali_stream.observe.waiting import result
 from dali_stream.pipeline.config import SUBSTITUTE, Config
 from dali_stream.pipeline.planned_batch import PlannedBatch, closed
 from dali_stream.pipeline.planner import Planner
@@ -66,8 +66,9 @@ class Finisher:
         failed: dict[int, DaliStreamError] = {}
         files: dict[int, str] = {}  # {sample that failed: its file}
         # The tasks of all cameras are waited for before anything is copied, so that no waiting counts as copying.
-        for task in itertools.chain.from_iterable(work.tasks for work in batch.work.values()):
-            task.result()
+        for key, work in batch.work.items():
+            for task in work.tasks:
+                result(task, f"frames of {key} for a batch of epoch {batch.samples.epoch}")
         batch.ready_at = time.perf_counter()
         for key, work in batch.work.items():
             batch.frames[key] = work.collect(pool.buffers, pool.dtype, pool.copiers)

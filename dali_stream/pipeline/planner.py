@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dali_stream.decode.route import Route
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import begin_batch
+from dali_stream.observe.waiting import take
 from dali_stream.pipeline import gather
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.decode_pool import DecodePool
@@ -93,7 +94,7 @@ class Planner:
         Raises:
             DaliStreamError: If the batch could not be planned. No further batch is planned.
         """
-        batch = self._planned.get()
+        batch = take(self._planned, "the plan of a batch, with its rows and indices")
         if isinstance(batch, BaseException):
             raise batch
         begin_batch(batch.samples.number)

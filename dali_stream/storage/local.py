@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dali_stream.errors import DatasetError, StorageError
+from dali_stream.observe.waiting import working
 from dali_stream.storage.local_files import OpenFiles
 from dali_stream.storage.store import Store, checked, missing_file
 
@@ -49,10 +50,11 @@ class LocalStore(Store):
     def read(self, path: str, start: int, stop: int) -> bytes:
         handle, parts = None, []
         try:
-            handle = self._open_files.get(checked(path))
-            while start < stop and (part := os.pread(handle.number, stop - start, start)):
-                parts.append(part)
-                start += len(part)
+            with working("reads {}/{}, bytes {} to {}", self._root, path, start, stop):
+                handle = self._open_files.get(checked(path))
+                while start < stop and (part := os.pread(handle.number, stop - start, start)):
+                    parts.append(part)
+                    start += len(part)
             return parts[0] if len(parts) == 1 else b"".join(parts)
         except OSError as error:
             handle = None  # otherwise the traceback of the error would keep the file open

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from dali_stream.errors import DaliStreamError, DatasetError, StorageError
+from dali_stream.observe.waiting import working
 from dali_stream.storage.cache import CACHE_BLOCK, DiskCache
 from dali_stream.storage.retry import (
     AGAIN,
@@ -283,7 +284,7 @@ class RemoteStore(Store):
         """
         failures: list[str] = []
         stop = self._stop  # a local variable, because `close` replaces the attribute
-        with reading(self._host, where) as (host, file):
+        with reading(self._host, where) as (host, file), working("requests {}{}", where, part):
             deadline = Deadline(self._patience, stop, (host, file))
             while True:
                 with slot(self._host, deadline):  # not held during pauses, so that other reads can use it
