@@ -434,9 +434,9 @@ class Loader:
         - `clips`: Number of clips that were packed or decoded for these frames.
         - `decoded_frames`: Number of frames decoded, including frames that are decoded only to reach other frames.
         - `stored_frames`: Number of decoded frames that were resized and put into memory or `frame_cache`.
-        - `frame_cache_hits`: Number of delivered frames that were in memory, since an earlier batch had decoded or read them.
-        - `frame_cache_disk_hits`: Number of frames that were read from `frame_cache` and not decoded.
-        - `frame_cache_disk_written_bytes`: Bytes of the frames that were added to `frame_cache`.
+        - `memory_hits`: Number of delivered frames that were in memory, since an earlier batch had decoded or read them.
+        - `disk_hits`: Number of frames that were read from `frame_cache` and not decoded.
+        - `disk_written_bytes`: Bytes of the frames that were added to `frame_cache`.
         - `frames_evicted_before_use`: Number of decoded frames that memory_budget did not hold until their next use.
         - `indices_read_again`: Number of indices of video files that were read again, since memory_budget did not hold them.
         - `padded`, `substituted`, `audited`: Number of samples that were added as padding, substituted, and audited.
@@ -488,9 +488,9 @@ class Loader:
         - `samples_per_s`: Samples delivered per second.
         - `wait_share`: Share of the time that the training loop waited for batches, 0 to 1.
         - `decodes_per_frame`: Number of frames decoded per frame delivered.
-        - `frame_cache_hit_share`: Share of the delivered frames that were in memory, 0 to 1.
-        - `frame_cache_disk_hit_share`: Share of the delivered frames that were read from `frame_cache`, 0 to 1.
-        - `frame_cache_disk_written_bytes`: Bytes that were added to `frame_cache`.
+        - `memory_hit_share`: Share of the delivered frames that were in memory, 0 to 1.
+        - `disk_hit_share`: Share of the delivered frames that were read from `frame_cache`, 0 to 1.
+        - `disk_written_bytes`: Bytes that were added to `frame_cache`.
         - `network_bytes`, `disk_cache_bytes`: Bytes read over the network and from `cache_dir`.
         - `requests`, `retries`, `failed_checksums`: Requests over the network, repeated requests, and damaged files of
           `cache_dir`. If `retries` is not small compared with `requests`, the network or the server fails.

@@ -6,14 +6,13 @@ far.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
-from dali_stream.cache.frame_files import FrameFiles, Records, image_records, video_records
+from dali_stream.cache.frames_on_disk import FramesOnDisk
 from dali_stream.cache.indices import IndexCache, size_of
 from dali_stream.cache.locate import locate
 from dali_stream.cache.look_ahead import LookAhead, PinnedBatch, ReadLimits
@@ -32,8 +31,6 @@ from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
 from dali_stream.system.workers import Workers
 
-_log = logging.getLogger("dali_stream")
-
 
 class OpenEpisodes:
     """Episodes that are open, and the reads for those that the next batches need. Only one thread may use it.
@@ -51,7 +48,7 @@ class OpenEpisodes:
         table: Table of the open episodes.
         close: Function that removes an episode from the table.
         substitutes: Whether samples of episodes that cannot be read are substituted, so that these episodes are no error.
-        frame_files: {camera: its frames on disk}.
+        on_disk: {camera: its frames on disk}.
         counters: Counters to add to.
 
     Attributes:
@@ -71,12 +68,10 @@ class OpenEpisodes:
         table: EpisodeTable,
         close: Callable[[int], None],
         substitutes: bool,
-        frame_files: Mapping[str, FrameFiles],
+        on_disk: Mapping[str, FramesOnDisk],
         counters: Counters,
     ) -> None:
-        self.table, self._frame_files = table, frame_files
-        self._told = False  # whether a file without a version was logged
-        self._records = records = dict[tuple[str, int], Records]()  # {(camera, open episode): its frames on disk}
+        self.table, self._on_disk = table, on_disk
         self._source, self._limits, self._indices, self._substitutes = source, limits, indices, substitutes
         self.failed: dict[int, DaliStreamError] = {}
         self.store, self._readers, self._counters = store, readers, counters
@@ -84,19 +79,19 @@ class OpenEpisodes:
         self._rows = rows = dict[int, Columns]()  # {episode that is not open yet: its rows}
 
         # Methods of this object would be reference cycles, and keep rows in memory until a garbage collection.
-        def close_with_records(episode: int) -> None:
+        def close_everywhere(episode: int) -> None:
             close(episode)
-            for camera in frame_files:
-                records.pop((camera, episode), None)
+            for frames in on_disk.values():
+                frames.close_episode(episode)
 
         def drop(key: Key) -> None:
             camera, number = key
             if camera:
                 del indices.cached[key]
             elif rows.pop(number, None) is None:  # the episode is open, so its rows are in the table
-                close_with_records(number)
+                close_everywhere(number)
 
-        self._close = close_with_records
+        self._close = close_everywhere
         self._ahead = LookAhead(source, limits, drop)
         self._cache = self._ahead.cache
         self._read_in = np.full(len(source.lengths), NONE, np.int32)  # last epoch whose batches have read each episode's rows
@@ -177,26 +172,6 @@ class OpenEpisodes:
                 if episode in self._rows and self._has_indices(episode):
                     self.table.open(self._located(episode))
         self._ahead.opened()
-
-    def look_on_disk(self) -> None:
-        """Find out again which frames of the open episodes are on disk, since other processes add frames and remove files."""
-        for files in self._frame_files.values():
-            files.look()
-        for episode in np.flatnonzero(self.table.first_row != NONE).tolist() if self._frame_files else ():
-            rows = self.table.rows_of(episode)
-            for camera, files in self._frame_files.items():
-                own, records = self.table.cameras[camera], self.records(camera, episode)
-                if records is not None and not own.stored[rows].all():
-                    own.stored[rows] = files.stored(records, own.packet[rows])
-
-    def records(self, camera: str, episode: int) -> Records | None:
-        """Return the records of the frames of an open episode on disk. None if they are not stored."""
-        return self._records.get((camera, episode))
-
-    def records_of(self, camera: str, episodes: Iterable[int]) -> dict[int, Records]:
-        """Return {open episode: records of its frames on disk}. Episodes whose frames are not stored are left out."""
-        records = {episode: self.records(camera, episode) for episode in episodes}
-        return {episode: own for episode, own in records.items() if own is not None}
 
     def index(self, camera: str, episode: int) -> VideoIndex:
         """Return the index of an episode's file. Raises DecodeError if the file or the episode cannot be read, see `failed`."""
@@ -281,23 +256,12 @@ class OpenEpisodes:
         """Locate the frames of an episode whose rows were read."""
         source, rows, block = self._source, self._rows.pop(episode), self._limits.block
         cameras = {c: locate(source, c, episode, rows, self._index_or_none(c, episode), block) for c in source.cameras}
-        for camera, files in self._frame_files.items():
+        for camera, frames in self._on_disk.items():
+            feature, located = source.part_of(episode).features.get(camera), cameras[camera]
+            images = rows[camera] if feature is not None and feature.is_image else None
             index = self._index_or_none(camera, episode)
-            if index is not None:
-                records = video_records(self.store, index, cameras[camera].packet)
-                if records is None and not self._told:
-                    self._told = True
-                    _log.warning(
-                        "frame_cache: %s has no version that the server sends (ETag or Last-Modified), so the frames of such "
-                        "files are not stored",
-                        self.store.where(index.path),
-                    )
-            else:
-                feature = source.part_of(episode).features.get(camera)
-                records = image_records(rows[camera]) if feature is not None and feature.is_image else None
-            if records is not None:
-                self._records[camera, episode] = records
-                cameras[camera] = replace(cameras[camera], stored=files.stored(records, cameras[camera].packet))
+            stored = frames.open_episode(episode, self.store, index, images, located.packet)
+            cameras[camera] = replace(located, stored=stored)
         return OpenEpisode(episode, cameras, rows)
 
     def _index_or_none(self, camera: str, episode: int) -> VideoIndex | None:

@@ -39,8 +39,8 @@ class _Choice:
         rows: Rows of the new frames, which may be cached. Those that the batch shows precede the others of their GOPs.
         wanted: Number of new frames that the batch shows.
         hits: Slots of the cached frames that the batch shows.
-        keep: Which new frames are cached.
-        stays: Which hits stay cached.
+        keep: Whether each new frame is cached.
+        stays: Whether each hit stays cached.
         next_use: Next use of each new frame.
         by_cost: Whether frames are ranked by the decodes that they cost.
     """
@@ -64,10 +64,10 @@ class _Choice:
         return int(self.keep.sum()) - int((~self.stays).sum())
 
 
-class FrameCache:
-    """Cache of one camera's decoded frames in memory. It assigns slot numbers, and `dali_stream.cache.slots` stores the frames.
+class FramesInMemory:
+    """Decoded frames of one camera in memory: which are cached, and in which slots. `dali_stream.cache.slots` stores them.
 
-    The argument `frame_cache` of a Loader is another one, on disk: `dali_stream.cache.frame_files`.
+    Frames on disk are those of `dali_stream.cache.frames_on_disk`.
 
     A slot is the place of one decoded frame in memory. Each frame of a batch has a slot until the batch is copied. A batch
     may show a slot that an earlier batch in progress is still decoding: batches are completed in order, so the frame has been
