@@ -53,7 +53,7 @@ with Loader(uri, **arguments) as loader:
         for _ in batches:
             pass
         now = loader.stats()
-        decoded.append({key: now[key] - before[key] for key in ("decoded_frames", "frames", "frame_cache_disk_hits")})
+        decoded.append({key: now[key] - before[key] for key in ("decoded_frames", "frames", "disk_hits")})
 print(json.dumps({"epochs": decoded, "first_batch_s": loader.stats()["first_batch_s"]}), flush=True)
 """
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import numpy as np
@@ -49,6 +49,26 @@ if TYPE_CHECKING:
 _JOIN_S = 0.1  # time after which the reads of a thread that is joined are ended again
 _log = logging.getLogger("dali_stream")
 TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes", "failed_checksums", "fetch_s")
+
+
+@dataclass(eq=False)
+class _Iteration:
+    """Iteration over an epoch, or over the rest of it.
+
+    Attributes:
+        is_whole: Whether it begins with the first batch of the epoch.
+        is_complete: Whether all batches of the epoch were delivered. If not, the next iteration leaves out the others.
+        is_stopped: Whether it has ended without batches in progress, since the Loader was closed or the interpreter exits.
+    """
+
+    is_whole: bool = False
+    is_complete: bool = False
+    is_stopped: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no batches are in progress for it."""
+        return self.is_complete or self.is_stopped
 
 
 class Loader:
@@ -140,10 +160,9 @@ class Loader:
     """
 
     _epoch = _position = 0  # epoch of the next batch, and position in its order
-    _iteration = 0  # number of the current iteration
-    _began = _abandoned = False  # whether any iteration has begun, and whether the current epoch was not iterated to its end
+    _iteration: _Iteration | None = None  # iteration that began last
     _begin: tuple[int, int] | None = None  # loaded epoch and position, if the position is not a multiple of the global batch
-    _closed = _told_left_out = _told_shards = _bottleneck_logged = False
+    _closed = False
 
     @known_arguments
     def __init__(
@@ -211,6 +230,7 @@ class Loader:
         self._metered: dict[str, Any] = {}  # counters at the last call of `metrics`
         self._source = self._make_source(decode, dali_graph)
         self._state_reader: threading.Thread | None = None
+        self._told: set[str] = set()  # messages that are logged once
         self._warn_if_uneven()
 
     def _make_source(self, decode: str, dali_graph: Graph | None) -> BatchSource:
@@ -435,9 +455,9 @@ class Loader:
         - `clips`: Number of clips that were packed or decoded for these frames.
         - `decoded_frames`: Number of frames decoded, including frames that are decoded only to reach other frames.
         - `stored_frames`: Number of decoded frames that were resized and put into memory or `frame_cache`.
-        - `frame_cache_hits`: Number of delivered frames that were in memory, since an earlier batch had decoded or read them.
-        - `frame_cache_disk_hits`: Number of frames that were read from `frame_cache` and not decoded.
-        - `frame_cache_disk_written_bytes`: Bytes of the frames that were added to `frame_cache`.
+        - `memory_hits`: Number of delivered frames that were in memory, since an earlier batch had decoded or read them.
+        - `disk_hits`: Number of frames that were read from `frame_cache` and not decoded.
+        - `disk_written_bytes`: Bytes of the frames that were added to `frame_cache`.
         - `frames_evicted_before_use`: Number of decoded frames that memory_budget did not hold until their next use.
         - `indices_read_again`: Number of indices of video files that were read again, since memory_budget did not hold them.
         - `padded`, `substituted`, `audited`: Number of samples that were added as padding, substituted, and audited.
@@ -489,9 +509,9 @@ class Loader:
         - `samples_per_s`: Samples delivered per second.
         - `wait_share`: Share of the time that the training loop waited for batches, 0 to 1.
         - `decodes_per_frame`: Number of frames decoded per frame delivered.
-        - `frame_cache_hit_share`: Share of the delivered frames that were in memory, 0 to 1.
-        - `frame_cache_disk_hit_share`: Share of the delivered frames that were read from `frame_cache`, 0 to 1.
-        - `frame_cache_disk_written_bytes`: Bytes that were added to `frame_cache`.
+        - `memory_hit_share`: Share of the delivered frames that were in memory, 0 to 1.
+        - `disk_hit_share`: Share of the delivered frames that were read from `frame_cache`, 0 to 1.
+        - `disk_written_bytes`: Bytes that were added to `frame_cache`.
         - `network_bytes`, `disk_cache_bytes`: Bytes read over the network and from `cache_dir`.
         - `requests`, `retries`, `failed_checksums`: Requests over the network, repeated requests, and damaged files of
           `cache_dir`. If `retries` is not small compared with `requests`, the network or the server fails.
@@ -545,37 +565,10 @@ class Loader:
 
     def _iterate(self) -> Iterator[Batch]:
         self._check_usable()
-        self._iteration += 1
-        iteration, self._began = self._iteration, True
-        batches = self._config.batches
-        if self._abandoned:
-            self._config.substitutes.report(self._epoch)
-            if left := batches.count(self._position):
-                self._stop()
-                self._tell_left_out(left)
-            self._epoch, self._position = self._epoch + 1, 0
-        self._abandoned, ended = True, False
-        self._recent.begin(self._source.epochs > 0, self._counts)
-        whole = self._position == 0
+        iteration, batches = self._begin_iteration(), self._config.batches
         try:
             while batches.count(self._position):
-                started = time.perf_counter()
-                with profiled("dali_stream: next batch"):
-                    try:
-                        batch = self._normalized(self._source.next(self._config, self._epoch, self._position))
-                    except StorageError as error:
-                        waited = time.perf_counter() - started
-                        raise StorageError(f"{error}. The training loop waited {waited:.1f} s for this batch") from error
-                now = time.perf_counter()
-                self._counters.add(batches=1, wait_s=now - started)
-                if self._counters.first_batch_s is None:
-                    self._counters.first_batch_s = now - self._constructed
-                    self._prepare_to_save()
-                    if self._config.frame_folder is not None and not self._config.rank and _log.isEnabledFor(logging.INFO):
-                        _log.info("%s", self._config.frame_folder_text(self._config.cached(self._source.routes)))
-                self._recent.add(self._counters.batches, self._counts)
-                if self._counters.batches % bottleneck.JUDGED == 0 and not self._bottleneck_logged:
-                    self._log_bottleneck()
+                batch = self._next()
                 given = time.perf_counter()
                 try:
                     self._position = batches.span(self._position)[1]  # last, so that Ctrl-C before it does not lose the batch
@@ -583,25 +576,64 @@ class Loader:
                 except GeneratorExit:
                     # After `close`, or at the exit of the interpreter, no batches are in progress, so `_stop` is not necessary.
                     # At the exit it is not possible either, since the modules that it uses may have been freed already.
-                    ended = self._closed or self._source.ended
+                    iteration.is_stopped = self._closed or self._source.ended
                     raise
                 # This check must precede any use of a lock: after a fork, a lock that a thread of the parent held stays locked.
                 self._check_current(iteration)
                 resumed = time.perf_counter()
                 self._counters.add(training_s=resumed - given)
                 record("training", given, resumed)
-            self._config.substitutes.report(self._epoch)
-            self._source.epochs += whole
-            if whole and not self._told_shards:
-                self._told_shards = True
-                self._tell_what_shards_save()
-            self._epoch, self._position = self._epoch + 1, 0
-            self._abandoned = False
+            self._complete(iteration)
         finally:
             # Drop the batches in progress if the epoch was left early or failed. A loop that takes len(loader) batches without
             # requesting another one has not left early.
-            if not ended and self._abandoned and iteration == self._iteration and batches.count(self._position):
+            if iteration is self._iteration and not iteration.is_done and batches.count(self._position):
                 self._stop()
+
+    def _begin_iteration(self) -> _Iteration:
+        """Begin an iteration over the current epoch, or over the next one if the last iteration has left its epoch early."""
+        last, iteration = self._iteration, _Iteration()
+        self._iteration = iteration
+        if last is not None and not last.is_complete:
+            self._config.substitutes.report(self._epoch)
+            if left := self._config.batches.count(self._position):
+                self._stop()
+                self._tell_left_out(left)
+            self._epoch, self._position = self._epoch + 1, 0
+        iteration.is_whole = self._position == 0
+        self._recent.begin(self._source.epochs > 0, self._counts)
+        return iteration
+
+    def _next(self) -> Batch:
+        """Return the batch at the current position, which stays the same."""
+        started = time.perf_counter()
+        with profiled("dali_stream: next batch"):
+            try:
+                batch = self._normalized(self._source.next(self._config, self._epoch, self._position))
+            except StorageError as error:
+                waited = time.perf_counter() - started
+                raise StorageError(f"{error}. The training loop waited {waited:.1f} s for this batch") from error
+        now = time.perf_counter()
+        self._counters.add(batches=1, wait_s=now - started)
+        if self._counters.first_batch_s is None:
+            self._counters.first_batch_s = now - self._constructed
+            self._prepare_to_save()
+            if self._config.frame_folder is not None and not self._config.rank and _log.isEnabledFor(logging.INFO):
+                _log.info("%s", self._config.frame_folder_text(self._config.cached(self._source.routes)))
+        self._recent.add(self._counters.batches, self._counts)
+        if self._counters.batches % bottleneck.JUDGED == 0 and "bottleneck" not in self._told:
+            self._log_bottleneck()
+        return batch
+
+    def _complete(self, iteration: _Iteration) -> None:
+        """Continue with the next epoch, after the last batch of an iteration."""
+        self._config.substitutes.report(self._epoch)
+        self._source.epochs += iteration.is_whole
+        if iteration.is_whole and "shards" not in self._told:
+            self._told.add("shards")
+            self._tell_what_shards_save()
+        self._epoch, self._position = self._epoch + 1, 0
+        iteration.is_complete = True
 
     def _prepare_to_save(self) -> None:
         """Read what the state has of a remote dataset, so that a run can be saved while its storage does not respond."""
@@ -619,7 +651,7 @@ class Loader:
         typical = self._recent.warm or not self._source.keeps_all
         enough = self._recent.batches >= bottleneck.JUDGED // 2
         if typical and enough and (limit := self.bottleneck()):
-            self._bottleneck_logged = True
+            self._told.add("bottleneck")
             held_up = limit.stage != "training" and self._config.rank == 0
             level = logging.WARNING if held_up else logging.INFO
             _log.log(level, "Loader, after %d batches: %s", self._counters.batches, limit)
@@ -662,12 +694,12 @@ class Loader:
 
     def _check_not_begun(self, method: str) -> None:
         self._check_usable()
-        if self._began:
+        if self._iteration is not None:
             raise ResumeError(f"{method} must be called before iteration begins. Call it on a new Loader")
 
-    def _check_current(self, iteration: int) -> None:
+    def _check_current(self, iteration: _Iteration | None) -> None:
         self._check_usable()
-        if iteration != self._iteration:
+        if iteration is not self._iteration:
             raise DaliStreamError("Another iteration of this Loader has begun. A Loader can only be iterated once at a time")
 
     def _place_of(self, epoch: int, batch: int) -> tuple[int, int]:
@@ -694,7 +726,7 @@ class Loader:
         self._epoch, self._position = self._epoch + 1, 0
 
     def _tell_left_out(self, batches: int) -> None:
-        if not self._told_left_out:
+        if "left out" not in self._told:
             _log.warning(
                 "the last iteration ended before its epoch: %d of %d batches of epoch %d are left out, and epoch %d begins. To "
                 "continue within an epoch, keep the iterator, it = iter(loader), or load the state into a new Loader. "
@@ -702,7 +734,7 @@ class Loader:
                 "use loader.batch_at(epoch, batch). This message is logged once",
                 *(batches, len(self), self._epoch, self._epoch + 1),
             )
-        self._told_left_out = True
+        self._told.add("left out")
 
     def _tell_what_shards_save(self) -> None:
         """Log on rank 0, after the first epoch, what `shuffle="sharded"` would save if memory holds all frames of a shard."""

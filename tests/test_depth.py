@@ -211,7 +211,7 @@ def test_frames_are_cached_as_codes(root: Path, tmp_path: Path) -> None:
         for batch in loader:
             assert_as_written(batch)
         assert loader.stats()["decoded_bytes"] == sum(LENGTHS) * math.prod(SIZE) * 2
-        assert loader.stats()["frame_cache_disk_written_bytes"] == sum(LENGTHS) * math.prod(SIZE) * 2
+        assert loader.stats()["disk_written_bytes"] == sum(LENGTHS) * math.prod(SIZE) * 2
     [key] = (json.loads(path.read_text()) for path in (tmp_path / "frames").rglob("key.json"))
     assert "PyAV" in key, "frames of another version are kept apart"
     assert "torchcodec" not in key

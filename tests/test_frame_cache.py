@@ -49,7 +49,7 @@ def test_each_frame_is_decoded_once_and_never_again(dataset: Path) -> None:
         second = read(loader)
         later = loader.stats()
     assert later["decoded_frames"] == stats["decoded_frames"]
-    assert later["frame_cache_hits"] >= 2 * len(samples(second))
+    assert later["memory_hits"] >= 2 * len(samples(second))
     assert later["frames_evicted_before_use"] == 0
     by_index = {i: frame for batch in first for i, frame in zip(batch["index"].tolist(), batch[TOP], strict=True)}
     for batch in second:
@@ -116,7 +116,7 @@ def test_little_memory_changes_no_batch(dataset: Path) -> None:
         stats = loader.stats()
     assert all(equal(mine, other) for mine, other in zip(found, expected, strict=True))
     assert stats["decoded_frames"] > 1.2 * 2 * frames
-    assert stats["frame_cache_hits"] > 0
+    assert stats["memory_hits"] > 0
 
 
 @pytest.mark.slow

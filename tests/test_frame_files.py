@@ -51,11 +51,11 @@ def test_batches_are_those_without_it_and_nothing_is_decoded_twice(small: Path, 
     expected, _ = run(small, None, **SETTINGS[setting])
     found, first = run(small, tmp_path / "frames", **SETTINGS[setting])
     assert same(found, expected)
-    assert first["frame_cache_disk_written_bytes"] > 0
+    assert first["disk_written_bytes"] > 0
     again, later = run(small, tmp_path / "frames", **SETTINGS[setting])
     assert same(again, expected)
     assert later["decoded_frames"] == 0
-    assert later["frame_cache_disk_hits"] > 0
+    assert later["disk_hits"] > 0
 
 
 def test_each_frame_is_decoded_once_whatever_the_memory(small: Path, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_each_frame_is_decoded_once_whatever_the_memory(small: Path, tmp_path: P
     with Loader(small, **ARGUMENTS) as loader:
         frames = loader.dataset.num_frames * 2
     assert frames <= stats["decoded_frames"] < 1.1 * frames
-    assert stats["frame_cache_disk_written_bytes"] == frames * FRAME
+    assert stats["disk_written_bytes"] == frames * FRAME
 
 
 def test_two_ranks_decode_each_frame_once_together(small: Path, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_two_nodes_of_a_sharded_run_store_each_frame_once_together(small: Path, 
     for rank, (found, stats) in enumerate(sharded):
         expected, _ = run(small, None, 3, rank=rank, world_size=2, last_batch="partial", shuffle="sharded")
         assert same(found, expected)
-        assert stats["frame_cache_disk_written_bytes"] == pytest.approx(frames * FRAME / 2, rel=0.02)
+        assert stats["disk_written_bytes"] == pytest.approx(frames * FRAME / 2, rel=0.02)
     assert sum(stats["decoded_frames"] for _, stats in sharded) < 1.1 * frames, "GOPs at the cuts are decoded twice"
     again = [stats["decoded_frames"] for _, stats in nodes(1, shuffle="sharded")]
     assert again == [0, 0], "a later run with the same seed, as after a restart"
@@ -193,7 +193,7 @@ def test_a_limit_is_kept_and_changes_no_batch(small: Path, tmp_path: Path) -> No
     expected, _ = run(small, None)
     found, stats = run(small, tmp_path, frame_cache_bytes=limit)
     assert same(found, expected)
-    assert 0 < stats["frame_cache_disk_written_bytes"] <= limit
+    assert 0 < stats["disk_written_bytes"] <= limit
     assert sum(path.stat().st_blocks * 512 for path in records(tmp_path)) <= limit
 
 
@@ -208,7 +208,7 @@ def test_two_ranks_keep_a_limit_together(small: Path, tmp_path: Path, records_al
         for _ in range(2):
             for _ in zip(*ranks, strict=True):
                 assert sum(path.stat().st_blocks * 512 for path in records(tmp_path)) <= limit
-    assert all(rank.stats()["frame_cache_disk_written_bytes"] > 0 for rank in ranks)
+    assert all(rank.stats()["disk_written_bytes"] > 0 for rank in ranks)
 
 
 @pytest.mark.parametrize(("size", "limit"), [("4m", 2 << 20), ("0", None)])  # 0: the file system has no limit of its own
@@ -222,7 +222,7 @@ def test_a_file_system_in_memory_is_filled_by_half(small: Path, tmp_path: Path, 
     if limit is not None:
         assert limit / 2 < on_disk <= limit
     else:
-        assert stats["frame_cache_disk_written_bytes"] > 2 << 20
+        assert stats["disk_written_bytes"] > 2 << 20
 
 
 def test_remote_video_is_not_fetched_for_frames_that_are_there(small: Path, tmp_path: Path) -> None:
@@ -279,9 +279,9 @@ def test_a_mixture_of_video_and_images_shares_one_folder(small: Path, odd: Path,
     again, later = run(mixture(), tmp_path, 1)
     assert same(found, expected)
     assert same(again, expected)
-    assert first["frame_cache_disk_written_bytes"] > 0
+    assert first["disk_written_bytes"] > 0
     assert later["decoded_frames"] == 0
-    assert later["frame_cache_disk_hits"] > 0
+    assert later["disk_hits"] > 0
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -348,9 +348,9 @@ def test_frames_that_are_removed_during_a_run_are_left(
         [name] = [path.name for path in tmp_path.iterdir()]
         assert main(["frames", "remove", str(tmp_path), name]) == 0
         batches += [*epoch, *loader, *loader]
-        written = loader.stats()["frame_cache_disk_written_bytes"]
+        written = loader.stats()["disk_written_bytes"]
         batches_after = list(loader)
-        assert loader.stats()["frame_cache_disk_written_bytes"] == written
+        assert loader.stats()["disk_written_bytes"] == written
         descriptors = [
             os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if number_is_open(number)
         ]
@@ -423,7 +423,7 @@ def test_files_without_a_version_are_not_stored(small: Path, tmp_path: Path, cap
     with Server(small, faults=itertools.repeat(without_a_version)) as server:
         found, stats = run(server.url, tmp_path)
     assert same(found, expected)
-    assert stats["frame_cache_disk_written_bytes"] == 0
+    assert stats["disk_written_bytes"] == 0
     assert len([record for record in caplog.records if "has no version" in record.getMessage()]) == 1
 
 
@@ -448,7 +448,7 @@ def run_with_a_full_disk(root: Path, folder: Path, limit: int, log: Path, pipe: 
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     found, stats = run(root, folder, 3)
     expected, _ = run(root, None, 3)
-    pipe.send((same(found, expected), stats["frame_cache_disk_written_bytes"]))
+    pipe.send((same(found, expected), stats["disk_written_bytes"]))
 
 
 @pytest.mark.slow
@@ -532,9 +532,7 @@ def test_each_of_a_thousand_changed_bits_is_found(small: Path, tmp_path: Path) -
                 file.write(bytes([byte ^ 1 << rng.randrange(8)]))
         found, stats = run(small, tmp_path, 1, last_batch="partial")
         assert same(found, expected)
-        assert stats["frame_cache_disk_written_bytes"] >= len(places) * FRAME, (
-            "each damaged frame was decoded and written again"
-        )
+        assert stats["disk_written_bytes"] >= len(places) * FRAME, "each damaged frame was decoded and written again"
         changed += len(places)
 
 

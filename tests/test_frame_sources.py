@@ -186,7 +186,7 @@ def test_a_server_with_the_same_tags_and_other_bytes(stamped: Path, tmp_path: Pa
             address = f"s3://bucket{number}" if kind == "bucket" else server.url
             with closing(Dataset(address, storage_options=options)) as dataset:
                 found, stats = run(dataset, tmp_path / "frames", 1, **RECORDED)
-        assert stats["frame_cache_disk_written_bytes"] > 0
+        assert stats["disk_written_bytes"] > 0
     assert same(found, expected)
 
 
@@ -196,8 +196,8 @@ def test_another_source_with_the_same_packets_decodes_nothing(small: Path, tmp_p
     found, stats = run(copy, tmp_path / "frames", 1, last_batch="partial")
     assert same(found, expected)
     assert stats["decoded_frames"] == 0
-    assert stats["frame_cache_disk_hits"] == first["frames"]
-    assert stats["frame_cache_disk_written_bytes"] == 0
+    assert stats["disk_hits"] == first["frames"]
+    assert stats["disk_written_bytes"] == 0
 
 
 def noted_reads(root: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], int]:
@@ -267,7 +267,7 @@ def test_frames_of_the_former_layout_are_refused_by_name(small: Path, tmp_path: 
     (tmp_path / name / "key.json").write_text(words)
     found, stats = run(small, tmp_path, 1)
     assert same(found, expected)
-    assert stats["frame_cache_disk_hits"] == 0
+    assert stats["disk_hits"] == 0
     [warning] = [record.getMessage() for record in caplog.records if "earlier version" in record.getMessage()]
     assert warning.endswith(f"`dali-stream frames remove {tmp_path} {name}`")
     assert main(shlex.split(warning.partition("`dali-stream ")[2].rstrip("`"))) == 0

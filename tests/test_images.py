@@ -379,7 +379,7 @@ def test_each_image_of_overlapping_windows_is_decoded_once(odd: Path) -> None:
                 wanted = batch["frame_index"].numpy()[:, None] + [-2, -1, 0, 1]
                 np.testing.assert_array_equal(found, np.clip(wanted, 0, lengths - 1))
         assert loader.stats()["decoded_frames"] == 21
-        assert loader.stats()["frame_cache_hits"] > 0
+        assert loader.stats()["memory_hits"] > 0
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def test_metrics_are_of_what_happened_since_the_last_call(small: Path, tmp_path:
     assert first["decodes_per_frame"] >= 1
     assert 0 < first["wait_share"] <= 1
     # Hits and decodes of the batches made ahead are counted before these batches.
-    assert first["frame_cache_hit_share"] < 0.8 < second["frame_cache_hit_share"] <= 1
+    assert first["memory_hit_share"] < 0.8 < second["memory_hit_share"] <= 1
     assert second["decodes_per_frame"] == 0
     assert {name for name, value in idle.items() if value} == {
         "row_bytes",

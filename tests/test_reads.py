@@ -25,7 +25,8 @@ from support.servers import Handler, Server, spans
 from support.slow import examples, slow_after
 
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader, MemoryBudgetError, StorageError
-from dali_stream.cache.open_episodes import OpenEpisodes, ReadLimits
+from dali_stream.cache.look_ahead import ReadLimits
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.video import BlockCache, _Block
 from dali_stream.mp4.boxes import HEAD
 from dali_stream.mp4.clip import span

@@ -152,10 +152,10 @@ def test_each_frame_is_decoded_once_and_kept_on_disk_apart_from_those_of_the_cpu
             return loader.stats()
 
     first = stats("torchcodec-cuda", 2)
-    assert (first["decoded_frames"], first["frame_cache_disk_hits"]) == (frames, 0)
+    assert (first["decoded_frames"], first["disk_hits"]) == (frames, 0)
     assert (stats("torchcodec", 1)["decoded_frames"], len(list(tmp_path.iterdir()))) == (frames, 2)
     again = stats("torchcodec-cuda", 1)
-    assert (again["decoded_frames"], again["frame_cache_disk_hits"]) == (0, frames)
+    assert (again["decoded_frames"], again["disk_hits"]) == (0, frames)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -111,15 +110,11 @@ class FrameFiles:
         folder: Folder of the cache.
         key: Description of everything that determines the pixels. See `pixel_key`.
         record: Bytes of a frame.
-
-    Attributes:
-        added: (episode, frame) of each frame that was stored after its batch was planned. The decoder appends to it.
     """
 
     def __init__(self, folder: FrameFolder, key: Mapping[str, str], record: int) -> None:
         self._folder, self._record, self._root = folder, record, folder.subfolder(key)
         self._readers = OpenFiles(self._root, os.O_RDONLY | NO_FOLLOW)
-        self.added: deque[tuple[int, int]] = deque()
         self._writers = OpenFiles(self._root, os.O_WRONLY | os.O_CREAT | NO_FOLLOW)
         self._claims = Claims(self._root)
 
@@ -128,9 +123,9 @@ class FrameFiles:
         """Whether frames can be added."""
         return self._folder.is_open
 
-    def take_added(self) -> list[tuple[int, int]]:
-        """Return the frames that were added since the last call. See `added`."""
-        return [self.added.popleft() for _ in range(len(self.added))]
+    def tell_of_unknown_version(self, where: str) -> None:
+        """See `FrameFolder.tell_of_unknown_version`."""
+        self._folder.tell_of_unknown_version(where)
 
     def look(self) -> None:
         """Notice whether files that are open were removed. See `FrameFolder.removed`."""

@@ -116,6 +116,7 @@ class FrameFolder:
         self.is_open = self.is_writable = os.access(self.path, os.W_OK)
         if not self.is_open:
             _log.warning("frame_cache %s cannot be written. Frames that it has are read, and no others are added", self.path)
+        self._is_version_told = False
         self._lock = threading.Lock()
         self._allowed = 0  # bytes that may be added before the size of the folder is counted again
         self._counts = False  # whether a thread counts it
@@ -189,6 +190,16 @@ class FrameFolder:
             # again, and each process at most a sixteenth.
             self._allowed = max(free // max(2 * self._sharers, _SHARE), size) - size
             return True
+
+    def tell_of_unknown_version(self, where: str) -> None:
+        """Warn once that the frames of some files are not stored, since their server sends no version. `where` is the first."""
+        if not self._is_version_told:
+            self._is_version_told = True
+            _log.warning(
+                "frame_cache: %s has no version that the server sends (ETag or Last-Modified), so the frames of such files are "
+                "not stored",
+                where,
+            )
 
     def failed(self, error: OSError) -> None:
         """Add no more frames after an error, and log it."""

@@ -26,8 +26,8 @@ _COPY_BYTES = 2 << 20  # bytes of each thread's share of a copy: for fewer, waki
 class Slots:
     """Decoded frames of one camera. Decode threads write them, and the thread that makes a batch copies them into it.
 
-    No lock is needed. A batch writes only slots that no other batch in progress shows or writes, see `FrameCache`. It may show
-    what an earlier batch writes, since `Finisher` waits for the tasks of the batches in their order.
+    No lock is needed. A batch writes only slots that no other batch in progress shows or writes, see `FramesInMemory`. It may
+    show what an earlier batch writes, since `Finisher` waits for the tasks of the batches in their order.
 
     Args:
         count: Number of slots. The system allocates the memory of a slot when it is first written.

@@ -69,10 +69,10 @@ def fill(dataset: arguments.DatasetOptions, loader: arguments.LoaderOptions, uri
 
     with datasets.opened(uris, dataset) as opened, console.progress("batches") as bar:
         stats = stored_frames.fill(opened, bar, **loader)
-    added = console.megabytes(stats["frame_cache_disk_written_bytes"])
+    added = console.megabytes(stats["disk_written_bytes"])
     if stats["substituted"]:
         console.say(f"{stats['substituted']} samples have frames that cannot be decoded, and were left out")
-    hits = f"{stats['frame_cache_disk_hits']} of {stats['frames']} frames were read from it"
+    hits = f"{stats['disk_hits']} of {stats['frames']} frames were read from it"
     console.say(f"{loader['frame_cache']}: {added} added, {hits}")
 
 

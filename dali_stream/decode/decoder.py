@@ -108,26 +108,24 @@ class VideoAndImages:
     """
 
     def __init__(self, source: Source, key: str, slots: Slots, video: Decoder, images: Decoder) -> None:
-        self._key, self._slots, self._of = key, slots, {True: video, False: images}
+        self._key, self._slots, self._video, self._images = key, slots, video, images
         self._has_file = source.videos[key].file != NONE
 
     def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
         """See `Decoder.start`."""
         planned, work = plan.frames[self._key], []
-        for kind, decoder in self._of.items():
-            mine = self._has_file[planned.episode] == kind
-            part = {name: getattr(planned, name)[mine] for name in ("episode", "frame", "packet", "slot", "gop")}
-            reads = planned.reads.chosen(self._has_file[planned.reads.episode] == kind)
-            reads = reads._replace(place=np.full_like(reads.place, NONE))  # both decoders would read into batches of their own
-            own = replace(plan, frames={self._key: replace(planned, **part, reads=reads)})
-            work.append(decoder.start(pool, own, episodes, store))
+        for is_video, decoder in ((True, self._video), (False, self._images)):
+            own = planned.chosen(self._has_file[planned.episode] == is_video, self._has_file[planned.reads.episode] == is_video)
+            # Each decoder would read into a batch of its own, so all frames are read into slots.
+            own = replace(own, reads=own.reads._replace(place=np.full_like(own.reads.place, NONE)))
+            work.append(decoder.start(pool, replace(plan, frames={self._key: own}), episodes, store))
         video, images = work
         return Decoded(self._slots, planned, video.tasks + images.tasks, video.failed | images.failed)
 
     def close(self) -> None:
         """See `Decoder.close`."""
-        for decoder in self._of.values():
-            decoder.close()
+        self._video.close()
+        self._images.close()
 
 
 class RouteChange(DaliStreamError):

@@ -6,25 +6,22 @@ Images of depth cameras are TIFF or PNG files with one value of 16 bits or a flo
 
 from __future__ import annotations
 
-import functools
 import io
 import struct
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from dali_stream.cache.frame_files import Records
+from dali_stream.cache.frames_on_disk import Decoding, FramesOnDisk
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
-from dali_stream.checks.arrays import Array
 from dali_stream.decode.decoder import TASK_FRAMES, Decoded, OtherSizes, even_tasks, named
 from dali_stream.decode.depth import resize_nearest
 from dali_stream.decode.resize import resize
-from dali_stream.decode.stored import StoredFrames
 from dali_stream.errors import DecodeError, FrameSizeError
 from dali_stream.lerobot.features import CHANNELS, Feature
 from dali_stream.lerobot.source import Source
@@ -33,6 +30,17 @@ from dali_stream.schedule.frame_plan import FramePlan, Reads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store, lfs
 from dali_stream.system.workers import Workers
+
+
+class _Frame(NamedTuple):
+    """Frame that a task decodes, see `WantedFrame`. `data` is its encoded image."""
+
+    data: bytes
+    records: Records | None
+    episode: int
+    number: int
+    packet: int
+    slot: int
 
 
 class ImageDecoder:
@@ -45,7 +53,7 @@ class ImageDecoder:
         slots: Slots into which the decoder puts frames.
         size: Size (height, width) of the frames in batches, in pixels.
         any_size: Whether images may have another size than `meta/info.json` says, since they are resized.
-        stored: See `TorchcodecDecoder`.
+        on_disk: See `TorchcodecDecoder`.
     """
 
     def __init__(
@@ -56,77 +64,62 @@ class ImageDecoder:
         slots: Slots,
         size: tuple[int, int],
         any_size: bool,
-        stored: StoredFrames | None,
+        on_disk: FramesOnDisk | None,
     ) -> None:
         self.key, self._source, self._counters, self._slots, self._size = key, source, counters, slots, size
         self._any_size, self._other_sizes = any_size, OtherSizes(source, key)
-        self._stored = stored
+        self._on_disk = on_disk
 
     def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
         """See `Decoder.start`."""
         planned = plan.frames[self.key]
-        batch = None if self._stored is None else self._stored.batch(planned)
-        tasks = list[Future[None]]()
-        if self._stored is not None and len(planned.reads.slot):
-            # Frames that are missing or damaged on disk are decoded.
-            decode, records = self._decoding(planned.reads, episodes)
-            tasks += self._stored.start(pool, planned.reads, batch, records, decode)
-        if len(planned.slot):
-            decode, _ = self._decoding(planned, episodes)
-            task = even_tasks(np.arange(1, len(planned.slot) + 1), TASK_FRAMES)
-            numbers = [np.flatnonzero(task == number).tolist() for number in np.unique(task)]
-            numbers = numbers if self._stored is None else self._stored.rotated(numbers)
-            tasks += [pool.submit(decode, own) for own in numbers]
-        return Decoded(self._slots, planned, tasks, {}, batch)
+        frames, ends = self._frames(planned, episodes), np.arange(1, len(planned.slot) + 1)
+        task = even_tasks(ends, TASK_FRAMES) if len(ends) else ends
+        tasks = [frames(np.flatnonzero(task == number).tolist()) for number in np.unique(task)]
+        if self._on_disk is None:
+            return Decoded(self._slots, planned, [pool.submit(self._decode, own) for own in tasks], {})
+        decoding = Decoding(self._frames(planned.reads, episodes), self._decode)
+        started, batch = self._on_disk.start(pool, planned, planned.reads, tasks, decoding)
+        return Decoded(self._slots, planned, started, {}, batch)
 
     def close(self) -> None:
-        """Free the slots, and close the files of the frame cache on disk."""
+        """Free the slots."""
         self._slots.free()
-        if self._stored is not None:
-            self._stored.close()
 
-    def _decoding(
-        self, plan: FramePlan | Reads, episodes: OpenEpisodes
-    ) -> tuple[Callable[[list[int]], None], dict[int, Records]]:
-        """Return a function that decodes some frames of a plan, by their numbers in it, and the records by episode."""
+    def _frames(self, plan: FramePlan | Reads, episodes: OpenEpisodes) -> Callable[[list[int]], list[_Frame]]:
+        """Return a function that returns some frames of a plan, by their numbers in it, also when their episodes are closed."""
+        if not len(plan.slot):
+            return lambda numbers: []
         encoded = episodes.table.gather(self.key, plan.episode, plan.frame)
-        records = episodes.records_of(self.key, np.unique(plan.episode).tolist())
-        return functools.partial(self._decode, plan, encoded, records), records
+        disk = self._on_disk
+        records = {each: None if disk is None else disk.records(each) for each in set(plan.episode.tolist())}
 
-    def _decode(self, plan: FramePlan | Reads, encoded: Array, records: Mapping[int, Records], numbers: list[int]) -> None:
-        """Put images into slots, in a decode thread. Decode those that are not on disk, and that no other process decodes."""
-        if self._stored is None:
-            self._decode_missing(plan, encoded, records, numbers)
-            return
-        for own in self._stored.divided([(records.get(int(plan.episode[i])), int(plan.frame[i])) for i in numbers]):
-            self._decode_missing(plan, encoded, records, [numbers[i] for i in own])
+        def frames(numbers: list[int]) -> list[_Frame]:
+            columns = (column[numbers].tolist() for column in (encoded, plan.episode, plan.frame, plan.slot))
+            return [_Frame(data, records[e], e, number, number, slot) for data, e, number, slot in zip(*columns, strict=True)]
 
-    def _decode_missing(
-        self, plan: FramePlan | Reads, encoded: Array, records: Mapping[int, Records], numbers: list[int]
-    ) -> None:
-        """Decode images, except those that were added to the frame cache on disk meanwhile."""
-        timed, decoded = self._counters.timed, 0
+        return frames
+
+    def _decode(self, frames: list[_Frame]) -> None:
+        """Decode images, and put them into slots, in a decode thread."""
+        timed = self._counters.timed
         with timed("decode_s"):
-            for i in numbers:
-                episode, frame, slot = int(plan.episode[i]), int(plan.frame[i]), int(plan.slot[i])
-                own, place = records.get(episode), (episode, frame)
-                if self._stored is not None and own and self._stored.read_added(own, [frame], [slot], [place])[0]:
-                    continue
-                decoded += 1
+            for frame in frames:
                 try:
-                    feature = self._source.part_of(episode).features[self.key]
-                    pixels = decode(encoded[i], feature, self._any_size)
+                    feature = self._source.part_of(frame.episode).features[self.key]
+                    pixels = decode(frame.data, feature, self._any_size)
                     height, width, _ = pixels.shape
-                    self._other_sizes.add(episode, (height, width), f"episode {self._source.episodes[episode]}")
+                    self._other_sizes.add(frame.episode, (height, width), f"episode {self._source.episodes[frame.episode]}")
                     with timed("resize_s"):
                         scale = resize_nearest if feature.is_depth else resize
                         resized = scale(pixels[None], self._size)
-                        self._slots.put([slot], resized)
-                    if self._stored is not None:
-                        self._stored.add([(own, frame, {}, place, resized[0])])
+                        self._slots.put([frame.slot], resized)
+                    if self._on_disk is not None:
+                        self._on_disk.add([(frame, {}, resized[0])])
                 except DecodeError as error:
-                    self._slots.fail(slot, named(self._source, self.key, episode, np.array([frame]), error))
-        self._counters.add(clips=1, decoded_frames=decoded, stored_frames=decoded)
+                    whose = self._source, self.key, frame.episode, np.array([frame.number])
+                    self._slots.fail(frame.slot, named(*whose, error))
+        self._counters.add(clips=1, decoded_frames=len(frames), stored_frames=len(frames))
 
 
 def decode(data: bytes, feature: Feature, any_size: bool = False) -> npt.NDArray[Any]:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from dali_stream.cache.buffers import ReadFrames
 from dali_stream.cache.frame_files import Records
+from dali_stream.cache.frames_on_disk import Decoding, FramesOnDisk
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.arrays import NONE
@@ -24,7 +23,6 @@ from dali_stream.decode import depth
 from dali_stream.decode.decoder import Decoded, even_tasks, named, task_frames
 from dali_stream.decode.refusal import refusal_of_torchcodec
 from dali_stream.decode.resize import resize, resize_on_gpu
-from dali_stream.decode.stored import StoredFrames
 from dali_stream.decode.torchcodec import Frames, decode, decode_in_parts, frames_at_once
 from dali_stream.decode.torchcodec_cuda import device_name, own_stream
 from dali_stream.decode.video_files import VideoFiles
@@ -38,6 +36,9 @@ from dali_stream.schedule.frame_plan import FramePlan, Reads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 from dali_stream.system.workers import Workers
+
+_ReadError = DecodeError | DatasetError | StorageError
+_READ_ERRORS = DecodeError, DatasetError, StorageError
 
 
 class _Frame(NamedTuple):
@@ -60,40 +61,37 @@ class _Frame(NamedTuple):
     slot: int
 
 
-class _Parts:
-    """Division of frames into parts that are decoded together, which finds the frames that fail with few attempts.
+def _decode_divided(
+    frames: list[_Frame], decode: Callable[[list[_Frame]], None], fail: Callable[[_Frame, _ReadError], None]
+) -> None:
+    """Decode frames, together if possible. If this fails, divide them to find the frames that fail, with few attempts.
 
     The first part has all frames. If a part fails, its first half is next, until a single frame fails. The frames after it
     often fail, too, so the next part has one frame, and the size doubles after each part that succeeds. While frames remain of
-    a part that failed, at least one of them must fail, so half of them are next.
+    a part that failed, at least one of them must fail, so half of them are next. If a file cannot be read, its frames are not
+    divided.
 
     Args:
-        count: Number of frames.
-
-    Attributes:
-        start, stop: Frames [start, stop) of the next part. Both are `count` at the end.
+        frames: Frames to decode.
+        decode: Function that decodes some frames, and raises an error if one of them fails.
+        fail: Function that is called with each frame that fails, and its error.
     """
-
-    def __init__(self, count: int) -> None:
-        self.start, self.stop, self._count = 0, count, count
-        self._failed = 0  # end of the smallest part that failed, if it is after `start`
-
-    def divide(self) -> None:
-        """Continue with the first half of the part, which has failed."""
-        self._failed, self.stop = self.stop, self.start + (self.stop - self.start) // 2
-
-    def advance(self) -> None:
-        """Continue after the part, which has succeeded."""
-        remaining = self._failed - self.stop
-        self._continue((remaining + 1) // 2 if remaining > 0 else 2 * (self.stop - self.start))
-
-    def give_up(self) -> None:
-        """Continue after the part, which has failed and is not divided."""
-        self._failed = 0
-        self._continue(1)
-
-    def _continue(self, size: int) -> None:
-        self.start, self.stop = self.stop, min(self.stop + size, self._count)
+    start, stop = 0, len(frames)
+    failed = 0  # end of the smallest part that failed, if it is after `start`
+    while part := frames[start:stop]:
+        try:
+            decode(part)
+        except _READ_ERRORS as error:
+            if len(part) > 1 and (isinstance(error, DecodeError) or len({frame.file.path for frame in part}) > 1):
+                failed, stop = stop, start + len(part) // 2
+                continue
+            for frame in part:
+                fail(frame, error)
+            failed, size = 0, 1
+        else:
+            remaining = failed - stop
+            size = (remaining + 1) // 2 if remaining > 0 else 2 * len(part)
+        start, stop = stop, min(stop + size, len(frames))
 
 
 class TorchcodecDecoder(VideoFiles):
@@ -108,8 +106,7 @@ class TorchcodecDecoder(VideoFiles):
         slots: Slots into which the decoder puts frames.
         size: Size (height, width) of the frames in batches, in pixels.
         any_size: See `VideoFiles`.
-        stored: Frames on disk, from which the decoder reads frames and to which it adds those that it decodes. None without a
-            frame cache on disk.
+        on_disk: Frames of the camera on disk. None without a frame cache on disk.
         gpu: CUDA device whose NVDEC decodes, or None to decode on the CPU.
     """
 
@@ -121,11 +118,11 @@ class TorchcodecDecoder(VideoFiles):
         slots: Slots,
         size: tuple[int, int],
         any_size: bool,
-        stored: StoredFrames | None,
+        on_disk: FramesOnDisk | None,
         gpu: int | None,
     ) -> None:
         super().__init__(source, key, any_size)
-        self._counters, self._slots, self._size, self._stored, self._gpu = counters, slots, size, stored, gpu
+        self._counters, self._slots, self._size, self._on_disk, self._gpu = counters, slots, size, on_disk, gpu
         self._present = source.videos[key].file != NONE
         self._is_depth = source.features[key].is_depth
 
@@ -137,16 +134,30 @@ class TorchcodecDecoder(VideoFiles):
         for row, t in np.argwhere((planned.show == NONE) & present[:, None]).tolist():
             if row not in failed:
                 failed[row] = self.missing(episodes, int(episode[row]), plan.shown_in_episode[self.key][row, t : t + 1])
-        batch = None if self._stored is None else self._stored.batch(planned)
-        tasks = self._read(pool, planned.reads, batch, episodes)
-        tasks += [pool.submit(self._decode, store, task) for task in self._tasks(planned, episodes)]
-        return Decoded(self._slots, planned, tasks, failed, batch)
+        tasks, decode = self._tasks(planned, episodes), functools.partial(self._decode, store)
+        if self._on_disk is None:
+            return Decoded(self._slots, planned, [pool.submit(decode, task) for task in tasks], failed)
+        reads, indices = planned.reads, self._usable(planned.reads, episodes)
+        if unusable := set(reads.episode.tolist()) - set(indices):
+            reads = reads.chosen(~np.isin(reads.episode, list(unusable)))
+        columns = reads.episode, reads.frame, reads.packet, reads.slot
+        records = {episode: self._records(episode) for episode in indices}
+
+        def unread(numbers: list[int]) -> list[_Frame]:
+            frames = zip(*(column[numbers].tolist() for column in columns), strict=True)
+            return [_Frame(indices[episode], records[episode], episode, *own) for episode, *own in frames]
+
+        # If these frames cannot be read from disk, the blocks of their encoded video were not fetched, so the file is read.
+        decoding = Decoding(unread, decode, functools.partial(self._packet_hashes, store))
+        started, batch = self._on_disk.start(pool, planned, reads, tasks, decoding)
+        return Decoded(self._slots, planned, started, failed, batch)
 
     def close(self) -> None:
-        """Free the slots, and close the files of the frame cache on disk."""
+        """Free the slots."""
         self._slots.free()
-        if self._stored is not None:
-            self._stored.close()
+
+    def _records(self, episode: int) -> Records | None:
+        return None if self._on_disk is None else self._on_disk.records(episode)
 
     def _tasks(self, plan: FramePlan, episodes: OpenEpisodes) -> list[list[_Frame]]:
         """Distribute the frames of a batch to tasks.
@@ -163,7 +174,7 @@ class TorchcodecDecoder(VideoFiles):
             task = even_tasks(np.cumsum([len(gop) for gop in alike]), task_frames((video.height, video.width)))
             for number in np.unique(task):
                 tasks.append([frame for i in np.flatnonzero(task == number) for frame in alike[i]])
-        return tasks if self._stored is None else self._stored.rotated(tasks)
+        return tasks
 
     def _gops(self, plan: FramePlan, episodes: OpenEpisodes) -> list[list[_Frame]]:
         """Return the frames to decode, by GOP."""
@@ -173,34 +184,9 @@ class TorchcodecDecoder(VideoFiles):
         gops = []
         for episode, start, stop in zip(plan.episode[starts].tolist(), starts, [*starts, len(plan.gop)][1:], strict=True):
             if episode in indices:
-                own = indices[episode], episodes.records(self.key, episode), episode
+                own = indices[episode], self._records(episode), episode
                 gops.append([_Frame(*own, *values) for values in zip(*(each[start:stop] for each in columns), strict=True)])
         return gops
-
-    def _read(self, pool: Workers, reads: Reads, batch: ReadFrames | None, episodes: OpenEpisodes) -> list[Future[None]]:
-        """Start the tasks that read frames from disk."""
-        if self._stored is None or not len(reads.slot):
-            return []
-        indices = self._usable(reads, episodes)
-        records = episodes.records_of(self.key, indices)
-        if unusable := set(reads.episode.tolist()) - set(indices):
-            reads = reads.chosen(~np.isin(reads.episode, list(unusable)))
-        decode = functools.partial(self._decode_instead, episodes.store, reads, indices, records)
-        return self._stored.start(pool, reads, batch, records, decode)
-
-    def _decode_instead(
-        self,
-        store: Store,
-        reads: Reads,
-        indices: Mapping[int, VideoIndex],
-        records: Mapping[int, Records],
-        numbers: list[int],
-    ) -> None:
-        """Decode frames that could not be read from disk. `numbers` are their numbers in `reads`."""
-        columns = (column[numbers].tolist() for column in (reads.episode, reads.frame, reads.packet, reads.slot))
-        frames = [_Frame(indices[episode], records[episode], episode, *own) for episode, *own in zip(*columns, strict=True)]
-        # The blocks of encoded video for these frames were not fetched, so the file is read.
-        self._decode(store, frames)
 
     def _usable(self, plan: FramePlan | Reads, episodes: OpenEpisodes) -> dict[int, VideoIndex]:
         """Return the index of each episode's file. If a file contradicts the metadata, its frames' slots get the error.
@@ -228,44 +214,21 @@ class TorchcodecDecoder(VideoFiles):
         return indices
 
     def _decode(self, store: Store, frames: list[_Frame]) -> None:
-        """Put frames into slots, in a decode thread. Decode those that are not on disk, and that no other process decodes."""
-        if self._stored is None:
-            self._decode_missing(store, frames)
-            return
-        for own in self._stored.divided([(frame.records, frame.packet) for frame in frames]):
-            self._decode_missing(store, list(self._still_missing(self._stored, store, [frames[i] for i in own])))
-
-    def _decode_missing(self, store: Store, frames: list[_Frame]) -> None:
-        """Decode frames, and put them into slots.
-
-        If decoding fails, `_Parts` finds the frames that fail, and only their slots get the error. If the frames of a part are
-        all in one file that cannot be read, all of them get the error.
+        """Decode frames, and put them into slots, in a decode thread. See `_decode_divided`.
 
         Raises:
             RouteChange: If NVDEC cannot decode a frame, and the CPU can, or if the GPU's memory is not enough.
         """
-        parts = _Parts(len(frames))
-        while part := frames[parts.start : parts.stop]:
-            try:
-                self._decode_together(store, part)
-            except torch.OutOfMemoryError as error:
-                raise self.change(part[0].file, f"the GPU's memory is not enough for {len(part)} frames") from error
-            except (DecodeError, DatasetError, StorageError) as error:
-                if any(frame.slot == NONE for frame in part):
-                    # No batch needs the frames for the disk only, and they may be why others failed. The first part had all
-                    # frames, so no frame was decoded yet.
-                    frames = [frame for frame in frames if frame.slot != NONE]
-                    parts = _Parts(len(frames))
-                elif len(part) > 1 and (isinstance(error, DecodeError) or len({frame.file.path for frame in part}) > 1):
-                    parts.divide()
-                else:
-                    for frame in part:
-                        self._fail(store, frame, error)
-                    parts.give_up()
-            else:
-                parts.advance()
+        decode = functools.partial(self._decode_together, store)
+        needed = [frame for frame in frames if frame.slot != NONE]
+        if len(needed) < len(frames):
+            # No batch needs the frames for the disk only, and they may be why others fail. They are then left out.
+            with suppress(*_READ_ERRORS):
+                decode(frames)
+                return
+        _decode_divided(needed, decode, functools.partial(self._fail, store))
 
-    def _fail(self, store: Store, frame: _Frame, error: DecodeError | DatasetError | StorageError) -> None:
+    def _fail(self, store: Store, frame: _Frame, error: _ReadError) -> None:
         """Put an error into the slot of a frame. Raises RouteChange if NVDEC failed, and the CPU can decode the frame."""
         if isinstance(error, DecodeError) and self._gpu is not None:
             error = self._on_cpu(store, frame.file, frame.packet, error)
@@ -273,61 +236,46 @@ class TorchcodecDecoder(VideoFiles):
             error = self.named(frame.episode, np.array([frame.number]), frame.file, error)
         self._slots.fail(frame.slot, error.with_traceback(None))  # it would keep packets and pixels
 
-    def _on_cpu(
-        self, store: Store, file: VideoIndex, packet: int, error: DecodeError
-    ) -> DecodeError | DatasetError | StorageError:
+    def _on_cpu(self, store: Store, file: VideoIndex, packet: int, error: DecodeError) -> _ReadError:
         """Return the CPU's error for a frame that NVDEC cannot decode. Raises RouteChange if the CPU can decode it."""
         try:
             decode(store, [file], [packet], self.format(file, packet))
-        except (DecodeError, DatasetError, StorageError) as on_cpu:
+        except _READ_ERRORS as on_cpu:
             return on_cpu
         raise self.change(file, error) from error
 
-    def _still_missing(self, stored: StoredFrames, store: Store, frames: list[_Frame]) -> Iterator[_Frame]:
-        """Yield the frames that must be decoded.
-
-        Others were added to the frame cache on disk meanwhile, or it has them from another source with the same packets.
-        """
-        for records, group in itertools.groupby(frames, lambda frame: frame.records):
-            own = list(group)
-            if records is None:
-                yield from own
-                continue
-            numbers, slots = [frame.packet for frame in own], [frame.slot for frame in own]
-            places = [(frame.episode, frame.number) for frame in own]
-            is_there = stored.read_added(
-                records, numbers, slots, places, functools.partial(self._packet_hashes, store, own[0].file)
-            )
-            yield from (frame for frame, there in zip(own, is_there, strict=True) if not there)
-
-    def _packet_hashes(self, store: Store, file: VideoIndex, packets: list[int]) -> dict[int, int]:
+    def _packet_hashes(self, store: Store, frame: _Frame, packets: list[int]) -> dict[int, int]:
         """See `mp4.clip.packet_hashes`. If packets cannot be read, decoding them raises the error."""
-        with suppress(DatasetError, StorageError, DecodeError), self._counters.timed("read_s"):
-            return packet_hashes(store, file, packets)
+        with suppress(*_READ_ERRORS), self._counters.timed("read_s"):
+            return packet_hashes(store, frame.file, packets)
         return {}
 
     def _decode_together(self, store: Store, frames: list[_Frame]) -> None:
-        """Decode frames with one clip if possible, and put them into slots. Raises DecodeError if one of them fails."""
+        """Decode frames with one clip if possible, and put them into slots.
+
+        Raises:
+            DecodeError, DatasetError, StorageError: If one of them fails.
+            RouteChange: If the GPU's memory is not enough.
+        """
         indices, packets = [frame.file for frame in frames], [frame.packet for frame in frames]
         video, decoded, stored = self.format(indices[0], packets[0]), 0, 0
         part, timed = frames_at_once((video.height, video.width), self._gpu), self._counters.timed
         device, decode_parts = device_name(self._gpu), depth.decode_clip_in_parts if self._is_depth else None
-        hashed = self._stored is not None and self._stored.is_open
+        adds_to = self._on_disk if self._on_disk is not None and self._on_disk.is_open else None
         try:
             what = "decodes {} frames of {}", len(frames), store.where(indices[0].path)
             with timed("decode_s"), own_stream(self._gpu), working(*what):
-                parts = decode_in_parts(store, indices, packets, video, part, timed, device, decode_parts, hashed)
+                parts = decode_in_parts(store, indices, packets, video, part, timed, device, decode_parts, adds_to is not None)
                 for requests, tensor, more, hashes in parts:
                     own = [frames[i] for i in requests]
                     with timed("resize_s"):
                         resized = self._resized(tensor, indices[0])
                         self._put([frame.slot for frame in own], resized)
-                    if self._stored is not None and hashed:
-                        self._stored.add(
-                            (frame.records, frame.packet, packets, (frame.episode, frame.number), pixels)
-                            for frame, packets, pixels in zip(own, hashes, resized, strict=True)
-                        )
+                    if adds_to is not None:
+                        adds_to.add(zip(own, hashes, resized, strict=True))
                     decoded, stored = decoded + more, stored + len(requests)
+        except torch.OutOfMemoryError as error:
+            raise self.change(indices[0], f"the GPU's memory is not enough for {len(frames)} frames") from error
         finally:
             self._counters.add(clips=1, decoded_frames=decoded, stored_frames=stored)
 

@@ -45,9 +45,9 @@ class Counters:
     clips: int = 0
     decoded_frames: int = 0
     stored_frames: int = 0
-    frame_cache_hits: int = 0
-    frame_cache_disk_hits: int = 0
-    frame_cache_disk_written_bytes: int = 0
+    memory_hits: int = 0
+    disk_hits: int = 0
+    disk_written_bytes: int = 0
     frames_evicted_before_use: int = 0
     read_s: float = 0.0
     pack_s: float = 0.0

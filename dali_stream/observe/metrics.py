@@ -29,9 +29,9 @@ def metrics(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, floa
         "samples_per_s": _ratio(grown("samples"), seconds),
         "wait_share": _ratio(grown("wait_s"), seconds),
         "decodes_per_frame": _ratio(grown("decoded_frames"), frames),
-        "frame_cache_hit_share": min(_ratio(grown("frame_cache_hits"), frames), 1.0),
-        "frame_cache_disk_hit_share": min(_ratio(grown("frame_cache_disk_hits"), frames), 1.0),
-        "frame_cache_disk_written_bytes": grown("frame_cache_disk_written_bytes"),
+        "memory_hit_share": min(_ratio(grown("memory_hits"), frames), 1.0),
+        "disk_hit_share": min(_ratio(grown("disk_hits"), frames), 1.0),
+        "disk_written_bytes": grown("disk_written_bytes"),
     }
     counts = {name: grown(counter) for name, counter in _TRAFFIC.items()} | {name: grown(name) for name in _EVENTS}
     return rates | counts | {name: float(now[name]) for name in _MEMORY}

@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from dali_stream.cache.frame_files import FrameFiles
 from dali_stream.cache.frame_folder import FrameFolder, has_frames, pixel_key
+from dali_stream.cache.frames_on_disk import READ_FRAMES
 from dali_stream.cache.indices import IndexCache
 from dali_stream.checks.arrays import NONE
 from dali_stream.decode.decoder import TASK_FRAMES, task_frames
 from dali_stream.decode.route import TORCHCODEC_CUDA, Route
-from dali_stream.decode.stored import READ_FRAMES
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.source import Source
 from dali_stream.order.batches import Batches

@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping
 
 from dali_stream.cache.buffers import Buffers
-from dali_stream.cache.frame_files import FrameFiles
+from dali_stream.cache.frames_on_disk import FramesOnDisk
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.decode.decoder import Decoder, VideoAndImages, Work
 from dali_stream.decode.images import ImageDecoder
 from dali_stream.decode.route import TORCHCODEC_CUDA, Route
-from dali_stream.decode.stored import StoredFrames
 from dali_stream.decode.torchcodec_decoder import TorchcodecDecoder
 from dali_stream.observe.counters import Counters
 from dali_stream.order.audited import audited
@@ -35,32 +34,29 @@ class DecodePool:
         config: Configuration of the loader.
         routes: {camera: decoder}.
         slot_counts: {camera whose decoded frames are cached: number of slots for them}.
-        frame_files: {camera: its frames on disk}.
         counters: Counters to add to.
 
     Attributes:
         decoders: {camera: decoder}.
         slots: {camera: its cached frames}.
+        on_disk: {camera: its frames on disk}. Empty without a frame cache on disk.
         copiers: Threads that copy frames together with the calling thread.
         dtype: Type of the frames of a batch, except those of depth cameras. See `Config.gathered`.
         buffers: Memory for batches.
         starter: Thread that starts the runs of the DALI graph.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        routes: Mapping[str, Route],
-        slot_counts: Mapping[str, int],
-        frame_files: Mapping[str, FrameFiles],
-        counters: Counters,
-    ) -> None:
-        self._config, self._frame_files, self._counters = config, frame_files, counters
+    def __init__(self, config: Config, routes: Mapping[str, Route], slot_counts: Mapping[str, int], counters: Counters) -> None:
+        self._config, self._counters = config, counters
         cached = config.cached(routes)
         self.dtype, channels_first = config.gathered(cached)
         self.buffers = Buffers(channels_first)
-        self._direct = {key for key in slot_counts if config.reads_directly(key, cached)}
         self.slots = {key: Slots(count, config.frame_shape(key), config.frame_dtype(key)) for key, count in slot_counts.items()}
+        direct = {key: self.buffers for key in slot_counts if config.reads_directly(key, cached)}
+        self.on_disk = {
+            key: FramesOnDisk(key, files, self.slots[key], counters, direct.get(key))
+            for key, files in config.frame_files(routes).items()
+        }
         self.decoders = {key: self._decoder(key, routes[key]) for key in config.source.cameras}
         self._on_cpu = {key for key, route in routes.items() if route.decoder in ("torchcodec", "pyav")}
         self._decoded_bytes = 0
@@ -76,15 +72,13 @@ class DecodePool:
 
             choose = (lambda samples: audited(samples.position, samples.epoch, config.audit)) if config.audit else None
             return DaliDecoder(source, key, self._counters, config.gpu, size, choose, any_size)
-        slots, files = self.slots[key], self._frame_files.get(key)
-        buffers = self.buffers if key in self._direct else None
-        stored = None if files is None else StoredFrames(files, slots, self._counters, buffers)
+        slots, on_disk = self.slots[key], self.on_disk.get(key)
         decoders: list[Decoder] = []
         if key in source.videos:
             gpu = config.gpu if route.decoder == TORCHCODEC_CUDA else None
-            decoders.append(TorchcodecDecoder(source, key, self._counters, slots, size, any_size, stored, gpu))
+            decoders.append(TorchcodecDecoder(source, key, self._counters, slots, size, any_size, on_disk, gpu))
         if key in source.images:
-            decoders.append(ImageDecoder(source, key, self._counters, slots, size, any_size, stored))
+            decoders.append(ImageDecoder(source, key, self._counters, slots, size, any_size, on_disk))
         return VideoAndImages(source, key, slots, *decoders) if len(decoders) == 2 else decoders[0]
 
     def start(self, plan: BatchPlan, episodes: OpenEpisodes, stores: Mapping[str, Store]) -> dict[str, Work]:
@@ -107,7 +101,7 @@ class DecodePool:
     def _count(self, plan: BatchPlan) -> None:
         """Count cache hits and evictions. Return free memory to the system after every `_TRIM_AFTER` bytes per thread."""
         for key, planned in plan.frames.items():
-            self._counters.add(frame_cache_hits=planned.hits, frames_evicted_before_use=planned.evicted)
+            self._counters.add(memory_hits=planned.hits, frames_evicted_before_use=planned.evicted)
             if key in self._on_cpu:
                 self._decoded_bytes += planned.decodes * math.prod(self._config.source.features[key].shape)
         if self._decoded_bytes >= _TRIM_AFTER * len(self._workers):
@@ -128,3 +122,5 @@ class DecodePool:
         # Memory is freed explicitly, since DALI may keep references to the decoders for a while.
         for decoder in self.decoders.values():
             decoder.close()
+        for frames in self.on_disk.values():
+            frames.close()

@@ -70,11 +70,9 @@ class Planner:
             source.dataset_of,
             config.needed(cached),
         )
-        self._files = config.frame_files(routes)
-        self._looked_in = epoch  # last epoch in which the frame cache on disk was searched for frames of other processes
-        self._reading = Reading(config, sizes, parts, self._schedule, self._files, counters)
         slots = {key: self._schedule.frames[key].slot_count for key in cached}
-        self.pool = DecodePool(config, routes, slots, self._files, counters)
+        self.pool = DecodePool(config, routes, slots, counters)
+        self._reading = Reading(config, sizes, parts, self._schedule, self.pool.on_disk, counters)
         self.keeps_all = not on_dali and parts.kept >= sizes.frames
         self._planned: queue.SimpleQueue[PlannedBatch | BaseException] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -172,12 +170,8 @@ class Planner:
         [samples] = self._schedule.ahead(1)
         for key, slots in self.pool.slots.items():
             self._schedule.frames[key].drop(samples.number, slots.take_unread())
-        if samples.epoch > self._looked_in:
-            self._looked_in = samples.epoch
-            reading.episodes.look_on_disk()
-        for key, files in self._files.items():
-            self._schedule.table.set_stored(key, files.take_added())
-            self._schedule.frames[key].adds_to_disk = files.is_open
+        for frames in self.pool.on_disk.values():
+            frames.update(self._schedule, samples.epoch)
         plan = self._schedule.plan()
         stores = reading.fetch(plan)
         errors = reading.episodes.failed

@@ -6,8 +6,9 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 
-from dali_stream.cache.frame_files import FrameFiles
-from dali_stream.cache.open_episodes import OpenEpisodes, ReadLimits
+from dali_stream.cache.frames_on_disk import FramesOnDisk
+from dali_stream.cache.look_ahead import ReadLimits
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.video import BlockCache
 from dali_stream.checks.arguments import budget_text
 from dali_stream.lerobot.rows import RowMemory
@@ -39,7 +40,7 @@ class Reading:
         sizes: Sizes of the dataset and of its batches.
         parts: Division of `memory_budget`.
         schedule: Schedule of the batches. Nothing else opens and closes episodes in its table.
-        files: {camera: its frames on disk}.
+        on_disk: {camera: its frames on disk}.
         counters: Counters to add to.
 
     Attributes:
@@ -55,7 +56,7 @@ class Reading:
         sizes: Sizes,
         parts: Parts,
         schedule: Schedule,
-        files: Mapping[str, FrameFiles],
+        on_disk: Mapping[str, FramesOnDisk],
         counters: Counters,
     ) -> None:
         source, remote = config.source, config.source.data_store.remote
@@ -97,7 +98,7 @@ class Reading:
             schedule.table,
             close,
             config.max_substitutes is not None,
-            files,
+            on_disk,
             counters,
         )
         self._source = source

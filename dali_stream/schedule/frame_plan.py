@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +68,18 @@ class FramePlan:
     decodes: int
     evicted: int
     reads: Reads = NO_READS
+
+    def chosen(self, decoded: Mask, read: Mask) -> FramePlan:
+        """Return the plan for some of the frames to decode and to read, for which the masks are True. `show` is the same."""
+        return replace(
+            self,
+            episode=self.episode[decoded],
+            frame=self.frame[decoded],
+            packet=self.packet[decoded],
+            slot=self.slot[decoded],
+            gop=self.gop[decoded],
+            reads=self.reads.chosen(read),
+        )
 
     def __str__(self) -> str:
         def listed(values: Int64) -> str:

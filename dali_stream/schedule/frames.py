@@ -12,7 +12,7 @@ Names say which numbers an array has. Frames are numbered over all episodes of t
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,17 +22,52 @@ from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.frame_plan import NO_READS, NOTHING, FramePlan, Reads
 from dali_stream.schedule.frame_set import FrameSet
 from dali_stream.schedule.next_uses import NEVER, Window
-from dali_stream.schedule.slot_allocator import SlotAllocator
+from dali_stream.schedule.slot_allocator import Room, SlotAllocator
 
 _PRECISION = 1 << 10  # batches until the next use are multiplied by this before they are divided by a cost
 _SLACK = 256  # a full cache evicts 1/256 of its frames more than necessary, so that it rarely ranks all of them
 _TURNOVERS = 2  # a frame without a known next use is assumed to be evicted before a full cache was replaced this many times
 
 
-class FrameCache:
-    """Cache of one camera's decoded frames in memory. It assigns slot numbers, and `dali_stream.cache.slots` stores the frames.
+@dataclass
+class _Choice:
+    """Frames that are cached after a batch. By default, all of them are.
 
-    The argument `frame_cache` of a Loader is another one, on disk: `dali_stream.cache.frame_files`.
+    Attributes:
+        batch: Number of the batch.
+        ahead: Number of later batches that have been read from the order.
+        rows: Rows of the new frames, which may be cached. Those that the batch shows precede the others of their GOPs.
+        wanted: Number of new frames that the batch shows.
+        hits: Slots of the cached frames that the batch shows.
+        keep: Whether each new frame is cached.
+        stays: Whether each hit stays cached.
+        next_use: Next use of each new frame.
+        by_cost: Whether frames are ranked by the decodes that they cost.
+    """
+
+    batch: int
+    ahead: int
+    rows: Int64
+    wanted: int
+    hits: Int64
+    keep: Mask = field(init=False)
+    stays: Mask = field(init=False)
+    next_use: Int64 = field(init=False)
+    by_cost: bool = False
+
+    def __post_init__(self) -> None:
+        self.keep, self.stays = np.ones(len(self.rows), np.bool_), np.ones(len(self.hits), np.bool_)
+
+    @property
+    def growth(self) -> int:
+        """Number of cached frames that are added, less the hits that make room for them."""
+        return int(self.keep.sum()) - int((~self.stays).sum())
+
+
+class FramesInMemory:
+    """Decoded frames of one camera in memory: which are cached, and in which slots. `dali_stream.cache.slots` stores them.
+
+    Frames on disk are those of `dali_stream.cache.frames_on_disk`.
 
     A slot is the place of one decoded frame in memory. Each frame of a batch has a slot until the batch is copied. A batch
     may show a slot that an earlier batch in progress is still decoding: batches are completed in order, so the frame has been
@@ -75,8 +110,7 @@ class FrameCache:
         self.slot_count = kept + in_progress * batch_frames
         self._slot_of: dict[int, int] = {}  # {cached frame: its slot}
         self._slots = SlotAllocator(self.slot_count, in_progress)
-        self._room = kept  # number of frames that may still be cached
-        self._room_later = defaultdict[int, int](int)  # {batch: growth of `_room` when this batch is planned}
+        self._room = Room(kept)
         self.adds_to_disk = False
 
     @property
@@ -142,32 +176,21 @@ class FrameCache:
             # copy. `touched` need not be updated, since only `drop` frees slots.
             return FramePlan(show.reshape(frames.shape), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, len(show), 0, 0)
         self._slots.release(batch)
-        for at in [at for at in self._room_later if at <= batch]:
-            self._room += self._room_later.pop(at)
+        self._room.release(batch)
         shown, place = np.unique(frames, return_inverse=True)
         slot = self.slots_of(shown)
         hit = slot >= 0
-        # Hits are marked before `_choose` evicts, so that no frame of this batch is evicted for another one.
+        # Hits are marked before others are evicted, so that no frame of this batch is evicted for another one.
         self._slots.touched[slot[hit]] = batch
-        rows = self._table.rows(shown[~hit])
+        new = np.flatnonzero(~hit)
+        rows = self._table.rows(shown[new])
         present = self._camera.packet[rows] >= 0
-        new_rows = rows[present]
-        stored = self._camera.stored[new_rows]
-        wanted_rows, read_rows = new_rows[~stored], new_rows[stored]
-        beside_rows = self._beside(wanted_rows)
-        decode_rows, keep, evicted = self._choose(batch, ahead, wanted_rows, beside_rows, slot[hit])
-        into = self._slots.take(batch, len(decode_rows))
-        self._keep(decode_rows[keep], into[keep], batch)
-        self._slots.free_later(batch, into[~keep])
-        read_into, cached = self._read_into(batch, read_rows)
-        new_slots = np.empty(len(new_rows), np.int64)
-        new_slots[~stored], new_slots[stored] = into[: len(wanted_rows)], read_into
-        new = np.flatnonzero(~hit)[present]
-        slot[new] = new_slots
-        if self.adds_to_disk and len(beside_rows):  # and the frames for the disk only
-            others = beside_rows[~np.isin(beside_rows, decode_rows)]
-            decode_rows = np.concatenate([decode_rows, others])
-            into = np.concatenate([into, np.full(len(others), NONE)])
+        new, rows = new[present], rows[present]
+        stored = self._camera.stored[rows]
+        wanted_rows, read_rows = rows[~stored], rows[stored]
+        decode_rows, into, evicted = self._decode(batch, ahead, wanted_rows, slot[hit])
+        read_into, cached = self._read(batch, read_rows)
+        slot[new[~stored]], slot[new[stored]] = into[: len(wanted_rows)], read_into
         packet, gop = self._camera.packet[decode_rows].astype(np.int64), self._camera.gops(decode_rows)
         # The decoders rely on this order, see `FramePlan`.
         order = np.lexsort((packet, gop))
@@ -186,7 +209,37 @@ class FrameCache:
             reads=self._reads(read_rows, read_into, _only_places(place, new[stored], cached)) if len(read_rows) else NO_READS,
         )
 
-    def _read_into(self, batch: int, rows: Int64) -> tuple[Int64, int]:
+    def _decode(self, batch: int, ahead: int, wanted_rows: Int64, hit_slots: Int64) -> tuple[Int64, Int64, int]:
+        """Allocate the slots of frames that are decoded, and cache those that `_choose` chooses.
+
+        Args:
+            batch: Number of the batch.
+            ahead: Number of later batches that have been read from the order.
+            wanted_rows: Rows of the frames that the batch shows and that must be decoded.
+            hit_slots: Slots of the cached frames that the batch shows.
+
+        Returns:
+            Rows of the frames to decode, beginning with `wanted_rows`, the slot of each, or `NONE` for those that are decoded
+            for the disk only, and the number of frames that were evicted although a later batch was known to show them.
+        """
+        if not len(wanted_rows):  # no frame needs the slot of another one
+            return wanted_rows, wanted_rows, 0
+        beside_rows = self._beside(wanted_rows)
+        choice, evicted = self._choose(batch, ahead, wanted_rows, beside_rows, hit_slots)
+        # All wanted frames get a slot. Other frames of a GOP get one only to be cached: otherwise they are not decoded, or
+        # decoded on the way to others and dropped.
+        has_slot = choice.keep.copy()
+        has_slot[: choice.wanted] = True
+        rows, keep = choice.rows[has_slot], choice.keep[has_slot]
+        slots = self._slots.take(batch, len(rows))
+        self._keep(rows[keep], slots[keep], batch)
+        self._slots.free_later(batch, slots[~keep])
+        if self.adds_to_disk and not has_slot.all():
+            rows = np.concatenate([rows, choice.rows[~has_slot]])
+            slots = np.concatenate([slots, np.full(len(rows) - len(slots), NONE)])
+        return rows, slots, evicted
+
+    def _read(self, batch: int, rows: Int64) -> tuple[Int64, int]:
         """Allocate the slots of frames that are read from disk. They are cached only if there is room, since nothing is gained
         by evicting a frame that must be decoded.
 
@@ -194,7 +247,7 @@ class FrameCache:
             Slot of each frame, and how many frames are cached, which are the first ones.
         """
         slots = self._slots.take(batch, len(rows))
-        kept = max(min(self._room, len(rows)), 0)
+        kept = max(min(self._room.free, len(rows)), 0)
         self._keep(rows[:kept], slots[:kept], batch)
         self._slots.free_later(batch, slots[kept:])
         return slots, kept
@@ -205,8 +258,6 @@ class FrameCache:
 
     def _beside(self, wanted_rows: Int64) -> Int64:
         """Return the rows of frames beside `wanted_rows`: needed, in the same GOPs, and neither cached nor on disk."""
-        if not len(wanted_rows):
-            return wanted_rows
         members = self._camera.members(np.unique(self._camera.gops(wanted_rows)))
         others = (self._camera.packet[members] >= 0) & ~self._camera.stored[members]
         others[np.searchsorted(members, wanted_rows)] = False
@@ -222,10 +273,8 @@ class FrameCache:
         last = np.append(starts[1:], len(gop)) - 1
         return int((packet[last] - self._camera.packet[gop[starts]] + 1).sum())
 
-    def _choose(
-        self, batch: int, ahead: int, wanted_rows: Int64, beside_rows: Int64, hit_slots: Int64
-    ) -> tuple[Int64, Mask, int]:
-        """Choose which frames to decode and to cache. Evict cached frames whose next uses are farther away.
+    def _choose(self, batch: int, ahead: int, wanted_rows: Int64, beside_rows: Int64, hit_slots: Int64) -> tuple[_Choice, int]:
+        """Choose which frames to cache after a batch. Evict cached frames whose next uses are farther away.
 
         Cached frames, and evicted frames that a batch in progress still uses, occupy at most `kept` slots together. Each batch
         in progress occupies at most B · T other slots. Therefore a slot is always free for each new frame.
@@ -233,66 +282,84 @@ class FrameCache:
         Args:
             batch: Number of the batch.
             ahead: Number of later batches that have been read from the order.
-            wanted_rows: Rows of the frames that the batch shows and that must be decoded.
+            wanted_rows: See `_decode`.
             beside_rows: Rows of the other frames of the same GOPs that are not cached.
-            hit_slots: Slots of the cached frames that the batch shows.
+            hit_slots: See `_decode`.
 
         Returns:
-            Rows of the frames to decode, beginning with `wanted_rows`, a mask of those to cache after the batch, and the number
-            of frames that were evicted although a later batch was known to show them.
+            The choice, and the number of frames that were evicted although a later batch was known to show them.
         """
-        coming_rows = np.concatenate([wanted_rows, beside_rows])
-        if not len(wanted_rows):  # no frame needs the slot of another one
-            return coming_rows, np.empty(0, np.bool_), 0
-        keep, count, evicted = np.ones(len(coming_rows), np.bool_), len(wanted_rows), 0
-        if not self.keeps_all:
-            next_use, by_cost = self._slots.next_use, self._ranks_by_cost(wanted_rows)
-            after = self._window.uses.next(self._table.frames(coming_rows), batch)
-            # A batch that decodes nothing does not update the next uses of the frames that it shows. Those of these frames that
-            # no later batch is known to show are removed now.
-            passed = np.flatnonzero((self._slots.frame != NONE) & (next_use <= batch))
-            next_use[passed] = self._window.uses.next(self._slots.frame[passed], batch)
-            gone = passed[(next_use[passed] == NEVER) & (self._slots.touched[passed] != batch) & (not by_cost)]
-            # Unlike in `_evict`, these frames make room at once. Until the batch that has shown them is copied, their slots
-            # are among the B · T other slots of that batch.
-            self._room += len(gone)
-            evicted += self._forget(batch, gone)
-            # A frame whose next use is unknown is shown after the batches ahead. Each of these adds about as many frames as
-            # this batch, so the frame is not cached if it would be evicted before that. Frames that this batch shows are rarely
-            # shown again before the next epoch, so in a full or a small cache, their next use must be known. If nearly all
-            # frames fit, each is cached until it is ranked below others. An unknown next use then counts as the first batch
-            # after those ahead.
-            known, stays = after < NEVER, (next_use[hit_slots] < NEVER) | by_cost
-            if not by_cost and ahead * count > _TURNOVERS * self._kept:
-                keep = known
-            elif not by_cost and (len(coming_rows) > self._room or not self._holds_most):
-                keep[:count] = known[:count]
-            # Hits that no later batch is known to show make room for new frames.
-            if keep.sum() > self._room + (~stays).sum():
-                # Rank cached frames, new frames and hits together, and keep those with the nearest next uses.
-                held = np.flatnonzero((self._slots.frame != NONE) & (self._slots.touched != batch))
-                parts = next_use[held], after[keep], next_use[hit_slots[stays]]
-                rank = np.concatenate(parts)
-                if by_cost:
-                    costs = self._slots.cost[held], self._costs(coming_rows[keep]), self._slots.cost[hit_slots[stays]]
-                    rank = (np.minimum(rank, batch + ahead) - batch) * _PRECISION // np.concatenate(costs)
-                near = nearest(rank, max(self._kept - self._kept // _SLACK, 0))
-                near_held, near_coming, near_hits = np.split(near, np.cumsum([len(part) for part in parts])[:-1])
-                keep[keep], stays[stays] = near_coming, near_hits
-                evicted += self._evict(batch, held[~near_held])
-            # An evicted frame makes no room while a batch in progress uses its slot. During that time, fewer new frames are
-            # cached.
-            if (excess := int(keep.sum() - self._room - (~stays).sum())) > 0:
-                farthest = np.flatnonzero(keep)[np.argsort(-after[keep], kind="stable")]
-                keep[farthest[:excess]] = False
-            gone = hit_slots[~stays]  # they make room at once, too
-            self._room += len(gone)
-            evicted += self._forget(batch, gone)
-        # All wanted frames get a slot. Other frames of a GOP get one only to be cached: otherwise they are not decoded, or
-        # decoded on the way to others and dropped.
-        into = keep.copy()
-        into[:count] = True
-        return coming_rows[into], keep[into], evicted
+        rows = np.concatenate([wanted_rows, beside_rows])
+        choice = _Choice(batch, ahead, rows, len(wanted_rows), hit_slots)
+        if self.keeps_all:
+            return choice, 0
+        choice.by_cost = self._ranks_by_cost(wanted_rows)
+        choice.next_use = self._window.uses.next(self._table.frames(rows), batch)
+        evicted = self._evict_passed(choice)
+        if not choice.by_cost:
+            self._find_candidates(choice)
+        if choice.growth > self._room.free:
+            evicted += self._rank(choice)
+        self._admit(choice)
+        return choice, evicted + self._evict(batch, choice.hits[~choice.stays], at_once=True)
+
+    def _evict_passed(self, choice: _Choice) -> int:
+        """Update the next uses of frames that were shown since, and evict those that no later batch is known to show.
+
+        A batch that decodes nothing does not update the next uses of the frames that it shows, so this is done here.
+
+        Returns:
+            See `_evict`.
+        """
+        next_use = self._slots.next_use
+        passed = np.flatnonzero((self._slots.frame != NONE) & (next_use <= choice.batch))
+        next_use[passed] = self._window.uses.next(self._slots.frame[passed], choice.batch)
+        if choice.by_cost:
+            return 0
+        gone = passed[(next_use[passed] == NEVER) & (self._slots.touched[passed] != choice.batch)]
+        return self._evict(choice.batch, gone, at_once=True)
+
+    def _find_candidates(self, choice: _Choice) -> None:
+        """Leave out the frames that would be evicted before they are shown again.
+
+        A frame whose next use is unknown is shown after the batches ahead. Each of these adds about as many frames as this
+        batch, so the frame is not cached if it would be evicted before that. Frames that this batch shows are rarely shown
+        again before the next epoch, so in a full or a small cache, their next use must be known. If nearly all frames fit, each
+        is cached until it is ranked below others. An unknown next use then counts as the first batch after those ahead.
+        """
+        choice.stays = self._slots.next_use[choice.hits] < NEVER
+        known = choice.next_use < NEVER
+        if choice.ahead * choice.wanted > _TURNOVERS * self._kept:
+            choice.keep = known
+        elif len(choice.rows) > self._room.free or not self._holds_most:
+            choice.keep[: choice.wanted] = known[: choice.wanted]
+
+    def _rank(self, choice: _Choice) -> int:
+        """Rank cached frames, new frames and hits together, and keep those with the nearest next uses. Evict the others.
+
+        Returns:
+            See `_evict`.
+        """
+        batch, hits, rows = choice.batch, choice.hits[choice.stays], choice.rows[choice.keep]
+        held = np.flatnonzero((self._slots.frame != NONE) & (self._slots.touched != batch))
+        rank = np.concatenate([self._slots.next_use[held], choice.next_use[choice.keep], self._slots.next_use[hits]])
+        if choice.by_cost:
+            costs = np.concatenate([self._slots.cost[held], self._costs(rows), self._slots.cost[hits]])
+            rank = (np.minimum(rank, batch + choice.ahead) - batch) * _PRECISION // costs
+        near = nearest(rank, max(self._kept - self._kept // _SLACK, 0))
+        near_held, near_rows, near_hits = np.split(near, [len(held), len(held) + len(rows)])
+        choice.keep[choice.keep], choice.stays[choice.stays] = near_rows, near_hits
+        return self._evict(batch, held[~near_held])
+
+    def _admit(self, choice: _Choice) -> None:
+        """Leave out the new frames that do not fit, those with the farthest next uses.
+
+        An evicted frame makes no room while a batch in progress uses its slot. During that time, fewer new frames are cached.
+        """
+        if (excess := choice.growth - self._room.free) > 0:
+            new = np.flatnonzero(choice.keep)
+            farthest = new[np.argsort(-choice.next_use[new], kind="stable")]
+            choice.keep[farthest[:excess]] = False
 
     def _ranks_by_cost(self, wanted_rows: Int64) -> bool:
         """Return whether frames are ranked by the decodes that they cost, and not only by their next use.
@@ -320,25 +387,25 @@ class FrameCache:
         if not self.keeps_all:
             self._slots.next_use[slots] = self._window.uses.next(frames, batch)
             self._slots.cost[slots] = self._costs(rows)
-        self._room -= len(frames)
+        self._room.take(len(frames))
 
-    def _evict(self, batch: int, slots: Int64) -> int:
-        """Evict frames that the batch does not show. Return how many of them a later batch is known to show."""
-        # A slot cannot be reused while a batch in progress shows or writes it. The room grows once that batch is copied.
-        free_from, count = np.unique(self._slots.free_from(batch, slots), return_counts=True)
-        for at, freed in zip(free_from.tolist(), count.tolist(), strict=True):
-            if at == batch:
-                self._room += freed
-            else:
-                self._room_later[at] += freed
-        return self._forget(batch, slots)
-
-    def _forget(self, batch: int, slots: Int64) -> int:
+    def _evict(self, batch: int, slots: Int64, at_once: bool = False) -> int:
         """Remove frames from the cache, and free their slots as soon as no batch in progress uses them.
+
+        Args:
+            batch: Number of the batch that is planned.
+            slots: Slots of the frames.
+            at_once: Whether the frames make room at once, and not only when their slots are free. This is possible for frames
+                that a batch has shown last: until it is copied, their slots are among the B · T other slots of that batch.
+                Default: False.
 
         Returns:
             Number of these frames that a later batch is known to show.
         """
+        if at_once:
+            self._room.give_back(len(slots))
+        else:
+            self._room.give_back_later(batch, self._slots.free_from(batch, slots))
         for frame in self._slots.frame[slots].tolist():
             del self._slot_of[frame]
         self._slots.frame[slots] = NONE

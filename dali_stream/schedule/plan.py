@@ -14,7 +14,7 @@ from dali_stream.checks.arrays import Int64
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.frame_plan import FramePlan
 from dali_stream.schedule.frame_set import FrameSet
-from dali_stream.schedule.frames import FrameCache
+from dali_stream.schedule.frames import FramesInMemory
 from dali_stream.schedule.next_uses import Window
 from dali_stream.schedule.samples import Samples
 
@@ -76,7 +76,7 @@ class Schedule:
         limits: Limits of the look-ahead and of the caches.
         uncached: {camera whose frames are not cached: its frame offsets}.
         dataset_of: Dataset of each episode, shape (E,). It may be None if all offsets have shape (T,).
-        needed: {camera: frames that batches show in any epoch}, see `FrameCache`. Cameras whose batches show all frames are
+        needed: {camera: frames that batches show in any epoch}, see `FramesInMemory`. Cameras whose batches show all frames are
             missing. Default: none.
 
     Attributes:
@@ -105,7 +105,7 @@ class Schedule:
             for camera, values in {**windows, **(uncached or {})}.items()
         }
         self.frames = {
-            camera: FrameCache(
+            camera: FramesInMemory(
                 table,
                 camera,
                 self.windows[camera],

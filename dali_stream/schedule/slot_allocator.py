@@ -1,4 +1,4 @@
-"""Allocation of the slots of one camera's decoded frames."""
+"""Allocation of the slots of one camera's decoded frames, and the room for frames that stay in them."""
 
 from __future__ import annotations
 
@@ -64,3 +64,41 @@ class SlotAllocator:
     def _give_back(self, slots: Int64) -> None:
         self._free[self._free_count : self._free_count + len(slots)] = slots
         self._free_count += len(slots)
+
+
+class Room:
+    """Room for frames that are kept for later batches.
+
+    Attributes:
+        free: Number of frames that may be added now.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+        self._later = defaultdict[int, int](int)  # {batch: growth of `free` when it is planned}
+
+    def release(self, batch: int) -> None:
+        """Release the room that has become free with this batch or before it."""
+        for at in [at for at in self._later if at <= batch]:
+            self.free += self._later.pop(at)
+
+    def take(self, count: int) -> None:
+        """Take room for `count` frames, which are added."""
+        self.free -= count
+
+    def give_back(self, count: int) -> None:
+        """Return the room of `count` frames at once."""
+        self.free += count
+
+    def give_back_later(self, batch: int, free_from: Int64) -> None:
+        """Return the room of frames once their slots may be written again.
+
+        Args:
+            batch: Number of the batch that is planned.
+            free_from: First batch that may write the slot of each frame, see `SlotAllocator.free_from`.
+        """
+        for at, count in zip(*(values.tolist() for values in np.unique(free_from, return_counts=True)), strict=True):
+            if at == batch:
+                self.free += count
+            else:
+                self._later[at] += count

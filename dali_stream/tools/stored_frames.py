@@ -134,7 +134,7 @@ def verify(dataset: Dataset | Mixture, progress: Callable[[int, int], None], **a
                     different.setdefault((place, camera), []).append(int(found["frame_index"][sample]))
             progress(number, batches)
         stats = stored.stats()
-        return Verified(stats["frames"], stats["frame_cache_disk_hits"], different)
+        return Verified(stats["frames"], stats["disk_hits"], different)
 
 
 class Fill(NamedTuple):

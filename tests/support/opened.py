@@ -9,7 +9,8 @@ import numpy as np
 
 from dali_stream import Dataset
 from dali_stream.cache.indices import IndexCache
-from dali_stream.cache.open_episodes import OpenEpisodes, ReadLimits
+from dali_stream.cache.look_ahead import ReadLimits
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.lerobot.rows import RowMemory
 from dali_stream.observe.counters import Counters
 from dali_stream.order import Order
