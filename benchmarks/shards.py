@@ -32,6 +32,7 @@ import dali_stream
 from dali_stream.order import Order, Shuffle
 from dali_stream.order.batches import Batches
 from dali_stream.order.order import default_pools
+from dali_stream.pipeline.layout import Layout
 from dali_stream.schedule.budget import Sizes, divide, frames_budget, horizon
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.frame_set import shown_frames
@@ -160,7 +161,7 @@ def in_memory(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> li
     results = []
     for world, share in itertools.product(arguments.ranks, (1, 0.9)):
         with loader_of(dataset, arguments, rank=0, world_size=world, shuffle="sharded") as loader:
-            sizes = loader._config.sizes(list(loader.routes))
+            sizes = Layout(loader._config, loader.routes).sizes
         budget, kept = frames_budget(sizes), int(share * sizes.frames)
         if share < 1:  # the smallest budget that keeps this many frames, or the largest one that does not keep all
             budget = bisect.bisect_left(range(budget - 1), kept, key=lambda each: kept_with(each, sizes))

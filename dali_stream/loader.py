@@ -29,6 +29,7 @@ from dali_stream.observe.tracing import profiled, record
 from dali_stream.order import Shuffle
 from dali_stream.order.state import STATE_VERSION, check_state, check_version, noted
 from dali_stream.pipeline.aliases import Batch, Graph
+from dali_stream.pipeline.layout import Layout
 from dali_stream.pipeline.stream import BatchSource
 from dali_stream.pipeline.substitutes import Substitutes
 from dali_stream.run import bottleneck
@@ -44,7 +45,6 @@ from dali_stream.system.ranks import current_ranks, refuse_workers
 if TYPE_CHECKING:
     import torch
 
-    from dali_stream.pipeline.config import Config
 
 _JOIN_S = 0.1  # time after which the reads of a thread that is joined are ended again
 _log = logging.getLogger("dali_stream")
@@ -245,17 +245,17 @@ class Loader:
             self._release_dataset()
         if decode == "auto":
             routes = config.with_stored(routes)
-        self._check_budget(config)
-        cached = config.cached(routes)
-        check_memory(config, cached, memory_limit())
-        if config.uses_dali(cached):
+        layout = Layout(config, routes)
+        self._check_budget(layout)
+        check_memory(layout, memory_limit())
+        if layout.uses_dali:
             importlib.import_module("dali_stream.pipeline.dali_batches")
         return BatchSource(routes, dali_graph, decode, self._counters)
 
-    def _check_budget(self, config: Config) -> None:
+    def _check_budget(self, layout: Layout) -> None:
         """Check that memory_budget holds one batch."""
         try:
-            divide(config.memory_budget, config.sizes(()))
+            divide(layout.config.memory_budget, layout.sizes)
         except MemoryBudgetError as error:
             if self._budget_given:
                 raise
@@ -370,7 +370,7 @@ class Loader:
         epoch, position = check_state(state, "loader", config.order_state(), config.batches.frames)
         if taken:
             config.arguments.check_resumable(config.batches.world_size)
-            self._check_budget(config)
+            self._check_budget(Layout(config, self._source.routes))
         self._config, self._epoch, self._position = config, epoch, position
         if "consumers" in taken:
             self._warn_if_uneven()
@@ -618,8 +618,9 @@ class Loader:
         if self._counters.first_batch_s is None:
             self._counters.first_batch_s = now - self._constructed
             self._prepare_to_save()
-            if self._config.frame_folder is not None and not self._config.rank and _log.isEnabledFor(logging.INFO):
-                _log.info("%s", self._config.frame_folder_text(self._config.cached(self._source.routes)))
+            layout, on_disk = self._source.layout, self._config.frame_folder is not None
+            if layout is not None and on_disk and not self._config.rank and _log.isEnabledFor(logging.INFO):
+                _log.info("%s", layout.frame_folder_text())
         self._recent.add(self._counters.batches, self._counts)
         if self._counters.batches % bottleneck.JUDGED == 0 and "bottleneck" not in self._told:
             self._log_bottleneck()
@@ -738,14 +739,14 @@ class Loader:
 
     def _tell_what_shards_save(self) -> None:
         """Log on rank 0, after the first epoch, what `shuffle="sharded"` would save if memory holds all frames of a shard."""
-        config, sizes = self._config, self._source.sizes
-        cached, world = config.cached(self._source.routes), config.batches.world_size
-        disk_or_dali = config.frame_folder is not None or len(cached) < len(config.source.cameras)
-        if config.rank or world == 1 or config.arguments.shuffle is not True or sizes is None or disk_or_dali or not cached:
+        config, layout, world = self._config, self._source.layout, self._config.batches.world_size
+        if layout is None or config.rank or world == 1 or config.arguments.shuffle is not True or not layout.cached:
             return
-        needed = replace(config, arguments=config.arguments._replace(shuffle="sharded")).needed(cached)
-        sharded = replace(sizes, needed=max(map(len, needed.values()), default=None))
-        if not needed or divide(config.memory_budget, sharded).kept < sharded.frames:
+        if config.frame_folder is not None or layout.on_dali:
+            return
+        needed = Layout(replace(config, arguments=config.arguments._replace(shuffle="sharded")), layout.routes).needed
+        sizes = replace(layout.sizes, needed=max(map(len, needed.values()), default=None))
+        if not needed or divide(config.memory_budget, sizes).kept < sizes.frames:
             return
         # With memory for all frames, a rank decodes those that it has not shown in the first epoch.
         counts = asdict(self._counters)

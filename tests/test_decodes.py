@@ -14,6 +14,7 @@ from support.batches import check_identities
 from support.datasets import TOP, read_lengths
 
 from dali_stream import Loader, Mixture
+from dali_stream.pipeline.layout import Layout
 from dali_stream.schedule.budget import divide, frames_budget, order_horizon
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.plan import Limits, Schedule
@@ -35,15 +36,13 @@ def decodes() -> Iterator[ModuleType]:
 
 def scheduled(decodes: ModuleType, loader: Loader) -> list[Any]:
     """The work per delivered frame of two epochs, by the schedule of a Loader. Nothing is read or decoded."""
-    config, cameras = loader._config, list(loader.routes)
-    sizes = config.sizes(cameras)
+    config, layout = loader._config, Layout(loader._config, loader.routes)
+    cameras, sizes = layout.cached, layout.sizes
     parts = divide(config.memory_budget, sizes)
     limits = Limits(parts.kept, config.in_progress, order_horizon(parts, sizes))
     read = samples(config.order, config.batches, config.rank, 0, 0)
     windows, lengths = {key: config.windows.of(key) for key in cameras}, config.source.lengths
-    schedule = Schedule(
-        EpisodeTable(lengths, cameras), read, config.batches.largest, windows, limits, needed=config.needed(cameras)
-    )
+    schedule = Schedule(EpisodeTable(lengths, cameras), read, config.batches.largest, windows, limits, needed=layout.needed)
     return [decodes.decodes(schedule, lengths, GOP, config.batches.count(epoch)) for epoch in range(2)]
 
 
@@ -102,10 +101,10 @@ def test_a_rank_with_memory_for_its_shard_decodes_it_once(demo: Path, decodes: M
     """And so does the schedule alone. Memory for the frames of the rank is much less than for all frames."""
     options = SETTINGS | {"rank": 1, "world_size": 4, "prefetch": 2, "last_batch": "partial", "image_size": None}
     with Loader(demo, **options) as loader:
-        for_all = frames_budget(loader._config.sizes(list(loader.routes)))
+        for_all = frames_budget(Layout(loader._config, loader.routes).sizes)
     with Loader(demo, shuffle="sharded", **options) as loader:
-        enough = frames_budget(loader._config.sizes(list(loader.routes)))
-        frames = 2 * len(loader._config.needed(list(loader.routes))[TOP])
+        enough = frames_budget(Layout(loader._config, loader.routes).sizes)
+        frames = 2 * len(Layout(loader._config, loader.routes).needed[TOP])
         assert frames == pytest.approx(2 * loader.dataset.num_frames / 4, rel=0.05)
     assert for_all - enough == pytest.approx(0.75 * 2 * loader.dataset.num_frames * 128 * 160 * 3, rel=0.1)
     with Loader(demo, shuffle="sharded", memory_budget=enough, **options) as loader:
@@ -140,7 +139,7 @@ def test_the_end_of_the_first_epoch_tells_what_shards_save(demo: Path, caplog: p
             return caplog.text.count('A new run with shuffle="sharded"'), loader.stats()["decoded_frames"] - before
 
     with Loader(demo, shuffle="sharded", world_size=4, rank=0, prefetch=2, **SETTINGS) as loader:
-        enough = frames_budget(loader._config.sizes(list(loader.routes)))
+        enough = frames_budget(Layout(loader._config, loader.routes).sizes)
     for memory in ({}, {"memory_budget": enough}):
         count, decoded = told(3, **memory)
         assert count == 1

@@ -59,6 +59,7 @@ def test_frames_count_at_the_size_to_which_they_are_resized(demo: Path) -> None:
 PROGRAM = """
 import json, sys
 from dali_stream import Dataset, Loader
+from dali_stream.pipeline.layout import Layout
 from dali_stream.run.required_memory import required_memory
 
 def resident():
@@ -69,7 +70,7 @@ graph = (lambda nodes: nodes) if arguments.pop("graph", False) else None
 with Loader(root, batch_size=1, image_size=(8, 8), device="cpu", dali_graph=graph) as warm:  # loads libraries
     next(iter(warm))
 with Loader(root, device="cpu", dali_graph=graph, **arguments) as loader:
-    required = sum(required_memory(loader._config, loader.dataset.cameras))
+    required = sum(required_memory(Layout(loader._config, loader.routes)))
     before = resident()
     batches = iter(loader)
     batch = next(batches)

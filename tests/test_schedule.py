@@ -62,7 +62,7 @@ class Run:
 
     @property
     def needed(self) -> dict[str, FrameSet]:
-        """As of `Config.needed`. A rank without a sample is padded with those of others."""
+        """See `Layout.needed`. A rank without a sample is padded with those of others."""
         pieces = self.order(0).shard(self.rank, self.world) if self.lengths.sum() >= self.world else None
         no_datasets = np.zeros(len(self.lengths), np.int64)
         return {} if pieces is None else {CAMERA: shown_frames(pieces, self.offsets[None], self.lengths, no_datasets)}

@@ -26,6 +26,7 @@ from dali_stream.decode.capability import Capability
 from dali_stream.mp4.index import read_index
 from dali_stream.observe.counters import Counters
 from dali_stream.pipeline import decode_pool
+from dali_stream.pipeline.layout import Layout
 
 FPS = 20
 STEPS = {TOP: [-2, -1, 0, -2], SIDE: [0, 1, 30]}
@@ -335,7 +336,7 @@ def test_only_the_route_to_nvdec_decodes_on_the_gpu(
     with Loader(demo, batch_size=8, device="cpu") as loader:
         config = dataclasses.replace(loader._config, gpu=1)
     routes = dict.fromkeys(CAMERAS, route.Route(decoder, ""))
-    decode_pool.DecodePool(config, routes, dict.fromkeys(CAMERAS, 1), {}, Counters())
+    decode_pool.DecodePool(Layout(config, routes), dict.fromkeys(CAMERAS, 1), Counters())
     assert given == [gpu_index] * len(CAMERAS)
 
 

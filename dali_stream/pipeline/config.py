@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from dali_stream.cache.frame_files import FrameFiles
 from dali_stream.cache.frame_folder import FrameFolder, has_frames, pixel_key
 from dali_stream.cache.frames_on_disk import READ_FRAMES
 from dali_stream.cache.indices import IndexCache
-from dali_stream.checks.arrays import NONE
 from dali_stream.decode.decoder import TASK_FRAMES, task_frames
 from dali_stream.decode.route import TORCHCODEC_CUDA, Route
-from dali_stream.errors import DecodeError
 from dali_stream.lerobot.source import Source
 from dali_stream.order.batches import Batches
 from dali_stream.order.order import EpochOrder
@@ -27,9 +22,8 @@ from dali_stream.order.shard import Pieces
 from dali_stream.order.state import OrderArguments
 from dali_stream.order.windows import Windows
 from dali_stream.pipeline.substitutes import Substitutes
-from dali_stream.schedule.budget import Sizes, batches_in_progress
+from dali_stream.schedule.budget import batches_in_progress
 from dali_stream.schedule.episodes import EpisodeTable
-from dali_stream.schedule.frame_set import FrameSet, shown_frames
 from dali_stream.system.cached import cached_property
 
 SUBSTITUTE = "is_substitute"  # key of the mask of samples that could not be decoded
@@ -90,7 +84,7 @@ class Config:
         return self.orders.of(epoch, self.arguments)
 
     @cached_property
-    def _shard(self) -> Pieces | None:
+    def shard(self) -> Pieces | None:
         """Frames that this rank samples in every epoch, see `EpochOrder.shard`."""
         return self.order(0).shard(self.rank, self.batches.world_size) if self.arguments.shuffle == "sharded" else None
 
@@ -119,17 +113,6 @@ class Config:
         """Return the memory of a frame of shape `frame_shape` and type `frame_dtype`, in bytes."""
         return math.prod(self.frame_shape(camera)) * np.dtype(self.frame_dtype(camera)).itemsize
 
-    def frame_files(self, routes: Mapping[str, Route]) -> dict[str, FrameFiles]:
-        """Return {camera: its frames on disk}, which is empty without a frame cache on disk.
-
-        Args:
-            routes: {camera: decoder}.
-        """
-        if self.frame_folder is None:
-            return {}
-        keys = {camera: self._pixel_key(camera, routes[camera]) for camera in self.cached(routes)}
-        return {camera: FrameFiles(self.frame_folder, key, self.frame_bytes(camera)) for camera, key in keys.items()}
-
     def with_stored(self, routes: Mapping[str, Route]) -> dict[str, Route]:
         """Return the routes, with the CPU for a camera of which the frame cache on disk has frames that the CPU decoded.
 
@@ -139,71 +122,16 @@ class Config:
         if self.frame_folder is not None:
             on_cpu = Route("torchcodec", f"frame_cache {self.frame_folder.path} has frames that the CPU decoded")
             for camera, route in routes.items():
-                if route.decoder == TORCHCODEC_CUDA and has_frames(self.frame_folder, self._pixel_key(camera, on_cpu)):
+                if route.decoder == TORCHCODEC_CUDA and has_frames(self.frame_folder, self.pixel_key(camera, on_cpu)):
                     changed[camera] = on_cpu
         return changed
 
-    def _pixel_key(self, camera: str, route: Route) -> dict[str, str]:
+    def pixel_key(self, camera: str, route: Route) -> dict[str, str]:
+        """Return what the stored frames of a camera depend on besides its video, if a route decodes them."""
         video, images = camera in self.source.videos, camera in self.source.images
         shape, any_size = self.frame_shape(camera), self.image_size is not None
         dtype, nvdec = self.frame_dtype(camera), route.decoder == TORCHCODEC_CUDA
         return pixel_key(shape, video, images, any_size, nvdec, None if dtype is np.uint8 else dtype)
-
-    def frame_folder_text(self, cached: Sequence[str]) -> str:
-        """Return how full the frame cache on disk is, for the log.
-
-        Args:
-            cached: Cameras whose decoded frames are cached.
-        """
-        assert self.frame_folder is not None
-        frames, own = int(self.source.lengths.sum()), self.needed(cached)
-        part = f", those of this rank {sum(len(own[c]) * self.frame_bytes(c) for c in cached) / 1e9:.3g} GB" if own else ""
-        sizes = ", ".join(dict.fromkeys("{}×{}".format(*self.frame_size(camera)) for camera in cached))
-        return (
-            f"frame_cache {self.frame_folder.path} has {self.frame_folder.size() / 1e9:.3g} GB. All frames of this dataset "
-            f"take {frames * sum(map(self.frame_bytes, cached)) / 1e9:.3g} GB at {sizes}{part}"
-        )
-
-    def cached(self, routes: Mapping[str, Route]) -> list[str]:
-        """Return the cameras whose decoded frames are cached. These are all cameras that DALI does not decode.
-
-        Args:
-            routes: {camera: decoder}.
-        """
-        return [key for key in self.source.cameras if routes[key].decoder != "dali"]
-
-    def uses_dali(self, cached: Sequence[str]) -> bool:
-        """Return whether a DALI graph makes the batches: for a GPU, for a user's function, or if DALI decodes a camera.
-
-        Args:
-            cached: Cameras whose decoded frames are cached.
-        """
-        return self.gpu is not None or self.augments or len(cached) < len(self.source.cameras)
-
-    def gathered(self, cached: Sequence[str]) -> tuple[type[np.generic], bool]:
-        """Return how frames are gathered from their slots into a batch. A DALI graph converts them afterwards.
-
-        Args:
-            cached: Cameras whose decoded frames are cached.
-
-        Returns:
-            Type of the values, uint8 or float32, and whether the channels precede height and width in memory.
-        """
-        if self.uses_dali(cached):
-            return np.uint8, False
-        return np.float32 if self.image_dtype == "float32" else np.uint8, self.memory_format == "contiguous"
-
-    def reads_directly(self, camera: str, cached: Sequence[str]) -> bool:
-        """Return whether frames on disk are read directly into batches, which have them in the same type and order.
-
-        Args:
-            camera: Name of the camera.
-            cached: Cameras whose decoded frames are cached.
-        """
-        dtype, channels_first = self.gathered(cached)
-        # Frames of depth cameras are converted afterwards.
-        same = dtype is np.uint8 or self.frame_dtype(camera) is not np.uint8
-        return self.frame_folder is not None and same and not channels_first
 
     @property
     def audits_apart(self) -> bool:
@@ -234,53 +162,6 @@ class Config:
         """
         return self.windows.steps(camera) == 1 and (camera not in self.windows or camera in self.source.videos)
 
-    def needed(self, cameras: Sequence[str]) -> dict[str, FrameSet]:
-        """Return {camera: frames that the batches of this rank show in any epoch}.
-
-        It is empty if the rank shows all frames, or if a rank without a sample is padded with the samples of other ranks.
-        """
-        padded = self.batches.last_batch == "pad" and self.batches.frames < self.batches.world_size
-        if padded or not cameras or (pieces := self._shard) is None:
-            return {}
-        found: dict[bytes, FrameSet] = {}
-        for camera in cameras:
-            offsets = self.windows.of(camera)
-            if offsets.tobytes() not in found:
-                found[offsets.tobytes()] = shown_frames(pieces, offsets, self.source.lengths, self.source.dataset_of)
-        return {camera: found[self.windows.of(camera).tobytes()] for camera in cameras}
-
-    def sizes(self, cached: Sequence[str]) -> Sizes:
-        """Return the sizes that determine how memory_budget is divided. Read the index of each camera's first video file.
-
-        Args:
-            cached: Cameras whose decoded frames are cached.
-        """
-        source, indices = self.source, {}
-        for camera, videos in source.videos.items():
-            with contextlib.suppress(DecodeError):  # the first batch that needs the file reports the error
-                first = int(np.argmax(videos.file != NONE))
-                indices[camera] = self.indices.of(camera, first, source.data_store)
-        frame_bytes = {camera: self.frame_bytes(camera) for camera in cached}
-        table_bytes = self.table_bytes
-        return Sizes(
-            lengths=source.lengths,
-            batch_size=self.batches.largest,
-            episodes=self.orders.episodes_in_use(self.arguments, self.batches),
-            row_bytes=source.row_bytes + table_bytes,
-            least_row_bytes=source.row_bytes_without_objects + table_bytes,
-            files={camera: _count(videos.file) for camera, videos in source.videos.items()},
-            indices=indices,
-            windows={camera: self.windows.widest(camera) for camera in source.videos},
-            fetched=source.data_store.remote,
-            frame_bytes=sum(frame_bytes.values()),
-            scattered=self.arguments.shuffle == "global",
-            needed=max(map(len, needed.values())) if (needed := self.needed(cached)) else None,
-            # Slots, and the memory of batches into which frames are read directly.
-            in_progress_bytes=self.in_progress
-            * self.batches.largest
-            * sum(self.windows.steps(c) * n * (1 + self.reads_directly(c, cached)) for c, n in frame_bytes.items()),
-        )
-
     def columns(self) -> list[str]:
         """Return the keys of the values that are neither frames nor text. DALI passes these through as plain arrays."""
         features = self.source.features.items()
@@ -288,8 +169,3 @@ class Config:
         keys += [f"{key}_is_pad" for key in self.windows.offsets]
         keys += self.source.constants
         return keys + [SUBSTITUTE] * (self.max_substitutes is not None) + [SAMPLE] * self.augments
-
-
-def _count(files: npt.NDArray[np.int64]) -> int:
-    """Return the number of different files. `files` has the file of each episode."""
-    return len(np.unique(files[files != NONE]))

@@ -7,17 +7,16 @@ from typing import Any
 
 from dali_stream.decode import dali
 from dali_stream.decode.decoder import RouteChange
-from dali_stream.decode.route import Route
 from dali_stream.decode.turns import turns
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import begin_batch
 from dali_stream.pipeline import graph
 from dali_stream.pipeline.aliases import Graph
-from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.dali_iterator import Iterator, PipelineError, abandon
 from dali_stream.pipeline.external_source import ExternalSource
 from dali_stream.pipeline.finisher import Finisher
+from dali_stream.pipeline.layout import Layout
 from dali_stream.pipeline.planned_batch import PlannedBatch
 from dali_stream.pipeline.planner import Planner
 
@@ -30,10 +29,9 @@ class DaliBatches:
     The pipeline is built when an instance is created, and freed with it.
 
     Args:
-        config: Configuration of the loader.
+        layout: Configuration of the loader, with the decoders.
         planner: Planner of the batches.
         counters: Counters to add to.
-        routes: {camera: decoder}.
         user: User's function for the graph. None if the user gives none.
 
     Raises:
@@ -41,13 +39,12 @@ class DaliBatches:
         DaliStreamError: If DALI cannot build the graph.
     """
 
-    def __init__(
-        self, config: Config, planner: Planner, counters: Counters, routes: dict[str, Route], user: Graph | None
-    ) -> None:
+    def __init__(self, layout: Layout, planner: Planner, counters: Counters, user: Graph | None) -> None:
+        config = layout.config
         self._config, self._counters, self._user = config, counters, user
         self._finisher = Finisher(config, planner, counters)
-        self._external = ExternalSource(config, self._finisher, routes)
-        pipeline, names = graph.build(config, self._external, routes, user)
+        self._external = ExternalSource(layout, self._finisher)
+        pipeline, names = graph.build(layout, self._external, user)
         self._iterator = Iterator(pipeline, names, planner.pool.starter, self._external.prepare, turns(config.gpu))
 
     def next(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dali_stream.decode.route import TORCHCODEC_CUDA, Route
 from dali_stream.decode.torchcodec_decoder import TorchcodecDecoder
 from dali_stream.observe.counters import Counters
 from dali_stream.order.audited import audited
-from dali_stream.pipeline.config import Config
+from dali_stream.pipeline.layout import Layout
 from dali_stream.schedule.budget import copy_threads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
@@ -31,8 +31,7 @@ class DecodePool:
     """Pool of threads that turn encoded video and images into frames, or into clips for DALI.
 
     Args:
-        config: Configuration of the loader.
-        routes: {camera: decoder}.
+        layout: Configuration of the loader, with the decoders.
         slot_counts: {camera whose decoded frames are cached: number of slots for them}.
         counters: Counters to add to.
 
@@ -41,21 +40,20 @@ class DecodePool:
         slots: {camera: its cached frames}.
         on_disk: {camera: its frames on disk}. Empty without a frame cache on disk.
         copiers: Threads that copy frames together with the calling thread.
-        dtype: Type of the frames of a batch, except those of depth cameras. See `Config.gathered`.
+        dtype: Type of the frames of a batch, except those of depth cameras. See `Layout.gathered_dtype`.
         buffers: Memory for batches.
         starter: Thread that starts the runs of the DALI graph.
     """
 
-    def __init__(self, config: Config, routes: Mapping[str, Route], slot_counts: Mapping[str, int], counters: Counters) -> None:
+    def __init__(self, layout: Layout, slot_counts: Mapping[str, int], counters: Counters) -> None:
+        config, routes = layout.config, layout.routes
         self._config, self._counters = config, counters
-        cached = config.cached(routes)
-        self.dtype, channels_first = config.gathered(cached)
-        self.buffers = Buffers(channels_first)
+        self.dtype, self.buffers = layout.gathered_dtype, Buffers(layout.channels_first)
         self.slots = {key: Slots(count, config.frame_shape(key), config.frame_dtype(key)) for key, count in slot_counts.items()}
-        direct = {key: self.buffers for key in slot_counts if config.reads_directly(key, cached)}
+        direct = {key: self.buffers for key in slot_counts if layout.reads_directly(key)}
         self.on_disk = {
             key: FramesOnDisk(key, files, self.slots[key], counters, direct.get(key))
-            for key, files in config.frame_files(routes).items()
+            for key, files in layout.frame_files().items()
         }
         self.decoders = {key: self._decoder(key, routes[key]) for key in config.source.cameras}
         self._on_cpu = {key for key, route in routes.items() if route.decoder in ("torchcodec", "pyav")}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 from dali_stream.checks.arrays import Array
-from dali_stream.decode.route import Route
-from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.finisher import Finisher
+from dali_stream.pipeline.layout import Layout
 from dali_stream.pipeline.planned_batch import PlannedBatch, with_time_axis
 
 
@@ -17,9 +15,8 @@ class ExternalSource:
     """External source of the DALI graph. DALI calls its methods in the thread that starts a run, once per run, after `prepare`.
 
     Args:
-        config: Configuration of the loader.
+        layout: Configuration of the loader, with the decoders.
         finisher: Finisher of the planner's batches, with frames as uint8.
-        routes: {camera: decoder}.
 
     Attributes:
         batches: Batches that were passed to DALI and that `DaliBatches` has not returned yet, at most two. The first one is
@@ -27,9 +24,9 @@ class ExternalSource:
         on_dali: Cameras that DALI decodes.
     """
 
-    def __init__(self, config: Config, finisher: Finisher, routes: Mapping[str, Route]) -> None:
-        self._config, self._finisher, self._cached = config, finisher, config.cached(routes)
-        self.on_dali = [key for key in config.source.cameras if routes[key].decoder == "dali"]
+    def __init__(self, layout: Layout, finisher: Finisher) -> None:
+        self._config, self._finisher, self._cached = layout.config, finisher, layout.cached
+        self.on_dali = layout.on_dali
         self.batches: deque[PlannedBatch] = deque()
 
     def prepare(self) -> None:

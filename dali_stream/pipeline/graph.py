@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from nvidia.dali.data_node import DataNode
     from nvidia.dali.pipeline import Pipeline
 
-    from dali_stream.decode.route import Route
     from dali_stream.pipeline.aliases import Graph
     from dali_stream.pipeline.config import Config
     from dali_stream.pipeline.external_source import ExternalSource
+    from dali_stream.pipeline.layout import Layout
 
 AUDITED = "audited "  # prefix of the output with a camera's frames before the user's function changes them
 Kind = tuple[str, Any, int, str]  # input of DALI: key, DALI's type, number of dimensions of a sample, and layout
@@ -42,15 +42,12 @@ _HINT = (
 _TYPES = {np.dtype(np.float32): types.FLOAT, np.dtype(np.int64): types.INT64, np.dtype(np.bool_): types.BOOL}
 
 
-def build(
-    config: Config, source: ExternalSource, routes: Mapping[str, Route], user: Graph | None
-) -> tuple[Pipeline, list[str]]:
+def build(layout: Layout, source: ExternalSource, user: Graph | None) -> tuple[Pipeline, list[str]]:
     """Build the pipeline.
 
     Args:
-        config: Configuration of the loader.
+        layout: Configuration of the loader, with the decoders.
         source: External source.
-        routes: {camera: decoder}.
         user: User's function. Its argument has frames with the layout HWC or FHWC, and tabular nodes, on the pipeline's device.
             None if the user gives no function.
 
@@ -61,23 +58,23 @@ def build(
         ValueError: If `user` does not return a dict of DataNodes.
         DaliStreamError: If DALI cannot build the graph.
     """
-    threads, on_dali = config.num_threads, sum(route.decoder == "dali" for route in routes.values())
-    if config.gpu is not None and on_dali:
-        threads = dali.decode_threads(threads, engines(config.gpu), on_dali)
+    config, threads = layout.config, layout.config.num_threads
+    if config.gpu is not None and layout.on_dali:
+        threads = dali.decode_threads(threads, engines(config.gpu), len(layout.on_dali))
     # The planner already works ahead. With a prefetch of 1, an error in a batch does not lose the previous one, see `Iterator`.
     pipeline = dali.empty_pipeline(config.batches.largest, config.gpu, threads, prefetch=1)
     with pipeline:
-        nodes = _read(config, source, routes)
+        nodes = _read(layout, source)
         for camera in [camera for camera in config.source.cameras if camera in nodes]:
             # Other decoders resize frames in the decode threads.
-            size = config.image_size if routes[camera].decoder == "dali" else None
+            size = config.image_size if camera in layout.on_dali else None
             if not config.source.features[camera].is_depth:
                 nodes[camera] = _scaled(nodes[camera], size, config.image_dtype)
         camera_nodes = nodes
         if user is not None:
             nodes = _applied(user, nodes)
         if config.audits_apart:
-            nodes |= {AUDITED + key: camera_nodes[key] for key, route in routes.items() if route.decoder == "dali"}
+            nodes |= {AUDITED + key: camera_nodes[key] for key in layout.on_dali}
         pipeline.set_outputs(*nodes.values())
     try:
         with warnings.catch_warnings():
@@ -114,18 +111,19 @@ def _place(node: DataNode) -> tuple[int, int]:
     return id(node.source), node.index
 
 
-def _read(config: Config, source: ExternalSource, routes: Mapping[str, Route]) -> dict[str, DataNode]:
+def _read(layout: Layout, source: ExternalSource) -> dict[str, DataNode]:
     """Return the arrays of the external source as nodes on the pipeline's device. Clips are decoded."""
+    config = layout.config
     kinds: list[Kind] = [(key, *_column(config, key)) for key in config.columns()]
     decoded: list[Kind] = []
     for camera in config.source.cameras:
-        layout = "HWC" if config.squeezed(camera) else "FHWC"
-        if routes[camera].decoder == "dali":
+        axes = "HWC" if config.squeezed(camera) else "FHWC"
+        if camera in layout.on_dali:
             kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, "")]  # clip, and frame indices in it
             kinds += [] if config.squeezed(camera) else [(camera, types.INT32, 1, "")]  # order of the steps
         else:
             is_depth = config.source.features[camera].is_depth
-            decoded.append((camera, types.FLOAT if is_depth else types.UINT8, len(layout), layout))
+            decoded.append((camera, types.FLOAT if is_depth else types.UINT8, len(axes), axes))
     # Each key has one node, except for an encoded camera, which has two or three.
     grouped: dict[str, list[DataNode]] = {}
     for key, node in _source(source.columns, kinds):
@@ -136,7 +134,7 @@ def _read(config: Config, source: ExternalSource, routes: Mapping[str, Route]) -
 
     nodes = {}
     for key, parts in grouped.items():
-        if key in routes:
+        if key in layout.routes:
             nodes[key] = _decoded(parts, config.gpu)
         else:
             # The random numbers for augmentation stay on the CPU, since DALI's operators require arguments in CPU memory.

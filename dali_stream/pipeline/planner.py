@@ -7,15 +7,13 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Mapping
 
-from dali_stream.decode.route import Route
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import begin_batch
 from dali_stream.observe.waiting import take
 from dali_stream.pipeline import gather
-from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.decode_pool import DecodePool
+from dali_stream.pipeline.layout import Layout
 from dali_stream.pipeline.planned_batch import PlannedBatch, closed
 from dali_stream.pipeline.reading import Reading
 from dali_stream.schedule.budget import divide, order_horizon
@@ -41,39 +39,36 @@ class Planner:
     when batch n is planned, the frames of batch n - config.in_progress were copied.
 
     Args:
-        config: Configuration of the loader.
-        routes: {camera: decoder}.
+        layout: Configuration of the loader, with the decoders.
         epoch: Epoch of the first batch.
         position: Position in that epoch at which the first batch begins.
         counters: Counters to add to.
 
     Attributes:
         keeps_all: Whether all decoded frames that this rank needs fit in memory.
-        sizes: Sizes that determine how `memory_budget` is divided.
+        layout: See above.
         pool: Decode threads.
         stopping: Whether the planner was closed.
     """
 
-    def __init__(self, config: Config, routes: Mapping[str, Route], epoch: int, position: int, counters: Counters) -> None:
-        self._config, self._counters = config, counters
-        source, cached = config.source, config.cached(routes)
-        on_dali = [key for key in source.cameras if key not in cached]
-        self.sizes = sizes = config.sizes(cached)
+    def __init__(self, layout: Layout, epoch: int, position: int, counters: Counters) -> None:
+        self.layout, self._config, self._counters = layout, layout.config, counters
+        config, source, sizes = layout.config, layout.config.source, layout.sizes
         parts = divide(config.memory_budget, sizes)
         self._schedule = Schedule(
             EpisodeTable(source.lengths, source.cameras, source.videos if source.data_store.remote else ()),
             samples(config.order, config.batches, config.rank, epoch, position),
             config.batches.largest,
-            {key: config.windows.of(key) for key in cached},
+            {key: config.windows.of(key) for key in layout.cached},
             Limits(parts.kept, config.in_progress, order_horizon(parts, sizes)),
-            {key: config.windows.of(key) for key in on_dali},
+            {key: config.windows.of(key) for key in layout.on_dali},
             source.dataset_of,
-            config.needed(cached),
+            layout.needed,
         )
-        slots = {key: self._schedule.frames[key].slot_count for key in cached}
-        self.pool = DecodePool(config, routes, slots, counters)
+        slots = {key: self._schedule.frames[key].slot_count for key in layout.cached}
+        self.pool = DecodePool(layout, slots, counters)
         self._reading = Reading(config, sizes, parts, self._schedule, self.pool.on_disk, counters)
-        self.keeps_all = not on_dali and parts.kept >= sizes.frames
+        self.keeps_all = not layout.on_dali and parts.kept >= sizes.frames
         self._planned: queue.SimpleQueue[PlannedBatch | BaseException] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(config.in_progress):

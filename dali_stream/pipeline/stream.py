@@ -14,13 +14,13 @@ from dali_stream.errors import DatasetError, DecodeError, MemoryBudgetError, Sto
 from dali_stream.observe.counters import Counters
 from dali_stream.pipeline.aliases import Batch, Graph
 from dali_stream.pipeline.config import Config
+from dali_stream.pipeline.layout import Layout
 from dali_stream.pipeline.planned_batch import closed
 from dali_stream.pipeline.planner import MEMORY, Planner
 from dali_stream.pipeline.torch_batches import TorchBatches
 
 if TYPE_CHECKING:
     from dali_stream.pipeline.dali_batches import DaliBatches
-    from dali_stream.schedule.budget import Sizes
 
 _log = logging.getLogger("dali_stream")
 _CLOSE_S = 5.0  # seconds to wait for the threads of a dropped loader, which normally end much sooner
@@ -42,8 +42,7 @@ class BatchStream:
     """Stream of batches from one position of the order, made by a planner and a front end.
 
     Args:
-        config: Configuration of the loader.
-        routes: {camera: decoder}.
+        layout: Configuration of the loader, with the decoders.
         user: User's function for the graph. None if the user gives none.
         epoch: Epoch of the first batch.
         position: Position in that epoch at which the first batch begins.
@@ -53,11 +52,10 @@ class BatchStream:
         planner: Planner of the batches.
     """
 
-    def __init__(
-        self, config: Config, routes: dict[str, Route], user: Graph | None, epoch: int, position: int, counters: Counters
-    ) -> None:
+    def __init__(self, layout: Layout, user: Graph | None, epoch: int, position: int, counters: Counters) -> None:
+        config = layout.config
         try:
-            self.planner = Planner(config, routes, epoch, position, counters)
+            self.planner = Planner(layout, epoch, position, counters)
         except MemoryError as error:  # of the slots of the batches in progress
             words = f" ({error})" if str(error) else ""
             raise MemoryBudgetError(
@@ -70,10 +68,10 @@ class BatchStream:
         _streams.add(self)
         try:
             self.planner.start()  # first, so that the first batches are decoded while DALI builds its pipeline
-            if config.uses_dali(config.cached(routes)):
+            if layout.uses_dali:
                 from dali_stream.pipeline.dali_batches import DaliBatches
 
-                self._batches = DaliBatches(config, self.planner, counters, routes, user)
+                self._batches = DaliBatches(layout, self.planner, counters, user)
             else:
                 self._batches = TorchBatches(config, self.planner, counters)
         except BaseException:
@@ -157,7 +155,7 @@ class BatchSource:
         while True:
             stream = self._stream  # a local reference, since another thread that closes the loader resets the attribute
             if stream is None:
-                stream = BatchStream(config, self.routes, self._user, epoch, position, self._counters)
+                stream = BatchStream(Layout(config, self.routes), self._user, epoch, position, self._counters)
                 self._stream = stream
                 if self._closed:  # by another thread, while the pipeline was built
                     self.stop()
@@ -197,10 +195,10 @@ class BatchSource:
         return stream is not None and stream.planner.keeps_all
 
     @property
-    def sizes(self) -> Sizes | None:
-        """Sizes that determine how memory_budget is divided. None if no batches are in progress."""
+    def layout(self) -> Layout | None:
+        """Configuration and decoders of the batches in progress. None without any."""
         stream = self._stream
-        return stream.planner.sizes if stream else None
+        return stream.planner.layout if stream else None
 
     def memory(self) -> dict[str, int]:
         """Return the memory in use in bytes. See `Planner.memory`."""

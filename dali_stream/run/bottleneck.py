@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dali_stream.checks.arguments import budget_text
+from dali_stream.pipeline.layout import Layout
 from dali_stream.schedule.budget import frames_budget
 from dali_stream.system import cpu
 from dali_stream.system.memory_limit import fits
@@ -138,9 +139,9 @@ def setup_of(config: Config, source: BatchSource) -> Setup:
         config: Configuration of the loader.
         source: Batches of the loader.
     """
-    # While batches are in progress, only the planner may read indices, so the planner's sizes are used.
-    cached = config.cached(source.routes)
-    sizes = source.sizes or config.sizes(cached)
+    # While batches are in progress, only the planner may read indices, so the planner's layout, which has the sizes, is used.
+    layout = source.layout or Layout(config, source.routes)
+    sizes = layout.sizes
     enough = frames_budget(sizes)
     more = sizes.frame_bytes > 0 and config.memory_budget < enough and fits(enough)
     return Setup(
@@ -150,7 +151,7 @@ def setup_of(config: Config, source: BatchSource) -> Setup:
         remote=config.source.data_store.remote,
         cached=config.source.cache_dir is not None,
         decoders={source.routes[key].decoder for key in config.source.videos} - {"pyav"},
-        uses_dali=config.uses_dali(cached),
+        uses_dali=layout.uses_dali,
         keeps_all=source.keeps_all,
         frames_budget=enough if more else None,
         sharded=sizes.needed is not None,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from dali_stream.errors import MemoryBudgetError
-from dali_stream.pipeline.config import Config
+from dali_stream.pipeline.layout import Layout
 from dali_stream.schedule.slot_allocator import SLOT_BYTES
 from dali_stream.system.memory_limit import MemoryLimit
 
@@ -26,20 +25,20 @@ class RequiredMemory(NamedTuple):
     decoded: int
 
 
-def required_memory(config: Config, cameras: Sequence[str]) -> RequiredMemory:
-    """Return lower bounds of the memory that the frames of some cameras need.
+def required_memory(layout: Layout) -> RequiredMemory:
+    """Return lower bounds of the memory that the frames of the cached cameras need.
 
     Samples may share the frames of their windows, so only the current frame of each sample in progress is counted as decoded,
     if the window contains it. A mixture may repeat samples, so none of its decoded frames are counted. The memory
     that locates the frames in progress is always counted.
 
     Args:
-        config: Configuration of the loader.
-        cameras: Cameras whose decoded frames are cached.
+        layout: Configuration of the loader, with the decoders.
     """
+    config, cameras = layout.config, layout.cached
     batches, share = config.batches, config.batches.frames // config.batches.world_size
     rows = batches.batch_size if batches.last_batch == "pad" else min(batches.batch_size, share)
-    value_bytes = np.dtype(config.gathered(cameras)[0]).itemsize
+    value_bytes = np.dtype(layout.gathered_dtype).itemsize
 
     def batch_bytes(camera: str) -> int:
         """Return the memory of a camera's frames of one sample of a batch. Depth has its distances, and its stored values."""
@@ -53,18 +52,17 @@ def required_memory(config: Config, cameras: Sequence[str]) -> RequiredMemory:
     return RequiredMemory(rows * sum(map(batch_bytes, cameras)), decoded + slots * SLOT_BYTES)
 
 
-def check_memory(config: Config, cameras: Sequence[str], limit: MemoryLimit) -> None:
+def check_memory(layout: Layout, limit: MemoryLimit) -> None:
     """Check that the frames of batches fit into memory.
 
     Args:
-        config: Configuration of the loader.
-        cameras: Cameras whose decoded frames are cached.
+        layout: Configuration of the loader, with the decoders.
         limit: Memory limit of this process.
 
     Raises:
         MemoryBudgetError: If the frames need more memory than the limit.
     """
-    required = required_memory(config, cameras)
+    config, required = layout.config, required_memory(layout)
     if sum(required) <= limit.size:
         return
     raise MemoryBudgetError(

@@ -122,7 +122,7 @@ def measure(
             clock.take(warmup)
         later = clock.time(num_batches if fits else 0)
         config = running._config
-        frame_bytes = sum(map(config.frame_bytes, config.cached(running.routes)))
+        frame_bytes = sum(config.frame_bytes(key) for key, route in running.routes.items() if route.decoder != "dali")
         return first | {
             "later": later if fits else None,
             "host": platform.node(),

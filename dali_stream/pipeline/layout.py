@@ -1,0 +1,134 @@
+"""What follows for one stream of batches from the configuration of a loader and the decoder of each camera."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.cache.frame_files import FrameFiles
+from dali_stream.checks.arrays import NONE
+from dali_stream.decode.route import Route
+from dali_stream.errors import DecodeError
+from dali_stream.pipeline.config import Config
+from dali_stream.schedule.budget import Sizes
+from dali_stream.schedule.frame_set import FrameSet, shown_frames
+from dali_stream.system.cached import cached_property
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Division of the cameras among decoders, and how their frames get into batches.
+
+    Attributes:
+        config: Configuration of the loader.
+        routes: {camera: decoder}.
+    """
+
+    config: Config
+    routes: Mapping[str, Route]
+
+    @cached_property
+    def cached(self) -> list[str]:
+        """Cameras whose decoded frames are cached. These are all cameras that DALI does not decode."""
+        return [key for key in self.config.source.cameras if self.routes[key].decoder != "dali"]
+
+    @cached_property
+    def on_dali(self) -> list[str]:
+        """Cameras that DALI decodes."""
+        return [key for key in self.config.source.cameras if self.routes[key].decoder == "dali"]
+
+    @property
+    def uses_dali(self) -> bool:
+        """Whether a DALI graph makes the batches: for a GPU, for a user's function, or if DALI decodes a camera."""
+        return self.config.gpu is not None or self.config.augments or bool(self.on_dali)
+
+    @property
+    def gathered_dtype(self) -> type[np.generic]:
+        """Type of frames when they are gathered into a batch: uint8 or float32. A DALI graph converts them afterwards."""
+        return np.uint8 if self.uses_dali or self.config.image_dtype == "uint8" else np.float32
+
+    @property
+    def channels_first(self) -> bool:
+        """Whether the channels of a gathered frame precede its height and width in memory."""
+        return not self.uses_dali and self.config.memory_format == "contiguous"
+
+    def reads_directly(self, camera: str) -> bool:
+        """Return whether frames on disk are read directly into batches, which have them in the same type and order."""
+        # Frames of depth cameras are converted afterwards.
+        same = self.gathered_dtype is np.uint8 or self.config.frame_dtype(camera) is not np.uint8
+        return self.config.frame_folder is not None and same and not self.channels_first
+
+    def frame_files(self) -> dict[str, FrameFiles]:
+        """Return {camera: its frames on disk}, which is empty without a frame cache on disk."""
+        config = self.config
+        if config.frame_folder is None:
+            return {}
+        keys = {camera: config.pixel_key(camera, self.routes[camera]) for camera in self.cached}
+        return {camera: FrameFiles(config.frame_folder, key, config.frame_bytes(camera)) for camera, key in keys.items()}
+
+    @cached_property
+    def needed(self) -> dict[str, FrameSet]:
+        """{camera whose frames are cached: frames that the batches of this rank show in any epoch}.
+
+        It is empty if the rank shows all frames, or if a rank without a sample is padded with the samples of other ranks.
+        """
+        config = self.config
+        padded = config.batches.last_batch == "pad" and config.batches.frames < config.batches.world_size
+        if padded or not self.cached or (pieces := config.shard) is None:
+            return {}
+        found: dict[bytes, FrameSet] = {}
+        for camera in self.cached:
+            offsets = config.windows.of(camera)
+            if offsets.tobytes() not in found:
+                found[offsets.tobytes()] = shown_frames(pieces, offsets, config.source.lengths, config.source.dataset_of)
+        return {camera: found[config.windows.of(camera).tobytes()] for camera in self.cached}
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Sizes that determine how memory_budget is divided. The index of each camera's first video file is read for them."""
+        config, source, indices = self.config, self.config.source, {}
+        for camera, videos in source.videos.items():
+            with contextlib.suppress(DecodeError):  # the first batch that needs the file reports the error
+                first = int(np.argmax(videos.file != NONE))
+                indices[camera] = config.indices.of(camera, first, source.data_store)
+        frame_bytes = {camera: config.frame_bytes(camera) for camera in self.cached}
+        return Sizes(
+            lengths=source.lengths,
+            batch_size=config.batches.largest,
+            episodes=config.orders.episodes_in_use(config.arguments, config.batches),
+            row_bytes=source.row_bytes + config.table_bytes,
+            least_row_bytes=source.row_bytes_without_objects + config.table_bytes,
+            files={camera: _count(videos.file) for camera, videos in source.videos.items()},
+            indices=indices,
+            windows={camera: config.windows.widest(camera) for camera in source.videos},
+            fetched=source.data_store.remote,
+            frame_bytes=sum(frame_bytes.values()),
+            scattered=config.arguments.shuffle == "global",
+            needed=max(map(len, self.needed.values()), default=None),
+            # Slots, and the memory of batches into which frames are read directly.
+            in_progress_bytes=config.in_progress
+            * config.batches.largest
+            * sum(config.windows.steps(c) * n * (1 + self.reads_directly(c)) for c, n in frame_bytes.items()),
+        )
+
+    def frame_folder_text(self) -> str:
+        """Return how full the frame cache on disk is, for the log."""
+        config = self.config
+        assert config.frame_folder is not None
+        frames, own = int(config.source.lengths.sum()), self.needed
+        of_rank = sum(len(own[c]) * config.frame_bytes(c) for c in self.cached) if own else 0
+        part = f", those of this rank {of_rank / 1e9:.3g} GB" if own else ""
+        sizes = ", ".join(dict.fromkeys("{}×{}".format(*config.frame_size(camera)) for camera in self.cached))
+        return (
+            f"frame_cache {config.frame_folder.path} has {config.frame_folder.size() / 1e9:.3g} GB. All frames of this dataset "
+            f"take {frames * sum(map(config.frame_bytes, self.cached)) / 1e9:.3g} GB at {sizes}{part}"
+        )
+
+
+def _count(files: npt.NDArray[np.int64]) -> int:
+    """Return the number of different files. `files` has the file of each episode."""
+    return len(np.unique(files[files != NONE]))
