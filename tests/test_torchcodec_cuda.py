@@ -335,7 +335,7 @@ def test_only_the_route_to_nvdec_decodes_on_the_gpu(
     with Loader(demo, batch_size=8, device="cpu") as loader:
         config = dataclasses.replace(loader._config, gpu=1)
     routes = dict.fromkeys(CAMERAS, route.Route(decoder, ""))
-    decode_pool.DecodePool(config, routes, dict.fromkeys(CAMERAS, 1), {}, Counters())
+    decode_pool.DecodePool(config, routes, dict.fromkeys(CAMERAS, 1), Counters())
     assert given == [gpu_index] * len(CAMERAS)
 
 
