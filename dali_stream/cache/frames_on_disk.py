@@ -108,7 +108,7 @@ class FramesOnDisk:
         Args:
             episode: Number of the episode.
             store: Store that has read the index.
-            index: Index of the episode's video file. None if there is none, or if it is broken.
+            index: Index of the episode's video file. None if the file is broken, or if the episode has none.
             images: Encoded images of the episode. None if its frames are in a video file, or missing.
             packets: Packet of each frame, shape (L,).
         """
@@ -251,13 +251,13 @@ class FramesOnDisk:
                 yield from own
                 continue
             read_packets = decoding.read_packets and functools.partial(decoding.read_packets, own[0])
-            is_there = self._files.stored(records, np.array([frame.packet for frame in own]), read_packets)
+            is_stored = self._files.stored(records, np.array([frame.packet for frame in own]), read_packets)
             # Frames for the disk only need not be read.
-            wanted = [i for i in np.flatnonzero(is_there).tolist() if own[i].slot != NONE]
+            wanted = [i for i in np.flatnonzero(is_stored).tolist() if own[i].slot != NONE]
             if wanted:
                 read = functools.partial(self._files.read, records, [own[i].packet for i in wanted])
                 with self._counters.timed("read_s"):
-                    is_there[wanted] = self._slots.fill([own[i].slot for i in wanted], read, [None] * len(wanted))
-                self._counters.add(disk_hits=int(is_there[wanted].sum()))
-            self._added.extend((frame.episode, frame.number) for frame in itertools.compress(own, is_there.tolist()))
-            yield from itertools.compress(own, (~is_there).tolist())
+                    is_stored[wanted] = self._slots.fill([own[i].slot for i in wanted], read, [None] * len(wanted))
+                self._counters.add(disk_hits=int(is_stored[wanted].sum()))
+            self._added.extend((frame.episode, frame.number) for frame in itertools.compress(own, is_stored.tolist()))
+            yield from itertools.compress(own, (~is_stored).tolist())

@@ -320,7 +320,7 @@ class FramesInMemory:
         return self._evict(choice.batch, gone, at_once=True)
 
     def _find_candidates(self, choice: _Choice) -> None:
-        """Leave out the frames that would be evicted before they are shown again.
+        """Leave out the new frames that would soon be evicted, before a batch shows them again.
 
         A frame whose next use is unknown is shown after the batches ahead. Each of these adds about as many frames as this
         batch, so the frame is not cached if it would be evicted before that. Frames that this batch shows are rarely shown
