@@ -333,25 +333,25 @@ def _spreads(rows: Iterable[Iterable[Any]]) -> list[Spread]:
     return [Spread(*row) for row in rows]
 
 
-# Columns of the tables of `Spread`: {title: (quantity, decimals)}. If the title names no epochs, it is one number.
+# Columns of the tables of `Spread`: {title: (quantity, decimals)}.
 GLOBAL: dict[str, tuple[Callable[[Spread], float], int]] = {
     "variance of batch means": (lambda s: s.variance, 2),
     "of tasks": (lambda s: s.task_variance, 2),
     "autocorrelation": (lambda s: s.autocorrelation, 2),
     "episodes in a batch": (lambda s: s.episodes_per_batch, 1),
-    "pairs after 1 epoch": (lambda s: s.pairs[0], 2),
-    "after 4": (lambda s: s.pairs[1], 2),
+    "pairs after 4 epochs": (lambda s: s.pairs[1], 2),
     "repetition": (lambda s: s.repetition, 2),
 }
 OWN: dict[str, tuple[Callable[[Spread], float], int]] = {
     "variance of a rank's batch means": (lambda s: s.rank_variance, 2),
     "of tasks": (lambda s: s.rank_task_variance, 2),
     "offset after 1 epoch": (lambda s: s.offset[0], 2),
-    "after 4": (lambda s: s.offset[1], 2),
+    "offset after 4": (lambda s: s.offset[1], 2),
     "tasks missing after 4": (lambda s: s.task_missing, 2),
 }
-POOLS = {title: GLOBAL[title] for title in ("variance of batch means", "autocorrelation", "after 4", "repetition")} | {
-    "offset of a rank after 4": OWN["after 4"]
+POOLS = {
+    title: (GLOBAL | OWN)[title]
+    for title in ("variance of batch means", "autocorrelation", "pairs after 4 epochs", "repetition", "offset after 4")
 }
 
 

@@ -9,8 +9,9 @@ thread each. A seed determines weights, order and augmentation, so the runs of a
 
 A run has one process, which trains as RANKS processes do: the order does not depend on the number of ranks, so the one process
 has the global batches of RANKS ranks, and the mean of their gradients is the gradient of the global batch. The policy has no
-dropout and no batch norm. Before the runs, the program trains for CHECK_STEPS steps, over several epochs of CHECK_EPISODES
-episodes, in RANKS processes (gloo) and in one, and reports the differences between their losses.
+dropout and no batch norm. Before the runs, the program compares the losses of RANKS processes (gloo) and of one, over several
+epochs of CHECK_EPISODES episodes: with a learning rate of 0, where equal batches have equal losses, and with that of the runs,
+where rounding makes the weights differ more with each step.
 """
 
 from __future__ import annotations
@@ -67,19 +68,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     size = "x".join(map(str, arguments.image_size))
     given = ["--batch-size", arguments.batch_size, "--image-size", size]
     long = [*given, "--max-steps", steps, "--val-every", arguments.val_every, "--val-episodes", arguments.val_episodes]
-    short = [*given, "--max-steps", arguments.check_steps, "--val-episodes", dataset.num_episodes - CHECK_EPISODES]
-    short += ["--shuffle", "sharded"]
-    one, several = (losses(train(arguments.root, *short, processes=processes)) for processes in (1, RANKS))
     report: dict[str, Any] = {
         "dataset": {"name": arguments.root.name, "episodes": dataset.num_episodes, "frames": dataset.num_frames},
         "options": list(map(str, [*OPTIONS, *long])),
         "ranks": RANKS,
-        "one_process_and_ranks": {
-            "steps": arguments.check_steps,
-            "first_difference": abs(one[0] - several[0]),
-            "largest_difference": max(abs(a - b) for a, b in zip(one, several, strict=True)),
-            "final_loss": one[-1],
-        },
+        "one_process_and_ranks": compare_ranks(
+            arguments.root, *given, "--val-episodes", max(dataset.num_episodes - CHECK_EPISODES, 0), steps=arguments.check_steps
+        ),
         "last": min(LAST, steps),
         "runs": [],
         **environment.ran_on("cpu"),
@@ -96,10 +91,21 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 "val_error": [entry["val_error"] for entry in journal if "val_error" in entry],
                 "mean_error": next(entry["mean_error"] for entry in journal if "mean_error" in entry),
             })  # fmt: skip
-            print(json.dumps(environment.without_folders(report["runs"][-1])), file=sys.stderr, flush=True)
+            print(environment.report_json(report["runs"][-1]), file=sys.stderr, flush=True)
             if arguments.out:
                 environment.write_report(arguments.out, report)
     return report
+
+
+def compare_ranks(root: Path, *options: object, steps: int) -> dict[str, Any]:
+    """Return the differences between the losses of RANKS processes and of one, for each learning rate and step."""
+    short = [*options, "--max-steps", steps, "--shuffle", "sharded"]
+    found: dict[str, Any] = {}
+    for rate in (0, 5e-4):
+        one, several = (train(root, *short, "--learning-rate", rate, processes=processes) for processes in (1, RANKS))
+        found["epochs"] = journal_epochs(one)
+        found[f"differences_at_{rate}"] = [abs(a - b) for a, b in zip(losses(one), losses(several), strict=True)]
+    return found
 
 
 def train(root: Path, *options: object, processes: int = 1) -> list[dict[str, Any]]:
@@ -129,7 +135,7 @@ def journal_epochs(journal: list[dict[str, Any]]) -> int:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return the table of docs/order.md: means over the seeds, and the results of each seed."""
+    """Return the table of docs/order.md: means and standard deviations over the seeds, and the results of each seed."""
     lines = [
         "| `--shuffle` | training loss | of each seed | validation error | of each seed |",
         "|---|---|---|---|---|",
@@ -138,7 +144,8 @@ def table(report: dict[str, Any]) -> str:
         runs = [run for run in report["runs"] if run["shuffle"] == shuffle]
         parts = []
         for values in ([run["train_loss"] for run in runs], [run["val_error"][-1] for run in runs]):
-            parts += [f"{statistics.mean(values):.4f}", ", ".join(f"{value:.4f}" for value in values)]
+            deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+            parts += [f"{statistics.mean(values):.3f}{deviation}", ", ".join(f"{value:.3f}" for value in values)]
         lines.append(f"| {shuffle} | {' | '.join(parts)} |")
     return "\n".join(lines)
 
