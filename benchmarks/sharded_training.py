@@ -11,7 +11,8 @@ A run has one process, which trains as RANKS processes do: the order does not de
 has the global batches of RANKS ranks, and the mean of their gradients is the gradient of the global batch. The policy has no
 dropout and no batch norm. Before the runs, the program compares the losses of RANKS processes (gloo) and of one, over several
 epochs of CHECK_EPISODES episodes: with a learning rate of 0, where equal batches have equal losses, and with that of the runs,
-where rounding makes the weights differ more with each step.
+where rounding makes the weights differ more with each step. To measure what rounding does, it also compares two runs of one
+process, one of which has the AVX2 kernels of PyTorch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +88,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             report["runs"].append({
                 "shuffle": shuffle,
                 "seed": seed,
-                "epochs": journal_epochs(journal),
+                "epochs": epochs(journal),
                 "train_loss": statistics.mean(found[-LAST:]),
                 "val_error": [entry["val_error"] for entry in journal if "val_error" in entry],
                 "mean_error": next(entry["mean_error"] for entry in journal if "mean_error" in entry),
@@ -98,18 +100,29 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_ranks(root: Path, *options: object, steps: int) -> dict[str, Any]:
-    """Return the differences between the losses of RANKS processes and of one, for each learning rate and step."""
+    """Return the differences between the losses of RANKS processes and of one, for each learning rate and step.
+
+    "differences_of_kernels" are those between two runs of one process, see above.
+    """
     short = [*options, "--max-steps", steps, "--shuffle", "sharded"]
     found: dict[str, Any] = {}
     for rate in (0, 5e-4):
         one, several = (train(root, *short, "--learning-rate", rate, processes=processes) for processes in (1, RANKS))
-        found["epochs"] = journal_epochs(one)
+        found["epochs"] = epochs(one)
         found[f"differences_at_{rate}"] = [abs(a - b) for a, b in zip(losses(one), losses(several), strict=True)]
+    rounded = losses(train(root, *short, variables={"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}))
+    found["differences_of_kernels"] = [abs(a - b) for a, b in zip(losses(one), rounded, strict=True)]
     return found
 
 
-def train(root: Path, *options: object, processes: int = 1) -> list[dict[str, Any]]:
+def train(root: Path, *options: object, processes: int = 1, variables: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
     """Train once, and return the entries of the journal.
+
+    Args:
+        root: Folder of the dataset.
+        options: Options of train.py.
+        processes: Number of processes. Default: 1.
+        variables: Environment variables of the run. Default: none.
 
     Raises:
         RuntimeError: If the run fails.
@@ -118,7 +131,9 @@ def train(root: Path, *options: object, processes: int = 1) -> list[dict[str, An
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         line = list(map(str, [sys.executable, *launcher, TRAIN, root, "--out", out, *OPTIONS, *options]))
-        done = subprocess.run(line, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        done = subprocess.run(
+            line, env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}, capture_output=True, text=True
+        )
         if done.returncode:
             raise RuntimeError(f"train.py failed: {done.stderr[-3000:]}")
         return [json.loads(entry) for entry in (out / "metrics.jsonl").read_text().splitlines()]
@@ -129,7 +144,7 @@ def losses(journal: list[dict[str, Any]]) -> list[float]:
     return [entry["loss"] for entry in journal if "loss" in entry]
 
 
-def journal_epochs(journal: list[dict[str, Any]]) -> int:
+def epochs(journal: list[dict[str, Any]]) -> int:
     """Return the number of epochs that the run has begun."""
     return max(entry["epoch"] for entry in journal if "epoch" in entry) + 1
 

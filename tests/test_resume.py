@@ -323,7 +323,7 @@ def run_ranks_on(
 
 @pytest.mark.parametrize("shuffle", [True, "sharded"])
 def test_the_global_batch_of_a_step_does_not_depend_on_the_world_size(rows: Dataset, shuffle: bool | str) -> None:
-    """Of two epochs. So one process trains as several do, if their gradients are averaged."""
+    """In two epochs. The mean gradient of several processes is therefore that of one process."""
     expected = [sorted(epoch_order(shuffle, epoch)[g : g + 6]) for epoch in (0, 1) for g in (0, 6, 12)]
     for world in (1, 2, 3, 6):
         first, state = run_ranks(rows, None, world, 3, batch_size=6 // world, shuffle=shuffle)
