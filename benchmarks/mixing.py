@@ -7,11 +7,14 @@ The second command prints the tables of docs/order.md and draws its figure.
 
 Each order is compared with NumPy's full shuffle of the same frames, which is called "i.i.d." here. A batch is a global batch,
 that is, the samples of all ranks in one step. `Mixing` describes the measured quantities.
+
+The values of `shuffle` are compared over several epochs, for global batches and for the batches of each rank, see `Spread`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -23,7 +26,7 @@ import numpy.typing as npt
 from drawing import Picture, new_figure, style
 
 from dali_stream import Order
-from dali_stream.order import default_pools
+from dali_stream.order import Shuffle, default_pools
 from dali_stream.tools import environment
 
 Array = npt.NDArray[Any]
@@ -34,6 +37,10 @@ EPISODES = (5, 12, 100, 1000)
 BEFORE = (32, 8)  # former defaults of consumers and episode_pool_size, which did not depend on the global batch size
 CURVE_EPISODES = 12
 LARGE = (76_000, 263)  # number of episodes, and frames per episode: the size of DROID
+SHUFFLES: tuple[Shuffle, ...] = (True, "global", "sharded")
+# Cases in which the values of `shuffle` are compared: ranks, episodes, a rank's batch size, episodes per task, epochs of a run.
+SPREAD_RANKS, SPREAD_EPISODES, SPREAD_BATCH, PER_TASK, EPOCHS = (1, 4, 8, 64), (12, 240, 1000), 16, 10, 4
+SPREAD_POOLS = ((4, 64), (8, 32), (32, 8), (64, 4), (32, 2), (32, 32))  # consumers and episode_pool_size, on 4 ranks
 
 
 @dataclass(frozen=True)
@@ -70,14 +77,53 @@ class Case(NamedTuple):
     iid_episodes_per_batch: float
 
 
-def mixing(epochs: Iterable[Array], lengths: Array, stride: int) -> Mixing:
+class Spread(NamedTuple):
+    """How the samples of runs with one value of `shuffle` are spread over batches, ranks and epochs.
+
+    The first four quantities are those of `Mixing`, of global batches. `task_variance` is the variance for a quantity that
+    differs from task to task. Those that begin with `rank` are the same of each rank's own batches. There, deviations are from
+    the mean of the whole dataset, so that a rank that lacks episodes has a larger variance and autocorrelation.
+
+    Attributes:
+        pairs: Share of the pairs of episodes that were in the same global batch at least once, after 1 epoch and after all.
+        repetition: Correlation between the numbers of global batches that pairs of episodes share in an epoch and in the next.
+        offset: Square of the difference between the mean over all samples of a rank and that of the dataset, divided by the
+            variance of the means of independently drawn batches of the rank's size, after 1 epoch and after all. If it is 1,
+            the rank's batches differ from the dataset as much by their rank as by chance.
+        task_missing: Share of the tasks of which a rank has had no sample after all epochs.
+    """
+
+    shuffle: Shuffle
+    batch_size: int
+    ranks: int
+    episodes: int
+    tasks: int
+    consumers: int
+    pool: int
+    variance: float
+    autocorrelation: float
+    episodes_per_batch: float
+    task_variance: float
+    pairs: tuple[float, float]
+    repetition: float
+    rank_variance: float
+    rank_autocorrelation: float
+    rank_episodes_per_batch: float
+    rank_task_variance: float
+    offset: tuple[float, float]
+    task_missing: float
+
+
+def mixing(epochs: Iterable[Array], lengths: Array, stride: int, of_dataset: bool = False) -> Mixing:
     """Measure how well batches are mixed.
 
     Args:
         epochs: Episode at each position, for each epoch.
         lengths: Number of frames of each episode.
         stride: Number of samples per batch. An incomplete batch at the end of an epoch is left out.
+        of_dataset: Whether deviations are from the mean of the dataset, and not from that of each epoch. Default: False.
     """
+    share = lengths / lengths.sum()
     variances, distinct, products = [], [], [[] for _ in range(LAGS)]
     for episodes in epochs:
         batches = len(episodes) // stride
@@ -85,13 +131,14 @@ def mixing(epochs: Iterable[Array], lengths: Array, stride: int) -> Mixing:
         batch, count = np.repeat(np.arange(batches), stride), len(seen)
         episode_counts = np.bincount(batch * count + number, minlength=batches * count).reshape(batches, count)
         distinct.append((episode_counts > 0).sum(1))
-        off = (episode_counts - episode_counts.mean(0)).astype(np.float32)
-        variances.append((off**2).sum(1))
+        mean = stride * share[seen] if of_dataset else episode_counts.mean(0)
+        off = (episode_counts - mean).astype(np.float32)
+        lacking = float((np.delete(stride * share, seen) ** 2).sum()) if of_dataset else 0.0  # of episodes that do not occur
+        variances.append((off**2).sum(1) + lacking)
         for lag in range(1, min(LAGS + 1, batches)):
-            products[lag - 1].append(np.einsum("te,te->t", off[lag:], off[:-lag]))
+            products[lag - 1].append(np.einsum("te,te->t", off[lag:], off[:-lag]) + lacking)
     variance = float(np.concatenate(variances).mean())
     correlations = [float(np.concatenate(each).mean()) / variance if each and variance else 0.0 for each in products]
-    share = lengths / lengths.sum()
     independent = stride * float((share * (1 - share)).sum())
     return Mixing(variance / independent, max(correlations, key=abs), float(np.concatenate(distinct).mean()))
 
@@ -121,6 +168,63 @@ def large_case(pool: int | None) -> Case:
     return Case(size, 1, len(lengths), consumers, pool or 0, False, *(round(value, 4) for pair in figures for value in pair))
 
 
+def spread(shuffle: Shuffle, ranks: int, episodes: int, consumers: int, pool: int) -> Spread:
+    """Measure 2 to 20 runs of 4 epochs, of episodes of about 300 frames or, for epochs of at least 40 batches, of more."""
+    size, tasks = SPREAD_BATCH, -(-episodes // PER_TASK)
+    mean = max(300, -(-60 * size * ranks // episodes))
+    lengths = np.random.default_rng(episodes).integers(mean * 2 // 3, mean * 4 // 3 + 1, episodes)
+    task = np.arange(episodes) // PER_TASK
+    runs = [
+        [Order(lengths, shuffle, seed, epoch, consumers, pool).read(0, int(lengths.sum()))[0] for epoch in range(EPOCHS)]
+        for seed in range(min(max(2400 // episodes, 2), 20))
+    ]
+    orders = [order for run in runs for order in run]
+    own = [order[rank::ranks] for order in orders for rank in range(ranks)]
+    task_lengths = np.bincount(task, lengths)
+    batches, rank_batches = mixing(orders, lengths, size * ranks), mixing(own, lengths, size, of_dataset=True)
+    task_variance = mixing((task[order] for order in orders), task_lengths, size * ranks).variance
+    rank_task_variance = mixing((task[order] for order in own), task_lengths, size, of_dataset=True).variance
+    together = np.array([_pairs(run, lengths, size * ranks) for run in runs]).mean(0)
+    first, last, missing = np.array([_of_ranks(run, lengths, task, size, ranks) for run in runs]).mean(0)
+    return Spread(
+        *(shuffle, size, ranks, episodes, tasks, consumers, pool),
+        *_rounded(*asdict(batches).values(), task_variance),
+        _rounded(*together[:2]),
+        *_rounded(together[2], *asdict(rank_batches).values(), rank_task_variance),
+        _rounded(first, last),
+        *_rounded(missing),
+    )  # fmt: skip
+
+
+def _rounded(*values: float) -> tuple[float, ...]:
+    return tuple(round(float(value), 4) for value in values)
+
+
+def _pairs(run: list[Array], lengths: Array, stride: int) -> tuple[float, float, float]:
+    """Return `Spread.pairs` and `Spread.repetition` of one run."""
+    count, rates = len(lengths), []
+    one, two = np.triu_indices(count, 1)
+    for order in run:
+        batches = len(order) // stride
+        number = np.repeat(np.arange(batches), stride) * count + order[: batches * stride]
+        has = np.bincount(number, minlength=batches * count).reshape(batches, count).astype(np.float32)
+        rates.append((has.T @ has)[one, two])
+    expected = lengths[one] * lengths[two]  # so that the lengths alone cause no correlation
+    repetition = [np.corrcoef(a / expected, b / expected)[0, 1] for a, b in itertools.pairwise(rates)]
+    return float((rates[0] > 0).mean()), float((sum(rates) > 0).mean()), float(np.mean(repetition))
+
+
+def _of_ranks(run: list[Array], lengths: Array, task: Array, size: int, ranks: int) -> tuple[float, float, float]:
+    """Return `Spread.offset` and `Spread.task_missing` of one run, each the mean over the ranks."""
+    share = lengths / lengths.sum()
+    counts = [[np.bincount(order[rank::ranks], minlength=len(lengths)) for rank in range(ranks)] for order in run]
+    first, last = np.array(counts[0]), np.array(counts).sum(0)  # shape (ranks, episodes)
+    offsets = [((each / each.sum(1, keepdims=True) - share) ** 2).sum(1).mean() for each in (first, last)]
+    seen = [np.bincount(task, rank) > 0 for rank in last]
+    chance = float((share * (1 - share)).sum()) / size
+    return offsets[0] / chance, offsets[1] / chance, 1 - float(np.mean(seen))
+
+
 def made_up(episodes: int, stride: int) -> Array:
     """Return invented lengths of episodes, which differ by a factor of up to 2. An epoch has at least 40 batches.
 
@@ -137,7 +241,8 @@ def measure(batch_sizes: Iterable[int] = BATCH_SIZES, ranks: Iterable[int] = RAN
     """Measure all cases. Return the report.
 
     It contains the defaults over a grid of batch sizes, ranks and episodes; the former and the present defaults over batch
-    sizes; and the effects of the number of consumers, of the pool size, and of the pool size for a large dataset.
+    sizes; the effects of the number of consumers, of the pool size, and of the pool size for a large dataset; and the values of
+    `shuffle` over ranks and episodes, and over consumers and pool sizes.
     """
     ranks = list(ranks)
     grid = [
@@ -159,6 +264,14 @@ def measure(batch_sizes: Iterable[int] = BATCH_SIZES, ranks: Iterable[int] = RAN
         "consumers": consumers,
         "pools": pools,
         "large": [large_case(pool) for pool in (4, 16, 64, 256, None)],
+        "spread_columns": Spread._fields,
+        "spread": [
+            spread(shuffle, world, episodes, *default_pools(SPREAD_BATCH, world))
+            for episodes in SPREAD_EPISODES
+            for world in SPREAD_RANKS
+            for shuffle in SHUFFLES
+        ],
+        "spread_pools": [spread(shuffle, 4, 240, *pools) for pools in SPREAD_POOLS for shuffle in (True, "sharded")],
         **environment.ran_on("cpu"),
     }
 
@@ -185,8 +298,14 @@ def main() -> None:
 
 def tables(report: dict[str, Any]) -> str:
     """Return the tables of docs/order.md."""
+    compared = [_spreads(report[name]) for name in ("spread", "spread_pools")]
     return "\n\n".join(
-        (_grid_table(_cases(report["grid"])), *(_table(_cases(report[name])) for name in ("consumers", "pools", "large")))
+        (
+            _grid_table(_cases(report["grid"])),
+            *(_table(_cases(report[name])) for name in ("consumers", "pools", "large")),
+            *(_spread_table(compared[0], columns) for columns in (GLOBAL, OWN)),
+            _spread_table(compared[1], POOLS),
+        )
     )
 
 
@@ -207,6 +326,45 @@ def _table(cases: list[Case]) -> str:
         lines.append(f"| {pools} | {c.variance:.2f} | {c.autocorrelation:.2f} | {c.episodes_per_batch:.1f} |")
     c = cases[0]
     lines.append(f"| full shuffle | | | {c.iid_variance:.2f} | {c.iid_autocorrelation:.2f} | {c.iid_episodes_per_batch:.1f} |")
+    return "\n".join(lines)
+
+
+def _spreads(rows: Iterable[Iterable[Any]]) -> list[Spread]:
+    return [Spread(*row) for row in rows]
+
+
+# Columns of the tables of `Spread`: {title: (quantity, decimals)}.
+GLOBAL: dict[str, tuple[Callable[[Spread], float], int]] = {
+    "variance of batch means": (lambda s: s.variance, 2),
+    "of tasks": (lambda s: s.task_variance, 2),
+    "autocorrelation": (lambda s: s.autocorrelation, 2),
+    "episodes in a batch": (lambda s: s.episodes_per_batch, 1),
+    "pairs after 4 epochs": (lambda s: s.pairs[1], 2),
+    "repetition": (lambda s: s.repetition, 2),
+}
+OWN: dict[str, tuple[Callable[[Spread], float], int]] = {
+    "variance of a rank's batch means": (lambda s: s.rank_variance, 2),
+    "of tasks": (lambda s: s.rank_task_variance, 2),
+    "offset after 1 epoch": (lambda s: s.offset[0], 2),
+    "offset after 4": (lambda s: s.offset[1], 2),
+    "tasks missing after 4": (lambda s: s.task_missing, 2),
+}
+POOLS = {
+    title: (GLOBAL | OWN)[title]
+    for title in ("variance of batch means", "autocorrelation", "pairs after 4 epochs", "repetition", "offset after 4")
+}
+
+
+def _spread_table(cases: list[Spread], columns: dict[str, tuple[Callable[[Spread], float], int]]) -> str:
+    """Return a table with the values of all values of `shuffle` in each cell."""
+    first = ["`consumers`", "`episode_pool_size`"] if columns is POOLS else ["episodes", "ranks"]
+    lines = [f"| {' | '.join([*first, *columns])} |", "|---" * (len(first) + len(columns)) + "|"]
+    groups: dict[tuple[int, int], list[Spread]] = {}
+    for s in cases:
+        groups.setdefault((s.consumers, s.pool) if columns is POOLS else (s.episodes, s.ranks), []).append(s)
+    for names, group in groups.items():
+        cells = [" / ".join(f"{value(s):.{decimals}f}" for s in group) for value, decimals in columns.values()]
+        lines.append(f"| {' | '.join([*map(str, names), *cells])} |")
     return "\n".join(lines)
 
 

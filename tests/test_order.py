@@ -478,12 +478,46 @@ def test_pools_that_hold_a_part_of_the_episodes_cost_mixing(mixing: Any) -> None
     assert default.variance < 0.7 * small.variance
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_sharded_global_batches_are_mixed_as_with_true_and_those_of_a_rank_keep_their_offset(mixing: Any, ranks: int) -> None:
+    true, sharded = (mixing.spread(shuffle, ranks, 240, *default_pools(16, ranks)) for shuffle in (True, "sharded"))
+    assert sharded.variance < 1.15 * true.variance
+    assert sharded.episodes_per_batch > 0.95 * true.episodes_per_batch
+    # A rank has about 1/ranks of the episodes, chosen at random, and its batches have 16 samples.
+    expected = 16 * (ranks - 1) / (240 - 1)
+    assert sharded.offset[0] == pytest.approx(sharded.offset[1], rel=0.01)
+    assert sharded.offset[1] == pytest.approx(expected, rel=0.2)
+    assert true.offset[0] == pytest.approx(expected, rel=0.2)
+    assert true.offset[1] == pytest.approx(expected / 4, rel=0.2), "after 4 epochs"
+    assert sharded.rank_variance == pytest.approx(true.rank_variance, rel=0.1)
+    assert sharded.task_missing > true.task_missing
+
+
+def test_one_rank_has_no_offset(mixing: Any) -> None:
+    found = mixing.spread("sharded", 1, 12, *default_pools(16, 1))
+    assert found.offset == (0, 0)
+    assert found.task_missing == 0
+    assert found.rank_variance == pytest.approx(found.variance, rel=0.01)
+    assert found.repetition > 0.5, "pairs of episodes of one consumer share fewer batches, in all epochs"
+
+
 def test_the_page_shows_the_tables_of_the_committed_report(mixing: Any) -> None:
     report = json.loads((ROOT / "benchmarks/results/mixing.json").read_text())
     page = (ROOT / "docs/order.md").read_text().splitlines()
     rows = [line for line in mixing.tables(report).splitlines() if line.startswith("|")]
     assert len(rows) > 20
     assert set(rows) <= set(page)
+
+
+def test_the_page_shows_the_table_of_the_committed_training_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    report = json.loads((ROOT / "benchmarks/results/sharded_training_2cores.json").read_text())
+    assert [(run["seed"], run["shuffle"]) for run in report["runs"]] == [
+        (seed, shuffle) for seed in range(3) for shuffle in ("true", "global", "sharded")
+    ]
+    page = (ROOT / "docs/order.md").read_text().splitlines()
+    assert set(importlib.import_module("sharded_training").table(report).splitlines()) <= set(page)
 
 
 # ---------------------------------------------------------------------------------------------------------- errors

@@ -321,10 +321,14 @@ def run_ranks_on(
     return [found[count] for count in sorted(found)], json.loads(states.pop())
 
 
-def test_the_global_batch_of_a_step_does_not_depend_on_the_world_size(rows: Dataset) -> None:
+@pytest.mark.parametrize("shuffle", [True, "sharded"])
+def test_the_global_batch_of_a_step_does_not_depend_on_the_world_size(rows: Dataset, shuffle: bool | str) -> None:
+    """In two epochs. The mean gradient of several processes is therefore that of one process."""
+    expected = [sorted(epoch_order(shuffle, epoch)[g : g + 6]) for epoch in (0, 1) for g in (0, 6, 12)]
     for world in (1, 2, 3, 6):
-        found, _ = run_ranks(rows, None, world, 3, batch_size=6 // world)
-        assert [sorted(step) for step in found] == [sorted(epoch_order(True, 0)[g : g + 6]) for g in (0, 6, 12)]
+        first, state = run_ranks(rows, None, world, 3, batch_size=6 // world, shuffle=shuffle)
+        second, _ = run_ranks(rows, state, world, 3, batch_size=6 // world, shuffle=shuffle)
+        assert list(map(sorted, first + second)) == expected
 
 
 @pytest.mark.parametrize(("first", "then"), [slow(1, 2), slow(2, 1), (4, 2), slow(2, 4), (3, 4)])
