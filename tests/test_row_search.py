@@ -370,5 +370,5 @@ def test_two_files_with_the_same_episode_are_both_named(tmp_path: Path) -> None:
     assert str(copy) in str(caught.value)
     assert f"{EPISODE_TABLE} has it, too" in str(caught.value)
     assert "Move the file that is a copy out of meta/episodes" in str(caught.value)
-    copy.parent.rename(root / "backup")  # as docs/troubleshooting.md says
+    copy.parent.rename(root / "backup")  # as the error says
     assert_rows(root)
