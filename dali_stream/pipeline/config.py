@@ -33,7 +33,7 @@ SAMPLE = "sample"  # key of the samples' random numbers for augmentation
 
 @dataclass(frozen=True)
 class Config:
-    """Immutable configuration of a loader.
+    """Configuration of a loader. Its fields do not change, but `indices`, `frame_folder` and `substitutes` have state.
 
     Attributes:
         source: Selected episodes and features.

@@ -173,7 +173,7 @@ class BatchSource:
                 self.routes = self.routes | {key: Route("torchcodec", change.reason) for key in change.cameras}
                 _log.warning("Falling back to torchcodec: %s", change)
             except (DatasetError, DecodeError, StorageError) as error:
-                # The message says everything. The traceback through DALI and the threads only helps to debug the loader.
+                # The message says everything. The traceback through the threads and decoders only helps to debug the loader.
                 _log.debug("a batch could not be made", exc_info=error)
                 raise error.with_traceback(None) from None
 
