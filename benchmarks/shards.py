@@ -35,9 +35,8 @@ from dali_stream.order.order import default_pools
 from dali_stream.pipeline.layout import Layout
 from dali_stream.schedule.budget import Sizes, divide, frames_budget, horizon
 from dali_stream.schedule.episodes import EpisodeTable
-from dali_stream.schedule.frame_set import shown_frames
 from dali_stream.schedule.plan import Limits, Schedule
-from dali_stream.schedule.samples import samples
+from dali_stream.schedule.samples import samples, shown_frames
 from dali_stream.tools import environment
 
 CAMERA = "camera"

@@ -1,7 +1,8 @@
 """Stream LeRobot datasets into PyTorch training: random frames, decoded with torchcodec on CPUs and NVDEC, or with DALI.
 
-`Loader` is the iterator over batches of a `Dataset` or a `Mixture`. `Transformed` applies a function of yours to its batches, and
-`FrameSampler` gives its order to a PyTorch DataLoader. The docstring of `dali_stream.pipeline` follows a frame through the code.
+`Loader` is the iterator over batches of a `Dataset` or a `Mixture`. `Transformed` applies a function of yours to its batches,
+and `FrameSampler` gives its order to a PyTorch DataLoader. The docstring of `dali_stream.pipeline` follows a frame through the
+code.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from support.routes import let_auto_take_dali
 from support.slow import slow
 
 from dali_stream import Dataset, DecodeError, Loader
-from dali_stream.order.audited import audited
+from dali_stream.order.uniforms import audited
 from dali_stream.pipeline import graph
 
 BATCH = 8

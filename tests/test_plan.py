@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dali_stream
-from dali_stream.pipeline.reading import _reread_remedies
+from dali_stream.pipeline.planner import _reread_remedies
 from dali_stream.schedule import example
-from dali_stream.schedule.belady import nearest
 from dali_stream.schedule.budget import Sizes, divide, horizon, window_bytes
+from dali_stream.schedule.samples import nearest
 
 
 def test_the_example_returns_what_it_says() -> None:

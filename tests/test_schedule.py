@@ -22,10 +22,9 @@ from dali_stream.order.batches import Batches
 from dali_stream.order.windows import window
 from dali_stream.schedule.budget import horizon
 from dali_stream.schedule.episodes import EpisodeTable, Located, OpenEpisode
-from dali_stream.schedule.frame_plan import FramePlan
-from dali_stream.schedule.frame_set import FrameSet, shown_frames
+from dali_stream.schedule.frames import FramePlan
 from dali_stream.schedule.plan import Limits, Schedule
-from dali_stream.schedule.samples import Samples, samples
+from dali_stream.schedule.samples import FrameSet, Samples, samples, shown_frames
 
 Frame = tuple[int, int]  # episode, frame
 CAMERA = "top"

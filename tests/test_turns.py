@@ -22,7 +22,7 @@ from dali_stream.decode.dali import DaliDecoder
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.errors import DaliStreamError
 from dali_stream.pipeline import dali_batches, dali_iterator
-from dali_stream.pipeline.finisher import Finisher
+from dali_stream.pipeline.batch import Finisher
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from dali_stream.checks.arrays import NONE, Mask
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.waiting import working
-from dali_stream.schedule.frame_plan import FramePlan, Reads
+from dali_stream.schedule.frames import FramePlan, Reads
 from dali_stream.schedule.plan import Schedule
 from dali_stream.storage import Store
 from dali_stream.system.workers import Workers

@@ -20,11 +20,9 @@ from dali_stream.checks.arrays import NONE, Int64, Mask
 from dali_stream.errors import MemoryBudgetError
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import span
-from dali_stream.schedule.belady import nearest
 from dali_stream.schedule.budget import GROWTH
-from dali_stream.schedule.next_uses import NEVER
 from dali_stream.schedule.plan import Schedule
-from dali_stream.schedule.samples import Samples
+from dali_stream.schedule.samples import NEVER, Samples, nearest
 from dali_stream.storage import Store
 from dali_stream.storage.store import StoreView
 from dali_stream.system.workers import Workers

@@ -16,7 +16,7 @@ from dali_stream.cache.slots import Slots
 from dali_stream.checks.arrays import NONE, Array, Int64
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.source import Source
-from dali_stream.schedule.frame_plan import FramePlan
+from dali_stream.schedule.frames import FramePlan
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 from dali_stream.system.workers import Workers

@@ -26,7 +26,7 @@ from dali_stream.errors import DecodeError, FrameSizeError
 from dali_stream.lerobot.features import CHANNELS, Feature
 from dali_stream.lerobot.source import Source
 from dali_stream.observe.counters import Counters
-from dali_stream.schedule.frame_plan import FramePlan, Reads
+from dali_stream.schedule.frames import FramePlan, Reads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store, lfs
 from dali_stream.system.workers import Workers

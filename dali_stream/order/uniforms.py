@@ -1,9 +1,4 @@
-"""Random numbers for augmentation, which are part of each sample.
-
-They depend only on the seed, the epoch and the position in the order of the epoch. A resumed run therefore augments its samples
-as an uninterrupted run does, on any number of ranks. DALI's random operators cannot do this, because DALI cannot save the
-state of a pipeline with a video decoder.
-"""
+"""What follows from the position of a sample: its random numbers for augmentation, and whether it is audited."""
 
 from __future__ import annotations
 
@@ -33,3 +28,21 @@ def uniforms(seed: int, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDA
     counter = positions.astype(np.uint64)[:, None] * np.uint64(COUNT) + np.arange(COUNT, dtype=np.uint64)
     bits = mix(mix(counter + first) + second) >> np.uint64(40)
     return bits.astype(np.float32) * np.float32(2.0**-24)
+
+
+def audited(position: npt.NDArray[np.int64], epoch: int, every: int) -> npt.NDArray[np.bool_]:
+    """Return which samples of a batch are audited. A resumed run audits the same samples.
+
+    Args:
+        position: Position of each sample in the order of its epoch, shape (B,).
+        epoch: Number of the epoch.
+        every: Average number of samples per audit, at least 1.
+
+    Returns:
+        Whether each sample is audited, shape (B,).
+    """
+    # Positions are hashed, because without a hash, the same rank could serve all audited positions. The epoch counts from 1,
+    # because mix(0) is 0.
+    numbers = mix(position.astype(np.uint64) + mix(np.array([epoch + 1], np.uint64)))
+    chosen: npt.NDArray[np.bool_] = numbers % np.uint64(every) == 0
+    return chosen

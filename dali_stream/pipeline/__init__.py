@@ -5,7 +5,7 @@ The way of a frame, from the order to the training loop:
     order/order.py              which frame is next: a pure function of seed, epoch and position
     schedule/samples.py         the samples of each batch of this rank
     pipeline/planner.py         thread that plans each batch ahead of the training loop:
-      pipeline/reading.py         opens the episodes of the batch, and fetches encoded video of remote files
+      Reading                     opens the episodes of the batch, and fetches encoded video of remote files
         cache/open_episodes.py      rows of the episode (lerobot/rows.py) and index of its video file (mp4/index.py)
         cache/video.py              blocks of the file (storage/)
       schedule/plan.py            plan of the batch; for each camera:
@@ -18,7 +18,7 @@ The way of a frame, from the order to the training loop:
         decode/resize.py              resizes the frames
         cache/slots.py                puts them into their slots
       cache/frames_on_disk.py       reads frames that the frame cache on disk has, and adds decoded ones
-    pipeline/finisher.py        waits for the frames of the next batch, and gathers them from the slots
+    pipeline/batch.py           waits for the frames of the next batch, and gathers them from the slots
     pipeline/torch_batches.py   tensors on the CPU; or
     pipeline/dali_batches.py    DALI graph, for a GPU or a function of the user
     loader.py                   normalizes, counts the position, and returns the batch

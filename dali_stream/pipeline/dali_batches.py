@@ -13,11 +13,10 @@ from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import begin_batch
 from dali_stream.pipeline import graph
 from dali_stream.pipeline.aliases import Graph
+from dali_stream.pipeline.batch import Finisher, PlannedBatch
 from dali_stream.pipeline.dali_iterator import Iterator, PipelineError, abandon
 from dali_stream.pipeline.external_source import ExternalSource
-from dali_stream.pipeline.finisher import Finisher
 from dali_stream.pipeline.layout import Layout
-from dali_stream.pipeline.planned_batch import PlannedBatch
 from dali_stream.pipeline.planner import Planner
 
 _TRIED = 8  # number of clips decoded at a time to find a broken one: few, since the failed pipeline still uses memory

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dali_stream.decode import dali  # before DALI itself, since its error message says how to install DALI
 from dali_stream.decode.turns import Turns
 from dali_stream.errors import DaliStreamError
-from dali_stream.pipeline.planned_batch import closed
+from dali_stream.pipeline.batch import closed
 from dali_stream.system.workers import Workers
 
 # isort: split

@@ -14,7 +14,7 @@ from dali_stream.decode.images import ImageDecoder
 from dali_stream.decode.route import TORCHCODEC_CUDA, Route
 from dali_stream.decode.torchcodec_decoder import TorchcodecDecoder
 from dali_stream.observe.counters import Counters
-from dali_stream.order.audited import audited
+from dali_stream.order.uniforms import audited
 from dali_stream.pipeline.layout import Layout
 from dali_stream.schedule.budget import copy_threads
 from dali_stream.schedule.plan import BatchPlan

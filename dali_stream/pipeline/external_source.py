@@ -6,9 +6,8 @@ from collections import deque
 from typing import Any
 
 from dali_stream.checks.arrays import Array
-from dali_stream.pipeline.finisher import Finisher
+from dali_stream.pipeline.batch import Finisher, PlannedBatch, with_time_axis
 from dali_stream.pipeline.layout import Layout
-from dali_stream.pipeline.planned_batch import PlannedBatch, with_time_axis
 
 
 class ExternalSource:

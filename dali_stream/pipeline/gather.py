@@ -12,8 +12,8 @@ from dali_stream.errors import DaliStreamError
 from dali_stream.lerobot.arrow import parse_annotations
 from dali_stream.order import windows
 from dali_stream.order.uniforms import uniforms
+from dali_stream.pipeline.batch import Texts
 from dali_stream.pipeline.config import DATASET, SAMPLE, SUBSTITUTE, Config
-from dali_stream.pipeline.planned_batch import Texts
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.schedule.samples import Samples

@@ -15,7 +15,7 @@ from dali_stream.decode.route import Route
 from dali_stream.errors import DecodeError
 from dali_stream.pipeline.config import Config
 from dali_stream.schedule.budget import Sizes
-from dali_stream.schedule.frame_set import FrameSet, shown_frames
+from dali_stream.schedule.samples import FrameSet, shown_frames
 from dali_stream.system.cached import cached_property
 
 

@@ -13,9 +13,9 @@ from dali_stream.decode.route import Route
 from dali_stream.errors import DatasetError, DecodeError, MemoryBudgetError, StorageError
 from dali_stream.observe.counters import Counters
 from dali_stream.pipeline.aliases import Batch, Graph
+from dali_stream.pipeline.batch import closed
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.layout import Layout
-from dali_stream.pipeline.planned_batch import closed
 from dali_stream.pipeline.planner import MEMORY, Planner
 from dali_stream.pipeline.torch_batches import TorchBatches
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from dali_stream.observe.counters import Counters
+from dali_stream.pipeline.batch import Finisher, with_time_axis
 from dali_stream.pipeline.config import Config
-from dali_stream.pipeline.finisher import Finisher
-from dali_stream.pipeline.planned_batch import with_time_axis
 from dali_stream.pipeline.planner import Planner
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dali_stream.errors import MemoryBudgetError
 from dali_stream.pipeline.layout import Layout
-from dali_stream.schedule.slot_allocator import SLOT_BYTES
+from dali_stream.schedule.frames import SLOT_BYTES
 from dali_stream.system.memory_limit import MemoryLimit
 
 

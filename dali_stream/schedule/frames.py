@@ -12,17 +12,196 @@ Names say which numbers an array has. Frames are numbered over all episodes of t
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from dali_stream.checks.arrays import NONE, Int64, Mask
-from dali_stream.schedule.belady import nearest
 from dali_stream.schedule.episodes import EpisodeTable
-from dali_stream.schedule.frame_plan import NO_READS, NOTHING, FramePlan, Reads
-from dali_stream.schedule.frame_set import FrameSet
-from dali_stream.schedule.next_uses import NEVER, Window
-from dali_stream.schedule.slot_allocator import Room, SlotAllocator
+from dali_stream.schedule.samples import NEVER, FrameSet, Window, nearest
+
+
+class Reads(NamedTuple):
+    """Frames that are read from the frame cache on disk, sorted by episode.
+
+    Attributes:
+        episode: Episode of each frame, shape (n,).
+        frame: Index of each frame within its episode, shape (n,).
+        packet: Packet of each frame, shape (n,).
+        slot: Slot of each frame, shape (n,).
+        place: Place of each frame in the batch, as an index into the flattened `show`, shape (n,). Such a frame may be read
+            directly into the batch, since nothing else needs it in its slot. `NONE` for frames that are cached or that the
+            batch shows several times.
+    """
+
+    episode: Int64
+    frame: Int64
+    packet: Int64
+    slot: Int64
+    place: Int64
+
+    def chosen(self, mask: Mask) -> Reads:
+        """Return the frames for which a mask is True."""
+        return Reads(*(values[mask] for values in self))
+
+
+NOTHING = np.empty(0, np.int64)
+NO_READS = Reads(NOTHING, NOTHING, NOTHING, NOTHING, NOTHING)
+
+
+@dataclass(frozen=True)
+class FramePlan:
+    """Plan of one camera for one batch.
+
+    The plan decodes frame `frame[i]` of episode `episode[i]`, which is packet `packet[i]` of its file, into slot `slot[i]`.
+    Frames of one GOP are adjacent and in decode order. Frames without a slot are decoded for the frame cache on disk only.
+
+    Attributes:
+        show: Slot of each frame of the batch, shape (B, T). `NONE` if the frame has no packet.
+        episode: Episode of each frame to decode, shape (n,).
+        frame: Index of each frame to decode within its episode, shape (n,).
+        packet: Packet of each frame to decode, shape (n,).
+        slot: Slot that each frame is decoded into, shape (n,). `NONE` if the frame has no slot.
+        gop: Number that identifies the GOP of each frame, shape (n,).
+        hits: Number of the B · T frames that were cached, so that they need not be decoded.
+        decodes: Number of frames that are decoded, including those that are only decoded to reach others.
+        evicted: Number of frames that were evicted although a later batch was known to show them.
+        reads: Frames that are read from the frame cache on disk.
+    """
+
+    show: Int64
+    episode: Int64
+    frame: Int64
+    packet: Int64
+    slot: Int64
+    gop: Int64
+    hits: int
+    decodes: int
+    evicted: int
+    reads: Reads = NO_READS
+
+    def chosen(self, decoded: Mask, read: Mask) -> FramePlan:
+        """Return the plan for some of the frames to decode and to read, for which the masks are True. `show` is the same."""
+        return replace(
+            self,
+            episode=self.episode[decoded],
+            frame=self.frame[decoded],
+            packet=self.packet[decoded],
+            slot=self.slot[decoded],
+            gop=self.gop[decoded],
+            reads=self.reads.chosen(read),
+        )
+
+    def __str__(self) -> str:
+        def listed(values: Int64) -> str:
+            return ", ".join(map(str, values.reshape(-1).tolist()))
+
+        gops = [self.gop == gop for gop in np.unique(self.gop)]
+        lines = [
+            f"decode episode {self.episode[own][0]} frames {listed(self.frame[own])} into slots {listed(self.slot[own])}"
+            for own in gops
+        ]
+        if len(self.reads.slot):
+            lines.append(f"read frames {listed(self.reads.frame)} into slots {listed(self.reads.slot)}")
+        return "\n".join([*lines, f"show slots {listed(self.show)}"])
+
+
+SLOT_BYTES = 4 * 8  # memory of the numbers of a slot: one in each array of a `SlotAllocator`
+
+
+class SlotAllocator:
+    """Contents of a camera's slots, and the slots that are free.
+
+    Attributes:
+        frame: Frame that is cached in each slot. `NONE` if none is.
+        next_use: Batch that shows that frame next. `NEVER` if none is known. It may be in the past, if that batch decoded
+            nothing.
+        cost: Number of frames that are decoded to decode that frame again.
+        touched: Last batch that writes or shows each slot.
+    """
+
+    def __init__(self, count: int, in_progress: int) -> None:
+        self._in_progress = in_progress
+        self.frame = np.full(count, NONE, np.int64)
+        self.next_use = np.full(count, NEVER, np.int64)
+        self.cost = np.ones(count, np.int32)
+        self.touched = np.full(count, -in_progress, np.int64)  # early enough for batch 0 to write all slots
+        # The free slots are a stack, so that slots that were used before are used first. The system allocates the memory of a
+        # slot when it is first written, so a cache that is never full takes less memory.
+        self._free = np.arange(count, dtype=np.int64)[::-1].copy()
+        self._free_count = count
+        self._later = defaultdict[int, list[Int64]](list)  # {batch: slots that become free when it is planned}
+
+    def release(self, batch: int) -> None:
+        """Release the slots that have become free with this batch or before it."""
+        for at in [at for at in self._later if at <= batch]:
+            for slots in self._later.pop(at):
+                self._give_back(slots)
+
+    def take(self, batch: int, count: int) -> Int64:
+        """Allocate `count` free slots, which a batch will write."""
+        self._free_count -= count
+        slots = self._free[self._free_count : self._free_count + count][::-1].copy()
+        self.touched[slots] = batch
+        return slots
+
+    def free_from(self, batch: int, slots: Int64) -> Int64:
+        """Return the first batch that may write each slot. The batches that write or show it now are copied by then."""
+        return np.maximum(self.touched[slots] + self._in_progress, batch)
+
+    def free_later(self, batch: int, slots: Int64) -> None:
+        """Release slots, each as soon as it may be written again."""
+        free_from = self.free_from(batch, slots)
+        for at in set(free_from.tolist()):
+            if at == batch:
+                self._give_back(slots[free_from == at])
+            else:
+                self._later[at].append(slots[free_from == at])
+
+    def _give_back(self, slots: Int64) -> None:
+        self._free[self._free_count : self._free_count + len(slots)] = slots
+        self._free_count += len(slots)
+
+
+class Room:
+    """Room for frames that are kept for later batches.
+
+    Attributes:
+        free: Number of frames that may be added now.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+        self._later = defaultdict[int, int](int)  # {batch: growth of `free` when it is planned}
+
+    def release(self, batch: int) -> None:
+        """Release the room that has become free with this batch or before it."""
+        for at in [at for at in self._later if at <= batch]:
+            self.free += self._later.pop(at)
+
+    def take(self, count: int) -> None:
+        """Take room for `count` frames, which are added."""
+        self.free -= count
+
+    def give_back(self, count: int) -> None:
+        """Return the room of `count` frames at once."""
+        self.free += count
+
+    def give_back_later(self, batch: int, free_from: Int64) -> None:
+        """Return the room of frames once their slots may be written again.
+
+        Args:
+            batch: Number of the batch that is planned.
+            free_from: First batch that may write the slot of each frame, see `SlotAllocator.free_from`.
+        """
+        for at, count in zip(*(values.tolist() for values in np.unique(free_from, return_counts=True)), strict=True):
+            if at == batch:
+                self.free += count
+            else:
+                self._later[at] += count
+
 
 _PRECISION = 1 << 10  # batches until the next use are multiplied by this before they are divided by a cost
 _SLACK = 256  # a full cache evicts 1/256 of its frames more than necessary, so that it rarely ranks all of them

@@ -12,11 +12,8 @@ import numpy.typing as npt
 
 from dali_stream.checks.arrays import Int64
 from dali_stream.schedule.episodes import EpisodeTable
-from dali_stream.schedule.frame_plan import FramePlan
-from dali_stream.schedule.frame_set import FrameSet
-from dali_stream.schedule.frames import FramesInMemory
-from dali_stream.schedule.next_uses import Window
-from dali_stream.schedule.samples import Samples
+from dali_stream.schedule.frames import FramePlan, FramesInMemory
+from dali_stream.schedule.samples import FrameSet, Samples, Window
 
 _AT_ONCE = 8  # batches of the order that each `plan` reads ahead, until the horizon is full
 

@@ -1,19 +1,73 @@
-"""Last step of a batch: waits for its frames, gathers them, and substitutes samples that could not be read or decoded."""
+"""A batch in progress, and its last step: the frames are waited for and gathered, and samples that failed are substituted."""
 
 from __future__ import annotations
 
 import copy
 import time
 from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from dali_stream.checks.arrays import NONE
+from dali_stream.checks.arrays import NONE, Array
+from dali_stream.decode.decoder import Work
 from dali_stream.decode.depth import Distances
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.waiting import result
 from dali_stream.pipeline.config import SUBSTITUTE, Config
-from dali_stream.pipeline.planned_batch import PlannedBatch, closed
-from dali_stream.pipeline.planner import Planner
+from dali_stream.schedule.samples import Samples
+
+if TYPE_CHECKING:
+    from dali_stream.pipeline.planner import Planner
+
+Texts = dict[str, list[Any]]
+"""{key: one string per sample, or a list of annotations per sample for a language column}."""
+
+
+@dataclass
+class PlannedBatch:
+    """One rank's share of a global batch. `Finisher` adds the frames when they have been decoded.
+
+    Attributes:
+        samples: Samples of the batch.
+        columns: {key: values of shape (B, ...)}, for tabular features, masks and random numbers.
+        texts: {key: one string per sample}.
+        work: {camera: decode tasks in progress}.
+        failed: {sample whose episode cannot be read: error}. Its columns and texts are those of another sample.
+        frames: {camera: frames of shape (B, T, H, W, C), or a list with one item per sample, see `Work.collect`}.
+        ready_at: Time of `time.perf_counter` at which all frames were decoded.
+        counts: {attribute of `Counters`: amount to add when the batch is delivered}.
+        substituted: File and error of each sample that was substituted.
+    """
+
+    samples: Samples
+    columns: dict[str, Array]
+    texts: Texts
+    work: dict[str, Work]
+    failed: dict[int, DaliStreamError]
+    frames: dict[str, Any] = field(default_factory=dict)
+    ready_at: float = 0.0
+    counts: dict[str, int] = field(default_factory=dict)
+    substituted: list[tuple[str, DaliStreamError]] = field(default_factory=list)
+
+
+def with_time_axis(config: Config, camera: str, frames: Array) -> Array:
+    """Return the frames of a camera in the shape in which a batch contains them.
+
+    Args:
+        config: Configuration of the loader.
+        camera: Name of the camera.
+        frames: Frames of shape (B, T, H, W, C).
+
+    Returns:
+        View of shape (B, H, W, C) if samples have no time axis, see `Config.squeezed`. Otherwise `frames`.
+    """
+    return frames[:, 0] if config.squeezed(camera) else frames
+
+
+def closed() -> DaliStreamError:
+    """Return the error for a thread that waits for a batch while another thread closes the loader."""
+    return DaliStreamError("The Loader was closed while another thread waited for a batch")
 
 
 class Finisher:
