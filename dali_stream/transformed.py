@@ -22,7 +22,7 @@ from dali_stream.checks.arguments import from_zero, known_arguments, positive
 from dali_stream.errors import DaliStreamError
 from dali_stream.run.sample_function import (
     Failed,
-    Request,
+    FunctionCall,
     SampleFunction,
     check_shared_memory,
     seed_of,
@@ -182,7 +182,7 @@ class Transformed:
         """
         values, place = self.loader.batch_at(epoch, batch), self.loader._place_of(epoch, batch)
         transformed, rest = self._function.split(values)
-        request = Request(transformed, self._seeds(*place, len(next(iter(values.values())))))
+        request = FunctionCall(transformed, self._seeds(*place, len(next(iter(values.values())))))
         threads = torch.get_num_threads()
         try:
             if self._num_workers:
@@ -242,7 +242,7 @@ class Transformed:
         finally:
             requests.close()
 
-    def _requests(self, batches: Iterator[Batch]) -> Generator[Request, None, None]:
+    def _requests(self, batches: Iterator[Batch]) -> Generator[FunctionCall, None, None]:
         """Yield the Loader's batches with the seeds of their samples. Its state before a batch gives their positions.
 
         An error of the Loader ends the requests, so that the batches before it are delivered first.
@@ -262,7 +262,7 @@ class Transformed:
                 if self._num_workers:  # the DataLoader would wait forever for a batch without memory
                     check_shared_memory(batches_checked * size_of(transformed.values()), what)
                 self._in_progress.append((after, rest))
-                yield Request(transformed, self._seeds(after["epoch"], start, len(next(iter(batch.values())))))
+                yield FunctionCall(transformed, self._seeds(after["epoch"], start, len(next(iter(batch.values())))))
                 before = after
         except Exception as error:
             self._failure = error
@@ -276,7 +276,7 @@ class Transformed:
         positions = range(first, first + count * world_size, world_size)
         return [seed_of(config.arguments.seed, epoch, position) for position in positions]
 
-    def _in_workers(self, requests: Iterator[Request]) -> Iterator[Any]:
+    def _in_workers(self, requests: Iterator[FunctionCall]) -> Iterator[Any]:
         """Start the workers if necessary, and yield the results of requests in their order."""
         if self._workers is None:
             context = multiprocessing.get_context("forkserver")
@@ -311,9 +311,9 @@ class Transformed:
 class _Sampler:
     """Sampler of the DataLoader: the requests of the current epoch."""
 
-    requests: Iterator[Request] = iter(())
+    requests: Iterator[FunctionCall] = iter(())
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[FunctionCall]:
         return self.requests
 
 

@@ -58,7 +58,7 @@ copied. This follows from the sources of DALI 2.4. Only this setting was run on 
 alternatives."""
 
 
-class Packed(NamedTuple):
+class DaliClip(NamedTuple):
     """Encoded sample for DALI.
 
     Attributes:
@@ -74,7 +74,7 @@ class Packed(NamedTuple):
     audit: Audit | None
 
 
-class Request(NamedTuple):
+class WindowRequest(NamedTuple):
     """Frames and packets of one sample, which is a window of one episode.
 
     Attributes:
@@ -104,11 +104,11 @@ class Clips:
 
     def __init__(self, audited: npt.NDArray[np.bool_]) -> None:
         self.audited = audited
-        self.packed: list[Packed | None] = [None] * len(audited)
+        self.packed: list[DaliClip | None] = [None] * len(audited)
         self.tasks: list[Future[None]] = []
         self.failed: dict[int, DaliStreamError] = {}
 
-    def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> list[Packed | None]:
+    def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> list[DaliClip | None]:
         return self.packed
 
 
@@ -152,10 +152,10 @@ class DaliDecoder(VideoFiles):
     def close(self) -> None:
         """Do nothing, because no decoded frames are kept."""
 
-    def make(self, store: Store, request: Request, work: Clips) -> None:
+    def make(self, store: Store, request: WindowRequest, work: Clips) -> None:
         """Pack the clip of a sample.
 
-        DALI decodes each frame of the window once, in increasing order. `Packed.order` then restores the order of the window.
+        DALI decodes each frame of the window once, in increasing order. `DaliClip.order` then restores the order of the window.
 
         Raises:
             RouteChange: If DALI would decode the clip wrongly on a GPU.
@@ -179,9 +179,9 @@ class DaliDecoder(VideoFiles):
         mark = object()  # `setdefault` is atomic, so only one task finds its own object in the dict
         is_first = self._audited is not None and self._first.setdefault(request.file.path, mark) is mark
         audit = self._audit(store, request) if is_first or work.audited[request.row] else None
-        work.packed[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order, audit)
+        work.packed[request.row] = DaliClip(np.frombuffer(clip.data, np.uint8), np.sort(places), order, audit)
 
-    def _requests(self, work: Clips, plan: BatchPlan, episodes: OpenEpisodes) -> list[Request]:
+    def _requests(self, work: Clips, plan: BatchPlan, episodes: OpenEpisodes) -> list[WindowRequest]:
         """Return a request for each sample. Errors of samples that fail a check are added to `work`. See `Decoder.start`."""
         requests, shown = [], plan.shown_in_episode[self.key]
         for row, episode in enumerate(plan.samples.episode.tolist()):
@@ -191,7 +191,7 @@ class DaliDecoder(VideoFiles):
             except DecodeError as error:
                 work.failed[row] = DecodeError(str(error))  # without the traceback, see `named`
             else:
-                requests.append(Request(row, episode, shown[row], packets, index))
+                requests.append(WindowRequest(row, episode, shown[row], packets, index))
         return requests
 
     def _locate(self, episodes: OpenEpisodes, episode: int, frames: Int64, packets: Int64) -> VideoIndex:
@@ -212,7 +212,7 @@ class DaliDecoder(VideoFiles):
             raise self.change(index, reason)
         return index
 
-    def _audit(self, store: Store, request: Request) -> Audit:
+    def _audit(self, store: Store, request: WindowRequest) -> Audit:
         """Decode the frames of a sample on the CPU for an audit."""
         from dali_stream.decode.torchcodec import decode as decode_on_cpu  # the trial has imported it
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.lerobot.parquet_footer import chunk_sizes, read_footer
 from dali_stream.storage import Store, lfs
-from dali_stream.storage.store import SMALL, Ranges
+from dali_stream.storage.store import SMALL, RangeFile
 
 _BYTES = 64 << 20  # memory that any table may take
 _ROW_BYTES = 64 << 10  # memory that an episode may take in the episode table, with its statistics
@@ -64,7 +64,7 @@ def count_rows(metadata: pq.FileMetaData) -> int:
     return sum(counts)
 
 
-def opened(store: Store, path: str) -> Ranges | pa.BufferReader:
+def opened(store: Store, path: str) -> RangeFile | pa.BufferReader:
     """Open a file. A small one is read whole, which needs fewer requests."""
     return pa.BufferReader(store.read_all(path)) if store.size(path) <= SMALL else store.open(path)
 

@@ -37,7 +37,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dali_stream.checks.arrays import Int64
-from dali_stream.storage.store import Ranges
+from dali_stream.storage.store import RangeFile
 
 _MAGIC = b"PAR1"
 TAIL = 64 << 10  # number of bytes at the end of a file that are read first; they usually contain the whole footer
@@ -132,7 +132,7 @@ class RowGroups:
         return entries
 
 
-def read_footer(file: Ranges | pa.BufferReader, tail: int = TAIL) -> bytes | None:
+def read_footer(file: RangeFile | pa.BufferReader, tail: int = TAIL) -> bytes | None:
     """Return the footer of a file, without length and magic, or None if the file has no valid one.
 
     Args:

@@ -26,7 +26,7 @@ from dali_stream.lerobot.file_names import parquet_files
 from dali_stream.lerobot.info import FRAME_INDEX
 from dali_stream.lerobot.parquet_footer import TAIL, RowGroups, as_file, read_footer
 from dali_stream.storage import Store
-from dali_stream.storage.store import SMALL, Ranges, checked
+from dali_stream.storage.store import SMALL, RangeFile, checked
 from dali_stream.system.cached import cached_property
 
 _GAP = 8 << 10  # maximum gap between two columns that are read in one request, in bytes
@@ -191,7 +191,7 @@ class RowFile:
 
     def _fetched(
         self, groups: Sequence[int], columns: Sequence[str], gap: int, whole: bytes = b""
-    ) -> tuple[pq.ParquetFile, Sequence[int], Ranges]:
+    ) -> tuple[pq.ParquetFile, Sequence[int], RangeFile]:
         """Fetch some columns of some row groups.
 
         Args:

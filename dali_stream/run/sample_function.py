@@ -30,7 +30,7 @@ _SHARED_MEMORY = "/dev/shm"
 _IDENTITY = ("dataset_index", "episode_index", "frame_index", "index")
 
 
-class Request(NamedTuple):
+class FunctionCall(NamedTuple):
     """Work of a worker: values of a batch, and the seed of each sample."""
 
     batch: Batch
@@ -66,7 +66,7 @@ class SampleFunction(Dataset[Any]):
         needed = {key: batch[key] for key in dict.fromkeys((*self.keys, *_IDENTITY)) if key in batch}
         return needed, {key: None if key in self.keys else value for key, value in batch.items()}
 
-    def __getitem__(self, request: Request) -> Batch | Failed:
+    def __getitem__(self, request: FunctionCall) -> Batch | Failed:
         """Answer a request in a worker."""
         try:
             batch = self._apply(request)
@@ -75,7 +75,7 @@ class SampleFunction(Dataset[Any]):
         except Exception as error:
             return Failed(text_of(error), traceback.format_exc())
 
-    def here(self, request: Request) -> Batch:
+    def here(self, request: FunctionCall) -> Batch:
         """Answer a request in this thread, and restore the states of its random numbers."""
         generators, states = _generators(request.batch), (random.getstate(), np.random.get_state())
         kept = [generator.get_state() for generator in generators]
@@ -88,7 +88,7 @@ class SampleFunction(Dataset[Any]):
             np.random.set_state(states[1])
 
     @torch.no_grad()
-    def _apply(self, request: Request) -> Batch:
+    def _apply(self, request: FunctionCall) -> Batch:
         generators, samples = _generators(request.batch), []
         for i, seed in enumerate(request.seeds):
             sample = {key: value[i] for key, value in request.batch.items()}

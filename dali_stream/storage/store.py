@@ -122,14 +122,14 @@ class Store(abc.ABC):
         head = self.read(path, 0, SMALL)
         return head if len(head) < SMALL else head + self.read(path, SMALL, self.size(path))
 
-    def open(self, path: str, size: int | None = None) -> Ranges:
+    def open(self, path: str, size: int | None = None) -> RangeFile:
         """Return a seekable file object for libraries that need one. It has no handle of its own: its reads call `read`.
 
         Args:
             path: Path of the file.
             size: Size of the file in bytes. Default: `self.size(path)`.
         """
-        return Ranges(self, path, self.size(path) if size is None else size)
+        return RangeFile(self, path, self.size(path) if size is None else size)
 
     def where(self, path: str) -> str:
         """Return the full name of a file for messages."""
@@ -175,7 +175,7 @@ def checked(path: str) -> str:
     )
 
 
-class Ranges(io.RawIOBase):
+class RangeFile(io.RawIOBase):
     """File object that `Store.open` returns. `bytes_read` is the number of bytes that were read from the store."""
 
     def __init__(self, store: Store, path: str, size: int) -> None:

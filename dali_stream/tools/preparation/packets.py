@@ -33,7 +33,7 @@ HOLE = 256 << 10  # maximum bytes between two packets that are fetched in one re
 
 
 @dataclass
-class Run:
+class PacketRange:
     """Packets [start, stop) of a source file.
 
     Attributes:
@@ -107,7 +107,7 @@ def since(index: VideoIndex, start: float, shown: Int64) -> Int64:
     return np.append(index.display_order[first:stop][before], shown)
 
 
-def add(runs: list[Run], index: VideoIndex, packets: Int64) -> Run:
+def add(runs: list[PacketRange], index: VideoIndex, packets: Int64) -> PacketRange:
     """Return the run that contains the packets of an episode. If necessary, extend the last run or append a new one.
 
     Args:
@@ -122,7 +122,7 @@ def add(runs: list[Run], index: VideoIndex, packets: Int64) -> Run:
     if runs and runs[-1].index.path == index.path and runs[-1].start <= start <= runs[-1].stop:
         runs[-1].stop = stop
     else:
-        runs.append(Run(index, start, stop))
+        runs.append(PacketRange(index, start, stop))
     return runs[-1]
 
 
@@ -132,7 +132,7 @@ def frame_ticks(index: VideoIndex, fps: float) -> int:
     return int(np.median(intervals)) if len(intervals) else max(1, round(index.timescale / fps))
 
 
-def join(runs: Sequence[Run], fps: float) -> int:
+def join(runs: Sequence[PacketRange], fps: float) -> int:
     """Set `first` and `shift` so that runs follow each other. Return the duration of the last frame, in ticks.
 
     If an episode begins before its first frame, a gap precedes the run in the file. Otherwise, the episode would begin before
@@ -150,13 +150,13 @@ def join(runs: Sequence[Run], fps: float) -> int:
     return frame
 
 
-def descriptions(runs: Sequence[Run]) -> tuple[bytes, ...]:
+def descriptions(runs: Sequence[PacketRange]) -> tuple[bytes, ...]:
     """Return the sample descriptions of a new file."""
     return tuple(dict.fromkeys(config for run in runs for config in run.index.configs))
 
 
 def write(
-    file: Path, store: Store, runs: Sequence[Run], pts: Sequence[Int64], timescale: int, header: bytes, last: int
+    file: Path, store: Store, runs: Sequence[PacketRange], pts: Sequence[Int64], timescale: int, header: bytes, last: int
 ) -> tuple[Track, str]:
     """Write an MP4 file.
 
@@ -192,7 +192,7 @@ def write(
         return track, _digest(_parts(store, runs), out.writelines)
 
 
-def _parts(store: Store, runs: Sequence[Run]) -> Iterator[list[memoryview]]:
+def _parts(store: Store, runs: Sequence[PacketRange]) -> Iterator[list[memoryview]]:
     """Yield the packets of a new file, see `read_packets`."""
     for run in runs:
         parts = read_packets(store, run.index, run.start, run.stop)
@@ -259,7 +259,7 @@ def read_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Iter
         start = last + 1
 
 
-def check_unchanged(store: Store, runs: Iterable[Run]) -> None:
+def check_unchanged(store: Store, runs: Iterable[PacketRange]) -> None:
     """Check that local source files have not changed since their indices were read. Remote stores check this themselves.
 
     Raises:

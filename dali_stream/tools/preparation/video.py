@@ -26,7 +26,7 @@ from dali_stream.mp4.timing import EpisodeTimes
 from dali_stream.storage import LocalStore
 from dali_stream.tools.preparation import encoders, packets, quality
 from dali_stream.tools.preparation.encoders import Encoder
-from dali_stream.tools.preparation.packets import Run
+from dali_stream.tools.preparation.packets import PacketRange
 from dali_stream.tools.preparation.place import Json
 from dali_stream.tools.preparation.source import LoadedRange, TaskInput, Times, frame_numbers, locate
 from dali_stream.tools.work import spread
@@ -50,7 +50,7 @@ class _Episode(NamedTuple):
 
 def copy(task: TaskInput, file: Path) -> Json:
     """Write and verify a file of copied packets. Return the content of its note."""
-    runs, copied = list[Run](), []
+    runs, copied = list[PacketRange](), []
     for episode in task.episodes:
         table = task.rows.read(episode)
         index, shown = task.shown(episode, table)
@@ -155,7 +155,7 @@ def encode(task: TaskInput, file: Path) -> Json:
     follow each other at the dataset's rate, since LeRobot counts them. The last frame is repeated where rows were removed.
     """
     encoder, size, frame = Encoder(**task.spec["encoder"]), tuple(task.spec["size"]), round(TIMESCALE / task.fps)
-    runs, pts, episodes, compared = list[Run](), list[Int64](), list[_Episode](), list[quality.MovingFrame]()
+    runs, pts, episodes, compared = list[PacketRange](), list[Int64](), list[_Episode](), list[quality.MovingFrame]()
     first = tick = 0
     with contextlib.closing(LocalStore(str(file.parent))) as scratch:
         for episode in task.episodes:
@@ -170,7 +170,7 @@ def encode(task: TaskInput, file: Path) -> Json:
             with task.naming(episode):
                 frames = _resized(_frames(task, episode, table), size, compared[-1])
                 shown = _repeated(frames, np.diff(places, prepend=-1))
-                runs.append(Run(_encode_episode(scratch, f"episode-{number}.mp4", shown, size, encoder), 0, count))
+                runs.append(PacketRange(_encode_episode(scratch, f"episode-{number}.mp4", shown, size, encoder), 0, count))
             if (written := len(runs[-1].index)) != count:
                 where = f"{task.where}: {task.camera}, episode {number}"
                 raise DecodeError(f"{where}: {encoder.name} got {count} frames and wrote {written}")

@@ -28,8 +28,8 @@ from dali_stream.tools import environment
 from dali_stream.tools.selftest import videos
 from dali_stream.tools.selftest.videos import SHAPES, Video
 
-Request = tuple[Video, list[int]]  # video, and numbers of its frames in display order
-Decode = Callable[[Sequence[Request]], list[dali.Frames]]  # function that returns the frames of each request
+FrameRequest = tuple[Video, list[int]]  # video, and numbers of its frames in display order
+Decode = Callable[[Sequence[FrameRequest]], list[dali.Frames]]  # function that returns the frames of each request
 # Number of clips in the batch that mixes all videos, and in the batch of each folder if `identity` gets several folders. Two
 # threads decode a batch, so each decoder is reused for many clips.
 _CLIPS, _FEW = 24, 6
@@ -147,12 +147,12 @@ def _impossible(video: Video, gpu: int | None) -> str:
     return "" if gpu is None else torchcodec_cuda.unavailable(gpu) or capability_refusal(gpu, video.format)
 
 
-def _decode_with_dali(gpu: int | None, requests: Sequence[Request]) -> list[dali.Frames]:
+def _decode_with_dali(gpu: int | None, requests: Sequence[FrameRequest]) -> list[dali.Frames]:
     """Decode the frames of each request with DALI, in one batch."""
     return dali.decode([dali.encoded(video.clip(shown)) for video, shown in requests], gpu, min(2, len(requests)))
 
 
-def _decode_with_torchcodec(gpu: int | None, requests: Sequence[Request]) -> list[dali.Frames]:
+def _decode_with_torchcodec(gpu: int | None, requests: Sequence[FrameRequest]) -> list[dali.Frames]:
     with torchcodec_cuda.own_stream(gpu):
         return [video.frames(shown, torchcodec_cuda.device_name(gpu)) for video, shown in requests]
 
