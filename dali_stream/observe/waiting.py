@@ -19,11 +19,11 @@ _T = TypeVar("_T")
 
 
 class _Work(NamedTuple):
-    """What a thread does.
+    """Work of a thread.
 
     Attributes:
         since: Time of `time.perf_counter` at which it began, in seconds.
-        what: What it does, such as "requests {} bytes {} to {}", and the values to insert.
+        what: Its description, such as "requests {} bytes {} to {}", followed by the values to insert.
     """
 
     since: float
@@ -93,7 +93,7 @@ def _tell(what: str) -> None:
         if thread in names
     ]
     _log.warning(
-        "The Loader has waited %.0f s for %s, and goes on waiting. %s",
+        "The Loader has waited %.0f s for %s, and continues to wait. %s",
         *(LONG_WAIT_S, what, "; ".join(lines) or "No thread reads or decodes. The level DEBUG logs the calls of all threads"),
     )
     if _log.isEnabledFor(logging.DEBUG):
