@@ -3,7 +3,7 @@
     python benchmarks/mixing.py --json > benchmarks/results/mixing.json    # takes some minutes
     python benchmarks/mixing.py --report benchmarks/results/mixing.json --figure docs/mixing.svg
 
-The second command prints the tables of docs/order.md and draws its figure.
+The second command prints the tables, of which docs/order.md has a part, and draws the figure of that page.
 
 Each order is compared with NumPy's full shuffle of the same frames, which is called "i.i.d." here. A batch is a global batch,
 that is, the samples of all ranks in one step. `Mixing` describes the measured quantities.
@@ -297,7 +297,7 @@ def main() -> None:
 
 
 def tables(report: dict[str, Any]) -> str:
-    """Return the tables of docs/order.md."""
+    """Return all tables. docs/order.md has a part of them."""
     compared = [_spreads(report[name]) for name in ("spread", "spread_pools")]
     return "\n\n".join(
         (

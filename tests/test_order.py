@@ -502,12 +502,43 @@ def test_one_rank_has_no_offset(mixing: Any) -> None:
     assert found.repetition > 0.5, "pairs of episodes of one consumer share fewer batches, in all epochs"
 
 
-def test_the_page_shows_the_tables_of_the_committed_report(mixing: Any) -> None:
-    report = json.loads((ROOT / "benchmarks/results/mixing.json").read_text())
-    page = (ROOT / "docs/order.md").read_text().splitlines()
-    rows = [line for line in mixing.tables(report).splitlines() if line.startswith("|")]
-    assert len(rows) > 20
-    assert set(rows) <= set(page)
+Table = list[list[str]]
+"""Rows of cells, the first one with the titles of the columns."""
+
+
+def tables_of(text: str) -> list[Table]:
+    """Return the tables of a text in Markdown."""
+    found: list[Table] = []
+    for block in text.split("\n\n"):
+        rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in block.splitlines() if line.startswith("|")]
+        if rows:
+            found.append([row for row in rows if set("".join(row)) != {"-"}])
+    return found
+
+
+def is_part_of(table: Table, whole: Table) -> bool:
+    """Whether a table has some rows and some columns of another, in the same order of columns."""
+    titles, at = iter(enumerate(whole[0])), []
+    for title in table[0]:
+        at.append(next((number for number, other in titles if other == title), -1))
+    return -1 not in at and all(row in [[other[number] for number in at] for other in whole[1:]] for row in table[1:])
+
+
+def test_every_table_of_the_page_has_rows_of_a_committed_report(mixing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two reports, except for the table of the defaults."""
+    results = ROOT / "benchmarks/results"
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    training = importlib.import_module("sharded_training").table(
+        json.loads((results / "sharded_training_2cores.json").read_text())
+    )
+    whole = tables_of(mixing.tables(json.loads((results / "mixing.json").read_text()))) + tables_of(training)
+    defaults = [["global batch", "`consumers`", "`episode_pool_size`"]]
+    defaults += [[str(batch), *map(str, default_pools(batch, 1))] for batch in range(1, 513)]
+    shown = tables_of((ROOT / "docs/order.md").read_text())
+    assert len(shown) == 7
+    assert all(len(table) > 3 for table in shown)
+    for table in shown:
+        assert sum(is_part_of(table, report) for report in [*whole, defaults]) == 1, table[0]
 
 
 def test_the_page_shows_the_table_of_the_committed_training_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""What a run is made of: its checked arguments, and its state in a file."""
+"""What a Loader is made of: its checked arguments, the memory that it needs, and the stage that limits it."""
