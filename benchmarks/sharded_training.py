@@ -31,7 +31,7 @@ from typing import Any
 from argument_types import count, new_file
 
 from dali_stream import Dataset
-from dali_stream.checks.frame_size import frame_size
+from dali_stream.checks.frame_size import frame_size, join_sizes
 from dali_stream.tools import environment
 
 TRAIN = Path(__file__).parents[1] / "pipelines/train.py"
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--val-every", type=count, default=210, help="steps between validations")
     parser.add_argument("--out", type=new_file, help="write the report after each run")
     parser.add_argument("--report", type=Path, help="print the table of this report, and train nothing")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(join_sizes())
     if arguments.report:
         print(table(json.loads(arguments.report.read_text())))
         return

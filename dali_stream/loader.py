@@ -382,9 +382,10 @@ class Loader:
     def batch_at(self, epoch: int, batch: int) -> Batch:
         """Return any batch of this rank, exactly as the iteration delivers it.
 
-        Its samples, frames, augmentation and normalization are the same, bit for bit. The batches before it are not made. The
-        position of this Loader, its state and its counters do not change. Call this method before, during or after an
-        iteration, for example to look at the batch of a step with an unusual loss.
+        Its samples, frames, augmentation and normalization are the same, bit for bit, if its cameras still have the same
+        decoders (see `routes`). The batches before it are not made. The position of this Loader, its state and its counters do
+        not change, except for the requests and bytes of its dataset. Call this method before, during or after an iteration,
+        for example to look at the batch of a step with an unusual loss. During an iteration, its time counts as training.
 
         The batch has its own threads and caches, which are released before this method returns. Until then, it takes as much
         memory as an iteration with `prefetch=1`, in addition to that of an iteration in progress: the rows, indices, encoded
@@ -399,8 +400,8 @@ class Loader:
             {key: tensor, or list of str for text}, see `Loader`.
 
         Raises:
-            ValueError: If the epoch has no such batch, or another Loader delivered it before a resumed run changed the global
-                batch.
+            ValueError: If the epoch has no such batch, or if a loaded state, whose position is not a multiple of the global
+                batch, is of a later part of this epoch.
             DaliStreamError: If the Loader is closed, or the batch cannot be made.
         """
         self._check_usable()
@@ -431,6 +432,7 @@ class Loader:
         """
         self._check_not_begun("resume")
         self._epoch, self._position = epoch_number(epoch), self._config.batches.start_of(from_zero("batch", batch))
+        self._begin = None
         _log.warning(
             "resumed at batch %d of epoch %d, position %d, without a state: the samples are those that follow in the "
             "interrupted run if its dataset, its global batch of %d samples and its %s were those of this Loader",

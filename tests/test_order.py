@@ -34,7 +34,7 @@ from dali_stream.order.selected import SelectedOrder
 from dali_stream.order.shard import Pieces
 from dali_stream.order.shares import shares
 from dali_stream.order.state import OrderArguments, noted
-from dali_stream.pipeline import reading
+from dali_stream.pipeline import planner
 
 ROOT = Path(__file__).parents[1]
 Sample = tuple[int, int]
@@ -261,7 +261,7 @@ def test_a_value_is_accepted_everywhere_or_nowhere(shuffle: Any) -> None:
         with pytest.raises((ValueError, ResumeError), match="must divide consumers=12") if pooled else nullcontext():
             read_on()
     assert (arguments.uneven(5, 1) is not None) == pooled
-    assert ("a smaller episode_pool_size" in reading._reread_remedies(None, shuffle, False, False)) == pooled
+    assert ("a smaller episode_pool_size" in planner._reread_remedies(None, shuffle, False, False)) == pooled
     assert ("consumers" in arguments.state()) == pooled
     batches = Batches(3000, 4, 2, "drop")
     for drawn in (DatasetOrders(np.full(300, 10)), MixtureOrders([np.full(300, 10)], [None], shares([3000]))):

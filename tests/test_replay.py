@@ -18,7 +18,7 @@ from PIL import Image
 from support.batches import Batch, as_bytes, equal
 from support.datasets import SIDE, TOP
 from support.programs import failed, pictures
-from support.servers import Server
+from support.servers import Handler, Server
 from support.slow import slow, slow_after
 
 import dali_stream
@@ -393,7 +393,7 @@ def shown(path: Path) -> list[int]:
 def test_preview_of_a_state_shows_the_last_batch(kind: str, small: Path, tmp_path: Path) -> None:
     """The state is in a checkpoint with a model, alone in a file of torch.save, or in a JSON file. It has the order."""
     file, out = tmp_path / "saved", tmp_path / "a.png"
-    options = ["--batch-size", "40", "--image-size", "48x64", "--last-batch", "drop", "--device", "cpu"]
+    options = ["--batch-size", "40", "--image-size", "48x64", "--device", "cpu"]
     line = ["preview", str(small), "--state", str(file), "--out", str(out), *options]
 
     def save(loader: Loader) -> None:
@@ -487,3 +487,41 @@ def test_what_does_not_fit_is_said(
         write_state(files["STATE"], loader.state_dict())
     line = ["preview", small, "--batch-size", 9, "--out", tmp_path / "a.png", *[files.get(word, word) for word in arguments]]
     assert message in failed(capsys, line, code)
+
+
+def test_a_batch_after_resume_is_not_that_of_a_state_loaded_before(small: Path) -> None:
+    with make(small, batch_size=40) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with make(small, batch_size=16) as loader:
+        loader.load_state_dict(state)  # its position, 40, is not a multiple of 16
+        loader.resume(epoch=0, batch=4)
+        expected = loader.batch_at(0, 4)
+        assert equal(next(iter(loader)), expected)
+        assert loader.batch_at(0, 0)["index"].shape == (16,)
+
+
+def test_close_ends_a_batch_at_in_another_thread(small: Path) -> None:
+    hanging, errors = threading.Event(), list[BaseException]()
+
+    def hang(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        hanging.set()
+        handler.wait()
+
+    def take() -> None:
+        try:
+            loader.batch_at(0, 1)
+        except Exception as error:
+            errors.append(error)
+
+    with Server(small) as server:
+        dataset = Dataset(server.url, give_up_after_s=180, storage_options={"timeout": 180})
+        loader = make(dataset)
+        server.set_faults({path.relative_to(small).as_posix(): [hang] * 1000 for path in small.rglob("data/*/*.parquet")})
+        taking = threading.Thread(target=take)
+        taking.start()
+        assert hanging.wait(60)
+        loader.close()
+        taking.join(60)
+        assert not taking.is_alive()
+    assert "closed" in str(errors[0])

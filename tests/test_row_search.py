@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -88,6 +89,35 @@ LAYOUTS: dict[str, tuple[list[tuple[int, int]], list[int] | None]] = {
 def test_rows_are_found_in_the_files_that_the_metadata_does_not_name(name: str, statistics: bool, tmp_path: Path) -> None:
     parts, named = LAYOUTS[name]
     assert_rows(write_rows(plain(tmp_path / "set"), parts, named, write_statistics=statistics))
+
+
+def add_copy(root: Path, path: str, episode: int) -> None:
+    """Appends the rows of an episode to a data file, whose rows are then one row group. The copy has other actions."""
+    rows = pa.concat_tables([pq.read_table(each) for each in sorted(root.glob("data/*/*.parquet"))])
+    own = rows.filter(pc.equal(rows["episode_index"], episode))
+    stale = pa.array([[value + 1000 for value in row] for row in own["action"].to_pylist()], own["action"].type)
+    own = own.set_column(own.column_names.index("action"), "action", stale)
+    table = pa.concat_tables([pq.read_table(root / path), own])
+    pq.write_table(table, root / path, row_group_size=len(table))
+
+
+def test_rows_of_an_episode_are_not_those_of_a_copy_in_another_file(tmp_path: Path) -> None:
+    """The copy is read together with the other episodes of its file, before the episode's own rows or after them."""
+    root = write_rows(plain(tmp_path / "set"), [(0, ENDS[3]), (ENDS[3], ENDS[5])], [0, 0, 0, 1, 1], row_group_size=100)
+    add_copy(root, file(0), 3)
+    dataset = Dataset(root)
+    options: dict[str, Any] = {"batch_size": 1, "consumers": 1, "episode_pool_size": 2, "device": "cpu"}
+    for seed in range(20):
+        with Loader(dataset, seed=seed, **options) as loader:
+            for batch in loader:
+                assert batch["action"][0].tolist() == [2 * int(batch["index"]), 2 * int(batch["index"]) + 1]
+
+
+def test_two_copies_of_an_episode_in_a_row_group_are_an_error(tmp_path: Path) -> None:
+    root = write_rows(plain(tmp_path / "set"), [(0, ENDS[5])], [0] * 5, row_group_size=100)
+    add_copy(root, file(0), 1)
+    with pytest.raises(DatasetError, match=rf"Invalid episode 1 in {re.escape(str(root / file(0)))}: must have 4 rows.* got 8"):
+        delivered(root)
 
 
 @given(st.data())

@@ -307,7 +307,7 @@ def test_it_ends_in_time_whatever_hangs_and_every_stage_has_its_turn(monkeypatch
         return {"failed": "it did not end", "out_of_time": True} if late else {"rows": [row]}
 
     monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(run.process, "cores", lambda: 2)
+    monkeypatch.setattr(run.cpu, "cores", lambda: 2)
     monkeypatch.setattr(run, "run_step", slow)
     kept: list[float] = []
     report = run.selftest("cpu", keep=lambda report: kept.append(report["seconds"]))

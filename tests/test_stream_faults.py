@@ -250,6 +250,38 @@ def test_close_does_not_wait_for_a_server_that_hangs(small: Path) -> None:
         assert len(samples(other)) > 8
 
 
+def test_close_does_not_wait_for_a_server_that_hangs_when_stored_frames_are_damaged(small: Path, tmp_path: Path) -> None:
+    """All frames are in the frame cache, so no block of video is fetched. Damaged ones are decoded from the server."""
+    hanging = threading.Event()
+
+    def hang(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        hanging.set()
+        handler.wait()
+
+    with Server(small) as server:
+        dataset = Dataset(server.url, give_up_after_s=3 * PATIENCE_S, storage_options={"timeout": 3 * PATIENCE_S})
+        options: dict[str, Any] = {"batch_size": 8, "frame_cache": tmp_path, "image_size": (32, 40), "last_batch": "partial"}
+        with Loader(dataset, **options) as loader:
+            list(loader)
+        loader = Loader(dataset, **options)
+        for path in tmp_path.rglob("*"):
+            if path.is_file() and path.stat().st_size > 100_000:
+                with path.open("r+b") as file:
+                    file.write(bytes([7]) * (path.stat().st_size // 2))
+        script = [*[None] * 4, *[hang] * 1000]  # the index is read
+        videos = {path.relative_to(small).as_posix(): script for path in small.rglob("*.mp4")}
+        server.set_faults(videos)
+        errors: list[BaseException] = []
+        taking = threading.Thread(target=_take_all, args=(loader, errors))
+        taking.start()
+        assert hanging.wait(PATIENCE_S)
+        started = time.monotonic()
+        loader.close()
+        taking.join(PATIENCE_S)
+        assert time.monotonic() - started < PATIENCE_S
+        assert isinstance(errors[0], DaliStreamError)
+
+
 def test_a_long_wait_is_logged_with_what_it_waits_for(
     small: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +317,13 @@ def test_a_long_wait_is_logged_with_what_it_waits_for(
 def _take_one(loader: Loader, errors: list[BaseException]) -> None:
     try:
         next(iter(loader))
+    except Exception as error:
+        errors.append(error)
+
+
+def _take_all(loader: Loader, errors: list[BaseException]) -> None:
+    try:
+        list(loader)
     except Exception as error:
         errors.append(error)
 

@@ -316,7 +316,7 @@ def test_help_says_what_the_defaults_are(program: Any, capsys: pytest.CaptureFix
     options = {option.split()[0]: option for option in re.split(r" (?=--[a-z-]+ )", text)}
     assert {name for name, option in options.items() if "(default: " not in option} == {
         "-h,", "--help", "--out", "--resume", "--from-scratch", "--dummy", "--data-files-root", "--cache-dir",
-        "--frame-cache",
+        "--frame-cache", "--show",
     }  # fmt: skip
     for name, default in {"--max-steps": 20000, "--val-episodes": 0, "--seed": 0, "--image-size": "224x224"}.items():
         assert options[name].endswith(f"(default: {default})")

@@ -232,7 +232,7 @@ class FramesOnDisk:
         # Waiting for other processes counts as decoding.
         parts = self._files.divided([(frame.records, frame.packet) for frame in frames])
         while True:
-            with self._counters.timed("decode_s"):
+            with self._counters.timed("decode_s"), working("claims {} frames of frame_cache, or waits for others", len(frames)):
                 part = next(parts, None)
             if part is None:
                 return

@@ -81,7 +81,15 @@ class LoaderOptions(TypedDict, total=False):
     ]
     seed: Annotated[Any, kinds.natural(help="Seed of the order; another seed shows other frames. Default: 0.")]
     consumers: Annotated[Any, kinds.count(help="Consumers of the order, a multiple of the ranks. Default: fits the batch.")]
-    last_batch: Annotated[str, Option(metavar="drop|partial|pad", help="Samples that do not fill the last batch.")]
+    last_batch: Annotated[
+        str | None,
+        Option(
+            metavar="drop|partial|pad",
+            help="What becomes of a rest that fills no batch. Default: partial, or drop with --state.",
+        ),
+    ]
+    on_error: Annotated[str, Option(metavar="raise|substitute", help="What replaces a sample that cannot be decoded.")]
+    max_substitutes: Annotated[float, Option(metavar="SHARE", help="Maximum share of a batch that may be replaced.")]
     device: Annotated[str, Option(metavar="auto|cpu|cuda|cuda:N", help="Device of the batches.")]
     decode: Annotated[str, Option(metavar="auto|dali|torchcodec|torchcodec-cuda", help="Decoder; auto: the faster one.")]
     num_threads: Annotated[Any, kinds.count(help="Decode threads per rank. Default: the number of cores.")]

@@ -15,7 +15,7 @@ from typer import Option
 from dali_stream.cli import arguments, console, datasets, kinds
 from dali_stream.errors import counted
 from dali_stream.observe import tracing
-from dali_stream.system.cpu import cores
+from dali_stream.system.cpu import available_cores
 
 if TYPE_CHECKING:
     from dali_stream.tools.bench import Node
@@ -43,8 +43,8 @@ def bench(
     step_ms: Annotated[
         float | None, Option(metavar="MS", help="Milliseconds of a training step without loading: print what its node needs.")
     ] = None,
-    ranks: Annotated[int | None, kinds.count(help="Ranks of this node, one per GPU. Default: 1.")] = None,
-    node_cores: Annotated[int | None, kinds.count("--cores", help="Cores of this node. Default: those here.")] = None,
+    ranks: Annotated[int | None, kinds.count(help="Ranks of the node, one per GPU. Default: those on this machine.")] = None,
+    node_cores: Annotated[int | None, kinds.count("--cores", help="Cores of the node. Default: those here.")] = None,
     as_json: arguments.Json = False,
 ) -> None:
     """Measure data loading alone: batches are moved to the device and dropped.
@@ -96,7 +96,8 @@ def _node(step_ms: float | None, ranks: int | None, node_cores: int | None) -> N
         return None
     if not 0 < step_ms < math.inf:
         raise ValueError(f"--step-ms must be greater than 0, got {step_ms:g}. Leave it out if it is unknown")
-    return Node(ranks or 1, node_cores or cores(), step_ms / 1000)
+    here = available_cores()
+    return Node(ranks or here.ranks.count, node_cores or here.count * here.ranks.count, step_ms / 1000)
 
 
 def _speed(report: dict[str, Any]) -> str:

@@ -24,8 +24,8 @@ _ACTION = "Give the key of a feature with --action"
 
 @arguments.with_options(
     batch_size=8, image_size=None, image_dtype=None, delta_timestamps=None, normalize=None, seed=None, consumers=None,
-    last_batch="partial", device="auto", decode="auto", num_threads=None, memory_budget=None, frame_cache=None,
-    frame_cache_bytes=None,
+    last_batch=None, on_error="raise", max_substitutes=1.0, device="auto", decode="auto", num_threads=None,
+    memory_budget=None, frame_cache=None, frame_cache_bytes=None,
 )  # fmt: skip
 def preview(
     dataset: arguments.DatasetOptions,
@@ -61,7 +61,15 @@ def preview(
         if not opened.cameras and isinstance(opened, Dataset) and saved is None and chosen is None:
             _plot(opened, out, loader["batch_size"], action)
             return
-        loaded = {**loader, "dali_graph": runs.graph(dali_graph), "rank": rank, "world_size": world_size}
+        # A Loader drops the samples that do not fill the last batch, so the batch number of a state counts without them.
+        last_batch = loader["last_batch"] or ("partial" if saved is None else "drop")
+        loaded = {
+            **loader,
+            "last_batch": last_batch,
+            "dali_graph": runs.graph(dali_graph),
+            "rank": rank,
+            "world_size": world_size,
+        }
         sheet = _of_batch(opened, plots or not opened.cameras, action, loaded, saved, chosen)
     _save(sheet, out)
 

@@ -26,6 +26,7 @@ from dali_stream.errors import DecodeError, FrameSizeError
 from dali_stream.lerobot.features import CHANNELS, Feature
 from dali_stream.lerobot.source import Source
 from dali_stream.observe.counters import Counters
+from dali_stream.observe.waiting import working
 from dali_stream.schedule.frames import FramePlan, Reads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store, lfs
@@ -103,7 +104,7 @@ class ImageDecoder:
     def _decode(self, frames: list[_Frame]) -> None:
         """Decode images, and put them into slots, in a decode thread."""
         timed = self._counters.timed
-        with timed("decode_s"):
+        with timed("decode_s"), working("decodes {} images of {}", len(frames), self.key):
             for frame in frames:
                 try:
                     feature = self._source.part_of(frame.episode).features[self.key]

@@ -76,6 +76,9 @@ class DecodedRows:
         whole = (dataset.episodes[number] == index) & (dataset.lengths[number] == lengths)
         spans = map(slice, starts[whole].tolist(), (starts + lengths)[whole].tolist())
         self.spans: dict[int, slice] = dict(zip(number[whole].tolist(), spans, strict=True))
+        for copied, count in zip(*np.unique(number[whole], return_counts=True), strict=True):
+            if count > 1:  # nothing says which of the copies is meant
+                del self.spans[int(copied)]
         self._index, self._lengths = index, lengths
 
     def count_rows(self, index: int) -> int:
@@ -253,12 +256,17 @@ class RowReader:
     def beside(self, episode: int) -> list[int]:
         """Return the episodes in the same row groups as an episode that was read, as long as these are kept."""
         rows = self._memory.find(id(self), episode)
-        return [] if rows is None else [other for other in rows.spans if other != episode]
+        return [] if rows is None else [other for other in rows.spans if other != episode and self._is_named(rows, other)]
 
     def read_kept(self, episode: int) -> Columns | None:
         """Return the rows of an episode without reading a data file. None if its row groups are not kept. See `read`."""
         rows = self._memory.find(id(self), episode)
-        return None if rows is None else self._columns(rows, episode)
+        return None if rows is None or not self._is_named(rows, episode) else self._columns(rows, episode)
+
+    def _is_named(self, rows: DecodedRows, episode: int) -> bool:
+        """Return whether the metadata names the file of these rows for an episode. Others may be stale copies of its rows."""
+        data = self._dataset.table.data
+        return data.paths[int(data.index[self._dataset.rows[episode]])] == rows.path
 
     def _find(self, episode: int) -> DecodedRows:
         """Return row groups with all rows of an episode.

@@ -130,6 +130,12 @@ def begin_batch(number: int | None) -> None:
     _local.batch = number
 
 
+def batch_number() -> int | None:
+    """Return the number of the batch that this thread works for. None if it is unknown."""
+    number: int | None = getattr(_local, "batch", None)
+    return number
+
+
 def bound(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function for another thread. It sets that thread's batch to the batch of this thread, and then calls `call`."""
     # The batch is passed on even if no trace is being recorded, since one may begin before the other thread calls the function.

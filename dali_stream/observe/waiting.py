@@ -78,9 +78,8 @@ def result(waited: futures.Future[_T], what: str) -> _T:
     try:
         return waited.result(LONG_WAIT_S)
     except futures.TimeoutError:
-        if waited.done():  # the exception of the future itself
-            raise
-        _tell(what)
+        if not waited.done():
+            _tell(what)
         return waited.result()
 
 
@@ -94,7 +93,7 @@ def _tell(what: str) -> None:
     ]
     _log.warning(
         "The Loader has waited %.0f s for %s, and continues to wait. %s",
-        *(LONG_WAIT_S, what, "; ".join(lines) or "No thread reads or decodes. The level DEBUG logs the calls of all threads"),
+        *(LONG_WAIT_S, what, "; ".join(lines) or "The level DEBUG logs the calls of all threads"),
     )
     if _log.isEnabledFor(logging.DEBUG):
         for thread, frame in sys._current_frames().items():

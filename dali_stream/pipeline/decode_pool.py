@@ -85,13 +85,14 @@ class DecodePool:
         Args:
             plan: Plan of the batch.
             episodes: Open episodes.
-            stores: {camera: store from which its encoded video is read}. Other cameras are read from the dataset's store.
+            stores: {camera: store from which its encoded video is read}. Other cameras are read
+                from the session of `episodes`.
 
         Returns:
             {camera: tasks in progress}.
         """
         self._count(plan)
-        store = self._config.source.data_store
+        store = episodes.store  # a session, whose reads end when the planner is stopped
         return {
             key: decoder.start(self._workers, plan, episodes, stores.get(key, store)) for key, decoder in self.decoders.items()
         }

@@ -12,6 +12,7 @@ from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import Route
 from dali_stream.errors import DatasetError, DecodeError, MemoryBudgetError, StorageError
 from dali_stream.observe.counters import Counters
+from dali_stream.observe.tracing import batch_number, begin_batch
 from dali_stream.pipeline.aliases import Batch, Graph
 from dali_stream.pipeline.batch import closed
 from dali_stream.pipeline.config import Config
@@ -139,6 +140,7 @@ class BatchSource:
         self._user, self.decode, self._counters = user, decode, counters
         self._stream: BatchStream | None = None
         self._closed = False
+        self._others = set[BatchSource]()  # sources that `batch_at` is using
         self.epochs = 0
 
     def next(self, config: Config, epoch: int, position: int) -> Batch:
@@ -180,13 +182,18 @@ class BatchSource:
     def batch_at(self, config: Config, epoch: int, position: int) -> Batch:
         """Return the batch at any position, which another stream makes. See `next` for arguments and errors.
 
-        The batches in progress, the routes and the counters do not change.
+        The batches in progress, the routes and the counters do not change. `close` ends this method in another thread.
         """
-        other = BatchSource(self.routes, self._user, self.decode, Counters())
+        other, number = BatchSource(self.routes, self._user, self.decode, Counters()), batch_number()
+        self._others.add(other)
         try:
+            if self._closed:
+                raise closed()
             return other.next(config, epoch, position)
         finally:
             other.close()
+            self._others.discard(other)
+            begin_batch(number)
 
     @property
     def keeps_all(self) -> bool:
@@ -221,4 +228,6 @@ class BatchSource:
     def close(self) -> None:
         """Drop the batches in progress, and refuse to make others."""
         self._closed = True
+        for other in list(self._others):
+            other.close()
         self.stop()

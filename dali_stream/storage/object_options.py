@@ -62,7 +62,7 @@ _S3 = _Cloud(
         "token": "session_token",
     },
     {
-        "config_kwargs": _TIMEOUTS,
+        "config_kwargs": f"{_TIMEOUTS}, and for the addressing style obstore's 'virtual_hosted_style_request'",
         "password": "obstore's 'secret_access_key'",
         "profile": "the environment variable AWS_PROFILE",
         "region_name": "obstore's 'region'",
@@ -91,7 +91,7 @@ _AZ = _Cloud(
     "az",
     AzureStore,
     {"account_name": "account_name", "anon": "skip_signature", "endpoint_url": "endpoint"},
-    {  # `read_timeout` has the same name in obstore
+    {  # `read_timeout` has the same name in obstore, which takes a text such as "30s"
         "account_host": "obstore's 'endpoint'",
         "connection_string": "obstore's 'account_name', 'account_key' and 'endpoint'",
         "connection_timeout": _TIMEOUTS,

@@ -5,7 +5,7 @@ They read data in the same way as a Loader, so what it refuses raises its error.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -59,14 +59,18 @@ class Rows:
             StorageError: If rows cannot be read.
         """
         if episode not in self._kept and episode not in self.errors:
-            try:
-                self._keep(episode, self._reader.read(episode))
-                for other in self._reader.beside(episode):  # of the same row groups, which are in memory now
-                    if other not in self._kept and (rows := self._reader.read_kept(other)) is not None:
-                        self._keep(other, rows)
-            except DatasetError as error:
-                self.errors[episode] = DatasetError(str(error))  # without the traceback, which refers to the rows
+            self._read(episode, self._reader.read)
+            for other in self._reader.beside(episode):  # of the same row groups, which are in memory now
+                if other not in self._kept and other not in self.errors:
+                    self._read(other, self._reader.read_kept)
         return self._kept.get(episode)
+
+    def _read(self, episode: int, read: Callable[[int], Columns | None]) -> None:
+        try:
+            if (rows := read(episode)) is not None:
+                self._keep(episode, rows)
+        except DatasetError as error:
+            self.errors[episode] = DatasetError(str(error))  # without the traceback, which refers to the rows
 
     @property
     def misnamed(self) -> set[str]:
@@ -107,7 +111,11 @@ def check_metadata(rows: Rows) -> list[Finding]:
 
 def check_statistics(rows: Rows) -> list[Finding]:
     """Check that the statistics of the dataset, if any, can be read."""
-    place, stats = rows.dataset.stored_stats_place, rows.dataset.stored_stats
+    place = rows.dataset.stored_stats_place
+    try:
+        stats = rows.dataset.stored_stats
+    except StorageError as error:  # the other checks do not need this file
+        return [Finding("dataset", "statistics", PROBLEM, str(error))]
     has = f"has those of {counted(len(stats), 'feature')}" if stats else "is missing: only `normalize` needs it"
     return [Finding("dataset", "statistics", OK, f"{place} {has}")]
 
