@@ -443,7 +443,12 @@ def test_what_is_not_understood_is_an_error_that_names_it(address: str, options:
 @pytest.mark.parametrize(
     ("cloud", "option", "remedy"),
     [
-        ("s3", "config_kwargs", "'timeout', or obstore's 'client_options' with 'connect_timeout'"),
+        (
+            "s3",
+            "config_kwargs",
+            "'timeout', or obstore's 'client_options' with 'connect_timeout', and for the addressing style obstore's "
+            "'virtual_hosted_style_request'",
+        ),
         ("s3", "password", "obstore's 'secret_access_key'"),
         ("s3", "profile", "the environment variable AWS_PROFILE"),
         ("s3a", "region_name", "obstore's 'region'"),
