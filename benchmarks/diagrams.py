@@ -56,7 +56,7 @@ SHADES = ("#a9b4c2", "#6fae9a", OWN)
 def path() -> Picture:
     """Draw the path of a frame from storage to a batch, and the stages that plan it."""
     title = "The path of a frame: storage, encoded bytes, decode, frame cache, batch; planned by order and schedule"
-    note = "Frames that NVDEC decodes go through DALI straight into the batch."
+    note = "Frames that DALI decodes go straight into the batch."
     margin, gap, high, low = 12, 22, 74, 126  # pixels
     wide = (WIDTH - 2 * margin - (len(STAGES) - 1) * gap) / len(STAGES)
     height = low + high + 40

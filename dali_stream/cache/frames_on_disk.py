@@ -103,7 +103,9 @@ class FramesOnDisk:
         images: npt.NDArray[np.object_] | None,
         packets: npt.NDArray[np.integer],
     ) -> Mask | None:
-        """Return which frames of an episode are on disk, bool of shape (L,). None if its frames are not stored.
+        """Return which frames of an episode are known to be on disk, bool of shape (L,). None if its frames are not stored.
+
+        A frame that was stored from another source is False: its decode task compares its packets, see `_still_missing`.
 
         Args:
             episode: Number of the episode.

@@ -86,7 +86,7 @@ class OpenEpisodes:
         readers: Threads that read.
         memory: Memory for footers and decoded row groups.
         table: Table of the open episodes.
-        close: Function that removes an episode from the table.
+        close: Function that evicts the encoded video of an episode, and removes the episode from the table.
         substitutes: Whether samples of episodes that cannot be read are substituted, so that these episodes are no error.
         on_disk: {camera: its frames on disk}.
         counters: Counters to add to.

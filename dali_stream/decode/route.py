@@ -41,8 +41,8 @@ class Route:
     """Decoder of a camera, with the reason for it.
 
     Attributes:
-        decoder: "dali" (NVDEC on a GPU), "torchcodec" (FFmpeg on the CPU), "torchcodec-cuda" (NVDEC without DALI), or "pyav"
-            (FFmpeg on the CPU, for depth cameras).
+        decoder: "dali" (on NVDEC or, without a GPU, on the CPU), "torchcodec" (FFmpeg on the CPU), "torchcodec-cuda" (NVDEC
+            without DALI), or "pyav" (FFmpeg on the CPU, for depth cameras).
         reason: Reason for this decoder, in one sentence.
     """
 

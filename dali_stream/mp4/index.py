@@ -37,7 +37,7 @@ from dali_stream.storage.store import StoreView
 
 @dataclass(frozen=True, eq=False)
 class VideoIndex:
-    """Index of the n packets of one file, in decode order. `video_index` creates it. The columns are compressed, see `Column`.
+    """Index of the n packets of one file, in decode order. `read_index` creates it. The columns are compressed, see `Column`.
 
     Attributes:
         path: Path of the file, relative to the dataset.

@@ -1,28 +1,34 @@
 """Pipeline that carries out the schedule: it reads and decodes data, runs the DALI graph, and assembles batches.
 
-The way of a frame, from the order to the training loop:
+The way of a frame of a Loader without DALI, as a tree of calls. Names in brackets are threads:
 
-    order/order.py              which frame is next: a pure function of seed, epoch and position
-    schedule/samples.py         the samples of each batch of this rank
-    pipeline/planner.py         thread that plans each batch ahead of the training loop:
-      Reading                     opens the episodes of the batch, and fetches encoded video of remote files
-        cache/open_episodes.py      rows of the episode (lerobot/rows.py) and index of its video file (mp4/index.py)
-        cache/video.py              blocks of the file (storage/)
-      schedule/plan.py            plan of the batch; for each camera:
-        schedule/frames.py          which frames are in memory, which GOPs to decode, what to keep, in which slots
-      pipeline/gather.py          columns of the batch
-    pipeline/decode_pool.py     threads that carry out the plan:
-      decode/torchcodec_decoder.py  divides the frames into tasks, each of which is decoded from one clip
-        mp4/clip.py                   packs the GOPs of the frames into a clip, a small MP4 in memory
-        decode/torchcodec.py          decodes the clip on the CPU or on NVDEC, and compares the time of each frame
-        decode/resize.py              resizes the frames
-        cache/slots.py                puts them into their slots
-      cache/frames_on_disk.py       reads frames that the frame cache on disk has, and adds decoded ones
-    pipeline/batch.py           waits for the frames of the next batch, and gathers them from the slots
-    pipeline/torch_batches.py   tensors on the CPU; or
-    pipeline/dali_batches.py    DALI graph, for a GPU or a function of the user
-    loader.py                   normalizes, counts the position, and returns the batch
+    loader.py                         [caller] next(iterator); at the end it normalizes, and counts the position
+      pipeline/stream.py                BatchSource makes a BatchStream from a position on: planner, threads and slots
+      pipeline/torch_batches.py         takes the next batch (or pipeline/dali_batches.py, whose DALI graph makes it)
+        pipeline/batch.py                 Finisher waits for the tasks of the batch, and substitutes samples that failed
+          decode/decoder.py                 Decoded.collect copies the frames of the batch
+            cache/slots.py                    from their slots, divided by 255 for float32
+    pipeline/planner.py               [planner] plans batch after batch, ahead of the caller
+      schedule/samples.py               samples of the batch, from order/orders.py, order/order.py and order/pool.py
+      cache/open_episodes.py            opens their episodes: rows (lerobot/rows.py), index of the video (mp4/index.py)
+        cache/frames_on_disk.py           which of their frames are on disk
+      schedule/plan.py                  plan of the batch, for each camera by
+        schedule/frames.py                which frames are in memory, which GOPs to decode, what to keep, in which slots
+      cache/video.py                    remote files only: requests the blocks of video that the plan needs
+      pipeline/gather.py                columns of the batch
+      pipeline/decode_pool.py           starts the decode tasks
+    decode/torchcodec_decoder.py      [decode threads] a task has whole GOPs, which are decoded from one clip
+      cache/frames_on_disk.py           reads what the disk has; of the rest, takes what no other process decodes
+      mp4/clip.py                       reads the GOPs, from the file or from blocks in memory, and packs them into a clip
+      decode/torchcodec.py              decodes the clip on the CPU or on NVDEC, and compares the time of each frame
+      decode/resize.py                  resizes the frames
+      cache/slots.py                    puts them into their slots
+      cache/frames_on_disk.py           adds them to the disk
 
-`Layout` says which camera takes which decoder, and what follows from it. `BatchStream` owns the planner, the threads and the
-slots from one position of the order on, and `BatchSource` replaces it, if a decoder fails or an epoch is left early.
+Rows and indices leave memory when `cache/look_ahead.py` needs room: it asks `cache/pinned.py`, which has the sizes, for those
+that no batch ahead needs and that were used least recently. `OpenEpisodes` then drops the values, and closes an episode without
+rows in `schedule/episodes.py`, which holds the rows of open episodes, and in `cache/video.py`.
+
+`Layout` says which camera takes which decoder, and what follows from it. `BatchSource` replaces its `BatchStream` if a decoder
+fails or an epoch is left early.
 """

@@ -92,7 +92,7 @@ class DecodePool:
             {camera: tasks in progress}.
         """
         self._count(plan)
-        store = episodes.store  # a session, whose reads end when the planner is stopped
+        store = episodes.store  # if it is remote, a session, whose reads end when the planner is stopped
         return {
             key: decoder.start(self._workers, plan, episodes, stores.get(key, store)) for key, decoder in self.decoders.items()
         }

@@ -1,4 +1,7 @@
-"""Planner: a thread that plans batches ahead, reads the data that they need, and starts their decoding."""
+"""Planner: a thread that plans batches ahead, reads the data that they need, and starts their decoding.
+
+Decode threads read the video of local files, see `dali_stream.mp4.clip`.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ _SOON = 256  # number of batches ahead whose episodes are kept if a read for ano
 
 
 class Reading:
-    """Reader of the rows, indices and encoded video that the plans need.
+    """Reader of the rows and indices that the plans need, and of the encoded video of remote files.
 
     Only the planner's thread may call its methods, except for `stop` and `join`. It calls `start`, and then for each batch
     `read_ahead`, `open` and `fetch` in this order.
@@ -74,8 +77,8 @@ class Reading:
     ) -> None:
         source, remote = config.source, config.source.data_store.remote
         self.parts, self._schedule, self._counters = parts, schedule, counters
-        # Without threads, `Workers` reads in the planner's thread, which is faster for local files.
         self._store = source.data_store.session()
+        # Without threads, `Workers` reads in the planner's thread, which is faster for local files.
         self._readers = Workers("dali_stream fetch", FETCHERS if remote else 0, reserved=_RESERVED if remote else 0)
         self._look_ahead = look_ahead(config.batches.batch_size) if remote else 0
         self.video = video = BlockCache(

@@ -35,7 +35,7 @@ class Located:
         packet: Number of each frame's packet in the decode order of the file, shape (L,). `NONE` if the frame has no packet.
         keyframe: Number of the packet at which decoding each frame begins, shape (L,). Frames of one GOP are adjacent.
         blocks: Blocks of the encoded video. None if it is read in place.
-        stored: Whether each frame is in the frame cache on disk, bool of shape (L,). None if none is.
+        stored: Whether each frame is known to be in the frame cache on disk, bool of shape (L,). None if none is.
     """
 
     packet: npt.NDArray[np.integer]

@@ -596,8 +596,8 @@ def _only_places(shown: Int64, frames: Int64, cached: int) -> Int64:
     """Return the only place of each frame in a batch, see `Reads.place`.
 
     Args:
-        shown: Number of the frame at each place of the batch.
-        frames: Numbers of the frames that are read.
+        shown: Index of the frame at each place of the batch, among the different frames of the batch.
+        frames: Indices of the frames that are read.
         cached: How many of them are cached. These are the first ones.
     """
     places = shown.reshape(-1)
