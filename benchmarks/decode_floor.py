@@ -45,12 +45,13 @@ import files_floor
 import gather_floor
 import numpy as np
 import nvdec_floor
+import program
 from argument_types import count
 from host_memory import cached_bytes, provide
 
 import dali_stream
 from dali_stream.cache.indices import IndexCache
-from dali_stream.checks.frame_size import frame_size, join_sizes
+from dali_stream.checks.frame_size import frame_size
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.clip import pack
 from dali_stream.mp4.index import VideoIndex
@@ -76,20 +77,7 @@ def main() -> int:
     parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
     parser.add_argument("--rounds", type=count, default=5, help="rounds; the report has the median of their ratios")
     parser.add_argument("--threads", type=count, default=cores(), help="FFmpeg processes, and decode threads of the loader")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    arguments = parser.parse_args(join_sizes())
-    if arguments.decode == "torchcodec" and not shutil.which("ffmpeg"):
-        print("decode_floor: needs the program ffmpeg; install it (Debian, Ubuntu: apt-get install ffmpeg)", file=sys.stderr)
-        return 1
-    try:
-        result = measure(arguments)
-    except (dali_stream.DaliStreamError, ValueError) as error:
-        print(f"decode_floor: {error}", file=sys.stderr)
-        return 1
-    print(as_text(result))
-    if arguments.json:
-        print(environment.report_json(result))
-    return 0
+    return program.run(parser, measure, as_text)
 
 
 def as_text(result: dict[str, Any]) -> str:
@@ -118,17 +106,13 @@ def as_text(result: dict[str, Any]) -> str:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time the Loader and its floors in turns."""
+    if arguments.decode == "torchcodec" and not shutil.which("ffmpeg"):
+        raise ValueError("needs the program ffmpeg; install it (Debian, Ubuntu: apt-get install ffmpeg)")
     dataset = dali_stream.Dataset(arguments.uri)
     if not dataset.videos:
         raise ValueError(f"dataset must have a camera with video, got {dataset.uri} without one")
     figures = measure_dali(dataset, arguments) if arguments.decode == "dali" else measure_cpu(dataset, arguments)
-    return {
-        **figures,
-        "peak_rss_bytes": environment.peak_rss(),
-        "dataset": dataset.uri,
-        "arguments": {key: value for key, value in vars(arguments).items() if key != "json"},
-        **environment.ran_on(arguments.device),
-    }
+    return {**figures, "peak_rss_bytes": environment.peak_rss(), "dataset": dataset.uri}
 
 
 def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -15,10 +15,11 @@ import pytest
 import torch
 from nvidia.dali import fn
 from PIL import Image
+from support import faults
 from support.batches import Batch, as_bytes, equal
 from support.datasets import SIDE, TOP
 from support.programs import failed, pictures
-from support.servers import Handler, Server
+from support.servers import Server
 from support.slow import slow, slow_after
 
 import dali_stream
@@ -502,11 +503,7 @@ def test_a_batch_after_resume_is_not_that_of_a_state_loaded_before(small: Path) 
 
 
 def test_close_ends_a_batch_at_in_another_thread(small: Path) -> None:
-    hanging, errors = threading.Event(), list[BaseException]()
-
-    def hang(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
-        hanging.set()
-        handler.wait()
+    (hang, hanging), errors = faults.hanging(), list[BaseException]()
 
     def take() -> None:
         try:

@@ -223,41 +223,43 @@ def test_a_file_that_changes_during_the_run_is_an_error(small: Path, tmp_path: P
             list(running)
 
 
+def assert_close_ends(loader: Loader, take: Callable[[], object], hanging: threading.Event) -> None:
+    """Closes a Loader while a thread takes batches from it and a request hangs. The thread gets an error."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            take()
+        except Exception as error:
+            errors.append(error)
+
+    taking = threading.Thread(target=run)
+    taking.start()
+    assert hanging.wait(PATIENCE_S)
+    started = time.monotonic()
+    loader.close()
+    taking.join(PATIENCE_S)
+    assert time.monotonic() - started < PATIENCE_S
+    assert isinstance(errors[0], DaliStreamError)
+
+
 def test_close_does_not_wait_for_a_server_that_hangs(small: Path) -> None:
     """Neither does the thread that waits for a batch, and other loaders of the same dataset continue."""
-    hanging = threading.Event()
-
-    def hang(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
-        hanging.set()
-        handler.wait()
-
+    hang, hanging = faults.hanging()
     with Server(small) as server:
         dataset = Dataset(server.url, give_up_after_s=3 * PATIENCE_S, storage_options={"timeout": 3 * PATIENCE_S})
         other = iter(Loader(dataset, batch_size=8))
         next(other)
         loader = Loader(dataset, batch_size=8)
         server.set_faults([hang] * 1000)
-        errors: list[BaseException] = []
-        taking = threading.Thread(target=_take_one, args=(loader, errors))
-        taking.start()
-        assert hanging.wait(PATIENCE_S)
-        started = time.monotonic()
-        loader.close()
-        taking.join(PATIENCE_S)
-        assert time.monotonic() - started < PATIENCE_S
-        assert isinstance(errors[0], DaliStreamError)
+        assert_close_ends(loader, lambda: next(iter(loader)), hanging)
         server.set_faults([])
         assert len(samples(other)) > 8
 
 
 def test_close_does_not_wait_for_a_server_that_hangs_when_stored_frames_are_damaged(small: Path, tmp_path: Path) -> None:
     """All frames are in the frame cache, so no block of video is fetched. Damaged ones are decoded from the server."""
-    hanging = threading.Event()
-
-    def hang(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
-        hanging.set()
-        handler.wait()
-
+    hang, hanging = faults.hanging()
     with Server(small) as server:
         dataset = Dataset(server.url, give_up_after_s=3 * PATIENCE_S, storage_options={"timeout": 3 * PATIENCE_S})
         options: dict[str, Any] = {"batch_size": 8, "frame_cache": tmp_path, "image_size": (32, 40), "last_batch": "partial"}
@@ -271,15 +273,7 @@ def test_close_does_not_wait_for_a_server_that_hangs_when_stored_frames_are_dama
         script = [*[None] * 4, *[hang] * 1000]  # the index is read
         videos = {path.relative_to(small).as_posix(): script for path in small.rglob("*.mp4")}
         server.set_faults(videos)
-        errors: list[BaseException] = []
-        taking = threading.Thread(target=_take_all, args=(loader, errors))
-        taking.start()
-        assert hanging.wait(PATIENCE_S)
-        started = time.monotonic()
-        loader.close()
-        taking.join(PATIENCE_S)
-        assert time.monotonic() - started < PATIENCE_S
-        assert isinstance(errors[0], DaliStreamError)
+        assert_close_ends(loader, lambda: list(loader), hanging)
 
 
 def test_a_long_wait_is_logged_with_what_it_waits_for(
@@ -312,20 +306,6 @@ def test_a_long_wait_is_logged_with_what_it_waits_for(
     request = rf"The Loader has waited .*dali_stream fetch \d+ requests {server.url}/\S+, bytes \d+ to \d+ for \d+ s"
     assert any(re.match(request, message) for message in caplog.messages)
     assert any(message.startswith("dali_stream planner: threading.py:") for message in caplog.messages), "level DEBUG"
-
-
-def _take_one(loader: Loader, errors: list[BaseException]) -> None:
-    try:
-        next(iter(loader))
-    except Exception as error:
-        errors.append(error)
-
-
-def _take_all(loader: Loader, errors: list[BaseException]) -> None:
-    try:
-        list(loader)
-    except Exception as error:
-        errors.append(error)
 
 
 def _loader(uri: Path | str, **arguments: Any) -> Loader:

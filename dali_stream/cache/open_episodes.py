@@ -269,9 +269,8 @@ class OpenEpisodes:
         if not others:
             return
         for episode in dict.fromkeys(np.concatenate([samples.episode for samples in ahead]).tolist()):  # most urgent first
-            if (
-                episode in others and (size := self._ahead.estimate(("", episode))) <= self._cache.free
-            ):  # nothing is evicted for them
+            size = self._ahead.estimate(("", episode))
+            if episode in others and size <= self._cache.free:  # nothing is evicted for them
                 with suppress(DaliStreamError):  # broken rows are an error once a batch needs them
                     if (own := self._reader.read_kept(episode)) is None:  # its row groups were evicted meanwhile
                         return

@@ -85,10 +85,10 @@ class LoaderOptions(TypedDict, total=False):
         str | None,
         Option(
             metavar="drop|partial|pad",
-            help="What becomes of a rest that fills no batch. Default: partial, or drop with --state.",
+            help="Last samples, if they fill no batch. Default: partial, or drop with --state.",
         ),
     ]
-    on_error: Annotated[str, Option(metavar="raise|substitute", help="What replaces a sample that cannot be decoded.")]
+    on_error: Annotated[str, Option(metavar="raise|substitute", help="Samples that cannot be decoded.")]
     max_substitutes: Annotated[float, Option(metavar="SHARE", help="Maximum share of a batch that may be replaced.")]
     device: Annotated[str, Option(metavar="auto|cpu|cuda|cuda:N", help="Device of the batches.")]
     decode: Annotated[str, Option(metavar="auto|dali|torchcodec|torchcodec-cuda", help="Decoder; auto: the faster one.")]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -74,11 +74,11 @@ class DecodedRows:
         number = np.minimum(np.searchsorted(dataset.episodes, index), len(dataset.episodes) - 1)
         # An episode that continues in another row group, or that is not selected, is left out.
         whole = (dataset.episodes[number] == index) & (dataset.lengths[number] == lengths)
-        spans = map(slice, starts[whole].tolist(), (starts + lengths)[whole].tolist())
-        self.spans: dict[int, slice] = dict(zip(number[whole].tolist(), spans, strict=True))
-        for copied, count in zip(*np.unique(number[whole], return_counts=True), strict=True):
-            if count > 1:  # nothing says which of the copies is meant
-                del self.spans[int(copied)]
+        spans, numbers = map(slice, starts[whole].tolist(), (starts + lengths)[whole].tolist()), number[whole].tolist()
+        self.spans: dict[int, slice] = dict(zip(numbers, spans, strict=True))
+        if len(self.spans) < len(numbers):  # it is unknown which copy of an episode is meant, so it has no span
+            counts = Counter(numbers)
+            self.spans = {episode: span for episode, span in self.spans.items() if counts[episode] == 1}
         self._index, self._lengths = index, lengths
 
     def count_rows(self, index: int) -> int:

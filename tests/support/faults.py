@@ -6,6 +6,7 @@ Each receives the connection, the bytes of a good answer, and that answer's head
 from __future__ import annotations
 
 import gzip
+import threading
 import time
 from collections.abc import Callable
 from email.utils import formatdate
@@ -37,6 +38,17 @@ def short(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
 def short_length(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
     """The body is short, and its Content-Length is as short."""
     handler.reply(206, data[: len(data) // 2], fields)
+
+
+def hanging() -> tuple[Fault, threading.Event]:
+    """A fault that never answers, and an event that a request with this fault sets."""
+    is_hanging = threading.Event()
+
+    def fault(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        is_hanging.set()
+        handler.wait()
+
+    return fault, is_hanging
 
 
 def hang(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
