@@ -1,0 +1,364 @@
+"""A process of this package: a Python interpreter that is connected by a socket, and that ends with the process that started it.
+
+It does not import the program of the user, so it can be started from a notebook, from a script without a main guard, and under
+any launcher. Messages are pickled. Both ends belong to this package, so they trust each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import multiprocessing.spawn
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import dali_stream
+from dali_stream.observe import waiting
+
+_HEAD = struct.Struct("<QI")  # number of bytes and of file descriptors of a message
+_MOST_DESCRIPTORS = 253  # of a message, a limit of the kernel
+_LOOK_S = 1.0  # interval at which each process looks whether the other one still exists, in seconds
+_END_S = 5.0  # time in which a process should end by itself, in seconds. It takes milliseconds unless memory or CPU is short
+# Launchers and schedulers send these to all processes of a job. The process that trains decides what they mean.
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_log = logging.getLogger("dali_stream")
+
+
+class CannotStart(Exception):
+    """No process can be started, or the process cannot do its work. The message says why."""
+
+
+class ChildEnded(Exception):
+    """The process has ended without being told to.
+
+    Attributes:
+        was_killed: Whether a signal has ended it.
+    """
+
+    def __init__(self, how: str, was_killed: bool) -> None:
+        super().__init__(how)
+        self.was_killed = was_killed
+
+
+class ChildTraceback(Exception):
+    """Cause of an error that was raised in another process. The message is its traceback there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class _Hello(NamedTuple):
+    """First message of the process: the version and the path of this package there."""
+
+    version: str
+    path: str
+
+
+class _Levels(NamedTuple):
+    """First message to the process: the levels of the loggers here, by name."""
+
+    levels: dict[str, int]
+
+
+class _Logged(NamedTuple):
+    record: logging.LogRecord
+
+
+class _Failed(NamedTuple):
+    error: BaseException
+    text: str  # its traceback
+
+
+class Connection:
+    """End of the socket between two processes. `send` is thread-safe. Only one thread at a time may call `receive`.
+
+    Args:
+        end: Socket.
+        other_exists: Function that returns whether the other process exists. An open socket does not show this, since a
+            descendant of the other process may hold its end.
+        what: What this process waits for, for the log of a long wait. Default: nothing is logged.
+    """
+
+    def __init__(self, end: socket.socket, other_exists: Callable[[], bool], what: str = "") -> None:
+        self._socket, self._other_exists, self._what = end, other_exists, what
+        self._sending = threading.Lock()
+        self._readable = select.poll()
+        self._readable.register(end, select.POLLIN)
+        self._is_within = False  # whether only a part of a message was received, since Ctrl-C has interrupted `receive`
+
+    def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
+        """Send a message, with copies of file descriptors. Raises EOFError if the other process has ended."""
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        head = _HEAD.pack(len(data), len(descriptors))
+        try:
+            with self._sending:
+                sent = socket.send_fds(self._socket, [head], descriptors)
+                self._socket.sendall(head[sent:] + data)
+        except OSError:
+            raise EOFError from None
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """Return the next message, and its file descriptors, which the caller must close.
+
+        Raises:
+            EOFError: If the other process has ended, or has closed its end of the socket.
+        """
+        if self._is_within:
+            raise EOFError
+        try:
+            self._wait()
+            self._is_within = True
+            head, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+            size, _ = _HEAD.unpack(head + self._read(_HEAD.size - len(head)))
+            data = self._read(size)
+        except OSError:  # of a socket that another thread has closed, or whose other end was reset
+            raise EOFError from None
+        self._is_within = False
+        return pickle.loads(data), descriptors
+
+    def _wait(self) -> None:
+        """Wait for a message or the end of the other process."""
+        began, told = time.monotonic(), not self._what
+        while not self._readable.poll(_LOOK_S * 1000):
+            if not self._other_exists() and not self._readable.poll(0):
+                raise EOFError
+            if not told and time.monotonic() - began > 2 * waiting.LONG_WAIT_S:  # the other process logs what it waits for
+                told = True
+                _log.warning("waited for %s for %.0f s, and continue to wait", self._what, time.monotonic() - began)
+
+    def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        rest = memoryview(data)
+        while rest:
+            count = self._socket.recv_into(rest)
+            if not count:
+                raise EOFError
+            rest = rest[count:]
+        return data
+
+    def end(self) -> None:
+        """Send nothing more. The other process gets EOFError. Its messages can still be received."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close the socket, but not its copies in forked processes."""
+        self._socket.close()
+
+
+class Child:
+    """Process that runs a function of this package. It ends when this process ends, however that is.
+
+    The process inherits the environment, the CPU affinity, the priority, and the options of the interpreter. It has the module
+    search path of this process, logs through the loggers of this process, and ignores the signals that end jobs.
+
+    Args:
+        main: Function to run, "module:function". It gets a `Connection`, and the process ends when it returns.
+        what: Name of the process for messages, such as "the process of the Loader".
+
+    Raises:
+        CannotStart: If no interpreter can be started.
+    """
+
+    def __init__(self, main: str, what: str) -> None:
+        if reason := _obstacle():
+            raise CannotStart(reason)
+        self._what, self._greeted = what, False
+        self._receiving = threading.Lock()
+        own, other = socket.socketpair()
+        with other:
+            try:
+                with _blocked_signals():  # the process inherits the blocked signals, until it ignores them
+                    self._process = subprocess.Popen(
+                        _command(other.fileno(), main), stdin=subprocess.DEVNULL, pass_fds=[other.fileno()]
+                    )
+            except (OSError, ValueError) as error:
+                own.close()
+                raise CannotStart(f"{sys.executable} cannot be started ({error})") from error
+        process = self._process
+        self._connection = Connection(own, lambda: process.poll() is None, what)
+        with contextlib.suppress(EOFError):  # `receive` says how it has ended
+            loggers = logging.root.manager.loggerDict.items()
+            levels = {name: logger.level for name, logger in list(loggers) if isinstance(logger, logging.Logger) and logger.level}
+            self._connection.send(_Levels({"": logging.root.level, **levels}))
+
+    @property
+    def number(self) -> int:
+        """Number of the process."""
+        return self._process.pid
+
+    def send(self, message: object) -> None:
+        """Send a message. If the process has ended, do nothing, since `receive` says how."""
+        with contextlib.suppress(EOFError):
+            self._connection.send(message)
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """Return the next message, and its file descriptors, which the caller must close. Log what the process logs.
+
+        Raises:
+            ChildEnded: If the process has ended.
+            CannotStart: If it has ended before its first message, without a signal, or has loaded another version of this package.
+            Exception: Error that ended the function of the process.
+        """
+        with self._receiving:
+            while True:
+                try:
+                    message, descriptors = self._connection.receive()
+                except EOFError:
+                    raise self._ended() from None
+                if isinstance(message, _Logged):
+                    _log_here(message.record)
+                elif isinstance(message, _Hello):
+                    self._greeted = True
+                    if message != (own := _hello()):
+                        raise CannotStart(f"{sys.executable} imports dali_stream {message}, and not {own}")
+                elif isinstance(message, _Failed):
+                    raise message.error from ChildTraceback(message.text)
+                else:
+                    return message, descriptors
+
+    def _ended(self) -> Exception:
+        try:
+            code = self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:  # it has closed its end, which it does only when it ends
+            self._process.kill()
+            code = self._process.wait()
+        if code < 0:
+            return ChildEnded(f"was killed by {signal.Signals(-code).name}", True)
+        if not self._greeted:
+            return CannotStart(f"{sys.executable} has ended with exit code {code} before it had imported dali_stream")
+        return ChildEnded(f"has ended with exit code {code}", False)
+
+    def close(self) -> None:
+        """End the process, and wait for it. Its last log records are logged. May be called from any thread, and repeatedly."""
+        self._connection.end()
+        if self._receiving.acquire(timeout=_END_S):  # otherwise another thread logs them
+            try:
+                with contextlib.suppress(EOFError):
+                    while True:
+                        message, descriptors = self._connection.receive()
+                        for descriptor in descriptors:
+                            os.close(descriptor)
+                        if isinstance(message, _Logged):
+                            _log_here(message.record)
+            finally:
+                self._receiving.release()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._connection.close()
+
+    def abandon(self) -> None:
+        """Leave the process to the parent of a forked process: close only the copy of the socket."""
+        self._connection.close()
+        self._process.returncode = 0  # it cannot be waited for here
+
+
+def _obstacle() -> str:
+    """Return why no interpreter can be started, or an empty string."""
+    if getattr(sys, "frozen", False):
+        return f"{sys.executable} is a frozen program, and not a Python interpreter"
+    if not multiprocessing.spawn.get_executable():
+        return "sys.executable is empty, as in an embedded interpreter"
+    return "" if hasattr(os, "memfd_create") else "this system has no memfd_create"
+
+
+def _command(descriptor: int, main: str) -> list[str]:
+    """Return the command that runs `main` in another interpreter. `python -m` would also search the current folder."""
+    path = [folder or os.getcwd() for folder in sys.path]
+    code = f"import sys; sys.path[:] = {path!r}; import {__name__} as child; child.serve({descriptor}, {main!r}, {os.getpid()})"
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [os.fsdecode(multiprocessing.spawn.get_executable()), *flags, "-c", code]
+
+
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Block the signals that a child process ignores, in this thread."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _hello() -> _Hello:
+    return _Hello(dali_stream.__version__, os.path.dirname(os.path.abspath(dali_stream.__file__)))
+
+
+def _log_here(record: logging.LogRecord) -> None:
+    logger = logging.getLogger(record.name)
+    if logger.isEnabledFor(record.levelno):
+        logger.handle(record)
+
+
+class _ToParent(logging.Handler):
+    """Handler that sends records to the parent, whose loggers handle them."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            record.exc_text = record.exc_text or logging.Formatter().formatException(record.exc_info)
+        record.msg, record.args, record.exc_info = record.getMessage(), None, None
+        with contextlib.suppress(EOFError):  # the parent has ended
+            self._connection.send(_Logged(record))
+
+
+def serve(descriptor: int, main: str, parent: int) -> None:
+    """Run `main` in a new process. Its end is the end of the process, without waiting for any thread.
+
+    Args:
+        descriptor: Socket to the parent.
+        main: See `Child`.
+        parent: Number of the parent.
+    """
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    os.set_inheritable(descriptor, False)
+    # The parent is compared, since a thread of it that ends is no reason to end, as with PR_SET_PDEATHSIG.
+    connection = Connection(socket.socket(fileno=descriptor), lambda: os.getppid() == parent)
+    code = 0
+    try:
+        connection.send(_hello())
+        levels, _ = connection.receive()
+        for name, level in levels.levels.items():
+            logging.getLogger(name).setLevel(level)
+        logging.root.addHandler(_ToParent(connection))
+        module, _, function = main.partition(":")
+        getattr(importlib.import_module(module), function)(connection)
+    except EOFError:  # the parent has ended
+        pass
+    except BaseException as error:
+        code = 1
+        with contextlib.suppress(EOFError):
+            send_error(connection, error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def send_error(connection: Connection, error: BaseException) -> None:
+    """Send an error, which `Child.receive` raises."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    connection.send(_Failed(error, text))

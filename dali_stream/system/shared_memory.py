@@ -1,0 +1,109 @@
+"""Arrays in anonymous memory that two processes share.
+
+The memory has no name and no file, so nothing is left of it when the processes end, however they end, and the size of
+/dev/shm does not matter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.checks.arrays import Array
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class SharedBlock:
+    """Block of memory. It is unmapped when no array refers to it any more.
+
+    `mmap.mmap` would keep a file descriptor per block, so that a thousand blocks would exceed the limit of open files.
+
+    Args:
+        descriptor: File descriptor of the memory, see `os.memfd_create`. It may be closed afterwards.
+        size: Size in bytes.
+        freed: Function that is called when the block is unmapped. Default: none.
+
+    Attributes:
+        address, size: Address, and size in bytes.
+
+    Raises:
+        MemoryError: If the memory cannot be mapped.
+    """
+
+    def __init__(self, descriptor: int, size: int, freed: Callable[[], None] | None = None) -> None:
+        # All pages are touched here, which takes less time than a page fault for each of them.
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+        if address == _FAILED:
+            raise MemoryError(f"{size} bytes of shared memory cannot be mapped: {os.strerror(ctypes.get_errno())}")
+        self.address, self.size, self._freed, self._unmap = address, size, freed, _libc.munmap
+
+    def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0, strides: tuple[int, ...] | None = None) -> Array:
+        """Return an array in this block.
+
+        Args:
+            shape: Shape.
+            dtype: Type.
+            offset: First byte. Default: 0.
+            strides: Steps in bytes. Default: those of a contiguous array.
+        """
+        return np.asarray(_Interface(self, shape, np.dtype(dtype), offset, strides))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_unmap"):  # it was mapped
+            self._unmap(self.address, self.size)
+            if self._freed is not None:
+                self._freed()
+
+
+class _Interface:
+    """Base of an array, which refers to the block. https://numpy.org/doc/stable/reference/arrays.interface.html."""
+
+    def __init__(
+        self, block: SharedBlock, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int, strides: tuple[int, ...] | None
+    ) -> None:
+        self.block = block
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": shape,
+            "typestr": dtype.str,
+            "data": (block.address + offset, False),
+            "strides": strides,
+        }
+
+
+def block_of(array: Array) -> SharedBlock | None:
+    """Return the block that has the memory of an array, or None if another object has it."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return base.block if isinstance(base, _Interface) else None
+
+
+def new_block(size: int) -> tuple[int, int]:
+    """Return the file descriptor of new memory of at least `size` bytes, and its size, a multiple of the page."""
+    size = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+    descriptor = os.memfd_create("dali_stream")
+    try:
+        os.ftruncate(descriptor, size)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, size
+
+
+def array_bytes(shape: tuple[int, ...], dtype: npt.DTypeLike) -> int:
+    """Return the memory of a contiguous array in bytes."""
+    return math.prod(shape) * np.dtype(dtype).itemsize
