@@ -44,7 +44,7 @@ PARTS = {  # name of the part: its modules, and its test files
     "schedule": (["schedule"], "budget reads schedule plan bottleneck required_memory options frame_files"),
     "cache": (
         ["cache"],
-        "slots pinned_cache reads frame_cache frame_files cache windows open_files loader memory_format row_groups streaming "
+        "slots memory_account reads frame_cache frame_files cache windows open_files loader memory_format row_groups streaming "
         "stream_faults substitutes",
     ),
     "decode": (

@@ -228,12 +228,12 @@ class Loader:
         self._counters, self._recent = Counters(), bottleneck.Recent()
         self._constructed, self._pid = time.perf_counter(), os.getpid()
         self._metered: dict[str, Any] = {}  # counters at the last call of `metrics`
-        self._source = self._make_source(decode, dali_graph)
+        self._batch_source = self._make_batch_source(decode, dali_graph)
         self._state_reader: threading.Thread | None = None
         self._told: set[str] = set()  # messages that are logged once
         self._warn_if_uneven()
 
-    def _make_source(self, decode: str, dali_graph: Graph | None) -> BatchSource:
+    def _make_batch_source(self, decode: str, dali_graph: Graph | None) -> BatchSource:
         """Choose the decoders, and return the source of the batches.
 
         Also check that batches fit into memory and, if DALI is needed, that it can be imported.
@@ -288,7 +288,7 @@ class Loader:
 
     def __repr__(self) -> str:
         cameras: dict[str, list[str]] = {}
-        for camera, route in self._source.routes.items():
+        for camera, route in self._batch_source.routes.items():
             cameras.setdefault(route.decoder, []).append(camera)
         routes = "".join(f"{', '.join(keys)} on {decoder}; " for decoder, keys in cameras.items())
         uri = self.dataset.uri if len(self.dataset.uri) <= 100 else f"{self.dataset.uri[:97]}..."  # of a large mixture
@@ -370,7 +370,7 @@ class Loader:
         epoch, position = check_state(state, "loader", config.order_state(), config.batches.frames)
         if taken:
             config.arguments.check_resumable(config.batches.world_size)
-            self._check_budget(Layout(config, self._source.routes))
+            self._check_budget(Layout(config, self._batch_source.routes))
         self._config, self._epoch, self._position = config, epoch, position
         if "consumers" in taken:
             self._warn_if_uneven()
@@ -410,7 +410,7 @@ class Loader:
         substitutes = Substitutes()
         config = replace(self._config, prefetch=1, indices=IndexCache(self._config.source), substitutes=substitutes)
         try:
-            return self._normalized(self._source.batch_at(config, epoch, position))
+            return self._normalized(self._batch_source.batch_at(config, epoch, position))
         finally:
             substitutes.report(epoch)
             self._release_dataset()
@@ -445,7 +445,7 @@ class Loader:
     def routes(self) -> dict[str, Route]:
         """Decoder of each camera, {camera: Route(decoder, reason)}. torchcodec replaces a decoder that cannot decode a file."""
         self._check_usable()
-        return dict(self._source.routes)
+        return dict(self._batch_source.routes)
 
     def stats(self) -> dict[str, Any]:
         """Return counters and times since the loader was made.
@@ -498,7 +498,7 @@ class Loader:
         """
         counters = self._counts()
         counters["needed_bytes"] += self._config.indices.bytes_read if self._config.source.data_store.remote else 0
-        return counters | self._source.memory()
+        return counters | self._batch_source.memory()
 
     def _counts(self) -> dict[str, Any]:
         """Return the part of `stats` that is cheap to compute: counters, times and traffic."""
@@ -547,13 +547,13 @@ class Loader:
         if since is None:
             return None
         growth = {key: value - (since[key] or 0) for key, value in self._counts().items() if key != "first_batch_s"}
-        return bottleneck.find(growth, bottleneck.setup_of(self._config, self._source))
+        return bottleneck.find(growth, bottleneck.setup_of(self._config, self._batch_source))
 
     def close(self) -> None:
         """Stop all work, join all threads and close all files. The loader cannot be used afterwards."""
         self._closed = True
         if os.getpid() == self._pid:
-            self._source.close()
+            self._batch_source.close()
             self._config.indices.cached.clear()
             trim_memory()  # a large dataset leaves much free memory in small blocks
             self._config.substitutes.report(self._epoch + 1)  # batches of the next epoch may have been prepared already
@@ -578,7 +578,7 @@ class Loader:
                 except GeneratorExit:
                     # After `close`, or at the exit of the interpreter, no batches are in progress, so `_stop` is not necessary.
                     # At the exit it is not possible either, since the modules that it uses may have been freed already.
-                    iteration.is_stopped = self._closed or self._source.ended
+                    iteration.is_stopped = self._closed or self._batch_source.ended
                     raise
                 # This check must precede any use of a lock: after a fork, a lock that a thread of the parent held stays locked.
                 self._check_current(iteration)
@@ -603,7 +603,7 @@ class Loader:
                 self._tell_left_out(left)
             self._epoch, self._position = self._epoch + 1, 0
         iteration.is_whole = self._position == 0
-        self._recent.begin(self._source.epochs > 0, self._counts)
+        self._recent.begin(self._batch_source.epochs > 0, self._counts)
         return iteration
 
     def _next(self) -> Batch:
@@ -611,7 +611,7 @@ class Loader:
         started = time.perf_counter()
         with profiled("dali_stream: next batch"):
             try:
-                batch = self._normalized(self._source.next(self._config, self._epoch, self._position))
+                batch = self._normalized(self._batch_source.next(self._config, self._epoch, self._position))
             except StorageError as error:
                 waited = time.perf_counter() - started
                 raise StorageError(f"{error}. The training loop waited {waited:.1f} s for this batch") from error
@@ -620,7 +620,7 @@ class Loader:
         if self._counters.first_batch_s is None:
             self._counters.first_batch_s = now - self._constructed
             self._prepare_to_save()
-            layout, on_disk = self._source.layout, self._config.frame_folder is not None
+            layout, on_disk = self._batch_source.layout, self._config.frame_folder is not None
             if layout is not None and on_disk and not self._config.rank and _log.isEnabledFor(logging.INFO):
                 _log.info("%s", layout.frame_folder_text())
         self._recent.add(self._counters.batches, self._counts)
@@ -631,7 +631,7 @@ class Loader:
     def _complete(self, iteration: _Iteration) -> None:
         """Continue with the next epoch, after the last batch of an iteration."""
         self._config.substitutes.report(self._epoch)
-        self._source.epochs += iteration.is_whole
+        self._batch_source.epochs += iteration.is_whole
         if iteration.is_whole and "shards" not in self._told:
             self._told.add("shards")
             self._tell_what_shards_save()
@@ -651,7 +651,7 @@ class Loader:
 
         If memory holds all frames, the first epoch is not typical of the run, so nothing is logged in it.
         """
-        typical = self._recent.warm or not self._source.keeps_all
+        typical = self._recent.warm or not self._batch_source.keeps_all
         enough = self._recent.batches >= bottleneck.JUDGED // 2
         if typical and enough and (limit := self.bottleneck()):
             self._told.add("bottleneck")
@@ -671,7 +671,7 @@ class Loader:
     def _stop(self) -> None:
         """Drop the batches in progress. The next iteration starts new ones."""
         if os.getpid() == self._pid:  # in a forked process, a lock that another thread held is never released
-            self._source.stop()
+            self._batch_source.stop()
             self._close_dataset()
             self._config.substitutes.report(self._epoch)
 
@@ -741,7 +741,7 @@ class Loader:
 
     def _tell_what_shards_save(self) -> None:
         """Log on rank 0, after the first epoch, what `shuffle="sharded"` would save if memory holds all frames of a shard."""
-        config, layout, world = self._config, self._source.layout, self._config.batches.world_size
+        config, layout, world = self._config, self._batch_source.layout, self._config.batches.world_size
         if layout is None or config.rank or world == 1 or config.arguments.shuffle is not True or not layout.cached:
             return
         if config.frame_folder is not None or layout.on_dali:
@@ -752,7 +752,7 @@ class Loader:
             return
         # With memory for all frames, a rank decodes those that it has not shown in the first epoch.
         counts = asdict(self._counters)
-        left = 1 - 1 / world if self._source.keeps_all else counts["decoded_frames"] / max(counts["frames"], 1)
+        left = 1 - 1 / world if self._batch_source.keeps_all else counts["decoded_frames"] / max(counts["frames"], 1)
         _log.info(
             "Loader, after the first epoch: the memory of the %d ranks holds all decoded frames together, but a rank has other "
             "frames in each epoch, and decodes about %.2f frames per delivered frame in the next one. A new run with "

@@ -75,7 +75,7 @@ def assert_later_epochs_decode_what_was_not_shown(loader: Loader, decodes: Modul
     for _ in range(3):
         found.append(decoded(loader))
         texts.append(str(loader.bottleneck()))
-    assert loader._source.keeps_all
+    assert loader._batch_source.keeps_all
     assert 0 < found[1][0] < found[0][0]
     assert tuple(expected[0]) == pytest.approx(found[0], rel=0.1)
     assert tuple(expected[1]) == pytest.approx(found[1], rel=0.25, abs=0.02)
@@ -122,7 +122,7 @@ def test_a_rank_with_memory_for_its_shard_decodes_it_once(demo: Path, decodes: M
     assert after < 1.1 * frames, "GOPs at the cuts are decoded from their keyframes"
     with Loader(demo, shuffle="sharded", memory_budget=enough - 1, **options) as loader:
         next(iter(loader))
-        assert not loader._source.keeps_all
+        assert not loader._batch_source.keeps_all
 
 
 def test_the_end_of_the_first_epoch_tells_what_shards_save(demo: Path, caplog: pytest.LogCaptureFixture) -> None:

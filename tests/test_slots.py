@@ -24,7 +24,7 @@ def slots() -> Slots:
 def test_slot_minus_one_is_black_and_no_slot_of_a_frame(slots: Slots) -> None:
     show = np.array([[3, -1], [0, 2], [1, 3]])
     out = np.full((3, 2, *SHAPE), 7, np.uint8)
-    assert slots.gather(show, out, Workers("", 0)) == {}
+    assert slots.copy_batch(show, out, Workers("", 0)) == {}
     expected = FRAMES[show]
     expected[0, 1] = 0
     np.testing.assert_array_equal(out, expected)
@@ -35,7 +35,7 @@ def test_the_last_slot_is_not_the_black_one(count: int) -> None:
     slots = Slots(count, SHAPE)
     slots.put([count - 1], FRAMES[:1])
     out = np.full((1, 2, *SHAPE), 7, np.uint8)
-    slots.gather(np.array([[count - 1, -1]]), out, Workers("", 0))
+    slots.copy_batch(np.array([[count - 1, -1]]), out, Workers("", 0))
     np.testing.assert_array_equal(out[0], [FRAMES[0], np.zeros(SHAPE)])
 
 
@@ -44,10 +44,10 @@ def test_a_sample_has_the_error_of_its_first_frame_that_failed(slots: Slots) -> 
     slots.fail(2, first)
     slots.fail(1, second)
     show = np.array([[0, 2, 1], [0, 3, 0], [1, 3, 2]])
-    failed = slots.gather(show, np.empty((3, 3, *SHAPE), np.uint8), Workers("", 0))
+    failed = slots.copy_batch(show, np.empty((3, 3, *SHAPE), np.uint8), Workers("", 0))
     assert failed == {0: first, 2: second}
     slots.put([2], FRAMES[[2]])
-    failed = slots.gather(show, np.empty((3, 3, *SHAPE), np.uint8), Workers("", 0))
+    failed = slots.copy_batch(show, np.empty((3, 3, *SHAPE), np.uint8), Workers("", 0))
     assert failed == {0: second, 2: second}, "a slot that is written again has no error"
 
 

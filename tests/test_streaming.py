@@ -22,7 +22,7 @@ from support.slow import slow
 from support.videos import SIZE, draw, encode, h264
 
 from dali_stream import DaliStreamError, Dataset, Loader, MemoryBudgetError, StorageError
-from dali_stream.pipeline import gather
+from dali_stream.pipeline import tabular
 
 DELTAS = {TOP: [-0.5, 0.0, 0.05], "action": [0.0, 0.05]}
 
@@ -284,7 +284,7 @@ def test_close_ends_the_reads_for_a_state(demo: Path) -> None:
 
 def test_close_ends_the_read_of_the_tasks(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner waits for it before the first batch."""
-    asked, waits, columns = threading.Event(), threading.Event(), gather.columns
+    asked, waits, columns = threading.Event(), threading.Event(), tabular.columns
 
     def never(*arguments: Any) -> None:
         asked.set()
@@ -294,7 +294,7 @@ def test_close_ends_the_read_of_the_tasks(demo: Path, monkeypatch: pytest.Monkey
         waits.set()  # the names of the tasks are needed next
         return columns(*arguments)
 
-    monkeypatch.setattr(gather, "columns", noted)
+    monkeypatch.setattr(tabular, "columns", noted)
     with Server(demo) as server, ThreadPoolExecutor(1) as threads:
         loader = Loader(Dataset(server.url, storage_options={"timeout": 86_400}, give_up_after_s=86_400), batch_size=8)
         server.set_faults({"meta/tasks.parquet": itertools.repeat(never)})

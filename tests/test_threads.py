@@ -107,7 +107,7 @@ def test_a_closed_loader_keeps_neither_its_plans_nor_its_indices(demo: Path) -> 
     loader = Loader(demo, batch_size=8)
     batches = iter(loader)
     next(batches)
-    planner = weakref.ref(loader._source._stream.planner)  # type: ignore[union-attr]
+    planner = weakref.ref(loader._batch_source._stream.planner)  # type: ignore[union-attr]
     assert loader._config.indices.cached
     with no_collection():
         loader.close()
@@ -126,7 +126,7 @@ def test_after_close_in_the_middle_of_an_epoch(demo: Path) -> None:
             next(iterator)
 
 
-def test_close_wakes_a_planner_that_waits_for_room(small: Path) -> None:
+def test_close_wakes_a_planner_that_waits_for_a_permit(small: Path) -> None:
     loader = Loader(small, batch_size=4, prefetch=2, device="cpu")
     batches = iter(loader)
     next(batches)
@@ -134,7 +134,7 @@ def test_close_wakes_a_planner_that_waits_for_room(small: Path) -> None:
     deadline = time.monotonic() + 30
     while True:  # until the batches in progress fill the room, and the planner waits
         frame = sys._current_frames()[planner.ident or 0]
-        if loader.stats()["samples"] == 4 and "_room.get()" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+        if loader.stats()["samples"] == 4 and "_permits.get()" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
             break
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -701,7 +701,7 @@ def test_a_loader_that_is_collected_in_its_own_thread_leaves_nothing(demo: Path)
         loader = Loader(demo, batch_size=8)
         iterator = iter(loader)
         next(iterator)
-        stream = loader._source._stream
+        stream = loader._batch_source._stream
         done = stream.planner.pool._workers.submit(
             stream.planner.close
         )  # as the garbage collector does it, wherever it happens to run

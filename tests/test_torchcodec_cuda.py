@@ -380,7 +380,7 @@ def test_an_error_in_the_next_batch_leaves_this_batch(demo: Path, tmp_path: Path
         batches = iter(loader)
         for _ in range(2):
             next(batches)
-        loader._source._stream._batches._iterator._started.exception()  # type: ignore[union-attr]  # the next one is finished
+        loader._batch_source._stream._batches._iterator._started.exception()  # type: ignore[union-attr]  # the next one is finished
         assert loader.stats()["substituted"] == 0
         next(batches)
         assert loader.stats()["substituted"] >= 1

@@ -241,7 +241,7 @@ def test_a_failure_before_the_first_batch_leaves_the_state_at_the_beginning(demo
 @pytest.mark.slow
 def test_batches_before_an_error_of_the_loader_are_delivered(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make(demo, workers=2) as batches:
-        source = batches.loader._source
+        source = batches.loader._batch_source
         take = source.next
 
         def broken(config: Any, epoch: int, position: int) -> Any:

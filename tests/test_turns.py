@@ -79,7 +79,7 @@ def test_an_error_of_a_run_that_another_loader_waited_for_is_raised_where_it_bel
     with make(demo, 0) as first, make(demo, 1) as second:
         one, other = iter(first), iter(second)
         next(one)
-        own = first._source._stream._batches._iterator  # type: ignore[union-attr]
+        own = first._batch_source._stream._batches._iterator  # type: ignore[union-attr]
         share = type(own._pipes[0]).share_outputs
 
         def fail(pipe: Any, *arguments: Any) -> Any:
@@ -153,7 +153,7 @@ def test_a_loader_that_waits_for_frames_keeps_no_other_waiting(demo: Path, monke
     starved = make(demo, 0)
 
     def wait(finisher: Finisher) -> Any:
-        if finisher._planner is starved._source._stream.planner:  # type: ignore[union-attr]
+        if finisher._planner is starved._batch_source._stream.planner:  # type: ignore[union-attr]
             waits.set()
             go_on.wait()
         return take(finisher)
@@ -176,7 +176,7 @@ def test_clips_are_not_decoded_beside_the_run_of_a_loader(vp9_demo: Path, monkey
         batches = iter(loader)
         next(batches)
         next(iter(other))
-        own = loader._source._stream._batches._iterator  # type: ignore[union-attr]
+        own = loader._batch_source._stream._batches._iterator  # type: ignore[union-attr]
         own._started.result()  # the run of the next batch has begun
         with pytest.raises(DecodeError):
             dali.decode([(np.zeros(100, np.uint8), np.zeros(1, np.int32))], None, 1)

@@ -45,7 +45,7 @@ def test_a_batch_of_any_layout_gets_its_frames(
     monkeypatch.setattr(slots_module, "_COPY_BYTES", out.nbytes // 3)  # a share for two frames
     slots.put([0, 2, 3, 5, 6], frames)
     out[:] = 99
-    assert slots.gather(np.array([[5, 0, 5], [-1, 3, 2]]), out, helpers) == {}
+    assert slots.copy_batch(np.array([[5, 0, 5], [-1, 3, 2]]), out, helpers) == {}
     helpers.stop()
     helpers.join()
     expected = np.stack([frames[3], frames[0], frames[3], np.zeros_like(frames[0]), frames[2], frames[1]]).reshape(SHAPE)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dali_stream.cache.pinned import Key, PinnedCache
+from dali_stream.cache.account import Key, MemoryAccount
 from dali_stream.checks.arrays import NONE
 from dali_stream.lerobot.source import Source
 from dali_stream.schedule.budget import GROWTH
@@ -45,8 +45,8 @@ class ReadLimits:
     block: int | None = None
 
 
-class PinnedBatch(NamedTuple):
-    """Batch of the look-ahead whose reads have begun, with its episodes, and the rows and indices that it pins."""
+class BatchAhead(NamedTuple):
+    """Batch that is planned later and whose reads have begun, with its episodes, and the rows and indices that it pins."""
 
     number: int
     epoch: int
@@ -60,24 +60,23 @@ class LookAhead:
     Args:
         source: Episodes.
         limits: Limits of the memory and of the look-ahead.
-        drop: Function that drops the rows or the index with a key, which were evicted.
 
     Attributes:
-        cache: Sizes of the rows and indices that are in memory or being read.
+        account: Sizes of the rows and indices that are in memory or being read, and which of them were evicted.
     """
 
-    def __init__(self, source: Source, limits: ReadLimits, drop: Callable[[Key], None]) -> None:
-        self._lengths, self._dataset_of, self._limits, self._drop = source.lengths, source.dataset_of, limits, drop
-        self.cache = PinnedCache(limits.room, limits.index_share)
+    def __init__(self, source: Source, limits: ReadLimits) -> None:
+        self._lengths, self._dataset_of, self._limits = source.lengths, source.dataset_of, limits
+        self.account = MemoryAccount(limits.room, limits.index_share)
         self._video_file = {camera: videos.file for camera, videos in source.videos.items()}
         self._row_bytes = source.row_bytes_of * ROW_SPARE[0] // ROW_SPARE[1] + limits.table_bytes  # by dataset
         self._index_bytes = dict(limits.index_bytes)
-        self._batches: deque[PinnedBatch] = deque()
+        self._batches: deque[BatchAhead] = deque()
         self._due = self._requested = NONE  # last batch whose episodes are open, and last one whose reads have begun
         self._retry = 0  # first batch for which reading ahead is tried again, after the memory was full
 
     @property
-    def next(self) -> PinnedBatch:
+    def next(self) -> BatchAhead:
         """The batch that is planned next."""
         return self._batches[0]
 
@@ -91,8 +90,8 @@ class LookAhead:
         # Smallest n >= the next batch with batch <= n + min(GROWTH * n, look_ahead), see `_last_due`.
         return max(self.next.number, batch - self._limits.look_ahead, -(-batch // (1 + GROWTH)))
 
-    def extend(self, ahead: Sequence[Samples]) -> list[tuple[Key, PinnedBatch]]:
-        """Pin the rows and indices of the next batches, and add those that are missing to `cache`. Evict others for them.
+    def extend(self, ahead: Sequence[Samples]) -> list[tuple[Key, BatchAhead]]:
+        """Pin the rows and indices of the next batches, and add those that are missing to `account`. Evict others for them.
 
         Args:
             ahead: Next batch, and `horizon` batches after it.
@@ -100,19 +99,19 @@ class LookAhead:
         Returns:
             Keys of the rows and indices to read, each with the batch that needs it.
         """
-        reads: list[tuple[Key, PinnedBatch]] = []
+        reads: list[tuple[Key, BatchAhead]] = []
         now = ahead[0].number
         while self._batches and self.next.number < now:
-            self.cache.unpin(self._batches.popleft().keys)
+            self.account.unpin(self._batches.popleft().keys)
         for samples in ahead:
             if samples.number > now and (samples.number <= self._requested or now < self._retry):
                 continue
             # The next batch is checked even if its reads have begun, since a failed read is repeated for it. Other batches are
             # pinned before room is made, so that none of their own rows and indices are evicted for missing ones.
             batch = self.next if samples.number <= self._requested else self._pin(samples)
-            missing = [key for key in batch.keys if key not in self.cache]
+            missing = [key for key in batch.keys if key not in self.account]
             sizes = [self.estimate(key) for key in missing]
-            if not self.make_room(sum(sizes)):
+            if not self.account.make_room(sum(sizes)):
                 if batch.number == now:
                     self.make_room_for_now(sum(sizes))  # the sizes are estimates, so only `OpenEpisodes.open` raises an error
                 else:
@@ -122,11 +121,11 @@ class LookAhead:
                     self._retry = now + 1 + (samples.number - now) // 4
                     break
             for key, size in zip(missing, sizes, strict=True):
-                self.cache.add(key, size)
+                self.account.add(key, size)
                 reads.append((key, batch))
         return reads
 
-    def due(self) -> list[PinnedBatch]:
+    def due(self) -> list[BatchAhead]:
         """Return the next batch, and the batches that became due when it became the next one."""
         # The episodes of batches up to `_due` were opened before. The next batch is returned again, since its reads may have
         # failed, or it may have been removed from the look-ahead and added again. In both cases `extend` has returned its
@@ -158,34 +157,26 @@ class LookAhead:
         If even that is not enough, rows and indices exceed their memory at the cost of encoded video.
         """
         self.make_room_for_pinned(need)
-        self.make_room(need, as_far_as_possible=True)
+        self.account.make_room(need, as_far_as_possible=True)
 
     def make_room_for_pinned(self, need: int) -> None:
         """Make room. If the pinned batches take too much, read less far ahead."""
-        while not self.make_room(need) and len(self._batches) > 1:
+        while not self.account.make_room(need) and len(self._batches) > 1:
             self._unpin_last()
-
-    def make_room(self, need: int, as_far_as_possible: bool = False) -> bool:
-        """Call `PinnedCache.make_room`, and drop the values that it evicts."""
-        is_free = self.cache.make_room(need, as_far_as_possible)
-        for key in self.cache.evicted:
-            self._drop(key)
-        self.cache.evicted.clear()
-        return is_free
 
     def _last_due(self) -> int:
         """Return the last batch whose reads must be complete before the next batch is planned."""
         now = self.next.number
         return min(now + min(GROWTH * now, self._limits.look_ahead), self._requested)
 
-    def _pin(self, samples: Samples) -> PinnedBatch:
+    def _pin(self, samples: Samples) -> BatchAhead:
         """Add a batch, and pin its rows and indices."""
         episodes = sorted(set(samples.episode.tolist()))  # faster than `np.unique` for so few
         keys: list[Key] = [("", episode) for episode in episodes]
         for camera, files in self._video_file.items():
             keys += [(camera, file) for file in sorted(set(files[episodes].tolist())) if file != NONE]
-        batch = PinnedBatch(samples.number, samples.epoch, episodes, keys)
-        self.cache.pin(keys)
+        batch = BatchAhead(samples.number, samples.epoch, episodes, keys)
+        self.account.pin(keys)
         self._batches.append(batch)
         self._requested = batch.number
         return batch
@@ -193,7 +184,7 @@ class LookAhead:
     def _unpin_last(self) -> None:
         """Remove the last batch. `extend` adds it again later."""
         batch = self._batches.pop()
-        self.cache.unpin(batch.keys)
+        self.account.unpin(batch.keys)
         self._requested = batch.number - 1
 
     def estimate(self, key: Key) -> int:

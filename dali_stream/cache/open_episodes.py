@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.cache.account import Key
 from dali_stream.cache.frames_on_disk import FramesOnDisk
 from dali_stream.cache.indices import IndexCache, size_of
-from dali_stream.cache.look_ahead import LookAhead, PinnedBatch, ReadLimits
-from dali_stream.cache.pinned import Key
+from dali_stream.cache.look_ahead import BatchAhead, LookAhead, ReadLimits
 from dali_stream.checks.arguments import budget_text
 from dali_stream.checks.arrays import NONE
 from dali_stream.errors import DaliStreamError, DecodeError, MemoryBudgetError
@@ -83,10 +83,10 @@ class OpenEpisodes:
         limits: Limits of the memory and of the look-ahead.
         indices: Cache of the indices of video files, which outlives this object.
         store: Session of the source's store.
-        readers: Threads that read.
+        fetchers: Threads that read.
         memory: Memory for footers and decoded row groups.
         table: Table of the open episodes.
-        close: Function that evicts the encoded video of an episode, and removes the episode from the table.
+        close_video: Function that evicts the encoded video of an open episode.
         substitutes: Whether samples of episodes that cannot be read are substituted, so that these episodes are no error.
         on_disk: {camera: its frames on disk}.
         counters: Counters to add to.
@@ -103,48 +103,34 @@ class OpenEpisodes:
         limits: ReadLimits,
         indices: IndexCache,
         store: Store,
-        readers: Workers,
+        fetchers: Workers,
         memory: RowMemory,
         table: EpisodeTable,
-        close: Callable[[int], None],
+        close_video: Callable[[int], None],
         substitutes: bool,
         on_disk: Mapping[str, FramesOnDisk],
         counters: Counters,
     ) -> None:
-        self.table, self._on_disk = table, on_disk
+        self.table, self._close_video, self._on_disk = table, close_video, on_disk
         self._source, self._limits, self._indices, self._substitutes = source, limits, indices, substitutes
         self.failed: dict[int, DaliStreamError] = {}
-        self.store, self._readers, self._counters = store, readers, counters
+        self.store, self._fetchers, self._counters = store, fetchers, counters
         self._reader = SourceRows(source, self.store, memory)
-        self._rows = rows = dict[int, Columns]()  # {episode that is not open yet: its rows}
-
-        # Methods of this object would be reference cycles, and keep rows in memory until a garbage collection.
-        def close_everywhere(episode: int) -> None:
-            close(episode)
-            for frames in on_disk.values():
-                frames.close_episode(episode)
-
-        def drop(key: Key) -> None:
-            camera, number = key
-            if camera:
-                del indices.cached[key]
-            elif rows.pop(number, None) is None:  # the episode is open, so its rows are in the table
-                close_everywhere(number)
-
-        self._close = close_everywhere
-        self._ahead = LookAhead(source, limits, drop)
-        self._cache = self._ahead.cache
+        self._rows = dict[int, Columns]()  # {episode that is not open yet: its rows}
+        self._ahead = LookAhead(source, limits)
+        self._account = self._ahead.account
         self._read_in = np.full(len(source.lengths), NONE, np.int32)  # last epoch whose batches have read each episode's rows
         self._read_before = set(indices.cached)  # keys of indices
         for key, index in indices.cached.items():
-            self._cache.add(key, size_of(index))
+            self._account.add(key, size_of(index))
             self._ahead.expect_size(key[0], size_of(index))
-        self._ahead.make_room(0)
+        self._account.make_room(0)
+        self._drop_evicted()
 
     @property
     def bytes_by_kind(self) -> tuple[int, int]:
         """Bytes of rows, and of indices, that are in memory or being read."""
-        return self._cache.bytes_by_kind
+        return self._account.bytes_by_kind
 
     def horizon(self, number: int) -> int:
         """See `LookAhead.horizon`."""
@@ -163,6 +149,7 @@ class OpenEpisodes:
             self._close(episode)
         self.failed = {}
         reads = self._ahead.extend(ahead)
+        self._drop_evicted()
         self._reader.expect([number for (camera, number), _ in reads if not camera])
         return sum(self._submit(*read) for read in reads)
 
@@ -177,13 +164,13 @@ class OpenEpisodes:
             DatasetError: If rows of the next batch are missing or broken, and `substitutes` is False.
             StorageError: If rows or an index of the next batch cannot be read, and `substitutes` is False.
             MemoryBudgetError: If the rows and indices of the next batch alone exceed the memory.
-            CancelledError: If the readers were stopped.
+            CancelledError: If the threads that read were stopped.
         """
         errors: dict[Key, DaliStreamError] = {}
         for batch in self._ahead.due():
-            for key in filter(self._cache.is_coming, batch.keys):
+            for key in filter(self._account.is_coming, batch.keys):
                 try:
-                    result = self._cache.take(key)
+                    result = self._account.take(key)
                 except DaliStreamError as error:
                     # The error may be temporary. The read is repeated for each batch that needs it.
                     self._forget(key)
@@ -197,8 +184,9 @@ class OpenEpisodes:
                 else:
                     self._keep_rows(key, ahead, *result)
         self._ahead.make_room_for_now(0)
-        if self._cache.free + self._limits.more < 0:
-            room, taken = self._limits.room + self._limits.more, sum(self._cache.bytes_by_kind)
+        self._drop_evicted()
+        if self._account.free + self._limits.more < 0:
+            room, taken = self._limits.room + self._limits.more, sum(self._account.bytes_by_kind)
             larger = 2 * (taken + self._limits.more)  # rows and indices get up to half of the budget, beside encoded video
             raise MemoryBudgetError(
                 f"memory_budget leaves {room} bytes for rows, indices and encoded video, but the rows and indices of one batch "
@@ -219,7 +207,7 @@ class OpenEpisodes:
             raise DecodeError(str(self.failed[episode]))
         return self._indices.of(camera, episode, self.store)
 
-    def _submit(self, key: Key, batch: PinnedBatch) -> bool:
+    def _submit(self, key: Key, batch: BatchAhead) -> bool:
         """Begin the read of rows or of an index. Return whether it reads an index again."""
         camera, number = key
         # For the same batch, rows and indices precede blocks of video, whose priority is (batch, 1).
@@ -231,7 +219,7 @@ class OpenEpisodes:
             again = bool(self._read_in[number] == batch.epoch)
             self._read_in[number] = batch.epoch
         read = self._read_index if camera else self._read_rows
-        self._cache.set_read(key, self._readers.submit(read, key, batch.number, again, priority=priority))
+        self._account.set_read(key, self._fetchers.submit(read, key, batch.number, again, priority=priority))
         return again and camera != ""
 
     def _read_rows(self, key: Key, batch: int, again: bool) -> tuple[Columns, bool]:
@@ -249,9 +237,10 @@ class OpenEpisodes:
 
     def _keep_index(self, key: Key, index: VideoIndex | DecodeError) -> None:
         self._indices.cached[key] = index
-        self._cache.resize(key, size_of(index))
+        self._account.resize(key, size_of(index))
         self._ahead.expect_size(key[0], size_of(index))
         self._ahead.make_room_for_pinned(0)
+        self._drop_evicted()
 
     def _keep_rows(self, key: Key, ahead: Sequence[Samples], rows: Columns, is_read: bool) -> None:
         """Keep the rows of an episode, and those of other episodes that the same read has decoded.
@@ -263,19 +252,34 @@ class OpenEpisodes:
             is_read: Whether they were read from a file, and not taken from row groups in memory.
         """
         self._rows[key[1]] = rows
-        self._cache.resize(key, _bytes_of(rows) + self._ahead.table_bytes(key[1]))
+        self._account.resize(key, _bytes_of(rows) + self._ahead.table_bytes(key[1]))
         self._ahead.make_room_for_pinned(0)
-        others = {e for e in self._reader.beside(key[1]) if ("", e) not in self._cache} if is_read else None
+        self._drop_evicted()
+        others = {e for e in self._reader.beside(key[1]) if ("", e) not in self._account} if is_read else None
         if not others:
             return
         for episode in dict.fromkeys(np.concatenate([samples.episode for samples in ahead]).tolist()):  # most urgent first
             size = self._ahead.estimate(("", episode))
-            if episode in others and size <= self._cache.free:  # nothing is evicted for them
+            if episode in others and size <= self._account.free:  # nothing is evicted for them
                 with suppress(DaliStreamError):  # broken rows are an error once a batch needs them
                     if (own := self._reader.read_kept(episode)) is None:  # its row groups were evicted meanwhile
                         return
                     self._rows[episode] = own
-                    self._cache.add(("", episode), size, is_used=False)
+                    self._account.add(("", episode), size, is_used=False)
+
+    def _drop_evicted(self) -> None:
+        """Drop the rows and indices that `LookAhead` has evicted. Call this before anything is added."""
+        for camera, number in self._account.take_evicted():
+            if camera:
+                del self._indices.cached[camera, number]
+            elif self._rows.pop(number, None) is None:  # the episode is open, so its rows are in the table
+                self._close(number)
+
+    def _close(self, episode: int) -> None:
+        self._close_video(episode)  # before the table, in which it looks up the blocks and their next uses
+        self.table.close(episode)
+        for frames in self._on_disk.values():
+            frames.close_episode(episode)
 
     def _forget(self, key: Key) -> None:
         """Make sure that repeating a failed read does not count as reading again."""
@@ -286,14 +290,14 @@ class OpenEpisodes:
 
     def _has_indices(self, episode: int) -> bool:
         """Return whether the indices of an episode's video files have been read."""
-        return all(key in self._cache and not self._cache.is_coming(key) for key in self._ahead.keys_of_indices(episode))
+        return all(key in self._account and not self._account.is_coming(key) for key in self._ahead.keys_of_indices(episode))
 
     def _open_failed(self, episode: int, error: DaliStreamError) -> None:
         """Open an episode that cannot be read: its frames have no packets, and its rows are undefined."""
         self.failed[episode] = error
         self._rows.pop(episode, None)
-        if ("", episode) in self._cache:
-            self._cache.remove(("", episode))
+        if ("", episode) in self._account:
+            self._account.remove(("", episode))
         if self.table.is_open(np.array(episode)):
             self._close(episode)
         nothing = np.full(int(self._source.lengths[episode]), NONE, np.int64)

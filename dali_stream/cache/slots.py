@@ -82,7 +82,7 @@ class Slots:
         """Free the memory. The slots cannot be used afterwards."""
         self._frames = self._frames[:0].copy()
 
-    def gather(
+    def copy_batch(
         self, show: Int64, out: npt.NDArray[Any], helpers: Workers, is_read: Mask | None = None
     ) -> dict[int, DaliStreamError]:
         """Copy the frames of a batch.

@@ -32,7 +32,7 @@ class Work(Protocol):
 
     Attributes:
         tasks: Tasks that must end before `collect` is called.
-        failed: Error of each sample without frames, by its row in the batch.
+        failed: {sample of the batch that has no frames: error}.
     """
 
     tasks: list[Future[None]]
@@ -72,8 +72,8 @@ class Decoder(Protocol):
         ...
 
 
-class Decoded:
-    """`Work` of a decoder that puts its frames into slots, or directly into the batch."""
+class SlotWork:
+    """`Work` of a decoder that puts its frames into slots, from which `collect` copies them, or directly into the batch."""
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class Decoded:
 
     def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Array:
         if self._read is not None:
-            self.failed |= self._slots.gather(self._plan.show, self._read.frames, copiers, self._read.is_read)
+            self.failed |= self._slots.copy_batch(self._plan.show, self._read.frames, copiers, self._read.is_read)
             return self._read.frames
         # Only uint8 is converted to another type. `decode.depth` converts the values of depth cameras.
         own = dtype if self._slots.dtype is np.uint8 else self._slots.dtype
         frames = buffers.take((*self._plan.show.shape, *self._slots.shape), own)
-        self.failed |= self._slots.gather(self._plan.show, frames, copiers)
+        self.failed |= self._slots.copy_batch(self._plan.show, frames, copiers)
         return frames
 
 
@@ -111,7 +111,7 @@ class VideoAndImages:
         self._key, self._slots, self._video, self._images = key, slots, video, images
         self._has_file = source.videos[key].file != NONE
 
-    def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
+    def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> SlotWork:
         """See `Decoder.start`."""
         planned, work = plan.frames[self._key], []
         for is_video, decoder in ((True, self._video), (False, self._images)):
@@ -120,7 +120,7 @@ class VideoAndImages:
             own = replace(own, reads=own.reads._replace(place=np.full_like(own.reads.place, NONE)))
             work.append(decoder.start(pool, replace(plan, frames={self._key: own}), episodes, store))
         video, images = work
-        return Decoded(self._slots, planned, video.tasks + images.tasks, video.failed | images.failed)
+        return SlotWork(self._slots, planned, video.tasks + images.tasks, video.failed | images.failed)
 
     def close(self) -> None:
         """See `Decoder.close`."""

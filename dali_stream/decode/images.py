@@ -19,7 +19,7 @@ from dali_stream.cache.frame_files import Records
 from dali_stream.cache.frames_on_disk import Decoding, FramesOnDisk
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
-from dali_stream.decode.decoder import TASK_FRAMES, Decoded, OtherSizes, even_tasks, named
+from dali_stream.decode.decoder import TASK_FRAMES, OtherSizes, SlotWork, even_tasks, named
 from dali_stream.decode.depth import resize_nearest
 from dali_stream.decode.resize import resize
 from dali_stream.errors import DecodeError, FrameSizeError
@@ -71,17 +71,17 @@ class ImageDecoder:
         self._any_size, self._other_sizes = any_size, OtherSizes(source, key)
         self._on_disk = on_disk
 
-    def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
+    def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> SlotWork:
         """See `Decoder.start`."""
         planned = plan.frames[self.key]
         frames, ends = self._frames(planned, episodes), np.arange(1, len(planned.slot) + 1)
         task = even_tasks(ends, TASK_FRAMES) if len(ends) else ends
         tasks = [frames(np.flatnonzero(task == number).tolist()) for number in np.unique(task)]
         if self._on_disk is None:
-            return Decoded(self._slots, planned, [pool.submit(self._decode, own) for own in tasks], {})
+            return SlotWork(self._slots, planned, [pool.submit(self._decode, own) for own in tasks], {})
         decoding = Decoding(self._frames(planned.reads, episodes), self._decode)
         started, batch = self._on_disk.start(pool, planned, planned.reads, tasks, decoding)
-        return Decoded(self._slots, planned, started, {}, batch)
+        return SlotWork(self._slots, planned, started, {}, batch)
 
     def close(self) -> None:
         """Free the slots."""
@@ -91,7 +91,7 @@ class ImageDecoder:
         """Return a function that returns some frames of a plan, by their numbers in it, also when their episodes are closed."""
         if not len(plan.slot):
             return lambda numbers: []
-        encoded = episodes.table.gather(self.key, plan.episode, plan.frame)
+        encoded = episodes.table.values(self.key, plan.episode, plan.frame)
         disk = self._on_disk
         records = {each: None if disk is None else disk.records(each) for each in set(plan.episode.tolist())}
 

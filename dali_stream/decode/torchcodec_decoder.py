@@ -20,7 +20,7 @@ from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.arrays import NONE
 from dali_stream.decode import depth
-from dali_stream.decode.decoder import Decoded, even_tasks, named, task_frames
+from dali_stream.decode.decoder import SlotWork, even_tasks, named, task_frames
 from dali_stream.decode.refusal import refusal_of_torchcodec
 from dali_stream.decode.resize import resize, resize_on_gpu
 from dali_stream.decode.torchcodec import Frames, decode, decode_in_parts, frames_at_once
@@ -126,7 +126,7 @@ class TorchcodecDecoder(VideoFiles):
         self._present = source.videos[key].file != NONE
         self._is_depth = source.features[key].is_depth
 
-    def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Decoded:
+    def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> SlotWork:
         """See `Decoder.start`."""
         planned, episode = plan.frames[self.key], plan.samples.episode
         failed: dict[int, DaliStreamError] = {}
@@ -136,7 +136,7 @@ class TorchcodecDecoder(VideoFiles):
                 failed[row] = self.missing(episodes, int(episode[row]), plan.shown_in_episode[self.key][row, t : t + 1])
         tasks, decode = self._tasks(planned, episodes), functools.partial(self._decode, store)
         if self._on_disk is None:
-            return Decoded(self._slots, planned, [pool.submit(decode, task) for task in tasks], failed)
+            return SlotWork(self._slots, planned, [pool.submit(decode, task) for task in tasks], failed)
         reads, indices = planned.reads, self._usable(planned.reads, episodes)
         if unusable := set(reads.episode.tolist()) - set(indices):
             reads = reads.chosen(~np.isin(reads.episode, list(unusable)))
@@ -150,7 +150,7 @@ class TorchcodecDecoder(VideoFiles):
         # If these frames cannot be read from disk, the blocks of their encoded video were not fetched, so the file is read.
         decoding = Decoding(unread, decode, functools.partial(self._packet_hashes, store))
         started, batch = self._on_disk.start(pool, planned, reads, tasks, decoding)
-        return Decoded(self._slots, planned, started, failed, batch)
+        return SlotWork(self._slots, planned, started, failed, batch)
 
     def close(self) -> None:
         """Free the slots."""

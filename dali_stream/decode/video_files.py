@@ -56,7 +56,7 @@ class VideoFiles:
         except DecodeError as error:
             return named(self._source, self.key, episode, frames, error)
         every = np.array([episode]), np.arange(self._source.lengths[episode])[None]
-        rows = {key: episodes.table.gather(key, *every)[0] for key in CLOCKS}
+        rows = {key: episodes.table.values(key, *every)[0] for key in CLOCKS}
         why = explain(self._source.episode_times(self.key, episode, index, rows), int(frames[0]))
         return self.named(episode, frames, index, DecodeError(why))
 

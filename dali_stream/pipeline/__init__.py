@@ -6,7 +6,7 @@ The way of a frame of a Loader without DALI, as a tree of calls. Names in bracke
       pipeline/stream.py                BatchSource makes a BatchStream from a position on: planner, threads and slots
       pipeline/torch_batches.py         takes the next batch (or pipeline/dali_batches.py, whose DALI graph makes it)
         pipeline/batch.py                 Finisher waits for the tasks of the batch, and substitutes samples that failed
-          decode/decoder.py                 Decoded.collect copies the frames of the batch
+          decode/decoder.py                 SlotWork.collect copies the frames of the batch
             cache/slots.py                    from their slots, divided by 255 for float32
     pipeline/planner.py               [planner] plans batch after batch, ahead of the caller
       schedule/samples.py               samples of the batch, from order/orders.py, order/order.py and order/pool.py
@@ -15,7 +15,7 @@ The way of a frame of a Loader without DALI, as a tree of calls. Names in bracke
       schedule/plan.py                  plan of the batch, for each camera by
         schedule/frames.py                which frames are in memory, which GOPs to decode, what to keep, in which slots
       cache/video.py                    remote files only: requests the blocks of video that the plan needs
-      pipeline/gather.py                columns of the batch
+      pipeline/tabular.py               columns of the batch
       pipeline/decode_pool.py           starts the decode tasks
     decode/torchcodec_decoder.py      [decode threads] a task has whole GOPs, which are decoded from one clip
       cache/frames_on_disk.py           reads what the disk has; of the rest, takes what no other process decodes
@@ -25,9 +25,9 @@ The way of a frame of a Loader without DALI, as a tree of calls. Names in bracke
       cache/slots.py                    puts them into their slots
       cache/frames_on_disk.py           adds them to the disk
 
-Rows and indices leave memory when `cache/look_ahead.py` needs room: it asks `cache/pinned.py`, which has the sizes, for those
-that no batch ahead needs and that were used least recently. `OpenEpisodes` then drops the values, and closes an episode without
-rows in `schedule/episodes.py`, which holds the rows of open episodes, and in `cache/video.py`.
+Rows and indices leave memory when `cache/look_ahead.py` needs room. `cache/account.py`, which has their sizes, then chooses
+those that no batch ahead needs and that were used least recently. `OpenEpisodes` drops them. It closes an episode without rows
+in `schedule/episodes.py`, which holds the rows of open episodes, in `cache/video.py` and in `cache/frames_on_disk.py`.
 
 `Layout` says which camera takes which decoder, and what follows from it. `BatchSource` replaces its `BatchStream` if a decoder
 fails or an epoch is left early.

@@ -1,4 +1,4 @@
-"""A batch in progress, and its last step: the frames are waited for and gathered, and samples that failed are substituted."""
+"""A batch in progress, and its last step: wait for its frames, copy them, and substitute samples that failed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Texts = dict[str, list[Any]]
 
 
 @dataclass
-class PlannedBatch:
-    """One rank's share of a global batch. `Finisher` adds the frames when they have been decoded.
+class BatchInProgress:
+    """One rank's share of a global batch, from its plan until it is returned. `Finisher` adds the frames once they are decoded.
 
     Attributes:
         samples: Samples of the batch.
@@ -86,7 +86,7 @@ class Finisher:
             key: Distances(source, key, config.depth_unit) for key in source.cameras if source.features[key].is_depth
         }
 
-    def next(self) -> PlannedBatch:
+    def next(self) -> BatchInProgress:
         """Return the next batch, with its frames.
 
         Raises:
@@ -102,7 +102,7 @@ class Finisher:
         self._planner.done()
         return batch
 
-    def delivered(self, batch: PlannedBatch, began: float) -> None:
+    def delivered(self, batch: BatchInProgress, began: float) -> None:
         """Count a batch that is returned to the user, and log its substitutes. It may have been finished long before.
 
         Args:
@@ -114,9 +114,9 @@ class Finisher:
         for file, error in batch.substituted:
             self._config.substitutes.add(batch.samples.epoch, file, error)
 
-    def _finish(self, batch: PlannedBatch) -> None:
-        """Wait for the frames of a batch and gather them. Substitute samples that failed, if this is allowed."""
-        config, pool = self._config, self._planner.pool
+    def _finish(self, batch: BatchInProgress) -> None:
+        """Wait for the frames of a batch and copy them. Substitute samples that failed, if this is allowed."""
+        config, pool, episode = self._config, self._planner.pool, batch.samples.episode
         failed: dict[int, DaliStreamError] = {}
         files: dict[int, str] = {}  # {sample that failed: its file}
         # The tasks of all cameras are waited for before anything is copied, so that no waiting counts as copying.
@@ -127,38 +127,38 @@ class Finisher:
         for key, work in batch.work.items():
             batch.frames[key] = work.collect(pool.buffers, pool.dtype, pool.copiers)
             if key in self._distances:
-                dataset = config.source.dataset_of[batch.samples.episode]
+                dataset = config.source.dataset_of[episode]
                 batch.frames[key] = self._distances[key].of(batch.frames[key], dataset, pool.buffers, pool.copiers)
             failed |= work.failed
-            files |= {row: self._file(key, int(batch.samples.episode[row])) for row in work.failed}
+            files |= {sample: self._file(key, int(episode[sample])) for sample in work.failed}
         failed |= batch.failed
-        files |= {row: f"episode {config.source.episodes[batch.samples.episode[row]]}" for row in batch.failed}
-        rows = len(batch.samples.frame)
-        shown = sum(config.windows.steps(key) * (rows - self._missing(batch, key)) for key in batch.frames)
-        batch.counts = {"samples": rows, "frames": shown, "padded": batch.samples.padded, "substituted": len(failed)}
+        files |= {sample: f"episode {config.source.episodes[episode[sample]]}" for sample in batch.failed}
+        count = len(episode)
+        shown = sum(config.windows.steps(key) * (count - self._missing(batch, key)) for key in batch.frames)
+        batch.counts = {"samples": count, "frames": shown, "padded": batch.samples.padded, "substituted": len(failed)}
         if failed:
             if self._planner.stopping:  # reads fail because another thread closes the loader
                 raise closed()
-            good = self._substitutes(rows, failed)
+            good = self._substitutes(count, failed)
             # The choice of a substitute depends on the batch only, so a resumed run has the same ones.
-            for row, error in sorted(failed.items()):
-                batch.substituted.append((files[row], error))
-                of = good[row % len(good)]
+            for sample, error in sorted(failed.items()):
+                batch.substituted.append((files[sample], error))
+                of = good[sample % len(good)]
                 for values in (*batch.columns.values(), *batch.frames.values()):
-                    values[row] = values[of]
+                    values[sample] = values[of]
                 for texts in batch.texts.values():
-                    texts[row] = copy.deepcopy(texts[of])  # annotations, which the user may change
-                batch.columns[SUBSTITUTE][row] = True
+                    texts[sample] = copy.deepcopy(texts[of])  # annotations, which the user may change
+                batch.columns[SUBSTITUTE][sample] = True
 
-    def _substitutes(self, rows: int, failed: dict[int, DaliStreamError]) -> list[int]:
+    def _substitutes(self, count: int, failed: dict[int, DaliStreamError]) -> list[int]:
         """Return the samples that may substitute others. Raises the first error if all failed, or DecodeError if too many."""
-        good = [row for row in range(rows) if row not in failed]
+        good = [sample for sample in range(count) if sample not in failed]
         share, first = self._config.max_substitutes, failed[min(failed)]
         if share is None or not good:
             raise first
-        if len(failed) > (most := int(share * rows + 1e-9)):  # 0.29 * 100 is 28.999999999999996
+        if len(failed) > (most := int(share * count + 1e-9)):  # 0.29 * 100 is 28.999999999999996
             raise DecodeError(
-                f"{len(failed)} of the {rows} samples of a batch cannot be read or decoded, but max_substitutes={share:g} "
+                f"{len(failed)} of the {count} samples of a batch cannot be read or decoded, but max_substitutes={share:g} "
                 f"allows only {most} substitutes. The first error: {first}"
             ) from first
         return good
@@ -169,7 +169,7 @@ class Finisher:
         file = int(source.videos[camera].file[episode]) if camera in source.videos else NONE
         return camera if file == NONE else source.data_store.where(source.path(camera, file))
 
-    def _missing(self, batch: PlannedBatch, camera: str) -> int:
+    def _missing(self, batch: BatchInProgress, camera: str) -> int:
         """Return the number of samples of a batch whose dataset lacks a camera."""
         mask = f"{camera}_is_missing"
         return int(batch.columns[mask].sum()) if mask in self._config.source.constants else 0

@@ -24,6 +24,7 @@ from dali_stream.order.windows import Windows
 from dali_stream.pipeline.substitutes import Substitutes
 from dali_stream.schedule.budget import batches_in_progress
 from dali_stream.schedule.episodes import EpisodeTable
+from dali_stream.schedule.samples import FrameSet, shown_frames
 from dali_stream.system.cached import cached_property
 
 SUBSTITUTE = "is_substitute"  # key of the mask of samples that could not be decoded
@@ -87,6 +88,21 @@ class Config:
     def shard(self) -> Pieces | None:
         """Frames that this rank samples in every epoch, see `EpochOrder.shard`."""
         return self.order(0).shard(self.rank, self.batches.world_size) if self.arguments.shuffle == "sharded" else None
+
+    @cached_property
+    def needed(self) -> dict[str, FrameSet]:
+        """{camera: frames that the batches of this rank show in any epoch}.
+
+        It is empty if the rank shows all frames, or if a rank without a sample is padded with the samples of other ranks.
+        """
+        padded = self.batches.last_batch == "pad" and self.batches.frames < self.batches.world_size
+        if padded or (pieces := self.shard) is None:
+            return {}
+        found: dict[bytes, FrameSet] = {}  # cameras with equal offsets share a set
+        for offsets in map(self.windows.of, self.source.cameras):
+            if offsets.tobytes() not in found:
+                found[offsets.tobytes()] = shown_frames(pieces, offsets, self.source.lengths, self.source.dataset_of)
+        return {camera: found[self.windows.of(camera).tobytes()] for camera in self.source.cameras}
 
     def order_state(self) -> dict[str, Any]:
         """Return the arguments that, for a given dataset and epoch, determine the order and the augmentation."""

@@ -13,7 +13,7 @@ from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import begin_batch
 from dali_stream.pipeline import graph
 from dali_stream.pipeline.aliases import Graph
-from dali_stream.pipeline.batch import Finisher, PlannedBatch
+from dali_stream.pipeline.batch import BatchInProgress, Finisher
 from dali_stream.pipeline.dali_iterator import Iterator, PipelineError, abandon
 from dali_stream.pipeline.external_source import ExternalSource
 from dali_stream.pipeline.layout import Layout
@@ -73,14 +73,14 @@ class DaliBatches:
         self._finisher.delivered(planned, began)
         return planned.texts | batch  # DALI has no strings
 
-    def _audit(self, planned: PlannedBatch, batch: dict[str, Any]) -> None:
+    def _audit(self, planned: BatchInProgress, batch: dict[str, Any]) -> None:
         """Compare samples with the frames that FFmpeg decodes. Raises RouteChange if DALI delivered a different frame."""
         for camera in self._external.on_dali:
             # A user's function may change the frames, so the decoded frames are additional outputs of the graph.
             frames: Any = batch.pop(graph.AUDITED + camera) if self._config.audits_apart else batch.get(camera)
-            audits = ((row, clip.audit) for row, clip in enumerate(planned.frames[camera]) if clip.audit)
-            for row, audit in audits:
-                window = frames[row].unsqueeze(0) if self._config.squeezed(camera) else frames[row]
+            audits = ((sample, clip.audit) for sample, clip in enumerate(planned.frames[camera]) if clip.audit)
+            for sample, audit in audits:
+                window = frames[sample].unsqueeze(0) if self._config.squeezed(camera) else frames[sample]
                 levels = window.cpu().float().numpy() * (255 if self._config.image_dtype == "float32" else 1)
                 with self._counters.timed("starved_s"):
                     different = audit.mismatch(levels)

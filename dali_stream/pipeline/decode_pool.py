@@ -40,7 +40,7 @@ class DecodePool:
         slots: {camera: its cached frames}.
         on_disk: {camera: its frames on disk}. Empty without a frame cache on disk.
         copiers: Threads that copy frames together with the calling thread.
-        dtype: Type of the frames of a batch, except those of depth cameras. See `Layout.gathered_dtype`.
+        dtype: Type of the frames of a batch, except those of depth cameras. See `Layout.copied_dtype`.
         buffers: Memory for batches.
         starter: Thread that starts the runs of the DALI graph.
     """
@@ -48,7 +48,7 @@ class DecodePool:
     def __init__(self, layout: Layout, slot_counts: Mapping[str, int], counters: Counters) -> None:
         config, routes = layout.config, layout.routes
         self._config, self._counters = config, counters
-        self.dtype, self.buffers = layout.gathered_dtype, Buffers(layout.channels_first)
+        self.dtype, self.buffers = layout.copied_dtype, Buffers(layout.channels_first)
         self.slots = {key: Slots(count, config.frame_shape(key), config.frame_dtype(key)) for key, count in slot_counts.items()}
         direct = {key: self.buffers for key in slot_counts if layout.reads_directly(key)}
         self.on_disk = {

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from dali_stream.checks.arrays import Array
-from dali_stream.pipeline.batch import Finisher, PlannedBatch, with_time_axis
+from dali_stream.pipeline.batch import BatchInProgress, Finisher, with_time_axis
 from dali_stream.pipeline.layout import Layout
 
 
@@ -26,7 +26,7 @@ class ExternalSource:
     def __init__(self, layout: Layout, finisher: Finisher) -> None:
         self._config, self._finisher, self._cached = layout.config, finisher, layout.cached
         self.on_dali = layout.on_dali
-        self.batches: deque[PlannedBatch] = deque()
+        self.batches: deque[BatchInProgress] = deque()
 
     def prepare(self) -> None:
         """Wait for the next batch, which the methods below return to DALI's next run.

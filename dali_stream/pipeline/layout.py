@@ -15,7 +15,7 @@ from dali_stream.decode.route import Route
 from dali_stream.errors import DecodeError
 from dali_stream.pipeline.config import Config
 from dali_stream.schedule.budget import Sizes
-from dali_stream.schedule.samples import FrameSet, shown_frames
+from dali_stream.schedule.samples import FrameSet
 from dali_stream.system.cached import cached_property
 
 
@@ -47,19 +47,19 @@ class Layout:
         return self.config.gpu is not None or self.config.augments or bool(self.on_dali)
 
     @property
-    def gathered_dtype(self) -> type[np.generic]:
-        """Type of frames when they are gathered into a batch: uint8 or float32. A DALI graph converts them afterwards."""
+    def copied_dtype(self) -> type[np.generic]:
+        """Type of frames when they are copied into a batch: uint8 or float32. A DALI graph converts them afterwards."""
         return np.uint8 if self.uses_dali or self.config.image_dtype == "uint8" else np.float32
 
     @property
     def channels_first(self) -> bool:
-        """Whether the channels of a gathered frame precede its height and width in memory."""
+        """Whether the channels of a frame in a batch precede its height and width in memory."""
         return not self.uses_dali and self.config.memory_format == "contiguous"
 
     def reads_directly(self, camera: str) -> bool:
         """Return whether frames on disk are read directly into batches, which have them in the same type and order."""
         # Frames of depth cameras are converted afterwards.
-        same = self.gathered_dtype is np.uint8 or self.config.frame_dtype(camera) is not np.uint8
+        same = self.copied_dtype is np.uint8 or self.config.frame_dtype(camera) is not np.uint8
         return self.config.frame_folder is not None and same and not self.channels_first
 
     def frame_files(self) -> dict[str, FrameFiles]:
@@ -70,22 +70,10 @@ class Layout:
         keys = {camera: config.pixel_key(camera, self.routes[camera]) for camera in self.cached}
         return {camera: FrameFiles(config.frame_folder, key, config.frame_bytes(camera)) for camera, key in keys.items()}
 
-    @cached_property
+    @property
     def needed(self) -> dict[str, FrameSet]:
-        """{camera whose frames are cached: frames that the batches of this rank show in any epoch}.
-
-        It is empty if the rank shows all frames, or if a rank without a sample is padded with the samples of other ranks.
-        """
-        config = self.config
-        padded = config.batches.last_batch == "pad" and config.batches.frames < config.batches.world_size
-        if padded or not self.cached or (pieces := config.shard) is None:
-            return {}
-        found: dict[bytes, FrameSet] = {}
-        for camera in self.cached:
-            offsets = config.windows.of(camera)
-            if offsets.tobytes() not in found:
-                found[offsets.tobytes()] = shown_frames(pieces, offsets, config.source.lengths, config.source.dataset_of)
-        return {camera: found[config.windows.of(camera).tobytes()] for camera in self.cached}
+        """{camera whose frames are cached: frames that the batches of this rank show in any epoch}, see `Config.needed`."""
+        return {camera: frames for camera, frames in self.config.needed.items() if camera in self.cached}
 
     @cached_property
     def sizes(self) -> Sizes:

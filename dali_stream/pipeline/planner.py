@@ -23,8 +23,8 @@ from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import begin_batch
 from dali_stream.observe.waiting import take
 from dali_stream.order import Shuffle, has_consumers
-from dali_stream.pipeline import gather
-from dali_stream.pipeline.batch import PlannedBatch, closed
+from dali_stream.pipeline import tabular
+from dali_stream.pipeline.batch import BatchInProgress, closed
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.decode_pool import DecodePool
 from dali_stream.pipeline.layout import Layout
@@ -79,23 +79,17 @@ class Reading:
         self.parts, self._schedule, self._counters = parts, schedule, counters
         self._store = source.data_store.session()
         # Without threads, `Workers` reads in the planner's thread, which is faster for local files.
-        self._readers = Workers("dali_stream fetch", FETCHERS if remote else 0, reserved=_RESERVED if remote else 0)
+        self._fetchers = Workers("dali_stream fetch", FETCHERS if remote else 0, reserved=_RESERVED if remote else 0)
         self._look_ahead = look_ahead(config.batches.batch_size) if remote else 0
-        self.video = video = BlockCache(
+        self.video = BlockCache(
             schedule,
             parts.block,
             self._look_ahead,
             self._store,
-            self._readers,
+            self._fetchers,
             lambda key, episode: source.path(key, config.indices.file(key, episode)),
             counters,
         )
-
-        # A method of this object would be a reference cycle, and keep rows and video in memory until a garbage collection.
-        def close(episode: int) -> None:
-            video.close(episode)  # before the table, in which it looks up the blocks and their next uses
-            schedule.table.close(episode)
-
         self.episodes = OpenEpisodes(
             source,
             ReadLimits(
@@ -109,10 +103,10 @@ class Reading:
             ),
             config.indices,
             self._store,
-            self._readers,
+            self._fetchers,
             RowMemory(at_once=parts.opened),
             schedule.table,
-            close,
+            self.video.close,
             config.max_substitutes is not None,
             on_disk,
             counters,
@@ -126,7 +120,7 @@ class Reading:
 
     def start(self) -> None:
         """Begin to read the names of the tasks."""
-        self.names = self._readers.submit(self._source.names)
+        self.names = self._fetchers.submit(self._source.names)
 
     def read_ahead(self, number: int) -> None:
         """Begin to read rows and indices for batch `number` and batches after it, and close episodes to make room for them.
@@ -134,7 +128,7 @@ class Reading:
         Local rows are read at once. Before the second batch, this waits for the encoded video of the first one. Batches in
         progress do not need open episodes: their rows have been copied, and the packets of their frames are known.
         """
-        self._readers.set_due((number, 1))  # the priorities of rows and indices, and of video, that the batch waits for
+        self._fetchers.set_due((number, 1))  # the priorities of rows and indices, and of video, that the batch waits for
         again = self.episodes.read_ahead(self._schedule.ahead(1 + self.episodes.horizon(number)))
         self._count_again("indices_read_again", again, "indices are read")
         wait(self._first)  # the encoded video of the first batch is fetched alone, so that training starts soon
@@ -165,7 +159,7 @@ class Reading:
 
     def stop(self) -> None:
         """Cancel all reads, without waiting. Threads that wait for a read get an error."""
-        self._readers.stop()
+        self._fetchers.stop()
         if self._store.remote:
             self._store.close()
         self._end_names()
@@ -175,7 +169,7 @@ class Reading:
         while not self.names.done():
             wait([self.names], timeout=0.1)
             self._end_names()  # again, since the thread may have begun another read
-        self._readers.join()
+        self._fetchers.join()
 
     def _end_names(self) -> None:
         """End the reads of names, which are made through the stores of the datasets, since these keep the names."""
@@ -230,9 +224,9 @@ class Planner:
 
     `_run` and `_plan` run in the planner's thread, and nothing else changes the schedule or the table of open episodes, so they
     need no locks. `take` and `done` run in the thread that makes batches: the caller's or, with DALI, the thread that
-    starts its runs. Two queues connect these threads: `_planned` passes batches on, and `_room`, which has an item for each
+    starts its runs. Two queues connect these threads: `_planned` passes batches on, and `_permits`, which has an item for each
     batch that may be planned, limits the batches in progress. `queue.Queue` and `threading.Semaphore` are written in Python, so
-    Ctrl-C may leave their locks locked. `SimpleQueue` is written in C. Slots can be reused without locks because of `_room`:
+    Ctrl-C may leave their locks locked. `SimpleQueue` is written in C. Slots can be reused without locks because of `_permits`:
     when batch n is planned, the frames of batch n - config.in_progress were copied.
 
     Args:
@@ -266,10 +260,10 @@ class Planner:
         self.pool = DecodePool(layout, slots, counters)
         self._reading = Reading(config, sizes, parts, self._schedule, self.pool.on_disk, counters)
         self.keeps_all = not layout.on_dali and parts.kept >= sizes.frames
-        self._planned: queue.SimpleQueue[PlannedBatch | BaseException] = queue.SimpleQueue()
-        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._planned: queue.SimpleQueue[BatchInProgress | BaseException] = queue.SimpleQueue()
+        self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(config.in_progress):
-            self._room.put(None)
+            self._permits.put(None)
         self.stopping = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)
@@ -278,7 +272,7 @@ class Planner:
         """Start the thread. If this raises an exception, such as KeyboardInterrupt, the caller must call `close`."""
         self._thread.start()
 
-    def take(self) -> PlannedBatch:
+    def take(self) -> BatchInProgress:
         """Return the next batch. Wait for it if necessary.
 
         Raises:
@@ -292,7 +286,7 @@ class Planner:
 
     def done(self) -> None:
         """Report that the frames of the batch that `take` returned last were copied, so that another batch may be planned."""
-        self._room.put(None)
+        self._permits.put(None)
 
     def memory(self) -> dict[str, int]:
         """Return the memory in use in bytes, with the keys `MEMORY`.
@@ -316,7 +310,7 @@ class Planner:
         self.stopping = True
         self.pool.stop()
         self._reading.stop()
-        self._room.put(None)  # wakes the planner's thread if it waits for room
+        self._permits.put(None)  # wakes the planner's thread if it waits for room
 
     def join(self) -> None:
         """Wait for the threads to end, after `stop`."""
@@ -344,7 +338,7 @@ class Planner:
                 # progress needs the episodes that `read_ahead` closes, see `Reading.read_ahead`.
                 with self._counters.timed("rows_s"):  # rows of local data are read here
                     self._reading.read_ahead(number)
-                self._room.get()
+                self._permits.get()
                 if self.stopping:
                     return
                 with self._counters.timed("plan_s"):
@@ -353,9 +347,9 @@ class Planner:
         except BaseException as error:
             self._planned.put(closed() if self.stopping else error)
 
-    def _plan(self) -> PlannedBatch:
+    def _plan(self) -> BatchInProgress:
         config, reading, timed = self._config, self._reading, self._counters.timed
-        # Only `read_ahead` and `open` close episodes. After `open`, those of the batch stay open until this method has gathered
+        # Only `read_ahead` and `open` close episodes. After `open`, those of the batch stay open until this method has copied
         # their rows and started the decode tasks, which hold the packets, indices and blocks that they need.
         with timed("rows_s"):
             reading.open()
@@ -369,8 +363,8 @@ class Planner:
         errors = reading.episodes.failed
         failed = {row: errors[e] for row, e in enumerate(plan.samples.episode.tolist()) if e in errors} if errors else {}
         with timed("gather_s"):
-            readable = gather.readable(plan, failed)
-            values = gather.columns(config, self._schedule.table, readable)
-            texts = gather.take_texts(config, self._schedule.table, readable.samples, values, reading.names.result())
+            readable = tabular.readable(plan, failed)
+            values = tabular.columns(config, self._schedule.table, readable)
+            texts = tabular.take_texts(config, self._schedule.table, readable.samples, values, reading.names.result())
         work = self.pool.start(plan, reading.episodes, stores)
-        return PlannedBatch(plan.samples, values, texts, work, failed)
+        return BatchInProgress(plan.samples, values, texts, work, failed)

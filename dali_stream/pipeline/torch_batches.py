@@ -14,7 +14,7 @@ from dali_stream.pipeline.planner import Planner
 
 
 class TorchBatches:
-    """Batches of CPU tensors. The thread of the caller gathers them directly from the slots of the decoded frames.
+    """Batches of CPU tensors. The thread of the caller copies frames into them directly from the slots.
 
     Args:
         config: Configuration of the loader.

@@ -132,15 +132,15 @@ class Setup:
         return f"all decoded frames{' of this rank' if self.sharded else ''}"
 
 
-def setup_of(config: Config, source: BatchSource) -> Setup:
+def setup_of(config: Config, batch_source: BatchSource) -> Setup:
     """Return the settings of a loader.
 
     Args:
         config: Configuration of the loader.
-        source: Batches of the loader.
+        batch_source: Batches of the loader.
     """
     # While batches are in progress, only the planner may read indices, so the planner's layout, which has the sizes, is used.
-    layout = source.layout or Layout(config, source.routes)
+    layout = batch_source.layout or Layout(config, batch_source.routes)
     sizes = layout.sizes
     enough = frames_budget(sizes)
     more = sizes.frame_bytes > 0 and config.memory_budget < enough and fits(enough)
@@ -150,9 +150,9 @@ def setup_of(config: Config, source: BatchSource) -> Setup:
         gpu=config.gpu is not None,
         remote=config.source.data_store.remote,
         cached=config.source.cache_dir is not None,
-        decoders={source.routes[key].decoder for key in config.source.videos} - {"pyav"},
+        decoders={batch_source.routes[key].decoder for key in config.source.videos} - {"pyav"},
         uses_dali=layout.uses_dali,
-        keeps_all=source.keeps_all,
+        keeps_all=batch_source.keeps_all,
         frames_budget=enough if more else None,
         sharded=sizes.needed is not None,
     )

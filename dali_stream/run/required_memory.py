@@ -38,7 +38,7 @@ def required_memory(layout: Layout) -> RequiredMemory:
     config, cameras = layout.config, layout.cached
     batches, share = config.batches, config.batches.frames // config.batches.world_size
     rows = batches.batch_size if batches.last_batch == "pad" else min(batches.batch_size, share)
-    value_bytes = np.dtype(layout.gathered_dtype).itemsize
+    value_bytes = np.dtype(layout.copied_dtype).itemsize
 
     def batch_bytes(camera: str) -> int:
         """Return the memory of a camera's frames of one sample of a batch. Depth has its distances, and its stored values."""

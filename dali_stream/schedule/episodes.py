@@ -290,7 +290,7 @@ class EpisodeTable:
             is_open = self.is_open(episode)
             self.cameras[camera].stored[self.first_row[episode[is_open]] + frame[is_open]] = True
 
-    def gather(self, key: str, episode: Int64, frame: Int64) -> npt.NDArray[Any]:
+    def values(self, key: str, episode: Int64, frame: Int64) -> npt.NDArray[Any]:
         """Return values of a column.
 
         Args:

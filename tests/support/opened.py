@@ -34,9 +34,9 @@ class Recorded(EpisodeTable):
 def open_episodes(dataset: Dataset, limits: ReadLimits, memory: RowMemory | None = None) -> OpenEpisodes:
     """Episodes none of which is open yet. They are read in the thread of the caller."""
     table, source = Recorded(dataset.lengths, dataset.cameras), dataset.source
-    store, readers = dataset.data_store.session(), Workers("", 0)
-    reads = IndexCache(source), store, readers, memory or RowMemory()
-    return OpenEpisodes(source, limits, *reads, table, table.close, False, {}, Counters())
+    store, fetchers = dataset.data_store.session(), Workers("", 0)
+    reads = IndexCache(source), store, fetchers, memory or RowMemory()
+    return OpenEpisodes(source, limits, *reads, table, lambda episode: None, False, {}, Counters())
 
 
 def batch_of(dataset: Dataset, number: int, episodes: Sequence[int]) -> Samples:

@@ -20,8 +20,10 @@ class _Entry:
     coming: Future[Any] | None = None
 
 
-class PinnedCache:
-    """Sizes of the rows and indices that are in memory or being read, within a limit. Only one thread may use it.
+class MemoryAccount:
+    """Account of the memory of rows and indices: the size of each that is in memory or being read, and which are evicted.
+
+    It holds no values, which are in `IndexCache`, `OpenEpisodes` and `EpisodeTable`. Only one thread may use it.
 
     Values that are pinned stay. The others are evicted if memory is short, least recently used first. If a value is evicted
     while it is being read, the result of the read is dropped.
@@ -29,15 +31,11 @@ class PinnedCache:
     Args:
         room: Bytes that rows and indices may take together.
         index_share: Bytes of `room` for indices. Indices are evicted first if they take more, and rows otherwise.
-
-    Attributes:
-        evicted: Keys of the values that were evicted, except those that were still being read. The caller drops the values, and
-            clears the list.
     """
 
     def __init__(self, room: int, index_share: int) -> None:
         self._room, self._index_share = room, index_share
-        self.evicted: list[Key] = []
+        self._evicted: list[Key] = []
         self._entries: dict[Key, _Entry] = {}
         self._pins: Counter[Key] = Counter()
         # These pairs have an item for rows and one for indices.
@@ -55,11 +53,11 @@ class PinnedCache:
         return self._room - sum(self._bytes)
 
     def __contains__(self, key: Key) -> bool:
-        """Return whether a value is in memory or being read."""
+        """Return whether a value is in memory or being read, and was not evicted."""
         return key in self._entries
 
     def add(self, key: Key, size: int, is_used: bool = True) -> None:
-        """Add a value, which must not be in the cache.
+        """Add a value, which must not be in memory.
 
         Args:
             key: Key of the value.
@@ -138,8 +136,13 @@ class PinnedCache:
             is_coming = self.is_coming(key)
             self.remove(key)
             if not is_coming:
-                self.evicted.append(key)
+                self._evicted.append(key)
         return self.free >= need
+
+    def take_evicted(self) -> list[Key]:
+        """Return the values that were evicted since the last call, except those that were being read. The caller drops them."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
 
     def _set_idle(self, key: Key) -> None:
         self._idle[_kind(key)][key] = None

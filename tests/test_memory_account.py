@@ -9,18 +9,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dali_stream.cache.pinned import Key, PinnedCache
+from dali_stream.cache.account import Key, MemoryAccount
 
 ROOM, SHARE = 100, 30
 KEYS = st.tuples(st.sampled_from(["", "camera"]), st.integers(0, 5))
 
 
 class Memory(RuleBasedStateMachine):
-    """Compares the cache with a list of keys in the order of their last use."""
+    """Compares the account with a list of keys in the order of their last use."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = PinnedCache(ROOM, SHARE)
+        self.account = MemoryAccount(ROOM, SHARE)
         self.sizes: dict[Key, int] = {}
         self.pins: list[Key] = []
         self.coming: dict[Key, Future[int]] = {}
@@ -38,45 +38,45 @@ class Memory(RuleBasedStateMachine):
     def add(self, key: Key, size: int, is_used: bool, is_read: bool) -> None:
         if key in self.sizes:
             return
-        self.cache.add(key, size, is_used)
+        self.account.add(key, size, is_used)
         self.sizes[key] = size
         # A pinned entry counts as used when it is unpinned.
         self.used.insert(len(self.used) if is_used or key in self.pins else 0, key)
         if is_read:
             self.coming[key] = Future()
-            self.cache.set_read(key, self.coming[key])
+            self.account.set_read(key, self.coming[key])
 
     @precondition(lambda self: self.coming)
     @rule(fails=st.booleans(), data=st.data())
     def take(self, fails: bool, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.coming)))
-        assert self.cache.is_coming(key)
+        assert self.account.is_coming(key)
         if fails:
             self.coming[key].set_exception(OSError("no"))
             with pytest.raises(OSError, match="no"):
-                self.cache.take(key)
+                self.account.take(key)
             self.gone(key)
         else:
             self.coming.pop(key).set_result(7)
-            assert self.cache.take(key) == 7
+            assert self.account.take(key) == 7
 
     @precondition(lambda self: self.sizes)
     @rule(size=st.integers(0, 60), data=st.data())
     def resize(self, size: int, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.sizes)))
-        self.cache.resize(key, size)
+        self.account.resize(key, size)
         self.sizes[key] = size
 
     @rule(keys=st.sets(KEYS, max_size=3))
     def pin(self, keys: set[Key]) -> None:
-        self.cache.pin(keys)
+        self.account.pin(keys)
         self.pins += sorted(keys)
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(self.pins))
-        self.cache.unpin([key])
+        self.account.unpin([key])
         self.pins.remove(key)
         if key in self.sizes and key not in self.pins:
             self.used.remove(key)
@@ -84,7 +84,7 @@ class Memory(RuleBasedStateMachine):
 
     @rule(need=st.integers(0, 150), as_far_as_possible=st.booleans())
     def make_room(self, need: int, as_far_as_possible: bool) -> None:
-        self.cache.evicted.clear()
+        self.account.take_evicted()
         idle = self.idle()
         fits = ROOM - sum(self.sizes.values()) + sum(self.sizes[key] for key in idle) >= need
         expected: list[Key] = []
@@ -93,15 +93,15 @@ class Memory(RuleBasedStateMachine):
             first = [key for key in idle if bool(key[0]) == over] or idle
             expected += [] if first[0] in self.coming else [first[0]]
             self.gone(first[0])
-        assert self.cache.make_room(need, as_far_as_possible) == fits
-        assert self.cache.evicted == expected
+        assert self.account.make_room(need, as_far_as_possible) == fits
+        assert self.account.take_evicted() == expected
 
     @invariant()
     def adds_up(self) -> None:
         rows, indices = (sum(size for key, size in self.sizes.items() if bool(key[0]) == kind) for kind in (False, True))
-        assert self.cache.bytes_by_kind == (rows, indices)
-        assert self.cache.free == ROOM - rows - indices
-        assert all((key in self.cache) == (key in self.sizes) for key in [("", 0), ("camera", 0), *self.pins])
+        assert self.account.bytes_by_kind == (rows, indices)
+        assert self.account.free == ROOM - rows - indices
+        assert all((key in self.account) == (key in self.sizes) for key in [("", 0), ("camera", 0), *self.pins])
 
 
 TestMemory = Memory.TestCase

@@ -23,7 +23,7 @@ Names = Mapping[str, Sequence[Mapping[int, str]]]
 
 
 def readable(plan: BatchPlan, failed: Mapping[int, DaliStreamError]) -> BatchPlan:
-    """Return a plan whose rows can all be gathered: samples in `failed` become another sample of the batch.
+    """Return a plan of which `columns` can read all rows: samples in `failed` become another sample of the batch.
 
     Only `samples` and `is_pad` are replaced, so the result is for `columns` and `take_texts`, and not for decoders.
 
@@ -40,12 +40,12 @@ def readable(plan: BatchPlan, failed: Mapping[int, DaliStreamError]) -> BatchPla
     good = np.setdiff1d(np.arange(len(samples.episode)), list(failed))
     if not len(good):
         raise failed[min(failed)]
-    from_row = np.arange(len(samples.episode))
-    from_row[list(failed)] = good[0]
+    instead = np.arange(len(samples.episode))
+    instead[list(failed)] = good[0]
     return replace(
         plan,
-        samples=samples._replace(episode=samples.episode[from_row], frame=samples.frame[from_row]),
-        is_pad={camera: mask[from_row] for camera, mask in plan.is_pad.items()},
+        samples=samples._replace(episode=samples.episode[instead], frame=samples.frame[instead]),
+        is_pad={camera: mask[instead] for camera, mask in plan.is_pad.items()},
     )
 
 
@@ -73,7 +73,7 @@ def columns(config: Config, table: EpisodeTable, plan: BatchPlan) -> dict[str, A
                 frames, is_pad = windows.window(config.windows.of(key)[which], samples.frame, lengths)
             values[f"{key}_is_pad"] = is_pad
         if key not in source.cameras:
-            values[key] = table.gather(key, samples.episode, frames)
+            values[key] = table.values(key, samples.episode, frames)
     values |= {key: constant[which] for key, constant in source.constants.items()}
     if config.augments:
         values[SAMPLE] = uniforms(config.arguments.seed, samples.epoch, samples.position)
@@ -108,7 +108,7 @@ def take_texts(config: Config, table: EpisodeTable, samples: Samples, values: di
     for key, tables in names.items():
         index = f"{key}_index"
         if index in values and (any(tables) or key == "task"):
-            numbers = table.gather(index, samples.episode, samples.frame).tolist()
+            numbers = table.values(index, samples.episode, samples.frame).tolist()
             try:
                 texts[key] = [tables[d][n] for d, n in zip(which, numbers, strict=True)]
             except KeyError:
