@@ -18,7 +18,7 @@ from dali_stream.cache.indices import IndexCache
 from dali_stream.checks.arguments import epoch_number, from_zero, known_arguments, one_of
 from dali_stream.checks.text import listed
 from dali_stream.dataset import Dataset
-from dali_stream.decode.route import DECODE, Route, choose_routes
+from dali_stream.decode.route import DECODE, TORCHCODEC_CUDA, Route, choose_routes
 from dali_stream.errors import DaliStreamError, MemoryBudgetError, ResumeError, StorageError, counted
 from dali_stream.lerobot import fingerprint
 from dali_stream.mixture import Mixture, open_dataset
@@ -37,6 +37,7 @@ from dali_stream.run.bottleneck import Bottleneck
 from dali_stream.run.loader_config import make_config
 from dali_stream.run.required_memory import check_memory
 from dali_stream.schedule.budget import divide
+from dali_stream.storage.store import TRAFFIC
 from dali_stream.system.heap import trim_memory
 from dali_stream.system.log_records import note_given
 from dali_stream.system.memory_limit import memory_limit
@@ -46,9 +47,9 @@ if TYPE_CHECKING:
     import torch
 
 
+IN_PROCESS = "DALI_STREAM_IN_PROCESS"  # environment variable
 _JOIN_S = 0.1  # time after which the reads of a thread that is joined are ended again
 _log = logging.getLogger("dali_stream")
-TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes", "failed_checksums", "fetch_s")
 
 
 @dataclass(eq=False)
@@ -194,6 +195,7 @@ class Loader:
         frame_cache_bytes: int | str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        in_process: bool | None = None,
     ) -> None:
         refuse_workers()
         one_of("decode", decode, DECODE)
@@ -228,12 +230,12 @@ class Loader:
         self._counters, self._recent = Counters(), bottleneck.Recent()
         self._constructed, self._pid = time.perf_counter(), os.getpid()
         self._metered: dict[str, Any] = {}  # counters at the last call of `metrics`
-        self._batch_source = self._make_batch_source(decode, dali_graph)
+        self._batch_source = self._make_batch_source(decode, dali_graph, in_process)
         self._state_reader: threading.Thread | None = None
         self._told: set[str] = set()  # messages that are logged once
         self._warn_if_uneven()
 
-    def _make_batch_source(self, decode: str, dali_graph: Graph | None) -> BatchSource:
+    def _make_batch_source(self, decode: str, dali_graph: Graph | None, in_process: bool | None) -> BatchSource:
         """Choose the decoders, and return the source of the batches.
 
         Also check that batches fit into memory and, if DALI is needed, that it can be imported.
@@ -250,7 +252,7 @@ class Loader:
         check_memory(layout, memory_limit())
         if layout.uses_dali:
             importlib.import_module("dali_stream.pipeline.dali_batches")
-        return BatchSource(routes, dali_graph, decode, self._counters)
+        return BatchSource(routes, dali_graph, decode, self._counters, _has_own_process(in_process, routes))
 
     def _check_budget(self, layout: Layout) -> None:
         """Check that memory_budget holds one batch."""
@@ -765,6 +767,16 @@ class Loader:
         told = config.arguments.uneven(config.batches.batch_size, config.batches.world_size)
         if told and config.rank == 0:
             _log.warning("%s", told)
+
+
+def _has_own_process(in_process: bool | None, routes: Mapping[str, Route]) -> bool:
+    """Return whether another process makes the batches. `in_process` is the argument of the Loader."""
+    if in_process is None:
+        in_process = bool(os.environ.get(IN_PROCESS))
+    staying = next((key for key, route in routes.items() if route.decoder in ("dali", TORCHCODEC_CUDA)), None)
+    if not in_process and staying is not None:
+        _log.info("Loader: the batches are made in this process, since %s decodes %s", routes[staying].decoder, staying)
+    return not in_process and staying is None
 
 
 def _read_identity(dataset: Dataset | Mixture) -> None:

@@ -43,9 +43,13 @@ class Buffers:
         for i in range(len(arrays)):
             if _references(arrays, i) == _UNUSED:
                 return arrays[i]
-        arrays.append(np.empty(shape, dtype))
+        arrays.append(self.new(shape, dtype))
         del arrays[:-_KEPT]
         return arrays[-1]
+
+    def new(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
+        """Return a new array for the pool."""
+        return np.empty(shape, dtype)
 
 
 class ReadFrames(NamedTuple):

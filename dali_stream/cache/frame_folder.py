@@ -121,6 +121,14 @@ class FrameFolder:
         self._allowed = 0  # bytes that may be added before the size of the folder is counted again
         self._counts = False  # whether a thread counts it
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.Lock()
+        self._allowed, self._counts = 0, False
+
     def subfolder(self, key: Mapping[str, str]) -> Path:
         """Return the path of the folder of the frames with a key, which is created if frames can be added.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,13 @@ class IndexCache:
         self.bytes_read = 0
         # {camera: whether each file is counted in `bytes_read`}, which takes one byte per file, however often files are read
         self._counted = {camera: np.zeros(max(int(files.max()), 0) + 1, np.bool_) for camera, files in self._files.items()}
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_lock"} | {"cached": dict(self.cached)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
         self._lock = threading.Lock()
 
     def file(self, camera: str, episode: int) -> int:

@@ -140,6 +140,9 @@ class RouteChange(DaliStreamError):
         super().__init__(f"{', '.join(cameras)}: {reason}")
         self.cameras, self.reason = cameras, reason
 
+    def __reduce__(self) -> tuple[type[RouteChange], tuple[Sequence[str], str]]:
+        return RouteChange, (self.cameras, self.reason)
+
 
 class OtherSizes:
     """Warning that frames have another size than `meta/info.json` says, and are resized. It is logged once.

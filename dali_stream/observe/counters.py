@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from dali_stream.observe.tracing import record
 
@@ -82,6 +82,18 @@ class Counters:
         with self._lock:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
+
+    def growth(self, before: dict[str, float]) -> dict[str, float]:
+        """Return what was added since the last call with the same `before`, {attribute: amount}. Update `before`.
+
+        Args:
+            before: Values at the last call. Empty at the first call.
+        """
+        with self._lock:
+            now = {each.name: getattr(self, each.name) or 0 for each in fields(self)}
+        grown = {name: value - before.get(name, 0) for name, value in now.items() if value != before.get(name, 0)}
+        before.update(now)
+        return grown
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:

@@ -106,6 +106,28 @@ def record(name: str, start: float, stop: float, batch: int | None = None) -> No
         spans.append(Span(name, threading.get_native_id(), threading.current_thread().name, start, stop, batch))
 
 
+def is_recorded() -> bool:
+    """Return whether a trace is being recorded."""
+    return _spans is not None
+
+
+def take_spans(go_on: bool) -> list[Span]:
+    """Return the spans recorded since the last call, in a process whose spans belong to the trace of another one.
+
+    Args:
+        go_on: Whether to record further spans.
+    """
+    global _spans
+    spans, _spans = _spans, [] if go_on else None
+    return spans or []
+
+
+def add_spans(spans: list[Span]) -> None:
+    """Add the spans of another process, if a trace is being recorded. Both processes have the same clock."""
+    if _spans is not None:
+        _spans.extend(spans)
+
+
 @contextlib.contextmanager
 def span(name: str, batch: int | None = None) -> Iterator[None]:
     """Record the block as a span. `batch` defaults to the thread's batch."""

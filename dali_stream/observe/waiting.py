@@ -13,6 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 LONG_WAIT_S = 60.0  # seconds after which a wait is logged
 _log = logging.getLogger("dali_stream")
 _T = TypeVar("_T")
@@ -31,6 +34,43 @@ class _Work(NamedTuple):
 
 
 _works: dict[int, _Work] = {}  # {identifier of a thread: what it does}
+_board: Board | None = None
+
+
+class Board:
+    """Memory shared with another process, which reads there what the decode threads of this process did when it crashed.
+
+    Args:
+        memory: Memory, uint8 of shape (`SIZE`,), all zero.
+    """
+
+    _LINES, _WIDTH = 256, 512  # threads, and bytes of text of a thread. Further threads and the rest of a text are left out
+    SIZE = _LINES * _WIDTH
+
+    def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
+        self._lines = memory.reshape(self._LINES, self._WIDTH)
+        self._line_of: dict[int, int] = {}  # {identifier of a thread: its line}
+
+    def use(self) -> None:
+        """Show from now on what threads of this process decode."""
+        global _board
+        _board = self
+
+    def write(self, thread: int, text: str) -> None:
+        """Set the line of a thread."""
+        line = self._line_of.setdefault(thread, len(self._line_of))
+        if line < self._LINES:
+            data = text.encode(errors="replace")[: self._WIDTH]
+            self._lines[line, : len(data)] = np.frombuffer(data, np.uint8)
+            self._lines[line, len(data) :] = 0
+
+    def read(self) -> list[str]:
+        """Return the lines that are not empty."""
+        return [line.tobytes().rstrip(b"\0").decode(errors="replace") for line in self._lines if line[0]]
+
+
+def _text(what: tuple[object, ...]) -> str:
+    return str(what[0]).format(*what[1:])
 
 
 class working:
@@ -41,18 +81,22 @@ class working:
         values: Values to insert. They are converted to text only if a wait is long.
     """
 
-    __slots__ = ("_before", "_what")
+    __slots__ = ("_before", "_shown", "_what")
 
     def __init__(self, what: str, *values: object) -> None:
-        self._what = (what, *values)
+        self._what, self._shown = (what, *values), what.startswith("decodes")  # only decoders crash
         self._before: _Work | None = None
 
     def __enter__(self) -> None:
         thread = threading.get_ident()
         self._before = _works.get(thread)
         _works[thread] = _Work(time.perf_counter(), self._what)
+        if _board is not None and self._shown:
+            _board.write(thread, _text(self._what))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if _board is not None and self._shown:
+            _board.write(threading.get_ident(), "")
         if self._before is None:
             _works.pop(threading.get_ident(), None)
         else:
@@ -87,7 +131,7 @@ def _tell(what: str) -> None:
     """Log what the threads do, and at the level DEBUG the calls of every thread, the innermost last."""
     now, names = time.perf_counter(), {thread.ident: thread.name for thread in threading.enumerate()}
     lines = [
-        f"{names[thread]} {str(work.what[0]).format(*work.what[1:])} for {now - work.since:.0f} s"
+        f"{names[thread]} {_text(work.what)} for {now - work.since:.0f} s"
         for thread, work in sorted(_works.items())
         if thread in names
     ]

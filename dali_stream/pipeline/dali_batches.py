@@ -13,11 +13,12 @@ from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import begin_batch
 from dali_stream.pipeline import graph
 from dali_stream.pipeline.aliases import Graph
-from dali_stream.pipeline.batch import BatchInProgress, Finisher
+from dali_stream.pipeline.batch import BatchInProgress, count_delivered
 from dali_stream.pipeline.dali_iterator import Iterator, PipelineError, abandon
 from dali_stream.pipeline.external_source import ExternalSource
 from dali_stream.pipeline.layout import Layout
-from dali_stream.pipeline.planner import Planner
+from dali_stream.pipeline.producer import Producer
+from dali_stream.pipeline.producer_process import ProducerProcess
 
 _TRIED = 8  # number of clips decoded at a time to find a broken one: few, since the failed pipeline still uses memory
 
@@ -29,7 +30,7 @@ class DaliBatches:
 
     Args:
         layout: Configuration of the loader, with the decoders.
-        planner: Planner of the batches.
+        producer: Producer of the batches.
         counters: Counters to add to.
         user: User's function for the graph. None if the user gives none.
 
@@ -38,13 +39,12 @@ class DaliBatches:
         DaliStreamError: If DALI cannot build the graph.
     """
 
-    def __init__(self, layout: Layout, planner: Planner, counters: Counters, user: Graph | None) -> None:
+    def __init__(self, layout: Layout, producer: Producer | ProducerProcess, counters: Counters, user: Graph | None) -> None:
         config = layout.config
         self._config, self._counters, self._user = config, counters, user
-        self._finisher = Finisher(config, planner, counters)
-        self._external = ExternalSource(layout, self._finisher)
+        self._external = ExternalSource(layout, producer)
         pipeline, names = graph.build(layout, self._external, user)
-        self._iterator = Iterator(pipeline, names, planner.pool.starter, self._external.prepare, turns(config.gpu))
+        self._iterator = Iterator(pipeline, names, producer.starter, self._external.prepare, turns(config.gpu))
 
     def next(self) -> dict[str, Any]:
         """Return the next batch, with frames channels first.
@@ -70,7 +70,7 @@ class DaliBatches:
             if key in batch and layout.endswith("HWC"):
                 frames = batch[key].movedim(-1, -3)
                 batch[key] = frames.contiguous() if self._config.memory_format == "contiguous" else frames
-        self._finisher.delivered(planned, began)
+        count_delivered(planned, began, self._config, self._counters)
         return planned.texts | batch  # DALI has no strings
 
     def _audit(self, planned: BatchInProgress, batch: dict[str, Any]) -> None:

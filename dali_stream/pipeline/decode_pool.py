@@ -34,6 +34,7 @@ class DecodePool:
         layout: Configuration of the loader, with the decoders.
         slot_counts: {camera whose decoded frames are cached: number of slots for them}.
         counters: Counters to add to.
+        buffers: Memory for batches.
 
     Attributes:
         decoders: {camera: decoder}.
@@ -41,14 +42,14 @@ class DecodePool:
         on_disk: {camera: its frames on disk}. Empty without a frame cache on disk.
         copiers: Threads that copy frames together with the calling thread.
         dtype: Type of the frames of a batch, except those of depth cameras. See `Layout.copied_dtype`.
-        buffers: Memory for batches.
+        buffers: See above.
         starter: Thread that starts the runs of the DALI graph.
     """
 
-    def __init__(self, layout: Layout, slot_counts: Mapping[str, int], counters: Counters) -> None:
+    def __init__(self, layout: Layout, slot_counts: Mapping[str, int], counters: Counters, buffers: Buffers) -> None:
         config, routes = layout.config, layout.routes
         self._config, self._counters = config, counters
-        self.dtype, self.buffers = layout.copied_dtype, Buffers(layout.channels_first)
+        self.dtype, self.buffers = layout.copied_dtype, buffers
         self.slots = {key: Slots(count, config.frame_shape(key), config.frame_dtype(key)) for key, count in slot_counts.items()}
         direct = {key: self.buffers for key in slot_counts if layout.reads_directly(key)}
         self.on_disk = {

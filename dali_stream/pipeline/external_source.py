@@ -6,8 +6,10 @@ from collections import deque
 from typing import Any
 
 from dali_stream.checks.arrays import Array
-from dali_stream.pipeline.batch import BatchInProgress, Finisher, with_time_axis
+from dali_stream.pipeline.batch import BatchInProgress, with_time_axis
 from dali_stream.pipeline.layout import Layout
+from dali_stream.pipeline.producer import Producer
+from dali_stream.pipeline.producer_process import ProducerProcess
 
 
 class ExternalSource:
@@ -15,7 +17,7 @@ class ExternalSource:
 
     Args:
         layout: Configuration of the loader, with the decoders.
-        finisher: Finisher of the planner's batches, with frames as uint8.
+        producer: Producer of the batches, with frames as uint8.
 
     Attributes:
         batches: Batches that were passed to DALI and that `DaliBatches` has not returned yet, at most two. The first one is
@@ -23,8 +25,8 @@ class ExternalSource:
         on_dali: Cameras that DALI decodes.
     """
 
-    def __init__(self, layout: Layout, finisher: Finisher) -> None:
-        self._config, self._finisher, self._cached = layout.config, finisher, layout.cached
+    def __init__(self, layout: Layout, producer: Producer | ProducerProcess) -> None:
+        self._config, self._producer, self._cached = layout.config, producer, layout.cached
         self.on_dali = layout.on_dali
         self.batches: deque[BatchInProgress] = deque()
 
@@ -34,7 +36,7 @@ class ExternalSource:
         Raises:
             DaliStreamError: If the batch could not be made. No batch follows.
         """
-        self.batches.append(self._finisher.next())
+        self.batches.append(self._producer.next())
 
     def columns(self) -> tuple[Any, ...]:
         """Return the first part of the batch: the arrays of `Config.columns`, and the clips of cameras on the DALI route.

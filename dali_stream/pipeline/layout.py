@@ -14,7 +14,7 @@ from dali_stream.checks.arrays import NONE
 from dali_stream.decode.route import Route
 from dali_stream.errors import DecodeError
 from dali_stream.pipeline.config import Config
-from dali_stream.schedule.budget import Sizes
+from dali_stream.schedule.budget import Sizes, divide
 from dali_stream.schedule.samples import FrameSet
 from dali_stream.system.cached import cached_property
 
@@ -102,6 +102,11 @@ class Layout:
             * config.batches.largest
             * sum(config.windows.steps(c) * n * (1 + self.reads_directly(c)) for c, n in frame_bytes.items()),
         )
+
+    @cached_property
+    def keeps_all(self) -> bool:
+        """Whether all decoded frames that this rank needs fit in memory, so that no epoch after the first decodes any."""
+        return not self.on_dali and divide(self.config.memory_budget, self.sizes).kept >= self.sizes.frames
 
     def frame_folder_text(self) -> str:
         """Return how full the frame cache on disk is, for the log."""

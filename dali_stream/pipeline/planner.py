@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 
+from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.frames_on_disk import FramesOnDisk
 from dali_stream.cache.look_ahead import ReadLimits
 from dali_stream.cache.open_episodes import OpenEpisodes
@@ -234,16 +235,15 @@ class Planner:
         epoch: Epoch of the first batch.
         position: Position in that epoch at which the first batch begins.
         counters: Counters to add to.
+        buffers: Memory for the frames of batches.
 
     Attributes:
-        keeps_all: Whether all decoded frames that this rank needs fit in memory.
-        layout: See above.
         pool: Decode threads.
         stopping: Whether the planner was closed.
     """
 
-    def __init__(self, layout: Layout, epoch: int, position: int, counters: Counters) -> None:
-        self.layout, self._config, self._counters = layout, layout.config, counters
+    def __init__(self, layout: Layout, epoch: int, position: int, counters: Counters, buffers: Buffers) -> None:
+        self._config, self._counters = layout.config, counters
         config, source, sizes = layout.config, layout.config.source, layout.sizes
         parts = divide(config.memory_budget, sizes)
         self._schedule = Schedule(
@@ -257,9 +257,8 @@ class Planner:
             layout.needed,
         )
         slots = {key: self._schedule.frames[key].slot_count for key in layout.cached}
-        self.pool = DecodePool(layout, slots, counters)
+        self.pool = DecodePool(layout, slots, counters, buffers)
         self._reading = Reading(config, sizes, parts, self._schedule, self.pool.on_disk, counters)
-        self.keeps_all = not layout.on_dali and parts.kept >= sizes.frames
         self._planned: queue.SimpleQueue[BatchInProgress | BaseException] = queue.SimpleQueue()
         self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(config.in_progress):

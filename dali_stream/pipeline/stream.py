@@ -8,22 +8,27 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
+from dali_stream.cache.buffers import Buffers
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import Route
-from dali_stream.errors import DatasetError, DecodeError, MemoryBudgetError, StorageError
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import batch_number, begin_batch
 from dali_stream.pipeline.aliases import Batch, Graph
 from dali_stream.pipeline.batch import closed
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.layout import Layout
-from dali_stream.pipeline.planner import MEMORY, Planner
+from dali_stream.pipeline.planner import MEMORY
+from dali_stream.pipeline.producer import Producer
+from dali_stream.pipeline.producer_process import ProducerEnded, ProducerProcess, start_process
 from dali_stream.pipeline.torch_batches import TorchBatches
+from dali_stream.system.child_process import CannotStart, Child
 
 if TYPE_CHECKING:
     from dali_stream.pipeline.dali_batches import DaliBatches
 
 _log = logging.getLogger("dali_stream")
+_DEATHS = 3  # processes of a Loader that may end one after the other before this is an error
 _CLOSE_S = 5.0  # seconds to wait for the threads of a dropped loader, which normally end much sooner
 _streams: weakref.WeakSet[BatchStream] = weakref.WeakSet()
 
@@ -40,41 +45,32 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class BatchStream:
-    """Stream of batches from one position of the order, made by a planner and a front end.
+    """Stream of batches from one position of the order, made by a producer and a front end.
 
     Args:
         layout: Configuration of the loader, with the decoders.
         user: User's function for the graph. None if the user gives none.
-        epoch: Epoch of the first batch.
-        position: Position in that epoch at which the first batch begins.
+        producer: Producer of the batches, which this method starts.
         counters: Counters to add to.
 
     Attributes:
-        planner: Planner of the batches.
+        layout, producer: See above.
     """
 
-    def __init__(self, layout: Layout, user: Graph | None, epoch: int, position: int, counters: Counters) -> None:
-        config = layout.config
-        try:
-            self.planner = Planner(layout, epoch, position, counters)
-        except MemoryError as error:  # of the slots of the batches in progress
-            words = f" ({error})" if str(error) else ""
-            raise MemoryBudgetError(
-                f"{config.in_progress} batches in progress with batch_size={config.batches.batch_size} need more memory than "
-                f"the system provides{words}. Use a smaller prefetch or batch_size, or shorter windows"
-            ) from error
+    def __init__(self, layout: Layout, user: Graph | None, producer: Producer | ProducerProcess, counters: Counters) -> None:
+        self.layout, self.producer = layout, producer
         self._batches: TorchBatches | DaliBatches | None = None  # None also after `close`
         # The finalizer ends the threads of a loader that is dropped without being closed.
-        self._finalizer = weakref.finalize(self, _close_dropped, self.planner)
+        self._finalizer = weakref.finalize(self, _close_dropped, self.producer)
         _streams.add(self)
         try:
-            self.planner.start()  # first, so that the first batches are decoded while DALI builds its pipeline
+            self.producer.start()  # first, so that the first batches are decoded while DALI builds its pipeline
             if layout.uses_dali:
                 from dali_stream.pipeline.dali_batches import DaliBatches
 
-                self._batches = DaliBatches(layout, self.planner, counters, user)
+                self._batches = DaliBatches(layout, self.producer, counters, user)
             else:
-                self._batches = TorchBatches(config, self.planner, counters)
+                self._batches = TorchBatches(layout.config, self.producer, counters)
         except BaseException:
             self.close()
             raise
@@ -98,24 +94,29 @@ class BatchStream:
 
     def close(self) -> None:
         """Stop all threads and wait for them. If Ctrl-C interrupts this method, the next call continues."""
-        self.planner.stop()
+        self.producer.stop()
         self._finalizer.detach()  # afterwards, since until then only the finalizer may be left to stop the threads
-        self.planner.join()
+        self.producer.join()
         self._batches = None  # frees the pipeline
 
 
-def _close_dropped(planner: Planner) -> None:
-    """Close the planner of a stream that was garbage collected.
+def _close_dropped(producer: Producer | ProducerProcess) -> None:
+    """Close the producer of a stream that was garbage collected.
 
-    The garbage collector may run in one of the planner's threads, or in a thread that holds a lock for which they wait. To
+    The garbage collector may run in one of the producer's threads, or in a thread that holds a lock for which they wait. To
     avoid a deadlock, another thread joins them, and this one waits for that thread for a limited time only.
     """
+
+    def close() -> None:
+        producer.stop()
+        producer.join()
+
     own = threading.current_thread().name.startswith("dali_stream ")
-    closing = threading.Thread(target=planner.close, name="dali_stream: close", daemon=True)
+    closing = threading.Thread(target=close, name="dali_stream: close", daemon=True)
     try:
         closing.start()
     except RuntimeError:  # at the exit of the interpreter, which starts no threads
-        planner.close()
+        close()
     else:
         closing.join(0 if own else _CLOSE_S)
 
@@ -128,6 +129,7 @@ class BatchSource:
         user: User's function for the graph. None if the user gives none.
         decode: Argument of the Loader.
         counters: Counters to add to.
+        own_process: Whether a process of its own makes the batches, see `ProducerProcess`. It is started at once.
 
     Attributes:
         routes: {camera: current decoder}.
@@ -135,13 +137,19 @@ class BatchSource:
         epochs: Number of whole epochs since the last `stop`. Their decoded frames may be in memory.
     """
 
-    def __init__(self, routes: dict[str, Route], user: Graph | None, decode: str, counters: Counters) -> None:
+    def __init__(
+        self, routes: dict[str, Route], user: Graph | None, decode: str, counters: Counters, own_process: bool
+    ) -> None:
         self.routes = routes
         self._user, self.decode, self._counters = user, decode, counters
         self._stream: BatchStream | None = None
         self._closed = False
         self._others = set[BatchSource]()  # sources that `batch_at` is using
         self.epochs = 0
+        self._own_process, self._deaths = own_process, 0  # processes that ended since the last batch
+        self._child: Child | None = None  # process for the next stream
+        if own_process:
+            self._start_process()
 
     def next(self, config: Config, epoch: int, position: int) -> Batch:
         """Return the next batch.
@@ -157,13 +165,35 @@ class BatchSource:
         while True:
             stream = self._stream  # a local reference, since another thread that closes the loader resets the attribute
             if stream is None:
-                stream = BatchStream(Layout(config, self.routes), self._user, epoch, position, self._counters)
-                self._stream = stream
+                layout = Layout(config, self.routes)
+                try:
+                    producer = self._producer(layout, epoch, position)
+                    stream = self._stream = BatchStream(layout, self._user, producer, self._counters)
+                except CannotStart as reason:
+                    self._stay_in_process(reason)
+                    continue
                 if self._closed:  # by another thread, while the pipeline was built
                     self.stop()
                     raise closed()
             try:
-                return stream.next()
+                batch = stream.next()
+                self._deaths = 0
+                return batch
+            except CannotStart as reason:
+                self.stop()
+                self._stay_in_process(reason)
+            except ProducerEnded as ended:
+                self.stop()
+                self._deaths += 1
+                where = f"batch at position {position} of epoch {epoch}"
+                if self._deaths == _DEATHS:
+                    raise DaliStreamError(
+                        f"The process of the Loader {ended}, {_DEATHS} times in a row before it had made the {where}. After "
+                        "SIGKILL, see whether the machine or the cgroup had too little memory (`dmesg`), and give a smaller "
+                        "memory_budget. After another signal, a decoder crashed: try the files that are named with "
+                        "`dali-stream doctor URI --deep`. in_process=True makes the batches in this process"
+                    ) from None
+                _log.warning("The process of the Loader %s. Another one continues with the %s", ended, where)
             except RouteChange as change:
                 if self.decode != "auto":
                     raise DecodeError(
@@ -179,12 +209,31 @@ class BatchSource:
                 _log.debug("a batch could not be made", exc_info=error)
                 raise error.with_traceback(None) from None
 
+    def _producer(self, layout: Layout, epoch: int, position: int) -> Producer | ProducerProcess:
+        """Return the producer of a stream."""
+        if self._own_process and self._child is None:
+            self._start_process()
+        child, self._child = self._child, None
+        if child is not None:
+            return ProducerProcess(child, layout, epoch, position, self._counters)
+        return Producer(layout, epoch, position, self._counters, Buffers(layout.channels_first))
+
+    def _start_process(self) -> None:
+        try:
+            self._child = start_process()
+        except CannotStart as reason:
+            self._stay_in_process(reason)
+
+    def _stay_in_process(self, reason: CannotStart) -> None:
+        self._own_process = False
+        _log.warning("The Loader makes its batches in this process, since %s", reason)
+
     def batch_at(self, config: Config, epoch: int, position: int) -> Batch:
         """Return the batch at any position, which another stream makes. See `next` for arguments and errors.
 
         The batches in progress, the routes and the counters do not change. `close` ends this method in another thread.
         """
-        other, number = BatchSource(self.routes, self._user, self.decode, Counters()), batch_number()
+        other, number = BatchSource(self.routes, self._user, self.decode, Counters(), own_process=False), batch_number()
         self._others.add(other)
         try:
             if self._closed:
@@ -199,17 +248,17 @@ class BatchSource:
     def keeps_all(self) -> bool:
         """Whether all decoded frames fit in memory, so that no epoch after the first decodes any."""
         stream = self._stream
-        return stream is not None and stream.planner.keeps_all
+        return stream is not None and stream.layout.keeps_all
 
     @property
     def layout(self) -> Layout | None:
         """Configuration and decoders of the batches in progress. None without any."""
         stream = self._stream
-        return stream.planner.layout if stream else None
+        return stream.layout if stream else None
 
     def memory(self) -> dict[str, int]:
         """Return the memory in use in bytes. See `Planner.memory`."""
-        return self._stream.planner.memory() if self._stream else dict.fromkeys(MEMORY, 0)
+        return self._stream.producer.memory() if self._stream else dict.fromkeys(MEMORY, 0)
 
     @property
     def ended(self) -> bool:
@@ -231,3 +280,5 @@ class BatchSource:
         for other in list(self._others):
             other.close()
         self.stop()
+        if self._child is not None:
+            self._child.close()

@@ -21,6 +21,9 @@ class Substitutes:
         self._logged = False
         self._samples: dict[tuple[int, str], tuple[int, str]] = {}  # {(epoch, file): (number, text of the first error)}
 
+    def __reduce__(self) -> tuple[type[Substitutes], tuple[()]]:
+        return Substitutes, ()  # a copy has counted nothing
+
     def add(self, epoch: int, file: str, error: DaliStreamError) -> None:
         """Count a sample that cannot be read or decoded, for its epoch and its file."""
         with self._lock:

@@ -8,23 +8,23 @@ from typing import Any
 import torch
 
 from dali_stream.observe.counters import Counters
-from dali_stream.pipeline.batch import Finisher, with_time_axis
+from dali_stream.pipeline.batch import count_delivered, with_time_axis
 from dali_stream.pipeline.config import Config
-from dali_stream.pipeline.planner import Planner
+from dali_stream.pipeline.producer import Producer
+from dali_stream.pipeline.producer_process import ProducerProcess
 
 
 class TorchBatches:
-    """Batches of CPU tensors. The thread of the caller copies frames into them directly from the slots.
+    """Batches of CPU tensors, without a copy of the frames of a finished batch.
 
     Args:
         config: Configuration of the loader.
-        planner: Planner of the batches.
+        producer: Producer of the batches.
         counters: Counters to add to.
     """
 
-    def __init__(self, config: Config, planner: Planner, counters: Counters) -> None:
-        self._config, self._counters = config, counters
-        self._finisher = Finisher(config, planner, counters)
+    def __init__(self, config: Config, producer: Producer | ProducerProcess, counters: Counters) -> None:
+        self._config, self._producer, self._counters = config, producer, counters
 
     def next(self) -> dict[str, Any]:
         """Return the next batch, with frames channels first.
@@ -34,13 +34,13 @@ class TorchBatches:
         """
         with self._counters.timed("graph_s"):
             began = time.perf_counter()
-            batch = self._finisher.next()
+            batch = self._producer.next()
             columns = {key: torch.from_numpy(batch.columns[key]) for key in self._config.columns()}
             frames = {
                 key: torch.from_numpy(with_time_axis(self._config, key, values)).movedim(-1, -3)
                 for key, values in batch.frames.items()
             }
-        self._finisher.delivered(batch, began)
+        count_delivered(batch, began, self._config, self._counters)
         return batch.texts | columns | frames
 
     def abandon(self) -> None:

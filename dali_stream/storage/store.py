@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from dali_stream.errors import DatasetError
 
+TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes", "failed_checksums", "fetch_s")  # attributes of `Traffic`
 SMALL = 1 << 20  # files of up to this number of bytes are read in one request
 
 
@@ -36,6 +37,10 @@ class Traffic:
     failed_checksums: int = 0
     fetch_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def counts(self) -> dict[str, float]:
+        """Return the attributes that `add` changes, by name."""
+        return {name: getattr(self, name) for name in TRAFFIC}
 
     def add(self, **counts: float) -> None:
         """Add a number to each named attribute. Safe to call from several threads."""

@@ -1,4 +1,4 @@
-"""A process of this package: a Python interpreter that is connected by a socket, and that ends with the process that started it.
+"""A process of this package: a Python interpreter that is connected by a socket, and ends with the process that started it.
 
 It does not import the program of the user, so it can be started from a notebook, from a script without a main guard, and under
 any launcher. Messages are pickled. Both ends belong to this package, so they trust each other.
@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -189,9 +190,13 @@ class Child:
                 raise CannotStart(f"{sys.executable} cannot be started ({error})") from error
         process = self._process
         self._connection = Connection(own, lambda: process.poll() is None, what)
+        self._finalizer = weakref.finalize(self, _end, process, self._connection)  # if it is dropped, and at exit
+        _children.add(self)
         with contextlib.suppress(EOFError):  # `receive` says how it has ended
             loggers = logging.root.manager.loggerDict.items()
-            levels = {name: logger.level for name, logger in list(loggers) if isinstance(logger, logging.Logger) and logger.level}
+            levels = {
+                name: logger.level for name, logger in list(loggers) if isinstance(logger, logging.Logger) and logger.level
+            }
             self._connection.send(_Levels({"": logging.root.level, **levels}))
 
     @property
@@ -199,17 +204,21 @@ class Child:
         """Number of the process."""
         return self._process.pid
 
-    def send(self, message: object) -> None:
-        """Send a message. If the process has ended, do nothing, since `receive` says how."""
+    def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
+        """Send a message, with copies of file descriptors. If the process has ended, do nothing, since `receive` says how."""
         with contextlib.suppress(EOFError):
-            self._connection.send(message)
+            self._connection.send(message, descriptors)
+
+    def end(self) -> None:
+        """Let the process end, without waiting for it."""
+        self._connection.end()
 
     def receive(self) -> tuple[Any, list[int]]:
         """Return the next message, and its file descriptors, which the caller must close. Log what the process logs.
 
         Raises:
             ChildEnded: If the process has ended.
-            CannotStart: If it has ended before its first message, without a signal, or has loaded another version of this package.
+            CannotStart: If it has ended before it had imported this package, or has imported another version.
             Exception: Error that ended the function of the process.
         """
         with self._receiving:
@@ -255,17 +264,35 @@ class Child:
                             _log_here(message.record)
             finally:
                 self._receiving.release()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._connection.close()
+        self._finalizer()
 
     def abandon(self) -> None:
         """Leave the process to the parent of a forked process: close only the copy of the socket."""
+        self._finalizer.detach()
         self._connection.close()
         self._process.returncode = 0  # it cannot be waited for here
+
+
+_children: weakref.WeakSet[Child] = weakref.WeakSet()
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    """End a process, and wait for it."""
+    connection.end()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    connection.close()
+
+
+def _leave_to_the_parent() -> None:
+    for child in list(_children):
+        child.abandon()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def _obstacle() -> str:

@@ -50,16 +50,9 @@ class SharedBlock:
             raise MemoryError(f"{size} bytes of shared memory cannot be mapped: {os.strerror(ctypes.get_errno())}")
         self.address, self.size, self._freed, self._unmap = address, size, freed, _libc.munmap
 
-    def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0, strides: tuple[int, ...] | None = None) -> Array:
-        """Return an array in this block.
-
-        Args:
-            shape: Shape.
-            dtype: Type.
-            offset: First byte. Default: 0.
-            strides: Steps in bytes. Default: those of a contiguous array.
-        """
-        return np.asarray(_Interface(self, shape, np.dtype(dtype), offset, strides))
+    def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """Return a contiguous array that begins where this block begins. It refers to the block."""
+        return np.asarray(_Interface(self, shape, np.dtype(dtype)))
 
     def __del__(self) -> None:
         if hasattr(self, "_unmap"):  # it was mapped
@@ -71,17 +64,9 @@ class SharedBlock:
 class _Interface:
     """Base of an array, which refers to the block. https://numpy.org/doc/stable/reference/arrays.interface.html."""
 
-    def __init__(
-        self, block: SharedBlock, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int, strides: tuple[int, ...] | None
-    ) -> None:
+    def __init__(self, block: SharedBlock, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.block = block
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": shape,
-            "typestr": dtype.str,
-            "data": (block.address + offset, False),
-            "strides": strides,
-        }
+        self.__array_interface__ = {"version": 3, "shape": shape, "typestr": dtype.str, "data": (block.address, False)}
 
 
 def block_of(array: Array) -> SharedBlock | None:

@@ -1,0 +1,100 @@
+"""Main program of a Loader's process: it finishes the batches that the Loader requests."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import threading
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from dali_stream.cache.shared_buffers import LentBuffers
+from dali_stream.observe.counters import Counters
+from dali_stream.observe.tracing import take_spans
+from dali_stream.observe.waiting import Board
+from dali_stream.pipeline.layout import Layout
+from dali_stream.pipeline.messages import Finished, Request, Start, stores
+from dali_stream.pipeline.producer import Producer
+from dali_stream.system.child_process import CannotStart, Connection, send_error
+from dali_stream.system.shared_memory import SharedBlock
+
+
+def main(connection: Connection) -> None:
+    """Serve one `ProducerProcess`, until it ends. The main thread takes requests, and another thread carries them out."""
+    start, [descriptor] = connection.receive()
+    Board(SharedBlock(descriptor, Board.SIZE).array((Board.SIZE,), np.uint8)).use()
+    os.close(descriptor)
+    torch.set_num_threads(start.threads)
+    server = _Server(connection, start)
+    threading.Thread(target=server.run, name="dali_stream batches", daemon=True).start()
+    while True:
+        request, _ = connection.receive()
+        server.requests.put(request)
+
+
+class _Server:
+    """Finished batches of a producer, as messages.
+
+    Args:
+        connection: Connection to the Loader.
+        start: First message of the Loader.
+    """
+
+    def __init__(self, connection: Connection, start: Start) -> None:
+        try:
+            config, routes = pickle.loads(start.layout)
+        except Exception as error:  # of a class that only the program of the user has
+            raise CannotStart(f"the dataset cannot be unpickled there ({type(error).__name__}: {error})") from error
+        layout = Layout(config, routes)
+        self._connection, self._config = connection, config
+        self._counters, self._counted = Counters(), dict[str, float]()
+        numbered = enumerate(stores(config.source))
+        self._stores = {id(store): (number, store, store.traffic.counts()) for number, store in numbered}
+        self._index_bytes = config.indices.bytes_read
+        self._buffers = LentBuffers(layout.channels_first)
+        self._producer = Producer(layout, start.epoch, start.position, self._counters, self._buffers)
+        self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Carry out the requests, until a batch cannot be made."""
+        try:
+            self._producer.start()
+            while True:
+                request = self.requests.get()
+                self._buffers.take_back(request.returned, request.forked)
+                with self._counters.copying():
+                    batch = self._producer.next()
+                    lent, blocks = self._buffers.lend(batch.columns | batch.frames)
+                self._connection.send(
+                    self._finished(batch, lent, request.is_traced),
+                    [block.descriptor for block in blocks if block.descriptor is not None],
+                )
+                for block in blocks:
+                    block.close_descriptor()
+        except EOFError:  # the Loader has ended, which the main thread notices as well
+            pass
+        except BaseException as error:
+            send_error(self._connection, error)
+
+    def _finished(self, batch: Any, lent: Any, is_traced: bool) -> Finished:
+        traffic = {}
+        for key, (number, store, before) in self._stores.items():
+            now = store.traffic.counts()
+            if now != before:
+                traffic[number] = {name: now[name] - before[name] for name in now}
+                self._stores[key] = number, store, now
+        index_bytes, self._index_bytes = self._config.indices.bytes_read - self._index_bytes, self._config.indices.bytes_read
+        return Finished(
+            replace(batch, samples=batch.samples._replace(order=None), columns={}, frames={}, work={}),
+            list(batch.frames),
+            lent,
+            self._counters.growth(self._counted),
+            traffic,
+            index_bytes,
+            self._producer.memory(),
+            take_spans(is_traced),
+        )
