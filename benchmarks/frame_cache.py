@@ -21,7 +21,7 @@ from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import horizon
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.plan import Limits, Schedule
-from dali_stream.schedule.samples import samples
+from dali_stream.schedule.samples import batches_of_rank
 from dali_stream.tools import environment
 
 GIB = 1 << 30
@@ -85,7 +85,7 @@ def decoded_per_frame(lengths: np.ndarray, gop: int, steps: int, memory: Memory,
 
     kept = min(memory.bytes // (memory.size[0] * memory.size[1] * 3), frames)
     windows, limits = {"camera": -30 * np.arange(steps)[::-1]}, Limits(kept, IN_PROGRESS, horizon(kept, frames))
-    planner = Schedule(EpisodeTable(lengths, windows), samples(order, batches, 0, 0, 0), BATCH_SIZE, windows, limits)
+    planner = Schedule(EpisodeTable(lengths, windows), batches_of_rank(order, batches, 0, 0, 0), BATCH_SIZE, windows, limits)
     return decodes(planner, lengths, gop, min(batches.count(0), most or batches.count(0))).decoded
 
 

@@ -36,7 +36,7 @@ from dali_stream.pipeline.layout import Layout
 from dali_stream.schedule.budget import Sizes, divide, frames_budget, horizon
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.plan import Limits, Schedule
-from dali_stream.schedule.samples import samples, shown_frames
+from dali_stream.schedule.samples import batches_of_rank, shown_frames
 from dali_stream.tools import environment
 
 CAMERA = "camera"
@@ -112,7 +112,8 @@ def planned(orders: list[Order], lengths: np.ndarray, world: int, arguments: arg
     limits = Limits(kept, 2, max(horizon(kept, frames), 2048))
     schedule = Schedule(
         table,
-        samples(lambda epoch: orders[epoch % len(orders)], batches, 0, 0, 0),  # the horizon reaches beyond the last epoch
+        # The horizon reaches beyond the last epoch.
+        batches_of_rank(lambda epoch: orders[epoch % len(orders)], batches, 0, 0, 0),
         arguments.batch_size,
         {CAMERA: offsets[0]},
         limits,

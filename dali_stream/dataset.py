@@ -155,9 +155,9 @@ class Dataset(DatasetFiles):
                 self.close()
                 raise
 
-        copy = local_copy(self.uri, revision)
-        lacks = "" if copy is None else self._lack_of_copy(copy, read_at)
-        if copy is None or lacks:
+        local = local_copy(self.uri, revision)
+        lacks = "" if local is None else self._lack_of_copy(local, read_at)
+        if local is None or lacks:
             read_at(*resolved(self.uri, lacks), revision)
         self.uri = self.store.address if "://" in self.uri else self.uri
 

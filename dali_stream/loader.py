@@ -23,8 +23,7 @@ from dali_stream.errors import DaliStreamError, MemoryBudgetError, ResumeError, 
 from dali_stream.lerobot import fingerprint
 from dali_stream.mixture import Mixture, open_dataset
 from dali_stream.normalize import Modes, make_normalizer
-from dali_stream.observe.counters import Counters
-from dali_stream.observe.metrics import metrics
+from dali_stream.observe.counters import Counters, metrics
 from dali_stream.observe.tracing import profiled, record
 from dali_stream.order import Shuffle
 from dali_stream.order.state import STATE_VERSION, check_state, check_version, noted

@@ -18,7 +18,7 @@ from dali_stream.pipeline.layout import Layout
 from dali_stream.schedule.budget import divide, frames_budget, order_horizon
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.plan import Limits, Schedule
-from dali_stream.schedule.samples import samples
+from dali_stream.schedule.samples import batches_of_rank
 
 SETTINGS: dict[str, Any] = {"batch_size": 8, "image_size": (64, 80), "image_dtype": "uint8", "device": "cpu"}
 GOP = 2  # of the demo dataset
@@ -40,7 +40,7 @@ def scheduled(decodes: ModuleType, loader: Loader) -> list[Any]:
     cameras, sizes = layout.cached, layout.sizes
     parts = divide(config.memory_budget, sizes)
     limits = Limits(parts.kept, config.in_progress, order_horizon(parts, sizes))
-    read = samples(config.order, config.batches, config.rank, 0, 0)
+    read = batches_of_rank(config.order, config.batches, config.rank, 0, 0)
     windows, lengths = {key: config.windows.of(key) for key in cameras}, config.source.lengths
     schedule = Schedule(EpisodeTable(lengths, cameras), read, config.batches.largest, windows, limits, needed=layout.needed)
     return [decodes.decodes(schedule, lengths, GOP, config.batches.count(epoch)) for epoch in range(2)]

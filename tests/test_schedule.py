@@ -24,7 +24,7 @@ from dali_stream.schedule.budget import horizon
 from dali_stream.schedule.episodes import EpisodeTable, Located, OpenEpisode
 from dali_stream.schedule.frames import FramePlan
 from dali_stream.schedule.plan import Limits, Schedule
-from dali_stream.schedule.samples import FrameSet, Samples, samples, shown_frames
+from dali_stream.schedule.samples import FrameSet, Samples, batches_of_rank, shown_frames
 
 Frame = tuple[int, int]  # episode, frame
 CAMERA = "top"
@@ -57,7 +57,7 @@ class Run:
 
     def batches(self):
         batches = Batches(int(self.lengths.sum()), self.batch_size, self.world, self.last_batch)
-        return samples(self.order, batches, self.rank, 0, self.position)
+        return batches_of_rank(self.order, batches, self.rank, 0, self.position)
 
     @property
     def needed(self) -> dict[str, FrameSet]:
@@ -321,11 +321,11 @@ from dali_stream.checks.arrays import NONE
 from dali_stream.order import Order
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.plan import Schedule, Limits
-from dali_stream.schedule.samples import samples
+from dali_stream.schedule.samples import batches_of_rank
 from decodes import plan_next
 lengths = np.full(1_000_000, 100)
 order = lambda epoch: Order(lengths, True, 0, epoch, 32, 8)
-found = samples(order, Batches(100_000_000, 64, 8, "drop"), 0, 0, {position})
+found = batches_of_rank(order, Batches(100_000_000, 64, 8, "drop"), 0, 0, {position})
 windows = {{"a": np.zeros(1, np.int64), "b": np.arange(-7, 1)}}
 planner = Schedule(EpisodeTable(lengths, windows), found, 64, windows, Limits(28000, 2, 56000))
 for _ in range(20):

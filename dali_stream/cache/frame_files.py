@@ -6,13 +6,13 @@
 
 The file of a video with n packets is named by a hash of its index and its size. It has three parts:
 
-    n records     the frame of each packet, of `record` bytes. One that was never written takes no space
+    n records     the frame of each packet, `record_bytes` each. One that was never written takes no space
     n entries     for each record, a hash of the encoded packets from which its frame was decoded, and a checksum
     256 tables    for each packet, a source, and a hash of the packets from its keyframe to it as they were read there
 
 Two videos may have the same index and size, such as a file before and after it was damaged, and a server may send other bytes
 for the same name. A record is therefore used only if its entry has the hash of this file's own packets, which is in
-`Records.packets`. These hashes are computed when packets are decoded, and a table stores them for each source. A source is a
+`Records.hashes`. These hashes are computed when packets are decoded, and a table stores them for each source. A source is a
 version of a file at one place, see `Store.identity`. For a known source, no packets need to be read. If the source is new, its
 packets are read once and compared with the entries, and nothing is decoded. A source uses the table whose number is its hash
 modulo 256, and each value in it names the source. Images in rows need no packets: their file is named by a hash of all images
@@ -59,7 +59,7 @@ class Records:
         count: Number of records in the file: the packets of a video file, or the images of an episode.
         source: Hash of the source of a video file, see `Store.identity`. 0 for images.
         first: First record of the episode.
-        packets: For each record of the episode, the hash of the packets of the source from which its frame is decoded, uint64.
+        hashes: For each record of the episode, the hash of the packets of the source from which its frame is decoded, uint64.
             0 if it is not known, and for images. Any thread may set a value that is 0.
     """
 
@@ -67,7 +67,7 @@ class Records:
     count: int
     source: int
     first: int
-    packets: Hashes
+    hashes: Hashes
 
     @property
     def path(self) -> str:
@@ -109,13 +109,13 @@ class FrameFiles:
     Args:
         folder: Folder of the cache.
         key: Description of everything that determines the pixels. See `pixel_key`.
-        record: Bytes of a frame.
+        record_bytes: Bytes of a frame.
     """
 
-    def __init__(self, folder: FrameFolder, key: Mapping[str, str], record: int) -> None:
-        self._folder, self._record, self._root = folder, record, folder.subfolder(key)
-        self._readers = OpenFiles(self._root, os.O_RDONLY | NO_FOLLOW)
-        self._writers = OpenFiles(self._root, os.O_WRONLY | os.O_CREAT | NO_FOLLOW)
+    def __init__(self, folder: FrameFolder, key: Mapping[str, str], record_bytes: int) -> None:
+        self._folder, self._record_bytes, self._root = folder, record_bytes, folder.subfolder(key)
+        self._read_files = OpenFiles(self._root, os.O_RDONLY | NO_FOLLOW)
+        self._write_files = OpenFiles(self._root, os.O_WRONLY | os.O_CREAT | NO_FOLLOW)
         self._claims = Claims(self._root)
 
     @property
@@ -129,21 +129,21 @@ class FrameFiles:
 
     def look(self) -> None:
         """Notice whether files that are open were removed. See `FrameFolder.removed`."""
-        if self._readers.any_removed():
+        if self._read_files.any_removed():
             self._leave()
 
     def stored(
         self,
         records: Records,
         numbers: npt.NDArray[np.integer],
-        read_packets: Callable[[list[int]], Mapping[int, int]] | None = None,
+        hash_packets: Callable[[list[int]], Mapping[int, int]] | None = None,
     ) -> Mask:
         """Return which records have a frame of this source, with the shape of `numbers`. Their frames are not checked.
 
         Args:
             records: Records of the episode.
             numbers: Numbers of records. `NONE` is allowed, and has no record.
-            read_packets: Function that reads packets from the source, and returns their hashes and those of others. It is
+            hash_packets: Function that reads packets from the source, and returns {packet: hash} of these and of others. It is
                 called for frames whose packets in this source are not known, which may be those from which the frames were
                 decoded. Default: None, for which such frames count as missing.
         """
@@ -154,16 +154,16 @@ class FrameFiles:
         first, count = int(own.min()), int(np.ptp(own)) + 1
         entries = np.zeros((count, 2), np.uint64)
         with suppress(OSError):  # no file exists yet, or it cannot be read
-            file = self._readers.get(records.path)
+            file = self._read_files.get(records.path)
             self._fill(entries, file, self._entry(records, first))
             if records.source:
                 self._recall(records, file)
         entries, place = entries[own - first], own - records.first
         is_there = entries[:, 1] != 0
-        same = is_there & (entries[:, 0] == records.packets[place])
-        if read_packets is not None and (unknown := is_there & (records.packets[place] == 0) & ~same).any():
-            self.remember(records, read_packets(own[unknown].tolist()))
-            same = is_there & (entries[:, 0] == records.packets[place])
+        same = is_there & (entries[:, 0] == records.hashes[place])
+        if hash_packets is not None and (unknown := is_there & (records.hashes[place] == 0) & ~same).any():
+            self.remember(records, hash_packets(own[unknown].tolist()))
+            same = is_there & (entries[:, 0] == records.hashes[place])
         stored[exists] = same
         return stored
 
@@ -173,11 +173,11 @@ class FrameFiles:
         Args:
             records: Records of the episode.
             numbers: Number of each record.
-            frames: Array of each record, of `record` bytes, C-contiguous.
+            frames: Array of `record_bytes` for each record, C-contiguous.
         """
         first, last = min(numbers), max(numbers)
         try:
-            handle = self._readers.get(records.path)
+            handle = self._read_files.get(records.path)
             # One read returns all entries, since each call may wait for the interpreter.
             entries = os.pread(handle.number, _ENTRY * (last + 1 - first), self._entry(records, first))
         except OSError:
@@ -185,61 +185,61 @@ class FrameFiles:
         good = []
         for number, frame in zip(numbers, frames, strict=True):
             at = _ENTRY * (number - first)
-            packets = int(records.packets[number - records.first])
+            packets_hash = int(records.hashes[number - records.first])
             try:
-                whole = os.preadv(handle.number, [frame.data], self._record * number) == self._record
+                whole = os.preadv(handle.number, [frame.data], self._record_bytes * number) == self._record_bytes
             except OSError:
                 whole = False
-            good.append(whole and entries[at : at + _ENTRY] == _entry(records, number, packets, frame))
+            good.append(whole and entries[at : at + _ENTRY] == _entry(records, number, packets_hash, frame))
         return good
 
-    def write(self, records: Records, number: int, packets: int, frame: Frame) -> bool:
+    def write(self, records: Records, number: int, packets_hash: int, frame: Frame) -> bool:
         """Store a frame. Return whether it was stored. Errors of the disk are logged and not raised.
 
         Args:
             records: Records of the episode.
             number: Number of the record.
-            packets: Hash of the packets from which the frame was decoded. 0 for an image.
-            frame: Frame of `record` bytes, C-contiguous.
+            packets_hash: Hash of the packets from which the frame was decoded. 0 for an image.
+            frame: Frame, an array of `record_bytes`, C-contiguous.
         """
-        if not self._folder.reserve(self._record):
+        if not self._folder.reserve(self._record_bytes):
             return False
         try:
             try:
-                file = self._writers.get(records.path)
+                file = self._write_files.get(records.path)
             except FileNotFoundError:  # the subfolder. The folder itself is not created again if somebody has removed it.
                 with suppress(FileExistsError):
                     (self._root / records.path).parent.mkdir()
-                file = self._writers.get(records.path)
+                file = self._write_files.get(records.path)
             if file.is_removed:
                 self._leave()
                 return False
-            write_at(file.number, frame.data, self._record * number)
-            write_at(file.number, _entry(records, number, packets, frame), self._entry(records, number))
+            write_at(file.number, frame.data, self._record_bytes * number)
+            write_at(file.number, _entry(records, number, packets_hash, frame), self._entry(records, number))
         except OSError as error:
             self._folder.failed(error)
             return False
         return True
 
-    def remember(self, records: Records, packets: Mapping[int, int]) -> None:
+    def remember(self, records: Records, hashes: Mapping[int, int]) -> None:
         """Remember hashes of packets that were read from the source, also for later runs.
 
         Args:
             records: Records of the episode.
-            packets: {packet: hash}. Those of other episodes are ignored.
+            hashes: {packet: hash}. Those of other episodes are ignored.
         """
-        own = sorted(number for number in packets if 0 <= number - records.first < len(records.packets))
-        own = [number for number in own if int(records.packets[number - records.first]) != packets[number]]
+        own = sorted(number for number in hashes if 0 <= number - records.first < len(records.hashes))
+        own = [number for number in own if int(records.hashes[number - records.first]) != hashes[number]]
         if not own:
             return
-        hashes = np.array([packets[number] for number in own], np.uint64)
-        records.packets[np.array(own) - records.first] = hashes
+        new = np.array([hashes[number] for number in own], np.uint64)
+        records.hashes[np.array(own) - records.first] = new
         if not self._folder.is_writable:
             return
         # The hash is stored xor that of the source, so that half of a value beside half of another source's is a wrong one.
-        values = np.stack([np.full_like(hashes, records.source), hashes ^ np.uint64(records.source)], 1).astype("<u8")
+        values = np.stack([np.full_like(new, records.source), new ^ np.uint64(records.source)], 1).astype("<u8")
         try:
-            file = self._writers.get(records.path)
+            file = self._write_files.get(records.path)
             for each in np.split(np.arange(len(own)), np.flatnonzero(np.diff(own) > 1) + 1):
                 write_at(file.number, values[each].tobytes(), self._table(records, own[each[0]]))
         except FileNotFoundError:  # nothing was stored
@@ -249,10 +249,10 @@ class FrameFiles:
 
     def _recall(self, records: Records, file: OpenFile) -> None:
         """Set the hashes of the episode's packets that are not known to those that were remembered for the source."""
-        values = np.zeros((len(records.packets), 2), np.uint64)
+        values = np.zeros((len(records.hashes), 2), np.uint64)
         self._fill(values, file, self._table(records, records.first))
-        found = (values[:, 0] == records.source) & (records.packets == 0)
-        records.packets[found] = values[found, 1] ^ np.uint64(records.source)
+        found = (values[:, 0] == records.source) & (records.hashes == 0)
+        records.hashes[found] = values[found, 1] ^ np.uint64(records.source)
 
     def _fill(self, values: Hashes, file: OpenFile, at: int) -> None:
         """Read values from a position of a file. Those that the file does not have, such as a shortened one, stay 0."""
@@ -262,7 +262,7 @@ class FrameFiles:
 
     def _entry(self, records: Records, number: int) -> int:
         """Return the position of the entry of a record."""
-        return self._record * records.count + _ENTRY * number
+        return self._record_bytes * records.count + _ENTRY * number
 
     def _table(self, records: Records, number: int) -> int:
         """Return the position of the hash of a packet in the table of the source."""
@@ -291,13 +291,13 @@ class FrameFiles:
     def close(self) -> None:
         """Close all files. The next read or write opens them again."""
         self._claims.close()
-        self._readers.close()
-        self._writers.close()
+        self._read_files.close()
+        self._write_files.close()
 
 
-def _entry(records: Records, number: int, packets: int, frame: Frame) -> bytes:
+def _entry(records: Records, number: int, packets_hash: int, frame: Frame) -> bytes:
     """Return the entry of a record."""
     # The seed makes the checksum of a record at another place, or in another file, a wrong one.
-    seed = (int(records.name[:16], 16) + number + packets) % (1 << 64)
+    seed = (int(records.name[:16], 16) + number + packets_hash) % (1 << 64)
     checksum = xxhash.xxh3_64_intdigest(frame.data, seed=seed) or 1
-    return packets.to_bytes(_HASH, "little") + checksum.to_bytes(_HASH, "little")
+    return packets_hash.to_bytes(_HASH, "little") + checksum.to_bytes(_HASH, "little")

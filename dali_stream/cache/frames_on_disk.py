@@ -64,12 +64,12 @@ class Decoding(NamedTuple):
     Attributes:
         frames: Function that returns the frames that could not be read, by their numbers in `Reads`.
         decode: Function that decodes frames, and puts them into their slots.
-        read_packets: See `FrameFiles.stored`. It also gets one of the frames, which are all in the same file. None for images.
+        hash_packets: See `FrameFiles.stored`. It also gets one of the frames, which are all in the same file. None for images.
     """
 
     frames: Callable[[list[int]], list[Any]]
     decode: Callable[[list[Any]], None]
-    read_packets: Callable[[Any, list[int]], Mapping[int, int]] | None = None
+    hash_packets: Callable[[Any, list[int]], Mapping[int, int]] | None = None
 
 
 class FramesOnDisk:
@@ -190,15 +190,15 @@ class FramesOnDisk:
             return
         written, read = 0, {}
         with self._counters.timed("write_s"):
-            for frame, packets, pixels in frames:
+            for frame, hashes, pixels in frames:
                 if frame.records is None:
                     continue
-                if self._files.write(frame.records, frame.packet, packets.get(frame.packet, 0), np.ascontiguousarray(pixels)):
+                if self._files.write(frame.records, frame.packet, hashes.get(frame.packet, 0), np.ascontiguousarray(pixels)):
                     self._added.append((frame.episode, frame.number))
                     written += pixels.nbytes
-                    read[id(frame.records), id(packets)] = frame.records, packets
-            for records, packets in read.values():
-                self._files.remember(records, packets)
+                    read[id(frame.records), id(hashes)] = frame.records, hashes
+            for records, hashes in read.values():
+                self._files.remember(records, hashes)
         self._counters.add(disk_written_bytes=written)
 
     def close(self) -> None:
@@ -252,8 +252,8 @@ class FramesOnDisk:
             if records is None:
                 yield from own
                 continue
-            read_packets = decoding.read_packets and functools.partial(decoding.read_packets, own[0])
-            is_stored = self._files.stored(records, np.array([frame.packet for frame in own]), read_packets)
+            hash_packets = decoding.hash_packets and functools.partial(decoding.hash_packets, own[0])
+            is_stored = self._files.stored(records, np.array([frame.packet for frame in own]), hash_packets)
             # Frames for the disk only need not be read.
             wanted = [i for i in np.flatnonzero(is_stored).tolist() if own[i].slot != NONE]
             if wanted:

@@ -112,7 +112,7 @@ class Slots:
         for other in others:
             other.result()
         samples = enumerate(show.tolist()) if self._errors else ()
-        return {row: self._errors[bad[0]] for row, shown in samples if (bad := [s for s in shown if s in self._errors])}
+        return {sample: self._errors[bad[0]] for sample, shown in samples if (bad := [s for s in shown if s in self._errors])}
 
     def _copy(self, shares: Iterator[tuple[Int64, npt.NDArray[Any]]]) -> None:
         with span("copy"):

@@ -78,14 +78,14 @@ class WindowRequest(NamedTuple):
     """Frames and packets of one sample, which is a window of one episode.
 
     Attributes:
-        row: Row of the sample in the batch.
+        sample: Sample of the batch.
         episode: Episode of the sample.
         frames: Frame indices of the window within the episode, shape (T,).
         packets: Packets of these frames in the file, shape (T,).
         file: Index of the file.
     """
 
-    row: int
+    sample: int
     episode: int
     frames: Array
     packets: Array
@@ -170,7 +170,7 @@ class DaliDecoder(VideoFiles):
         except (DecodeError, DatasetError, StorageError) as error:
             if isinstance(error, DecodeError):
                 error = self.named(request.episode, request.frames, request.file, error)
-            work.failed[request.row] = error.with_traceback(None)  # it would keep packets and pixels
+            work.failed[request.sample] = error.with_traceback(None)  # it would keep packets and pixels
             return
         self._counters.add(clips=1, decoded_frames=clip.coded_frames)
         places = np.array(clip.frames, np.int32)
@@ -178,20 +178,20 @@ class DaliDecoder(VideoFiles):
         order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
         mark = object()  # `setdefault` is atomic, so only one task finds its own object in the dict
         is_first = self._audited is not None and self._first.setdefault(request.file.path, mark) is mark
-        audit = self._audit(store, request) if is_first or work.audited[request.row] else None
-        work.packed[request.row] = DaliClip(np.frombuffer(clip.data, np.uint8), np.sort(places), order, audit)
+        audit = self._audit(store, request) if is_first or work.audited[request.sample] else None
+        work.packed[request.sample] = DaliClip(np.frombuffer(clip.data, np.uint8), np.sort(places), order, audit)
 
     def _requests(self, work: Clips, plan: BatchPlan, episodes: OpenEpisodes) -> list[WindowRequest]:
         """Return a request for each sample. Errors of samples that fail a check are added to `work`. See `Decoder.start`."""
         requests, shown = [], plan.shown_in_episode[self.key]
-        for row, episode in enumerate(plan.samples.episode.tolist()):
-            packets = plan.packets[self.key][row]
+        for sample, episode in enumerate(plan.samples.episode.tolist()):
+            packets = plan.packets[self.key][sample]
             try:
-                index = self._locate(episodes, episode, shown[row], packets)
+                index = self._locate(episodes, episode, shown[sample], packets)
             except DecodeError as error:
-                work.failed[row] = DecodeError(str(error))  # without the traceback, see `named`
+                work.failed[sample] = DecodeError(str(error))  # without the traceback, see `named`
             else:
-                requests.append(WindowRequest(row, episode, shown[row], packets, index))
+                requests.append(WindowRequest(sample, episode, shown[sample], packets, index))
         return requests
 
     def _locate(self, episodes: OpenEpisodes, episode: int, frames: Int64, packets: Int64) -> VideoIndex:

@@ -62,7 +62,7 @@ class _Frame(NamedTuple):
 
 
 def _decode_divided(
-    frames: list[_Frame], decode: Callable[[list[_Frame]], None], fail: Callable[[_Frame, _ReadError], None]
+    frames: list[_Frame], decode_part: Callable[[list[_Frame]], None], fail: Callable[[_Frame, _ReadError], None]
 ) -> None:
     """Decode frames, together if possible. If this fails, divide them to find the frames that fail, with few attempts.
 
@@ -73,14 +73,14 @@ def _decode_divided(
 
     Args:
         frames: Frames to decode.
-        decode: Function that decodes some frames, and raises an error if one of them fails.
+        decode_part: Function that decodes some frames, and raises an error if one of them fails.
         fail: Function that is called with each frame that fails, and its error.
     """
     start, stop = 0, len(frames)
     failed = 0  # end of the smallest part that failed, if it is after `start`
     while part := frames[start:stop]:
         try:
-            decode(part)
+            decode_part(part)
         except _READ_ERRORS as error:
             if len(part) > 1 and (isinstance(error, DecodeError) or len({frame.file.path for frame in part}) > 1):
                 failed, stop = stop, start + len(part) // 2
@@ -131,12 +131,13 @@ class TorchcodecDecoder(VideoFiles):
         planned, episode = plan.frames[self.key], plan.samples.episode
         failed: dict[int, DaliStreamError] = {}
         present = self._present[episode]
-        for row, t in np.argwhere((planned.show == NONE) & present[:, None]).tolist():
-            if row not in failed:
-                failed[row] = self.missing(episodes, int(episode[row]), plan.shown_in_episode[self.key][row, t : t + 1])
-        tasks, decode = self._tasks(planned, episodes), functools.partial(self._decode, store)
+        for sample, t in np.argwhere((planned.show == NONE) & present[:, None]).tolist():
+            if sample not in failed:
+                shown = plan.shown_in_episode[self.key][sample, t : t + 1]
+                failed[sample] = self.missing(episodes, int(episode[sample]), shown)
+        tasks, decode_task = self._tasks(planned, episodes), functools.partial(self._decode, store)
         if self._on_disk is None:
-            return SlotWork(self._slots, planned, [pool.submit(decode, task) for task in tasks], failed)
+            return SlotWork(self._slots, planned, [pool.submit(decode_task, task) for task in tasks], failed)
         reads, indices = planned.reads, self._usable(planned.reads, episodes)
         if unusable := set(reads.episode.tolist()) - set(indices):
             reads = reads.chosen(~np.isin(reads.episode, list(unusable)))
@@ -148,7 +149,7 @@ class TorchcodecDecoder(VideoFiles):
             return [_Frame(indices[episode], records[episode], episode, *own) for episode, *own in frames]
 
         # If these frames cannot be read from disk, the blocks of their encoded video were not fetched, so the file is read.
-        decoding = Decoding(unread, decode, functools.partial(self._packet_hashes, store))
+        decoding = Decoding(unread, decode_task, functools.partial(self._packet_hashes, store))
         started, batch = self._on_disk.start(pool, planned, reads, tasks, decoding)
         return SlotWork(self._slots, planned, started, failed, batch)
 
@@ -219,14 +220,14 @@ class TorchcodecDecoder(VideoFiles):
         Raises:
             RouteChange: If NVDEC cannot decode a frame, and the CPU can, or if the GPU's memory is not enough.
         """
-        decode = functools.partial(self._decode_together, store)
+        decode_together = functools.partial(self._decode_together, store)
         needed = [frame for frame in frames if frame.slot != NONE]
         if len(needed) < len(frames):
             # No batch needs the frames for the disk only, and they may be why others fail. They are then left out.
             with suppress(*_READ_ERRORS):
-                decode(frames)
+                decode_together(frames)
                 return
-        _decode_divided(needed, decode, functools.partial(self._fail, store))
+        _decode_divided(needed, decode_together, functools.partial(self._fail, store))
 
     def _fail(self, store: Store, frame: _Frame, error: _ReadError) -> None:
         """Put an error into the slot of a frame. Raises RouteChange if NVDEC failed, and the CPU can decode the frame."""

@@ -119,12 +119,12 @@ class Episodes:
         """
         files = self.video[camera]
         file = int(files.index[row])
-        counted, moov_hash = self._counts.get((camera, file), (None, ""))
-        if counted is None or moov_hash != index.moov_hash:
-            counted = count_rows(self.in_file(camera, file), index, fps)
-            if len(counted.stop) >= _MANY_EPISODES:
-                self._counts[camera, file] = counted, index.moov_hash
-        return counted.of(int(np.searchsorted(files.rows(file), row)))
+        result, moov_hash = self._counts.get((camera, file), (None, ""))
+        if result is None or moov_hash != index.moov_hash:
+            result = count_rows(self.in_file(camera, file), index, fps)
+            if len(result.stop) >= _MANY_EPISODES:
+                self._counts[camera, file] = result, index.moov_hash
+        return result.of(int(np.searchsorted(files.rows(file), row)))
 
     @cached_property
     def _counts(self) -> dict[tuple[str, int], tuple[FileCount, str]]:

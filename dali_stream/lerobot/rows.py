@@ -111,7 +111,7 @@ class RowMemory:
         self.at_once, self._kept, self._most_files = at_once, kept, files
         self.largest = max(at_once, kept)
         self._reading = self.nbytes = 0
-        self._room = threading.Condition()
+        self._lock = threading.Condition()
         self._files: defaultdict[int, OrderedDict[str, RowFile]] = defaultdict(OrderedDict)  # by reader
         self._groups: OrderedDict[tuple[object, ...], DecodedRows] = OrderedDict()
         self._once = Once()
@@ -124,11 +124,11 @@ class RowMemory:
             path: Path of the file.
             open_file: Function that opens the file. If calls overlap in time, it is called once.
         """
-        with self._room:
+        with self._lock:
             file = self._files[reader].get(path)
         if file is None:
             file = self._once((reader, path), open_file)
-        with self._room:
+        with self._lock:
             files = self._files[reader]
             files[path] = file
             files.move_to_end(path)
@@ -147,12 +147,12 @@ class RowMemory:
         """
 
         def kept_or_read() -> DecodedRows:
-            with self._room:
+            with self._lock:
                 if key in self._groups:
                     self._groups.move_to_end(key)
                     return self._groups[key]
             rows = read()
-            with self._room:
+            with self._lock:
                 if len(rows.spans) > 1 and rows.nbytes <= self.largest:
                     self._groups[key] = rows
                     self.nbytes += rows.nbytes
@@ -163,24 +163,24 @@ class RowMemory:
 
     def find(self, reader: int, episode: int) -> DecodedRows | None:
         """Return the kept row groups that were used last and contain an episode. None if no kept row groups contain it."""
-        with self._room:
+        with self._lock:
             own = (rows for (owner, *_), rows in reversed(self._groups.items()) if owner == reader)
             return next((rows for rows in own if episode in rows.spans), None)
 
     @contextmanager
     def turn(self, size: int) -> Iterator[None]:
         """Wait until row groups of `size` bytes may be read, and count them as being read within the `with` block."""
-        with self._room:
-            self._room.wait_for(lambda: not self._reading or self._reading + size <= self.at_once)
+        with self._lock:
+            self._lock.wait_for(lambda: not self._reading or self._reading + size <= self.at_once)
             self._reading += size
             # Kept row groups make room, so that both together do not exceed `largest`.
             self._evict(min(self._kept, max(self.largest - self._reading, 0)))
         try:
             yield
         finally:
-            with self._room:
+            with self._lock:
                 self._reading -= size
-                self._room.notify_all()
+                self._lock.notify_all()
 
     def _evict(self, most: int, spared: int = 0) -> None:
         while len(self._groups) > spared and self.nbytes > most:

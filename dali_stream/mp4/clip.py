@@ -159,18 +159,18 @@ class _Run:
         """
         index, at = self.index, 0
         number = index.config[self.packets[0]]
-        config = index.configs[number]
-        damage, codec = Damage(store, index, number), codec_of(config) if for_nvdec else ""
+        description = index.configs[number]
+        damage, codec = Damage(store, index, number), codec_of(description) if for_nvdec else ""
         look = codec in hidden.CODECS and not hidden_frames
         if not damage.exists and not look:
             return
-        names_encoder = depends_on_encoder(config)
+        names_encoder = depends_on_encoder(description)
         for packet, size in zip(self.packets, self.sizes, strict=True):
-            if names_encoder and preamble_of(config, data[at : at + size]) not in (None, index.preambles[number]):
+            if names_encoder and preamble_of(description, data[at : at + size]) not in (None, index.preambles[number]):
                 raise DecodeError(
                     f"the encoded frame at bytes {index.offset[packet]} to {index.offset[packet] + size} is of another encoder "
                     "than the first one, and FFmpeg undoes the errors of one of them. Encode the file again: "
-                    f"{encode_again(codec_of(config))}"
+                    f"{encode_again(codec_of(description))}"
                 )
             if wrong := damage.of(packet, data, at, at + size, at == 0):
                 raise DecodeError(
@@ -181,7 +181,7 @@ class _Run:
                 place = f"the {codec} packet at byte {index.offset[packet]} has hidden frames"
                 raise UnsafeForNvdec(f"{hidden.hidden_frames_refusal(codec)} ({place})")
             at += size
-        if codec in keyframes.CODECS and not is_idr(config, data[: self.sizes[0]]):
+        if codec in keyframes.CODECS and not is_idr(description, data[: self.sizes[0]]):
             place = f"the keyframe at byte {index.offset[self.packets[0]]}"
             raise UnsafeForNvdec(f"{keyframes.other_keyframes_refusal(codec)} ({place})")
 

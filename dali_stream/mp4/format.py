@@ -126,7 +126,7 @@ def describe(config: bytes) -> VideoFormat:
         return replace(video, header_error=str(error))
 
 
-def displayed(video: VideoFormat, track_header: bytes) -> VideoFormat:
+def as_displayed(video: VideoFormat, track_header: bytes) -> VideoFormat:
     """Return the format of a video whose frames are turned as its track asks. Frames turned by 90° have their sides swapped.
 
     Args:

@@ -18,7 +18,7 @@ from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import COPY, find, has_fragments, read_moov
 from dali_stream.mp4.column import Column, Line, packed
 from dali_stream.mp4.display import apply_edit_list, track_header
-from dali_stream.mp4.format import VideoFormat, codec_of, describe, displayed, with_size
+from dali_stream.mp4.format import VideoFormat, as_displayed, codec_of, describe, with_size
 from dali_stream.mp4.preamble import depends_on_encoder, preamble_of
 from dali_stream.mp4.sample_tables import (
     packet_places,
@@ -130,7 +130,7 @@ class VideoIndex:
         Raises:
             DecodeError: If the sample description is broken.
         """
-        return displayed(describe(self.configs[number]), self.track_header)
+        return as_displayed(describe(self.configs[number]), self.track_header)
 
     def is_contiguous(self, first: int, last: int) -> bool:
         """Return whether the packets from `first` to `last` are stored end to end in the file."""

@@ -125,10 +125,10 @@ def shares(
 def _number(value: float) -> Fraction | None:
     """Return the decimal form of a finite number above 0 as a fraction: 0.1 is 1/10. None for anything else."""
     try:
-        positive = isinstance(value, (Real, Decimal)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+        is_positive = isinstance(value, (Real, Decimal)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
     except OverflowError:  # an integer beyond the largest float
-        positive = False
-    if not positive:
+        is_positive = False
+    if not is_positive:
         return None
     return Fraction(value) if isinstance(value, (Rational, Decimal)) else Fraction(str(value))
 

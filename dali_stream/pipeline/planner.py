@@ -32,7 +32,7 @@ from dali_stream.pipeline.layout import Layout
 from dali_stream.schedule.budget import Parts, Sizes, divide, look_ahead, order_horizon, reads_budget
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.plan import BatchPlan, Limits, Schedule
-from dali_stream.schedule.samples import samples
+from dali_stream.schedule.samples import batches_of_rank
 from dali_stream.storage import Store
 from dali_stream.storage.retry import PER_HOST
 from dali_stream.system.workers import Workers, join_started
@@ -248,7 +248,7 @@ class Planner:
         parts = divide(config.memory_budget, sizes)
         self._schedule = Schedule(
             EpisodeTable(source.lengths, source.cameras, source.videos if source.data_store.remote else ()),
-            samples(config.order, config.batches, config.rank, epoch, position),
+            batches_of_rank(config.order, config.batches, config.rank, epoch, position),
             config.batches.largest,
             {key: config.windows.of(key) for key in layout.cached},
             Limits(parts.kept, config.in_progress, order_horizon(parts, sizes)),
@@ -309,7 +309,7 @@ class Planner:
         self.stopping = True
         self.pool.stop()
         self._reading.stop()
-        self._permits.put(None)  # wakes the planner's thread if it waits for room
+        self._permits.put(None)  # wakes the planner's thread if it waits for a permit
 
     def join(self) -> None:
         """Wait for the threads to end, after `stop`."""
@@ -333,7 +333,7 @@ class Planner:
             self._reading.start()
             for number in itertools.count():
                 begin_batch(number)
-                # Reads begin before the batch has room, so that they continue while the training loop is slow. No batch in
+                # Reads begin before the batch has a permit, so that they continue while the training loop is slow. No batch in
                 # progress needs the episodes that `read_ahead` closes, see `Reading.read_ahead`.
                 with self._counters.timed("rows_s"):  # rows of local data are read here
                     self._reading.read_ahead(number)
@@ -360,7 +360,7 @@ class Planner:
         plan = self._schedule.plan()
         stores = reading.fetch(plan)
         errors = reading.episodes.failed
-        failed = {row: errors[e] for row, e in enumerate(plan.samples.episode.tolist()) if e in errors} if errors else {}
+        failed = {sample: errors[e] for sample, e in enumerate(plan.samples.episode.tolist()) if e in errors} if errors else {}
         with timed("gather_s"):
             readable = tabular.readable(plan, failed)
             values = tabular.columns(config, self._schedule.table, readable)

@@ -89,7 +89,7 @@ class _Server:
                 self._stores[key] = number, store, now
         index_bytes, self._index_bytes = self._config.indices.bytes_read - self._index_bytes, self._config.indices.bytes_read
         return Finished(
-            replace(batch, samples=batch.samples._replace(order=None), columns={}, frames={}, work={}),
+            replace(batch, columns={}, frames={}, work={}),
             list(batch.frames),
             lent,
             self._counters.growth(self._counted),

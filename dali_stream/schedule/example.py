@@ -9,7 +9,7 @@ The dataset has three episodes of 4, 6 and 4 frames, one camera, and GOPs of 2 f
 >>> from dali_stream.schedule.samples import Samples
 >>> lengths = np.array([4, 6, 4])
 >>> order = [[(0, 1), (2, 2)], [(0, 0), (1, 4)], [(2, 3), (1, 5)], [(1, 0), (1, 1)]]
->>> batches = [Samples(n, 0, None, np.arange(2), *np.array(shown).T, 0) for n, shown in enumerate(order)]
+>>> batches = [Samples(n, 0, np.arange(2), *np.array(shown).T, 0) for n, shown in enumerate(order)]
 
 The cache may keep 3 decoded frames, one batch is in progress at a time, and the order is read 4 samples ahead.
 

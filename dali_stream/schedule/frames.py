@@ -367,8 +367,8 @@ class FramesInMemory:
         new, rows = new[present], rows[present]
         stored = self._camera.stored[rows]
         wanted_rows, read_rows = rows[~stored], rows[stored]
-        decode_rows, into, evicted = self._decode(batch, ahead, wanted_rows, slot[hit])
-        read_into, cached = self._read(batch, read_rows)
+        decode_rows, into, evicted = self._assign_decoded(batch, ahead, wanted_rows, slot[hit])
+        read_into, cached = self._assign_read(batch, read_rows)
         slot[new[~stored]], slot[new[stored]] = into[: len(wanted_rows)], read_into
         packet, gop = self._camera.packet[decode_rows].astype(np.int64), self._camera.gops(decode_rows)
         # The decoders rely on this order, see `FramePlan`.
@@ -383,13 +383,13 @@ class FramesInMemory:
             slot=into[order],
             gop=gop,
             hits=int(hit[place].sum()),
-            decodes=self._decodes(packet, gop),
+            decodes=self._count_decodes(packet, gop),
             evicted=evicted,
             reads=self._reads(read_rows, read_into, _only_places(place, new[stored], cached)) if len(read_rows) else NO_READS,
         )
 
-    def _decode(self, batch: int, ahead: int, wanted_rows: Int64, hit_slots: Int64) -> tuple[Int64, Int64, int]:
-        """Allocate the slots of frames that are decoded, and cache those that `_choose` chooses.
+    def _assign_decoded(self, batch: int, ahead: int, wanted_rows: Int64, hit_slots: Int64) -> tuple[Int64, Int64, int]:
+        """Assign slots to the frames to decode, and cache those that `_choose` chooses.
 
         Args:
             batch: Number of the batch.
@@ -418,8 +418,8 @@ class FramesInMemory:
             slots = np.concatenate([slots, np.full(len(rows) - len(slots), NONE)])
         return rows, slots, evicted
 
-    def _read(self, batch: int, rows: Int64) -> tuple[Int64, int]:
-        """Allocate the slots of frames that are read from disk. They are cached only if there is room, since nothing is gained
+    def _assign_read(self, batch: int, rows: Int64) -> tuple[Int64, int]:
+        """Assign slots to the frames to read from disk. They are cached only if there is room, since nothing is gained
         by evicting a frame that must be decoded.
 
         Returns:
@@ -444,7 +444,7 @@ class FramesInMemory:
         frames = self._table.frames(members)
         return members[self.needs(frames) & (self.slots_of(frames) == NONE)]
 
-    def _decodes(self, packet: Int64, gop: Int64) -> int:
+    def _count_decodes(self, packet: Int64, gop: Int64) -> int:
         """Return the number of frames that a decoder decodes: each GOP from its keyframe to the last of these packets."""
         if not len(gop):
             return 0
@@ -461,9 +461,9 @@ class FramesInMemory:
         Args:
             batch: Number of the batch.
             ahead: Number of later batches that have been read from the order.
-            wanted_rows: See `_decode`.
+            wanted_rows: See `_assign_decoded`.
             beside_rows: Rows of the other frames of the same GOPs that are not cached.
-            hit_slots: See `_decode`.
+            hit_slots: See `_assign_decoded`.
 
         Returns:
             The choice, and the number of frames that were evicted although a later batch was known to show them.

@@ -26,7 +26,6 @@ class Samples(NamedTuple):
     Attributes:
         number: Number of the batch, counted over all epochs. The first batch of the iterator has number 0.
         epoch: Epoch of the batch.
-        order: Order of that epoch.
         position: Position of each sample in the epoch's order, shape (B,).
         episode: Episode of each sample, as an index into the selected episodes, shape (B,).
         frame: Frame of each sample within its episode, shape (B,).
@@ -35,14 +34,15 @@ class Samples(NamedTuple):
 
     number: int
     epoch: int
-    order: EpochOrder
     position: Int64
     episode: Int64
     frame: Int64
     padded: int
 
 
-def samples(order: Callable[[int], EpochOrder], batches: Batches, rank: int, epoch: int, position: int) -> Iterator[Samples]:
+def batches_of_rank(
+    order: Callable[[int], EpochOrder], batches: Batches, rank: int, epoch: int, position: int
+) -> Iterator[Samples]:
     """Yield the batches of a rank from a position of an epoch, and then those of all later epochs. The iterator never ends.
 
     Args:
@@ -68,7 +68,7 @@ def samples(order: Callable[[int], EpochOrder], batches: Batches, rank: int, epo
                 places, episode, frame = (
                     np.append(a, np.resize(b, padded)) for a, b in zip((places, episode, frame), more, strict=True)
                 )
-            yield Samples(number, now, current, places, episode, frame, padded)
+            yield Samples(number, now, places, episode, frame, padded)
             number, position = number + 1, stop
         position = 0
 

@@ -67,7 +67,7 @@ class Client:
             try:
                 return use(response)
             finally:
-                size = length(response)
+                size = content_length(response)
                 if response.status not in (200, 206) and size is not None and size <= _SHORT:
                     response.drain_conn()
                 response.close()  # keeps the connection if the response was read to its end
@@ -161,7 +161,7 @@ def body(response: Response, length: int | None, deadline: Deadline) -> tuple[by
     return b"".join(chunks), cut or None
 
 
-def length(response: Response) -> int | None:
+def content_length(response: Response) -> int | None:
     """Return the Content-Length in bytes, or None if it is missing or invalid."""
     text = response.headers.get("Content-Length", "")
     return int(text) if re.fullmatch(r"\d{1,18}", text) else None

@@ -124,7 +124,7 @@ class HttpStore(RemoteStore):
         return _Target(url, target.tag or headers.get("X-Linked-ETag") or headers.get("X-Xet-Hash") or "")
 
     def _answer(self, path: str, response: Response, tag: str, start: int, stop: int, deadline: Deadline) -> Answer:
-        headers, length = response.headers, connection.length(response)
+        headers, length = response.headers, connection.content_length(response)
         if response.status not in (200, 206, 416):
             raise self._refusal(path, response.status, after_s=retry_after(headers))
         if headers.get("Content-Encoding", "identity").lower() not in ("identity", ""):

@@ -146,13 +146,13 @@ class Bucket:
 
         Its own retries are disabled, because they would exceed the time limit of `Patience`.
         """
-        http = (config.get("endpoint") or config.get("base_url") or "").startswith("http://")
+        is_http = (config.get("endpoint") or config.get("base_url") or "").startswith("http://")
         own_hosts = only_own_hosts(CLOUDS[self.scheme].name, config, self.client, credentials is not None)
         return CLOUDS[self.scheme].store(
             self.name,
             prefix=self.folder or None,
             config=config,
-            client_options={"allow_http": http, **self.client, **own_hosts},
+            client_options={"allow_http": is_http, **self.client, **own_hosts},
             retry_config={"max_retries": 0},
             **({} if credentials is None else {"credential_provider": credentials}),
         )

@@ -13,7 +13,6 @@ from dali_stream.cache.look_ahead import ReadLimits
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.lerobot.rows import RowMemory
 from dali_stream.observe.counters import Counters
-from dali_stream.order import Order
 from dali_stream.schedule.episodes import EpisodeTable, OpenEpisode
 from dali_stream.schedule.samples import Samples
 from dali_stream.system.workers import Workers
@@ -42,7 +41,7 @@ def open_episodes(dataset: Dataset, limits: ReadLimits, memory: RowMemory | None
 def batch_of(dataset: Dataset, number: int, episodes: Sequence[int]) -> Samples:
     """The first frames of some episodes, as a batch."""
     first = np.zeros(len(episodes), np.int64)
-    return Samples(number, 0, Order(dataset.lengths), first, episode=np.array(episodes), frame=first, padded=0)
+    return Samples(number, 0, first, episode=np.array(episodes), frame=first, padded=0)
 
 
 def open_all(dataset: Dataset) -> tuple[OpenEpisodes, list[OpenEpisode]]:

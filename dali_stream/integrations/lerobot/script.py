@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from dali_stream.checks.file_content import check_fields
 from dali_stream.errors import DaliStreamError, ResumeError
 from dali_stream.integrations.lerobot import parts
 from dali_stream.integrations.lerobot.arguments import ARGUMENTS, PREFIX, SAVED, check_names
-from dali_stream.integrations.lerobot.augmentation import BatchAugmentation
 from dali_stream.integrations.lerobot.loader import make_loader
 from dali_stream.integrations.lerobot.resizing import Size, add_resizing, size_of
 from dali_stream.lerobot.features import Feature
@@ -209,7 +209,7 @@ class _Run:
         @functools.wraps(make)
         def made(*arguments: Any, **named: Any) -> Any:
             step = make(*arguments, **named)
-            return None if step is None else BatchAugmentation(step, self._batch_seed)
+            return None if step is None else _BatchAugmentation(step, self._batch_seed)
 
         return made
 
@@ -342,6 +342,32 @@ class _Run:
     def _policy(self) -> Any:
         """Configuration of the policy, or of a reward model, which LeRobot 0.6.1 can train."""
         return getattr(self._config, "trainable_config", self._config.policy)
+
+
+class _BatchAugmentation:
+    """Step that applies image transforms to whole batches on the GPU, in place of LeRobot's `ImageAugmentationProcessorStep`.
+
+    LeRobot's step draws the numbers of all batches from one generator, which a resumed run would begin again. This one seeds
+    its generator for each batch.
+
+    Args:
+        step: LeRobot's step.
+        seed: Function that returns the seed of the current batch.
+
+    Raises:
+        DaliStreamError: If LeRobot lacks the transforms of batches.
+    """
+
+    def __init__(self, step: Any, seed: Callable[[], int]) -> None:
+        transforms = getattr(importlib.import_module(parts.BATCHED.module), parts.find(parts.BATCHED))
+        self._transforms = transforms(step.config, chunk_size=step.chunk_size, compile_model=step.compile_model)
+        self._cameras, self._device, self._seed = step.image_keys, torch.device(step.device), seed
+
+    def observation(self, observation: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch with transformed frames. LeRobot's script calls this method for each batch of training."""
+        generator = torch.Generator(self._device).manual_seed(self._seed())
+        frames = {camera: observation[camera].to(self._device, non_blocking=True) for camera in self._cameras}
+        return observation | {camera: self._transforms(values, generator=generator) for camera, values in frames.items()}
 
 
 def _saved_arguments(checkpoint: Path) -> dict[str, Any]:

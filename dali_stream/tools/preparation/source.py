@@ -130,8 +130,8 @@ class TaskInput:
         self.fps, self.regular = float(job["fps"]), bool(job["regular"])
         self.new_tolerance_s: float = TOLERANCE / self.fps if self.regular else job["tolerance_s"]
         columns = {key: kind for key, kind in job["columns"].items() if self.spec["mode"] == "rows" or key in _CLOCKS}
-        images = {"rows": job["images"], "images": [self.camera]}.get(self.spec["mode"], [])
-        columns |= dict.fromkeys(images, ("image", 0))
+        image_keys = {"rows": job["images"], "images": [self.camera]}.get(self.spec["mode"], [])
+        columns |= dict.fromkeys(image_keys, ("image", 0))
         has_video = any(spec["mode"] != "images" for spec in job["cameras"].values())
         self._locates: str = job["clock"] if has_video else ""
         footer = functools.lru_cache(4)(lambda path: rows.read_footer(self.store, path))
