@@ -7,12 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-<<<<<<< HEAD
 from dataclasses import dataclass, fields
-=======
-from dataclasses import dataclass
 from typing import Any
->>>>>>> h-e
 
 from dali_stream.observe.tracing import record
 
