@@ -8,6 +8,8 @@ import os
 # Before torch is loaded, for programs that a test starts too. Otherwise torch's threads wait for each other by spinning, and
 # where the test processes share the cores, stacking a few frames takes a second instead of milliseconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Thousands of Loaders are made, and a process for each of them would take minutes. `own_process` asks for one.
+os.environ.setdefault("DALI_STREAM_IN_PROCESS", "1")
 
 import re
 import shutil
