@@ -132,7 +132,7 @@ def test_close_wakes_a_planner_that_waits_for_a_permit(small: Path) -> None:
     next(batches)
     [planner] = (thread for thread in threading.enumerate() if "planner" in thread.name)
     deadline = time.monotonic() + 30
-    while True:  # until all permits are taken, and the planner waits
+    while True:  # until no permit is left, and the planner waits
         frame = sys._current_frames()[planner.ident or 0]
         if loader.stats()["samples"] == 4 and "_permits.get()" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
             break
