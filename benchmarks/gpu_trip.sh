@@ -16,6 +16,22 @@
 # DALI's executor; decode floor; peers. The output of all parts goes to log.txt. The reports are features.json, selftest.json,
 # loaders.json, lerobot.json, settings.json and peers.json, and are written after each step. If a part fails, crashes or hangs,
 # the other parts still run. If the script is ended, it ends its current part. The exit code is 1 if a part failed.
+#
+# Likely faults behind what a report shows, according to the sources of DALI 2.4 and torchcodec 0.17. None was seen so far.
+# - `route_changes`, or `Failed to create NVDEC decoder: 2` in the log: the GPU's memory is not enough for another decoder.
+# - `it crashed with SIGABRT`: an error of the driver within a callback of DALI ended the process.
+# - `after the step had returned, it crashed with SIGSEGV`, or `it did not end within 15 s`: DALI destroyed its decoders after
+#   the driver was unloaded.
+# - `wrong` in `identity`, first for `one frame` with GOP 12 or 30: a clip ended before DALI got its last frame.
+# - `wrong` in `load` only: DALI freed a decoder's buffers before they were copied. In settings.json, only `PER_BACKEND` and
+#   `PER_OPERATOR` should have it.
+# - `wrong`, or `gpu_growth` of tens of MB, for `padded sizes` in `identity`: DALI took a decoder of another size.
+# - `wrong` or `route_changes` for `mixture` in features.json: torchcodec used one decoder for parts of a clip with other
+#   parameter sets.
+# - `delivered other frames than` in the log; with DALI, `wrong` for `16 anywhere`: the parser gave a time to the wrong frame.
+# - `gpu_memory` of `epochs` grows: torch keeps freed memory for each CUDA stream.
+# - `auto` in loaders.json is the slowest, or its `open_s` is above 1: it measures 0.4 s on an idle GPU, and chose wrongly.
+# - a `mean_error` above 2.2 in `identity`, and no `wrong`: compare the matrix and range that `doctor` prints with the file's.
 set -uo pipefail
 
 out=${1:?usage: benchmarks/gpu_trip.sh OUT}

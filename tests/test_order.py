@@ -535,7 +535,7 @@ def test_every_table_of_the_page_has_rows_of_a_committed_report(mixing: Any, mon
     defaults = [["global batch", "`consumers`", "`episode_pool_size`"]]
     defaults += [[str(batch), *map(str, default_pools(batch, 1))] for batch in range(1, 513)]
     shown = tables_of((ROOT / "docs/order.md").read_text())
-    assert len(shown) == 7
+    assert len(shown) == 4
     assert all(len(table) > 3 for table in shown)
     for table in shown:
         assert sum(is_part_of(table, report) for report in [*whole, defaults]) == 1, table[0]

@@ -132,7 +132,7 @@ def test_close_wakes_a_planner_that_waits_for_a_permit(small: Path) -> None:
     next(batches)
     [planner] = (thread for thread in threading.enumerate() if "planner" in thread.name)
     deadline = time.monotonic() + 30
-    while True:  # until the batches in progress fill the room, and the planner waits
+    while True:  # until no permit is left, and the planner waits
         frame = sys._current_frames()[planner.ident or 0]
         if loader.stats()["samples"] == 4 and "_permits.get()" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
             break
@@ -141,7 +141,7 @@ def test_close_wakes_a_planner_that_waits_for_a_permit(small: Path) -> None:
     closing = threading.Thread(target=loader.close, name="closing", daemon=True)
     closing.start()
     closing.join(30)
-    assert not closing.is_alive(), "close() does not wake the planner's thread, which waits for room, and hangs"
+    assert not closing.is_alive(), "close() does not wake the planner's thread, which waits for a permit, and hangs"
 
 
 EXIT = """

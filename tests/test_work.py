@@ -41,13 +41,13 @@ def test_a_batch_of_any_layout_gets_its_frames(
     dtype: type[np.generic], layout: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames = np.random.default_rng(0).integers(1, 256, (5, *SHAPE[2:]), np.uint8)
-    slots, out, helpers = Slots(7, SHAPE[2:]), LAYOUTS[layout](dtype), Workers("copy", threads)
+    slots, out, copiers = Slots(7, SHAPE[2:]), LAYOUTS[layout](dtype), Workers("copy", threads)
     monkeypatch.setattr(slots_module, "_COPY_BYTES", out.nbytes // 3)  # a share for two frames
     slots.put([0, 2, 3, 5, 6], frames)
     out[:] = 99
-    assert slots.copy_batch(np.array([[5, 0, 5], [-1, 3, 2]]), out, helpers) == {}
-    helpers.stop()
-    helpers.join()
+    assert slots.copy_batch(np.array([[5, 0, 5], [-1, 3, 2]]), out, copiers) == {}
+    copiers.stop()
+    copiers.join()
     expected = np.stack([frames[3], frames[0], frames[3], np.zeros_like(frames[0]), frames[2], frames[1]]).reshape(SHAPE)
     assert np.array_equal(out, expected if dtype == np.uint8 else expected / np.float32(255))
 

@@ -37,8 +37,8 @@ class WantedFrame(Protocol):
 
     Attributes:
         episode: Episode of the frame.
-        number: Frame index within the episode.
-        packet: Packet of the frame, or its `number` if it is an image.
+        in_episode: Frame index within the episode.
+        packet: Packet of the frame, or `in_episode` if it is an image.
         slot: Slot into which the frame is put. `NONE` for a frame that is decoded for the disk only.
         records: Records of the episode on disk. None if its frames are not stored.
     """
@@ -46,7 +46,7 @@ class WantedFrame(Protocol):
     @property
     def episode(self) -> int: ...
     @property
-    def number(self) -> int: ...
+    def in_episode(self) -> int: ...
     @property
     def packet(self) -> int: ...
     @property
@@ -151,12 +151,12 @@ class FramesOnDisk:
         schedule.frames[self._camera].adds_to_disk = self.is_open
 
     def start(
-        self, pool: Workers, plan: FramePlan, reads: Reads, tasks: Sequence[list[Wanted]], decoding: Decoding
+        self, workers: Workers, plan: FramePlan, reads: Reads, tasks: Sequence[list[Wanted]], decoding: Decoding
     ) -> tuple[list[Future[None]], ReadFrames | None]:
         """Start the tasks of a batch.
 
         Args:
-            pool: Decode threads.
+            workers: Decode threads.
             plan: Plan of the batch.
             reads: Frames to read. Those that are missing or damaged on disk are decoded.
             tasks: Frames to decode, by task. Those that were added meanwhile are read.
@@ -173,10 +173,10 @@ class FramesOnDisk:
         count = len(reads.slot)
         parts = -(-count // READ_FRAMES)
         bounds = (slice(count * part // parts, count * (part + 1) // parts) for part in range(parts))
-        started = [pool.submit(self._read, reads, batch, part, records, decoding) for part in bounds]
+        started = [workers.submit(self._read, reads, batch, part, records, decoding) for part in bounds]
         first = _random.randrange(max(len(tasks), 1))  # runs with the same batches begin with different tasks
         for task in (*tasks[first:], *tasks[:first]):
-            started.append(pool.submit(self._decode, task, decoding))
+            started.append(workers.submit(self._decode, task, decoding))
         return started, batch
 
     def add(self, frames: Iterable[tuple[WantedFrame, Mapping[int, int], npt.NDArray[Any]]]) -> None:
@@ -194,7 +194,7 @@ class FramesOnDisk:
                 if frame.records is None:
                     continue
                 if self._files.write(frame.records, frame.packet, hashes.get(frame.packet, 0), np.ascontiguousarray(pixels)):
-                    self._added.append((frame.episode, frame.number))
+                    self._added.append((frame.episode, frame.in_episode))
                     written += pixels.nbytes
                     read[id(frame.records), id(hashes)] = frame.records, hashes
             for records, hashes in read.values():
@@ -261,5 +261,5 @@ class FramesOnDisk:
                 with self._counters.timed("read_s"):
                     is_stored[wanted] = self._slots.fill([own[i].slot for i in wanted], read, [None] * len(wanted))
                 self._counters.add(disk_hits=int(is_stored[wanted].sum()))
-            self._added.extend((frame.episode, frame.number) for frame in itertools.compress(own, is_stored.tolist()))
+            self._added.extend((frame.episode, frame.in_episode) for frame in itertools.compress(own, is_stored.tolist()))
             yield from itertools.compress(own, (~is_stored).tolist())

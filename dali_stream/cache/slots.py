@@ -83,7 +83,7 @@ class Slots:
         self._frames = self._frames[:0].copy()
 
     def copy_batch(
-        self, show: Int64, out: npt.NDArray[Any], helpers: Workers, is_read: Mask | None = None
+        self, show: Int64, out: npt.NDArray[Any], copiers: Workers, is_read: Mask | None = None
     ) -> dict[int, DaliStreamError]:
         """Copy the frames of a batch.
 
@@ -91,7 +91,7 @@ class Slots:
             show: Slot of each frame, shape (B, T). -1 for zeros.
             out: Array for the frames, shape (B, T, height, width, channels). It has the type of the slots, or float32 for uint8
                 values divided by 255. In memory, the channels may precede height and width.
-            helpers: Threads that help the calling thread to copy.
+            copiers: Threads that help the calling thread to copy.
             is_read: Whether each frame is in `out` already, shape (B · T,). Default: None, if no frame is.
 
         Returns:
@@ -107,7 +107,7 @@ class Slots:
         # Each thread takes another share when it has copied one, so a thread that other work slows down copies fewer.
         shares = iter([(slots[start:stop], frames[start:stop]) for start, stop in runs])
         copies = -(-sum(stop - start for start, stop in runs) // count)
-        others = [helpers.submit(self._copy, shares) for _ in range(min(len(helpers), copies - 1))]
+        others = [copiers.submit(self._copy, shares) for _ in range(min(len(copiers), copies - 1))]
         self._copy(shares)
         for other in others:
             other.result()

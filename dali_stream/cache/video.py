@@ -82,7 +82,7 @@ class BlockCache:
         block: Bytes of a block.
         look_ahead: Maximum number of batches to fetch ahead.
         store: Store of the files.
-        pool: Threads that fetch.
+        fetchers: Threads that fetch.
         path: Function from a camera and an episode to the path of the file that contains the episode.
         counters: Counters to add to.
 
@@ -101,13 +101,13 @@ class BlockCache:
         block: int,
         look_ahead: int,
         store: Store,
-        pool: Workers,
+        fetchers: Workers,
         path: Callable[[str, int], str],
         counters: Counters,
     ) -> None:
         self._table, self._frames, self._block, self._look_ahead = schedule.table, schedule.frames, block, look_ahead
         self._windows = {camera: schedule.windows[camera] for camera in self._table.blocks.cameras}
-        self._store, self._pool, self._path, self._counters = store, pool, path, counters
+        self._store, self._fetchers, self._path, self._counters = store, fetchers, path, counters
         self.room = self.others = self.bytes = self.evicted_early = 0
         self.requests: list[Future[None]] = []
         self._now = NONE  # batch of the last call of `request`
@@ -251,7 +251,7 @@ class BlockCache:
             ends = np.cumsum(blocks.sizes(group))  # split into requests of at most about `largest` bytes
             for part in np.split(group, np.flatnonzero(np.diff((ends - 1) // largest)) + 1):
                 held: list[_Block] = blocks.data[part].tolist()
-                request = self._pool.submit(_read, self._store, batch, path, held, priority=(batch, 1))
+                request = self._fetchers.submit(_read, self._store, batch, path, held, priority=(batch, 1))
                 self.requests.append(request)
                 for block in held:
                     block.done = request

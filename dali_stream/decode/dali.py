@@ -142,11 +142,11 @@ class DaliDecoder(VideoFiles):
         self._counters, self._gpu, self._size, self._audited = counters, gpu, size, audited
         self._first: dict[str, object] = {}  # {path of a file: object of the task that audits its first sample}
 
-    def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Clips:
+    def start(self, workers: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Clips:
         """See `Decoder.start`."""
         clips = Clips(np.zeros(len(plan.samples.episode), np.bool_) if self._audited is None else self._audited(plan.samples))
         requests = self._requests(clips, plan, episodes)
-        clips.tasks += [pool.submit(self.make, store, request, clips) for request in requests]
+        clips.tasks += [workers.submit(self.make, store, request, clips) for request in requests]
         return clips
 
     def close(self) -> None:

@@ -56,11 +56,11 @@ class Work(Protocol):
 class Decoder(Protocol):
     """Decoder of one camera of a dataset."""
 
-    def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Work:
+    def start(self, workers: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> Work:
         """Start the tasks of a batch.
 
         Args:
-            pool: Decode threads.
+            workers: Decode threads.
             plan: Plan of the batch.
             episodes: Open episodes, with their rows and indices.
             store: Store of the encoded video.
@@ -111,14 +111,14 @@ class VideoAndImages:
         self._key, self._slots, self._video, self._images = key, slots, video, images
         self._has_file = source.videos[key].file != NONE
 
-    def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> SlotWork:
+    def start(self, workers: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> SlotWork:
         """See `Decoder.start`."""
         planned, work = plan.frames[self._key], []
         for is_video, decoder in ((True, self._video), (False, self._images)):
             own = planned.chosen(self._has_file[planned.episode] == is_video, self._has_file[planned.reads.episode] == is_video)
             # Each decoder would read into a batch of its own, so all frames are read into slots.
             own = replace(own, reads=own.reads._replace(place=np.full_like(own.reads.place, NONE)))
-            work.append(decoder.start(pool, replace(plan, frames={self._key: own}), episodes, store))
+            work.append(decoder.start(workers, replace(plan, frames={self._key: own}), episodes, store))
         video, images = work
         return SlotWork(self._slots, planned, video.tasks + images.tasks, video.failed | images.failed)
 

@@ -157,14 +157,14 @@ class Distances:
                     *(part.dataset.uri, key, unit),
                 )
 
-    def of(self, stored: Frames, dataset: Int64, buffers: Buffers, helpers: Workers) -> Floats:
+    def of(self, stored: Frames, dataset: Int64, buffers: Buffers, copiers: Workers) -> Floats:
         """Return the distances of a batch.
 
         Args:
             stored: Stored frames, shape (B, T, H, W, 1).
             dataset: Number of each sample's dataset, shape (B,).
             buffers: Pool of memory for batches.
-            helpers: Threads that help the calling thread.
+            copiers: Threads that help the calling thread.
 
         Returns:
             Distances, float32 of the same shape. They are 0 for samples whose dataset lacks the camera.
@@ -176,7 +176,7 @@ class Distances:
             for n, t in steps:  # each thread takes another frame when it has converted one
                 self._convert[dataset[n]](stored[n, t], distances[n, t])
 
-        others = [helpers.submit(convert) for _ in range(min(len(helpers), len(stored) - 1))]
+        others = [copiers.submit(convert) for _ in range(min(len(copiers), len(stored) - 1))]
         convert()
         for other in others:
             other.result()

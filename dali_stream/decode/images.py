@@ -39,7 +39,7 @@ class _Frame(NamedTuple):
     data: bytes
     records: Records | None
     episode: int
-    number: int
+    in_episode: int
     packet: int
     slot: int
 
@@ -71,16 +71,16 @@ class ImageDecoder:
         self._any_size, self._other_sizes = any_size, OtherSizes(source, key)
         self._on_disk = on_disk
 
-    def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> SlotWork:
+    def start(self, workers: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> SlotWork:
         """See `Decoder.start`."""
         planned = plan.frames[self.key]
         frames, ends = self._frames(planned, episodes), np.arange(1, len(planned.slot) + 1)
         task = even_tasks(ends, TASK_FRAMES) if len(ends) else ends
         tasks = [frames(np.flatnonzero(task == number).tolist()) for number in np.unique(task)]
         if self._on_disk is None:
-            return SlotWork(self._slots, planned, [pool.submit(self._decode, own) for own in tasks], {})
+            return SlotWork(self._slots, planned, [workers.submit(self._decode, own) for own in tasks], {})
         decoding = Decoding(self._frames(planned.reads, episodes), self._decode)
-        started, batch = self._on_disk.start(pool, planned, planned.reads, tasks, decoding)
+        started, batch = self._on_disk.start(workers, planned, planned.reads, tasks, decoding)
         return SlotWork(self._slots, planned, started, {}, batch)
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class ImageDecoder:
 
         def frames(numbers: list[int]) -> list[_Frame]:
             columns = (column[numbers].tolist() for column in (encoded, plan.episode, plan.frame, plan.slot))
-            return [_Frame(data, records[e], e, number, number, slot) for data, e, number, slot in zip(*columns, strict=True)]
+            return [_Frame(data, records[e], e, frame, frame, slot) for data, e, frame, slot in zip(*columns, strict=True)]
 
         return frames
 
@@ -118,7 +118,7 @@ class ImageDecoder:
                     if self._on_disk is not None:
                         self._on_disk.add([(frame, {}, resized[0])])
                 except DecodeError as error:
-                    whose = self._source, self.key, frame.episode, np.array([frame.number])
+                    whose = self._source, self.key, frame.episode, np.array([frame.in_episode])
                     self._slots.fail(frame.slot, named(*whose, error))
         self._counters.add(clips=1, decoded_frames=len(frames), stored_frames=len(frames))
 

@@ -48,7 +48,7 @@ class _Frame(NamedTuple):
         file: Index of the file.
         records: Records of the episode on disk. None if its frames are not stored.
         episode: Episode of the frame.
-        number: Frame index within the episode.
+        in_episode: Frame index within the episode.
         packet: Packet of the frame.
         slot: Slot into which the frame is put. `NONE` for a frame that is decoded for the frame cache on disk only.
     """
@@ -56,7 +56,7 @@ class _Frame(NamedTuple):
     file: VideoIndex
     records: Records | None
     episode: int
-    number: int
+    in_episode: int
     packet: int
     slot: int
 
@@ -126,7 +126,7 @@ class TorchcodecDecoder(VideoFiles):
         self._present = source.videos[key].file != NONE
         self._is_depth = source.features[key].is_depth
 
-    def start(self, pool: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> SlotWork:
+    def start(self, workers: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> SlotWork:
         """See `Decoder.start`."""
         planned, episode = plan.frames[self.key], plan.samples.episode
         failed: dict[int, DaliStreamError] = {}
@@ -137,7 +137,7 @@ class TorchcodecDecoder(VideoFiles):
                 failed[sample] = self.missing(episodes, int(episode[sample]), shown)
         tasks, decode_task = self._tasks(planned, episodes), functools.partial(self._decode, store)
         if self._on_disk is None:
-            return SlotWork(self._slots, planned, [pool.submit(decode_task, task) for task in tasks], failed)
+            return SlotWork(self._slots, planned, [workers.submit(decode_task, task) for task in tasks], failed)
         reads, indices = planned.reads, self._usable(planned.reads, episodes)
         if unusable := set(reads.episode.tolist()) - set(indices):
             reads = reads.chosen(~np.isin(reads.episode, list(unusable)))
@@ -150,7 +150,7 @@ class TorchcodecDecoder(VideoFiles):
 
         # If these frames cannot be read from disk, the blocks of their encoded video were not fetched, so the file is read.
         decoding = Decoding(unread, decode_task, functools.partial(self._packet_hashes, store))
-        started, batch = self._on_disk.start(pool, planned, reads, tasks, decoding)
+        started, batch = self._on_disk.start(workers, planned, reads, tasks, decoding)
         return SlotWork(self._slots, planned, started, failed, batch)
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class TorchcodecDecoder(VideoFiles):
         if isinstance(error, DecodeError) and self._gpu is not None:
             error = self._on_cpu(store, frame.file, frame.packet, error)
         if isinstance(error, DecodeError):
-            error = self.named(frame.episode, np.array([frame.number]), frame.file, error)
+            error = self.named(frame.episode, np.array([frame.in_episode]), frame.file, error)
         self._slots.fail(frame.slot, error.with_traceback(None))  # it would keep packets and pixels
 
     def _on_cpu(self, store: Store, file: VideoIndex, packet: int, error: DecodeError) -> _ReadError:

@@ -232,7 +232,7 @@ class EpisodeTable:
         cameras: {camera: table of its frames}.
         blocks: Table of the blocks of encoded video.
         columns: {key: values of each row, shape (capacity, ...)}. One array holds all episodes, so that one NumPy call per key
-            gathers the values of a batch.
+            reads the values of a batch.
     """
 
     def __init__(self, lengths: Int64, cameras: Collection[str], fetched: Collection[str] = ()) -> None:
