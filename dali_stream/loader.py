@@ -149,6 +149,10 @@ class Loader:
             initialized, otherwise of the environment variables `RANK` and `WORLD_SIZE`, otherwise 0 and 1. Iterating raises an
             error if torch.distributed has been initialized with other values since. Explicit values are not checked in this
             way, so several processes may share a rank, as in tensor parallelism.
+        in_process: Whether this process makes the batches, for example to debug or profile them. Otherwise a process of the
+            Loader's own makes them and passes them on in shared memory, so that training shares neither the interpreter nor
+            garbage collections with the Loader. NVDEC, and decoders in a DALI graph, always work in this process. Batches are
+            the same either way. Default: False, unless the environment variable `DALI_STREAM_IN_PROCESS` is set.
 
     Raises:
         ValueError: If an argument is invalid.
@@ -771,7 +775,7 @@ class Loader:
 def _has_own_process(in_process: bool | None, routes: Mapping[str, Route]) -> bool:
     """Return whether another process makes the batches. `in_process` is the argument of the Loader."""
     if in_process is None:
-        in_process = bool(os.environ.get(IN_PROCESS))
+        in_process = os.environ.get(IN_PROCESS, "") not in ("", "0")
     staying = next((key for key, route in routes.items() if route.decoder in ("dali", TORCHCODEC_CUDA)), None)
     if not in_process and staying is not None:
         _log.info("Loader: the batches are made in this process, since %s decodes %s", routes[staying].decoder, staying)

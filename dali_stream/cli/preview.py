@@ -117,7 +117,7 @@ def _of_batch(
     # Graph functions of training runs usually expect floats.
     options["image_dtype"] = options["image_dtype"] or ("float32" if options["dali_graph"] else "uint8")
     options["seed"] = order.get("seed", 0) if options["seed"] is None else options["seed"]
-    with dali_stream.Loader(dataset, **options, shuffle=order.get("shuffle", True)) as loader:
+    with dali_stream.Loader(dataset, **options, shuffle=order.get("shuffle", True), in_process=True) as loader:
         if state is not None:
             loader.load_state_dict(state)
         epoch, number = chosen or ((0, 0) if state is None else _last(loader, state, options))

@@ -38,7 +38,7 @@ def stream(
     waits, ends, gpu_bytes = [], [], None
     with Loader(
         dataset, batch_size=batch_size, image_dtype="uint8", device=device, decode=decode, last_batch="partial", rank=0,
-        world_size=1,
+        world_size=1, in_process=True,
     ) as loader:  # fmt: skip
         batches, started = iter(loader), time.perf_counter()
         for _ in range(len(loader)):

@@ -21,7 +21,8 @@ _BATCH, _MEASURED = 32, 20  # batch size and number of batches that `estimate` m
 _MOST = 1 << 16  # characters of a key, far more than it has
 # All frames once, in recorded order.
 _IN_ORDER: dict[str, Any] = {
-    "shuffle": False, "last_batch": "partial", "image_dtype": "uint8", "device": "cpu", "on_error": "substitute"
+    "shuffle": False, "last_batch": "partial", "image_dtype": "uint8", "device": "cpu", "on_error": "substitute",
+    "in_process": True,
 }  # fmt: skip
 _NAME = re.compile(r"[0-9a-f]{16}")  # folder of the frames with the same key
 

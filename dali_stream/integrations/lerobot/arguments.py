@@ -20,6 +20,12 @@ def _shuffle(text: str) -> bool | str:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
+def _switch(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"must be true or false, got {text!r}")
+    return text.lower() == "true"
+
+
 ARGUMENTS: dict[str, Callable[[str], Any]] = {
     "image_size": frame_size,
     "memory_format": str,
@@ -37,6 +43,7 @@ ARGUMENTS: dict[str, Callable[[str], Any]] = {
     "last_batch": str,
     "on_error": str,
     "max_substitutes": float,
+    "in_process": _switch,
 }
 """Arguments of a Loader that LeRobot does not set, each with a function that parses its value."""
 
@@ -47,7 +54,7 @@ SAVED: Fields = {
     "episode_pool_size": (whole(1, MOST_SEGMENTS), NULL), "device": (TEXT, NULL), "decode": (one_of_texts(*DECODE), NULL),
     "num_threads": _COUNT, "prefetch": _COUNT, "memory_budget": _BYTES, "frame_cache": (TEXT, NULL),
     "frame_cache_bytes": _BYTES, "audit": (whole(0, 1 << 40),), "last_batch": (one_of_texts(*LAST_BATCH), NULL),
-    "on_error": (TEXT, NULL), "max_substitutes": (NUMBER, NULL),
+    "on_error": (TEXT, NULL), "max_substitutes": (NUMBER, NULL), "in_process": (FLAG, NULL),
 }  # fmt: skip
 """Allowed kinds of these arguments in a checkpoint."""
 

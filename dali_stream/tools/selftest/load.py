@@ -141,7 +141,7 @@ def _identities(batch: dict[str, Any], number: int, steps: tuple[int, ...], leng
 def _loader(dataset: Dataset, windowed: Sequence[str], device: str, decode: str, **options: Any) -> Loader:
     """Return a Loader with windows of `_STEPS` for some cameras. See `Loader` for the other arguments."""
     return Loader(
-        dataset, batch_size=16, device=device, decode=decode, rank=0, world_size=1,
+        dataset, batch_size=16, device=device, decode=decode, rank=0, world_size=1, in_process=True,
         delta_timestamps={camera: [step / dataset.fps for step in _STEPS] for camera in windowed}, **options,
     )  # fmt: skip
 
