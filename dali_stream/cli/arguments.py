@@ -1,8 +1,8 @@
 """Options that several commands share. Each is declared here once, with its name, its help and its parser.
 
 A command that reads a dataset has all options in `SourceOptions` or `DatasetOptions`. Add an option to one of these classes to
-add it to all of these commands. Two commands also name some of these options: `doctor` those that need a URI, and `bench` those
-in its report. A command that makes a Loader names its options in `LoaderOptions`, with their defaults. See `with_options`.
+add it to all of these commands. `bench` also names those in its report. A command that makes a Loader names its options in
+`LoaderOptions`, with their defaults. See `with_options`.
 """
 
 from __future__ import annotations
