@@ -97,6 +97,16 @@ def test_what_deep_says_of_a_damaged_packet(sound: Callable[[str], Path], tmp_pa
     assert done == [(1, 3), (2, 3), (3, 3)]
 
 
+def test_deep_reads_what_follows_damage(sound: Callable[[str], Path], tmp_path: Path) -> None:
+    """A packet that two of the three batches need: one at the end of the first batch, and one of a later GOP."""
+    root = copied(sound("h264"), tmp_path)
+    broken.WAYS["packet: a hole from 0.6"].apply(root)
+    broken.WAYS["packet: zeros"].apply(root)
+    finding = {f.name: f for f in examine(Dataset(root), NO_DECODER, 120, lambda done, total: None)}["all frames"]
+    assert finding.text.startswith(f"{CAMERA}: episode 0, frame 24: {root}/videos/")
+    assert finding.text.endswith(". 2 of 3 batches of successive frames have such errors")
+
+
 def test_every_missing_file_is_counted_and_named(demo_copy: Path) -> None:
     gone = [*sorted(demo_copy.glob(f"videos/{SIDE}/**/*.mp4"))[1:], *demo_copy.glob("data/**/*.parquet")]
     for path in gone:

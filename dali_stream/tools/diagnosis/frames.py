@@ -59,5 +59,4 @@ def check_all_frames(dataset: Dataset, progress: Callable[[int, int], None]) -> 
     if not errors:
         return Finding("dataset", "all frames", OK, f"decoded, in {counted(dataset.num_episodes, 'episode')}")
     more = f". {len(errors)} of {batches} batches of successive frames have such errors" if len(errors) > 1 else ""
-    remedy = "copy the files again, or exclude these episodes (episodes=...)"
-    return Finding("dataset", "all frames", PROBLEM, f"{errors[0]}{more}", remedy)
+    return Finding("dataset", "all frames", PROBLEM, f"{errors[0]}{more}")
