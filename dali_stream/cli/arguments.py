@@ -68,6 +68,7 @@ class LoaderOptions(TypedDict, total=False):
     batch_size: Annotated[Any, kinds.count(help="Samples per batch and rank.")]
     image_size: Annotated[Any, kinds.image_size(help="Size of the frames.")]
     image_dtype: Annotated[str, Option(metavar="uint8|float32", help="Type of the frames.")]
+    depth_unit: Annotated[str, Option(metavar="mm|m", help="Unit of the distances of depth cameras.")]
     delta_timestamps: Annotated[
         list[Any] | None,
         kinds.window(
