@@ -211,7 +211,7 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
 
 
 def _wrong_option(bucket: Bucket) -> str | None:
-    """Return the option, by its name in obstore, without which obstore accepts the others. None if there is none."""
+    """Return the option, by its name in obstore, without which obstore accepts the others, or None."""
     for wrong in bucket.config:
         with contextlib.suppress(Exception):
             bucket.store({name: value for name, value in bucket.config.items() if name != wrong})
