@@ -24,11 +24,7 @@ FINISHED_AHEAD = 2  # number of batches that are finished before they are reques
 
 
 class ProducerEnded(Exception):
-    """The process has ended, and with it the batches in progress. The message says how, and what it was decoding.
-
-    Attributes:
-        was_killed: Whether a signal has ended it.
-    """
+    """The process has ended, and with it the batches in progress. The message says how, and what it was decoding."""
 
 
 def start_process() -> Child:

@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import dali_stream
 from dali_stream.observe import waiting
 
 _HEAD = struct.Struct("<QI")  # number of bytes and of file descriptors of a message
@@ -42,15 +41,7 @@ class CannotStart(Exception):
 
 
 class ChildEnded(Exception):
-    """The process has ended without being told to.
-
-    Attributes:
-        was_killed: Whether a signal has ended it.
-    """
-
-    def __init__(self, how: str, was_killed: bool) -> None:
-        super().__init__(how)
-        self.was_killed = was_killed
+    """The process has ended without being told to. The message says how, such as "was killed by SIGKILL"."""
 
 
 class ChildTraceback(Exception):
@@ -245,10 +236,10 @@ class Child:
             self._process.kill()
             code = self._process.wait()
         if code < 0:
-            return ChildEnded(f"was killed by {signal.Signals(-code).name}", True)
+            return ChildEnded(f"was killed by {signal.Signals(-code).name}")
         if not self._greeted:
             return CannotStart(f"{sys.executable} has ended with exit code {code} before it had imported dali_stream")
-        return ChildEnded(f"has ended with exit code {code}", False)
+        return ChildEnded(f"has ended with exit code {code}")
 
     def close(self) -> None:
         """End the process, and wait for it. Its last log records are logged. May be called from any thread, and repeatedly."""
@@ -323,7 +314,8 @@ def _blocked_signals() -> Iterator[None]:
 
 
 def _hello() -> _Hello:
-    return _Hello(dali_stream.__version__, os.path.dirname(os.path.abspath(dali_stream.__file__)))
+    package = sys.modules[__name__.partition(".")[0]]
+    return _Hello(package.__version__, os.path.dirname(os.path.abspath(str(package.__file__))))
 
 
 def _log_here(record: logging.LogRecord) -> None:
