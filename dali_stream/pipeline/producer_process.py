@@ -67,6 +67,7 @@ class ProducerProcess:
             layout = pickle.dumps((config, dict(self._layout.routes)), pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # of objects of the user, such as a client in storage_options
             raise CannotStart(f"the dataset cannot be pickled ({type(error).__name__}: {error})") from error
+        self._child.send_log_levels()  # they may have changed since the process was started
         descriptor, size = new_block(Board.SIZE)
         try:
             self._board = Board(SharedBlock(descriptor, size).array((Board.SIZE,), np.uint8))

@@ -59,7 +59,7 @@ class _Hello(NamedTuple):
 
 
 class _Levels(NamedTuple):
-    """First message to the process: the levels of the loggers here, by name."""
+    """Levels of the loggers by name. The process sets them when it receives this."""
 
     levels: dict[str, int]
 
@@ -118,7 +118,12 @@ class Connection:
         except OSError:  # of a socket that another thread has closed, or whose other end was reset
             raise EOFError from None
         self._is_within = False
-        return pickle.loads(data), descriptors
+        message = pickle.loads(data)
+        if not isinstance(message, _Levels):
+            return message, descriptors
+        for name, level in message.levels.items():
+            logging.getLogger(name).setLevel(level)
+        return self.receive()
 
     def _wait(self) -> None:
         """Wait for a message or the end of the other process."""
@@ -183,17 +188,18 @@ class Child:
         self._connection = Connection(own, lambda: process.poll() is None, what)
         self._finalizer = weakref.finalize(self, _end, process, self._connection)  # if it is dropped, and at exit
         _children.add(self)
-        with contextlib.suppress(EOFError):  # `receive` says how it has ended
-            loggers = logging.root.manager.loggerDict.items()
-            levels = {
-                name: logger.level for name, logger in list(loggers) if isinstance(logger, logging.Logger) and logger.level
-            }
-            self._connection.send(_Levels({"": logging.root.level, **levels}))
+        self.send_log_levels()
 
     @property
     def number(self) -> int:
         """Number of the process."""
         return self._process.pid
+
+    def send_log_levels(self) -> None:
+        """Send the levels of all loggers, so that the process makes the records that are logged here."""
+        known = list(logging.root.manager.loggerDict.items())
+        levels = {name: logger.level for name, logger in known if isinstance(logger, logging.Logger) and logger.level}
+        self.send(_Levels({"": logging.root.level, **levels}))
 
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         """Send a message, with copies of file descriptors. If the process has ended, do nothing, since `receive` says how."""
@@ -297,7 +303,7 @@ def _obstacle() -> str:
 
 def _command(descriptor: int, main: str) -> list[str]:
     """Return the command that runs `main` in another interpreter. `python -m` would also search the current folder."""
-    path = [folder or os.getcwd() for folder in sys.path]
+    path = [os.fspath(folder) or os.getcwd() for folder in sys.path]
     code = f"import sys; sys.path[:] = {path!r}; import {__name__} as child; child.serve({descriptor}, {main!r}, {os.getpid()})"
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [os.fsdecode(multiprocessing.spawn.get_executable()), *flags, "-c", code]
@@ -356,9 +362,6 @@ def serve(descriptor: int, main: str, parent: int) -> None:
     code = 0
     try:
         connection.send(_hello())
-        levels, _ = connection.receive()
-        for name, level in levels.levels.items():
-            logging.getLogger(name).setLevel(level)
         logging.root.addHandler(_ToParent(connection))
         module, _, function = main.partition(":")
         getattr(importlib.import_module(module), function)(connection)
