@@ -93,11 +93,11 @@ class Connection:
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         """Send a message, with copies of file descriptors. Raises EOFError if the other process has ended."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        head = _HEAD.pack(len(data), len(descriptors))
+        data = _HEAD.pack(len(data), len(descriptors)) + data
         try:
             with self._sending:
-                sent = socket.send_fds(self._socket, [head], descriptors)
-                self._socket.sendall(head[sent:] + data)
+                sent = socket.send_fds(self._socket, [data], descriptors)
+                self._socket.sendall(memoryview(data)[sent:])
         except OSError:
             raise EOFError from None
 
