@@ -18,9 +18,8 @@ then killed on one, and continued on two, delivers each frame of the epoch once;
 an ACT policy from recorded frames as from those of a Loader with --loader.image_size, also after --policy.path has continued
 it, at the same and at another size. With LeRobot 0.6 or later, it also checks that an evaluation has the same loss, and batches
 the same depth maps, as with LeRobot's DataLoader. With LeRobot after 0.6.1, it checks that exclude_episodes has the losses of
-LeRobot's DataLoader, that ranks started by `accelerate launch` deliver distinct frames, and that a recipe renders the same
-messages from annotations. It also measures the steps per second of the script on a Loader with --loader.image_size, and on its
-own DataLoader with torchvision's Resize.
+LeRobot's DataLoader, and that ranks started by `accelerate launch` deliver distinct frames. It also measures the steps per
+second of the script on a Loader with --loader.image_size, and on its own DataLoader with torchvision's Resize.
 
 The exit code is 1 if a check fails.
 """
@@ -52,7 +51,7 @@ from lerobot_programs.comparison import NEWER, Comparison, Failed, Run
 from lerobot_programs.resizing import resized
 from lerobot_programs.trainable import trainable
 
-PARTS = ("policies", "ranks", "newer", "language", "depth", "deployment", "evaluation", "speed")
+PARTS = ("policies", "ranks", "newer", "depth", "deployment", "evaluation", "speed")
 STEPS = 15
 SIZE = (32, 32)  # size of frames in runs that are not compared with LeRobot's own DataLoader
 OTHER_SIZE = (48, 64)
@@ -68,23 +67,6 @@ POLICIES = {
         *("--policy.down_dims=[32,64]", "--policy.diffusion_step_embed_dim=32"),
         *("--policy.crop_shape=[28,28]", "--policy.spatial_softmax_num_keypoints=8"),
     ],
-}
-RECIPE = {  # as in LeRobot's recipes, with messages of two streams and a binding of its own
-    "blend": {
-        "subtask": {
-            "weight": 0.5,
-            "bindings": {"before": "nth_prev(style=memory, offset=1)"},
-            "messages": [
-                {"role": "user", "content": "${task}", "stream": "high_level"},
-                {"role": "user", "content": "${before}", "stream": "high_level", "if_present": "before"},
-                {"role": "assistant", "content": "${subtask}", "stream": "high_level", "target": True, "if_present": "subtask"},
-            ],
-        },
-        "execution": {
-            "weight": 0.5,
-            "messages": [{"role": "user", "content": "${subtask}", "stream": "low_level", "if_present": "subtask"}],
-        },
-    }
 }
 DROP_LAST = {"act": 0, "diffusion": 7}
 JITTER = ["--dataset.image_transforms.enable=true", "--dataset.image_transforms.max_num_transforms=2"]
@@ -223,23 +205,6 @@ def check_newer(comparison: Comparison, name: str, root: Path) -> None:
     compare_losses(comparison, name, root, "act", ["--dataset.episodes=[0,1,2]", "--dataset.exclude_episodes=[1]"])
 
 
-def check_language(comparison: Comparison, name: str, root: Path, folder: Path) -> None:
-    """Check the annotations of batches, by the messages that LeRobot renders from them."""
-    from lerobot_programs.annotated import annotated  # LeRobot 0.4 cannot write annotations
-
-    arguments = [*of_dataset(name, annotated(root, folder), "act"), f"--steps={STEPS}", "--batch_size=8", "--num_workers=0"]
-    arguments.append("--save_checkpoint=false")
-
-    def rendered() -> tuple[bool, Any]:
-        stock, _ = comparison.run("ordered", arguments, trains=False, recipe=RECIPE)
-        ours, _ = comparison.run("loader", [*arguments, "--loader.num_threads=1"], trains=False, recipe=RECIPE)
-        same, detail = equal(ours.messages, stock.messages, STEPS)
-        kinds = {stream for batch in ours.messages for sample in batch["message_streams"] for stream in sample}
-        return same and ours.index == stock.index and len(kinds) > 1, {"equal batches": detail, "streams": sorted(kinds)}
-
-    comparison.attempt("a recipe renders the messages of LeRobot's DataLoader", rendered)
-
-
 def check_depth(comparison: Comparison, folder: Path) -> None:
     """Check the depth maps of batches, and the losses of a policy that does not look at them: no policy of 0.6.1 does."""
     written = folder / "depth"
@@ -357,8 +322,6 @@ def main() -> int:
             check_ranks(comparison, *first)
         if "newer" in arguments.only and NEWER:
             check_newer(comparison, *first)
-        if "language" in arguments.only and NEWER:
-            check_language(comparison, *first, folder)
         if "depth" in arguments.only and NEW:
             check_depth(comparison, folder)
         if "deployment" in arguments.only:
