@@ -22,14 +22,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from argument_types import count, new_file
+from argument_types import count
 from lerobot_programs.resizing import resized
 from lerobot_programs.trainable import trainable
-from program import Rows
+from program import Rows, on_gpu
 
-from dali_stream.checks.frame_size import frame_size, join_sizes
-from dali_stream.decode.torchcodec_cuda import device_name
-from dali_stream.system.gpu import gpu_index
+from dali_stream.checks.frame_size import frame_size
 
 SIDES = ("stock", "loader", "repeated")
 WARMUP = 6  # steps before the timed ones
@@ -47,10 +45,8 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
     parser.add_argument("--image-size", type=frame_size, metavar="HxW", help="default: the recorded size")
     parser.add_argument("--policy", nargs="*", default=[], metavar="KEY=VALUE", help="further arguments of the policy")
-    parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N")
-    parser.add_argument("--out", type=new_file, help="write the report to this file after each run")
-    arguments = parser.parse_args(join_sizes())
-    rows = Rows(arguments, device_name(gpu_index(arguments.device)))
+    arguments = on_gpu(parser)
+    rows = Rows(arguments)
     with tempfile.TemporaryDirectory() as place:
         given = (each.partition("=")[::2] for each in arguments.data)
         datasets = {name: trainable(name, Path(root), Path(place)) for name, root in given}
@@ -65,11 +61,12 @@ def main() -> None:
 def run(place: Path, name: str, root: Path, cores: int, side: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the steps and samples per second of a run, and the median time of a step in seconds."""
     folder = Path(tempfile.mkdtemp(dir=place))
+    device = "cuda" if arguments.gpu == 0 else arguments.device  # not every version of LeRobot knows "cuda:0"
     spec = {"side": side, "trains": True, "kill_at": None, "out": str(folder / "out"), "records": "times"}
     (folder / "spec.json").write_text(json.dumps(spec))
     command = [
         *(sys.executable, str(RUN), str(folder / "spec.json"), "--", *ACT, *(f"--policy.{each}" for each in arguments.policy)),
-        *(f"--policy.device={arguments.device}", f"--dataset.repo_id=local/{name}", f"--dataset.root={root}"),
+        *(f"--policy.device={device}", f"--dataset.repo_id=local/{name}", f"--dataset.root={root}"),
         *(f"--output_dir={folder / 'run'}", f"--steps={arguments.steps}", f"--batch_size={arguments.batch_size}"),
         *("--save_checkpoint=false", "--log_freq=10", f"--num_workers={cores}"),
         *(resized(side, arguments.image_size) if arguments.image_size else ()),
