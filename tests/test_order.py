@@ -524,31 +524,16 @@ def is_part_of(table: Table, whole: Table) -> bool:
     return -1 not in at and all(row in [[other[number] for number in at] for other in whole[1:]] for row in table[1:])
 
 
-def test_every_table_of_the_page_has_rows_of_a_committed_report(mixing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two reports, except for the table of the defaults."""
-    results = ROOT / "benchmarks/results"
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    training = importlib.import_module("sharded_training").table(
-        json.loads((results / "sharded_training_2cores.json").read_text())
-    )
-    whole = tables_of(mixing.tables(json.loads((results / "mixing.json").read_text()))) + tables_of(training)
+def test_every_table_of_the_page_has_rows_of_the_committed_report(mixing: Any) -> None:
+    """Except for the table of the defaults."""
+    whole = tables_of(mixing.tables(json.loads((ROOT / "benchmarks/results/mixing.json").read_text())))
     defaults = [["global batch", "`consumers`", "`episode_pool_size`"]]
     defaults += [[str(batch), *map(str, default_pools(batch, 1))] for batch in range(1, 513)]
     shown = tables_of((ROOT / "docs/order.md").read_text())
-    assert len(shown) == 7
+    assert len(shown) == 6
     assert all(len(table) > 3 for table in shown)
     for table in shown:
         assert sum(is_part_of(table, report) for report in [*whole, defaults]) == 1, table[0]
-
-
-def test_the_page_shows_the_table_of_the_committed_training_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    report = json.loads((ROOT / "benchmarks/results/sharded_training_2cores.json").read_text())
-    assert [(run["seed"], run["shuffle"]) for run in report["runs"]] == [
-        (seed, shuffle) for seed in range(3) for shuffle in ("true", "global", "sharded")
-    ]
-    page = (ROOT / "docs/order.md").read_text().splitlines()
-    assert set(importlib.import_module("sharded_training").table(report).splitlines()) <= set(page)
 
 
 # ---------------------------------------------------------------------------------------------------------- errors

@@ -227,31 +227,6 @@ def test_decode_floor_says_what_is_wrong_in_one_line(
         assert said in errors
 
 
-@pytest.mark.parametrize("options", [[], ["--datasets", 10], ["--sharded"]])
-def test_order_scale_prints_its_measurements(run_here: Callable[..., str], options: list[object]) -> None:
-    out = run_here("benchmarks/order_scale.py", "--episodes", 1000, "--consumers", 8, *options, "--json")
-    result = json.loads(out.splitlines()[-1])
-    assert result["frames"] == 100_000
-    assert set(result["forward_s"]) == {"1", "8"}
-
-
-@pytest.mark.slow
-def test_sharded_training_compares_ranks_with_one_process(demo: Path, tmp_path: Path) -> None:
-    """Over the end of an epoch, which has 8 to 12 batches."""
-    out = tmp_path / "report.json"
-    small = ("--batch-size", 64, "--image-size", "32x32", "--val-episodes", 1, "--seeds", 1)
-    said = run("benchmarks/sharded_training.py", demo, *small, "--steps", 2, "--check-steps", 13, "--out", out)
-    assert paths_of_the_machine(out.read_text()) == []
-    report = json.loads(out.read_text())
-    compared = report["one_process_and_ranks"]
-    assert compared["epochs"] == 2
-    assert max(compared["differences_at_0"]) < 1e-5, "the batches differ"
-    assert compared["differences_at_0.0005"][0] < 1e-5
-    assert [each["shuffle"] for each in report["runs"]] == ["true", "global", "sharded"]
-    assert all(each["train_loss"] > 0 and len(each["val_error"]) == 1 for each in report["runs"])
-    assert run("benchmarks/sharded_training.py", "--report", out) == said
-
-
 @pytest.mark.slow
 def test_scale_measures_a_dataset_with_many_episodes(tmp_path: Path) -> None:
     measured = ("open", "index", "pool", "resume", "converted")
