@@ -504,30 +504,22 @@ def test_pictures_of_the_readme_show_on_github() -> None:
         image.verify()
 
 
-PICTURES = ("peers", "path", "frame_cache", "disk_frames", "mixing")
-
-
-def report_of(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())
+PICTURES = ("peers", "path")
 
 
 @pytest.fixture(params=PICTURES)
 def picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """(the committed file, what the program draws from the committed reports). After a change: `make figures`."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    peers, diagrams, mixing = map(importlib.import_module, ("peers_chart", "diagrams", "mixing"))
+    peers, diagrams = map(importlib.import_module, ("peers_chart", "diagrams"))
     reports = [ROOT / name for name in re.findall(r"benchmarks/results/peers\w+\.json", (ROOT / "Makefile").read_text())]
     assert reports
     on_disk = ROOT / "benchmarks/results/disk_frames_2cores.json"
     drawings = {
         "peers": lambda: peers.chart([peers.read(path) for path in reports], peers.read(on_disk)),
         "path": diagrams.path,
-        "frame_cache": lambda: diagrams.cache(report_of("frame_cache")),
-        "disk_frames": lambda: diagrams.disk(report_of("disk_frames_2cores")),
-        "mixing": lambda: mixing.figure(report_of("mixing")),
     }
-    folder = ROOT / ("docs" if request.param == "mixing" else "docs/figures")
-    return folder / f"{request.param}.svg", drawings[request.param]()
+    return ROOT / f"docs/figures/{request.param}.svg", drawings[request.param]()
 
 
 def shown(picture: Any) -> list[tuple[str, Any]]:
