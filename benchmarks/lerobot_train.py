@@ -18,8 +18,8 @@ then killed on one, and continued on two, delivers each frame of the epoch once;
 an ACT policy from recorded frames as from those of a Loader with --loader.image_size, also after --policy.path has continued
 it, at the same and at another size. With LeRobot 0.6 or later, it also checks that an evaluation has the same loss, and batches
 the same depth maps, as with LeRobot's DataLoader. With LeRobot after 0.6.1, it checks that exclude_episodes has the losses of
-LeRobot's DataLoader, and that ranks started by `accelerate launch` deliver distinct frames. It also measures the steps per
-second of the script on a Loader with --loader.image_size, and on its own DataLoader with torchvision's Resize.
+LeRobot's DataLoader, and that ranks started by `accelerate launch` deliver distinct frames. The speed is measured by
+lerobot_gpu.py.
 
 The exit code is 1 if a check fails.
 """
@@ -31,7 +31,6 @@ import functools
 import importlib.metadata
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from argument_types import count, new_file
+from argument_types import new_file
 
 import dali_stream
 
@@ -48,14 +47,12 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALL
 
 from lerobot_programs import deploy
 from lerobot_programs.comparison import NEWER, Comparison, Failed, Run
-from lerobot_programs.resizing import resized
 from lerobot_programs.trainable import trainable
 
-PARTS = ("policies", "ranks", "newer", "depth", "deployment", "evaluation", "speed")
+PARTS = ("policies", "ranks", "newer", "depth", "deployment", "evaluation")
 STEPS = 15
 SIZE = (32, 32)  # size of frames in runs that are not compared with LeRobot's own DataLoader
 OTHER_SIZE = (48, 64)
-SPEED_SIZE = (224, 224)
 POLICIES = {
     "act": [
         *("--policy.type=act", "--policy.pretrained_backbone_weights=null", "--policy.dim_model=32", "--policy.n_heads=2"),
@@ -80,6 +77,14 @@ def equal(ours: Sequence[Any], theirs: Sequence[Any], wanted: int) -> tuple[bool
     return same == wanted == len(ours) == len(theirs), f"{same} of {wanted}"
 
 
+def both(comparison: Comparison, arguments: Sequence[str], drop_n_last_frames: int = 0) -> tuple[Run, Run]:
+    """Run the script on LeRobot's DataLoader in the Loader's order, and on a Loader. Frames have the recorded size."""
+    common = [*arguments, "--num_workers=0", "--save_checkpoint=false"]
+    stock, _ = comparison.run("ordered", common, drop_n_last_frames=drop_n_last_frames)
+    ours, _ = comparison.run("loader", [*common, "--loader.num_threads=1"])
+    return stock, ours
+
+
 def of_dataset(name: str, root: Path, policy: str) -> list[str]:
     return [f"--dataset.repo_id=local/{name}", f"--dataset.root={root}", *POLICIES[policy]]
 
@@ -95,18 +100,10 @@ def continued(output: Path, step: int, steps: int) -> list[str]:
 
 
 def compare_losses(comparison: Comparison, name: str, root: Path, policy: str, more: Sequence[str] = ()) -> None:
-    arguments = [
-        *of_dataset(name, root, policy),
-        *more,
-        f"--steps={STEPS}",
-        "--batch_size=2",
-        "--num_workers=0",
-        "--save_checkpoint=false",
-    ]
+    arguments = [*of_dataset(name, root, policy), *more, f"--steps={STEPS}", "--batch_size=2"]
 
     def losses() -> tuple[bool, Any]:
-        stock, _ = comparison.run("ordered", arguments, drop_n_last_frames=DROP_LAST[policy])
-        ours, _ = comparison.run("loader", [*arguments, "--loader.num_threads=1"])
+        stock, ours = both(comparison, arguments, DROP_LAST[policy])
         same, detail = equal(ours.losses, stock.losses, STEPS)
         return same and ours.index == stock.index and ours.frames == stock.frames, {
             "equal": detail,
@@ -214,11 +211,10 @@ def check_depth(comparison: Comparison, folder: Path) -> None:
     inputs = f'{{"observation.images.top": {top}, "observation.state": {state}}}'
     for name in ("video", "images"):
         arguments = [*of_dataset(name, written / name, "act"), f"--policy.input_features={inputs}"]
-        arguments += [f"--steps={STEPS}", "--batch_size=4", "--num_workers=0", "--save_checkpoint=false"]
+        arguments += [f"--steps={STEPS}", "--batch_size=4"]
 
         def depth(arguments: list[str] = arguments) -> tuple[bool, Any]:
-            stock, _ = comparison.run("ordered", arguments)
-            ours, _ = comparison.run("loader", [*arguments, "--loader.num_threads=1"])
+            stock, ours = both(comparison, arguments)
             same_depth, maps = equal(ours.depth, stock.depth, STEPS)
             same_losses, losses = equal(ours.losses, stock.losses, STEPS)
             cameras = sorted({key for batch in ours.depth for key in batch})
@@ -259,48 +255,13 @@ def check_evaluation(comparison: Comparison, name: str, root: Path) -> None:
     pair = [episode for episode, task in enumerate(tasks) if task == tasks[0]][:2]
     for most in (0, 20):
         arguments = [*of_dataset(name, root, "act"), f"--dataset.episodes={pair}", "--dataset.eval_split=0.5", "--eval_steps=2"]
-        arguments += ["--steps=2", "--batch_size=8", "--num_workers=0", f"--max_eval_samples={most}", "--save_checkpoint=false"]
+        arguments += ["--steps=2", "--batch_size=8", f"--max_eval_samples={most}"]
 
         def evaluated(arguments: list[str] = arguments) -> tuple[bool, Any]:
-            stock, _ = comparison.run("ordered", arguments)
-            ours, _ = comparison.run("loader", [*arguments, "--loader.num_threads=1"])
+            stock, ours = both(comparison, arguments)
             return bool(ours.evals) and ours.evals == stock.evals, {"loader": ours.evals, "stock": stock.evals}
 
         comparison.attempt(f"evaluation with max_eval_samples={most} has the loss of LeRobot's own", evaluated)
-
-
-def measure_speed(comparison: Comparison, name: str, root: Path, rounds: int) -> None:
-    height, width = SPEED_SIZE
-    sides = {side: resized(side, SPEED_SIZE) for side in ("stock", "loader")}
-    epoch = dali_stream.Dataset(root).num_frames // 16
-    # A Loader keeps decoded frames for later batches. Without a model, it is therefore timed over its whole first epoch.
-    for trains, batch_size, steps in ((False, 16, {"stock": 46, "loader": epoch}), (True, 4, {"stock": 16, "loader": 16})):
-        arguments = [*of_dataset(name, root, "act"), f"--batch_size={batch_size}", "--num_workers=2"]
-        rates: dict[str, list[float]] = {side: [] for side in sides}
-        try:
-            for _ in range(rounds):
-                for side, options in sides.items():
-                    run, _ = comparison.run(
-                        side, [*arguments, *options, f"--steps={steps[side]}", "--save_checkpoint=false"], trains=trains
-                    )
-                    rates[side].append(run.steps_per_s)
-        except Failed as error:
-            comparison.check("speed", False, str(error))
-            return
-        ratio = statistics.median(
-            loader_rate / stock_rate for loader_rate, stock_rate in zip(rates["loader"], rates["stock"], strict=True)
-        )
-        entry = {
-            "data": name,
-            "trains": trains,
-            "batch_size": batch_size,
-            "steps": steps,
-            "image_size": SPEED_SIZE,
-            "workers_of_stock": 2,
-        }
-        comparison.add_speed(**entry, steps_per_s=rates, ratio=ratio)
-        if not trains:
-            comparison.check(f"data alone at {height}x{width}: at least twice the steps per second", ratio >= 2, f"{ratio:.2f}")
 
 
 def main() -> int:
@@ -328,8 +289,6 @@ def main() -> int:
             check_deployment(comparison, *first)
         if "evaluation" in arguments.only and NEW:
             check_evaluation(comparison, *first)
-        if "speed" in arguments.only:
-            measure_speed(comparison, *first, arguments.rounds)
     passed = sum(check["passed"] for check in comparison.checks)
     print(f"{passed} of {len(comparison.checks)} checks passed")
     return 0 if passed == len(comparison.checks) else 1
@@ -339,7 +298,6 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--data", type=named, action="append", required=True, metavar="NAME=ROOT", help="a dataset of v3.0")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts of the comparison")
-    parser.add_argument("--rounds", type=count, default=3, help="turns of each side when speed is measured")
     parser.add_argument("--out", type=new_file, help="file for the report")
     return parser.parse_args()
 

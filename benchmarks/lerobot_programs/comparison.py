@@ -37,7 +37,6 @@ class Run:
     Attributes:
         index: Indices of the frames in each batch of rank 0.
         losses: Loss of each step of rank 0.
-        times: Time at which rank 0 received each batch, in seconds.
         ranks: Indices of the frames in each batch, by rank.
         evals: Lines that LeRobot logged about its evaluation.
         frames: Dtype and memory format of the frames.
@@ -45,7 +44,7 @@ class Run:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.ranks, self.losses, self.times, self.evals = [], [], [], []
+        self.ranks, self.losses, self.evals = [], [], []
         self.frames: list[str] = []
         self.depth: list[dict[str, str]] = []
         for path in sorted(folder.glob("out.*")):
@@ -53,16 +52,10 @@ class Run:
             self.ranks.append([entry["index"] for entry in entries if "index" in entry])
             if path.suffix == ".0":
                 self.losses = [entry["loss"] for entry in entries if "loss" in entry]
-                self.times = [entry["time"] for entry in entries if "time" in entry]
                 self.depth = [entry["depth"] for entry in entries if entry.get("depth")]
                 self.evals = [entry["eval"] for entry in entries if "eval" in entry]
                 self.frames = next((entry["frames"] for entry in entries if "frames" in entry), [])
         self.index = self.ranks[0] if self.ranks else []
-
-    @property
-    def steps_per_s(self) -> float:
-        """Steps per second after the first five batches."""
-        return (len(self.times) - 6) / (self.times[-1] - self.times[5])
 
 
 class Comparison:
@@ -77,7 +70,6 @@ class Comparison:
     def __init__(self, folder: Path, data: Sequence[str], out: Path | None) -> None:
         self._folder, self._data, self._out, self._number = folder, data, out, 0
         self.checks: list[dict[str, Any]] = []
-        self.speed: list[dict[str, Any]] = []
 
     def run(
         self,
@@ -135,18 +127,13 @@ class Comparison:
         print(f"{'ok    ' if passed else 'FAILED'} {name}: {detail}", flush=True)
         self.write()
 
-    def add_speed(self, **entry: Any) -> None:
-        self.speed.append(entry)
-        print(entry, flush=True)
-        self.write()
-
     def write(self) -> None:
         if self._out:
             environment.write_report(self._out, self.report())
 
     def report(self) -> dict[str, Any]:
         versions = {name: importlib.metadata.version(name) for name in ("lerobot", "accelerate", "torchvision")}
-        report = {"lerobot": versions, "data": self._data, "checks": self.checks, "speed": self.speed}
+        report = {"lerobot": versions, "data": self._data, "checks": self.checks}
         return report | environment.ran_on("cpu")
 
     def attempt(self, name: str, check: Callable[[], tuple[bool, Any]]) -> None:

@@ -12,7 +12,7 @@ SPEC.json contains an object with the entries
     seed, drop_n_last_frames   arguments of the FrameSampler
     records    "times" to record nothing but the times of batches, on any number of threads, for measurements of speed
     out        path of the output file, to which the rank is appended. Each line of the file is a JSON object: the indices and
-               the time of a batch with hashes of its depth maps, the loss of a step, or a message that LeRobot logs about its
+               frames of a batch with hashes of its depth maps, the loss of a step, or a message that LeRobot logs about its
                evaluation.
 """
 
@@ -68,7 +68,7 @@ class Recorder:
                 for key, value in batch.items()
                 if "depth" in key and torch.is_tensor(value) and value.ndim == 4
             }
-            self.record(index=batch["index"].tolist(), time=time.perf_counter(), frames=described, depth=depth)
+            self.record(index=batch["index"].tolist(), frames=described, depth=depth)
             yield batch
 
     def update(self, tracker: Any, *arguments: Any, **named: Any) -> Any:
