@@ -107,7 +107,7 @@ def test_programs_have_the_options_that_are_named() -> None:
     shared = {"pipelines/train.py": (ROOT / "pipelines/training/arguments.py").read_text()}
     for where, m in named:
         source = (ROOT / m[1]).read_text() + shared.get(m[1], "")
-        if "program.run(" in source:
+        if "program.run(" in source or "on_gpu(" in source:
             source += (ROOT / "benchmarks/program.py").read_text()
         for option in re.findall(r"(?<!\S)--[a-z][\w-]*", m[2]):
             assert f'"{option}"' in source, (where, m[0])
