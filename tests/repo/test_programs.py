@@ -227,14 +227,6 @@ def test_decode_floor_says_what_is_wrong_in_one_line(
         assert said in errors
 
 
-@pytest.mark.parametrize("options", [[], ["--datasets", 10], ["--sharded"]])
-def test_order_scale_prints_its_measurements(run_here: Callable[..., str], options: list[object]) -> None:
-    out = run_here("benchmarks/order_scale.py", "--episodes", 1000, "--consumers", 8, *options, "--json")
-    result = json.loads(out.splitlines()[-1])
-    assert result["frames"] == 100_000
-    assert set(result["forward_s"]) == {"1", "8"}
-
-
 @pytest.mark.slow
 def test_sharded_training_compares_ranks_with_one_process(demo: Path, tmp_path: Path) -> None:
     """Over the end of an epoch, which has 8 to 12 batches."""
@@ -355,24 +347,10 @@ def test_settings_of_dalis_executor_are_measured_and_checked(vp9_demo: Path, tmp
 
 def test_shards_simulates_nodes(run_here: Callable[..., str]) -> None:
     options = ("--episodes", 200, "--nodes", 1, 2, "--ranks", 2, "--epochs", 3, "--kept", 15_000, "--batch-size", 8)
-    results = json.loads(run_here("benchmarks/shards.py", "simulate", *options, "--json").splitlines()[-1])["results"]
+    results = json.loads(run_here("benchmarks/shards.py", *options, "--json").splitlines()[-1])["results"]
     rows = {(row["nodes"], row["shuffle"], row["cache"]): row for row in results}
     assert rows[2, "sharded", "memory"]["decoded_per_frame"][1:] == [0, 0]  # memory holds a quarter of the dataset
     assert rows[2, True, "memory"]["decoded_per_frame"][1] > 0.5
     assert rows[2, "sharded", "disk"]["disk_of_dataset"] == pytest.approx(0.5, abs=0.01)
     assert rows[2, True, "disk"]["disk_of_dataset"] == pytest.approx(1 - 0.5**3, abs=0.1)
     assert rows[1, True, "disk"]["decoded_per_frame"] == [1, 0, 0]
-
-
-@pytest.mark.slow
-def test_shards_measures_ranks_and_nodes(demo: Path) -> None:
-    out = run("benchmarks/shards.py", "measure", demo, "--ranks", 2, "--epochs", 2, "--batch-size", 8, "--json")
-    results = json.loads(out.splitlines()[-1])["results"]
-    memory, frames, fetched = ([row for row in results if key in row] for key in ("kept", "disk_of_dataset", "rows_bytes"))
-    assert [row["kept"] for row in memory[:2]] == [1, 1]
-    assert (
-        0 < memory[2]["kept"] == memory[3]["kept"] < 1
-    )  # in this small dataset, the batches in progress take much of the rest
-    assert memory[1]["decoded_per_frame"] == [pytest.approx(1, abs=0.1), 0]
-    assert frames[1]["disk_of_dataset"] == pytest.approx([0.5, 0.5], abs=0.05)
-    assert [epochs[1] for epochs in fetched[1]["fetched_of_videos"]] == [0, 0]
