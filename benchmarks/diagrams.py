@@ -16,13 +16,13 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
 
 ORDER = ("Order", "which frame when: a function", "of seed, epoch and position")
-SCHEDULE = ("Schedule", "per batch: what to fetch, decode, keep and drop")
+SCHEDULE = ("Schedule", "per batch: what to fetch, decode, keep and drop", "(planner thread)")
 STAGES = (  # name and two lines of text, in the order in which data flows
     ("Storage", "local disk, Hub, S3,", "HTTP, buckets"),
-    ("Encoded bytes", "ranges of video, rows,", "prefetched"),
-    ("Decode", "GOP prefixes, once:", "torchcodec or NVDEC"),
-    ("Frame cache", "resized frames, kept", "until their last use"),
-    ("Batch", "tensors for PyTorch,", "on your device"),
+    ("Encoded bytes", "ranges of video, rows", "(planner, fetch threads)"),
+    ("Decode", "GOP prefixes, once", "(decode threads)"),
+    ("Frame cache", "resized; copied into", "batches (batches thread)"),
+    ("Batch", "tensors in the training", "process (calling thread)"),
 )
 
 
@@ -30,7 +30,7 @@ STAGES = (  # name and two lines of text, in the order in which data flows
 def path() -> Picture:
     """Draw the path of a frame from storage to a batch, and the stages that plan it."""
     title = "The path of a frame: storage, encoded bytes, decode, frame cache, batch; planned by order and schedule"
-    note = "Frames that DALI decodes go straight into the batch."
+    note = "Only the last box is in the training process. The others are in the process of the Loader."
     margin, gap, high, low = 12, 22, 74, 126  # pixels
     wide = (WIDTH - 2 * margin - (len(STAGES) - 1) * gap) / len(STAGES)
     height = low + high + 40
