@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import linecache
 import sys
@@ -136,20 +137,31 @@ def test_after_dropping_a_loader_in_the_middle_of_an_epoch(demo: Path) -> None:
         del loader, iterator
 
 
-def test_a_loader_that_is_collected_in_its_own_thread_leaves_nothing(demo: Path) -> None:
-    with nothing_left():
-        loader = Loader(demo, batch_size=8)
-        iterator = iter(loader)
-        next(iterator)
-        stream = loader._source._stream
-        done = stream.planner.pool._workers.submit(
-            stream.planner.close
-        )  # as the garbage collector does it, wherever it happens to run
-        done.result()
-        for thread in threading.enumerate():
-            if thread.name == "dali_stream close":
-                thread.join()
-        loader.close()
+def test_a_loader_that_is_collected_in_its_own_thread_leaves_nothing(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector runs in any thread: here in a decode thread that reads, after the loader was dropped."""
+    read, dropped, collected, names = LocalStore.read, threading.Event(), threading.Event(), list[str]()
+    [size] = (path.stat().st_size for path in small.glob(f"videos/{TOP}/*/*.mp4"))
+
+    def collecting(self: LocalStore, path: str, start: int, stop: int) -> bytes:
+        if path.endswith(".mp4") and start > size // 2 and not collected.is_set():  # of a later batch than the first one
+            assert dropped.wait(60)
+            gc.collect()
+            collected.set()
+        return read(self, path, start, stop)
+
+    with nothing_left(), no_collection():
+        made = Loader(Dataset(small, cameras=[TOP]), batch_size=4, shuffle=False, prefetch=10**9)
+        weakref.finalize(made, lambda: names.append(threading.current_thread().name))
+        monkeypatch.setattr(LocalStore, "read", collecting)
+        batches = iter(made)
+        next(batches)
+        cycle: list[Any] = [made, batches]
+        cycle.append(cycle)
+        del made, batches, cycle
+        dropped.set()
+        assert collected.wait(60)
+    [name] = names
+    assert name.startswith("dali_stream decode")
 
 
 def test_a_loader_may_be_collected_in_a_thread_that_holds_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:

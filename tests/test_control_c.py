@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.collection import no_collection
+from support.datasets import TOP
 from support.servers import Server
 from support.slow import slow_after
 from support.traces import needs_proc, nothing_left, traces
@@ -101,7 +102,7 @@ def test_control_c_anywhere_in_close(small: Path, again: bool) -> None:
 
     def close(number: int) -> bool:
         """Close a loader. Return whether an interrupt came."""
-        loader = Loader(dataset, batch_size=8, num_threads=1, device="cpu")
+        loader = Loader(dataset, batch_size=8, image_size=(16, 24), num_threads=1, device="cpu")
         epoch = iter(loader)
         next(epoch)
         tracing = sys.gettrace()
@@ -118,7 +119,7 @@ def test_control_c_anywhere_in_close(small: Path, again: bool) -> None:
         return False
 
     with Server(small) as server, no_collection():
-        dataset = Dataset(server.url)
+        dataset = Dataset(server.url, cameras=[TOP])
         number = 0
         while close(number):
             gc.collect()

@@ -1,4 +1,4 @@
-"""What a loader could leave behind: threads and open files."""
+"""Threads and open files, which a loader must not leave in the process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ def traces() -> tuple[list[str], list[str]]:
         with contextlib.suppress(OSError):  # it may end meanwhile
             name = (path / "comm").read_text().strip()
             threads += [name] if "DALI" in name else []
-    files = []
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the handle of the listing itself
-            files.append(os.readlink(path))
-    return sorted(threads), sorted(files)
+    return sorted(threads), sorted(handles().values())
 
 
 def handles() -> dict[str, str]:
