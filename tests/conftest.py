@@ -31,15 +31,24 @@ SHARED = Path(__file__).parents[2] / "shared"
 
 # Files that take longest begin first: pytest-xdist hands out whole files, and one that comes last keeps a single core busy.
 FIRST = (
+    "programs",
+    "elastic",
+    "hostile",
+    "prepare_faults",
+    "examples",
+    "recommended",
     "prepare_encoding",
     "doctor",
     "cli",
-    "prepare_faults",
+    "order",
+    "transformed",
+    "train",
     "doctor_dataset",
     "doctor_video",
     "mixture",
     "streaming",
     "prepare",
+    "torchrun",
     "loader",
     "v2",
 )
