@@ -80,6 +80,6 @@ def test_memory_of_float32_batches_is_below_the_limit_and_flat(g1: Path) -> None
 def test_memory_of_long_windows_is_flat(g1: Path) -> None:
     """They are decoded in parts: glibc would keep blocks as large as a window of 20 frames of 640x480."""
     deltas = {"observation.images.cam_high": [-n / 30 for n in range(20)]}
-    found = run(g1, [0, 1], batch_size=4, delta_timestamps=deltas, memory_budget="300MiB")
+    found = run(g1, [0], batch_size=4, delta_timestamps=deltas, memory_budget="160MiB")
     assert found["frames"] > 0
-    check(found, 315)
+    check(found, 168)
