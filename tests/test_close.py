@@ -54,7 +54,7 @@ def test_a_closed_loader_keeps_neither_its_plans_nor_its_indices(demo: Path) -> 
     loader = Loader(demo, batch_size=8)
     batches = iter(loader)
     next(batches)
-    planner = weakref.ref(loader._batch_source._stream.planner)  # type: ignore[union-attr]
+    planner = weakref.ref(loader._batch_source._stream.producer._planner)  # type: ignore[union-attr]
     assert loader._config.indices.cached
     with no_collection():
         loader.close()
