@@ -6,7 +6,8 @@
 The program writes a demo dataset with two cameras of 224×224 pixels. torchcodec's decoder is replaced by one that sleeps for
 `--decode-ms` per requested frame, and then returns gray frames. A thread that sleeps needs no core, so two cores show how a
 Loader works with many decode threads. All else is what a Loader does: it plans, packs clips, keeps frames in slots, and copies
-batches of uint8. In each round, the numbers of threads take turns, each with a new Loader whose cache is filled first.
+batches of uint8, in this process. In each round, the numbers of threads take turns, each with a new Loader whose cache is
+filled first.
 
 ideal_frames_per_s  frames per second if each thread did nothing but sleep
 stored_per_frame    number of frames that are decoded per delivered frame. It grows with the threads, since the batches in
@@ -27,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +67,27 @@ class Sleeper:
         return Frames(self._gray[: len(indices)], torch.tensor(indices) * (TICK / TIMESCALE))
 
 
+class SleepingDataset(dali_stream.Dataset):
+    """Dataset whose frames are not decoded: it replaces torchcodec's decoder here, and in a process that unpickles it."""
+
+    def __init__(self, root: Path, decode_s: float, cameras: Sequence[str] | None = None) -> None:
+        super().__init__(root, cameras=cameras)
+        self.decode_s = decode_s
+        self._replace_decoder()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._replace_decoder()
+
+    def _replace_decoder(self) -> None:
+        sleeper = Sleeper(self.decode_s)
+
+        def opened(clip: Clip, device: str = "cpu") -> Sleeper:
+            return sleeper
+
+        torchcodec._open = opened  # type: ignore[assignment]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--threads", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
@@ -89,18 +112,13 @@ def as_text(result: dict[str, Any]) -> str:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure all numbers of threads in turns."""
-    sleeper = Sleeper(arguments.decode_ms / 1e3)
-
-    def opened(clip: Clip, device: str = "cpu") -> Sleeper:
-        return sleeper
-
-    torchcodec._open = opened  # type: ignore[assignment]
     found: dict[int, list[dict[str, float]]] = {threads: [] for threads in arguments.threads}
     with tempfile.TemporaryDirectory() as folder:
         root = write_demo(Path(folder) / "demo", episodes=arguments.episodes, size=SIZE)
+        dataset = SleepingDataset(root, arguments.decode_ms / 1e3)
         for _ in range(arguments.rounds):
             for threads, rounds in found.items():
-                rounds.append(measured(root, threads, arguments))
+                rounds.append(measured(dataset, threads, arguments))
     results = []
     for threads, rounds in found.items():
         medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
@@ -111,16 +129,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"image_size": SIZE, "results": results}
 
 
-def measured(root: Path, threads: int, arguments: argparse.Namespace) -> dict[str, float]:
+def measured(dataset: SleepingDataset, threads: int, arguments: argparse.Namespace) -> dict[str, float]:
     """Measure one Loader with this number of decode threads."""
     with dali_stream.Loader(
-        root,
+        dataset,
         batch_size=arguments.batch_size,
         image_size=SIZE,
         image_dtype="uint8",
         num_threads=threads,
         memory_budget=arguments.memory_budget,
         device="cpu",
+        in_process=True,
     ) as loader:
         batches = endless(loader)
         take(batches, len(loader))  # one epoch, which fills the cache
