@@ -140,7 +140,7 @@ def compare_steps(
                 batches = batches_of(side, stack)
                 take(batches, dataset.num_frames // frames)
                 if bool(psutil.Process().children()) == (side in (MEMORY, "in process")):
-                    raise RuntimeError(f"{side}: the batches come from the wrong process")
+                    raise RuntimeError(f"{side}: another process makes the batches")
                 os.sched_setaffinity(0, [first])
                 step = step or step_of(step_ms / 1e3)
                 rounds.append(measured(batches, step, arguments.seconds))
