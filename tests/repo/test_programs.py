@@ -206,6 +206,21 @@ def test_overhead_beside_a_decoder_that_sleeps() -> None:
         assert 0 < each["cpu_us"] < 20_000 * each["stored_per_frame"]
 
 
+@pytest.mark.slow
+def test_steps_beside_a_loader_and_its_process(demo: Path, tmp_path: Path) -> None:
+    """The program itself checks from which process the batches come."""
+    report = tmp_path / "report.json"
+    short = "--cases 2:8 --threads 2 --seconds 0.2 --rounds 1 --episodes 1"
+    run("benchmarks/interference.py", *short.split(), "--uri", demo, "--report", report)
+    result = json.loads(report.read_text())
+    assert [row["side"] for row in result["rows"]] == ["batch in memory", "in process", "own process", "DataLoader"]
+    assert result["rows"][0]["ratio"] == 1
+    assert all(row["step_ms"] > 0 and 0 <= row["blocked"] < 1 and row["cpu_ms"] > 0 for row in result["rows"])
+    assert [row["mode"] for row in result["rates"]] == ["single", "sarm"]
+    assert all(ratio > 0 for row in result["rates"] for ratio in row["ratios"].values())
+    assert 0 < result["memory"][0]["imported"] < result["memory"][0]["with_a_batch"]
+
+
 def test_decode_floor_says_what_is_wrong_in_one_line(
     odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
