@@ -6,8 +6,8 @@
 The program writes a demo dataset with two cameras of 224×224 pixels. torchcodec's decoder is replaced by one that sleeps for
 `--decode-ms` per requested frame, and then returns gray frames. A thread that sleeps needs no core, so two cores show how a
 Loader works with many decode threads. All else is what a Loader does: it plans, packs clips, keeps frames in slots, and copies
-batches of uint8, in this process. In each round, the numbers of threads take turns, each with a new Loader. Its cache is filled first, with a
-decoder that does not sleep. A round takes about a minute on two cores.
+batches of uint8, in this process. In each round, the numbers of threads take turns, each with a new Loader. Its cache is filled
+first, with a decoder that does not sleep. A round takes about a minute on two cores.
 
 ideal_frames_per_s  frames per second if each thread did nothing but sleep
 stored_per_frame    number of frames that are decoded per delivered frame. It grows with the threads, since the batches in

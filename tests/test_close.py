@@ -170,7 +170,9 @@ def test_a_loader_may_be_collected_in_a_thread_that_holds_a_lock(monkeypatch: py
     lock, closed = threading.Lock(), threading.Event()
 
     class Producer:
-        def close(self) -> None:
+        def stop(self) -> None: ...
+
+        def join(self) -> None:
             with lock:
                 closed.set()
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import resource
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -322,6 +323,33 @@ def test_closing_in_another_thread_wakes_a_thread_that_waits(small: Path) -> Non
         thread.join()
     assert "closed" in str(failed[0])
     assert not children()
+
+
+def test_control_c_while_a_batch_is_awaited(small: Path) -> None:
+    """The batch that was awaited is the next one of a resumed run, and of an iteration with a new Loader."""
+    with Loader(small, batch_size=8, shuffle=False, **HERE) as here:
+        expected = list(here)
+    with Server(small) as server, Loader(Dataset(server.url), batch_size=8, shuffle=False, **OWN) as loader:
+        batches = iter(loader)
+        assert equal(next(batches), expected[0])
+        hang, hangs = hanging()
+        server.set_faults(itertools.repeat(hang))
+        interrupt = threading.Thread(target=lambda: (hangs.wait(60), os.kill(os.getpid(), signal.SIGINT)))
+        delivered = 1
+        try:
+            interrupt.start()
+            for batch in batches:
+                assert equal(batch, expected[delivered])
+                delivered += 1
+            pytest.fail("nothing was interrupted")
+        except KeyboardInterrupt:
+            interrupt.join()
+        server.set_faults(())
+        state = loader.state_dict()
+        assert loader.batch_index == delivered
+    with Loader(small, batch_size=8, shuffle=False, **OWN) as loader:
+        loader.load_state_dict(state)
+        assert all(map(equal, loader, expected[delivered:]))
 
 
 def test_the_board_of_a_crashed_process_is_read() -> None:

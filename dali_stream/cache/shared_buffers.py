@@ -19,20 +19,8 @@ from dali_stream.system.shared_memory import SharedBlock, array_bytes, block_of,
 _ALIGNED = 64  # bytes to which arrays are aligned that are copied into one block
 
 
-class Place(NamedTuple):
-    """Place of an array in a block of shared memory.
-
-    Attributes:
-        block: Number of the block.
-        offset: First byte.
-        shape, dtype, strides: Of the array. Strides are in bytes.
-    """
-
-    block: int
-    offset: int
-    shape: tuple[int, ...]
-    dtype: str
-    strides: tuple[int, ...]
+Place = tuple[int, int, tuple[int, ...], str, tuple[int, ...]]
+"""Place of an array in a block of shared memory: (number of the block, first byte, shape, dtype, strides in bytes)."""
 
 
 class Lent(NamedTuple):
@@ -103,9 +91,8 @@ class LentBuffers(Buffers):
         places, blocks = {}, dict[int, _LentBlock]()
         for name, values in {**arrays, **copies}.items():
             block = _block(values)
-            places[name] = Place(
-                block.number, values.ctypes.data - block.address, values.shape, values.dtype.str, values.strides
-            )
+            start = values.ctypes.data - block.address
+            places[name] = block.number, start, values.shape, values.dtype.str, values.strides
             self._lent[block.number], blocks[block.number] = values, block
         added = [block for block in blocks.values() if block.descriptor is not None]
         freed = [self._freed.pop() for _ in range(len(self._freed))]
@@ -159,13 +146,13 @@ class BorrowedBuffers:
             for descriptor in descriptors:
                 os.close(descriptor)
         whole: dict[int, Array] = {}
-        for number in {place.block for place in lent.places.values()}:
+        for number in {number for number, *_ in lent.places.values()}:
             block = self._blocks[number]
             whole[number] = block.array((block.size,), np.uint8)
             self._in_use[number] = weakref.ref(whole[number], functools.partial(self._return, number))
         return {
-            name: np.ndarray(place.shape, place.dtype, whole[place.block], place.offset, place.strides)
-            for name, place in lent.places.items()
+            name: np.ndarray(shape, dtype, whole[number], offset, strides)
+            for name, (number, offset, shape, dtype, strides) in lent.places.items()
         }
 
     def _return(self, number: int, _: object) -> None:

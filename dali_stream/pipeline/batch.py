@@ -17,8 +17,8 @@ Texts = dict[str, list[Any]]
 
 
 @dataclass
-class BatchInProgress:
-    """One rank's share of a global batch, from its plan until it is returned. `Producer` adds the frames once they are decoded.
+class PlannedBatch:
+    """One rank's share of a global batch, whose frames are being decoded.
 
     Attributes:
         samples: Samples of the batch.
@@ -26,10 +26,6 @@ class BatchInProgress:
         texts: {key: one string per sample}.
         work: {camera: decode tasks in progress}.
         failed: {sample whose episode cannot be read: error}. Its columns and texts are those of another sample.
-        frames: {camera: frames of shape (B, T, H, W, C), or a list with one item per sample, see `Work.collect`}.
-        ready_at: Time of `time.perf_counter` at which all frames were decoded.
-        counts: {attribute of `Counters`: amount to add when the batch is delivered}.
-        substituted: File and error of each sample that was substituted.
     """
 
     samples: Samples
@@ -37,6 +33,26 @@ class BatchInProgress:
     texts: Texts
     work: dict[str, Work]
     failed: dict[int, DaliStreamError]
+
+
+@dataclass
+class FinishedBatch:
+    """Batch with its frames, as a `Producer` returns it.
+
+    Attributes:
+        number, epoch: See `Samples`.
+        columns: {key: values of shape (B, ...)}, for tabular features, masks and random numbers.
+        texts: {key: one string per sample}.
+        frames: {camera: frames of shape (B, T, H, W, C), or a list with one item per sample, see `Work.collect`}.
+        ready_at: Time of `time.perf_counter` at which all frames were decoded.
+        counts: {attribute of `Counters`: amount to add when the batch is delivered}.
+        substituted: File and error of each sample that was substituted.
+    """
+
+    number: int
+    epoch: int
+    columns: dict[str, Array]
+    texts: Texts
     frames: dict[str, Any] = field(default_factory=dict)
     ready_at: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
@@ -62,7 +78,7 @@ def closed() -> DaliStreamError:
     return DaliStreamError("The Loader was closed while another thread waited for a batch")
 
 
-def count_delivered(batch: BatchInProgress, began: float, config: Config, counters: Counters) -> None:
+def count_delivered(batch: FinishedBatch, began: float, config: Config, counters: Counters) -> None:
     """Count a batch that is returned to the user, and log its substitutes. It may have been finished long before.
 
     Args:
@@ -74,4 +90,4 @@ def count_delivered(batch: BatchInProgress, began: float, config: Config, counte
     counters.starved(began, batch.ready_at)
     counters.add(**batch.counts)
     for file, error in batch.substituted:
-        config.substitutes.add(batch.samples.epoch, file, error)
+        config.substitutes.add(batch.epoch, file, error)

@@ -13,7 +13,7 @@ from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import begin_batch
 from dali_stream.pipeline import graph
 from dali_stream.pipeline.aliases import Graph
-from dali_stream.pipeline.batch import BatchInProgress, count_delivered
+from dali_stream.pipeline.batch import FinishedBatch, count_delivered
 from dali_stream.pipeline.dali_iterator import Iterator, PipelineError, abandon
 from dali_stream.pipeline.external_source import ExternalSource
 from dali_stream.pipeline.layout import Layout
@@ -57,28 +57,28 @@ class DaliBatches:
             with self._counters.timed("graph_s"):
                 began = time.perf_counter()
                 [batch] = next(self._iterator)
-                planned = self._external.batches.popleft()
-                begin_batch(planned.samples.number)
+                finished = self._external.batches.popleft()
+                begin_batch(finished.number)
         except PipelineError as error:
             if change := self._route_change(error.explanation):
                 raise change from error.__cause__
             raise DaliStreamError(
                 f"An operator of the DALI pipeline failed: {error.explanation}. See the error that caused this one"
             ) from error.__cause__
-        self._audit(planned, batch)
+        self._audit(finished, batch)
         for key, layout in self._iterator.layouts.items():
             if key in batch and layout.endswith("HWC"):
                 frames = batch[key].movedim(-1, -3)
                 batch[key] = frames.contiguous() if self._config.memory_format == "contiguous" else frames
-        count_delivered(planned, began, self._config, self._counters)
-        return planned.texts | batch  # DALI has no strings
+        count_delivered(finished, began, self._config, self._counters)
+        return finished.texts | batch  # DALI has no strings
 
-    def _audit(self, planned: BatchInProgress, batch: dict[str, Any]) -> None:
+    def _audit(self, finished: FinishedBatch, batch: dict[str, Any]) -> None:
         """Compare samples with the frames that FFmpeg decodes. Raises RouteChange if DALI delivered a different frame."""
         for camera in self._external.on_dali:
             # A user's function may change the frames, so the decoded frames are additional outputs of the graph.
             frames: Any = batch.pop(graph.AUDITED + camera) if self._config.audits_apart else batch.get(camera)
-            audits = ((sample, clip.audit) for sample, clip in enumerate(planned.frames[camera]) if clip.audit)
+            audits = ((sample, clip.audit) for sample, clip in enumerate(finished.frames[camera]) if clip.audit)
             for sample, audit in audits:
                 window = frames[sample].unsqueeze(0) if self._config.squeezed(camera) else frames[sample]
                 levels = window.cpu().float().numpy() * (255 if self._config.image_dtype == "float32" else 1)

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from dali_stream.checks.arrays import Array
-from dali_stream.pipeline.batch import BatchInProgress, with_time_axis
+from dali_stream.pipeline.batch import FinishedBatch, with_time_axis
 from dali_stream.pipeline.layout import Layout
 from dali_stream.pipeline.producer import Producer
 from dali_stream.pipeline.producer_process import ProducerProcess
@@ -28,7 +28,7 @@ class ExternalSource:
     def __init__(self, layout: Layout, producer: Producer | ProducerProcess) -> None:
         self._config, self._producer, self._cached = layout.config, producer, layout.cached
         self.on_dali = layout.on_dali
-        self.batches: deque[BatchInProgress] = deque()
+        self.batches: deque[FinishedBatch] = deque()
 
     def prepare(self) -> None:
         """Wait for the next batch, which the methods below return to DALI's next run.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from dali_stream.cache.shared_buffers import Lent
 from dali_stream.lerobot.source import Source
 from dali_stream.observe.tracing import Span
-from dali_stream.pipeline.batch import BatchInProgress
+from dali_stream.pipeline.batch import FinishedBatch
 from dali_stream.storage import Store
 
 
@@ -43,7 +43,7 @@ class Finished(NamedTuple):
     """Finished batch, with what was counted since the message before.
 
     Attributes:
-        batch: Batch without `columns`, `frames` and `work`.
+        batch: Batch without `columns` and `frames`.
         frames: Keys of its frames. The other arrays are columns.
         lent: Arrays of the batch.
         counters: Growth of the counters.
@@ -53,7 +53,7 @@ class Finished(NamedTuple):
         spans: Spans, if a trace is recorded.
     """
 
-    batch: BatchInProgress
+    batch: FinishedBatch
     frames: list[str]
     lent: Lent
     counters: dict[str, float]

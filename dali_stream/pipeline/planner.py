@@ -25,7 +25,7 @@ from dali_stream.observe.tracing import begin_batch
 from dali_stream.observe.waiting import take
 from dali_stream.order import Shuffle, has_consumers
 from dali_stream.pipeline import tabular
-from dali_stream.pipeline.batch import BatchInProgress, closed
+from dali_stream.pipeline.batch import PlannedBatch, closed
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.decode_pool import DecodePool
 from dali_stream.pipeline.layout import Layout
@@ -259,7 +259,7 @@ class Planner:
         slots = {key: self._schedule.frames[key].slot_count for key in layout.cached}
         self.pool = DecodePool(layout, slots, counters, buffers)
         self._reading = Reading(config, sizes, parts, self._schedule, self.pool.on_disk, counters)
-        self._planned: queue.SimpleQueue[BatchInProgress | BaseException] = queue.SimpleQueue()
+        self._planned: queue.SimpleQueue[PlannedBatch | BaseException] = queue.SimpleQueue()
         self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(config.in_progress):
             self._permits.put(None)
@@ -271,7 +271,7 @@ class Planner:
         """Start the thread. If this raises an exception, such as KeyboardInterrupt, the caller must call `close`."""
         self._thread.start()
 
-    def take(self) -> BatchInProgress:
+    def take(self) -> PlannedBatch:
         """Return the next batch. Wait for it if necessary.
 
         Raises:
@@ -346,7 +346,7 @@ class Planner:
         except BaseException as error:
             self._planned.put(closed() if self.stopping else error)
 
-    def _plan(self) -> BatchInProgress:
+    def _plan(self) -> PlannedBatch:
         config, reading, timed = self._config, self._reading, self._counters.timed
         # Only `read_ahead` and `open` close episodes. After `open`, those of the batch stay open until this method has copied
         # their rows and started the decode tasks, which hold the packets, indices and blocks that they need.
@@ -366,4 +366,4 @@ class Planner:
             values = tabular.columns(config, self._schedule.table, readable)
             texts = tabular.take_texts(config, self._schedule.table, readable.samples, values, reading.names.result())
         work = self.pool.start(plan, reading.episodes, stores)
-        return BatchInProgress(plan.samples, values, texts, work, failed)
+        return PlannedBatch(plan.samples, values, texts, work, failed)

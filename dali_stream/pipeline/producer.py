@@ -12,7 +12,7 @@ from dali_stream.decode.depth import Distances
 from dali_stream.errors import DaliStreamError, DecodeError, MemoryBudgetError
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.waiting import result
-from dali_stream.pipeline.batch import BatchInProgress, closed
+from dali_stream.pipeline.batch import FinishedBatch, PlannedBatch, closed
 from dali_stream.pipeline.config import SUBSTITUTE
 from dali_stream.pipeline.layout import Layout
 from dali_stream.pipeline.planner import Planner
@@ -61,15 +61,15 @@ class Producer:
         """Start to plan and to decode. If this raises an exception, such as KeyboardInterrupt, the caller must call `close`."""
         self._planner.start()
 
-    def next(self) -> BatchInProgress:
+    def next(self) -> FinishedBatch:
         """Return the next batch, with its frames.
 
         Raises:
             DaliStreamError: If the batch could not be made, or the loader was closed.
         """
-        batch = self._planner.take()
+        planned = self._planner.take()
         try:
-            self._finish(batch)
+            batch = self._finished(planned)
         except Exception as error:  # any error may be the consequence of another thread closing the loader
             if self._planner.stopping or isinstance(error, CancelledError):
                 raise closed() from error
@@ -89,28 +89,29 @@ class Producer:
         """Wait for the threads to end, after `stop`."""
         self._planner.join()
 
-    def _finish(self, batch: BatchInProgress) -> None:
+    def _finished(self, planned: PlannedBatch) -> FinishedBatch:
         """Wait for the frames of a batch and copy them. Substitute samples that failed, if this is allowed."""
-        config, pool, episode = self._config, self._planner.pool, batch.samples.episode
+        config, pool, samples = self._config, self._planner.pool, planned.samples
+        batch, episode = FinishedBatch(samples.number, samples.epoch, planned.columns, planned.texts), samples.episode
         failed: dict[int, DaliStreamError] = {}
         files: dict[int, str] = {}  # {sample that failed: its file}
         # The tasks of all cameras are waited for before anything is copied, so that no waiting counts as copying.
-        for key, work in batch.work.items():
+        for key, work in planned.work.items():
             for task in work.tasks:
-                result(task, f"frames of {key} for a batch of epoch {batch.samples.epoch}")
+                result(task, f"frames of {key} for a batch of epoch {samples.epoch}")
         batch.ready_at = time.perf_counter()
-        for key, work in batch.work.items():
+        for key, work in planned.work.items():
             batch.frames[key] = work.collect(pool.buffers, pool.dtype, pool.copiers)
             if key in self._distances:
                 dataset = config.source.dataset_of[episode]
                 batch.frames[key] = self._distances[key].of(batch.frames[key], dataset, pool.buffers, pool.copiers)
             failed |= work.failed
             files |= {sample: self._file(key, int(episode[sample])) for sample in work.failed}
-        failed |= batch.failed
-        files |= {sample: f"episode {config.source.episodes[episode[sample]]}" for sample in batch.failed}
+        failed |= planned.failed
+        files |= {sample: f"episode {config.source.episodes[episode[sample]]}" for sample in planned.failed}
         count = len(episode)
         shown = sum(config.windows.steps(key) * (count - self._missing(batch, key)) for key in batch.frames)
-        batch.counts = {"samples": count, "frames": shown, "padded": batch.samples.padded, "substituted": len(failed)}
+        batch.counts = {"samples": count, "frames": shown, "padded": samples.padded, "substituted": len(failed)}
         if failed:
             if self._planner.stopping:  # reads fail because another thread closes the loader
                 raise closed()
@@ -124,6 +125,7 @@ class Producer:
                 for texts in batch.texts.values():
                     texts[sample] = copy.deepcopy(texts[of])  # annotations, which the user may change
                 batch.columns[SUBSTITUTE][sample] = True
+        return batch
 
     def _substitutes(self, count: int, failed: dict[int, DaliStreamError]) -> list[int]:
         """Return the samples that may substitute others. Raises the first error if all failed, or DecodeError if too many."""
@@ -144,7 +146,7 @@ class Producer:
         file = int(source.videos[camera].file[episode]) if camera in source.videos else NONE
         return camera if file == NONE else source.data_store.where(source.path(camera, file))
 
-    def _missing(self, batch: BatchInProgress, camera: str) -> int:
+    def _missing(self, batch: FinishedBatch, camera: str) -> int:
         """Return the number of samples of a batch whose dataset lacks a camera."""
         mask = f"{camera}_is_missing"
         return int(batch.columns[mask].sum()) if mask in self._config.source.constants else 0

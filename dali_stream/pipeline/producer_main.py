@@ -7,15 +7,15 @@ import pickle
 import queue
 import threading
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 
-from dali_stream.cache.shared_buffers import LentBuffers
+from dali_stream.cache.shared_buffers import Lent, LentBuffers
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import take_spans
 from dali_stream.observe.waiting import Board
+from dali_stream.pipeline.batch import FinishedBatch
 from dali_stream.pipeline.layout import Layout
 from dali_stream.pipeline.messages import Finished, Request, Start, stores
 from dali_stream.pipeline.producer import Producer
@@ -80,7 +80,7 @@ class _Server:
         except BaseException as error:
             send_error(self._connection, error)
 
-    def _finished(self, batch: Any, lent: Any, is_traced: bool) -> Finished:
+    def _finished(self, batch: FinishedBatch, lent: Lent, is_traced: bool) -> Finished:
         traffic = {}
         for key, (number, store, before) in self._stores.items():
             now = store.traffic.counts()
@@ -89,7 +89,7 @@ class _Server:
                 self._stores[key] = number, store, now
         index_bytes, self._index_bytes = self._config.indices.bytes_read - self._index_bytes, self._config.indices.bytes_read
         return Finished(
-            replace(batch, columns={}, frames={}, work={}),
+            replace(batch, columns={}, frames={}),
             list(batch.frames),
             lent,
             self._counters.growth(self._counted),

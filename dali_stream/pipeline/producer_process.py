@@ -12,7 +12,7 @@ from dali_stream.cache.shared_buffers import BorrowedBuffers
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.tracing import add_spans, begin_batch, is_recorded
 from dali_stream.observe.waiting import Board
-from dali_stream.pipeline.batch import BatchInProgress, closed
+from dali_stream.pipeline.batch import FinishedBatch, closed
 from dali_stream.pipeline.layout import Layout
 from dali_stream.pipeline.messages import Finished, Request, Start, stores
 from dali_stream.pipeline.planner import MEMORY
@@ -80,7 +80,7 @@ class ProducerProcess:
     def _request(self) -> None:
         self._child.send(Request(*self._buffers.returned(), is_recorded()))
 
-    def next(self) -> BatchInProgress:
+    def next(self) -> FinishedBatch:
         """Return the next batch, with its frames.
 
         Raises:
@@ -101,7 +101,7 @@ class ProducerProcess:
         batch.frames = {key: arrays.pop(key) for key in message.frames}
         batch.columns = arrays
         self._count(message)
-        begin_batch(batch.samples.number)
+        begin_batch(batch.number)
         return batch
 
     def _count(self, message: Finished) -> None:

@@ -25,6 +25,7 @@ class TorchBatches:
 
     def __init__(self, config: Config, producer: Producer | ProducerProcess, counters: Counters) -> None:
         self._config, self._producer, self._counters = config, producer, counters
+        self._columns = config.columns()
 
     def next(self) -> dict[str, Any]:
         """Return the next batch, with frames channels first.
@@ -35,7 +36,7 @@ class TorchBatches:
         with self._counters.timed("graph_s"):
             began = time.perf_counter()
             batch = self._producer.next()
-            columns = {key: torch.from_numpy(batch.columns[key]) for key in self._config.columns()}
+            columns = {key: torch.from_numpy(batch.columns[key]) for key in self._columns}
             frames = {
                 key: torch.from_numpy(with_time_axis(self._config, key, values)).movedim(-1, -3)
                 for key, values in batch.frames.items()
