@@ -252,7 +252,7 @@ class Child:
 
     def close(self) -> None:
         """End the process, and wait for it. Its last log records are logged. May be called from any thread, and repeatedly."""
-        self._connection.end()
+        _wait_for_end(self._process, self._connection)  # first, since a stopped process sends nothing, and never ends by itself
         if self._receiving.acquire(timeout=_END_S):  # otherwise another thread logs them
             try:
                 with contextlib.suppress(EOFError):
@@ -276,14 +276,19 @@ class Child:
 _children: weakref.WeakSet[Child] = weakref.WeakSet()
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    """End a process, and wait for it."""
+def _wait_for_end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    """Let a process end, and wait for it. If this takes too long, kill it."""
     connection.end()
     try:
         process.wait(_END_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    """End a process, and wait for it."""
+    _wait_for_end(process, connection)
     connection.close()
 
 
