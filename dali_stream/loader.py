@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
@@ -36,7 +36,7 @@ from dali_stream.run.bottleneck import Bottleneck
 from dali_stream.run.loader_config import make_config
 from dali_stream.run.required_memory import check_memory
 from dali_stream.schedule.budget import divide
-from dali_stream.storage.store import TRAFFIC
+from dali_stream.storage.store import TRAFFIC, Store
 from dali_stream.system.heap import trim_memory
 from dali_stream.system.log_records import note_given
 from dali_stream.system.memory_limit import memory_limit
@@ -255,7 +255,8 @@ class Loader:
         check_memory(layout, memory_limit())
         if layout.uses_dali:
             importlib.import_module("dali_stream.pipeline.dali_batches")
-        return BatchSource(routes, dali_graph, decode, self._counters, _has_own_process(in_process, routes))
+        own_process = _has_own_process(in_process, routes, self.dataset.stores)
+        return BatchSource(routes, dali_graph, decode, self._counters, own_process)
 
     def _check_budget(self, layout: Layout) -> None:
         """Check that memory_budget holds one batch."""
@@ -772,14 +773,15 @@ class Loader:
             _log.warning("%s", told)
 
 
-def _has_own_process(in_process: bool | None, routes: Mapping[str, Route]) -> bool:
+def _has_own_process(in_process: bool | None, routes: Mapping[str, Route], stores: Iterable[Store]) -> bool:
     """Return whether another process makes the batches. `in_process` is the argument of the Loader."""
     if in_process is None:
         in_process = os.environ.get(IN_PROCESS, "") not in ("", "0")
-    staying = next((key for key, route in routes.items() if route.decoder in ("dali", TORCHCODEC_CUDA)), None)
-    if not in_process and staying is not None:
-        _log.info("Loader: the batches are made in this process, since %s decodes %s", routes[staying].decoder, staying)
-    return not in_process and staying is None
+    reasons = [f"{route.decoder} decodes {key}" for key, route in routes.items() if route.decoder in ("dali", TORCHCODEC_CUDA)]
+    reasons += [f"the files of {store.address} are in its memory" for store in stores if store.in_memory]
+    if not in_process and reasons:
+        _log.info("Loader: the batches are made in this process, since %s", reasons[0])
+    return not in_process and not reasons
 
 
 def _read_identity(dataset: Dataset | Mixture) -> None:
