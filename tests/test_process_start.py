@@ -19,19 +19,25 @@ import dali_stream
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a Loader has a process of its own on Linux only")
 PACKAGE = Path(dali_stream.__file__).parents[1]  # folder that contains this package
 
-# One Loader is made in a thread that ends before the iteration. The kernel can end a process at the end of the thread that has
+# One Loader is made in a thread that ends after the first batch. The kernel can end a process together with the thread that has
 # started it (PR_SET_PDEATHSIG).
 PROGRAM = f"""{SAME}
-import threading
+import itertools, threading
 
 dataset, made = dali_stream.Dataset(sys.argv[-1]), []
-thread = threading.Thread(target=lambda: made.append(dali_stream.Loader(dataset, batch_size=8, **whole)))
+
+def make():
+    loader = dali_stream.Loader(dataset, batch_size=8, **whole)
+    batches = iter(loader)
+    made.extend((loader, children(), itertools.chain([next(batches)], batches)))
+
+thread = threading.Thread(target=make)
 thread.start()
 thread.join()
-first = children()
-with made[0] as loader, dali_stream.Loader(dataset, batch_size=8, in_process=True, **whole) as in_process:
-    found = same(loader, in_process)
-found |= {{"first": sorted(first), "left": sorted(children()), "path": sys.path, "frames": dataset.num_frames}}
+loader, first, batches = made
+with loader, dali_stream.Loader(dataset, batch_size=8, in_process=True, **whole) as in_process:
+    found = same(batches, in_process)
+found |= {{"first": sorted(first), "left": sorted(children()), "frames": dataset.num_frames}}
 print(json.dumps(found))
 """
 
@@ -103,13 +109,13 @@ def test_from_a_notebook(demo: Path, tmp_path: Path) -> None:
     for module in ("nbclient", "ipykernel"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
-    before, after = PROGRAM.split("import threading")
-    cells = [f"import sys; sys.argv = ['', {str(demo)!r}]", before, f"import threading{after}"]
+    before, after = PROGRAM.split("import itertools")
+    cells = [f"import sys; sys.argv = ['', {str(demo)!r}]", before, f"import itertools{after}"]
     runner = f"""
 import json, nbclient, nbformat
 book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in {cells!r}])
 nbclient.NotebookClient(book, timeout={SAFETY_S}).execute()
-print("".join(output["text"] for cell in book.cells for output in cell.outputs if output.get("name") == "stdout"))
+print("".join(output["text"] for cell in book.cells for output in cell.outputs if output.get("name") == "stdout"), end="")
 print(json.dumps([output for cell in book.cells for output in cell.outputs if output.get("name") != "stdout"]), file=sys.stderr)
 """
     found, err = run([sys.executable, "-c", f"import sys\n{runner}"], cwd=tmp_path, IPYTHONDIR=str(tmp_path))
@@ -195,7 +201,7 @@ print(json.dumps(found | {{"frames": dataset.num_frames}}))
     ids=["in a module", "a credential of a class of the program", "a credential that is a function", "in the program"],
 )
 def test_a_storage_of_the_user(driver: str, token: str, reason: str | None, demo: Path, tmp_path: Path) -> None:
-    """Where the process cannot import what is in the user's program, the batches are made here, and a warning says why."""
+    """If the process cannot import a part of the storage, the program makes the batches itself, and a warning says why."""
     (tmp_path / "custom_storage.py").write_text(FOLDER)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     found, err = run([sys.executable, "-c", CUSTOM, demo, driver, token], PYTHONPATH=path)

@@ -84,13 +84,13 @@ def processes(session: int) -> list[psutil.Process]:
         try:
             if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):  # it has ended meanwhile
+        except (ProcessLookupError, psutil.NoSuchProcess):  # the process ended after it was listed
             pass
     return found
 
 
 def assert_ended(session: int, but: Sequence[int] = ()) -> None:
-    """Wait for all processes of a session to end, but for those with the numbers in `but`."""
+    """Wait until only the processes with the numbers in `but` are left of a session."""
     deadline = time.monotonic() + SAFETY_S
     while left := [process for process in processes(session) if process.pid not in but]:
         assert time.monotonic() < deadline, f"left: {[process.cmdline() for process in left]}"
