@@ -90,11 +90,14 @@ class Connection:
         other_exists: Function that returns whether the other process exists. An open socket does not show this, since a
             descendant of the other process may hold its end.
         what: What this process waits for, for the log of a long wait. Default: nothing is logged.
+
+    Attributes:
+        sent: Number of messages that were sent.
     """
 
     def __init__(self, end: socket.socket, other_exists: Callable[[], bool], what: str = "") -> None:
         self._socket, self._other_exists, self._what = end, other_exists, what
-        self._sending = threading.Lock()
+        self._sending, self.sent = threading.Lock(), 0
         self._readable = select.poll()
         self._readable.register(end, select.POLLIN)
         self._is_within = False  # whether only a part of a message was received, since Ctrl-C has interrupted `receive`
@@ -107,6 +110,7 @@ class Connection:
             with self._sending:
                 sent = socket.send_fds(self._socket, [head], descriptors)
                 self._socket.sendall(head[sent:] + data)
+                self.sent += 1
         except OSError:
             raise EOFError from None
 
@@ -277,8 +281,10 @@ _children: weakref.WeakSet[Child] = weakref.WeakSet()
 
 
 def _wait_for_end(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    """Let a process end, and wait for it. If this takes too long, kill it."""
+    """Let a process end, and wait for it. If this takes too long, or it has got no work yet, kill it."""
     connection.end()
+    if connection.sent <= 1:  # it has got the levels only, and would import modules for seconds before it notices the end
+        process.kill()
     try:
         process.wait(_END_S)
     except subprocess.TimeoutExpired:
