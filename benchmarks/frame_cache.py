@@ -13,6 +13,7 @@ import sys
 from typing import Any, NamedTuple
 
 import numpy as np
+import program
 from argument_types import count
 from decodes import decodes
 
@@ -22,7 +23,6 @@ from dali_stream.schedule.budget import horizon
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.plan import Limits, Schedule
 from dali_stream.schedule.samples import batches_of_rank
-from dali_stream.tools import environment
 
 GIB = 1 << 30
 BATCH_SIZE = 64
@@ -54,25 +54,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--episodes", type=count, default=600)
     parser.add_argument("--batches", type=count, help="batches of each case; default: one epoch")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    arguments = parser.parse_args()
+    return program.run(parser, measure, as_text)
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """Return the table of docs/memory.md."""
+    names = list(dict.fromkeys(case["name"] for case in result["cases"]))
+    lines = [f"| GOP, request | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    for gop, steps in REQUESTS:
+        ratios = [case["decoded_per_frame"] for case in result["cases"] if (case["gop"], case["steps"]) == (gop, steps)]
+        request = "single frames" if steps == 1 else f"windows of {steps}, 1 s apart"
+        lines.append(f"| {gop}, {request} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
+    return "\n".join(lines)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Plan an epoch, or its first batches, for each request and configuration of memory."""
     lengths = np.random.default_rng(0).integers(250, 501, arguments.episodes)
-    print("| GOP, request |", " | ".join(memory.name for memory in MEMORY), "|")
-    print("|---|" + "---|" * len(MEMORY))
     cases = []
     for gop, steps in REQUESTS:
-        row = [decoded_per_frame(lengths, gop, steps, memory, arguments.batches) for memory in MEMORY]
-        request = "single frames" if steps == 1 else f"windows of {steps}, 1 s apart"
-        print(f"| {gop}, {request} |", " | ".join(f"{ratio:.2f}" for ratio in row), "|", flush=True)
-        cases += [
-            {"gop": gop, "steps": steps, **memory._asdict(), "decoded_per_frame": ratio}
-            for memory, ratio in zip(MEMORY, row, strict=True)
-        ]
-    if arguments.json:
-        settings = {key: value for key, value in vars(arguments).items() if key != "json"}
-        report: dict[str, Any] = {"cases": cases, "batch_size": BATCH_SIZE, "in_flight": IN_PROGRESS, "arguments": settings}
-        print(environment.report_json(report | environment.ran_on("cpu")))
-    return 0
+        for memory in MEMORY:
+            ratio = decoded_per_frame(lengths, gop, steps, memory, arguments.batches)
+            cases.append({"gop": gop, "steps": steps, **memory._asdict(), "decoded_per_frame": ratio})
+        print(f"GOP {gop}, {steps} frames per sample: done", file=sys.stderr)
+    return {"cases": cases, "batch_size": BATCH_SIZE, "in_flight": IN_PROGRESS}
 
 
 def decoded_per_frame(lengths: np.ndarray, gop: int, steps: int, memory: Memory, most: int | None) -> float:

@@ -30,16 +30,14 @@ from typing import Any
 import av
 import numpy as np
 import torch
-from argument_types import count, new_file
-from program import Rows
+from argument_types import count
+from program import Rows, on_gpu
 
 from dali_stream import Dataset, Loader, Mixture, Transformed
-from dali_stream.checks.frame_size import frame_size, join_sizes
-from dali_stream.decode.torchcodec_cuda import device_name
+from dali_stream.checks.frame_size import frame_size
 from dali_stream.demo import write_demo
 from dali_stream.demo.encode import Codec, encode_video
 from dali_stream.system import cpu
-from dali_stream.system.gpu import gpu_index
 from dali_stream.tools.selftest import load
 
 TOP, SIDE = "observation.images.top", "observation.images.side"
@@ -50,16 +48,13 @@ Row = dict[str, Any]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N")
     parser.add_argument("--size", type=frame_size, default=(480, 640), metavar="HxW", help="size of the frames")
     parser.add_argument("--episodes", type=count, default=8, help="number of episodes of a dataset")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--out", type=new_file, help="write the report to this file after each part")
-    arguments = parser.parse_args(join_sizes())
-    device = device_name(gpu_index(arguments.device))
-    rows = Rows(arguments, device)
+    arguments = on_gpu(parser)
+    rows = Rows(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        parts = Parts(Path(folder), device, arguments.size, arguments.episodes)
+        parts = Parts(Path(folder), arguments.device, arguments.size, arguments.episodes)
         for name in arguments.parts:
             started = time.perf_counter()
             try:

@@ -22,16 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from argument_types import count, new_file, not_negative
+from argument_types import count, not_negative
 from nvidia.dali.pipeline import OperatorConcurrency, StreamPolicy
-from program import Rows
+from program import Rows, on_gpu
 
 import dali_stream
 from dali_stream.decode import dali
 from dali_stream.decode.route import TORCHCODEC_CUDA
 from dali_stream.decode.torchcodec_cuda import unavailable
 from dali_stream.system import cpu
-from dali_stream.system.gpu import gpu_index
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import endless, take
 from dali_stream.tools.selftest import load
@@ -50,35 +49,31 @@ _BUDGET = "16MiB"  # holds few decoded frames; if it held all of them, torchcode
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("root", type=Path, help="a local LeRobot v3 dataset with video that DALI decodes here")
-    parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N")
     parser.add_argument(
         "--threads", type=count, nargs="+", default=[cpu.cores()], help="decode threads; each value is measured"
     )
     parser.add_argument("--batch-size", type=count, default=64)
     parser.add_argument("--seconds", type=not_negative, default=3.0, help="duration of each measurement")
-    parser.add_argument("--out", type=new_file, help="write the report to this file after each measurement")
-    arguments = parser.parse_args()
-    gpu = gpu_index(arguments.device)
-    device = "cpu" if gpu is None else f"cuda:{gpu}"
-    rows = Rows(arguments, device)
+    arguments = on_gpu(parser)
+    rows = Rows(arguments)
     routes = [("dali", *setting) for setting in SETTINGS] + [("torchcodec", *SETTINGS[0])]
-    if gpu is not None and not unavailable(gpu):
+    if arguments.gpu is not None and not unavailable(arguments.gpu):
         routes.insert(1, (TORCHCODEC_CUDA, *SETTINGS[0]))
     for decode, dali.STREAMS, dali.CONCURRENCY in routes:
         head = {"decode": decode, "streams": dali.STREAMS.name, "concurrency": dali.CONCURRENCY.name}
         for threads in arguments.threads:
-            rows.add({**head, "threads": threads, **rates(arguments, device, decode, threads)}, "frames_per_s")
+            rows.add({**head, "threads": threads, **rates(arguments, decode, threads)}, "frames_per_s")
         if decode == "dali":
-            rows.add(head | load.lockstep(str(arguments.root), device, arguments.seconds), "lockstep")
+            rows.add(head | load.lockstep(str(arguments.root), arguments.device, arguments.seconds), "lockstep")
     return 1 if any(row["wrong"] for row in rows.report["lockstep"]) else 0
 
 
-def rates(arguments: argparse.Namespace, device: str, decode: str, threads: int) -> dict[str, Any]:
+def rates(arguments: argparse.Namespace, decode: str, threads: int) -> dict[str, Any]:
     """Return the frames/s on an idle and on a busy device, and the GPU memory in use, in bytes.
 
     On a CPU, only the frames/s on the idle device are measured.
     """
-    dataset = dali_stream.Dataset(arguments.root)
+    dataset, device = dali_stream.Dataset(arguments.root), arguments.device
     with dali_stream.Loader(
         dataset, batch_size=arguments.batch_size, device=device, decode=decode, num_threads=threads, rank=0, world_size=1,
         memory_budget=_BUDGET,
@@ -99,7 +94,7 @@ def rates(arguments: argparse.Namespace, device: str, decode: str, threads: int)
                 torch.cuda.synchronize(device)
             seconds = time.perf_counter() - started
             frames_per_s[name] = round(number * arguments.batch_size * len(dataset.cameras) / seconds)
-    return {**frames_per_s, "gpu_bytes": environment.gpu_bytes_used(None if device == "cpu" else torch.device(device).index)}
+    return {**frames_per_s, "gpu_bytes": environment.gpu_bytes_used(arguments.gpu)}
 
 
 if __name__ == "__main__":

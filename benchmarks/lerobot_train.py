@@ -18,9 +18,8 @@ then killed on one, and continued on two, delivers each frame of the epoch once;
 an ACT policy from recorded frames as from those of a Loader with --loader.image_size, also after --policy.path has continued
 it, at the same and at another size. With LeRobot 0.6 or later, it also checks that an evaluation has the same loss, and batches
 the same depth maps, as with LeRobot's DataLoader. With LeRobot after 0.6.1, it checks that exclude_episodes has the losses of
-LeRobot's DataLoader, that ranks started by `accelerate launch` deliver distinct frames, and that a recipe renders the same
-messages from annotations. It also measures the steps per second of the script on a Loader with --loader.image_size, and on its
-own DataLoader with torchvision's Resize.
+LeRobot's DataLoader, and that ranks started by `accelerate launch` deliver distinct frames. The speed is measured by
+lerobot_gpu.py.
 
 The exit code is 1 if a check fails.
 """
@@ -32,7 +31,6 @@ import functools
 import importlib.metadata
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from argument_types import count, new_file
+from argument_types import new_file
 
 import dali_stream
 
@@ -49,14 +47,12 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALL
 
 from lerobot_programs import deploy
 from lerobot_programs.comparison import NEWER, Comparison, Failed, Run
-from lerobot_programs.resizing import resized
 from lerobot_programs.trainable import trainable
 
-PARTS = ("policies", "ranks", "newer", "language", "depth", "deployment", "evaluation", "speed")
+PARTS = ("policies", "ranks", "newer", "depth", "deployment", "evaluation")
 STEPS = 15
 SIZE = (32, 32)  # size of frames in runs that are not compared with LeRobot's own DataLoader
 OTHER_SIZE = (48, 64)
-SPEED_SIZE = (224, 224)
 POLICIES = {
     "act": [
         *("--policy.type=act", "--policy.pretrained_backbone_weights=null", "--policy.dim_model=32", "--policy.n_heads=2"),
@@ -69,23 +65,6 @@ POLICIES = {
         *("--policy.crop_shape=[28,28]", "--policy.spatial_softmax_num_keypoints=8"),
     ],
 }
-RECIPE = {  # as in LeRobot's recipes, with messages of two streams and a binding of its own
-    "blend": {
-        "subtask": {
-            "weight": 0.5,
-            "bindings": {"before": "nth_prev(style=memory, offset=1)"},
-            "messages": [
-                {"role": "user", "content": "${task}", "stream": "high_level"},
-                {"role": "user", "content": "${before}", "stream": "high_level", "if_present": "before"},
-                {"role": "assistant", "content": "${subtask}", "stream": "high_level", "target": True, "if_present": "subtask"},
-            ],
-        },
-        "execution": {
-            "weight": 0.5,
-            "messages": [{"role": "user", "content": "${subtask}", "stream": "low_level", "if_present": "subtask"}],
-        },
-    }
-}
 DROP_LAST = {"act": 0, "diffusion": 7}
 JITTER = ["--dataset.image_transforms.enable=true", "--dataset.image_transforms.max_num_transforms=2"]
 LOADER = [f"--loader.image_size={SIZE[0]}x{SIZE[1]}", "--loader.num_threads=1"]
@@ -96,6 +75,14 @@ def equal(ours: Sequence[Any], theirs: Sequence[Any], wanted: int) -> tuple[bool
     """Return whether both sequences have the same `wanted` values, and a text with the number of equal values."""
     same = sum(our_value == their_value for our_value, their_value in zip(ours, theirs, strict=False))
     return same == wanted == len(ours) == len(theirs), f"{same} of {wanted}"
+
+
+def both(comparison: Comparison, arguments: Sequence[str], drop_n_last_frames: int = 0) -> tuple[Run, Run]:
+    """Run the script on LeRobot's DataLoader in the Loader's order, and on a Loader. Frames have the recorded size."""
+    common = [*arguments, "--num_workers=0", "--save_checkpoint=false"]
+    stock, _ = comparison.run("ordered", common, drop_n_last_frames=drop_n_last_frames)
+    ours, _ = comparison.run("loader", [*common, "--loader.num_threads=1"])
+    return stock, ours
 
 
 def of_dataset(name: str, root: Path, policy: str) -> list[str]:
@@ -113,18 +100,10 @@ def continued(output: Path, step: int, steps: int) -> list[str]:
 
 
 def compare_losses(comparison: Comparison, name: str, root: Path, policy: str, more: Sequence[str] = ()) -> None:
-    arguments = [
-        *of_dataset(name, root, policy),
-        *more,
-        f"--steps={STEPS}",
-        "--batch_size=2",
-        "--num_workers=0",
-        "--save_checkpoint=false",
-    ]
+    arguments = [*of_dataset(name, root, policy), *more, f"--steps={STEPS}", "--batch_size=2"]
 
     def losses() -> tuple[bool, Any]:
-        stock, _ = comparison.run("ordered", arguments, drop_n_last_frames=DROP_LAST[policy])
-        ours, _ = comparison.run("loader", [*arguments, "--loader.num_threads=1"])
+        stock, ours = both(comparison, arguments, DROP_LAST[policy])
         same, detail = equal(ours.losses, stock.losses, STEPS)
         return same and ours.index == stock.index and ours.frames == stock.frames, {
             "equal": detail,
@@ -223,23 +202,6 @@ def check_newer(comparison: Comparison, name: str, root: Path) -> None:
     compare_losses(comparison, name, root, "act", ["--dataset.episodes=[0,1,2]", "--dataset.exclude_episodes=[1]"])
 
 
-def check_language(comparison: Comparison, name: str, root: Path, folder: Path) -> None:
-    """Check the annotations of batches, by the messages that LeRobot renders from them."""
-    from lerobot_programs.annotated import annotated  # LeRobot 0.4 cannot write annotations
-
-    arguments = [*of_dataset(name, annotated(root, folder), "act"), f"--steps={STEPS}", "--batch_size=8", "--num_workers=0"]
-    arguments.append("--save_checkpoint=false")
-
-    def rendered() -> tuple[bool, Any]:
-        stock, _ = comparison.run("ordered", arguments, trains=False, recipe=RECIPE)
-        ours, _ = comparison.run("loader", [*arguments, "--loader.num_threads=1"], trains=False, recipe=RECIPE)
-        same, detail = equal(ours.messages, stock.messages, STEPS)
-        kinds = {stream for batch in ours.messages for sample in batch["message_streams"] for stream in sample}
-        return same and ours.index == stock.index and len(kinds) > 1, {"equal batches": detail, "streams": sorted(kinds)}
-
-    comparison.attempt("a recipe renders the messages of LeRobot's DataLoader", rendered)
-
-
 def check_depth(comparison: Comparison, folder: Path) -> None:
     """Check the depth maps of batches, and the losses of a policy that does not look at them: no policy of 0.6.1 does."""
     written = folder / "depth"
@@ -249,11 +211,10 @@ def check_depth(comparison: Comparison, folder: Path) -> None:
     inputs = f'{{"observation.images.top": {top}, "observation.state": {state}}}'
     for name in ("video", "images"):
         arguments = [*of_dataset(name, written / name, "act"), f"--policy.input_features={inputs}"]
-        arguments += [f"--steps={STEPS}", "--batch_size=4", "--num_workers=0", "--save_checkpoint=false"]
+        arguments += [f"--steps={STEPS}", "--batch_size=4"]
 
         def depth(arguments: list[str] = arguments) -> tuple[bool, Any]:
-            stock, _ = comparison.run("ordered", arguments)
-            ours, _ = comparison.run("loader", [*arguments, "--loader.num_threads=1"])
+            stock, ours = both(comparison, arguments)
             same_depth, maps = equal(ours.depth, stock.depth, STEPS)
             same_losses, losses = equal(ours.losses, stock.losses, STEPS)
             cameras = sorted({key for batch in ours.depth for key in batch})
@@ -294,48 +255,13 @@ def check_evaluation(comparison: Comparison, name: str, root: Path) -> None:
     pair = [episode for episode, task in enumerate(tasks) if task == tasks[0]][:2]
     for most in (0, 20):
         arguments = [*of_dataset(name, root, "act"), f"--dataset.episodes={pair}", "--dataset.eval_split=0.5", "--eval_steps=2"]
-        arguments += ["--steps=2", "--batch_size=8", "--num_workers=0", f"--max_eval_samples={most}", "--save_checkpoint=false"]
+        arguments += ["--steps=2", "--batch_size=8", f"--max_eval_samples={most}"]
 
         def evaluated(arguments: list[str] = arguments) -> tuple[bool, Any]:
-            stock, _ = comparison.run("ordered", arguments)
-            ours, _ = comparison.run("loader", [*arguments, "--loader.num_threads=1"])
+            stock, ours = both(comparison, arguments)
             return bool(ours.evals) and ours.evals == stock.evals, {"loader": ours.evals, "stock": stock.evals}
 
         comparison.attempt(f"evaluation with max_eval_samples={most} has the loss of LeRobot's own", evaluated)
-
-
-def measure_speed(comparison: Comparison, name: str, root: Path, rounds: int) -> None:
-    height, width = SPEED_SIZE
-    sides = {side: resized(side, SPEED_SIZE) for side in ("stock", "loader")}
-    epoch = dali_stream.Dataset(root).num_frames // 16
-    # A Loader keeps decoded frames for later batches. Without a model, it is therefore timed over its whole first epoch.
-    for trains, batch_size, steps in ((False, 16, {"stock": 46, "loader": epoch}), (True, 4, {"stock": 16, "loader": 16})):
-        arguments = [*of_dataset(name, root, "act"), f"--batch_size={batch_size}", "--num_workers=2"]
-        rates: dict[str, list[float]] = {side: [] for side in sides}
-        try:
-            for _ in range(rounds):
-                for side, options in sides.items():
-                    run, _ = comparison.run(
-                        side, [*arguments, *options, f"--steps={steps[side]}", "--save_checkpoint=false"], trains=trains
-                    )
-                    rates[side].append(run.steps_per_s)
-        except Failed as error:
-            comparison.check("speed", False, str(error))
-            return
-        ratio = statistics.median(
-            loader_rate / stock_rate for loader_rate, stock_rate in zip(rates["loader"], rates["stock"], strict=True)
-        )
-        entry = {
-            "data": name,
-            "trains": trains,
-            "batch_size": batch_size,
-            "steps": steps,
-            "image_size": SPEED_SIZE,
-            "workers_of_stock": 2,
-        }
-        comparison.add_speed(**entry, steps_per_s=rates, ratio=ratio)
-        if not trains:
-            comparison.check(f"data alone at {height}x{width}: at least twice the steps per second", ratio >= 2, f"{ratio:.2f}")
 
 
 def main() -> int:
@@ -357,16 +283,12 @@ def main() -> int:
             check_ranks(comparison, *first)
         if "newer" in arguments.only and NEWER:
             check_newer(comparison, *first)
-        if "language" in arguments.only and NEWER:
-            check_language(comparison, *first, folder)
         if "depth" in arguments.only and NEW:
             check_depth(comparison, folder)
         if "deployment" in arguments.only:
             check_deployment(comparison, *first)
         if "evaluation" in arguments.only and NEW:
             check_evaluation(comparison, *first)
-        if "speed" in arguments.only:
-            measure_speed(comparison, *first, arguments.rounds)
     passed = sum(check["passed"] for check in comparison.checks)
     print(f"{passed} of {len(comparison.checks)} checks passed")
     return 0 if passed == len(comparison.checks) else 1
@@ -376,7 +298,6 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--data", type=named, action="append", required=True, metavar="NAME=ROOT", help="a dataset of v3.0")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts of the comparison")
-    parser.add_argument("--rounds", type=count, default=3, help="turns of each side when speed is measured")
     parser.add_argument("--out", type=new_file, help="file for the report")
     return parser.parse_args()
 

@@ -1,9 +1,9 @@
 """Measure how well batches are mixed, depending on consumers and episode_pool_size. No files are needed.
 
     python benchmarks/mixing.py --json > benchmarks/results/mixing.json    # takes some minutes
-    python benchmarks/mixing.py --report benchmarks/results/mixing.json --figure docs/mixing.svg
+    python benchmarks/mixing.py --report benchmarks/results/mixing.json
 
-The second command prints the tables, of which docs/order.md has a part, and draws the figure of that page.
+The second command prints the tables, of which docs/order.md has a part.
 
 Each order is compared with NumPy's full shuffle of the same frames, which is called "i.i.d." here. A batch is a global batch,
 that is, the samples of all ranks in one step. `Mixing` describes the measured quantities.
@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from drawing import Picture, new_figure, style
 
 from dali_stream import Order
 from dali_stream.order import Shuffle, default_pools
@@ -31,16 +30,10 @@ from dali_stream.tools import environment
 
 Array = npt.NDArray[Any]
 LAGS = 8
-BATCH_SIZES = (1, 2, 3, 5, 8, 16, 37, 48, 64, 100, 128, 256)
-RANKS = range(1, 9)
-EPISODES = (5, 12, 100, 1000)
-BEFORE = (32, 8)  # former defaults of consumers and episode_pool_size, which did not depend on the global batch size
-CURVE_EPISODES = 12
 LARGE = (76_000, 263)  # number of episodes, and frames per episode: the size of DROID
 SHUFFLES: tuple[Shuffle, ...] = (True, "global", "sharded")
 # Cases in which the values of `shuffle` are compared: ranks, episodes, a rank's batch size, episodes per task, epochs of a run.
 SPREAD_RANKS, SPREAD_EPISODES, SPREAD_BATCH, PER_TASK, EPOCHS = (1, 4, 8, 64), (12, 240, 1000), 16, 10, 4
-SPREAD_POOLS = ((4, 64), (8, 32), (32, 8), (64, 4), (32, 2), (32, 32))  # consumers and episode_pool_size, on 4 ranks
 
 
 @dataclass(frozen=True)
@@ -80,9 +73,8 @@ class Case(NamedTuple):
 class Spread(NamedTuple):
     """How the samples of runs with one value of `shuffle` are spread over batches, ranks and epochs.
 
-    The first four quantities are those of `Mixing`, of global batches. `task_variance` is the variance for a quantity that
-    differs from task to task. Those that begin with `rank` are the same of each rank's own batches. There, deviations are from
-    the mean of the whole dataset, so that a rank that lacks episodes has a larger variance and autocorrelation.
+    The first quantities are those of `Mixing`, of global batches. `rank_variance` is that of each rank's own batches. There,
+    deviations are from the mean of the whole dataset, so that a rank that lacks episodes has a larger variance.
 
     Attributes:
         pairs: Share of the pairs of episodes that were in the same global batch at least once, after 1 epoch and after all.
@@ -103,13 +95,9 @@ class Spread(NamedTuple):
     variance: float
     autocorrelation: float
     episodes_per_batch: float
-    task_variance: float
     pairs: tuple[float, float]
     repetition: float
     rank_variance: float
-    rank_autocorrelation: float
-    rank_episodes_per_batch: float
-    rank_task_variance: float
     offset: tuple[float, float]
     task_missing: float
 
@@ -180,17 +168,14 @@ def spread(shuffle: Shuffle, ranks: int, episodes: int, consumers: int, pool: in
     ]
     orders = [order for run in runs for order in run]
     own = [order[rank::ranks] for order in orders for rank in range(ranks)]
-    task_lengths = np.bincount(task, lengths)
     batches, rank_batches = mixing(orders, lengths, size * ranks), mixing(own, lengths, size, of_dataset=True)
-    task_variance = mixing((task[order] for order in orders), task_lengths, size * ranks).variance
-    rank_task_variance = mixing((task[order] for order in own), task_lengths, size, of_dataset=True).variance
     together = np.array([_pairs(run, lengths, size * ranks) for run in runs]).mean(0)
     first, last, missing = np.array([_of_ranks(run, lengths, task, size, ranks) for run in runs]).mean(0)
     return Spread(
         *(shuffle, size, ranks, episodes, tasks, consumers, pool),
-        *_rounded(*asdict(batches).values(), task_variance),
+        *_rounded(*asdict(batches).values()),
         _rounded(*together[:2]),
-        *_rounded(together[2], *asdict(rank_batches).values(), rank_task_variance),
+        *_rounded(together[2], rank_batches.variance),
         _rounded(first, last),
         *_rounded(missing),
     )  # fmt: skip
@@ -237,30 +222,16 @@ def made_up(episodes: int, stride: int) -> Array:
     return np.random.default_rng(episodes).integers(mean * 2 // 3, mean * 4 // 3 + 1, episodes) + mean // 16
 
 
-def measure(batch_sizes: Iterable[int] = BATCH_SIZES, ranks: Iterable[int] = RANKS) -> dict[str, Any]:
+def measure() -> dict[str, Any]:
     """Measure all cases. Return the report.
 
-    It contains the defaults over a grid of batch sizes, ranks and episodes; the former and the present defaults over batch
-    sizes; the effects of the number of consumers, of the pool size, and of the pool size for a large dataset; and the values of
-    `shuffle` over ranks and episodes, and over consumers and pool sizes.
+    It contains the effects of the number of consumers, of the pool size, and of the pool size for a large dataset; and the
+    values of `shuffle` over ranks and episodes.
     """
-    ranks = list(ranks)
-    grid = [
-        case(size, world, episodes, *default_pools(size, world))
-        for size in batch_sizes
-        for world in ranks
-        for episodes in EPISODES
-    ]
-    curve = {
-        name: [case(size, 1, CURVE_EPISODES, *choose(size)) for size in range(1, 257)]
-        for name, choose in (("before", lambda size: BEFORE), ("default", lambda size: default_pools(size, 1)))
-    }
     consumers = [case(16, 1, 12, count, -(-256 // count)) for count in (1, 2, 4, 8, 16, 32, 64)]
     pools = [case(256, 1, 1000, 32, pool) for pool in (1, 4, 8, 16, 32, 64)]
     return {
         "columns": Case._fields,
-        "grid": grid,
-        "curve": curve,
         "consumers": consumers,
         "pools": pools,
         "large": [large_case(pool) for pool in (4, 16, 64, 256, None)],
@@ -271,17 +242,13 @@ def measure(batch_sizes: Iterable[int] = BATCH_SIZES, ranks: Iterable[int] = RAN
             for world in SPREAD_RANKS
             for shuffle in SHUFFLES
         ],
-        "spread_pools": [spread(shuffle, 4, 240, *pools) for pools in SPREAD_POOLS for shuffle in (True, "sharded")],
         **environment.ran_on("cpu"),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How well batches are mixed")
-    parser.add_argument(
-        "--report", type=Path, help="a report of --json to make tables and the figure of; measured unless given"
-    )
-    parser.add_argument("--figure", type=Path, help="write the figure, an SVG")
+    parser.add_argument("--report", type=Path, help="a report of --json to print the tables of; measured unless given")
     parser.add_argument("--json", action="store_true", help="print the report alone")
     arguments = parser.parse_args()
     report = json.loads(arguments.report.read_text()) if arguments.report else measure()
@@ -289,28 +256,13 @@ def main() -> None:
         print(environment.report_json(report))
         return
     print(tables(report))
-    if arguments.figure:
-        arguments.figure.write_text(figure(report).svg())
-
-
-# ---- tables and the figure
 
 
 def tables(report: dict[str, Any]) -> str:
     """Return all tables. docs/order.md has a part of them."""
-    compared = [_spreads(report[name]) for name in ("spread", "spread_pools")]
-    return "\n\n".join(
-        (
-            _grid_table(_cases(report["grid"])),
-            *(_table(_cases(report[name])) for name in ("consumers", "pools", "large")),
-            *(_spread_table(compared[0], columns) for columns in (GLOBAL, OWN)),
-            _spread_table(compared[1], POOLS),
-        )
-    )
-
-
-def _cases(rows: Iterable[Iterable[Any]]) -> list[Case]:
-    return [Case(*row) for row in rows]
+    cases = [[Case(*row) for row in report[name]] for name in ("consumers", "pools", "large")]
+    spreads = [Spread(*row) for row in report["spread"]]
+    return "\n\n".join([*map(_table, cases), *(_spread_table(spreads, columns) for columns in (GLOBAL, OWN))])
 
 
 def _table(cases: list[Case]) -> str:
@@ -329,14 +281,9 @@ def _table(cases: list[Case]) -> str:
     return "\n".join(lines)
 
 
-def _spreads(rows: Iterable[Iterable[Any]]) -> list[Spread]:
-    return [Spread(*row) for row in rows]
-
-
 # Columns of the tables of `Spread`: {title: (quantity, decimals)}.
 GLOBAL: dict[str, tuple[Callable[[Spread], float], int]] = {
     "variance of batch means": (lambda s: s.variance, 2),
-    "of tasks": (lambda s: s.task_variance, 2),
     "autocorrelation": (lambda s: s.autocorrelation, 2),
     "episodes in a batch": (lambda s: s.episodes_per_batch, 1),
     "pairs after 4 epochs": (lambda s: s.pairs[1], 2),
@@ -344,85 +291,22 @@ GLOBAL: dict[str, tuple[Callable[[Spread], float], int]] = {
 }
 OWN: dict[str, tuple[Callable[[Spread], float], int]] = {
     "variance of a rank's batch means": (lambda s: s.rank_variance, 2),
-    "of tasks": (lambda s: s.rank_task_variance, 2),
     "offset after 1 epoch": (lambda s: s.offset[0], 2),
     "offset after 4": (lambda s: s.offset[1], 2),
     "tasks missing after 4": (lambda s: s.task_missing, 2),
-}
-POOLS = {
-    title: (GLOBAL | OWN)[title]
-    for title in ("variance of batch means", "autocorrelation", "pairs after 4 epochs", "repetition", "offset after 4")
 }
 
 
 def _spread_table(cases: list[Spread], columns: dict[str, tuple[Callable[[Spread], float], int]]) -> str:
     """Return a table with the values of all values of `shuffle` in each cell."""
-    first = ["`consumers`", "`episode_pool_size`"] if columns is POOLS else ["episodes", "ranks"]
-    lines = [f"| {' | '.join([*first, *columns])} |", "|---" * (len(first) + len(columns)) + "|"]
+    lines = [f"| {' | '.join(['episodes', 'ranks', *columns])} |", "|---" * (2 + len(columns)) + "|"]
     groups: dict[tuple[int, int], list[Spread]] = {}
     for s in cases:
-        groups.setdefault((s.consumers, s.pool) if columns is POOLS else (s.episodes, s.ranks), []).append(s)
+        groups.setdefault((s.episodes, s.ranks), []).append(s)
     for names, group in groups.items():
         cells = [" / ".join(f"{value(s):.{decimals}f}" for s in group) for value, decimals in columns.values()]
         lines.append(f"| {' | '.join([*map(str, names), *cells])} |")
     return "\n".join(lines)
-
-
-def _grid_table(cases: list[Case]) -> str:
-    """Return a table with the worst values over all batch sizes and ranks for each number of episodes."""
-    lines = [
-        "| episodes | pools hold all | cases | variance of batch means | full shuffle | autocorrelation | full shuffle |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for episodes in sorted({c.episodes for c in cases}):
-        for held in (True, False):
-            if not (matching := [c for c in cases if c.episodes == episodes and c.held is held]):
-                continue
-            worst = [max(abs(getattr(c, name)) for c in matching)
-                     for name in ("variance", "iid_variance", "autocorrelation", "iid_autocorrelation")]  # fmt: skip
-            lines.append(
-                f"| {episodes} | {'yes' if held else 'no'} | {len(matching)} | {worst[0]:.2f} | {worst[1]:.2f} | "
-                f"{worst[2]:.2f} | {worst[3]:.2f} |"
-            )
-    return "\n".join(lines)
-
-
-COLOURS = {"before": "#d95f02", "default": "#1f77b4"}
-
-
-@style()
-def figure(report: dict[str, Any]) -> Picture:
-    """Draw variance and autocorrelation over the batch size."""
-    curves = {name: _cases(rows) for name, rows in report["curve"].items()}
-    panels: tuple[tuple[str, Callable[[Case], float]], ...] = (
-        ("variance of batch means (1: i.i.d.)", lambda case: max(case.variance, 0.05)),
-        ("autocorrelation over 8 batches, the worst", lambda case: abs(case.autocorrelation)),
-    )
-    labels = {
-        "before": f"consumers={BEFORE[0]}, episode_pool_size={BEFORE[1]}",
-        "default": "chosen for the global batch (default)",
-    }
-    drawn = new_figure(360)
-    texts = []
-    for axes, (title, value) in zip(drawn.subplots(1, 2), panels, strict=True):
-        axes.set_title(title, loc="left", size=10, weight="bold")
-        for name, cases in curves.items():
-            sizes, values = [case.batch_size for case in cases], list(map(value, cases))
-            axes.plot(sizes, values, ".", color=COLOURS[name], alpha=0.7, label=labels[name], mec="none")
-            texts.append(f"{title}, {labels[name]}: {min(values):.2f} to {max(values):.2f}")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks([2**n for n in range(9)], [str(2**n) for n in range(9)])
-        axes.set_xlabel(f"batch size; {CURVE_EPISODES} episodes")
-        axes.grid(axis="y", color="#e4e8ee")
-    drawn.axes[0].set_yscale("log")
-    ticks = (0.05, 0.1, 0.2, 0.5, 1, 2, 5)
-    drawn.axes[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    drawn.axes[0].minorticks_off()
-    drawn.axes[1].set_ylim(-0.03, 1)
-    drawn.legend(*drawn.axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=2)
-    below = f"batch size; {CURVE_EPISODES} episodes"
-    title = "Variance and autocorrelation over the batch size"
-    return Picture(drawn, title, f"{title}. {below}: 1 to 256. {'; '.join(texts)}.")
 
 
 if __name__ == "__main__":

@@ -18,16 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from argument_types import count, new_file, positive
-from program import Rows
+from argument_types import count, positive
+from program import Rows, on_gpu
 
-from dali_stream.checks.frame_size import frame_size, join_sizes
+from dali_stream.checks.frame_size import frame_size
 from dali_stream.decode import dali
 from dali_stream.decode.refusal import DALI_ON_CPU
 from dali_stream.decode.torchcodec import decode_clip_in_parts
 from dali_stream.decode.torchcodec_cuda import device_name, own_stream
 from dali_stream.mp4.clip import Clip
-from dali_stream.system.gpu import gpu_index
 from dali_stream.tools.selftest import videos
 
 BATCHES = 24  # number of clips that torchcodec repeats
@@ -43,11 +42,8 @@ def main() -> None:
     parser.add_argument("--size", type=frame_size, default=(480, 640), metavar="HxW")
     parser.add_argument("--gop", type=count, default=2)
     parser.add_argument("--seconds", type=positive, default=1.0, help="duration of each measurement")
-    parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N")
-    parser.add_argument("--out", type=new_file, help="write the report to this file after each measurement")
-    arguments = parser.parse_args(join_sizes())
-    gpu = gpu_index(arguments.device)
-    rows = Rows(arguments, device_name(gpu))
+    arguments = on_gpu(parser)
+    gpu, rows = arguments.gpu, Rows(arguments)
 
     def keep(decoder: str, frames: int, threads: int, run: tuple[float, int]) -> None:
         head = {"decoder": decoder, "per_clip": frames, "threads": threads}

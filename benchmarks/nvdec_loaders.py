@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from argument_types import count, new_file
-from program import Rows
+from argument_types import count
+from program import Rows, on_gpu
 
 import dali_stream
-from dali_stream.checks.frame_size import frame_size, join_sizes
-from dali_stream.decode.torchcodec_cuda import device_name
+from dali_stream.checks.frame_size import frame_size
 from dali_stream.system import cpu
-from dali_stream.system.gpu import gpu_index
 
 LITTLE = "64MiB"
 
@@ -38,28 +36,25 @@ def main() -> None:
     parser.add_argument("--batch-size", type=count, default=64)
     parser.add_argument("--memory-budget", default="16GiB")
     parser.add_argument("--rounds", type=count, default=2)
-    parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N")
-    parser.add_argument("--out", type=new_file, help="write the report to this file after each turn")
-    arguments = parser.parse_args(join_sizes())
-    gpu = gpu_index(arguments.device)
-    rows = Rows(arguments, device_name(gpu))
+    arguments = on_gpu(parser)
+    rows = Rows(arguments)
     datasets = [each.partition("=")[::2] for each in arguments.data]
-    decoders = arguments.decode if gpu is not None else ["torchcodec"]
+    decoders = arguments.decode if arguments.gpu is not None else ["torchcodec"]
     budgets = arguments.memory_budget, LITTLE
     for _, (name, root), threads, budget, decode in itertools.product(
         range(arguments.rounds), datasets, arguments.threads, budgets, decoders
     ):
         row = {"data": name, "decode": decode, "threads": threads, "decodes all": budget == LITTLE}
         try:
-            row |= measure(Path(root), decode, threads, budget, arguments, device_name(gpu))
+            row |= measure(Path(root), decode, threads, budget, arguments)
         except (ValueError, dali_stream.DaliStreamError) as error:
             row["error"] = str(error)
         rows.add(row)
 
 
-def measure(root: Path, decode: str, threads: int, budget: str, arguments: argparse.Namespace, device: str) -> dict[str, Any]:
+def measure(root: Path, decode: str, threads: int, budget: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the frames per second of two epochs, the cores in use, and the routes."""
-    started = time.perf_counter()
+    started, device = time.perf_counter(), arguments.device
     dataset = dali_stream.Dataset(root)
     with dali_stream.Loader(
         dataset, batch_size=arguments.batch_size, device=device, decode=decode, num_threads=threads, rank=0, world_size=1,

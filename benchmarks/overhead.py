@@ -1,12 +1,13 @@
 """Measure the CPU time per frame that a Loader needs beside decoding and resizing.
 
     python benchmarks/overhead.py [--threads 1 2 4 8 16 32 64] [--decode-ms 2.3] [--memory-budget 256MiB] [--batch-size 64]
-                                  [--episodes 48] [--seconds 6] [--rounds 3] [--json]
+                                  [--episodes 24] [--seconds 4] [--rounds 3] [--json]
 
 The program writes a demo dataset with two cameras of 224×224 pixels. torchcodec's decoder is replaced by one that sleeps for
 `--decode-ms` per requested frame, and then returns gray frames. A thread that sleeps needs no core, so two cores show how a
 Loader works with many decode threads. All else is what a Loader does: it plans, packs clips, keeps frames in slots, and copies
-batches of uint8. In each round, the numbers of threads take turns, each with a new Loader whose cache is filled first.
+batches of uint8, in this process. In each round, the numbers of threads take turns, each with a new Loader. Its cache is filled first, with a
+decoder that does not sleep. A round takes about a minute on two cores.
 
 ideal_frames_per_s  frames per second if each thread did nothing but sleep
 stored_per_frame    number of frames that are decoded per delivered frame. It grows with the threads, since the batches in
@@ -27,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,13 +58,34 @@ class Sleeper:
     """Decoder that sleeps instead of decoding. It has the attributes of torchcodec's `VideoDecoder` that are used."""
 
     def __init__(self, decode_s: float) -> None:
-        self._decode_s = decode_s
+        self.decode_s = decode_s
         self._gray = torch.full((task_frames(SIZE) * 2, *SIZE, 3), 128, dtype=torch.uint8)
         self.metadata = argparse.Namespace(height=SIZE[0], width=SIZE[1], rotation=0)
 
     def get_frames_at(self, indices: list[int]) -> Frames:
-        time.sleep(self._decode_s * len(indices))
+        time.sleep(self.decode_s * len(indices))
         return Frames(self._gray[: len(indices)], torch.tensor(indices) * (TICK / TIMESCALE))
+
+
+class SleepingDataset(dali_stream.Dataset):
+    """Dataset whose frames are not decoded: it replaces torchcodec's decoder here, and in a process that unpickles it."""
+
+    def __init__(self, root: Path, decode_s: float, cameras: Sequence[str] | None = None) -> None:
+        super().__init__(root, cameras=cameras)
+        self.decode_s = decode_s
+        self._replace_decoder()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._replace_decoder()
+
+    def _replace_decoder(self) -> None:
+        self.sleeper = sleeper = Sleeper(self.decode_s)
+
+        def opened(clip: Clip, device: str = "cpu") -> Sleeper:
+            return sleeper
+
+        torchcodec._open = opened  # type: ignore[assignment]
 
 
 def main() -> int:
@@ -71,8 +94,8 @@ def main() -> int:
     parser.add_argument("--decode-ms", type=positive, default=2.3, help="time that decoding a frame takes")
     parser.add_argument("--memory-budget", default="256MiB")
     parser.add_argument("--batch-size", type=count, default=64)
-    parser.add_argument("--episodes", type=count, default=48, help="episodes of about 100 frames in the dataset")
-    parser.add_argument("--seconds", type=positive, default=6, help="duration of each measurement")
+    parser.add_argument("--episodes", type=count, default=24, help="episodes of about 100 frames in the dataset")
+    parser.add_argument("--seconds", type=positive, default=4, help="duration of each measurement")
     parser.add_argument("--rounds", type=count, default=3)
     return program.run(parser, measure, as_text)
 
@@ -89,18 +112,16 @@ def as_text(result: dict[str, Any]) -> str:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure all numbers of threads in turns."""
-    sleeper = Sleeper(arguments.decode_ms / 1e3)
-
-    def opened(clip: Clip, device: str = "cpu") -> Sleeper:
-        return sleeper
-
-    torchcodec._open = opened  # type: ignore[assignment]
     found: dict[int, list[dict[str, float]]] = {threads: [] for threads in arguments.threads}
     with tempfile.TemporaryDirectory() as folder:
+        print("writing the dataset", file=sys.stderr)
         root = write_demo(Path(folder) / "demo", episodes=arguments.episodes, size=SIZE)
-        for _ in range(arguments.rounds):
+        dataset = SleepingDataset(root, arguments.decode_ms / 1e3)
+        for number in range(1, arguments.rounds + 1):
             for threads, rounds in found.items():
-                rounds.append(measured(root, threads, arguments))
+                rounds.append(measured(dataset, threads, arguments))
+                rate = rounds[-1]["frames_per_s"]
+                print(f"round {number} of {arguments.rounds}: {threads} threads, {rate:.0f} frames/s", file=sys.stderr)
     results = []
     for threads, rounds in found.items():
         medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
@@ -111,19 +132,23 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"image_size": SIZE, "results": results}
 
 
-def measured(root: Path, threads: int, arguments: argparse.Namespace) -> dict[str, float]:
+def measured(dataset: SleepingDataset, threads: int, arguments: argparse.Namespace) -> dict[str, float]:
     """Measure one Loader with this number of decode threads."""
     with dali_stream.Loader(
-        root,
+        dataset,
         batch_size=arguments.batch_size,
         image_size=SIZE,
         image_dtype="uint8",
         num_threads=threads,
         memory_budget=arguments.memory_budget,
         device="cpu",
+        in_process=True,
     ) as loader:
         batches = endless(loader)
+        dataset.sleeper.decode_s = 0.0
         take(batches, len(loader))  # one epoch, which fills the cache
+        dataset.sleeper.decode_s = arguments.decode_ms / 1e3
+        take(batches, loader._config.in_progress)  # those that are decoded already, without sleeping
         before, switches, started = cpu_times(), _switches(), time.perf_counter()
         first, frames = loader.stats(), 0
         while time.perf_counter() < started + arguments.seconds:

@@ -14,11 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from argument_types import new_file
-from drawing import HEADING, ROW, Bar, Picture, bars, new_figure, spoken, style
+from drawing import INK, MARGIN, OTHER, WIDTH, Picture, new_figure, style
+from matplotlib.axes import Axes
 
+OWN = "#0b7a5c"  # color of our bars
+ROW, HEADING = 30, 40  # pixels: the height of a bar and of a title
 MODES = {
     "single": "Single frames",
     "sarm": "Windows of 8 frames, 1 s apart",
@@ -49,6 +52,24 @@ EPOCHS = {  # of the report of disk_frames.py
     "cold": "the same, not in page cache",
 }
 Report = dict[str, Any]
+
+
+class Bar(NamedTuple):
+    """A bar with a label before it and a figure after it.
+
+    Attributes:
+        label: Label.
+        value: Length.
+        figure: Text after the bar.
+        ours: Whether it is a bar of dali_stream.
+        ends: Slowest and fastest round, which a line shows.
+    """
+
+    label: str
+    value: float
+    figure: str
+    ours: bool
+    ends: tuple[float, float]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -83,6 +104,46 @@ def chart(reports: list[Report], on_disk: Report | None = None) -> Picture:
         bars(axes, title, rows)
     names = "; ".join(title for title, _ in panels)
     return Picture(figure, f"Frames per second. {names}", " ".join(spoken(*each) for each in panels), notes)
+
+
+def bars(axes: Axes, title: str, rows: list[Bar]) -> None:
+    """Draw horizontal bars, from the top to the bottom, below a title at the left end of the figure."""
+    axes.set_title(" ", size=13)  # room for the title
+    place = axes.annotate(
+        title,
+        xy=(MARGIN / WIDTH, 1),
+        xycoords=("figure fraction", "axes fraction"),
+        xytext=(0, 7),
+        textcoords="offset points",
+        weight="bold",
+        size=10.5,
+        annotation_clip=False,
+    )
+    place.set_in_layout(False)
+    places = range(len(rows))
+    errors = [[row.value - row.ends[0] for row in rows], [row.ends[1] - row.value for row in rows]]
+    drawn = axes.barh(
+        places,
+        [row.value for row in rows],
+        0.68,
+        color=[OWN if row.ours else OTHER for row in rows],
+        xerr=errors,
+        error_kw={"ecolor": INK, "elinewidth": 1.2},
+    )
+    figures = axes.bar_label(drawn, [row.figure for row in rows], padding=5)
+    axes.set_yticks(places, [row.label for row in rows])
+    for row, *texts in zip(rows, figures, axes.get_yticklabels(), strict=True):
+        for text in texts:
+            text.set_weight("bold" if row.ours else "normal")
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.spines[:].set_visible(False)
+    axes.xaxis.set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def spoken(title: str, rows: list[Bar]) -> str:
+    """Return the content of bars as text."""
+    return f"{title}: {'; '.join(f'{row.label}: {row.figure}' for row in rows)}."
 
 
 def panel(report: Report) -> tuple[str, list[Bar]]:

@@ -9,8 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from argument_types import new_file
+
 import dali_stream
 from dali_stream.checks.frame_size import join_sizes
+from dali_stream.decode.torchcodec_cuda import device_name
+from dali_stream.system.gpu import gpu_index
 from dali_stream.tools import environment
 
 Report = dict[str, Any]
@@ -39,17 +43,30 @@ def run(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace],
     return 0
 
 
+def on_gpu(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the arguments of a program that writes `Rows` about a GPU, to which --device and --out are added.
+
+    Returns:
+        The arguments, with `gpu`, the index of the CUDA device or None for the CPU, and `device`, torch's name of it.
+    """
+    parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N; cpu serves only to test this program")
+    parser.add_argument("--out", type=new_file, help="write the report to this file after each row")
+    arguments = parser.parse_args(join_sizes())
+    arguments.gpu = gpu_index(arguments.device)
+    arguments.device = device_name(arguments.gpu)
+    return arguments
+
+
 class Rows:
     """Report whose rows are printed, and written to a file, as soon as they are measured. A crash keeps the earlier ones.
 
     Args:
-        arguments: Arguments of the program. `out` is the file, or None.
-        device: Device of the measurements: "cpu" or "cuda:N".
+        arguments: Arguments of the program. See `on_gpu`.
     """
 
-    def __init__(self, arguments: argparse.Namespace, device: str) -> None:
-        settings = {key: str(value) for key, value in vars(arguments).items() if key != "out"}
-        self.report: Report = {"arguments": settings, **environment.ran_on(device), "rows": []}
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        settings = {key: str(value) for key, value in vars(arguments).items() if key not in ("out", "gpu")}
+        self.report: Report = {"arguments": settings, **environment.ran_on(arguments.device), "rows": []}
         self._out: Path | None = arguments.out
 
     def add(self, row: Report, part: str = "rows") -> None:

@@ -1,6 +1,6 @@
 """Measure the rates of docs/sizing.md: CPU time to decode, copy and plan, of codecs, sizes and GOPs.
 
-    python benchmarks/sizing.py g1 --folder FOLDER --report FILE
+    python benchmarks/sizing.py g1 --folder FOLDER [--rounds 5] [--json]
 
 The program writes copies of the first episode in each codec, size and GOP into a folder with `dali-stream prepare`, unless they
 exist. It measures each copy with `dali-stream bench`, in turns. The rates are medians of CPU seconds of the threads, so they
@@ -17,10 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from argument_types import count, new_file
+import program
+from argument_types import count
 
 from dali_stream import Dataset
-from dali_stream.tools import environment, prepare
+from dali_stream.tools import prepare
 from dali_stream.tools.bench import run
 
 CODECS, GOPS, SIZES = ("h264", "hevc", "av1", "vp9"), (2, 30), ((480, 640), (224, 224))
@@ -32,16 +33,18 @@ def main() -> int:
     parser.add_argument("dataset", help="A local dataset.")
     parser.add_argument("--folder", type=Path, required=True, help="Folder for the copies, which are kept.")
     parser.add_argument("--rounds", type=count, default=5)
-    parser.add_argument("--report", type=new_file, help="JSON file to write.")
-    arguments = parser.parse_args()
-    report = rates(arguments.dataset, arguments.folder, arguments.rounds) | environment.ran_on("cpu")
-    if arguments.report:
-        environment.write_report(arguments.report, report)
-    return 0
+    return program.run(parser, measure, as_text)
 
 
-def rates(source: str, folder: Path, rounds: int) -> dict[str, Any]:
+def as_text(result: dict[str, Any]) -> str:
+    """Return the result as text."""
+    form = "{codec} of {recorded}, GOP {gop}: decode {decode_ms:.2f} ms, copy {copy_ms:.2f} ms, plan {plan_ms:.2f} ms"
+    return "\n".join(form.format(**row) for row in result["rates"])
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the CPU milliseconds of each encoding: medians, and the smallest and the largest."""
+    source, folder, rounds = arguments.dataset, arguments.folder, arguments.rounds
     copies = {}
     for size, codec, gop in itertools.product(SIZES, CODECS, GOPS):
         copy = folder / f"{codec}-{size[0]}x{size[1]}-gop{gop}"
@@ -69,7 +72,6 @@ def rates(source: str, folder: Path, rounds: int) -> dict[str, Any]:
                 "plan_ms": statistics.median(row["sample"] for row in rows),
             }
         )
-        print(f"{codec} {size[0]}x{size[1]} GOP {gop}: {found[-1]}", flush=True)
     return {"dataset": source, "loader": LOADER, "rounds": rounds, "rates": found}
 
 

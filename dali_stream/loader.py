@@ -45,8 +45,9 @@ from dali_stream.system.ranks import current_ranks, refuse_workers
 if TYPE_CHECKING:
     import torch
 
+    from dali_stream.pipeline.config import Config
 
-IN_PROCESS = "DALI_STREAM_IN_PROCESS"  # environment variable
+
 _JOIN_S = 0.1  # time after which the reads of a thread that is joined are ended again
 _log = logging.getLogger("dali_stream")
 
@@ -150,9 +151,10 @@ class Loader:
             error if torch.distributed has been initialized with other values since. Explicit values are not checked in this
             way, so several processes may share a rank, as in tensor parallelism.
         in_process: Whether this process makes the batches, for example to debug or profile them. Otherwise a process of the
-            Loader's own makes them and passes them on in shared memory, so that training shares neither the interpreter nor
-            garbage collections with the Loader. NVDEC, and decoders in a DALI graph, always work in this process. Batches are
-            the same either way. Default: False, unless the environment variable `DALI_STREAM_IN_PROCESS` is set.
+            Loader's own makes them, and passes them on in shared memory, so that the Loader takes neither the interpreter nor
+            garbage collections from training. NVDEC, and decoders in a DALI graph, always work in this process. Batches are
+            the same either way. Default: False, unless a rank has less than 2 GiB of memory, or the environment variable
+            `DALI_STREAM_IN_PROCESS` is 1.
 
     Raises:
         ValueError: If an argument is invalid.
@@ -228,17 +230,18 @@ class Loader:
             max_substitutes=max_substitutes,
             frame_cache=frame_cache,
             frame_cache_bytes=frame_cache_bytes,
+            in_process=in_process,
         )
         self.normalizer = make_normalizer(self.dataset, self._config, normalize)
         self._counters, self._recent = Counters(), bottleneck.Recent()
         self._constructed, self._pid = time.perf_counter(), os.getpid()
         self._metered: dict[str, Any] = {}  # counters at the last call of `metrics`
-        self._batch_source = self._make_batch_source(decode, dali_graph, in_process)
+        self._batch_source = self._make_batch_source(decode, dali_graph)
         self._state_reader: threading.Thread | None = None
         self._told: set[str] = set()  # messages that are logged once
         self._warn_if_uneven()
 
-    def _make_batch_source(self, decode: str, dali_graph: Graph | None, in_process: bool | None) -> BatchSource:
+    def _make_batch_source(self, decode: str, dali_graph: Graph | None) -> BatchSource:
         """Choose the decoders, and return the source of the batches.
 
         Also check that batches fit into memory and, if DALI is needed, that it can be imported.
@@ -255,7 +258,7 @@ class Loader:
         check_memory(layout, memory_limit())
         if layout.uses_dali:
             importlib.import_module("dali_stream.pipeline.dali_batches")
-        own_process = _has_own_process(in_process, routes, self.dataset.stores)
+        own_process = _has_own_process(config, routes, self.dataset.stores)
         return BatchSource(routes, dali_graph, decode, self._counters, own_process)
 
     def _check_budget(self, layout: Layout) -> None:
@@ -773,15 +776,16 @@ class Loader:
             _log.warning("%s", told)
 
 
-def _has_own_process(in_process: bool | None, routes: Mapping[str, Route], stores: Iterable[Store]) -> bool:
-    """Return whether another process makes the batches. `in_process` is the argument of the Loader."""
-    if in_process is None:
-        in_process = os.environ.get(IN_PROCESS, "") not in ("", "0")
-    reasons = [f"{route.decoder} decodes {key}" for key, route in routes.items() if route.decoder in ("dali", TORCHCODEC_CUDA)]
+def _has_own_process(config: Config, routes: Mapping[str, Route], stores: Iterable[Store]) -> bool:
+    """Return whether a process of the Loader's own makes the batches."""
+    if config.in_process:
+        return False
+    here = [key for key, route in routes.items() if route.decoder in ("dali", TORCHCODEC_CUDA)]
+    reasons = [f"{routes[here[0]].decoder} decodes {listed(here)}"] if here else []
     reasons += [f"the files of {store.address} are in its memory" for store in stores if store.in_memory]
-    if not in_process and reasons:
+    if reasons:
         _log.info("Loader: the batches are made in this process, since %s", reasons[0])
-    return not in_process and not reasons
+    return not reasons
 
 
 def _read_identity(dataset: Dataset | Mixture) -> None:

@@ -27,21 +27,30 @@ from support.videos import h264, recorded
 from dali_stream.demo import write_demo
 
 # Their fixtures are for all tests.
-pytest_plugins = ["support.driver", "support.stores", "support.train"]
+pytest_plugins = ["support.driver", "support.stores", "support.traces", "support.train"]
 
 SHARED = Path(__file__).parents[2] / "shared"
 
 # Files that take longest begin first: pytest-xdist hands out whole files, and one that comes last keeps a single core busy.
 FIRST = (
+    "programs",
+    "elastic",
+    "hostile",
+    "prepare_faults",
+    "examples",
+    "recommended",
     "prepare_encoding",
     "doctor",
     "cli",
-    "prepare_faults",
+    "order",
+    "transformed",
+    "train",
     "doctor_dataset",
     "doctor_video",
     "mixture",
     "streaming",
     "prepare",
+    "torchrun",
     "loader",
     "v2",
 )

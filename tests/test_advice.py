@@ -19,7 +19,7 @@ from support.videos import CAMERA, EPISODES, FPS, draw, encode, h264, identities
 from support.wild import EVERY, FRAME, change_rows, delivered, expected, with_index, with_times
 
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Mixture
-from dali_stream.tools.diagnosis.frames import Decoders
+from dali_stream.tools.diagnosis.machine import Decoders
 from dali_stream.tools.diagnosis.run import examine
 
 CLOCK, TOLERANCE = 'Dataset(clock="frame_index")', "Dataset(tolerance_s=0.0166) accepts"
@@ -45,7 +45,7 @@ def advice(dataset: Path | Dataset) -> str:
 
 def diagnosis(dataset: Path | Dataset, name: str) -> str:
     """Text and remedy of a finding of `doctor`."""
-    findings, _ = examine(
+    findings = examine(
         dataset if isinstance(dataset, Dataset) else Dataset(dataset), Decoders(torchcodec=False, dali=False, gpus={}), 60
     )
     return next(f"{finding.text}. {finding.remedy}" for finding in findings if finding.name == name)

@@ -1,4 +1,4 @@
-"""`dali-stream bench` and benchmarks/streaming.py: figures that add up, of what was asked for."""
+"""`dali-stream bench`: figures that add up, of what was asked for."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_a_node_reads_a_remote_dataset_once_per_epoch(capsys: pytest.CaptureFixt
 def test_ranks_are_measured_together(demo: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    command += ["benchmarks/streaming.py", str(demo), *SHORT, "--out-dir", str(tmp_path)]
+    command += ["-m", "dali_stream", "bench", str(demo), *SHORT, "--out-dir", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -3,6 +3,7 @@ sequential decode, and by the stamp in the frame."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from support import videos as data
 from support.slow import slow, slow_after
 from torchcodec.decoders import VideoDecoder  # type: ignore[attr-defined]  # exported, but not by __all__
 
+from dali_stream import Dataset
+from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import read_index
 from dali_stream.storage import LocalStore
+from dali_stream.tools.description import describe
 
 STEPS = (-5, 0, 2, 2, -1, 0)  # out of order, with repeats, over the edges of GOPs and of the episode
 
@@ -92,6 +96,54 @@ def has_hidden_frames(video: Path) -> bool:
     table, encoded = read_index(LocalStore(str(video.parent)), video.name), video.read_bytes()
     last = [encoded[end - 1] & 0xE0 for end in table.end[:].tolist()]
     return 0xC0 in last if b"vp09" in encoded else int(table.size().min()) < 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "traits", "hides"),
+    [
+        slow(data.h264(12, open_gop=True), ("h264", True, True, 15), False),
+        (data.hevc(12), ("hevc", False, True, 12), False),
+        (data.av1(2), ("av1", False, False, 2), False),
+        (data.av1(30), ("av1", False, False, 30), True),
+        slow(data.vp9(12), ("vp9", False, False, 12), False),
+    ],
+    ids=["h264 open", "hevc", "av1 2", "av1 30", "vp9"],
+)
+def test_what_a_cameras_video_is(
+    arguments: tuple[str, ...], traits: tuple[str, bool, bool, int], hides: bool, tmp_path: Path
+) -> None:
+    """Hidden frames against what is known of the encoders: SVT-AV1 has them at GOP 30 and not at 2."""
+    video = data.encode(data.draw(), tmp_path / "video.mp4", arguments)
+    camera = describe(Dataset(data.write_dataset(tmp_path / "set", [video]))).cameras[data.CAMERA]
+    assert (camera.codec, camera.open_gops, camera.b_frames, camera.gop_max) == traits
+    assert (hidden_frames_in(video)[0] > 0) == hides
+
+
+def hidden_frames_in(video: Path) -> tuple[int, int]:
+    store = LocalStore(str(video.parent))
+    index = read_index(store, video.name)
+    return hidden_frames(store, index, index.format().codec)
+
+
+@pytest.mark.parametrize(
+    ("split", "arguments"),
+    [
+        ("av1_frame_split", data.av1(30)),
+        slow("vp9_superframe_split", data.vp9(60, hidden=True)),
+        # Profile 3, whose header has a bit more.
+        slow("vp9_superframe_split", data.vp9(60, pixels="yuv444p10le", hidden=True)),
+    ],
+    ids=["av1", "vp9", "vp9 profile 3"],
+)
+def test_hidden_frames_are_those_that_ffmpeg_counts(split: str, arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """A sample shows one frame, so what FFmpeg's filters split samples into, beyond one each, is hidden."""
+    video = data.encode(data.draw(), tmp_path / "video.mp4", arguments)
+    command = ["ffmpeg", "-v", "error", "-i", video, "-c", "copy", "-bsf:v", split, "-f", "framecrc", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    frames = [line for line in done.stdout.splitlines() if not line.startswith("#")]
+    hidden, examined = hidden_frames_in(video)
+    assert examined == data.FRAMES
+    assert hidden == len(frames) - data.FRAMES > 0
 
 
 LAYOUTS: dict[str, tuple[str, ...]] = {

@@ -21,7 +21,7 @@ from dali_stream import Dataset, DecodeError
 from dali_stream.mp4.boxes import other_container
 from dali_stream.tools import prepare
 from dali_stream.tools.description import describe
-from dali_stream.tools.diagnosis.frames import Decoders
+from dali_stream.tools.diagnosis.machine import Decoders
 from dali_stream.tools.diagnosis.run import examine
 
 FORMATS = {  # name of the container: FFmpeg's name for its format, and encoders
@@ -51,7 +51,7 @@ def check_command(command: str, video: Path, shown: data.Shown) -> None:
 
 def check_doctor(command: str, root: Path) -> None:
     """Check that the doctor names the command, too."""
-    [finding] = [finding for finding in examine(Dataset(root), NO_DECODER, 120)[0] if finding.status == "problem"]
+    [finding] = [finding for finding in examine(Dataset(root), NO_DECODER, 120) if finding.status == "problem"]
     assert command in finding.text
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import math
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -502,9 +503,19 @@ def test_prepare_copies_depth(root: Path, tmp_path: Path) -> None:
         prepared(images, tmp_path / "other", images_to_video=True)
 
 
-def test_preview_shows_false_colours_with_a_scale(root: Path, tmp_path: Path) -> None:
-    out = tmp_path / "sheet.png"
-    assert main(["preview", str(root), "--out", str(out), "--batch-size", "3"]) == 0
+@pytest.mark.parametrize(("options", "scale"), [([], r"\d+ to \d+ mm"), (["--depth-unit", "m"], r"[\d.]+ to [\d.]+ m")])
+def test_preview_shows_false_colours_with_a_scale(
+    root: Path, tmp_path: Path, options: list[str], scale: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, drawn, make = tmp_path / "sheet.png", list[sheet.Sample](), sheet.samples
+
+    def samples(*arguments: Any) -> list[sheet.Sample]:
+        drawn.extend(make(*arguments))
+        return drawn
+
+    monkeypatch.setattr(sheet, "samples", samples)
+    assert main(["preview", str(root), "--out", str(out), "--batch-size", "3", *options]) == 0
+    assert all(re.fullmatch(scale, sample.strips[0].scale) for sample in drawn)
     shown = pictures(out)
     assert len(shown) == 3
     for _, frame in shown:
@@ -547,11 +558,12 @@ def test_doctor_says_that_pyav_is_missing_and_does_not_blame_the_file(
     monkeypatch.setitem(sys.modules, "av", None)
     main(["doctor", str(root), *options, "--json"])
     findings = json.loads(capsys.readouterr().out)["findings"]
-    [problem] = [finding for finding in findings if finding["status"] == "problem"]
-    assert problem["name"] == f"{KEY} PyAV"
-    assert "cannot be loaded (No module named av)" in problem["text"]
-    assert "pip install 'av>=" in problem["remedy"]
-    assert not any(f"{KEY} frame" in finding["name"] or "all frames" in finding["name"] for finding in findings)
+    problems = [finding for finding in findings if finding["status"] == "problem"]
+    assert [problem["name"] for problem in problems] == [f"{KEY} frame, PyAV", *["all frames"] * len(options)]
+    for problem in problems:
+        assert problem["text"].startswith(f"The depth camera {KEY} needs PyAV, which cannot be loaded (")
+        assert "pip install 'av>=" in problem["text"]
+        assert problem["remedy"] == ""
 
 
 @dataclasses.dataclass

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.train import ENVIRONMENT, command, losses, train
+from support.train import ENVIRONMENT, command, in_this_process, losses, train, train_here
 
 from dali_stream import Dataset, Loader
 
@@ -28,33 +28,22 @@ def uninterrupted(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return losses(out)
 
 
-@pytest.fixture(scope="module")
-def killed(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the same run, one of whose two processes was killed after step 5."""
-    out = tmp_path_factory.mktemp("elastic") / "run"
+def test_a_killed_run_goes_on_at_the_next_step(uninterrupted: dict[int, float], demo: Path, tmp_path: Path) -> None:
+    """Each step's loss is that of the very samples that come next: one sample more, less or another would change it."""
+    out = tmp_path / "run"
     with start(demo, out) as launcher:
         wait_for(launcher, "step 5:")
         os.kill(ranks(launcher)[1], signal.SIGKILL)
         launcher.stderr.read()
     assert launcher.returncode != 0
-    return out
-
-
-@pytest.mark.parametrize("processes", [2, 1, 4])
-def test_a_killed_run_goes_on_with_any_number_of_processes(
-    killed: Path, uninterrupted: dict[int, float], demo: Path, tmp_path: Path, processes: int
-) -> None:
-    """Each step's loss is that of the very samples that come next: one sample more, less or another would change it."""
-    out = Path(shutil.copytree(killed, tmp_path / "run"))
     state = torch.load(out / "checkpoint.pt", weights_only=True)
     assert state["step"] in range(SAVE_EVERY, STEPS, SAVE_EVERY)
     assert state["loader"]["position"] == 8 * state["step"]
-    train(demo, out, *OPTIONS, "--resume", processes=processes)
-    # Other processes add the same gradients up in another order; that is all that may differ.
-    assert losses(out) == (uninterrupted if processes == 2 else pytest.approx(uninterrupted, rel=1e-4))
+    train(demo, out, *OPTIONS, "--resume", processes=2)
+    assert losses(out) == uninterrupted
 
 
-def test_sigterm_to_one_process_ends_all_of_them_at_one_step(
+def test_sigterm_to_one_process_ends_all_of_them_at_one_step_and_one_process_goes_on(
     uninterrupted: dict[int, float], demo: Path, tmp_path: Path
 ) -> None:
     with start(demo, tmp_path) as launcher:
@@ -64,31 +53,38 @@ def test_sigterm_to_one_process_ends_all_of_them_at_one_step(
     step = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"]
     assert f"SIGTERM: ended at step {step}" in said
     assert said.count("exitcode  : 143") == 2, said  # as torchrun reports its processes
-    train(demo, tmp_path, *OPTIONS, "--resume", processes=2)
-    assert losses(tmp_path) == uninterrupted
+    train_here(demo, tmp_path, *OPTIONS, "--resume")
+    # One process adds the same gradients up in another order; that is all that may differ.
+    assert losses(tmp_path) == pytest.approx(uninterrupted, rel=1e-4)
 
 
-def test_a_sharded_run_is_killed_and_goes_on_with_4_2_and_8_processes(small: Path, tmp_path: Path) -> None:
-    """Over three epochs, in each of which a process is killed or the run ends."""
+def test_a_sharded_run_goes_on_with_more_processes(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the middle of an epoch to the end of the next one."""
     with Loader(Dataset(small, cameras=[]), batch_size=8, rank=0, world_size=1) as loader:
         epoch = len(loader)
-    options = ["--shuffle", "sharded", "--max-steps", 3 * epoch, "--save-every", SAVE_EVERY]
-    train(small, tmp_path / "whole", *options, processes=2)
-    out = tmp_path / "run"
-    for processes, step, resume in ((4, epoch // 2, []), (2, epoch + epoch // 2, ["--resume"])):
-        with start(small, out, *options, *resume, processes=processes) as launcher:
-            wait_for(launcher, f"step {step}:")
-            os.kill(ranks(launcher)[1], signal.SIGKILL)
-            launcher.stderr.read()
-        assert launcher.returncode != 0
-    train(small, out, *options, "--resume", processes=8)
+    options = ["--shuffle", "sharded", "--max-steps", 2 * epoch]
+    train_here(small, tmp_path / "whole", *options)
+    with in_this_process() as program:
+        seen, descend = [], program.Run._descend
+
+        def interrupted(run: Any, batch: Any) -> Any:
+            seen.append(batch)
+            if len(seen) == epoch // 2:
+                signal.raise_signal(signal.SIGTERM)
+            return descend(run, batch)
+
+        monkeypatch.setattr(program.Run, "_descend", interrupted)
+    with pytest.raises(SystemExit):
+        train_here(small, tmp_path / "run", *options)
+    assert len(losses(tmp_path / "run")) == epoch // 2
+    train(small, tmp_path / "run", *options, "--resume", processes=2)
     # Sums of gradients in another order differ by more in each step. Another sample changes a loss by much more.
-    assert losses(out) == pytest.approx(losses(tmp_path / "whole"), rel=0.01)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=0.01)
 
 
-def start(dataset: Path, out: Path, *options: object, processes: int = 2) -> subprocess.Popen[str]:
-    """A run of some processes, whose progress can be read."""
-    line = command(dataset, out, *(options or OPTIONS), processes=processes)
+def start(dataset: Path, out: Path) -> subprocess.Popen[str]:
+    """A run of two processes, whose progress can be read."""
+    line = command(dataset, out, *OPTIONS, processes=2)
     return subprocess.Popen(line, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
 
 

@@ -74,9 +74,9 @@ def launch(processes: int, root: Path, out: Path, last_batch: str = "drop", step
 
 @pytest.fixture(scope="module")
 def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """The batches of each rank in a run that two processes begin, one continues and four end, with checkpoints in between."""
+    """The batches of each rank in a run that one process begins and two end, with a checkpoint in between."""
     out = tmp_path_factory.mktemp("run")
-    return [launch(2, demo, out, steps=5), launch(1, demo, out, steps=5), launch(4, demo, out, last_batch="partial")]
+    return [launch(1, demo, out, steps=5), launch(2, demo, out, last_batch="partial")]
 
 
 @pytest.mark.slow
@@ -85,15 +85,15 @@ def test_ranks_share_every_epoch_and_end_it_together(runs: list[list[dict[str, A
     seen = [index for each in found for batch in each["epochs"][1] for index in batch]
     assert sorted(seen) == list(range(frames))  # disjoint, and all of it
     assert {len(each["epochs"][1]) for each in found} == {found[0]["length"]}
-    assert {len(each["epochs"][0]) for each in found} == {found[0]["length"] - 10}
+    assert {len(each["epochs"][0]) for each in found} == {found[0]["length"] - 5}
     assert all(each["state"] == found[0]["state"] for each in found)
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(runs: list[list[dict[str, Any]]], demo: Path) -> None:
-    """Through Accelerate's own checkpoints. Together the three parts are one epoch, and each frame comes exactly once."""
+    """Through Accelerate's own checkpoints. Together the two parts are one epoch, and each frame comes exactly once."""
     parts = [[index for each in found for batch in each["epochs"][0] for index in batch] for found in runs]
-    assert [len(part) for part in parts[:2]] == [5 * 16, 5 * 16]
+    assert len(parts[0]) == 5 * 16
     assert sorted(index for part in parts for index in part) == list(range(Dataset(demo).num_frames))
 
 

@@ -19,7 +19,7 @@ from support.datasets import ODD_CAMERA, Column, build, image_file
 from dali_stream import Dataset, Loader, MemoryBudgetError
 from dali_stream.system.cgroups import cpu_quota, cpuset_cores
 from dali_stream.system.cpu import Cores, available_cores
-from dali_stream.system.memory_limit import MemoryLimit, budget, memory_limit
+from dali_stream.system.memory_limit import MemoryLimit, budget, has_room_for_process, memory_limit
 from dali_stream.system.ranks import LocalRanks, local_ranks
 
 
@@ -184,8 +184,16 @@ GIB = 1 << 30
 )
 def test_the_default_budget_is_a_quarter_of_the_share_of_a_rank(memory: int, ranks: int, expected: int) -> None:
     limit = MemoryLimit(memory, "this machine")
-    assert budget(None, limit, ranks).size == expected
-    assert budget("2GiB", limit, ranks).size == 2 * GIB, "what is given is taken"
+    assert budget(None, limit, ranks, own_process=False).size == expected
+    for own_process in (False, True):
+        assert budget("2GiB", limit, ranks, own_process).size == 2 * GIB, "what is given is taken"
+
+
+def test_the_default_budget_leaves_memory_for_the_process_of_the_loader() -> None:
+    found = budget(None, MemoryLimit(64 * GIB, "this machine"), 8, own_process=True)
+    assert found.size == (8 * GIB - GIB // 2) // 4
+    assert "less 512MiB for its process" in str(found)
+    assert [has_room_for_process(MemoryLimit(size * GIB, "this machine"), 2) for size in (3, 4)] == [False, True]
 
 
 def test_a_given_budget_may_exceed_a_quarter_but_not_the_memory(odd: Path) -> None:

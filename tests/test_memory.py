@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 REST_MB = 800
-FIRST = [0, 1, 2, 3, 4]  # episodes of a recording
+FIRST = [0, 1, 2]  # episodes of a recording
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
@@ -64,22 +64,22 @@ def test_memory_of_windows_is_flat(demo: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [None, (224, 224)])
 def test_memory_of_a_recording_is_below_the_limit_and_flat(g1: Path, size: tuple[int, int] | None) -> None:
-    """The budget keeps 1165 of the 1871 frames at their full size, and all frames at 224×224."""
-    found = run(g1, FIRST, batch_size=64, memory_budget="1GiB", image_size=size)
-    assert found["frames"] == 5 * (1871 // 64 * 64)
-    check(found, 1074)
+    """The budget keeps three of five of the 1093 frames at their full size, and all frames at 224×224."""
+    found = run(g1, FIRST, batch_size=64, memory_budget="600MiB", image_size=size)
+    assert found["frames"] == 5 * (1093 // 64 * 64)
+    check(found, 629)
 
 
 @pytest.mark.slow
 def test_memory_of_float32_batches_is_below_the_limit_and_flat(g1: Path) -> None:
     """A batch of 64 frames of 640x480 takes 236 MB as float32, and two are in use at a time."""
-    check(run(g1, FIRST, batch_size=64, memory_budget="1GiB", image_dtype="float32"), 1074, REST_MB + 3 * (236 - 59))
+    check(run(g1, [0, 1], batch_size=64, memory_budget="800MiB", image_dtype="float32"), 839, REST_MB + 3 * (236 - 59))
 
 
 @pytest.mark.slow
 def test_memory_of_long_windows_is_flat(g1: Path) -> None:
     """They are decoded in parts: glibc would keep blocks as large as a window of 20 frames of 640x480."""
     deltas = {"observation.images.cam_high": [-n / 30 for n in range(20)]}
-    found = run(g1, [0, 1], batch_size=4, delta_timestamps=deltas, memory_budget="300MiB")
+    found = run(g1, [0], batch_size=4, delta_timestamps=deltas, memory_budget="160MiB")
     assert found["frames"] > 0
-    check(found, 315)
+    check(found, 168)

@@ -29,7 +29,7 @@ from dali_stream.lerobot.mixture_file import read
 from dali_stream.mp4.counting import FileEpisodes, count_rows
 from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.mp4.timing import EpisodeTimes
-from dali_stream.tools.diagnosis.frames import Decoders
+from dali_stream.tools.diagnosis.machine import Decoders
 from dali_stream.tools.diagnosis.run import examine
 
 LENGTHS = (12, 12, 12)
@@ -85,7 +85,7 @@ def right(root: Path, lengths: Sequence[int] = LENGTHS) -> list[int]:
 
 
 def findings(dataset: Dataset) -> dict[str, Any]:
-    return {finding.name: finding for finding in examine(dataset, Decoders(torchcodec=False, dali=False, gpus={}), 60)[0]}
+    return {finding.name: finding for finding in examine(dataset, Decoders(torchcodec=False, dali=False, gpus={}), 60)}
 
 
 # ---- fewer frames than rows

@@ -578,9 +578,14 @@ def test_rows_of_the_right_dataset_are_read(datasets: Mapping[str, Dataset]) -> 
 
 @pytest.mark.slow
 def test_every_frame_of_real_recordings(g1: Path, demo: Path) -> None:
-    """30 fps AV1, the same in v2.1, 10 fps H.264 with GOP 68 and two cameras, and the demo: on each of two ranks, one epoch."""
+    """Episodes of 30 fps AV1, of the same in v2.1, and of 10 fps H.264 with GOP 68 and two cameras; and the demo. Two ranks."""
     shared = g1.parent
-    opened = {"g1": Dataset(g1), "v21": Dataset(shared / "g1_v21"), "franka": Dataset(shared / "franka"), "demo": Dataset(demo)}
+    opened = {
+        "g1": Dataset(g1, episodes=[0, 11]),
+        "v21": Dataset(shared / "g1_v21", episodes=[1, 4]),
+        "franka": Dataset(shared / "franka", episodes=range(4)),
+        "demo": Dataset(demo),
+    }
     camera = "observation.images.cam_high"
     keys = {"g1": {camera: TOP}, "v21": {camera: TOP}}
     options = LOADER | {"image_size": (24, 32), "memory_budget": "2GiB"}
@@ -619,14 +624,14 @@ with Loader(mixture, **loader) as loader:
 
 @pytest.mark.slow
 def test_killed_ranks_continue_as_others_over_http_with_faults(demo: Path, h264_demo: Path) -> None:
-    """1, 2, 4 and 1 processes, each killed: together they are the order that nobody interrupted."""
+    """1, 2 and 1 processes, each killed: together they are the order that nobody interrupted."""
     faults = [None] * 20 + [status(503), None, reset_inside, None, short]
     found: list[tuple[str, int]] = []
     state: dict[str, Any] = {}
     options = {"image_size": [24, 32], "consumers": 4, "episode_pool_size": 4, "num_threads": 1, "seed": 2}
     with Server(demo, faults=faults * 4) as one, Server(h264_demo, faults=faults * 4) as two:
         urls = {"demo": one.url, "h264": two.url}
-        for world in (1, 2, 4, 1):
+        for world in (1, 2, 1):
             ranks = []
             for rank in range(world):
                 own = json.dumps(options | {"batch_size": 8 // world, "rank": rank, "world_size": world})
@@ -645,7 +650,7 @@ def test_killed_ranks_continue_as_others_over_http_with_faults(demo: Path, h264_
     with Loader(mixed, **options | {"batch_size": 8, "image_size": (24, 32)}) as loader:
         while len(expected) < len(found):
             expected += [pair for batch in loader for pair in zip(batch["dataset"], batch["index"].tolist(), strict=True)]
-    assert len(found) == 4 * 9 * 8
+    assert len(found) == 3 * 9 * 8
     assert found == expected[: len(found)]
 
 

@@ -449,7 +449,7 @@ def test_default_batches_are_mixed_as_well_as_by_a_full_shuffle(mixing: Any, bat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_batches_of_many_sizes_are_mixed_as_well_as_by_a_full_shuffle(mixing: Any, ranks: int) -> None:
     """The comparison covers the cases in which the pools hold all episodes."""
     held = 0
@@ -479,8 +479,8 @@ def test_pools_that_hold_a_part_of_the_episodes_cost_mixing(mixing: Any) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_sharded_global_batches_are_mixed_as_with_true_and_those_of_a_rank_keep_their_offset(mixing: Any, ranks: int) -> None:
+def test_sharded_global_batches_are_mixed_as_with_true_and_those_of_a_rank_keep_their_offset(mixing: Any) -> None:
+    ranks = 8
     true, sharded = (mixing.spread(shuffle, ranks, 240, *default_pools(16, ranks)) for shuffle in (True, "sharded"))
     assert sharded.variance < 1.15 * true.variance
     assert sharded.episodes_per_batch > 0.95 * true.episodes_per_batch

@@ -20,7 +20,7 @@ from support.tools import prepared
 from dali_stream import Dataset, DecodeError
 from dali_stream.mp4.index import read_index
 from dali_stream.storage import LocalStore
-from dali_stream.tools.diagnosis.frames import Decoders, Deep
+from dali_stream.tools.diagnosis.machine import Decoders
 from dali_stream.tools.diagnosis.run import examine
 
 PHONES = Path(__file__).resolve().parents[2] / "shared/data/phones"
@@ -78,8 +78,7 @@ def test_recordings(name: str, tmp_path: Path) -> None:
     check(root, *videos(root))
     prepared(root, tmp_path / "copy")
     check(tmp_path / "copy", *videos(root))
-    dataset = Dataset(root)
-    findings, _ = examine(dataset, Decoders(False, False, {}), 120, Deep(dataset, lambda done, total: None))
+    findings = examine(Dataset(root), Decoders(False, False, {}), 120, lambda done, total: None)
     assert [finding for finding in findings if finding.status == "problem"] == []
 
 

@@ -45,11 +45,8 @@ def hevc(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- the same rows, and the frames that a Loader would have made
 
 
-_MORE = (("h264", 2), ("vp9", 2), ("hevc", 1), ("hevc", 12), ("h264", 1), ("av1", 2))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("codec", "gop"), [("av1", 12), *(slow(*kind) for kind in _MORE)])
+@pytest.mark.parametrize(("codec", "gop"), [("av1", 12), ("h264", 2), ("vp9", 2), ("hevc", 1), ("hevc", 12)])
 def test_every_frame_in_every_codec(h264: Path, tmp_path: Path, codec: str, gop: int) -> None:
     out = tmp_path / "out"
     report = prepared(h264, out, codec=codec, gop=gop)
@@ -272,13 +269,12 @@ def test_nvenc_is_called_with_its_own_settings(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["overwritten", slow("zeroed")])
-def test_a_damaged_episode_is_named_and_can_be_dropped(small: Path, tmp_path: Path, how: str) -> None:
+def test_a_damaged_episode_is_named_and_can_be_dropped(small: Path, tmp_path: Path) -> None:
     root = copied(small, tmp_path)
     path = sorted((root / "videos" / SIDE).rglob("*.mp4"))[0]
     data = bytearray(path.read_bytes())
     middle = data.index(b"mdat") + 2000
-    data[middle : middle + 700] = bytes(700) if how == "zeroed" else bytes(range(7, 107)) * 7
+    data[middle : middle + 700] = bytes(range(7, 107)) * 7
     path.write_bytes(data)
     report = prepare(root, tmp_path / "out", codec="h264", jobs=1)
     [(name, why)] = report.failed.items()

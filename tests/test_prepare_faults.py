@@ -33,7 +33,7 @@ from dali_stream.tools import prepare
 from dali_stream.tools.preparation import rows
 
 EPISODES, FRAMES = 64, 4
-KILLS = int(os.environ.get("PREPARE_KILLS", "3"))
+KILLS = int(os.environ.get("PREPARE_KILLS", "2"))
 HANGS_S = 240.0  # a command that has run for so long since the last kill hangs
 FILE_MB = 0.006  # about 32 files
 ENCODED: dict[str, Any] = {"codec": "h264", "size": (64, 80)}
@@ -63,15 +63,18 @@ def command(source: Path, out: Path, *options: object) -> list[str]:
     return [sys.executable, "-m", "dali_stream", "prepare", *map(str, (source, out, "--file-mb", FILE_MB, *options))]
 
 
-def run_with_kills(
-    arguments: list[str], kills: int, pick: Callable[[random.Random, psutil.Process], list[psutil.Process]]
-) -> int:
-    """Runs a command until it succeeds, and sends SIGKILL to processes that `pick` chooses at random times.
+def run_with_kills(arguments: list[str], done: int, workers: Callable[[psutil.Process], list[psutil.Process]]) -> int:
+    """Runs a command until it succeeds. Sends SIGKILL at random times: in turns to one of its workers and to the command.
+
+    Args:
+        arguments: The command.
+        done: Number of earlier kills, of `KILLS` in total.
+        workers: Function that returns the workers of the command.
 
     Returns:
-        How many were killed.
+        How many were killed, with the earlier ones.
     """
-    rng, done = random.Random(0), 0
+    rng = random.Random(0)
     # What the command says goes to a file: a process of Ray that outlives it would keep a pipe open.
     with tempfile.TemporaryFile("w+") as output:
         while True:
@@ -79,15 +82,15 @@ def run_with_kills(
             with subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT) as process:
                 while process.poll() is None:
                     with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(rng.uniform(1.0, 4.0) if done < kills else HANGS_S)
+                        process.wait(rng.uniform(1.0, 4.0) if done < KILLS else HANGS_S)
                         break
                     running = psutil.Process(process.pid)
                     if time.monotonic() - since > HANGS_S:
                         names = [(child.name(), child.status()) for child in running.children(recursive=True)]
                         process.kill()
                         raise AssertionError(f"the command hangs, with the processes {names}: {written(output)}")
-                    if victims := pick(rng, running):
-                        rng.choice(victims).kill()
+                    if found := workers(running):
+                        (running if done % 2 else rng.choice(found)).kill()
                         done, since = done + 1, time.monotonic()
             if process.returncode == 0:
                 return done
@@ -100,15 +103,10 @@ def written(output: IO[str]) -> str:
     return output.read()
 
 
-def workers_and_command(rng: random.Random, process: psutil.Process) -> list[psutil.Process]:
-    """Each worker of a pool, its ffmpeg, and the command itself."""
-    return [process, *process.children(recursive=True)]
-
-
 @pytest.mark.slow
 def test_random_kills_of_workers_and_command_change_nothing(many: Path, tmp_path: Path) -> None:
     arguments = command(many, tmp_path / "out", "--jobs", 2, "--codec", "h264", "--size", "64x80")
-    assert run_with_kills(arguments, KILLS, workers_and_command)
+    assert run_with_kills(arguments, 0, lambda process: process.children(recursive=True))  # of a pool, and their ffmpeg
     prepared(many, tmp_path / "whole", file_mb=FILE_MB, **ENCODED)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
@@ -124,16 +122,15 @@ def test_workers_of_ray_and_the_command_may_die(many: Path, tmp_path: Path, monk
     while done < KILLS:
         out = tmp_path / f"out-{done}"
 
-        def pick(rng: random.Random, process: psutil.Process, plan: Path = out / "meta/prepare.json") -> list[psutil.Process]:
-            """The command and Ray's workers, without the node's agents; nothing before the plan is stored."""
+        def workers(process: psutil.Process, plan: Path = out / "meta/prepare.json") -> list[psutil.Process]:
+            """Those of Ray, without the node's agents; none before the plan is stored."""
             named = [child for child in process.children(recursive=True) if child.name().startswith("ray::")]
-            return [process, *(child for child in named if "Agent" not in child.name())] if plan.exists() else []
+            return [child for child in named if "Agent" not in child.name()] if plan.exists() else []
 
         arguments = command(many, out, "--executor", "ray", "--jobs", 2, "--codec", "h264", "--size", "64x80")
-        killed = run_with_kills(arguments, KILLS - done, pick)
-        assert killed
+        before, done = done, run_with_kills(arguments, done, workers)
+        assert done > before
         assert tree(out) == tree(tmp_path / "whole")
-        done += killed
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +17,6 @@ from dali_stream.decode.rate import Rates, RequestClips
 from dali_stream.mp4.clip import Clip
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.index import read_index
-from dali_stream.tools.diagnosis import Finding, camera
-from dali_stream.tools.diagnosis.frames import call_by_name
-from dali_stream.tools.isolated import Answer
 
 FIRST = f"videos/{TOP}/chunk-000/file-000.mp4"
 
@@ -29,35 +25,6 @@ def clips_of(root: Path) -> tuple[RequestClips, VideoFormat]:
     store = dali_stream.Dataset(root).data_store
     table = read_index(store, FIRST)
     return rate.request_clips(store, table, None), describe(table.configs[0])
-
-
-def examined_camera(speeds: dict[str, Answer]) -> Any:
-    """Camera with these measured speeds, and no files."""
-    return SimpleNamespace(finding=partial(Finding, "dataset"), tables=[], frame={}, decoded={}, speeds=speeds)
-
-
-@pytest.mark.parametrize(
-    ("decoder", "nvdec", "ratio", "takes"),
-    [
-        ("dali", 1500.0, "1.50", "NVDEC"),
-        ("dali", 1400.0, "1.40", "the CPU"),
-        ("torchcodec-cuda", 1000.0, "1.00", "NVDEC"),
-        ("torchcodec-cuda", 990.0, "0.99", "the CPU"),
-    ],
-)
-def test_doctor_says_which_decoder_auto_takes(decoder: str, nvdec: float, ratio: str, takes: str) -> None:
-    examined = examined_camera({"GPU 0": Answer(Rates(nvdec, 1000.0, decoder))})
-    text = f'NVDEC {nvdec:.0f} frames/s, the CPU 1000: NVDEC has {ratio} of the CPU\'s speed, so decode="auto" takes {takes}'
-    assert camera.check_speeds(examined) == [Finding("dataset", "speed on GPU 0", "ok", text)]
-    assert camera.facts(examined)["speed"] == {"GPU 0": {"nvdec": nvdec, "cpu": 1000.0, "decoder": decoder}}
-
-
-def test_doctor_warns_if_the_speed_cannot_be_measured() -> None:
-    examined = examined_camera({"GPU 0": Answer({}, "DALI's video decoder failed: no surface\nTraceback", "DecodeError")})
-    [finding] = camera.check_speeds(examined)
-    assert finding.status == "warning"
-    assert finding.text == "it could not be measured: DALI's video decoder failed: no surface"
-    assert camera.facts(examined)["speed"] == {"GPU 0": {}}
 
 
 def test_dali_that_fails_while_it_is_measured_is_a_decode_error(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,18 +61,6 @@ def test_a_slower_decoder_is_seen(slowed: str, faster: str, vp9_demo: Path, monk
 def test_long_gops_are_measured_with_few_requests(written: Callable[..., Path]) -> None:
     clips, _ = clips_of(written(episodes=2, size=(128, 160), codec="vp9", gop=30))
     assert clips.packed.coded_frames <= 64
-
-
-@pytest.mark.slow
-def test_doctor_shows_both_figures(vp9_demo: Path) -> None:
-    """Measured in another process."""
-    calls = {TOP: {"GPU 0": partial(rate.measure, *clips_of(vp9_demo), None, 2, 2, 1.0)}}
-    examined = examined_camera(call_by_name(calls, 120)[TOP])
-    [finding] = camera.check_speeds(examined)
-    rates = Rates(**camera.facts(examined)["speed"]["GPU 0"])
-    assert rates.nvdec > 1
-    assert rates.cpu > 1
-    assert str(rates) in finding.text
 
 
 def test_each_decoder_is_measured_for_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

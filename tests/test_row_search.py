@@ -29,7 +29,7 @@ from support.tools import prepared
 from dali_stream import Dataset, DatasetError, Loader
 from dali_stream.lerobot.rows import RowMemory, RowReader
 from dali_stream.tools.diagnosis import Finding
-from dali_stream.tools.diagnosis.frames import Decoders
+from dali_stream.tools.diagnosis.machine import Decoders
 from dali_stream.tools.diagnosis.run import examine
 
 LENGTHS = (6, 4, 7, 5, 8)
@@ -347,8 +347,7 @@ def test_doctor_calls_rows_whole_only_if_it_has_found_them(recording: Path, tmp_
 
 
 def doctor(root: Path) -> dict[str, Finding]:
-    findings, _ = examine(Dataset(root), Decoders(False, False, {}), 120)
-    return {finding.name: finding for finding in findings}
+    return {finding.name: finding for finding in examine(Dataset(root), Decoders(False, False, {}), 120)}
 
 
 # ---- columns of the metadata

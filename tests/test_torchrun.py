@@ -123,11 +123,8 @@ def test_two_nodes_share_the_batches(saved: Path) -> None:
     assert len(set(samples(results))) == len(samples(results)) == STEPS * BATCH
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_a_distributed_checkpoint_resumes_on_other_ranks(
-    ranks: int, saved: Path, program: Path, demo: Path, tmp_path: Path
-) -> None:
+def test_a_distributed_checkpoint_resumes_on_more_ranks(saved: Path, program: Path, demo: Path, tmp_path: Path) -> None:
     """Each frame of the epoch comes exactly once, before the checkpoint or after it."""
     shutil.copytree(saved / "checkpoint", tmp_path / "checkpoint")
-    run([sys.executable, program, demo, tmp_path, 0, ranks])
-    assert sorted(samples(found(saved, 2)) + samples(found(tmp_path, ranks))) == list(range(Dataset(demo).num_frames))
+    run([sys.executable, program, demo, tmp_path, 0, 4])
+    assert sorted(samples(found(saved, 2)) + samples(found(tmp_path, 4))) == list(range(Dataset(demo).num_frames))

@@ -25,7 +25,7 @@ from dali_stream.cli import main
 from dali_stream.decode import torchcodec
 from dali_stream.mp4.boxes import UPRIGHT
 from dali_stream.tools.description import describe
-from dali_stream.tools.diagnosis.frames import Decoders, Deep
+from dali_stream.tools.diagnosis.machine import Decoders
 from dali_stream.tools.diagnosis.run import examine
 
 SHOWN = (160, 128)  # (height, width) as they are displayed
@@ -162,10 +162,9 @@ def test_torchcodec_that_cannot_turn_is_an_error(lying: Path, monkeypatch: pytes
 def test_info_and_doctor_have_the_displayed_size(lying: Path) -> None:
     camera = describe(Dataset(lying)).cameras[data.CAMERA]
     assert (camera.height, camera.width, camera.remarks, camera.broken) == (*SHOWN, (), ())
-    dataset = Dataset(lying)
-    findings, facts = examine(dataset, Decoders(False, False, {}), 120, Deep(dataset, lambda done, total: None))
-    assert [finding for finding in findings if finding.status != "ok"] == []
-    assert facts["cameras"][data.CAMERA]["height"] == SHOWN[0]
+    findings = {each.name: each for each in examine(Dataset(lying), Decoders(False, False, {}), 120, lambda done, total: None)}
+    assert [finding for finding in findings.values() if finding.status != "ok"] == []
+    assert f", {SHOWN[0]}×{SHOWN[1]}, " in findings[data.CAMERA].text
 
 
 def test_a_shape_as_the_frames_are_stored_is_named(lying: Path, tmp_path: Path) -> None:

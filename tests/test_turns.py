@@ -22,7 +22,7 @@ from dali_stream.decode.dali import DaliDecoder
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.errors import DaliStreamError
 from dali_stream.pipeline import dali_batches, dali_iterator
-from dali_stream.pipeline.batch import Finisher
+from dali_stream.pipeline.producer import Producer
 
 
 @pytest.fixture
@@ -149,19 +149,19 @@ def test_a_route_change_before_the_first_run_costs_no_batch(vp9_demo: Path, monk
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_a_loader_that_waits_for_frames_keeps_no_other_waiting(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    take, waits, go_on = Finisher.next, threading.Event(), threading.Event()
+    take, waits, go_on = Producer.next, threading.Event(), threading.Event()
     starved = make(demo, 0)
 
-    def wait(finisher: Finisher) -> Any:
-        if finisher._planner is starved._batch_source._stream.planner:  # type: ignore[union-attr]
+    def wait(producer: Producer) -> Any:
+        if producer is starved._batch_source._stream.producer:  # type: ignore[union-attr]
             waits.set()
             go_on.wait()
-        return take(finisher)
+        return take(producer)
 
     with starved, make(demo, 1) as other, ThreadPoolExecutor(1) as pool:
         batches = iter(starved)
         next(batches)
-        monkeypatch.setattr(Finisher, "next", wait)
+        monkeypatch.setattr(Producer, "next", wait)
         later = pool.submit(list, batches)
         waits.wait()
         assert len(list(other)) == len(other)

@@ -187,8 +187,7 @@ DELTAS = {CAMERA: [-1 / 30, 0.0], "action": [n / 30 for n in range(20)]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "ranks"), [slow(0, 1), slow(0, 2), (1, 2)])
-@pytest.mark.parametrize("deltas", [slow(None), DELTAS])
+@pytest.mark.parametrize(("deltas", "rank", "ranks"), [(None, 0, 1), (DELTAS, 1, 2)])
 def test_a_recording(deltas: Any, rank: int, ranks: int, g1: Path, g1_v21: Path) -> None:
     part = Dataset(g1, episodes=range(6))
     assert_same(g1_v21, part, most=4, delta_timestamps=deltas, rank=rank, world_size=ranks)
@@ -199,7 +198,8 @@ def test_a_recording(deltas: Any, rank: int, ranks: int, g1: Path, g1_v21: Path)
 @pytest.mark.slow
 def test_every_frame_of_a_recording(g1: Path, g1_v21: Path, tmp_path: Path) -> None:
     assert_same(g1_v21, Dataset(g1, episodes=range(6)), batch_size=32)
-    assert_same(convert(g1_v21, tmp_path / "out"), g1_v21, batch_size=32)
+    converted = convert(g1_v21, tmp_path / "out")
+    assert_same(Dataset(converted, episodes=[0, 5]), Dataset(g1_v21, episodes=[0, 5]), batch_size=32)
 
 
 def test_a_recording_has_the_fingerprint_of_its_conversion(g1_v21: Path, tmp_path: Path) -> None:

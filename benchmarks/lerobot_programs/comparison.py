@@ -37,35 +37,25 @@ class Run:
     Attributes:
         index: Indices of the frames in each batch of rank 0.
         losses: Loss of each step of rank 0.
-        times: Time at which rank 0 received each batch, in seconds.
         ranks: Indices of the frames in each batch, by rank.
         evals: Lines that LeRobot logged about its evaluation.
         frames: Dtype and memory format of the frames.
-        messages: Messages that a recipe rendered from each batch of rank 0.
         depth: Hashes of the depth maps in each batch of rank 0, by camera.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.ranks, self.losses, self.times, self.evals = [], [], [], []
+        self.ranks, self.losses, self.evals = [], [], []
         self.frames: list[str] = []
-        self.messages: list[dict[str, Any]] = []
         self.depth: list[dict[str, str]] = []
         for path in sorted(folder.glob("out.*")):
             entries = [json.loads(line) for line in path.read_text().splitlines()]
             self.ranks.append([entry["index"] for entry in entries if "index" in entry])
             if path.suffix == ".0":
                 self.losses = [entry["loss"] for entry in entries if "loss" in entry]
-                self.times = [entry["time"] for entry in entries if "time" in entry]
-                self.messages = [entry["messages"] for entry in entries if "messages" in entry]
                 self.depth = [entry["depth"] for entry in entries if entry.get("depth")]
                 self.evals = [entry["eval"] for entry in entries if "eval" in entry]
                 self.frames = next((entry["frames"] for entry in entries if "frames" in entry), [])
         self.index = self.ranks[0] if self.ranks else []
-
-    @property
-    def steps_per_s(self) -> float:
-        """Steps per second after the first five batches."""
-        return (len(self.times) - 6) / (self.times[-1] - self.times[5])
 
 
 class Comparison:
@@ -80,7 +70,6 @@ class Comparison:
     def __init__(self, folder: Path, data: Sequence[str], out: Path | None) -> None:
         self._folder, self._data, self._out, self._number = folder, data, out, 0
         self.checks: list[dict[str, Any]] = []
-        self.speed: list[dict[str, Any]] = []
 
     def run(
         self,
@@ -93,7 +82,6 @@ class Comparison:
         trains: bool = True,
         drop_n_last_frames: int = 0,
         output: str | None = None,
-        recipe: dict[str, Any] | None = None,
     ) -> tuple[Run, Path]:
         """Run the script. Return its results and its output folder.
 
@@ -107,7 +95,6 @@ class Comparison:
             trains: Whether the policy is trained. Otherwise, batches are only preprocessed. Default: True.
             drop_n_last_frames: Argument of the sampler of "ordered". Default: 0.
             output: Output folder of an earlier run. Default: a new folder.
-            recipe: LeRobot's recipe that renders messages from each batch. Default: none.
 
         Raises:
             Failed: If the exit code is 0 although the run is killed, or not 0 although it is not killed.
@@ -117,7 +104,7 @@ class Comparison:
         folder.mkdir()
         target = Path(output) if output else folder / "run"
         spec = {"side": side, "trains": trains, "kill_at": kill_at, "out": str(folder / "out")}
-        spec |= {"seed": SEED, "drop_n_last_frames": drop_n_last_frames, "recipe": recipe}
+        spec |= {"seed": SEED, "drop_n_last_frames": drop_n_last_frames}
         (folder / "spec.json").write_text(json.dumps(spec))
         words = [*COMMON, *arguments, f"--output_dir={target}"]
         log = folder / "log"
@@ -140,18 +127,13 @@ class Comparison:
         print(f"{'ok    ' if passed else 'FAILED'} {name}: {detail}", flush=True)
         self.write()
 
-    def add_speed(self, **entry: Any) -> None:
-        self.speed.append(entry)
-        print(entry, flush=True)
-        self.write()
-
     def write(self) -> None:
         if self._out:
             environment.write_report(self._out, self.report())
 
     def report(self) -> dict[str, Any]:
         versions = {name: importlib.metadata.version(name) for name in ("lerobot", "accelerate", "torchvision")}
-        report = {"lerobot": versions, "data": self._data, "checks": self.checks, "speed": self.speed}
+        report = {"lerobot": versions, "data": self._data, "checks": self.checks}
         return report | environment.ran_on("cpu")
 
     def attempt(self, name: str, check: Callable[[], tuple[bool, Any]]) -> None:

@@ -10,11 +10,10 @@ SPEC.json contains an object with the entries
     trains     whether the policy is trained; if false, a step only preprocesses a batch
     kill_at    step, counted from the start of this process, at which the process kills itself, or null
     seed, drop_n_last_frames   arguments of the FrameSampler
-    recipe     LeRobot's recipe that renders messages from each batch, or null
     records    "times" to record nothing but the times of batches, on any number of threads, for measurements of speed
     out        path of the output file, to which the rank is appended. Each line of the file is a JSON object: the indices and
-               the time of a batch with hashes of its depth maps, what a recipe rendered from it, the loss of a step, or a
-               message that LeRobot logs about its evaluation.
+               frames of a batch with hashes of its depth maps, the loss of a step, or a message that LeRobot logs about its
+               evaluation.
 """
 
 from __future__ import annotations
@@ -69,9 +68,7 @@ class Recorder:
                 for key, value in batch.items()
                 if "depth" in key and torch.is_tensor(value) and value.ndim == 4
             }
-            self.record(index=batch["index"].tolist(), time=time.perf_counter(), frames=described, depth=depth)
-            if recipe := self._spec.get("recipe"):
-                self.record(messages=rendered(batch, recipe))
+            self.record(index=batch["index"].tolist(), frames=described, depth=depth)
             yield batch
 
     def update(self, tracker: Any, *arguments: Any, **named: Any) -> Any:
@@ -85,18 +82,6 @@ class Recorder:
     def init_logging(self, *arguments: Any, **named: Any) -> None:
         self._init_logging(*arguments, **named)  # removes all handlers
         logging.getLogger().addHandler(Evaluations(self))
-
-
-def rendered(batch: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return what LeRobot's recipe renders from a batch."""
-    from lerobot.configs.recipe import TrainingRecipe
-    from lerobot.lerobot_types import TransitionKey
-    from lerobot.processor.converters import batch_to_transition
-    from lerobot.processor.render_messages_processor import RenderMessagesStep
-
-    transition = RenderMessagesStep(TrainingRecipe.from_dict(recipe))(batch_to_transition(batch))
-    data = transition[TransitionKey.COMPLEMENTARY_DATA]
-    return {key: data[key] for key in ("messages", "message_streams", "target_message_indices")}
 
 
 class Evaluations(logging.Handler):

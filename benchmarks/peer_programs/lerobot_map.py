@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
-from resize import transforms
-from serve import Batch, Spec, as_float, serve
+from serve import Batch, Spec, as_float, serve, transforms
 from torch.utils.data import DataLoader
 
 

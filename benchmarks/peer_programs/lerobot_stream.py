@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lerobot.datasets.streaming_dataset import StreamingLeRobotDataset
-from resize import transforms
-from serve import Batch, Spec, as_float, serve
+from serve import Batch, Spec, as_float, serve, transforms
 from torch.utils.data import DataLoader
 
 

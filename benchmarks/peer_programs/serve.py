@@ -76,6 +76,16 @@ def as_float(batch: Batch, spec: Spec) -> Batch:
     return batch
 
 
+def transforms(spec: Spec) -> Callable[[Any], Any] | None:
+    """Return torchvision's Resize to the size in the spec, or None for the recorded size."""
+    if not spec["image_size"]:
+        return None
+    from torchvision.transforms import v2
+
+    resize: Callable[[Any], Any] = v2.Resize(spec["image_size"], antialias=True)
+    return resize
+
+
 def versions(*packages: str) -> dict[str, str]:
     """Return the versions of packages. "unknown" if a package is on the path without being installed."""
     by_package = dict.fromkeys(packages, "unknown")

@@ -27,7 +27,7 @@ class Slots:
     """Decoded frames of one camera. Decode threads write them, and the thread that makes a batch copies them into it.
 
     No lock is needed. A batch writes only slots that no other batch in progress shows or writes, see `FramesInMemory`. It may
-    show what an earlier batch writes, since `Finisher` waits for the tasks of the batches in their order.
+    show what an earlier batch writes, since `Producer` waits for the tasks of the batches in their order.
 
     Args:
         count: Number of slots. The system allocates the memory of a slot when it is first written.

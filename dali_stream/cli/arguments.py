@@ -1,8 +1,8 @@
 """Options that several commands share. Each is declared here once, with its name, its help and its parser.
 
 A command that reads a dataset has all options in `SourceOptions` or `DatasetOptions`. Add an option to one of these classes to
-add it to all of these commands. Two commands also name some of these options: `doctor` those that need a URI, and `bench` those
-in its report. A command that makes a Loader names its options in `LoaderOptions`, with their defaults. See `with_options`.
+add it to all of these commands. `bench` also names those in its report. A command that makes a Loader names its options in
+`LoaderOptions`, with their defaults. See `with_options`.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class LoaderOptions(TypedDict, total=False):
     batch_size: Annotated[Any, kinds.count(help="Samples per batch and rank.")]
     image_size: Annotated[Any, kinds.image_size(help="Size of the frames.")]
     image_dtype: Annotated[str, Option(metavar="uint8|float32", help="Type of the frames.")]
+    depth_unit: Annotated[str, Option(metavar="mm|m", help="Unit of the distances of depth cameras.")]
     delta_timestamps: Annotated[
         list[Any] | None,
         kinds.window(

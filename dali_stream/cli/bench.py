@@ -57,7 +57,7 @@ def bench(
     With --step-ms, the command also prints the cores, memory and disk that a node needs so that no rank waits for batches. It
     computes them from the measured CPU time, and assumes that the cores of the node are as fast as those here.
 
-    To use several ranks, run `accelerate launch benchmarks/streaming.py URI ...`. The exit code is 1 if no frame was measured.
+    To use several ranks, run `accelerate launch -m dali_stream bench URI ...`. The exit code is 1 if no frame was measured.
     """
     from dali_stream.tools.bench import run, write
 

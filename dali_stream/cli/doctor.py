@@ -33,9 +33,6 @@ def doctor(
     episodes and files are checked, or 32 of remote data. --deep checks all of them and decodes every frame. The datasets of a
     mixture file are examined one by one. The exit code is 1 if a check found a problem.
     """
-    if uri is None and (deep or dataset.keys() & {"cameras", "episodes", "clock", "tolerance_s", "trust_timestamps"}):
-        options = "--deep, --cameras, --episodes, --clock, --tolerance-s and --trust-timestamps"
-        raise ValueError(f"{options} need the URI of a dataset")
     with console.progress("examining") as show:
         report = dali_stream.tools.doctor(uri, **dataset, deep=deep, progress=show)
     console.show(report.as_dict() if as_json else [_table(report), _sum(report)])

@@ -23,8 +23,8 @@ _ACTION = "Give the key of a feature with --action"
 
 
 @arguments.with_options(
-    batch_size=8, image_size=None, image_dtype=None, delta_timestamps=None, normalize=None, seed=None, consumers=None,
-    last_batch=None, on_error="raise", max_substitutes=1.0, device="auto", decode="auto", num_threads=None,
+    batch_size=8, image_size=None, image_dtype=None, depth_unit="mm", delta_timestamps=None, normalize=None, seed=None,
+    consumers=None, last_batch=None, on_error="raise", max_substitutes=1.0, device="auto", decode="auto", num_threads=None,
     memory_budget=None, frame_cache=None, frame_cache_bytes=None,
 )  # fmt: skip
 def preview(
@@ -128,7 +128,7 @@ def _of_batch(
     title = f"{_name(dataset)}: {len(batch['index'])} of {dataset.num_frames} frames, {place}"
     images = sheet.image_keys(batch, dataset)
     numbers = [key for key in numbers if key in batch]
-    return _Sheet(title, batch, options["delta_timestamps"], images, numbers, _depth(dataset, images))
+    return _Sheet(title, batch, options["delta_timestamps"], images, numbers, _depth(dataset, images, options["depth_unit"]))
 
 
 def _last(loader: dali_stream.Loader, state: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int]:
@@ -146,13 +146,13 @@ def _last(loader: dali_stream.Loader, state: Mapping[str, Any], options: Mapping
     raise ValueError("--state must be one that was saved after a batch, got the beginning of a run")
 
 
-def _depth(dataset: Dataset | Mixture, images: list[str]) -> dict[str, Depth]:
-    """Return the meaning of the images that are distances in millimetres, by key."""
+def _depth(dataset: Dataset | Mixture, images: list[str], unit: str) -> dict[str, Depth]:
+    """Return the meaning of the images that are distances in `unit`, by key."""
     from dali_stream.decode.depth import distance_of_nothing
     from dali_stream.tools.sheet import Depth
 
     features = {key: dataset.features[key] for key in images if key in dataset.features}
-    return {key: Depth("mm", distance_of_nothing(each, "mm")) for key, each in features.items() if each.is_depth}
+    return {key: Depth(unit, distance_of_nothing(each, unit)) for key, each in features.items() if each.is_depth}
 
 
 def _save(drawn: _Sheet, out: Path) -> None:

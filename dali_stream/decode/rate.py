@@ -1,6 +1,6 @@
 """Measured speed of NVDEC and of the CPU on the video of a camera, in frames per second.
 
-A Loader with `decode="auto"` chooses by this measurement, and `dali-stream doctor` reports it.
+A Loader with `decode="auto"` chooses by this measurement.
 """
 
 from __future__ import annotations

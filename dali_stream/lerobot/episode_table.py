@@ -136,12 +136,6 @@ class Episodes:
         """Cameras about which a warning was logged. See `DatasetFiles.warn_of_cut`."""
         return set()
 
-    def ends_early(self, camera: str, fps: float) -> npt.NDArray[np.bool_]:
-        """Return whether `to_timestamp` is before the end of each episode, shape (E,). All frames are read in any case."""
-        frames = (self.to_timestamp[camera] - self.start[camera]) * fps
-        early: npt.NDArray[np.bool_] = frames < self.length - 0.5
-        return early
-
 
 def check_episodes(table: Mapping[str, npt.NDArray[Any]], where: str, store: Store, info: Info) -> None:
     """Check the columns of an episode table, sorted by episode index, against each other and the totals of `info.json`.

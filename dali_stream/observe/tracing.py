@@ -28,12 +28,14 @@ class Span(NamedTuple):
     """Work of a thread.
 
     Attributes:
+        process: Number of the process.
         name: Name of the stage: a time of `Loader.stats` without its "_s", "training", "copy", or one of `FETCHES`.
         thread, thread_name: Thread id of the operating system, and name of the thread.
         start, stop: Times of `time.perf_counter`, in seconds.
         batch: Number of the batch, counted from the beginning of the Loader's iteration. None if it is unknown.
     """
 
+    process: int
     name: str
     thread: int
     thread_name: str
@@ -47,8 +49,9 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     """Record what the Loaders of this process do inside the block, and write it to a file at the end.
 
     Open the file at https://ui.perfetto.dev. Each thread is a row: the thread that iterates, the planner, the decode threads,
-    the threads that copy, with DALI the thread that starts its runs and, for remote data, the threads that fetch. Spans contain
-    the number of the batch. Arrows lead from each fetch to the batch for which it was made.
+    the threads that copy, with DALI the thread that starts its runs and, for remote data, the threads that fetch. Most of them
+    are in the process of the Loader. Spans contain the number of the batch. Arrows lead from each fetch to the batch for which
+    it was made.
 
     Args:
         path: Path to the JSON file. An existing file is replaced.
@@ -77,13 +80,13 @@ def events(spans: list[Span], began: float) -> list[dict[str, Any]]:
     """
 
     def at(span: Span, seconds: float) -> dict[str, Any]:
-        return {"pid": os.getpid(), "tid": span.thread, "ts": (seconds - began) * 1e6}
+        return {"pid": span.process, "tid": span.thread, "ts": (seconds - began) * 1e6}
 
     spans = [span._replace(start=max(span.start, began)) for span in spans]  # some began before the trace
-    names = {span.thread: span.thread_name for span in spans}
+    names = {(span.process, span.thread): span.thread_name for span in spans}
     made: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": os.getpid(), "tid": thread, "ts": 0, "args": {"name": name}}
-        for thread, name in names.items()
+        {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "ts": 0, "args": {"name": name}}
+        for (process, thread), name in names.items()
     ]
     batches = {span.batch: span for span in spans if span.name == _BATCH}
     for number, span in enumerate(spans):
@@ -103,7 +106,7 @@ def record(name: str, start: float, stop: float, batch: int | None = None) -> No
     """Record a span of this thread, if a trace is being recorded. See `Span`. `batch` defaults to the thread's batch."""
     if (spans := _spans) is not None:
         batch = getattr(_local, "batch", None) if batch is None else batch
-        spans.append(Span(name, threading.get_native_id(), threading.current_thread().name, start, stop, batch))
+        spans.append(Span(os.getpid(), name, threading.get_native_id(), threading.current_thread().name, start, stop, batch))
 
 
 def is_recorded() -> bool:

@@ -1,13 +1,17 @@
 """Pipeline that carries out the schedule: it reads and decodes data, runs the DALI graph, and assembles batches.
 
-The way of a frame of a Loader without DALI, as a tree of calls. Names in brackets are threads:
+The way of a frame of a Loader without DALI, as a tree of calls. Names in brackets are threads. All but the caller are in the
+process of the Loader, unless `in_process=True`:
 
     loader.py                         [caller] next(iterator); at the end it normalizes, and counts the position
-      pipeline/stream.py                BatchSource makes a BatchStream from a position on: planner, threads and slots
-      pipeline/torch_batches.py         takes the next batch (or pipeline/dali_batches.py, whose DALI graph makes it)
-        pipeline/batch.py                 Finisher waits for the tasks of the batch, and substitutes samples that failed
-          decode/decoder.py                 SlotWork.collect copies the frames of the batch
-            cache/slots.py                    from their slots, divided by 255 for float32
+      pipeline/stream.py                BatchSource makes a BatchStream from a position on: a producer and a front end
+      pipeline/torch_batches.py         makes tensors of the next finished batch (or pipeline/dali_batches.py with a DALI graph)
+        pipeline/producer_process.py      requests it from the process of the Loader
+    pipeline/producer_main.py         [batches] answers the request
+      pipeline/producer.py              waits for the tasks of the batch, and substitutes samples that failed
+        decode/decoder.py                 SlotWork.collect copies the frames of the batch
+          cache/slots.py                    from their slots, divided by 255 for float32
+      cache/shared_buffers.py           says where in shared memory the batch is
     pipeline/planner.py               [planner] plans batch after batch, ahead of the caller
       schedule/samples.py               samples of the batch, from order/orders.py, order/order.py and order/pool.py
       cache/open_episodes.py            opens their episodes: rows (lerobot/rows.py), index of the video (mp4/index.py)

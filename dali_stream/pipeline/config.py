@@ -56,6 +56,7 @@ class Config:
         augments: Whether the user gives a function for the DALI graph.
         audit: Average number of samples per audit. 0 turns audits off.
         frame_folder: Folder of the frame cache on disk, or None without one.
+        in_process: Whether the process of the Loader makes the batches, whatever decodes them.
         substitutes: Log of the substituted samples.
     """
 
@@ -78,6 +79,7 @@ class Config:
     augments: bool
     audit: int
     frame_folder: FrameFolder | None = None
+    in_process: bool = True
     substitutes: Substitutes = field(default_factory=Substitutes)
 
     def order(self, epoch: int) -> EpochOrder:

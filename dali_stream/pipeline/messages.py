@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dali_stream.cache.shared_buffers import Lent
+from dali_stream.lerobot.source import Source
 from dali_stream.observe.tracing import Span
 from dali_stream.pipeline.batch import BatchInProgress
+from dali_stream.storage import Store
 
 
 class Start(NamedTuple):
@@ -61,6 +63,6 @@ class Finished(NamedTuple):
     spans: list[Span]
 
 
-def stores(source: Any) -> list[Any]:
+def stores(source: Source) -> list[Store]:
     """Return the stores of all datasets of a source, in an order that is the same in both processes."""
     return [store for part in source.parts for store in part.dataset.stores]

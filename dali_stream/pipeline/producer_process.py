@@ -24,11 +24,7 @@ FINISHED_AHEAD = 2  # number of batches that are finished before they are reques
 
 
 class ProducerEnded(Exception):
-    """The process has ended, and with it the batches in progress. The message says how, and what it was decoding.
-
-    Attributes:
-        was_killed: Whether a signal has ended it.
-    """
+    """The process has ended, and with it the batches in progress. The message says how, and what it was decoding."""
 
 
 def start_process() -> Child:
@@ -71,6 +67,7 @@ class ProducerProcess:
             layout = pickle.dumps((config, dict(self._layout.routes)), pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # of objects of the user, such as a client in storage_options
             raise CannotStart(f"the dataset cannot be pickled ({type(error).__name__}: {error})") from error
+        self._child.send_log_levels()  # they may have changed since the process was started
         descriptor, size = new_block(Board.SIZE)
         try:
             self._board = Board(SharedBlock(descriptor, size).array((Board.SIZE,), np.uint8))

@@ -222,6 +222,7 @@ class BatchSource:
     def _start_process(self) -> None:
         try:
             self._child = start_process()
+            _log.info("Loader: process %d makes the batches", self._child.number)
         except CannotStart as reason:
             self._stay_in_process(reason)
 

@@ -23,6 +23,7 @@ from dali_stream.system.gpu import gpu_index
 from dali_stream.system.log_records import DATASET_LOG
 from dali_stream.system.ranks import Ranks
 
+IN_PROCESS = "DALI_STREAM_IN_PROCESS"  # environment variable
 MEMORY_FORMATS = ("channels_last", "contiguous")
 _log = logging.getLogger("dali_stream")
 
@@ -65,6 +66,7 @@ def make_config(
     max_substitutes: float,
     frame_cache: str | os.PathLike[str] | None,
     frame_cache_bytes: int | str | None,
+    in_process: bool | None,
 ) -> Config:
     """Return the configuration of a Loader's pipeline.
 
@@ -73,7 +75,8 @@ def make_config(
         ranks: Rank of this process, and number of ranks.
         order: Arguments shuffle, seed, consumers and episode_pool_size of the Loader.
         batch_size, delta_timestamps, dali_graph, image_size, image_dtype, depth_unit, memory_format, device, num_threads,
-            prefetch, memory_budget, audit, last_batch, on_error, max_substitutes, frame_cache, frame_cache_bytes: See `Loader`.
+            prefetch, memory_budget, audit, last_batch, on_error, max_substitutes, frame_cache, frame_cache_bytes,
+            in_process: See `Loader`.
 
     Raises:
         ValueError: If an argument is invalid.
@@ -96,7 +99,9 @@ def make_config(
     orders = dataset.orders()
     cores = cpu.available_cores()
     threads = cores.count if num_threads is None else positive("num_threads", num_threads)
-    budget = memory_limit.budget(memory_budget, memory_limit.memory_limit(), cores.ranks.count)
+    limit = memory_limit.memory_limit()
+    stays = _stays_in_process(in_process, memory_limit.has_room_for_process(limit, cores.ranks.count))
+    budget = memory_limit.budget(memory_budget, limit, cores.ranks.count, not stays)
     own = _own_frames(orders, arguments, ranks)
     _log.info("Loader: num_threads=%d (%s), %s%s", threads, cores if num_threads is None else "given", budget, own)
     offsets = _window_offsets(dataset, delta_timestamps or {}, ranks.rank)
@@ -124,7 +129,24 @@ def make_config(
         augments=dali_graph is not None,
         audit=from_zero("audit", audit),
         frame_folder=_frame_folder(frame_cache, frame_cache_bytes, cores.ranks.count),
+        in_process=stays,
     )
+
+
+def _stays_in_process(given: bool | None, has_room: bool) -> bool:
+    """Return whether the process of the Loader makes the batches itself, whatever decodes them.
+
+    Args:
+        given: Argument `in_process` of the Loader.
+        has_room: Whether there is memory for another process.
+    """
+    if given is not None and not isinstance(given, bool):
+        raise ValueError(f"in_process must be True, False or None for the default, got {given!r}")
+    if given is None and os.environ.get(IN_PROCESS, "") not in ("", "0"):
+        return True
+    if given is None and not has_room:
+        _log.info("Loader: the batches are made in this process, since there is little memory for another one")
+    return not has_room if given is None else given
 
 
 def _own_frames(orders: Orders, arguments: OrderArguments, ranks: Ranks) -> str:

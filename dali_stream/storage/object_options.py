@@ -7,6 +7,7 @@ credentials for AWS, as AWS's own tools do.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import re
@@ -183,10 +184,8 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
             raise ValueError(f"{shown}: storage option {key!r} is not supported, use {cloud.refused[key]}")
     if cloud is _GS:
         _check_token(settings.get("token", ""), shown)
-    config = {
-        cloud.names.get(key) or _PREFIX.sub("", key.lower(), 1): value if isinstance(value, bool) else str(value)
-        for key, value in settings.items()
-    }
+    given = {cloud.names.get(key) or _PREFIX.sub("", key.lower(), 1): key for key in settings}  # {name in obstore: name}
+    config = {name: settings[key] if isinstance(settings[key], bool) else str(settings[key]) for name, key in given.items()}
     if config.get("skip_signature"):
         config = {key: value for key, value in config.items() if key not in _SIGNING}
     bucket = Bucket(parts.scheme, shown, name, parts.path.strip("/"), config, client)
@@ -200,11 +199,24 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
     if no_account:
         raise ValueError(f"{shown}: storage_options must have account_name, got none")
     if not unknown:
+        if wrong := _wrong_option(bucket):
+            raise ValueError(
+                f"{shown}: storage option {given[wrong]!r} must be a value that obstore accepts, such as '30s' for a time"
+            )
         raise ValueError(f"{shown}: storage_options must have values that obstore accepts. Check them")
     known = ", ".join(sorted([*cloud.names, "timeout", "client_kwargs", "client_options"]))
     raise ValueError(
         f"{shown}: storage_options must be {known} or options of obstore's {cloud.store.__name__}, got {unknown!r}"
     )
+
+
+def _wrong_option(bucket: Bucket) -> str | None:
+    """Return the option, by its name in obstore, without which obstore accepts the others, or None."""
+    for wrong in bucket.config:
+        with contextlib.suppress(Exception):
+            bucket.store({name: value for name, value in bucket.config.items() if name != wrong})
+            return wrong
+    return None
 
 
 def _check_token(token: object, shown: str) -> None:

@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import dali_stream
 from dali_stream.observe import waiting
 
 _HEAD = struct.Struct("<QI")  # number of bytes and of file descriptors of a message
@@ -42,15 +41,7 @@ class CannotStart(Exception):
 
 
 class ChildEnded(Exception):
-    """The process has ended without being told to.
-
-    Attributes:
-        was_killed: Whether a signal has ended it.
-    """
-
-    def __init__(self, how: str, was_killed: bool) -> None:
-        super().__init__(how)
-        self.was_killed = was_killed
+    """The process has ended without being told to. The message says how, such as "was killed by SIGKILL"."""
 
 
 class ChildTraceback(Exception):
@@ -68,7 +59,7 @@ class _Hello(NamedTuple):
 
 
 class _Levels(NamedTuple):
-    """First message to the process: the levels of the loggers here, by name."""
+    """Levels of the loggers by name. The process sets them when it receives this."""
 
     levels: dict[str, int]
 
@@ -105,11 +96,11 @@ class Connection:
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         """Send a message, with copies of file descriptors. Raises EOFError if the other process has ended."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        head = _HEAD.pack(len(data), len(descriptors))
+        data = _HEAD.pack(len(data), len(descriptors)) + data
         try:
             with self._sending:
-                sent = socket.send_fds(self._socket, [head], descriptors)
-                self._socket.sendall(head[sent:] + data)
+                sent = socket.send_fds(self._socket, [data], descriptors)
+                self._socket.sendall(memoryview(data)[sent:])
                 self.sent += 1
         except OSError:
             raise EOFError from None
@@ -131,7 +122,12 @@ class Connection:
         except OSError:  # of a socket that another thread has closed, or whose other end was reset
             raise EOFError from None
         self._is_within = False
-        return pickle.loads(data), descriptors
+        message = pickle.loads(data)
+        if not isinstance(message, _Levels):
+            return message, descriptors
+        for name, level in message.levels.items():
+            logging.getLogger(name).setLevel(level)
+        return self.receive()
 
     def _wait(self) -> None:
         """Wait for a message or the end of the other process."""
@@ -196,17 +192,18 @@ class Child:
         self._connection = Connection(own, lambda: process.poll() is None, what)
         self._finalizer = weakref.finalize(self, _end, process, self._connection)  # if it is dropped, and at exit
         _children.add(self)
-        with contextlib.suppress(EOFError):  # `receive` says how it has ended
-            loggers = logging.root.manager.loggerDict.items()
-            levels = {
-                name: logger.level for name, logger in list(loggers) if isinstance(logger, logging.Logger) and logger.level
-            }
-            self._connection.send(_Levels({"": logging.root.level, **levels}))
+        self.send_log_levels()
 
     @property
     def number(self) -> int:
         """Number of the process."""
         return self._process.pid
+
+    def send_log_levels(self) -> None:
+        """Send the levels of all loggers, so that the process makes the records that are logged here."""
+        known = list(logging.root.manager.loggerDict.items())
+        levels = {name: logger.level for name, logger in known if isinstance(logger, logging.Logger) and logger.level}
+        self.send(_Levels({"": logging.root.level, **levels}))
 
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         """Send a message, with copies of file descriptors. If the process has ended, do nothing, since `receive` says how."""
@@ -249,10 +246,10 @@ class Child:
             self._process.kill()
             code = self._process.wait()
         if code < 0:
-            return ChildEnded(f"was killed by {signal.Signals(-code).name}", True)
+            return ChildEnded(f"was killed by {signal.Signals(-code).name}")
         if not self._greeted:
             return CannotStart(f"{sys.executable} has ended with exit code {code} before it had imported dali_stream")
-        return ChildEnded(f"has ended with exit code {code}", False)
+        return ChildEnded(f"has ended with exit code {code}")
 
     def close(self) -> None:
         """End the process, and wait for it. Its last log records are logged. May be called from any thread, and repeatedly."""
@@ -317,7 +314,7 @@ def _obstacle() -> str:
 
 def _command(descriptor: int, main: str) -> list[str]:
     """Return the command that runs `main` in another interpreter. `python -m` would also search the current folder."""
-    path = [folder or os.getcwd() for folder in sys.path]
+    path = [os.fspath(folder) or os.getcwd() for folder in sys.path]
     code = f"import sys; sys.path[:] = {path!r}; import {__name__} as child; child.serve({descriptor}, {main!r}, {os.getpid()})"
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [os.fsdecode(multiprocessing.spawn.get_executable()), *flags, "-c", code]
@@ -334,7 +331,8 @@ def _blocked_signals() -> Iterator[None]:
 
 
 def _hello() -> _Hello:
-    return _Hello(dali_stream.__version__, os.path.dirname(os.path.abspath(dali_stream.__file__)))
+    package = sys.modules[__name__.partition(".")[0]]
+    return _Hello(package.__version__, os.path.dirname(os.path.abspath(str(package.__file__))))
 
 
 def _log_here(record: logging.LogRecord) -> None:
@@ -375,9 +373,6 @@ def serve(descriptor: int, main: str, parent: int) -> None:
     code = 0
     try:
         connection.send(_hello())
-        levels, _ = connection.receive()
-        for name, level in levels.levels.items():
-            logging.getLogger(name).setLevel(level)
         logging.root.addHandler(_ToParent(connection))
         module, _, function = main.partition(":")
         getattr(importlib.import_module(module), function)(connection)

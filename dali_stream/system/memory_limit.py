@@ -14,6 +14,7 @@ from dali_stream.system.cgroups import cgroup_values
 from dali_stream.system.ranks import local_ranks
 
 _DEFAULT_BUDGET = 4 << 30  # largest default of `memory_budget`, in bytes
+PROCESS_BYTES = 512 << 20  # memory of the process of a Loader without frames, about 440 MB with torch for CPUs
 _UNLIMITED = 1 << 60  # larger limits mean no limit: without a limit, version 1 of cgroups reports a number near 2^63
 
 
@@ -76,7 +77,12 @@ class Budget(NamedTuple):
         return f'memory_budget="{budget_text(self.size)}" ({self.reason})'
 
 
-def budget(given: int | str | None, limit: MemoryLimit, ranks: int) -> Budget:
+def has_room_for_process(limit: MemoryLimit, ranks: int) -> bool:
+    """Return whether each of the ranks of this machine has enough memory for another process, see `PROCESS_BYTES`."""
+    return limit.size // ranks >= 4 * PROCESS_BYTES
+
+
+def budget(given: int | str | None, limit: MemoryLimit, ranks: int, own_process: bool) -> Budget:
     """Return the memory budget of a Loader.
 
     The default is 4 GiB, but at most a quarter of the limit divided by the number of ranks that share it. Training and
@@ -86,17 +92,19 @@ def budget(given: int | str | None, limit: MemoryLimit, ranks: int) -> Budget:
         given: Argument of the Loader. None for the default.
         limit: Memory limit of this process.
         ranks: Number of ranks on this machine.
+        own_process: Whether the Loader has a process of its own, whose memory reduces the default.
 
     Raises:
         ValueError: If the argument is invalid.
         MemoryBudgetError: If the argument exceeds the limit.
     """
     if given is None:
-        size = limit.size // 4 // ranks
+        size = (limit.size // ranks - own_process * PROCESS_BYTES) // 4
         if size >= _DEFAULT_BUDGET:
             return Budget(_DEFAULT_BUDGET, "the default")
         shared = f", divided by {ranks} local ranks" if ranks > 1 else ""
-        return Budget(size, f"the default, a quarter of the {budget_text(limit.size)} of {limit.owner}{shared}")
+        less = f", less {budget_text(PROCESS_BYTES)} for its process" if own_process else ""
+        return Budget(size, f"the default, a quarter of the {budget_text(limit.size)} of {limit.owner}{shared}{less}")
     size = byte_count(given)
     if size > limit.size:
         raise MemoryBudgetError(

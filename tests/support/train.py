@@ -64,6 +64,12 @@ def train(dataset: Path, out: Path, *arguments: object, processes: int = 1) -> s
     return done.stderr
 
 
+def train_here(dataset: Path, out: Path, *arguments: object) -> None:
+    """Run the training program in this process."""
+    with in_this_process() as program:
+        program.main([*map(str, [dataset, "--out", out, *SMALL, *arguments])])
+
+
 def losses(out: Path) -> dict[int, float]:
     """{step: loss} of a run's journal, which has each step once."""
     found = [(entry["step"], entry["loss"]) for entry in journal(out) if "loss" in entry]

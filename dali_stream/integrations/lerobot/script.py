@@ -330,7 +330,7 @@ class _Run:
 
     def _eval_loader(self, batch_size: int, indices: Sequence[int] | None) -> Loader | Transformed:
         given = self._arguments.get("memory_budget")
-        budget = memory_limit.budget(given, memory_limit.memory_limit(), local_ranks().count).size // _EVAL_SHARE
+        budget = memory_limit.budget(given, memory_limit.memory_limit(), local_ranks().count, True).size // _EVAL_SHARE
         frames = None if indices is None else _frames(self._eval, indices)
         return self._make(self._eval, batch_size, memory_budget=budget, shuffle=False, frames=frames)
 

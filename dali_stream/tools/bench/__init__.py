@@ -1,4 +1,4 @@
-"""Throughput without a model, as measured by `dali-stream bench` and benchmarks/streaming.py.
+"""Throughput without a model, as measured by `dali-stream bench`.
 
 measure  the measurement of one rank
 run      the measurement on all ranks, and their combined report

@@ -112,7 +112,7 @@ def measure(
     with Loader(dataset, delta_timestamps=deltas, **loader) as running:
         clock, epoch = _Clock(running, steps, together, progress), len(running)
         [first_row] = clock.take(1)
-        fits = running._source.keeps_all and epoch > 1
+        fits = running._batch_source.keeps_all and epoch > 1
         clock.take(min(warmup - 1, epoch - 2) if fits else warmup - 1)
         first = clock.time(min(num_batches, epoch - running.batch_index) if fits else num_batches)
         work = first["sums"]

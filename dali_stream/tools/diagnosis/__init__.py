@@ -3,10 +3,10 @@
 report      a finding, and the report
 run         the list of all checks of datasets and cameras, and the functions that run them; the check of a mixture
 answers     questions to libraries and the driver, answered in separate processes
-machine     context `Machine`: the answers and the limits of this process; its checks
-rows        context `Rows`: the rows of a dataset; checks of metadata, files, rows, actions and tasks
+machine     context `Machine`: the answers of the libraries and of the driver; its checks
+rows        context `Rows`: the rows of a dataset; checks of statistics, files, rows and tasks
 camera      context `Camera`: the files of a video camera and a decoded frame; its checks
-frames      decoders of one frame and of all frames; check of a camera whose frames are images
+frames      checks of a camera whose frames are images, and of all frames
 """
 
 from __future__ import annotations

@@ -62,13 +62,6 @@ def torchcodec() -> dict[str, Any]:
     return {"version": str(torchcodec.__version__), "ffmpeg": torchcodec.ffmpeg_major_version}
 
 
-def pyav() -> str:
-    """Return PyAV's version."""
-    import av
-
-    return str(av.__version__)
-
-
 def decode(clip: Clip, video: VideoFormat, dali: bool, gpu: int | None) -> npt.NDArray[np.uint8]:
     """Decode the first requested frame of a packed clip. Return it with shape (H, W, 3).
 
@@ -90,9 +83,14 @@ def decode(clip: Clip, video: VideoFormat, dali: bool, gpu: int | None) -> npt.N
     return frame
 
 
-def decode_depth(clip: Clip, video: VideoFormat) -> npt.NDArray[np.uint8]:
-    """Decode the first requested frame of a packed clip of a depth camera. Return the highest 8 of its 12 bits as RGB."""
+def decode_depth(key: str, clip: Clip, video: VideoFormat) -> npt.NDArray[np.uint8]:
+    """Decode the first requested frame of a packed clip of the depth camera `key`. Return the highest 8 of 12 bits as RGB.
+
+    Raises:
+        DaliStreamError: If PyAV cannot be imported.
+    """
     from dali_stream.decode import depth
 
+    depth.pyav(key)
     [(_, codes, _)] = depth.decode_clip_in_parts(clip, video, len(clip.frames))
     return np.repeat((codes.numpy()[0] >> 4).astype(np.uint8), 3, axis=-1)

@@ -5,16 +5,12 @@ The frames of rows are located by the code that a Loader uses, so what it refuse
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from dali_stream.checks.arrays import NONE, Int64
-from dali_stream.decode import rate
+from dali_stream.checks.arrays import NONE
 from dali_stream.decode.audit import difference
 from dali_stream.decode.capability import capability
 from dali_stream.decode.refusal import refusal, smallest_coded_size
@@ -23,54 +19,43 @@ from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, cou
 from dali_stream.mp4.clip import is_avc, pack
 from dali_stream.mp4.counting import TOLERANCE
 from dali_stream.mp4.format import VideoFormat
-from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.mp4.timing import explain
-from dali_stream.system import cpu
+from dali_stream.storage import Store
 from dali_stream.system.cached import cached_property
-from dali_stream.system.install import install_command
-from dali_stream.tools.description import LOOK_AT, CameraReport, contradictions, describe_video
+from dali_stream.tools.description import LOOK_AT, CameraReport, describe_video
 from dali_stream.tools.diagnosis import answers
-from dali_stream.tools.diagnosis.frames import Decoders, Deep, call_by_name, find_flat_colour, located
-from dali_stream.tools.diagnosis.machine import NOTHING_TO_DO
+from dali_stream.tools.diagnosis.machine import NOTHING_TO_DO, Decoders
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding, Status
 from dali_stream.tools.diagnosis.rows import ROWS_FIRST, Rows
-from dali_stream.tools.isolated import Answer, Call, call
+from dali_stream.tools.isolated import Answer, Call, call_each
 
-_LOADED_S = 60.0  # time limit for loading PyAV, in seconds
-_MEASURED_S = 2.0  # time for measuring the speed of both decoders of a camera, in seconds
 _MOST = 100  # maximum number of the frame that is decoded: some files must be decoded from the start
-_NOT_HERE = ("route", "route_change", "bytes", "remarks", "broken")  # attributes of a `CameraReport` that facts do not repeat
 _SHOWN = 3  # maximum number of broken files reported per camera
 
 
 class Camera:
-    """Context of the checks of a video camera. Its files are read when it is created, and `decode_frames` decodes a frame.
+    """Context of the checks of a video camera. Its files are read when it is created, and `decode` decodes a frame.
 
     Attributes:
         key: Key of the camera.
         dataset: Dataset of the camera.
-        deep: Decoder of all frames, or None.
         places: {"CPU" or kind of GPU: index of the CUDA device, None for the CPU}.
         files, files_read: Number of files, and of those that were read.
         broken: {path of a broken file: error message}.
         tables: Indices of at most 32 files that are not broken.
         checked: Number of episodes whose rows were compared with the frames.
         faults: {episode: error message about its first row without a frame, or about a frame of another size}.
-        frame: Number of the frame of the first of `tables` that the decoders decode.
-        decoded: {decoder: answer with the frame}. Empty without `tables`, or with a `pyav_error`.
-        speeds: {kind of GPU: answer of `rate.measure`}.
+        decoded: {decoder: answer with the frame}. Empty without `tables`.
     """
 
-    def __init__(self, key: str, rows: Rows, decoders: Decoders, deep: Deep | None) -> None:
-        self.key, self.dataset, self.deep, self._rows, self._decoders = key, rows.dataset, deep, rows, decoders
+    def __init__(self, key: str, rows: Rows, decoders: Decoders) -> None:
+        self.key, self.dataset, self._rows, self._decoders = key, rows.dataset, rows, decoders
         self.places: dict[str, int | None] = {"CPU": None, **decoders.gpus}
         self.broken: dict[str, str] = {}
         self.tables: list[VideoIndex] = []
         self.checked, self.faults = 0, dict[int, str]()
-        self.frame = 0
         self.decoded: Mapping[str, Answer] = {}
-        self.speeds: Mapping[str, Answer] = {}
         self._video_files = VideoFiles(self.dataset.source, key)
         self._read_files()
 
@@ -78,11 +63,6 @@ class Camera:
     def is_depth(self) -> bool:
         """Whether the camera records depth."""
         return self.dataset.features[self.key].is_depth
-
-    @cached_property
-    def pyav_error(self) -> str:
-        """Reason why PyAV cannot decode a depth camera. Empty if it loads, and for other cameras."""
-        return call([answers.pyav], _LOADED_S).answers[0].reason if self.is_depth else ""
 
     @cached_property
     def video(self) -> VideoFormat:
@@ -94,11 +74,6 @@ class Camera:
         """Description of the videos for each of `places`. Raises DecodeError if a sample description is broken."""
         store = self.dataset.data_store
         return {place: describe_video(self.tables, store, gpu, self.is_depth) for place, gpu in self.places.items()}
-
-    @cached_property
-    def hidden(self) -> tuple[int, int]:
-        """Number of hidden frames, and of the frames that were examined. Raises DaliStreamError if they cannot be read."""
-        return hidden_frames(self.dataset.data_store, self.tables[0], self.video.codec)
 
     @property
     def reference(self) -> str:
@@ -121,7 +96,7 @@ class Camera:
         return Finding("dataset", f"{self.key} {name}".rstrip(), status, text, remedy)
 
     def _read_files(self) -> None:
-        """Locate the frames of rows, file by file. With `deep`, also decode them."""
+        """Locate the frames of rows, file by file."""
         dataset, videos = self.dataset, self.dataset.table.video[self.key]
         paths, file_of = videos.paths, videos.index[dataset.rows]
         files = np.unique(file_of)
@@ -136,19 +111,15 @@ class Camera:
             episodes = np.union1d(own[self._rows.spread(len(own))], np.intersect1d(own, short)).tolist()
             try:
                 table = read_index(dataset.data_store, paths[file])
-                packets = dict(self._locate(table, episodes))
-                if self.deep and not self.pyav_error:
-                    self.deep.decode_videos(self.key, table, packets)
+                self._locate(table, episodes)
             except DaliStreamError as error:
                 self.broken[paths[file]] = located(dataset.data_store, paths[file], error)
                 continue
             if file in described:
                 self.tables.append(table)
 
-    def _locate(self, table: VideoIndex, episodes: Iterable[int]) -> Iterator[tuple[int, Int64]]:
-        """Yield (episode, packets of its rows) for episodes of a file. The packet of a row without a frame is `NONE`.
-
-        Episodes whose rows are broken are left out.
+    def _locate(self, table: VideoIndex, episodes: Iterable[int]) -> None:
+        """Locate the frames of the rows of a file's episodes. Add to `faults`. Episodes with broken rows are left out.
 
         Raises:
             DaliStreamError: If a sample description is broken, or if rows cannot be read.
@@ -171,79 +142,46 @@ class Camera:
                 files.checked(table, packets[packets != NONE], episode)
             except FrameSizeError as error:
                 self.faults.setdefault(episode, f"episode {dataset.episodes[episode]}: {error}")
-            yield episode, packets
 
-    def calls(self) -> tuple[dict[str, Call], dict[str, Call]]:
-        """Return the calls that decode a frame of the first of `tables` with each decoder that a Loader could choose.
+    def calls(self) -> dict[str, Call]:
+        """Return {decoder: call that decodes a frame of the first of `tables`} for each decoder that a Loader could choose.
 
         The frame is inside the file. It depends on earlier frames, so decoding it tests more than a first frame would.
-
-        Returns:
-            {decoder: call that decodes the frame}, and {kind of GPU: call that measures the speed}.
 
         Raises:
             DaliStreamError: If the file is broken.
         """
-        table, store, video = self.tables[0], self.dataset.data_store, self.video
-        self.frame = min(len(table.displayed) // 2, _MOST)
+        table, video = self.tables[0], self.video
         # FFmpeg outputs every frame of an H.264 file with open GOPs only if it decodes from the start. See `decode`.
-        packets = [int(table.displayed_packets[self.frame])]
-        clip = pack(store, [table], packets, from_the_start=table.open_gops and is_avc(table))
+        packets = [int(table.displayed_packets[min(len(table.displayed) // 2, _MOST)])]
+        clip = pack(self.dataset.data_store, [table], packets, from_the_start=table.open_gops and is_avc(table))
         if self.is_depth:
-            return {"PyAV": partial(answers.decode_depth, clip, video)}, {}
-        decodes: dict[str, Call] = {}
-        speeds: dict[str, Call] = {}
+            return {"PyAV": partial(answers.decode_depth, self.key, clip, video)}
+        calls: dict[str, Call] = {}
         if self._decoders.torchcodec:
-            decodes["torchcodec"] = partial(answers.decode, clip, video, False, None)
+            calls["torchcodec"] = partial(answers.decode, clip, video, False, None)
         if self._decoders.dali and not refusal(None, video, table):
-            decodes["DALI on the CPU"] = partial(answers.decode, clip, video, True, None)
+            calls["DALI on the CPU"] = partial(answers.decode, clip, video, True, None)
         for place, gpu in self._decoders.gpus.items() if self._decoders.dali else ():
-            if (nvdec := self.reports[place].route.decoder) == "torchcodec":
-                continue
-            decodes[f"NVDEC of {place}"] = partial(answers.decode, clip, video, nvdec == "dali", gpu)
-            if self._decoders.torchcodec:
-                with contextlib.suppress(DecodeError):  # decoding the chosen frame reports the error
-                    clips = rate.request_clips(store, table, gpu, nvdec)
-                    arguments = clips, video, gpu, len(self.dataset.videos), cpu.cores(), _MEASURED_S, nvdec
-                    speeds[place] = partial(rate.measure, *arguments)
-        return decodes, speeds
+            if (nvdec := self.reports[place].route.decoder) != "torchcodec":
+                calls[f"NVDEC of {place}"] = partial(answers.decode, clip, video, nvdec == "dali", gpu)
+        return calls
 
-
-def decode_frames(cameras: Sequence[Camera], limit_s: float) -> None:
-    """Decode a frame of each camera with each decoder, and measure the speeds, with one process per decoder.
-
-    Args:
-        cameras: Cameras, which get `decoded` and `speeds`.
-        limit_s: Time limit of each process, in seconds.
-    """
-    calls: dict[str, tuple[dict[str, Call], dict[str, Call]]] = {camera.key: ({}, {}) for camera in cameras}
-    for camera in cameras:
+    def decode(self, limit_s: float) -> None:
+        """Decode a frame with each decoder in another process, which takes at most `limit_s` seconds. Set `decoded`."""
         try:
-            if camera.tables and not camera.pyav_error:
-                calls[camera.key] = camera.calls()
+            calls = self.calls() if self.tables else {}
         except DaliStreamError as error:
-            path = camera.tables[0].path
-            camera.broken[path] = located(camera.dataset.data_store, path, error)
-    decoded = call_by_name({key: decodes for key, (decodes, _) in calls.items()}, limit_s)
-    speeds = call_by_name({key: speeds for key, (_, speeds) in calls.items()}, limit_s)
-    for camera in cameras:
-        camera.decoded, camera.speeds = decoded[camera.key], speeds[camera.key]
+            path = self.tables[0].path
+            self.broken[path] = located(self.dataset.data_store, path, error)
+            return
+        self.decoded = dict(zip(calls, call_each(list(calls.values()), limit_s), strict=True))
 
 
-def facts(camera: Camera) -> dict[str, Any]:
-    """Return the facts about a camera for the report. Those that a broken file hides are left out."""
-    decoded = {name: {"error": each.reason, "difference": camera.difference(name)} for name, each in camera.decoded.items()}
-    speeds = {place: {} if each.error else dataclasses.asdict(each.value) for place, each in camera.speeds.items()}
-    facts: dict[str, Any] = {"kind": "video", "decoded": decoded, "speed": speeds}
-    with contextlib.suppress(DaliStreamError):
-        if camera.tables:
-            facts |= {"file": camera.tables[0].path, "frame": camera.frame, "colour_matrix": camera.video.matrix}
-            report, reports = dataclasses.asdict(camera.reports["CPU"]), camera.reports.items()
-            facts |= {key: value for key, value in report.items() if key not in _NOT_HERE}
-            facts["routes"] = {place: {**vars(each.route), "change": each.route_change} for place, each in reports}
-            facts |= dict(zip(("hidden_frames", "hidden_of"), camera.hidden, strict=True), files=camera.files)
-            facts["hidden_by_edit_lists"] = sum(table.hidden for table in camera.tables)
-    return facts
+def located(store: Store, path: str, error: DaliStreamError) -> str:
+    """Return the message of an error, with the address of the file unless the message has it already."""
+    where, text = store.where(path), str(error)
+    return text if where in text else f"{where}: {text}"
 
 
 def check_broken_files(camera: Camera) -> list[Finding]:
@@ -256,45 +194,14 @@ def check_broken_files(camera: Camera) -> list[Finding]:
     return findings
 
 
-def check_all_frames(camera: Camera) -> list[Finding]:
-    """Check that all frames were decoded, with `deep`."""
-    return [camera.deep.finding(camera.key)] if camera.deep and not camera.pyav_error else []
-
-
-def check_pyav(camera: Camera) -> list[Finding]:
-    """Check that PyAV loads, if the camera records depth."""
-    if not camera.pyav_error:
-        return []
-    text = f"PyAV, which decodes the video of depth cameras, cannot be loaded ({camera.pyav_error})"
-    remedy = f"install the extra depth, `{install_command('depth')}`, or leave the camera out (cameras=...)"
-    return [camera.finding("PyAV", PROBLEM, text, remedy)]
-
-
 def check_format(camera: Camera) -> list[Finding]:
-    """Describe the codec, the frame size and the GOPs."""
+    """Name the codec, the frame size, the colours, and the formats of other files."""
     report = camera.reports["CPU"]
-    gop = f"{report.gop_min}" if report.gop_min == report.gop_max else f"{report.gop_min} to {report.gop_max}"
     kind = " ".join(filter(None, (report.codec, report.profile, report.pixel_format)))
     files = f"{report.files_looked_at} of {counted(camera.files, 'file')} checked"
     others = "".join(f"; other files: {name}" for name in report.other_formats)
-    # A decoder decodes k frames to deliver the k-th frame of a GOP, so a random frame of a GOP of n frames costs (n + 1) / 2.
-    gops = np.concatenate([table.gop_lengths for table in camera.tables])
-    cost = f"{(gops * (gops + 1) / 2).sum() / gops.sum():.3g} decodes per random frame"
-    return [camera.finding("", OK, f"{kind}, {report.height}×{report.width}, GOP {gop} ({cost}), {files}{others}")]
-
-
-def check_structure(camera: Camera) -> list[Finding]:
-    """Describe open GOPs, B-frames, hidden frames, frames that edit lists hide, and the colour matrix."""
-    report, (hidden, frames) = camera.reports["CPU"], camera.hidden
-    cut = sum(table.hidden for table in camera.tables)
-    has = {
-        "open GOPs": report.open_gops,
-        "B-frames": report.b_frames,
-        f"{hidden} hidden frames in {frames} frames": hidden,
-        f"{cut} of {sum(map(len, camera.tables))} frames hidden by edit lists": cut,
-    }
-    traits = ", ".join(name for name, applies in has.items() if applies) or "no open GOPs, B-frames or hidden frames"
-    return [camera.finding("structure", OK, f"{traits}; colours {camera.video.matrix_name}")]
+    size = f"{report.height}×{report.width}"
+    return [camera.finding("", OK, f"{kind}, {size}, colours {camera.video.matrix_name}, {files}{others}")]
 
 
 def check_routes(camera: Camera) -> list[Finding]:
@@ -318,13 +225,6 @@ def check_routes(camera: Camera) -> list[Finding]:
     return findings
 
 
-def check_remarks(camera: Camera) -> list[Finding]:
-    """Check that meta/info.json describes the first file correctly."""
-    remedy = "correct meta/info.json: the Loader uses its shape, and everything else as the file has it"
-    remarks = contradictions(camera.dataset, camera.key, camera.tables[0])
-    return [camera.finding(f"remark {n}", WARNING, text, remedy) for n, text in enumerate(remarks, start=1)]
-
-
 def check_timestamps(camera: Camera) -> list[Finding]:
     """Check that the timestamp of each row locates a frame of its episode, and that its size is that of `meta/info.json`."""
     faults, episodes = camera.faults, camera.dataset.num_episodes
@@ -338,49 +238,20 @@ def check_timestamps(camera: Camera) -> list[Finding]:
     return [camera.finding("timestamps", OK, text)]
 
 
-def check_ends(camera: Camera) -> list[Finding]:
-    """Check that no `to_timestamp` is before the end of the last frame of its episode."""
-    dataset = camera.dataset
-    early = dataset.episodes[dataset.table.ends_early(camera.key, dataset.fps)[dataset.rows]]
-    if not len(early):
-        return []
-    text = (
-        f"to_timestamp is less than the end of the last frame in {len(early)} of {counted(dataset.num_episodes, 'episode')}, "
-        f"such as {early[0]}. No frame is lost, since frames are located by from_timestamp and the next episode"
-    )
-    return [camera.finding("to_timestamp", WARNING, text, "`dali-stream prepare URI OUT` writes a copy with correct times")]
-
-
 def check_frame(camera: Camera) -> list[Finding]:
     """Check the frame that each decoder delivered, with the tolerance with which a Loader compares decoders."""
     findings, place = list[Finding](), camera.dataset.data_store.where(camera.tables[0].path)
     for decoder, answer in camera.decoded.items():
-        name, other, differs = f"frame, {decoder}", camera.reference, camera.difference(decoder)
+        other, differs = camera.reference, camera.difference(decoder)
         text, remedy = "decoded" if differs is None else f"decoded, like {other}", ""
         if answer.error and other:  # another decoder succeeds, so the file is not broken
             text, remedy = f"{answer.reason}. {other} decodes it", f"the loader uses {other}. Please report it with the file"
+        elif answer.kind == "DaliStreamError":  # a library is missing, and the message says which
+            text = answer.reason
         elif answer.error:
             text, remedy = f"{place}: {decoder}: {answer.reason}", "copy the file again, or exclude its episodes"
         elif differs:
             switch = 'use Loader(decode="torchcodec"), and ' if other == "torchcodec" else ""
             text, remedy = f"its frame {differs}", f"{switch}please report it with the file"
-        findings.append(camera.finding(name, PROBLEM if remedy else OK, text, remedy))
-    if camera.reference:
-        image = camera.decoded[camera.reference].value
-        findings += find_flat_colour(f"{camera.key} picture", image, f"{place}: frame {camera.frame}")
-    return findings
-
-
-def check_speeds(camera: Camera) -> list[Finding]:
-    """Report for each kind of GPU which decoder is faster."""
-    findings = []
-    for place, answer in camera.speeds.items():
-        name, rates = f"speed on {place}", answer.value
-        if answer.error:
-            remedy = 'use Loader(decode="torchcodec") if the Loader fails, too'
-            findings.append(camera.finding(name, WARNING, f"it could not be measured: {answer.reason}", remedy))
-            continue
-        ratio, takes = rates.nvdec / rates.cpu, "NVDEC" if rates.nvdec_is_faster else "the CPU"
-        text = f'{rates}: NVDEC has {ratio:.2f} of the CPU\'s speed, so decode="auto" takes {takes}'
-        findings.append(camera.finding(name, OK, text))
+        findings.append(camera.finding(f"frame, {decoder}", PROBLEM if answer.error or differs else OK, text, remedy))
     return findings

@@ -1,4 +1,4 @@
-"""Checks of a machine: driver, GPUs and NVDEC, libraries and FFmpeg, and the limits of this process.
+"""Checks of a machine: driver, GPUs and NVDEC, DALI, torch, torchcodec, and the FFmpeg that it loads.
 
 A machine without a GPU is fine, but a GPU that cannot be used is a problem.
 """
@@ -7,20 +7,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import platform
 import re
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dali_stream.errors import counted
-from dali_stream.system.cached import cached_property
-from dali_stream.system.cgroups import cpu_quota
 from dali_stream.system.install import install_command
-from dali_stream.system.memory_limit import cgroup_memory_limit
-from dali_stream.tools import environment
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding, Status
 from dali_stream.tools.isolated import Answer
 
@@ -31,8 +25,6 @@ NOTHING_TO_DO = "nothing to do: the CPU decodes every codec"
 _BROKEN = "check nvidia-smi and the kernel log (dmesg) of this machine. Restart it if they fail too"
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _NO_DRIVER = "libcuda.so.1: cannot open shared object file"
-
-
 _DALI = (
     f"`{install_command('cuda12')}` (driver 525 or later) or `{install_command('cuda13')}` (driver 580 or later), never both"
 )
@@ -44,18 +36,31 @@ _TORCHCODEC = (
 
 
 @dataclass(frozen=True)
+class Decoders:
+    """Decoders that load on this machine.
+
+    Attributes:
+        torchcodec: Whether torchcodec loads.
+        dali: Whether DALI loads.
+        gpus: {name: index} of one GPU of each kind whose NVDEC capabilities are known.
+    """
+
+    torchcodec: bool
+    dali: bool
+    gpus: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Machine:
     """Context of the checks of a machine: the answers of libraries and of the driver.
 
     Attributes:
         gpus: GPUs that the driver reports. See `read_gpus`.
         answers: {name of the function in `answers`: its answer}.
-        cache_dir: Folder of the cache. Default: None, which checks the working directory instead.
     """
 
-    gpus: Sequence[dict[str, Any]] = ()
-    answers: Mapping[str, Answer] = field(default_factory=dict)
-    cache_dir: str | os.PathLike[str] | None = None
+    gpus: Sequence[dict[str, Any]]
+    answers: Mapping[str, Answer]
 
     @property
     def cuda(self) -> tuple[int, int] | None:
@@ -63,54 +68,11 @@ class Machine:
         return tuple(self.answers["driver"].value["cuda"]) if self.gpus else None
 
     @property
-    def folder(self) -> Path:
-        """Folder whose disk is checked: that of the cache, or the working directory.
-
-        The cache is created on first use. Until then, the result is its closest parent that exists.
-        """
-        folder = Path(self.cache_dir).expanduser().absolute() if self.cache_dir else Path.cwd()
-        return next(path for path in (folder, *folder.parents) if path.exists())
-
-    @cached_property
-    def limits(self) -> dict[str, Any]:
-        """Limits of this process, for the report. Sizes are in bytes. Unknown limits are None."""
-        is_writable = self.folder.is_dir() and os.access(self.folder, os.W_OK)
-        return {
-            "system": f"{platform.system()} {platform.release()}",
-            "processor": environment.processor(),
-            "cores": len(os.sched_getaffinity(0)),
-            "cpu_quota": cpu_quota(),
-            "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "memory_limit": cgroup_memory_limit(),
-            "disk_free": shutil.disk_usage(self.folder).free if is_writable else None,
-        }
-
-    @cached_property
-    def versions(self) -> dict[str, Any]:
-        """Versions of software, for the report. Unknown versions are None."""
-        return {
-            "python": platform.python_version(),
-            **{library: self.answers[library].value.get("version") for library in ("dali", "torch", "torchcodec")},
-            "dali_builds": _dali_builds(),
-            "torch_cuda": self.answers["torch"].value.get("cuda"),
-            "ffmpeg": self.answers["torchcodec"].value.get("ffmpeg"),
-            "ffmpeg_program": environment.ffmpeg_program(),
-        }
-
-
-def check_limits(machine: Machine) -> list[Finding]:
-    """Report cores, memory and disk, and check that the folder of the cache can be written to."""
-    limits, folder = machine.limits, machine.folder
-    quota, limit = limits["cpu_quota"], limits["memory_limit"]
-    cores = f"{limits['cores']} for this process" + (f", and the container's quota is {quota:.3g}" if quota else "")
-    memory = f"{limits['memory'] / 2**30:.1f} GiB" + (f", and the container's limit is {limit / 2**30:.1f}" if limit else "")
-    disk = Finding("machine", "disk", OK, f"{folder} is read-only, which does not affect training")
-    if limits["disk_free"] is not None:
-        disk = Finding("machine", "disk", OK, f"{limits['disk_free'] / 1e9:.1f} GB free at {folder}")
-    elif machine.cache_dir:
-        text = f"cache_dir: {folder} {'cannot be written to' if folder.is_dir() else 'is a file'}"
-        disk = Finding("machine", "disk", PROBLEM, text, "give a folder that this user may write to")
-    return [Finding("machine", "cores", OK, cores), Finding("machine", "memory", OK, memory), disk]
+    def decoders(self) -> Decoders:
+        """Decoders that load, and one GPU of each kind whose capability is known."""
+        loads = {name: not answer.error and "failed" not in answer.value for name, answer in self.answers.items()}
+        gpus = {name: first["index"] for name, first in group_equal(self.gpus).items() if not first["error"]}
+        return Decoders(loads["torchcodec"], loads["dali"], gpus)
 
 
 def read_gpus(driver: Answer, nvdec: Answer) -> list[dict[str, Any]]:
@@ -208,8 +170,7 @@ def _dali_builds() -> list[str]:
 
 def check_software(machine: Machine) -> list[Finding]:
     """Check that each library loads, and that the driver supports its version of CUDA."""
-    found, driver = machine.versions, machine.cuda
-    builds, program = found["dali_builds"], found["ffmpeg_program"]
+    driver, builds = machine.cuda, _dali_builds()
     cuda = int(builds[0].rpartition("cuda")[2][:2]) if builds else 0
     supported = f"the driver supports up to {driver[0]}.{driver[1]}" if driver else ""
 
@@ -219,18 +180,16 @@ def check_software(machine: Machine) -> list[Finding]:
     elif dali.status == OK and driver and cuda > driver[0]:
         dali = _problem("DALI", f"{dali.text}, for CUDA {cuda}, and {supported}", f"update the driver, or install {_DALI}")
     if torch.status == OK:
-        build = f"for CUDA {found['torch_cuda']}" if found["torch_cuda"] else "without CUDA"
+        known = machine.answers["torch"].value
+        build = f"for CUDA {known['cuda']}" if known["cuda"] else "without CUDA"
         torch = Finding("software", "torch", OK, f"{torch.text}, {build}")
-        if driver and not machine.answers["torch"].value["finds_gpu"]:
+        if driver and not known["finds_gpu"]:
             remedy = f"{_TORCH}. `python -c 'import torch; torch.cuda.init()'` says why it finds none"
             torch = _problem("torch", f"{torch.text}: it finds none of the driver's GPUs, and {supported}", remedy)
     if torchcodec.status == OK:
-        torchcodec = Finding("software", "torchcodec", OK, f"{torchcodec.text}, fits torch and FFmpeg {found['ffmpeg']}")
-    ffmpeg = Finding("software", "ffmpeg program", OK, program or "")
-    if not program:
-        text = "the program ffmpeg is not on the PATH: the command prepare needs it to encode, training does not"
-        ffmpeg = Finding("software", "ffmpeg program", WARNING, text, "install FFmpeg (Debian, Ubuntu: apt-get install ffmpeg)")
-    return [Finding("software", "Python", OK, found["python"]), dali, torch, torchcodec, ffmpeg]
+        text = f"{torchcodec.text}, fits torch and FFmpeg {machine.answers['torchcodec'].value['ffmpeg']}"
+        torchcodec = Finding("software", "torchcodec", OK, text)
+    return [dali, torch, torchcodec]
 
 
 def _library(machine: Machine, name: str) -> Finding:

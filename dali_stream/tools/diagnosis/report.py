@@ -1,4 +1,4 @@
-"""Report of `doctor`: findings, the facts on which they are based, and the type of a check."""
+"""Report of `doctor`: its findings, and what the GPUs decode."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Area = Literal["gpu", "software", "machine", "dataset"]
+Area = Literal["gpu", "software", "dataset"]
 """Subject of a finding."""
 Status = Literal["ok", "warning", "problem"]
 """Status of a finding. The status of a report is the worst one of its findings."""
@@ -21,7 +21,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        area: "gpu", "software", "machine" or "dataset".
+        area: "gpu", "software" or "dataset".
         name: Subject within the area, such as "torchcodec" or "GPU 0 AV1". It is unique within its area. For a mixture, it
             begins with the name of the dataset, as in "pick: rows".
         status: "ok", "warning" or "problem".
@@ -43,17 +43,10 @@ class DoctorReport:
     Attributes:
         findings: Findings in the order in which the report lists them.
         gpus: Index, name, memory in bytes, compute capability, NVDEC engines and supported formats of each GPU.
-        software: Versions by name. Unknown versions are None.
-        machine: Cores, memory and disk. See `machine.Machine.limits`.
-        dataset: Address, size and cameras of the dataset. None without a dataset, or if it cannot be opened. For a mixture
-            file, its address as `uri`, and these facts of each dataset by name as `datasets`.
     """
 
     findings: tuple[Finding, ...]
     gpus: tuple[dict[str, Any], ...]
-    software: dict[str, Any]
-    machine: dict[str, Any]
-    dataset: dict[str, Any] | None
 
     @property
     def status(self) -> str:

@@ -1,4 +1,4 @@
-"""Checks of a dataset: metadata, files, rows, actions and tasks.
+"""Checks of a dataset: statistics, files, rows and tasks.
 
 They read data in the same way as a Loader, so what it refuses raises its error. `run` reports an error that a check raises.
 """
@@ -6,22 +6,18 @@ They read data in the same way as a Loader, so what it refuses raises its error.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError, StorageError, counted
 from dali_stream.lerobot.dataset_files import CLOCKS
 from dali_stream.lerobot.rows import Columns, RowReader
-from dali_stream.storage import lfs
 from dali_stream.tools.description import missing_files, used
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding
 from dali_stream.tools.work import spread
 
-_SHOWN = 5  # maximum number of files, or of values of an action, that a finding names
-_POINTER = 1024  # a Git LFS pointer is smaller, in bytes
+_SHOWN = 5  # maximum number of files that a finding names
 LOCAL, REMOTE = 1000, 32  # maximum number of episodes or files to read; for remote data, each may need a request
 _REWRITE = "none is needed for training: a Loader finds these rows. `dali-stream prepare URI OUT` writes right metadata"
 ROWS_FIRST = "repair the rows first, see the finding about them"
@@ -38,7 +34,6 @@ class Rows:
         errors: {episode: error} of episodes with broken rows.
         episodes_read: Episodes whose rows were read.
         first_episodes: {column of `_NAMES`: {value: first episode in which it was read}}.
-        actions: {key of an action: its value in all rows that were read, or None if it changes}.
     """
 
     def __init__(self, dataset: Dataset, deep: bool) -> None:
@@ -47,7 +42,6 @@ class Rows:
         self._kept: dict[int, Columns] = {}
         self.errors: dict[int, DaliStreamError] = {}
         self.first_episodes: dict[str, dict[int, int]] = {name: {} for name in _NAMES if name in dataset.features}
-        self.actions: dict[str, npt.NDArray[Any] | None] = {}
 
     def read(self, episode: int) -> Columns | None:
         """Return the columns `timestamp` and `frame_index` of an episode, or None if its rows are broken.
@@ -96,17 +90,6 @@ class Rows:
         for name, episodes in self.first_episodes.items():
             for value in np.unique(rows[name]).tolist():
                 episodes.setdefault(value, episode)
-        for key in (key for key in rows if key.startswith("action") and not self.dataset.features[key].is_text):
-            value = self.actions.setdefault(key, rows[key][0].copy())
-            if value is not None and (rows[key] != value).any():
-                self.actions[key] = None
-
-
-def check_metadata(rows: Rows) -> list[Finding]:
-    """Describe the size of the dataset. Its metadata is valid, since the dataset was opened."""
-    dataset = rows.dataset
-    size = f"{counted(dataset.num_episodes, 'episode')}, {counted(dataset.num_frames, 'frame')}"
-    return [Finding("dataset", "metadata", OK, f"{dataset.store.address}: {size} at {dataset.fps:g} fps")]
 
 
 def check_statistics(rows: Rows) -> list[Finding]:
@@ -121,11 +104,12 @@ def check_statistics(rows: Rows) -> list[Finding]:
 
 
 def check_files(rows: Rows) -> list[Finding]:
-    """Check that all files exist, and that none on this machine is a Git LFS pointer."""
-    dataset, store = rows.dataset, rows.dataset.data_store
+    """Check that all files exist."""
+    dataset = rows.dataset
     missing, looked_for = missing_files(dataset, rows.deep)
     if missing:
-        text = f"{store.address}: {len(missing)} of {counted(looked_for, 'file')} missing: {_listed(missing)}"
+        listed = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
+        text = f"{dataset.data_store.address}: {len(missing)} of {counted(looked_for, 'file')} missing: {listed}"
         if all(rows.are_elsewhere(path) for path in missing):
             return [Finding("dataset", "files", WARNING, f"{text}. The rows of their episodes are in other files", _REWRITE)]
         remedy = "copy or fetch them again, or exclude their episodes (episodes=...). `dali-stream info URI --json` lists all"
@@ -134,16 +118,7 @@ def check_files(rows: Rows) -> list[Finding]:
             kept = [key for key in dataset.cameras if key not in absent]
             remedy = f"no episode has {', '.join(absent)}: copy or fetch the files, or select other cameras with cameras={kept}"
         return [Finding("dataset", "files", PROBLEM, text, remedy)]
-    paths = [path for files in (dataset.table.data, *dataset.table.video.values()) for path in used(dataset, files)]
-    small = [] if store.remote else [path for path in paths if store.size(path) < _POINTER]
-    if pointers := [path for path in small if lfs.pointer(store.read(path, 0, lfs.ENOUGH))]:
-        text = f"{store.address}: {len(pointers)} of {counted(looked_for, 'file')} are Git LFS pointers: {_listed(pointers)}"
-        return [Finding("dataset", "files", PROBLEM, text, lfs.REMEDY)]
     return [Finding("dataset", "files", OK, f"{counted(looked_for, 'file')} of rows and video, none missing")]
-
-
-def _listed(paths: list[str]) -> str:
-    return ", ".join(paths[:_SHOWN]) + (", ..." if len(paths) > _SHOWN else "")
 
 
 def check_rows(rows: Rows) -> list[Finding]:
@@ -164,18 +139,6 @@ def check_rows(rows: Rows) -> list[Finding]:
         text += f", but not in the files that the metadata names, such as {min(rows.misnamed)}"
         return [Finding("dataset", "rows", WARNING, text, _REWRITE)]
     return [Finding("dataset", "rows", OK, text)]
-
-
-def check_actions(rows: Rows) -> list[Finding]:
-    """Check that actions change. A policy learns nothing from an action that is the same in all rows."""
-    constant = {key: value for key, value in rows.actions.items() if value is not None}
-    count = int(rows.dataset.lengths[list(rows.episodes_read)].sum())
-    if not constant or count < 2:
-        return []
-    shown = _listed([f"{value:g}" for value in next(iter(constant.values())).reshape(-1).tolist()])
-    text = f"{', '.join(constant)} never changes in the {counted(count, 'row')} of the checked episodes: {shown}"
-    remedy = "record the dataset again if the robot moved, or leave the feature out (Dataset.without)"
-    return [Finding("dataset", "actions", WARNING, text, remedy)]
 
 
 def check_tasks(rows: Rows) -> list[Finding]:
