@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
@@ -36,7 +36,7 @@ from dali_stream.run.bottleneck import Bottleneck
 from dali_stream.run.loader_config import make_config
 from dali_stream.run.required_memory import check_memory
 from dali_stream.schedule.budget import divide
-from dali_stream.storage.store import TRAFFIC
+from dali_stream.storage.store import TRAFFIC, Store
 from dali_stream.system.heap import trim_memory
 from dali_stream.system.log_records import note_given
 from dali_stream.system.memory_limit import memory_limit
@@ -258,7 +258,8 @@ class Loader:
         check_memory(layout, memory_limit())
         if layout.uses_dali:
             importlib.import_module("dali_stream.pipeline.dali_batches")
-        return BatchSource(routes, dali_graph, decode, self._counters, _has_own_process(config, routes))
+        own_process = _has_own_process(config, routes, self.dataset.stores)
+        return BatchSource(routes, dali_graph, decode, self._counters, own_process)
 
     def _check_budget(self, layout: Layout) -> None:
         """Check that memory_budget holds one batch."""
@@ -775,14 +776,16 @@ class Loader:
             _log.warning("%s", told)
 
 
-def _has_own_process(config: Config, routes: Mapping[str, Route]) -> bool:
+def _has_own_process(config: Config, routes: Mapping[str, Route], stores: Iterable[Store]) -> bool:
     """Return whether a process of the Loader's own makes the batches."""
     if config.in_process:
         return False
     here = [key for key, route in routes.items() if route.decoder in ("dali", TORCHCODEC_CUDA)]
-    if here:
-        _log.info("Loader: the batches are made in this process, since %s decodes %s", routes[here[0]].decoder, listed(here))
-    return not here
+    reasons = [f"{routes[here[0]].decoder} decodes {listed(here)}"] if here else []
+    reasons += [f"the files of {store.address} are in its memory" for store in stores if store.in_memory]
+    if reasons:
+        _log.info("Loader: the batches are made in this process, since %s", reasons[0])
+    return not reasons
 
 
 def _read_identity(dataset: Dataset | Mixture) -> None:

@@ -187,6 +187,7 @@ class BatchSource:
                 self._deaths += 1
                 where = f"batch at position {position} of epoch {epoch}"
                 if self._deaths == _DEATHS:
+                    self._deaths = 0  # for a caller that tries again
                     raise DaliStreamError(
                         f"The process of the Loader {ended}, {_DEATHS} times in a row before it had made the {where}. After "
                         "SIGKILL, see whether the machine or the cgroup had too little memory (`dmesg`), and give a smaller "

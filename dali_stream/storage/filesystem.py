@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec
+from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
 from dali_stream.errors import DatasetError, StorageError
@@ -50,11 +51,11 @@ class FsspecStore(RemoteStore):
         super().__init__(shown, urlsplit(shown).netloc or scheme, **common)
         # Listings are not cached, because a cache would hide a changed file.
         self._options = {"use_listings_cache": False, "skip_instance_cache": True, **(storage_options or {})}
-        self._given = address
+        self._given, self._scheme = address, scheme
         self._filesystems: dict[int, tuple[Any, str]] = {}
         check_scheme(address)
         try:
-            self._filesystem()
+            self.in_memory = isinstance(self._filesystem()[0], MemoryFileSystem)
             return
         except ImportError:
             failure: Exception = DatasetError(
@@ -72,7 +73,12 @@ class FsspecStore(RemoteStore):
         raise failure  # outside of `except`, so that it has no context, since the driver's message may contain credentials
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_filesystems": {}}  # a copy creates its own
+        # A copy creates its own filesystem. In another process, it may first have to import and register the driver.
+        return {**super().__getstate__(), "_filesystems": {}, "_driver": fsspec.get_filesystem_class(self._scheme)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        fsspec.register_implementation(state["_scheme"], state.pop("_driver"), clobber=True)
+        super().__setstate__(state)
 
     def release(self) -> None:
         """Release the filesystem, which closes its connections."""

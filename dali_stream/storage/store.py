@@ -61,6 +61,7 @@ class Store(abc.ABC):
     Attributes:
         address: Root without credentials, for messages.
         remote: Whether reads send requests over a network.
+        in_memory: Whether the files are in the memory of this process, so that no other process can read them.
         listings: Whether the storage can list folders. If it cannot, `files` returns what `guess` finds. See `open_store`.
         revision: Commit that is read, or None if the storage has no commits.
         traffic: Requests, bytes and time of all reads so far.
@@ -68,6 +69,7 @@ class Store(abc.ABC):
 
     address: str
     remote: bool = False
+    in_memory: bool = False
     listings: bool = True
     revision: str | None = None
 

@@ -81,11 +81,14 @@ class Connection:
         other_exists: Function that returns whether the other process exists. An open socket does not show this, since a
             descendant of the other process may hold its end.
         what: What this process waits for, for the log of a long wait. Default: nothing is logged.
+
+    Attributes:
+        sent: Number of messages that were sent.
     """
 
     def __init__(self, end: socket.socket, other_exists: Callable[[], bool], what: str = "") -> None:
         self._socket, self._other_exists, self._what = end, other_exists, what
-        self._sending = threading.Lock()
+        self._sending, self.sent = threading.Lock(), 0
         self._readable = select.poll()
         self._readable.register(end, select.POLLIN)
         self._is_within = False  # whether only a part of a message was received, since Ctrl-C has interrupted `receive`
@@ -98,6 +101,7 @@ class Connection:
             with self._sending:
                 sent = socket.send_fds(self._socket, [data], descriptors)
                 self._socket.sendall(memoryview(data)[sent:])
+                self.sent += 1
         except OSError:
             raise EOFError from None
 
@@ -249,7 +253,7 @@ class Child:
 
     def close(self) -> None:
         """End the process, and wait for it. Its last log records are logged. May be called from any thread, and repeatedly."""
-        self._connection.end()
+        _wait_for_end(self._process, self._connection)  # first, since a stopped process sends nothing, and never ends by itself
         if self._receiving.acquire(timeout=_END_S):  # otherwise another thread logs them
             try:
                 with contextlib.suppress(EOFError):
@@ -273,14 +277,21 @@ class Child:
 _children: weakref.WeakSet[Child] = weakref.WeakSet()
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    """End a process, and wait for it."""
+def _wait_for_end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    """Let a process end, and wait for it. If this takes too long, or it has got no work yet, kill it."""
     connection.end()
+    if connection.sent <= 1:  # it has got the levels only, and would import modules for seconds before it notices the end
+        process.kill()
     try:
         process.wait(_END_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    """End a process, and wait for it."""
+    _wait_for_end(process, connection)
     connection.close()
 
 

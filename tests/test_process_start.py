@@ -1,0 +1,232 @@
+"""A Loader starts its own process from any program, and delivers the batches that it delivers without that process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.own_process import SAFETY_S, SAME, run
+from support.slow import slow
+
+import dali_stream
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a Loader has a process of its own on Linux only")
+PACKAGE = Path(dali_stream.__file__).parents[1]  # folder that contains this package
+
+# One Loader is made in a thread that ends after the first batch. The kernel can end a process together with the thread that has
+# started it (PR_SET_PDEATHSIG).
+PROGRAM = f"""{SAME}
+import itertools, threading
+
+dataset, made = dali_stream.Dataset(sys.argv[-1]), []
+
+def make():
+    loader = dali_stream.Loader(dataset, batch_size=8, **whole)
+    batches = iter(loader)
+    made.extend((loader, children(), itertools.chain([next(batches)], batches)))
+
+thread = threading.Thread(target=make)
+thread.start()
+thread.join()
+loader, first, batches = made
+with loader, dali_stream.Loader(dataset, batch_size=8, in_process=True, **whole) as in_process:
+    found = same(batches, in_process)
+found |= {{"first": sorted(first), "left": sorted(children()), "frames": dataset.num_frames}}
+print(json.dumps(found))
+"""
+
+
+def check(found: dict[str, object], err: str = "") -> None:
+    """Check the result of `PROGRAM`: one process from the beginning to the end, and each frame once."""
+    assert err == ""
+    assert found["first"] == found["processes"]
+    assert len(found["processes"]) == 1  # type: ignore[arg-type]
+    assert found["left"] == []
+    assert sorted(found["samples"]) == list(range(found["frames"]))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("text", [None, slow(PROGRAM)], ids=["-c", "standard input"])
+def test_from_a_program_without_a_file(text: str | None, demo: Path) -> None:
+    check(*run([sys.executable, *(("-c", PROGRAM) if text is None else ("-",)), demo], text))
+
+
+def decoys(folder: Path) -> Path:
+    """Write modules that no process may import."""
+    (folder / "dali_stream").mkdir(parents=True)
+    for file in ("dali_stream/__init__.py", "pickle.py", "torch.py", "numpy.py", "psutil.py"):
+        (folder / file).write_text("raise SystemExit(f'{__file__} was imported')")
+    return folder
+
+
+@pytest.mark.slow
+def test_from_a_script_beside_other_modules_of_the_same_names(demo: Path, tmp_path: Path) -> None:
+    """The script has no main guard. It is started in another folder, which has such modules too."""
+    script = decoys(tmp_path / "scripts") / "script.py"
+    script.write_text(f"import sys\nsys.path.remove({str(script.parent)!r})\n{PROGRAM}")
+    flags = ["-W", "error::FutureWarning", "-X", "utf8"]
+    check(*run([sys.executable, *flags, script, demo], cwd=decoys(tmp_path / "work")))
+
+
+@pytest.mark.slow
+def test_from_a_script_that_finds_the_package_itself(demo: Path, tmp_path: Path) -> None:
+    """The interpreter is isolated, so neither the environment nor the folder of the script is searched."""
+    (tmp_path / "own").symlink_to(PACKAGE)
+    script = decoys(tmp_path / "scripts") / "script.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(tmp_path / 'own')!r})\n{PROGRAM}")
+    found, err = run([sys.executable, "-I", script, demo], cwd=script.parent, PYTHONPATH=str(script.parent))
+    check(found, err)
+
+
+FLAGS = f"""{SAME}
+with dali_stream.Loader(sys.argv[1], batch_size=8) as loader:
+    for _ in loader:
+        [child] = psutil.Process().children()
+        command = child.cmdline()
+        break
+print(json.dumps(command))
+"""
+
+
+@pytest.mark.slow
+def test_options_of_the_interpreter_reach_the_process(demo: Path) -> None:
+    options = ["-E", "-s", "-W", "error::FutureWarning", "-X", "utf8"]
+    code = f"import sys; sys.path.insert(0, {str(PACKAGE)!r})\n{FLAGS}"
+    command, err = run([sys.executable, *options, "-c", code, demo])
+    given = command[1 : command.index("-c")]
+    assert err == ""
+    assert {"-E", "-s", "-Werror::FutureWarning"} < set(given)
+    assert given[given.index("-X") + 1] == "utf8" if "-X" in given else "-Xutf8" in given
+
+
+@pytest.mark.slow
+def test_from_a_notebook(demo: Path, tmp_path: Path) -> None:
+    for module in ("nbclient", "ipykernel"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+    before, after = PROGRAM.split("import itertools")
+    cells = [f"import sys; sys.argv = ['', {str(demo)!r}]", before, f"import itertools{after}"]
+    runner = f"""
+import json, nbclient, nbformat
+book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in {cells!r}])
+nbclient.NotebookClient(book, timeout={SAFETY_S}).execute()
+print("".join(output["text"] for cell in book.cells for output in cell.outputs if output.get("name") == "stdout"), end="")
+print(json.dumps([output for cell in book.cells for output in cell.outputs if output.get("name") != "stdout"]), file=sys.stderr)
+"""
+    found, err = run([sys.executable, "-c", f"import sys\n{runner}"], cwd=tmp_path, IPYTHONDIR=str(tmp_path))
+    check(found)
+    assert err.splitlines()[-1] == "[]"
+
+
+@pytest.mark.slow
+def test_under_torchrun(demo: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"{PROGRAM}\nimport os\nopen(os.environ['RANK'], 'w').write(json.dumps(found))\n")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    run([*launcher, script, demo], cwd=tmp_path, OMP_NUM_THREADS="1")
+    ranks = [json.loads((tmp_path / rank).read_text()) for rank in "01"]
+    for found in ranks:
+        assert found["first"] == found["processes"]
+        assert (len(found["processes"]), found["left"]) == (1, [])
+    assert ranks[0]["processes"] != ranks[1]["processes"]
+    samples = [sample for found in ranks for sample in found["samples"]]
+    assert sorted(samples) == list(range(ranks[0]["frames"]))
+
+
+@pytest.mark.slow
+def test_without_shared_memory_in_the_file_system(demo: Path) -> None:
+    """/dev/shm is a read-only file system. In containers, it is often missing or has 64 MB."""
+    isolated = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    hide = "mount -t tmpfs -o ro tmpfs /dev/shm && ! touch /dev/shm/file 2>/dev/null"
+    if shutil.which("unshare") is None or subprocess.run([*isolated, hide], capture_output=True, check=False).returncode:
+        pytest.skip("the kernel does not let this user mount a file system over /dev/shm")
+    check(*run([*isolated, f'{hide} && exec "$@"', "sh", sys.executable, "-c", PROGRAM, demo]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [("sys.executable = ''", "sys.executable is empty"), ("sys.frozen = True", "is a frozen program")],
+)
+def test_where_no_interpreter_can_be_started(setting: str, reason: str, demo: Path) -> None:
+    """As in an embedded interpreter. The batches are made in the process, and a warning says why."""
+    code = f"import sys; {setting}\n{PROGRAM}"
+    found, err = run([sys.executable, "-c", code, demo])
+    assert (found["first"], found["processes"], err.count("\n")) == ([], [], 1), err
+    assert err.startswith("The Loader makes its batches in this process, since ")
+    assert reason in err
+    assert sorted(found["samples"]) == list(range(found["frames"]))
+
+
+FOLDER = """
+from fsspec.implementations.local import LocalFileSystem
+
+class Folder(LocalFileSystem):
+    def __init__(self, token=None, **options):
+        super().__init__(**options)
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("custom://"))
+"""
+CUSTOM = f"""{SAME}
+import fsspec
+{FOLDER}
+class Token:
+    pass
+
+fsspec.register_implementation("custom", sys.argv[2])
+dataset = dali_stream.Dataset("custom://" + sys.argv[1], storage_options={{"token": eval(sys.argv[3])}})
+with dali_stream.Loader(dataset, batch_size=8, **whole) as loader:
+    with dali_stream.Loader(dataset, batch_size=8, in_process=True, **whole) as in_process:
+        found = same(loader, in_process)
+print(json.dumps(found | {{"frames": dataset.num_frames}}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("driver", "token", "reason"),
+    [
+        ("custom_storage.Folder", "'text'", None),
+        ("custom_storage.Folder", "Token()", "the dataset cannot be unpickled there (AttributeError: "),
+        ("custom_storage.Folder", "lambda: 'text'", "the dataset cannot be pickled ("),
+        ("__main__.Folder", "'text'", "the dataset cannot be unpickled there (AttributeError: "),
+    ],
+    ids=["in a module", "a credential of a class of the program", "a credential that is a function", "in the program"],
+)
+def test_a_storage_of_the_user(driver: str, token: str, reason: str | None, demo: Path, tmp_path: Path) -> None:
+    """If the process cannot import a part of the storage, the program makes the batches itself, and a warning says why."""
+    (tmp_path / "custom_storage.py").write_text(FOLDER)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    found, err = run([sys.executable, "-c", CUSTOM, demo, driver, token], PYTHONPATH=path)
+    assert sorted(found["samples"]) == list(range(found["frames"]))
+    if reason is None:
+        assert (len(found["processes"]), err) == (1, "")
+    else:
+        assert (err.count("\n"), reason in err) == (1, True), err
+        assert err.startswith("The Loader makes its batches in this process, since ")
+
+
+IN_MEMORY = f"""{SAME}
+import fsspec
+logging.basicConfig(format="%(message)s", level=logging.INFO)
+fsspec.filesystem("memory").put(sys.argv[1], "/demo", recursive=True)
+dataset = dali_stream.Dataset("memory://demo")
+with dali_stream.Loader(dataset, batch_size=8, **whole) as loader:
+    with dali_stream.Loader(dataset, batch_size=8, in_process=True, **whole) as in_process:
+        print(json.dumps(same(loader, in_process)))
+"""
+
+
+@pytest.mark.slow
+def test_files_in_the_memory_of_the_program(demo: Path) -> None:
+    """No other process can read them."""
+    found, err = run([sys.executable, "-c", IN_MEMORY, demo])
+    assert (len(found["samples"]), found["processes"]) == (dali_stream.Dataset(demo).num_frames, [])
+    assert "the batches are made in this process, since the files of memory://demo are in its memory" in err
