@@ -22,6 +22,8 @@ from dali_stream.pipeline.producer import Producer
 from dali_stream.system.child_process import CannotStart, Connection, send_error
 from dali_stream.system.shared_memory import SharedBlock
 
+_CLOSE_S = 3.0  # time in which threads should end, in seconds
+
 
 def main(connection: Connection) -> None:
     """Serve one `ProducerProcess`, until it ends. The main thread takes requests, and another thread carries them out."""
@@ -31,9 +33,12 @@ def main(connection: Connection) -> None:
     torch.set_num_threads(start.threads)
     server = _Server(connection, start)
     threading.Thread(target=server.run, name="dali_stream batches", daemon=True).start()
-    while True:
-        request, _ = connection.receive()
-        server.requests.put(request)
+    try:
+        while True:
+            request, _ = connection.receive()
+            server.requests.put(request)
+    finally:
+        server.close()
 
 
 class _Server:
@@ -58,6 +63,12 @@ class _Server:
         self._buffers = LentBuffers(layout.channels_first)
         self._producer = Producer(layout, start.epoch, start.position, self._counters, self._buffers)
         self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+
+    def close(self) -> None:
+        """End all threads, so that no file stays unfinished, but wait for at most `_CLOSE_S`."""
+        threading.Timer(_CLOSE_S, os._exit, [0]).start()
+        self._producer.stop()
+        self._producer.join()
 
     def run(self) -> None:
         """Carry out the requests, until a batch cannot be made."""

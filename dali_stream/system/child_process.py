@@ -83,12 +83,14 @@ class Connection:
         what: What this process waits for, for the log of a long wait. Default: nothing is logged.
 
     Attributes:
-        sent: Number of messages that were sent.
+        has_work: Whether more than the levels of loggers was sent.
     """
+
+    has_work = False
 
     def __init__(self, end: socket.socket, other_exists: Callable[[], bool], what: str = "") -> None:
         self._socket, self._other_exists, self._what = end, other_exists, what
-        self._sending, self.sent = threading.Lock(), 0
+        self._sending = threading.Lock()
         self._readable = select.poll()
         self._readable.register(end, select.POLLIN)
         self._is_within = False  # whether only a part of a message was received, since Ctrl-C has interrupted `receive`
@@ -101,7 +103,6 @@ class Connection:
             with self._sending:
                 sent = socket.send_fds(self._socket, [data], descriptors)
                 self._socket.sendall(memoryview(data)[sent:])
-                self.sent += 1
         except OSError:
             raise EOFError from None
 
@@ -203,12 +204,14 @@ class Child:
         """Send the levels of all loggers, so that the process makes the records that are logged here."""
         known = list(logging.root.manager.loggerDict.items())
         levels = {name: logger.level for name, logger in known if isinstance(logger, logging.Logger) and logger.level}
-        self.send(_Levels({"": logging.root.level, **levels}))
+        with contextlib.suppress(EOFError):
+            self._connection.send(_Levels({"": logging.root.level, **levels}))
 
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         """Send a message, with copies of file descriptors. If the process has ended, do nothing, since `receive` says how."""
         with contextlib.suppress(EOFError):
             self._connection.send(message, descriptors)
+            self._connection.has_work = True
 
     def end(self) -> None:
         """Let the process end, without waiting for it."""
@@ -253,7 +256,9 @@ class Child:
 
     def close(self) -> None:
         """End the process, and wait for it. Its last log records are logged. May be called from any thread, and repeatedly."""
-        _wait_for_end(self._process, self._connection)  # first, since a stopped process sends nothing, and never ends by itself
+        _wait_for_end(
+            self._process, self._connection, self._work
+        )  # first, since a stopped process sends nothing, and never ends by itself
         if self._receiving.acquire(timeout=_END_S):  # otherwise another thread logs them
             try:
                 with contextlib.suppress(EOFError):
@@ -280,7 +285,7 @@ _children: weakref.WeakSet[Child] = weakref.WeakSet()
 def _wait_for_end(process: subprocess.Popen[bytes], connection: Connection) -> None:
     """Let a process end, and wait for it. If this takes too long, or it has got no work yet, kill it."""
     connection.end()
-    if connection.sent <= 1:  # it has got the levels only, and would import modules for seconds before it notices the end
+    if not connection.has_work:  # it may import modules for seconds before it notices the end
         process.kill()
     try:
         process.wait(_END_S)
@@ -376,14 +381,15 @@ def serve(descriptor: int, main: str, parent: int) -> None:
         logging.root.addHandler(_ToParent(connection))
         module, _, function = main.partition(":")
         getattr(importlib.import_module(module), function)(connection)
-    except EOFError:  # the parent has ended
+    except EOFError:  # the parent has ended, or needs this process no more
         pass
     except BaseException as error:
         code = 1
         with contextlib.suppress(EOFError):
             send_error(connection, error)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
