@@ -256,9 +256,7 @@ class Child:
 
     def close(self) -> None:
         """End the process, and wait for it. Its last log records are logged. May be called from any thread, and repeatedly."""
-        _wait_for_end(
-            self._process, self._connection, self._work
-        )  # first, since a stopped process sends nothing, and never ends by itself
+        _wait_for_end(self._process, self._connection)  # first, since a stopped process sends nothing and never ends
         if self._receiving.acquire(timeout=_END_S):  # otherwise another thread logs them
             try:
                 with contextlib.suppress(EOFError):
