@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dali_stream.observe import waiting
+from dali_stream.system.torchcodec_import import without_dynamo
 
 _HEAD = struct.Struct("<QI")  # number of bytes and of file descriptors of a message
 _MOST_DESCRIPTORS = 253  # of a message, a limit of the kernel
@@ -378,7 +379,9 @@ def serve(descriptor: int, main: str, parent: int) -> None:
         connection.send(_hello())
         logging.root.addHandler(_ToParent(connection))
         module, _, function = main.partition(":")
-        getattr(importlib.import_module(module), function)(connection)
+        with without_dynamo():
+            run = getattr(importlib.import_module(module), function)
+        run(connection)
     except EOFError:  # the parent has ended, or needs this process no more
         pass
     except BaseException as error:
