@@ -256,7 +256,7 @@ def test_errors_are_raised_here(demo_copy: Path, caplog: pytest.LogCaptureFixtur
 
 def test_an_error_of_a_server_is_raised_here(small: Path) -> None:
     with Server(small) as server:
-        dataset = Dataset(server.url, give_up_after_s=0.2)
+        dataset = Dataset(server.url, give_up_after_s=2)
         with Loader(dataset, batch_size=8, memory_budget="3MiB", **OWN) as loader:
             batches = iter(loader)
             next(batches)

@@ -20,6 +20,7 @@ from support.routes import let_auto_take_dali, let_nvdec_answer
 
 import dali_stream
 from dali_stream import Dataset, DecodeError, Loader
+from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.indices import IndexCache
 from dali_stream.decode import route, torchcodec, torchcodec_cuda, torchcodec_decoder
 from dali_stream.decode.capability import Capability
@@ -336,7 +337,7 @@ def test_only_the_route_to_nvdec_decodes_on_the_gpu(
     with Loader(demo, batch_size=8, device="cpu") as loader:
         config = dataclasses.replace(loader._config, gpu=1)
     routes = dict.fromkeys(CAMERAS, route.Route(decoder, ""))
-    decode_pool.DecodePool(Layout(config, routes), dict.fromkeys(CAMERAS, 1), Counters())
+    decode_pool.DecodePool(Layout(config, routes), dict.fromkeys(CAMERAS, 1), Counters(), Buffers(False))
     assert given == [gpu_index] * len(CAMERAS)
 
 
