@@ -75,8 +75,8 @@ def main() -> int:
     parser.add_argument("--episodes", type=count, default=12, help="episodes of about 100 frames in the demo dataset")
     parser.add_argument("--uri", default=str(RECORDING) if RECORDING.exists() else None, help="local dataset to decode")
     parser.add_argument("--report", type=new_file, dest="out", help="file for the report as JSON")
-    arguments = parser.parse_args()
-    rows = program.Rows(arguments, "cpu")
+    parser.set_defaults(device="cpu")
+    rows = program.Rows(arguments := parser.parse_args())
     with tempfile.TemporaryDirectory() as folder:
         demo = write_demo(Path(folder) / "demo", episodes=arguments.episodes, size=SIZE)
         decoded = dali_stream.Dataset(arguments.uri or demo)

@@ -91,7 +91,7 @@ class LentBuffers(Buffers):
         places, blocks = {}, dict[int, _LentBlock]()
         for name, values in {**arrays, **copies}.items():
             block = _block(values)
-            start = values.ctypes.data - block.address
+            start = values.__array_interface__["data"][0] - block.address
             places[name] = block.number, start, values.shape, values.dtype.str, values.strides
             self._lent[block.number], blocks[block.number] = values, block
         added = [block for block in blocks.values() if block.descriptor is not None]

@@ -83,6 +83,7 @@ class Counters:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
+        self._taken: list[float] = [0] * len(_ADDED)  # values at the last `take_growth`
         self._thread = threading.local()  # attribute `inner`: seconds (wall, CPU) of the stages inside the current one so far
 
     def add(self, **amounts: float) -> None:
@@ -91,17 +92,12 @@ class Counters:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
 
-    def growth(self, before: dict[str, float]) -> dict[str, float]:
-        """Return what was added since the last call with the same `before`, {attribute: amount}. Update `before`.
-
-        Args:
-            before: Values at the last call. Empty at the first call.
-        """
+    def take_growth(self) -> dict[str, float]:
+        """Return what was added since the last call, {attribute: amount}."""
         with self._lock:
-            now = {each.name: getattr(self, each.name) or 0 for each in fields(self)}
-        grown = {name: value - before.get(name, 0) for name, value in now.items() if value != before.get(name, 0)}
-        before.update(now)
-        return grown
+            now = [getattr(self, name) for name in _ADDED]
+            before, self._taken = self._taken, now
+        return {name: value - old for name, value, old in zip(_ADDED, now, before, strict=True) if value != old}
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -140,6 +136,9 @@ class Counters:
             yield
         finally:
             self.add(copy_cpu_s=time.thread_time() - began)
+
+
+_ADDED = [each.name for each in fields(Counters) if each.name != "first_batch_s"]  # attributes that `add` changes
 
 
 def untimed(stage: str) -> AbstractContextManager[None]:

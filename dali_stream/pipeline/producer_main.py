@@ -56,7 +56,7 @@ class _Server:
             raise CannotStart(f"the dataset cannot be unpickled there ({type(error).__name__}: {error})") from error
         layout = Layout(config, routes)
         self._connection, self._config = connection, config
-        self._counters, self._counted = Counters(), dict[str, float]()
+        self._counters = Counters()
         numbered = enumerate(stores(config.source))
         self._stores = {id(store): (number, store, store.traffic.counts()) for number, store in numbered}
         self._index_bytes = config.indices.bytes_read
@@ -103,7 +103,7 @@ class _Server:
             replace(batch, columns={}, frames={}),
             list(batch.frames),
             lent,
-            self._counters.growth(self._counted),
+            self._counters.take_growth(),
             traffic,
             index_bytes,
             self._producer.memory(),

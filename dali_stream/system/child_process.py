@@ -102,7 +102,7 @@ class Connection:
         data = _HEAD.pack(len(data), len(descriptors)) + data
         try:
             with self._sending:
-                sent = socket.send_fds(self._socket, [data], descriptors)
+                sent = socket.send_fds(self._socket, [data], descriptors) if descriptors else 0
                 self._socket.sendall(memoryview(data)[sent:])
         except OSError:
             raise EOFError from None
