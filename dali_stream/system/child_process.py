@@ -6,7 +6,9 @@ any launcher. Messages are pickled. Both ends belong to this package, so they tr
 
 from __future__ import annotations
 
+import array
 import contextlib
+import errno
 import importlib
 import logging
 import multiprocessing.spawn
@@ -30,6 +32,7 @@ from dali_stream.system.torchcodec_import import without_dynamo
 
 _HEAD = struct.Struct("<QI")  # number of bytes and of file descriptors of a message
 _MOST_DESCRIPTORS = 253  # of a message, a limit of the kernel
+_INT = 4  # bytes of a file descriptor in a message
 _LOOK_S = 1.0  # interval at which each process looks whether the other one still exists, in seconds
 _END_S = 5.0  # time in which a process should end by itself, in seconds. It takes milliseconds unless memory or CPU is short
 # Launchers and schedulers send these to all processes of a job. The process that trains decides what they mean.
@@ -102,8 +105,10 @@ class Connection:
         data = _HEAD.pack(len(data), len(descriptors)) + data
         try:
             with self._sending:
-                sent = socket.send_fds(self._socket, [data], descriptors)
-                self._socket.sendall(memoryview(data)[sent:])
+                # Without MSG_NOSIGNAL, the end of the other process would end a program that has reset SIGPIPE to its default.
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+                sent = self._socket.sendmsg([data], [rights], socket.MSG_NOSIGNAL)
+                self._socket.sendall(memoryview(data)[sent:], socket.MSG_NOSIGNAL)
         except OSError:
             raise EOFError from None
 
@@ -112,18 +117,26 @@ class Connection:
 
         Raises:
             EOFError: If the other process has ended, or has closed its end of the socket.
+            OSError: If this process has too many open files to get the file descriptors.
         """
         if self._is_within:
             raise EOFError
         try:
             self._wait()
             self._is_within = True
-            head, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-            size, _ = _HEAD.unpack(head + self._read(_HEAD.size - len(head)))
+            # `socket.recv_fds` ignores its flags, at least up to Python 3.11.
+            room = socket.CMSG_LEN(_MOST_DESCRIPTORS * _INT)
+            head, rights, _, _ = self._socket.recvmsg(_HEAD.size, room, socket.MSG_CMSG_CLOEXEC)
+            descriptors = [number for _, _, numbers in rights for number in memoryview(numbers).cast("i")]
+            size, count = _HEAD.unpack(head + self._read(_HEAD.size - len(head)))
             data = self._read(size)
         except OSError:  # of a socket that another thread has closed, or whose other end was reset
             raise EOFError from None
         self._is_within = False
+        if len(descriptors) < count:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         message = pickle.loads(data)
         if not isinstance(message, _Levels):
             return message, descriptors
@@ -260,7 +273,7 @@ class Child:
         _wait_for_end(self._process, self._connection)  # first, since a stopped process sends nothing and never ends
         if self._receiving.acquire(timeout=_END_S):  # otherwise another thread logs them
             try:
-                with contextlib.suppress(EOFError):
+                with contextlib.suppress(EOFError, OSError):
                     while True:
                         message, descriptors = self._connection.receive()
                         for descriptor in descriptors:
