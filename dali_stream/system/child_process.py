@@ -95,8 +95,6 @@ class Connection:
     def __init__(self, end: socket.socket, other_exists: Callable[[], bool], what: str = "") -> None:
         self._socket, self._other_exists, self._what = end, other_exists, what
         self._sending = threading.Lock()
-        self._readable = select.poll()
-        self._readable.register(end, select.POLLIN)
         self._is_within = False  # whether only a part of a message was received, since Ctrl-C has interrupted `receive`
 
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
@@ -130,7 +128,7 @@ class Connection:
             descriptors = [number for _, _, numbers in rights for number in memoryview(numbers).cast("i")]
             size, count = _HEAD.unpack(head + self._read(_HEAD.size - len(head)))
             data = self._read(size)
-        except OSError:  # of a socket that another thread has closed, or whose other end was reset
+        except (OSError, ValueError):  # of a socket that another thread has closed, or whose other end was reset
             raise EOFError from None
         self._is_within = False
         if len(descriptors) < count:
@@ -147,8 +145,10 @@ class Connection:
     def _wait(self) -> None:
         """Wait for a message or the end of the other process."""
         began, told = time.monotonic(), not self._what
-        while not self._readable.poll(_LOOK_S * 1000):
-            if not self._other_exists() and not self._readable.poll(0):
+        readable = select.poll()  # one for each call, since a signal handler that interrupts this one may call `close`
+        readable.register(self._socket, select.POLLIN)
+        while not readable.poll(_LOOK_S * 1000):
+            if not self._other_exists() and not readable.poll(0):
                 raise EOFError
             if not told and time.monotonic() - began > 2 * waiting.LONG_WAIT_S:  # the other process logs what it waits for
                 told = True
@@ -192,7 +192,7 @@ class Child:
         if reason := _obstacle():
             raise CannotStart(reason)
         self._what, self._greeted = what, False
-        self._receiving = threading.Lock()
+        self._receiving = threading.RLock()  # a signal handler that interrupts `receive` may call `close`
         own, other = socket.socketpair()
         with other:
             try:
