@@ -60,7 +60,7 @@ class _Server:
         numbered = enumerate(stores(config.source))
         self._stores = {id(store): (number, store, store.traffic.counts()) for number, store in numbered}
         self._index_bytes = config.indices.bytes_read
-        self._buffers = LentBuffers(layout.channels_first)
+        self._buffers = LentBuffers(layout.channels_first, len(layout.cached))
         self._producer = Producer(layout, start.epoch, start.position, self._counters, self._buffers)
         self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
