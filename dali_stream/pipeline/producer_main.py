@@ -98,7 +98,8 @@ class _Server:
             if now != before:
                 traffic[number] = {name: now[name] - before[name] for name in now}
                 self._stores[key] = number, store, now
-        index_bytes, self._index_bytes = self._config.indices.bytes_read - self._index_bytes, self._config.indices.bytes_read
+        read = self._config.indices.bytes_read  # once, since other threads add to it
+        index_bytes, self._index_bytes = read - self._index_bytes, read
         return Finished(
             replace(batch, columns={}, frames={}),
             list(batch.frames),

@@ -399,8 +399,7 @@ def serve(descriptor: int, main: str, parent: int) -> None:
         pass
     except BaseException as error:
         code = 1
-        with contextlib.suppress(EOFError):
-            send_error(connection, error)
+        send_error(connection, error)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -408,10 +407,11 @@ def serve(descriptor: int, main: str, parent: int) -> None:
 
 
 def send_error(connection: Connection, error: BaseException) -> None:
-    """Send an error, which `Child.receive` raises."""
+    """Send an error, which `Child.receive` raises. If the parent has ended, do nothing."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
-    connection.send(_Failed(error, text))
+    with contextlib.suppress(EOFError):
+        connection.send(_Failed(error, text))
