@@ -331,7 +331,7 @@ def _obstacle() -> str:
 
 def _command(descriptor: int, main: str) -> list[str]:
     """Return the command that runs `main` in another interpreter. `python -m` would also search the current folder."""
-    path = [os.fspath(folder) or os.getcwd() for folder in sys.path]
+    path = [folder or os.getcwd() for folder in sys.path if isinstance(folder, str)]  # imports ignore other entries
     code = f"import sys; sys.path[:] = {path!r}; import {__name__} as child; child.serve({descriptor}, {main!r}, {os.getpid()})"
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [os.fsdecode(multiprocessing.spawn.get_executable()), *flags, "-c", code]
