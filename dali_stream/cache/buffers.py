@@ -15,7 +15,7 @@ import numpy as np
 
 from dali_stream.checks.arrays import Array, Mask
 
-_KEPT = 8  # arrays kept per shape and dtype, more than a loader uses at a time. A user who keeps more batches gets new arrays
+_KEPT = 8  # batches whose arrays are kept, more than a loader uses at a time. A user who keeps more batches gets new arrays
 
 
 class Buffers:
@@ -23,10 +23,11 @@ class Buffers:
 
     Args:
         channels_first: Whether the last axis of an array, the channels, precedes height and width in memory.
+        cameras: Number of cameras, whose arrays may have the same shape. Default: 1.
     """
 
-    def __init__(self, channels_first: bool) -> None:
-        self._channels_first = channels_first
+    def __init__(self, channels_first: bool, cameras: int = 1) -> None:
+        self._channels_first, self._kept = channels_first, _KEPT * max(cameras, 1)
         self._lock = threading.Lock()
         self._arrays: dict[tuple[Any, ...], list[Array]] = defaultdict(list)
 
@@ -44,7 +45,7 @@ class Buffers:
             if _references(arrays, i) == _UNUSED:
                 return arrays[i]
         arrays.append(self.new(shape, dtype))
-        del arrays[:-_KEPT]
+        del arrays[: -self._kept]
         return arrays[-1]
 
     def new(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array:

@@ -66,8 +66,8 @@ class _LentBlock(SharedBlock):
 class LentBuffers(Buffers):
     """Buffers in shared memory. An array is reused when the other process does not use it any more either. See `Buffers`."""
 
-    def __init__(self, channels_first: bool) -> None:
-        super().__init__(channels_first)
+    def __init__(self, channels_first: bool, cameras: int = 1) -> None:
+        super().__init__(channels_first, cameras)
         self._numbers, self._freed = itertools.count(), list[int]()
         self._lent: dict[int, Array] = {}  # {number of a block: array in it}. The reference keeps the block from being reused
 

@@ -82,7 +82,8 @@ def events(spans: list[Span], began: float) -> list[dict[str, Any]]:
     def at(span: Span, seconds: float) -> dict[str, Any]:
         return {"pid": span.process, "tid": span.thread, "ts": (seconds - began) * 1e6}
 
-    spans = [span._replace(start=max(span.start, began)) for span in spans]  # some began before the trace
+    # Some began before the trace. Others, of the process of a Loader, ended before it, and belong to an earlier trace.
+    spans = [span._replace(start=max(span.start, began)) for span in spans if span.stop >= began]
     names = {(span.process, span.thread): span.thread_name for span in spans}
     made: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "ts": 0, "args": {"name": name}}

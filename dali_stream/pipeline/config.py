@@ -56,7 +56,7 @@ class Config:
         augments: Whether the user gives a function for the DALI graph.
         audit: Average number of samples per audit. 0 turns audits off.
         frame_folder: Folder of the frame cache on disk, or None without one.
-        in_process: Whether the process of the Loader makes the batches, whatever decodes them.
+        in_process: Whether the training process makes the batches, whatever decodes them.
         substitutes: Log of the substituted samples.
     """
 

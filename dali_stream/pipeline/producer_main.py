@@ -60,7 +60,7 @@ class _Server:
         numbered = enumerate(stores(config.source))
         self._stores = {id(store): (number, store, store.traffic.counts()) for number, store in numbered}
         self._index_bytes = config.indices.bytes_read
-        self._buffers = LentBuffers(layout.channels_first)
+        self._buffers = LentBuffers(layout.channels_first, len(layout.cached))
         self._producer = Producer(layout, start.epoch, start.position, self._counters, self._buffers)
         self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
@@ -98,7 +98,8 @@ class _Server:
             if now != before:
                 traffic[number] = {name: now[name] - before[name] for name in now}
                 self._stores[key] = number, store, now
-        index_bytes, self._index_bytes = self._config.indices.bytes_read - self._index_bytes, self._config.indices.bytes_read
+        read = self._config.indices.bytes_read  # once, since other threads add to it
+        index_bytes, self._index_bytes = read - self._index_bytes, read
         return Finished(
             replace(batch, columns={}, frames={}),
             list(batch.frames),

@@ -217,7 +217,7 @@ class BatchSource:
         child, self._child = self._child, None
         if child is not None:
             return ProducerProcess(child, layout, epoch, position, self._counters)
-        return Producer(layout, epoch, position, self._counters, Buffers(layout.channels_first))
+        return Producer(layout, epoch, position, self._counters, Buffers(layout.channels_first, len(layout.cached)))
 
     def _start_process(self) -> None:
         try:

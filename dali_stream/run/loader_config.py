@@ -134,7 +134,7 @@ def make_config(
 
 
 def _stays_in_process(given: bool | None, has_room: bool) -> bool:
-    """Return whether the process of the Loader makes the batches itself, whatever decodes them.
+    """Return whether the training process makes the batches, whatever decodes them.
 
     Args:
         given: Argument `in_process` of the Loader.

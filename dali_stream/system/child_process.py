@@ -6,7 +6,9 @@ any launcher. Messages are pickled. Both ends belong to this package, so they tr
 
 from __future__ import annotations
 
+import array
 import contextlib
+import errno
 import importlib
 import logging
 import multiprocessing.spawn
@@ -30,6 +32,7 @@ from dali_stream.system.torchcodec_import import without_dynamo
 
 _HEAD = struct.Struct("<QI")  # number of bytes and of file descriptors of a message
 _MOST_DESCRIPTORS = 253  # of a message, a limit of the kernel
+_INT = 4  # bytes of a file descriptor in a message
 _LOOK_S = 1.0  # interval at which each process looks whether the other one still exists, in seconds
 _END_S = 5.0  # time in which a process should end by itself, in seconds. It takes milliseconds unless memory or CPU is short
 # Launchers and schedulers send these to all processes of a job. The process that trains decides what they mean.
@@ -92,8 +95,6 @@ class Connection:
     def __init__(self, end: socket.socket, other_exists: Callable[[], bool], what: str = "") -> None:
         self._socket, self._other_exists, self._what = end, other_exists, what
         self._sending = threading.Lock()
-        self._readable = select.poll()
-        self._readable.register(end, select.POLLIN)
         self._is_within = False  # whether only a part of a message was received, since Ctrl-C has interrupted `receive`
 
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
@@ -102,8 +103,12 @@ class Connection:
         data = _HEAD.pack(len(data), len(descriptors)) + data
         try:
             with self._sending:
-                sent = socket.send_fds(self._socket, [data], descriptors) if descriptors else 0
-                self._socket.sendall(memoryview(data)[sent:])
+                # Without MSG_NOSIGNAL, the end of the other process would end a program that has reset SIGPIPE to its default.
+                sent = 0
+                if descriptors:
+                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+                    sent = self._socket.sendmsg([data], [rights], socket.MSG_NOSIGNAL)
+                self._socket.sendall(memoryview(data)[sent:], socket.MSG_NOSIGNAL)
         except OSError:
             raise EOFError from None
 
@@ -112,18 +117,26 @@ class Connection:
 
         Raises:
             EOFError: If the other process has ended, or has closed its end of the socket.
+            OSError: If this process has too many open files to get the file descriptors.
         """
         if self._is_within:
             raise EOFError
         try:
             self._wait()
             self._is_within = True
-            head, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-            size, _ = _HEAD.unpack(head + self._read(_HEAD.size - len(head)))
+            # `socket.recv_fds` ignores its flags, at least up to Python 3.11.
+            room = socket.CMSG_LEN(_MOST_DESCRIPTORS * _INT)
+            head, rights, _, _ = self._socket.recvmsg(_HEAD.size, room, socket.MSG_CMSG_CLOEXEC)
+            descriptors = [number for _, _, numbers in rights for number in memoryview(numbers).cast("i")]
+            size, count = _HEAD.unpack(head + self._read(_HEAD.size - len(head)))
             data = self._read(size)
-        except OSError:  # of a socket that another thread has closed, or whose other end was reset
+        except (OSError, ValueError):  # of a socket that another thread has closed, or whose other end was reset
             raise EOFError from None
         self._is_within = False
+        if len(descriptors) < count:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         message = pickle.loads(data)
         if not isinstance(message, _Levels):
             return message, descriptors
@@ -134,8 +147,10 @@ class Connection:
     def _wait(self) -> None:
         """Wait for a message or the end of the other process."""
         began, told = time.monotonic(), not self._what
-        while not self._readable.poll(_LOOK_S * 1000):
-            if not self._other_exists() and not self._readable.poll(0):
+        readable = select.poll()  # one for each call, since a signal handler that interrupts this one may call `close`
+        readable.register(self._socket, select.POLLIN)
+        while not readable.poll(_LOOK_S * 1000):
+            if not self._other_exists() and not readable.poll(0):
                 raise EOFError
             if not told and time.monotonic() - began > 2 * waiting.LONG_WAIT_S:  # the other process logs what it waits for
                 told = True
@@ -179,7 +194,7 @@ class Child:
         if reason := _obstacle():
             raise CannotStart(reason)
         self._what, self._greeted = what, False
-        self._receiving = threading.Lock()
+        self._receiving = threading.RLock()  # a signal handler that interrupts `receive` may call `close`
         own, other = socket.socketpair()
         with other:
             try:
@@ -260,7 +275,7 @@ class Child:
         _wait_for_end(self._process, self._connection)  # first, since a stopped process sends nothing and never ends
         if self._receiving.acquire(timeout=_END_S):  # otherwise another thread logs them
             try:
-                with contextlib.suppress(EOFError):
+                with contextlib.suppress(EOFError, OSError):
                     while True:
                         message, descriptors = self._connection.receive()
                         for descriptor in descriptors:
@@ -318,7 +333,7 @@ def _obstacle() -> str:
 
 def _command(descriptor: int, main: str) -> list[str]:
     """Return the command that runs `main` in another interpreter. `python -m` would also search the current folder."""
-    path = [os.fspath(folder) or os.getcwd() for folder in sys.path]
+    path = [folder or os.getcwd() for folder in sys.path if isinstance(folder, str)]  # imports ignore other entries
     code = f"import sys; sys.path[:] = {path!r}; import {__name__} as child; child.serve({descriptor}, {main!r}, {os.getpid()})"
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [os.fsdecode(multiprocessing.spawn.get_executable()), *flags, "-c", code]
@@ -386,8 +401,7 @@ def serve(descriptor: int, main: str, parent: int) -> None:
         pass
     except BaseException as error:
         code = 1
-        with contextlib.suppress(EOFError):
-            send_error(connection, error)
+        send_error(connection, error)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -395,10 +409,11 @@ def serve(descriptor: int, main: str, parent: int) -> None:
 
 
 def send_error(connection: Connection, error: BaseException) -> None:
-    """Send an error, which `Child.receive` raises."""
+    """Send an error, which `Child.receive` raises. If the parent has ended, do nothing."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
-    connection.send(_Failed(error, text))
+    with contextlib.suppress(EOFError):
+        connection.send(_Failed(error, text))
