@@ -457,7 +457,7 @@ class Loader:
         return dict(self._batch_source.routes)
 
     def stats(self) -> dict[str, Any]:
-        """Return counters and times since the loader was made.
+        """Return counters and times since the loader was made. Those of its process are as of the last batch delivered.
 
         Counters:
 

@@ -352,6 +352,80 @@ def test_control_c_while_a_batch_is_awaited(small: Path) -> None:
         assert all(map(equal, loader, expected[delivered:]))
 
 
+def test_a_file_that_changes_is_noticed_by_the_next_process(demo: Path) -> None:
+    """Each process pins the versions that it reads, and so does the training process for the next one."""
+    files = {path.relative_to(demo).as_posix(): path.read_bytes() for path in demo.rglob("*") if path.is_file()}
+    options = {"batch_size": 16, "image_size": (40, 48), **OWN}
+    with Server(files) as server, Loader(Dataset(server.url), **options) as loader:
+        for _ in loader:
+            pass
+        next(iter(loader))  # leaves the epoch, and ends the process
+        assert not children()
+        for path in [path for path in files if TOP in path and path.endswith(".mp4")]:
+            files[path] = files[path] + b"\0\0\0\x08free"
+        with pytest.raises(StorageError, match="changed during the run"):
+            for _ in loader:
+                pass
+
+
+def test_memory_is_used_again_with_three_cameras(tmp_path: Path, small: Path) -> None:
+    """Cameras of one size share their buffers, of which each camera has several in use."""
+    three = Mixture({"a": small, "b": small}, keys={"b": {SIDE: "observation.images.third"}}, missing="pad")
+    with Loader(three, batch_size=4, image_dtype="uint8", image_size=(48, 64), **OWN) as loader:
+        assert len(loader.dataset.cameras) == 3
+        places = [{batch[camera].data_ptr() for batch in loader for camera in loader.dataset.cameras} for _ in range(3)]
+    assert len(set.union(*places)) <= 5 * 3
+
+
+def test_a_signal_handler_may_close_a_loader_that_waits(small: Path) -> None:
+    with Server(small) as server:
+        loader = Loader(Dataset(server.url, give_up_after_s=1000), batch_size=8, **OWN)
+        hang, hangs = hanging()
+        server.set_faults(itertools.repeat(hang))
+        before = signal.signal(signal.SIGUSR1, lambda *_: loader.close())
+        wake = threading.Thread(target=lambda: (hangs.wait(60), os.kill(os.getpid(), signal.SIGUSR1)))
+        try:
+            wake.start()
+            with pytest.raises(dali_stream.DaliStreamError, match="closed"):
+                list(loader)
+        finally:
+            wake.join()
+            signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_death_of_the_process_is_no_sigpipe(small: Path) -> None:
+    """A program may have reset SIGPIPE to its default, which ends the program."""
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        with Loader(small, batch_size=8, **OWN) as loader, Loader(small, batch_size=8, **HERE) as here:
+            found = []
+            for batch in loader:
+                found.append(batch)
+                if len(found) == 2:
+                    [child] = children()
+                    child.kill()
+                    child.wait()
+            assert all(map(equal, found, here))
+            assert len(found) == len(loader)
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
+def test_the_process_has_the_affinity_and_threads_of_the_caller(small: Path) -> None:
+    cores = os.sched_getaffinity(0)
+    with Loader(small, batch_size=8, **OWN) as loader:
+        [child] = children()
+        try:
+            os.sched_setaffinity(0, {min(cores)})  # as Accelerate does after the Loader was made
+            next(batches := iter(loader))
+        finally:
+            os.sched_setaffinity(0, cores)
+        pinned = {thread.id for thread in child.threads() if os.sched_getaffinity(thread.id) == {min(cores)}}
+        assert child.pid in pinned
+        assert len(pinned) >= 5  # with the threads that finish, plan and decode
+        del batches
+
+
 def test_the_board_of_a_crashed_process_is_read() -> None:
     memory = np.zeros(Board.SIZE, np.uint8)
     board = Board(memory)

@@ -33,6 +33,8 @@ class IndexCache:
         self._files = {camera: videos.file for camera, videos in source.videos.items()}
         self.cached: dict[tuple[str, int], VideoIndex | DecodeError] = {}
         self.bytes_read = 0
+        # Files that are counted in `bytes_read`, with their numbers of bytes, for another process. None if there is none.
+        self.new: list[tuple[str, int, int]] | None = None
         # {camera: whether each file is counted in `bytes_read`}, which takes one byte per file, however often files are read
         self._counted = {camera: np.zeros(max(int(files.max()), 0) + 1, np.bool_) for camera, files in self._files.items()}
         self._lock = threading.Lock()
@@ -69,10 +71,17 @@ class IndexCache:
             return DecodeError(self._no_file(camera, file, store) or str(error))
         except DecodeError as error:  # the file is broken
             return DecodeError(str(error))
-        with self._lock:
-            self.bytes_read += 0 if self._counted[camera][file] else index.index_bytes
-            self._counted[camera][file] = True
+        self.count(camera, file, index.index_bytes)
         return index
+
+    def count(self, camera: str, file: int, index_bytes: int) -> None:
+        """Count the bytes of the index of a file, if this is the first time."""
+        with self._lock:
+            if not self._counted[camera][file]:
+                self._counted[camera][file] = True
+                self.bytes_read += index_bytes
+                if self.new is not None:
+                    self.new.append((camera, file, index_bytes))
 
     def _no_file(self, camera: str, file: int, store: Store) -> str:
         """Return the message for a camera of a dataset without any file, or "" if one of up to `_LOOK_FOR` files exists."""

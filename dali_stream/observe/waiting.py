@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import sys
@@ -50,6 +51,7 @@ class Board:
     def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
         self._lines = memory.reshape(self._LINES, self._WIDTH)
         self._line_of: dict[int, int] = {}  # {identifier of a thread: its line}
+        self._unused = itertools.count()
 
     def use(self) -> None:
         """Show from now on what threads of this process decode."""
@@ -58,7 +60,9 @@ class Board:
 
     def write(self, thread: int, text: str) -> None:
         """Set the line of a thread."""
-        line = self._line_of.setdefault(thread, len(self._line_of))
+        line = self._line_of.get(thread)
+        if line is None:
+            line = self._line_of[thread] = next(self._unused)
         if line < self._LINES:
             data = text.encode(errors="replace")[: self._WIDTH]
             self._lines[line, : len(data)] = np.frombuffer(data, np.uint8)

@@ -18,12 +18,14 @@ class Start(NamedTuple):
         layout: Pickled configuration and routes of a `Layout`.
         epoch, position: See `Producer`.
         threads: Number of threads of torch's operators.
+        cores: Cores on which the calling thread may run.
     """
 
     layout: bytes
     epoch: int
     position: int
     threads: int
+    cores: set[int]
 
 
 class Request(NamedTuple):
@@ -48,7 +50,8 @@ class Finished(NamedTuple):
         lent: Arrays of the batch.
         counters: Growth of the counters.
         traffic: {number of a store of the source: growth of its `Traffic`}.
-        index_bytes: Growth of `IndexCache.bytes_read`.
+        versions: {number of a store: versions of files that it has read for the first time}, see `RemoteStore.take_versions`.
+        indices: Camera, file, and bytes of each index that was read for the first time.
         memory: Result of `Producer.memory`.
         spans: Spans, if a trace is recorded.
     """
@@ -58,7 +61,8 @@ class Finished(NamedTuple):
     lent: Lent
     counters: dict[str, float]
     traffic: dict[int, dict[str, float]]
-    index_bytes: int
+    versions: dict[int, dict[str, tuple[int, str]]]
+    indices: list[tuple[str, int, int]]
     memory: dict[str, int]
     spans: list[Span]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import queue
 import threading
 from dataclasses import replace
 
@@ -17,8 +16,9 @@ from dali_stream.observe.tracing import take_spans
 from dali_stream.observe.waiting import Board
 from dali_stream.pipeline.batch import FinishedBatch
 from dali_stream.pipeline.layout import Layout
-from dali_stream.pipeline.messages import Finished, Request, Start, stores
+from dali_stream.pipeline.messages import Finished, Start, stores
 from dali_stream.pipeline.producer import Producer
+from dali_stream.storage import RemoteStore
 from dali_stream.system.child_process import CannotStart, Connection, send_error
 from dali_stream.system.shared_memory import SharedBlock
 
@@ -26,19 +26,16 @@ _CLOSE_S = 3.0  # time in which threads should end, in seconds
 
 
 def main(connection: Connection) -> None:
-    """Serve one `ProducerProcess`, until it ends. The main thread takes requests, and another thread carries them out."""
+    """Serve one `ProducerProcess`. The main thread waits for its end, and another thread carries out its requests."""
     start, [descriptor] = connection.receive()
     Board(SharedBlock(descriptor, Board.SIZE).array((Board.SIZE,), np.uint8)).use()
     os.close(descriptor)
+    os.sched_setaffinity(0, start.cores)  # of this thread, and of those that it starts
     torch.set_num_threads(start.threads)
     server = _Server(connection, start)
     threading.Thread(target=server.run, name="dali_stream batches", daemon=True).start()
-    try:
-        while True:
-            request, _ = connection.receive()
-            server.requests.put(request)
-    finally:
-        server.close()
+    connection.wait_for_end()
+    server.close()
 
 
 class _Server:
@@ -59,10 +56,12 @@ class _Server:
         self._counters = Counters()
         numbered = enumerate(stores(config.source))
         self._stores = {id(store): (number, store, store.traffic.counts()) for number, store in numbered}
-        self._index_bytes = config.indices.bytes_read
+        config.indices.new = []
+        for _, store, _ in self._stores.values():
+            if isinstance(store, RemoteStore):
+                store.note_versions()
         self._buffers = LentBuffers(layout.channels_first, len(layout.cached))
         self._producer = Producer(layout, start.epoch, start.position, self._counters, self._buffers)
-        self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
     def close(self) -> None:
         """End all threads, so that no file stays unfinished, but wait for at most `_CLOSE_S`."""
@@ -75,7 +74,7 @@ class _Server:
         try:
             self._producer.start()
             while True:
-                request = self.requests.get()
+                request, _ = self._connection.receive()
                 self._buffers.take_back(request.returned, request.forked)
                 with self._counters.copying():
                     batch = self._producer.next()
@@ -92,21 +91,23 @@ class _Server:
             send_error(self._connection, error)
 
     def _finished(self, batch: FinishedBatch, lent: Lent, is_traced: bool) -> Finished:
-        traffic = {}
+        traffic, versions = {}, {}
         for key, (number, store, before) in self._stores.items():
             now = store.traffic.counts()
             if now != before:
                 traffic[number] = {name: now[name] - before[name] for name in now}
                 self._stores[key] = number, store, now
-        read = self._config.indices.bytes_read  # once, since other threads add to it
-        index_bytes, self._index_bytes = read - self._index_bytes, read
+            if isinstance(store, RemoteStore) and (read := store.take_versions()):
+                versions[number] = read
+        new = self._config.indices.new or []
         return Finished(
             replace(batch, columns={}, frames={}),
             list(batch.frames),
             lent,
             self._counters.take_growth(),
             traffic,
-            index_bytes,
+            versions,
+            [new.pop() for _ in range(len(new))],
             self._producer.memory(),
             take_spans(is_traced),
         )

@@ -16,11 +16,12 @@ from dali_stream.pipeline.batch import FinishedBatch, closed
 from dali_stream.pipeline.layout import Layout
 from dali_stream.pipeline.messages import Finished, Request, Start, stores
 from dali_stream.pipeline.planner import MEMORY
+from dali_stream.storage import RemoteStore
 from dali_stream.system.child_process import CannotStart, Child, ChildEnded
 from dali_stream.system.shared_memory import SharedBlock, new_block
 from dali_stream.system.workers import Workers
 
-FINISHED_AHEAD = 2  # number of batches that are finished before they are requested
+FINISHED_AHEAD = 1  # number of batches that are finished before they are requested
 
 
 class ProducerEnded(Exception):
@@ -71,7 +72,8 @@ class ProducerProcess:
         descriptor, size = new_block(Board.SIZE)
         try:
             self._board = Board(SharedBlock(descriptor, size).array((Board.SIZE,), np.uint8))
-            self._child.send(Start(layout, *self._begin, torch.get_num_threads()), [descriptor])
+            cores = os.sched_getaffinity(0)
+            self._child.send(Start(layout, *self._begin, torch.get_num_threads(), cores), [descriptor])
         finally:
             os.close(descriptor)
         for _ in range(FINISHED_AHEAD):
@@ -109,7 +111,12 @@ class ProducerProcess:
         own = stores(self._layout.config.source)
         for number, growth in message.traffic.items():
             own[number].traffic.add(**growth)
-        self._layout.config.indices.bytes_read += message.index_bytes
+        for number, versions in message.versions.items():
+            store = own[number]
+            assert isinstance(store, RemoteStore)
+            store.pin(versions)
+        for index in message.indices:
+            self._layout.config.indices.count(*index)
         self._memory = message.memory
         add_spans(message.spans)
 

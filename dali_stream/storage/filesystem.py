@@ -74,9 +74,11 @@ class FsspecStore(RemoteStore):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy creates its own filesystem. In another process, it may first have to import and register the driver.
-        return {**super().__getstate__(), "_filesystems": {}, "_driver": fsspec.get_filesystem_class(self._scheme)}
+        driver = fsspec.get_filesystem_class(self._scheme)
+        return {**super().__getstate__(), "_filesystems": {}, "_driver": driver, "_conf": dict(fsspec.config.conf)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        fsspec.config.conf.update(state.pop("_conf"))  # what the program has set
         fsspec.register_implementation(state["_scheme"], state.pop("_driver"), clobber=True)
         super().__setstate__(state)
 

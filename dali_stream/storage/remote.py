@@ -6,7 +6,7 @@ import abc
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -86,6 +86,7 @@ class RemoteStore(Store):
     hint = "Give credentials in storage_options"
 
     _is_session = False
+    _new: list[str] | None = None  # files whose version was recorded since the last call of `take_versions`
 
     def __init__(
         self,
@@ -216,6 +217,20 @@ class RemoteStore(Store):
 
     # -- versions
 
+    def note_versions(self) -> None:
+        """Note from now on which files are read for the first time, for `take_versions`."""
+        self._new = []
+
+    def take_versions(self) -> dict[str, tuple[int, str]]:
+        """Return the versions, {path: (size, tag)}, that were noted since the last call."""
+        paths = {self._new.pop() for _ in range(len(self._new))} if self._new else ()
+        return {path: (self._sizes[path], self._tags.get(path, "")) for path in paths if path in self._sizes}
+
+    def pin(self, versions: Mapping[str, tuple[int, str]]) -> None:
+        """Take over versions that another process has read. Raises StorageError if a file has another version here."""
+        for path, version in versions.items():
+            self._pin(path, Version(*version))
+
     def _stat(self, path: str) -> Version:
         version = self._retried(self.where(path), lambda deadline: self._head(path, deadline))
         self._pin(path, version)
@@ -230,13 +245,18 @@ class RemoteStore(Store):
             StorageError: If the file has changed.
         """
         self._pin_size(path, version.size)
+        is_new = self._new is not None and version.tag and not self._tags.get(path)
         tag = self._tags.setdefault(path, version.tag)
         if version.tag and not tag:
             self._tags[path] = version.tag
+        if is_new and self._new is not None:
+            self._new.append(path)
         if tag and version.tag and tag != version.tag:
             self._changed(path, f"it still has {version.size} bytes, but another tag (ETag, generation or time)")
 
     def _pin_size(self, path: str, size: int) -> None:
+        if self._new is not None and path not in self._sizes:
+            self._new.append(path)
         first_size = self._sizes.setdefault(path, size)
         if first_size != size:
             self._changed(path, f"it had {first_size} bytes and now has {size}")

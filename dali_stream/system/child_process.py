@@ -14,6 +14,7 @@ import logging
 import multiprocessing.spawn
 import os
 import pickle
+import queue
 import select
 import signal
 import socket
@@ -27,12 +28,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from dali_stream.errors import prefixed
 from dali_stream.observe import waiting
 from dali_stream.system.torchcodec_import import without_dynamo
 
 _HEAD = struct.Struct("<QI")  # number of bytes and of file descriptors of a message
 _MOST_DESCRIPTORS = 253  # of a message, a limit of the kernel
 _INT = 4  # bytes of a file descriptor in a message
+_MOST_RECORDS = 10_000  # log records that wait for the parent, above which others are dropped
 _LOOK_S = 1.0  # interval at which each process looks whether the other one still exists, in seconds
 _END_S = 5.0  # time in which a process should end by itself, in seconds. It takes milliseconds unless memory or CPU is short
 # Launchers and schedulers send these to all processes of a job. The process that trains decides what they mean.
@@ -112,17 +115,20 @@ class Connection:
         except OSError:
             raise EOFError from None
 
-    def receive(self) -> tuple[Any, list[int]]:
+    def receive(self, until: float | None = None) -> tuple[Any, list[int]]:
         """Return the next message, and its file descriptors, which the caller must close.
 
+        Args:
+            until: Time of `time.monotonic` at which to give up. Default: never.
+
         Raises:
-            EOFError: If the other process has ended, or has closed its end of the socket.
+            EOFError: If the other process has ended, or has closed its end of the socket, or `until` has passed.
             OSError: If this process has too many open files to get the file descriptors.
         """
         if self._is_within:
             raise EOFError
         try:
-            self._wait()
+            self._wait(until)
             self._is_within = True
             # `socket.recv_fds` ignores its flags, at least up to Python 3.11.
             room = socket.CMSG_LEN(_MOST_DESCRIPTORS * _INT)
@@ -142,19 +148,26 @@ class Connection:
             return message, descriptors
         for name, level in message.levels.items():
             logging.getLogger(name).setLevel(level)
-        return self.receive()
+        return self.receive(until)
 
-    def _wait(self) -> None:
+    def _wait(self, until: float | None) -> None:
         """Wait for a message or the end of the other process."""
         began, told = time.monotonic(), not self._what
         readable = select.poll()  # one for each call, since a signal handler that interrupts this one may call `close`
         readable.register(self._socket, select.POLLIN)
         while not readable.poll(_LOOK_S * 1000):
-            if not self._other_exists() and not readable.poll(0):
+            if (not self._other_exists() and not readable.poll(0)) or (until is not None and time.monotonic() > until):
                 raise EOFError
             if not told and time.monotonic() - began > 2 * waiting.LONG_WAIT_S:  # the other process logs what it waits for
                 told = True
                 _log.warning("waited for %s for %.0f s, and continue to wait", self._what, time.monotonic() - began)
+
+    def wait_for_end(self) -> None:
+        """Wait until the other process has ended, or sends nothing more."""
+        ended = select.poll()
+        ended.register(self._socket, select.POLLRDHUP)
+        while not ended.poll(_LOOK_S * 1000) and self._other_exists():
+            pass
 
     def _read(self, size: int) -> bytearray:
         data = bytearray(size)
@@ -265,25 +278,30 @@ class Child:
             self._process.kill()
             code = self._process.wait()
         if code < 0:
-            return ChildEnded(f"was killed by {signal.Signals(-code).name}")
+            return ChildEnded(f"was killed by {_signal_name(-code)}")
         if not self._greeted:
             return CannotStart(f"{sys.executable} has ended with exit code {code} before it had imported dali_stream")
         return ChildEnded(f"has ended with exit code {code}")
 
     def close(self) -> None:
         """End the process, and wait for it. Its last log records are logged. May be called from any thread, and repeatedly."""
-        _wait_for_end(self._process, self._connection)  # first, since a stopped process sends nothing and never ends
+        self._connection.end()
+        if not self._connection.has_work:
+            self._process.kill()  # it may import modules for seconds before it notices the end
+        until = time.monotonic() + _END_S
         if self._receiving.acquire(timeout=_END_S):  # otherwise another thread logs them
             try:
                 with contextlib.suppress(EOFError, OSError):
                     while True:
-                        message, descriptors = self._connection.receive()
+                        message, descriptors = self._connection.receive(until)
                         for descriptor in descriptors:
                             os.close(descriptor)
                         if isinstance(message, _Logged):
                             _log_here(message.record)
             finally:
                 self._receiving.release()
+        if time.monotonic() >= until:  # it was stopped, for example
+            self._process.kill()
         self._finalizer()
 
     def abandon(self) -> None:
@@ -296,7 +314,7 @@ class Child:
 _children: weakref.WeakSet[Child] = weakref.WeakSet()
 
 
-def _wait_for_end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
     """Let a process end, and wait for it. If this takes too long, or it has got no work yet, kill it."""
     connection.end()
     if not connection.has_work:  # it may import modules for seconds before it notices the end
@@ -306,11 +324,6 @@ def _wait_for_end(process: subprocess.Popen[bytes], connection: Connection) -> N
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    """End a process, and wait for it."""
-    _wait_for_end(process, connection)
     connection.close()
 
 
@@ -354,6 +367,13 @@ def _hello() -> _Hello:
     return _Hello(package.__version__, os.path.dirname(os.path.abspath(str(package.__file__))))
 
 
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most of the real-time signals have no name
+        return f"signal {number}"
+
+
 def _log_here(record: logging.LogRecord) -> None:
     logger = logging.getLogger(record.name)
     if logger.isEnabledFor(record.levelno):
@@ -366,13 +386,27 @@ class _ToParent(logging.Handler):
     def __init__(self, connection: Connection) -> None:
         super().__init__()
         self._connection = connection
+        self._records: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send, name="dali_stream log", daemon=True)
+        self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info:
             record.exc_text = record.exc_text or logging.Formatter().formatException(record.exc_info)
         record.msg, record.args, record.exc_info = record.getMessage(), None, None
+        if self._records.qsize() < _MOST_RECORDS:
+            self._records.put(record)
+
+    def _send(self) -> None:
+        """Send the records. No other thread does this, since the socket is full while the parent does not receive."""
         with contextlib.suppress(EOFError):  # the parent has ended
-            self._connection.send(_Logged(record))
+            while (record := self._records.get()) is not None:
+                self._connection.send(_Logged(record))
+
+    def finish(self) -> None:
+        """Send what is left, if this takes no longer than `_LOOK_S`."""
+        self._records.put(None)
+        self._thread.join(_LOOK_S)
 
 
 def serve(descriptor: int, main: str, parent: int) -> None:
@@ -389,19 +423,23 @@ def serve(descriptor: int, main: str, parent: int) -> None:
     os.set_inheritable(descriptor, False)
     # The parent is compared, since a thread of it that ends is no reason to end, as with PR_SET_PDEATHSIG.
     connection = Connection(socket.socket(fileno=descriptor), lambda: os.getppid() == parent)
-    code = 0
+    code, log = 0, _ToParent(connection)
     try:
         connection.send(_hello())
-        logging.root.addHandler(_ToParent(connection))
+        logging.root.addHandler(log)
         module, _, function = main.partition(":")
-        with without_dynamo():
-            run = getattr(importlib.import_module(module), function)
+        try:
+            with without_dynamo():
+                run = getattr(importlib.import_module(module), function)
+        except Exception as error:
+            raise CannotStart(f"{module} cannot be imported there ({type(error).__name__}: {error})") from error
         run(connection)
     except EOFError:  # the parent has ended, or needs this process no more
         pass
     except BaseException as error:
         code = 1
         send_error(connection, error)
+    log.finish()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -414,6 +452,6 @@ def send_error(connection: Connection, error: BaseException) -> None:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        error = RuntimeError(f"{type(error).__name__}: {error}")
+        error = prefixed(type(error).__name__, error) if isinstance(error, Exception) else RuntimeError(repr(error))
     with contextlib.suppress(EOFError):
         connection.send(_Failed(error, text))
