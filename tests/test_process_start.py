@@ -65,6 +65,22 @@ def decoys(folder: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_the_process_imports_no_compiler() -> None:
+    """torchcodec would import torch's compiler, which takes as long as torch itself. It is imported when it is needed."""
+    program = """
+import sys
+from dali_stream.system.torchcodec_import import without_dynamo
+with without_dynamo():
+    import dali_stream.pipeline.producer_main
+assert not any(name.startswith("torch._dynamo") for name in sys.modules)
+import torch
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
+assert "torch._dynamo" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_from_a_script_beside_other_modules_of_the_same_names(demo: Path, tmp_path: Path) -> None:
     """The script has no main guard. It is started in another folder, which has such modules too."""
     script = decoys(tmp_path / "scripts") / "script.py"

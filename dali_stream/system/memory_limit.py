@@ -14,7 +14,7 @@ from dali_stream.system.cgroups import cgroup_values
 from dali_stream.system.ranks import local_ranks
 
 _DEFAULT_BUDGET = 4 << 30  # largest default of `memory_budget`, in bytes
-PROCESS_BYTES = 512 << 20  # memory of the process of a Loader without frames, about 440 MB with torch for CPUs
+PROCESS_BYTES = 512 << 20  # memory of the process of a Loader without frames, about 400 MB with torch for CPUs
 _UNLIMITED = 1 << 60  # larger limits mean no limit: without a limit, version 1 of cgroups reports a number near 2^63
 
 
