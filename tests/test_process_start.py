@@ -65,7 +65,6 @@ def decoys(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_process_imports_no_compiler() -> None:
     """torchcodec would import torch's compiler, which takes as long as torch itself. It is imported when it is needed."""
     program = """
@@ -81,6 +80,7 @@ assert "torch._dynamo" in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.slow
 def test_from_a_script_beside_other_modules_of_the_same_names(demo: Path, tmp_path: Path) -> None:
     """The script has no main guard. It is started in another folder, which has such modules too."""
     script = decoys(tmp_path / "scripts") / "script.py"
