@@ -126,8 +126,9 @@ class Loader:
         memory_budget: Memory for rows, indices of video files, encoded video of remote data, and decoded frames, in bytes or as
             a text such as "4GiB". The first three get what the episodes in use need, up to half of the budget. Decoded frames
             get the rest. The frames of the batches in progress are not counted if they exceed this rest, or if the rest holds
-            all frames of the dataset. Each rank has its own budget. Default: 4 GiB, but at most a quarter of the memory of the
-            machine or cgroup, divided by the number of ranks on the machine.
+            all frames of the dataset. Each rank has its own budget. Default: 4 GiB, but at most a quarter of what is left of
+            the memory of the machine or cgroup, divided by the number of ranks on the machine, less 512 MiB for the process of
+            the Loader.
         audit: Average number of samples per audit. If DALI decodes a camera, an audit decodes a sample with torchcodec as
             well. If the frames differ by more than a tolerance, torchcodec decodes the camera in this batch and all later
             ones, and a warning names file and frame. The first sample of each file is always audited. 0 turns audits off. With
