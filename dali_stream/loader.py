@@ -265,7 +265,7 @@ class Loader:
     def _check_budget(self, layout: Layout) -> None:
         """Check that memory_budget holds one batch."""
         try:
-            divide(layout.config.memory_budget, layout.sizes)
+            _ = layout.parts
         except MemoryBudgetError as error:
             if self._budget_given:
                 raise

@@ -14,7 +14,7 @@ from dali_stream.checks.arrays import NONE
 from dali_stream.decode.route import Route
 from dali_stream.errors import DecodeError
 from dali_stream.pipeline.config import Config
-from dali_stream.schedule.budget import Sizes, divide
+from dali_stream.schedule.budget import Parts, Sizes, divide
 from dali_stream.schedule.samples import FrameSet
 from dali_stream.system.cached import cached_property
 
@@ -104,9 +104,14 @@ class Layout:
         )
 
     @cached_property
+    def parts(self) -> Parts:
+        """Division of memory_budget. Raises MemoryBudgetError if it does not hold one batch."""
+        return divide(self.config.memory_budget, self.sizes)
+
+    @property
     def keeps_all(self) -> bool:
         """Whether all decoded frames that this rank needs fit in memory, so that no epoch after the first decodes any."""
-        return not self.on_dali and divide(self.config.memory_budget, self.sizes).kept >= self.sizes.frames
+        return not self.on_dali and self.parts.kept >= self.sizes.frames
 
     def frame_folder_text(self) -> str:
         """Return how full the frame cache on disk is, for the log."""

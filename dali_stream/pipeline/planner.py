@@ -29,7 +29,7 @@ from dali_stream.pipeline.batch import PlannedBatch, closed
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.decode_pool import DecodePool
 from dali_stream.pipeline.layout import Layout
-from dali_stream.schedule.budget import Parts, Sizes, divide, look_ahead, order_horizon, reads_budget
+from dali_stream.schedule.budget import Parts, Sizes, look_ahead, order_horizon, reads_budget
 from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.plan import BatchPlan, Limits, Schedule
 from dali_stream.schedule.samples import batches_of_rank
@@ -244,8 +244,7 @@ class Planner:
 
     def __init__(self, layout: Layout, epoch: int, position: int, counters: Counters, buffers: Buffers) -> None:
         self._config, self._counters = layout.config, counters
-        config, source, sizes = layout.config, layout.config.source, layout.sizes
-        parts = divide(config.memory_budget, sizes)
+        config, source, sizes, parts = layout.config, layout.config.source, layout.sizes, layout.parts
         self._schedule = Schedule(
             EpisodeTable(source.lengths, source.cameras, source.videos if source.data_store.remote else ()),
             batches_of_rank(config.order, config.batches, config.rank, epoch, position),
