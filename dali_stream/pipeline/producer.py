@@ -26,11 +26,7 @@ class Producer:
     failed are substituted.
 
     Args:
-        layout: Configuration of the loader, with the decoders.
-        epoch: Epoch of the first batch.
-        position: Position in that epoch at which the first batch begins.
-        counters: Counters to add to.
-        buffers: Memory for the frames of batches.
+        layout, epoch, position, counters, buffers: See `Planner`.
 
     Attributes:
         starter: Thread that starts the runs of a DALI graph.

@@ -41,10 +41,7 @@ class ProducerProcess:
 
     Args:
         child: Process, see `start_process`. It ends with this object.
-        layout: Configuration of the loader, with the decoders.
-        epoch: Epoch of the first batch.
-        position: Position in that epoch at which the first batch begins.
-        counters: Counters to add to.
+        layout, epoch, position, counters: See `Planner`.
 
     Attributes:
         starter: Thread that starts the runs of a DALI graph.
@@ -52,7 +49,7 @@ class ProducerProcess:
 
     def __init__(self, child: Child, layout: Layout, epoch: int, position: int, counters: Counters) -> None:
         self._child, self._layout, self._counters = child, layout, counters
-        self._begin = epoch, position
+        self._begin, self._stores = (epoch, position), stores(layout.config.source)
         self._buffers, self._memory = BorrowedBuffers(), dict.fromkeys(MEMORY, 0)
         self._stopping = False
         self.starter = Workers("dali_stream graph", 1, counters.copying)
@@ -108,11 +105,10 @@ class ProducerProcess:
 
     def _count(self, message: Finished) -> None:
         self._counters.add(**message.counters)
-        own = stores(self._layout.config.source)
         for number, growth in message.traffic.items():
-            own[number].traffic.add(**growth)
+            self._stores[number].traffic.add(**growth)
         for number, versions in message.versions.items():
-            store = own[number]
+            store = self._stores[number]
             assert isinstance(store, RemoteStore)
             store.pin(versions)
         for index in message.indices:
