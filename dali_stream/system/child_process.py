@@ -285,9 +285,7 @@ class Child:
 
     def close(self) -> None:
         """End the process, and wait for it. Its last log records are logged. May be called from any thread, and repeatedly."""
-        self._connection.end()
-        if not self._connection.has_work:
-            self._process.kill()  # it may import modules for seconds before it notices the end
+        _let_end(self._process, self._connection)
         until = time.monotonic() + _END_S
         if self._receiving.acquire(timeout=_END_S):  # otherwise another thread logs them
             try:
@@ -314,11 +312,16 @@ class Child:
 _children: weakref.WeakSet[Child] = weakref.WeakSet()
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    """Let a process end, and wait for it. If this takes too long, or it has got no work yet, kill it."""
+def _let_end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    """Let a process end. If it has got no work yet, kill it, since it may import modules for seconds before it notices."""
     connection.end()
-    if not connection.has_work:  # it may import modules for seconds before it notices the end
+    if not connection.has_work:
         process.kill()
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    """Let a process end, and wait for it. If this takes too long, kill it."""
+    _let_end(process, connection)
     try:
         process.wait(_END_S)
     except subprocess.TimeoutExpired:
