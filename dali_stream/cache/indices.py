@@ -33,7 +33,7 @@ class IndexCache:
         self._files = {camera: videos.file for camera, videos in source.videos.items()}
         self.cached: dict[tuple[str, int], VideoIndex | DecodeError] = {}
         self.bytes_read = 0
-        # Files that are counted in `bytes_read`, with their numbers of bytes, for another process. None if there is none.
+        # Files counted in `bytes_read`, with their numbers of bytes, for another process. None if no process takes them.
         self.new: list[tuple[str, int, int]] | None = None
         # {camera: whether each file is counted in `bytes_read`}, which takes one byte per file, however often files are read
         self._counted = {camera: np.zeros(max(int(files.max()), 0) + 1, np.bool_) for camera, files in self._files.items()}
