@@ -202,6 +202,7 @@ class Loader:
         rank: int | None = None,
         world_size: int | None = None,
         in_process: bool | None = None,
+        decode_processes: int | None = None,
     ) -> None:
         refuse_workers()
         one_of("decode", decode, DECODE)
@@ -232,6 +233,7 @@ class Loader:
             frame_cache=frame_cache,
             frame_cache_bytes=frame_cache_bytes,
             in_process=in_process,
+            decode_processes=decode_processes,
         )
         self.normalizer = make_normalizer(self.dataset, self._config, normalize)
         self._counters, self._recent = Counters(), bottleneck.Recent()

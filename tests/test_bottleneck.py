@@ -292,8 +292,8 @@ def slow_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each decoded frame takes 5 ms more, whatever else the machine does."""
     decode = torchcodec_decoder.decode_in_parts
 
-    def slow(*arguments: Any) -> Iterator[Any]:
-        for part in decode(*arguments):
+    def slow(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for part in decode(*arguments, **options):
             time.sleep(part.decoded * 0.005)
             yield part
 

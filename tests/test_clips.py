@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import re
@@ -129,7 +130,8 @@ def test_hashes_of_packets_do_not_depend_on_what_else_is_read(
 def test_parts_of_a_decode_are_all_of_its_frames(videos: Callable[[str], Videos], part: int) -> None:
     v, packets = videos("h264-12"), [41, 5, 40, 3, 5, 60, 7]
     shown, decoded = np.zeros((len(packets), *data.SIZE, 3), np.uint8), []
-    for requests, frames, more, _ in decode.decode_in_parts(v.store, v.tables[:1] * len(packets), packets, v.format, part):
+    decode_parts = functools.partial(decode.decode_clip_in_parts, expected=v.format, part=part)
+    for requests, frames, more, _ in decode.decode_in_parts(v.store, v.tables[:1] * len(packets), packets, decode_parts):
         assert len(requests) == len(frames) <= part
         shown[requests] = frames.numpy()
         decoded.append(more)

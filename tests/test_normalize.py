@@ -318,8 +318,8 @@ def test_statistics_decode_each_gop_of_an_episode_once(h264_demo: Path, monkeypa
     """With GOPs of 12 frames, all of which are sampled."""
     decode, decoded = torchcodec.decode_in_parts, []
 
-    def counted(*arguments: Any) -> Iterator[Any]:
-        for part in decode(*arguments):
+    def counted(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for part in decode(*arguments, **options):
             decoded.append(part.decoded)
             yield part
 

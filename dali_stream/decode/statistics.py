@@ -211,7 +211,8 @@ class _Episodes:
         for description, alike in itertools.groupby(packets.tolist(), key=lambda packet: index.config[packet]):
             same, video = list(alike), index.format(description)
             counted: dict[int, Histogram] = {}  # by request, since a request may be yielded twice
-            for requests, decoded, *_ in decode.decode_in_parts(self._store, [index] * len(same), same, video, _FRAMES_AT_ONCE):
+            decode_parts = functools.partial(decode.decode_clip_in_parts, expected=video, part=_FRAMES_AT_ONCE)
+            for requests, decoded, *_ in decode.decode_in_parts(self._store, [index] * len(same), same, decode_parts):
                 counted |= {each: image_histogram(frame[None]) for each, frame in zip(requests, decoded.numpy(), strict=True)}
             histograms += counted.values()
         return histograms

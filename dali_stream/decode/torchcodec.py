@@ -8,9 +8,10 @@ therefore compared with the requested time.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from torchcodec import FrameBatch
 
 Frames = npt.NDArray[np.uint8]
-DecodeParts = Callable[[Clip, VideoFormat, int, str], Iterator[tuple[list[int], "torch.Tensor", int]]]
+DecodeParts = Callable[[Clip], Iterator[tuple[list[int], Any, int]]]  # such as `decode_clip_in_parts` with its other arguments
 
 
 class Part(NamedTuple):
@@ -42,13 +43,13 @@ class Part(NamedTuple):
 
     Attributes:
         requests: Numbers of the requests.
-        frames: Their RGB frames, a uint8 tensor of shape (n, H, W, 3).
+        frames: Their frames.
         decoded: Number of frames that were decoded since the previous part.
         hashes: `Clip.hashes` of each request. Empty unless they were requested.
     """
 
     requests: list[int]
-    frames: torch.Tensor
+    frames: Any
     decoded: int
     hashes: list[Mapping[int, int]]
 
@@ -85,7 +86,8 @@ def decode(
         DecodeError: If the decoder fails, or returns another frame than the requested one.
     """
     frames, decoded = np.empty((len(packets), expected.height, expected.width, 3), np.uint8), 0
-    for requests, part, more, _ in decode_in_parts(store, indices, packets, expected, len(packets), device=device):
+    decode_parts = functools.partial(decode_clip_in_parts, expected=expected, part=len(packets), device=device)
+    for requests, part, more, _ in decode_in_parts(store, indices, packets, decode_parts, for_nvdec=device != "cpu"):
         frames[requests] = part.cpu().numpy()
         decoded += more
     return frames, decoded
@@ -95,40 +97,39 @@ def decode_in_parts(
     store: Store,
     indices: Sequence[VideoIndex],
     packets: Sequence[int],
-    expected: VideoFormat,
-    part: int,
-    timed: Timed = untimed,
-    device: str = "cpu",
-    decode_parts: DecodeParts | None = None,
+    decode_parts: DecodeParts,
+    *,
+    for_nvdec: bool = False,
     hashed: bool = False,
+    timed: Timed = untimed,
 ) -> Iterator[Part]:
-    """Decode packets in parts, which limits the memory for frames. See `decode` for the other arguments and the errors.
+    """Pack packets into clips, and decode these in parts, which limits the memory for frames.
 
     Args:
-        part: Maximum number of requests in a part.
-        timed: Timer that measures reading and packing. Default: no measurement.
-        decode_parts: Decoder of a clip. Default: `decode_clip_in_parts`.
+        store, indices, packets: See `decode`.
+        decode_parts: Decoder of a clip.
+        for_nvdec: Whether NVDEC decodes the clips. Default: False.
         hashed: Whether to return hashes of the packets. Default: False.
+        timed: Timer that measures reading and packing. Default: no measurement.
 
     Raises:
-        UnsafeForNvdec: If the device is a GPU, and decoding starts at a keyframe that is not an IDR frame.
+        DecodeError: See `decode`.
+        UnsafeForNvdec: If NVDEC decodes, and decoding starts at a keyframe that is not an IDR frame.
 
     Yields:
-        Parts, with their frames on `device`. If a request is yielded twice, the second frame is valid.
+        Parts, with the frames that `decode_parts` yields. If a request is yielded twice, the second frame is valid.
     """
-    decode_parts = decode_parts or decode_clip_in_parts
     for group in _groups(indices, packets):
         mine, wanted = [indices[i] for i in group], [packets[i] for i in group]
         # If a clip fails, its requests are decoded again from the start of the file, also those that were already yielded.
         for from_the_start in (False, True):
-            for_nvdec = device != "cpu" and not from_the_start
             with timed("pack_s"):
                 clip = pack(
-                    store, mine, wanted, from_the_start=from_the_start, for_nvdec=for_nvdec, hidden_frames=True, hashed=hashed,
-                    timed=timed,
+                    store, mine, wanted, from_the_start=from_the_start, for_nvdec=for_nvdec and not from_the_start,
+                    hidden_frames=True, hashed=hashed, timed=timed,
                 )  # fmt: skip
             try:
-                for requests, frames, decoded in decode_parts(clip, expected, part, device):
+                for requests, frames, decoded in decode_parts(clip):
                     hashes = [clip.hashes[i] for i in requests] if hashed else []
                     yield Part([group[i] for i in requests], frames, decoded, hashes)
                 break

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -19,16 +19,18 @@ from dali_stream.cache.frames_on_disk import Decoding, FramesOnDisk
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.arrays import NONE
-from dali_stream.decode import depth
 from dali_stream.decode.decoder import SlotWork, even_tasks, named, task_frames
+from dali_stream.decode.processes import DecodeProcesses
 from dali_stream.decode.refusal import refusal_of_torchcodec
-from dali_stream.decode.resize import resize, resize_on_gpu
-from dali_stream.decode.torchcodec import Frames, decode, decode_in_parts, frames_at_once
+from dali_stream.decode.resize import resize_on_gpu
+from dali_stream.decode.resized import Frames, Output, decode_resized
+from dali_stream.decode.torchcodec import decode, decode_clip_in_parts, decode_in_parts, frames_at_once
 from dali_stream.decode.torchcodec_cuda import device_name, own_stream
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.lerobot.source import Source
-from dali_stream.mp4.clip import config, packet_hashes
+from dali_stream.mp4.clip import Clip, config, packet_hashes
+from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.observe.counters import Counters
 from dali_stream.observe.waiting import working
@@ -104,10 +106,10 @@ class TorchcodecDecoder(VideoFiles):
         key: Name of the camera.
         counters: Counters of the Loader.
         slots: Slots into which the decoder puts frames.
-        size: Size (height, width) of the frames in batches, in pixels.
         any_size: See `VideoFiles`.
         on_disk: Frames of the camera on disk. None without a frame cache on disk.
         gpu: CUDA device whose NVDEC decodes, or None to decode on the CPU.
+        processes: Processes that decode on the CPU. None to decode in the decode threads.
     """
 
     def __init__(
@@ -116,15 +118,15 @@ class TorchcodecDecoder(VideoFiles):
         key: str,
         counters: Counters,
         slots: Slots,
-        size: tuple[int, int],
         any_size: bool,
         on_disk: FramesOnDisk | None,
         gpu: int | None,
+        processes: DecodeProcesses | None,
     ) -> None:
         super().__init__(source, key, any_size)
-        self._counters, self._slots, self._size, self._on_disk, self._gpu = counters, slots, size, on_disk, gpu
+        self._counters, self._slots, self._on_disk, self._gpu, self._processes = counters, slots, on_disk, gpu, processes
         self._present = source.videos[key].file != NONE
-        self._is_depth = source.features[key].is_depth
+        self._output = Output(slots.shape, slots.dtype, source.features[key].is_depth)
 
     def start(self, workers: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> SlotWork:
         """See `Decoder.start`."""
@@ -260,17 +262,16 @@ class TorchcodecDecoder(VideoFiles):
         """
         indices, packets = [frame.file for frame in frames], [frame.packet for frame in frames]
         video, decoded, stored = self.format(indices[0], packets[0]), 0, 0
-        part, timed = frames_at_once((video.height, video.width), self._gpu), self._counters.timed
-        device, decode_parts = device_name(self._gpu), depth.decode_clip_in_parts if self._is_depth else None
         adds_to = self._on_disk if self._on_disk is not None and self._on_disk.is_open else None
+        decode_parts, hashed = functools.partial(self._decode_clip, video, indices[0]), adds_to is not None
+        on_gpu, timed = self._gpu is not None, self._counters.timed
         try:
             what = "decodes {} frames of {}", len(frames), store.where(indices[0].path)
             with timed("decode_s"), own_stream(self._gpu), working(*what):
-                parts = decode_in_parts(store, indices, packets, video, part, timed, device, decode_parts, adds_to is not None)
-                for requests, tensor, more, hashes in parts:
+                parts = decode_in_parts(store, indices, packets, decode_parts, for_nvdec=on_gpu, hashed=hashed, timed=timed)
+                for requests, resized, more, hashes in parts:
                     own = [frames[i] for i in requests]
                     with timed("resize_s"):
-                        resized = self._resized(tensor, indices[0])
                         self._put([frame.slot for frame in own], resized)
                     if adds_to is not None:
                         adds_to.add(zip(own, hashes, resized, strict=True))
@@ -280,16 +281,26 @@ class TorchcodecDecoder(VideoFiles):
         finally:
             self._counters.add(clips=1, decoded_frames=decoded, stored_frames=stored)
 
-    def _resized(self, tensor: torch.Tensor, file: VideoIndex) -> Frames:
-        """Return decoded frames in the size of batches, in the CPU's memory. Raises RouteChange if the GPU fails."""
-        if self._is_depth:
-            return depth.resize_nearest(tensor.numpy(), self._size).astype(self._slots.dtype, copy=False)
+    def _decode_clip(self, expected: VideoFormat, file: VideoIndex, clip: Clip) -> Iterator[tuple[list[int], Frames, int]]:
+        """Decode a clip in parts, to frames in the size of batches, in the CPU's memory. See `decode_resized`.
+
+        Raises:
+            RouteChange: If the GPU cannot resize frames.
+        """
         if self._gpu is None:
-            return resize(tensor.numpy(), self._size)
-        try:
-            return resize_on_gpu(tensor, self._size)
-        except RuntimeError as error:  # such as too little memory
-            raise self.change(file, f"the GPU could not resize frames or copy them: {error}") from error
+            if self._processes is None:
+                yield from decode_resized(clip, expected, self._output, self._counters.timed)
+            else:
+                yield from self._processes.decode(clip, expected, self._output, self._counters)
+            return
+        part = frames_at_once((expected.height, expected.width), self._gpu)
+        for requests, tensor, decoded in decode_clip_in_parts(clip, expected, part, device_name(self._gpu)):
+            try:
+                with self._counters.timed("resize_s"):
+                    frames = resize_on_gpu(tensor, self._output.shape[:2])
+            except RuntimeError as error:  # such as too little memory
+                raise self.change(file, f"the GPU could not resize frames or copy them: {error}") from error
+            yield requests, frames, decoded
 
     def _put(self, slots: list[int], frames: Frames) -> None:
         """Put frames into slots, except those for the frame cache on disk only."""

@@ -57,6 +57,7 @@ class Config:
         audit: Average number of samples per audit. 0 turns audits off.
         frame_folder: Folder of the frame cache on disk, or None without one.
         in_process: Whether the training process makes the batches, whatever decodes them.
+        decode_processes: Number of decode processes, see `decode.processes`.
         substitutes: Log of the substituted samples.
     """
 
@@ -80,6 +81,7 @@ class Config:
     audit: int
     frame_folder: FrameFolder | None = None
     in_process: bool = True
+    decode_processes: int = 0
     substitutes: Substitutes = field(default_factory=Substitutes)
 
     def order(self, epoch: int) -> EpochOrder:

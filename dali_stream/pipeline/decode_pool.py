@@ -11,6 +11,7 @@ from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.decode.decoder import Decoder, VideoAndImages, Work
 from dali_stream.decode.images import ImageDecoder
+from dali_stream.decode.processes import DecodeProcesses
 from dali_stream.decode.route import TORCHCODEC_CUDA, Route
 from dali_stream.decode.torchcodec_decoder import TorchcodecDecoder
 from dali_stream.observe.counters import Counters
@@ -56,6 +57,7 @@ class DecodePool:
             key: FramesOnDisk(key, files, self.slots[key], counters, direct.get(key))
             for key, files in layout.frame_files().items()
         }
+        self._processes = _processes(layout)
         self.decoders = {key: self._decoder(key, routes[key]) for key in config.source.cameras}
         self._on_cpu = {key for key, route in routes.items() if route.decoder in ("torchcodec", "pyav")}
         self._decoded_bytes = 0
@@ -75,7 +77,8 @@ class DecodePool:
         decoders: list[Decoder] = []
         if key in source.videos:
             gpu = config.gpu if route.decoder == TORCHCODEC_CUDA else None
-            decoders.append(TorchcodecDecoder(source, key, self._counters, slots, size, any_size, on_disk, gpu))
+            processes = self._processes
+            decoders.append(TorchcodecDecoder(source, key, self._counters, slots, any_size, on_disk, gpu, processes))
         if key in source.images:
             decoders.append(ImageDecoder(source, key, self._counters, slots, size, any_size, on_disk))
         return VideoAndImages(source, key, slots, *decoders) if len(decoders) == 2 else decoders[0]
@@ -111,12 +114,16 @@ class DecodePool:
     def stop(self) -> None:
         """Cancel tasks that have not begun. Return without waiting for the others."""
         self._workers.stop()
+        if self._processes is not None:
+            self._processes.stop()
         self.copiers.stop()
         self.starter.stop()
 
     def join(self) -> None:
         """Wait for the threads to end, after `stop`, and free the decoded frames."""
         self._workers.join()
+        if self._processes is not None:
+            self._processes.join()
         self.starter.join()  # before the copiers, to which it may submit work
         self.copiers.join()
         # Memory is freed explicitly, since DALI may keep references to the decoders for a while.
@@ -124,3 +131,12 @@ class DecodePool:
             decoder.close()
         for frames in self.on_disk.values():
             frames.close()
+
+
+def _processes(layout: Layout) -> DecodeProcesses | None:
+    """Return the decode processes, or None if the CPU decodes no video, or there shall be none."""
+    config, videos = layout.config, layout.config.source.videos
+    on_cpu = [key for key in layout.cached if key in videos and layout.routes[key].decoder != TORCHCODEC_CUDA]
+    if not config.decode_processes or not on_cpu:
+        return None
+    return DecodeProcesses(config.decode_processes, config.num_threads, max(map(config.frame_bytes, on_cpu)))

@@ -67,6 +67,7 @@ def make_config(
     frame_cache: str | os.PathLike[str] | None,
     frame_cache_bytes: int | str | None,
     in_process: bool | None,
+    decode_processes: int | None,
 ) -> Config:
     """Return the configuration of a Loader's pipeline.
 
@@ -76,7 +77,7 @@ def make_config(
         order: Arguments shuffle, seed, consumers and episode_pool_size of the Loader.
         batch_size, delta_timestamps, dali_graph, image_size, image_dtype, depth_unit, memory_format, device, num_threads,
             prefetch, memory_budget, audit, last_batch, on_error, max_substitutes, frame_cache, frame_cache_bytes,
-            in_process: See `Loader`.
+            in_process, decode_processes: See `Loader`.
 
     Raises:
         ValueError: If an argument is invalid.
@@ -130,6 +131,7 @@ def make_config(
         audit=from_zero("audit", audit),
         frame_folder=_frame_folder(frame_cache, frame_cache_bytes, cores.ranks.count),
         in_process=stays,
+        decode_processes=min(from_zero("decode_processes", decode_processes or 0), threads),
     )
 
 

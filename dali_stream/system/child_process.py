@@ -229,6 +229,15 @@ class Child:
         """Number of the process."""
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """Kill the process, without waiting for its end."""
+        self._process.kill()
+
     def send_log_levels(self) -> None:
         """Send the levels of all loggers, so that the process makes the records that are logged here."""
         known = list(logging.root.manager.loggerDict.items())
@@ -266,10 +275,8 @@ class Child:
                     self._greeted = True
                     if message != (own := _hello()):
                         raise CannotStart(f"{sys.executable} imports dali_stream {message}, and not {own}")
-                elif isinstance(message, _Failed):
-                    raise message.error from ChildTraceback(message.text)
                 else:
-                    return message, descriptors
+                    return checked(message), descriptors
 
     def _ended(self) -> Exception:
         try:
@@ -449,8 +456,15 @@ def serve(descriptor: int, main: str, parent: int) -> None:
     os._exit(code)
 
 
+def checked(message: Any) -> Any:
+    """Return a message. If it is an error that `send_error` sent, raise the error."""
+    if isinstance(message, _Failed):
+        raise message.error from ChildTraceback(message.text)
+    return message
+
+
 def send_error(connection: Connection, error: BaseException) -> None:
-    """Send an error, which `Child.receive` raises. If the parent has ended, do nothing."""
+    """Send an error, which `Child.receive` and `checked` raise. If the parent has ended, do nothing."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
         pickle.loads(pickle.dumps(error))

@@ -1,0 +1,211 @@
+"""Processes that decode clips for the decode threads of this process, so that one interpreter does not limit all of them.
+
+    this process                                             decode process
+    decode thread: reads and packs a clip   -- clip -->      thread: decodes, checks the times, resizes
+                   copies frames into slots <-- numbers --   writes frames into memory that both processes share
+
+A decode process has no dataset, no order and no state. It decodes one clip after the other, whatever batch or camera they are
+for. A decode thread uses any thread of a decode process that is unused. While there is none, because the processes start or
+have ended, it decodes the clip itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from dali_stream.decode.resized import Frames, Output, decode_resized
+from dali_stream.mp4.clip import Clip
+from dali_stream.mp4.format import VideoFormat
+from dali_stream.observe.counters import Counters
+from dali_stream.system.child_process import CannotStart, Child, ChildEnded, Connection, checked
+from dali_stream.system.shared_memory import SharedBlock, new_block
+from dali_stream.system.workers import join_started
+
+MAIN = "dali_stream.decode.process_main:main"
+MEMORY_BYTES = 8 << 20  # memory for the frames of a thread, unless a single frame is larger
+_TRIES = 2  # processes that may end while they decode a clip. Afterwards, this process decodes it
+_log = logging.getLogger("dali_stream")
+
+
+class DecodeWork(NamedTuple):
+    """Message to a thread of a decode process: the arguments of `decode_resized`."""
+
+    clip: Clip
+    expected: VideoFormat
+    output: Output
+
+
+class Decoded(NamedTuple):
+    """Message of a thread of a decode process. Its frames are at the beginning of the shared memory.
+
+    The thread waits for a bool before it writes others there: whether these are needed.
+
+    Attributes:
+        requests, decoded: See `decode_resized`.
+        resize_s: Seconds that resizing took.
+        cpu_s: CPU seconds of the thread.
+        is_last: Whether the clip has no more frames, so that the thread waits for another clip.
+    """
+
+    requests: list[int]
+    decoded: int
+    resize_s: float
+    cpu_s: float
+    is_last: bool
+
+
+class _RemoteThread:
+    """Thread of a decode process. It decodes one clip at a time.
+
+    Args:
+        child: Decode process, which gets a message to start the thread.
+        size: Size of the shared memory in bytes.
+    """
+
+    def __init__(self, child: Child, size: int) -> None:
+        own, other = socket.socketpair()
+        self._connection = Connection(own, lambda: child.is_running)
+        with other:
+            descriptor, size = new_block(size)
+            try:
+                self._memory = SharedBlock(descriptor, size).array((size,), np.uint8)
+                child.send(size, [other.fileno(), descriptor])
+            finally:
+                os.close(descriptor)
+
+    def decode(
+        self, clip: Clip, expected: VideoFormat, output: Output, counters: Counters
+    ) -> Iterator[tuple[list[int], Frames, int]]:
+        """See `DecodeProcesses.decode`. Raises EOFError if the process has ended."""
+        self._connection.send(DecodeWork(replace(clip, hashes=[]), expected, output))
+        is_last = False
+        while not is_last:
+            message, _ = self._connection.receive()
+            requests, decoded, resize_s, cpu_s, is_last = checked(message)
+            counters.add(resize_s=resize_s, decode_s=-resize_s, decode_cpu_s=cpu_s)
+            shape, is_needed = (len(requests), *output.shape), False
+            frames = self._memory[: int(np.prod(shape)) * np.dtype(output.dtype).itemsize].view(output.dtype).reshape(shape)
+            try:
+                yield requests, frames, decoded
+                is_needed = True
+            finally:
+                if not is_last:
+                    with contextlib.suppress(EOFError):  # raised by `receive`
+                        self._connection.send(is_needed)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+class DecodeProcesses:
+    """Processes that decode clips. They start with the first clip.
+
+    Args:
+        count: Number of processes.
+        threads: Number of decode threads of this process, among which those of the processes are divided.
+        frame_bytes: Memory of the largest frame, in bytes.
+    """
+
+    def __init__(self, count: int, threads: int, frame_bytes: int) -> None:
+        self._threads = [(number + 1) * threads // count - number * threads // count for number in range(count)]
+        self._bytes = max(MEMORY_BYTES, frame_bytes)
+        self._unused = queue.SimpleQueue[_RemoteThread]()
+        self._lock = threading.Lock()
+        self._attending: list[threading.Thread] = []
+        self._children = set[Child]()
+        self._stopping = False
+
+    def decode(
+        self, clip: Clip, expected: VideoFormat, output: Output, counters: Counters
+    ) -> Iterator[tuple[list[int], Frames, int]]:
+        """Decode the requests of a clip as `decode_resized` does. Frames are valid until the next ones are requested.
+
+        If a process ends while it decodes the clip, another one decodes it from the beginning.
+        """
+        if not self._attending:
+            self._start()
+        for _ in range(_TRIES):
+            try:
+                thread = self._unused.get_nowait()
+            except queue.Empty:
+                break
+            try:
+                yield from thread.decode(clip, expected, output, counters)
+            except EOFError:
+                thread.close()
+                continue
+            except BaseException:  # the thread has ended its work nevertheless
+                self._unused.put(thread)
+                raise
+            self._unused.put(thread)
+            return
+        yield from decode_resized(clip, expected, output, counters.timed)
+
+    def _start(self) -> None:
+        with self._lock:
+            for threads in self._threads[len(self._attending) :]:
+                thread = threading.Thread(target=self._attend, args=(threads,), name="dali_stream process", daemon=True)
+                self._attending.append(thread)
+                thread.start()
+
+    def _attend(self, count: int) -> None:
+        """Start a process with `count` threads, and another one each time it ends."""
+        while (child := self._new_child()) is not None:
+            try:
+                for thread in [_RemoteThread(child, self._bytes) for _ in range(count)]:
+                    child.receive()
+                    self._unused.put(thread)
+                child.receive()
+            except ChildEnded as ended:
+                if not self._stopping:
+                    _log.warning("A decode process %s. Another one decodes its clips", ended)
+            except (CannotStart, OSError, MemoryError) as reason:
+                self._stay(reason)
+                return
+            finally:
+                self._children.discard(child)
+                child.close()
+
+    def _new_child(self) -> Child | None:
+        """Return a new process, or None if there shall be no more."""
+        try:
+            child = Child(MAIN, "a decode process")
+        except CannotStart as reason:
+            self._stay(reason)
+            return None
+        with self._lock:
+            if self._stopping:
+                child.close()
+                return None
+            self._children.add(child)
+        return child
+
+    def _stay(self, reason: Exception) -> None:
+        if not self._stopping:
+            _log.warning("A decode process cannot be used, and its clips are decoded without it, since %s", reason)
+
+    def stop(self) -> None:
+        """Start no more processes. Clips that are being decoded can be completed."""
+        self._stopping = True
+
+    def join(self) -> None:
+        """End the processes, and wait for them, after `stop`, when no clip is decoded any more."""
+        with self._lock:
+            for child in self._children:
+                child.kill()
+        for thread in self._attending:
+            join_started(thread)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._unused.get_nowait().close()
