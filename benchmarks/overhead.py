@@ -1,13 +1,13 @@
 """Measure the CPU time per frame that a Loader needs beside decoding and resizing.
 
-    python benchmarks/overhead.py [--threads 1 2 4 8 16 32 64] [--decode-ms 2.3] [--memory-budget 256MiB] [--batch-size 64]
-                                  [--episodes 24] [--seconds 4] [--rounds 3] [--json]
+    python benchmarks/overhead.py [--threads 1 2 4 8 16 32 64] [--processes 0] [--decode-ms 2.3] [--memory-budget 256MiB]
+                                  [--batch-size 64] [--episodes 24] [--seconds 4] [--rounds 3] [--json]
 
 The program writes a demo dataset with two cameras of 224×224 pixels. torchcodec's decoder is replaced by one that sleeps for
 `--decode-ms` per requested frame, and then returns gray frames. A thread that sleeps needs no core, so two cores show how a
 Loader works with many decode threads. All else is what a Loader does: it plans, packs clips, keeps frames in slots, and copies
-batches of uint8, in this process. In each round, the numbers of threads take turns, each with a new Loader. Its cache is filled
-first, with a decoder that does not sleep. A round takes about a minute on two cores.
+batches of uint8, in this process. With `--processes`, the decoder sleeps in decode processes. In each round, all numbers of
+threads and processes take turns, each with a new Loader, whose cache is filled first. A round takes about a minute on 2 cores.
 
 ideal_frames_per_s  frames per second if each thread did nothing but sleep
 stored_per_frame    number of frames that are decoded per delivered frame. It grows with the threads, since the batches in
@@ -21,6 +21,7 @@ switches            voluntary switches of a thread per delivered frame, that is,
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import statistics
 import sys
@@ -34,16 +35,19 @@ from typing import Any, NamedTuple
 
 import program
 import torch
-from argument_types import count, positive
+from argument_types import count, count_or_none, positive
 
 import dali_stream
-from dali_stream.decode import torchcodec
+from dali_stream.decode import process_main, torchcodec
+from dali_stream.decode import processes as decode_processes
 from dali_stream.decode.decoder import task_frames
 from dali_stream.demo import write_demo
 from dali_stream.mp4.clip import TICK, TIMESCALE, Clip
+from dali_stream.system.child_process import Connection
 from dali_stream.tools.bench.measure import endless, take
 
 SIZE = (224, 224)
+_DECODE_S = "DALI_STREAM_OVERHEAD_DECODE_S"  # environment variable of decode processes
 KINDS = {"dali_stream planner": "planner", "dali_stream decode": "decode"}  # {prefix of a thread's name: kind}
 
 
@@ -67,30 +71,39 @@ class Sleeper:
         return Frames(self._gray[: len(indices)], torch.tensor(indices) * (TICK / TIMESCALE))
 
 
+def sleeping_process(connection: Connection) -> None:
+    """Main program of a decode process whose decoder sleeps."""
+    _replace_decoder(float(os.environ[_DECODE_S]))
+    process_main.main(connection)
+
+
+def _replace_decoder(decode_s: float) -> Sleeper:
+    sleeper = Sleeper(decode_s)
+
+    def opened(clip: Clip, device: str = "cpu") -> Sleeper:
+        return sleeper
+
+    torchcodec._open = opened  # type: ignore[assignment]
+    return sleeper
+
+
 class SleepingDataset(dali_stream.Dataset):
     """Dataset whose frames are not decoded: it replaces torchcodec's decoder here, and in a process that unpickles it."""
 
     def __init__(self, root: Path, decode_s: float, cameras: Sequence[str] | None = None) -> None:
         super().__init__(root, cameras=cameras)
         self.decode_s = decode_s
-        self._replace_decoder()
+        self.sleeper = _replace_decoder(decode_s)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._replace_decoder()
-
-    def _replace_decoder(self) -> None:
-        self.sleeper = sleeper = Sleeper(self.decode_s)
-
-        def opened(clip: Clip, device: str = "cpu") -> Sleeper:
-            return sleeper
-
-        torchcodec._open = opened  # type: ignore[assignment]
+        self.sleeper = _replace_decoder(self.decode_s)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--threads", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--processes", type=count_or_none, nargs="+", default=[0], help="numbers of decode processes")
     parser.add_argument("--decode-ms", type=positive, default=2.3, help="time that decoding a frame takes")
     parser.add_argument("--memory-budget", default="256MiB")
     parser.add_argument("--batch-size", type=count, default=64)
@@ -103,37 +116,42 @@ def main() -> int:
 def as_text(result: dict[str, Any]) -> str:
     """Return the result as text."""
     return "\n".join(
-        f"{row['threads']:3d} threads: {row['frames_per_s']:6.0f} frames/s, {row['share']:.2f} of the ideal; CPU "
-        f"{row['cpu_us']:.0f} µs per frame (planner {row['planner_us']:.0f}, decode {row['decode_us']:.0f}, copy "
+        f"{row['threads']:3d} threads, {row['processes']} processes: {row['frames_per_s']:6.0f} frames/s, {row['share']:.2f} of "
+        f"the ideal; CPU {row['cpu_us']:.0f} µs per frame (planner {row['planner_us']:.0f}, decode {row['decode_us']:.0f}, copy "
         f"{row['copy_us']:.0f}); planner {row['planner_share']:.2f} of its time; {row['switches']:.2f} switches"
         for row in result["results"]
     )
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all numbers of threads in turns."""
-    found: dict[int, list[dict[str, float]]] = {threads: [] for threads in arguments.threads}
+    """Measure all numbers of threads and processes in turns."""
+    found: dict[tuple[int, int], list[dict[str, float]]] = {
+        (threads, processes): [] for threads in arguments.threads for processes in arguments.processes if processes <= threads
+    }
+    os.environ[_DECODE_S] = str(arguments.decode_ms / 1e3)
+    decode_processes.MAIN = f"{Path(__file__).stem}:{sleeping_process.__name__}"
     with tempfile.TemporaryDirectory() as folder:
         print("writing the dataset", file=sys.stderr)
         root = write_demo(Path(folder) / "demo", episodes=arguments.episodes, size=SIZE)
         dataset = SleepingDataset(root, arguments.decode_ms / 1e3)
         for number in range(1, arguments.rounds + 1):
-            for threads, rounds in found.items():
-                rounds.append(measured(dataset, threads, arguments))
-                rate = rounds[-1]["frames_per_s"]
-                print(f"round {number} of {arguments.rounds}: {threads} threads, {rate:.0f} frames/s", file=sys.stderr)
+            for (threads, processes), rounds in found.items():
+                rounds.append(measured(dataset, threads, processes, arguments))
+                what = f"round {number} of {arguments.rounds}: {threads} threads, {processes} processes"
+                print(f"{what}, {rounds[-1]['frames_per_s']:.0f} frames/s", file=sys.stderr)
     results = []
-    for threads, rounds in found.items():
+    for (threads, processes), rounds in found.items():
         medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
         if not medians["stored_per_frame"]:
             raise ValueError("memory_budget holds all frames, so that none is decoded. Use a smaller one, or more episodes")
         ideal = threads / (arguments.decode_ms / 1e3) / medians["stored_per_frame"]
-        results.append({"threads": threads, "ideal_frames_per_s": ideal, "share": medians["frames_per_s"] / ideal, **medians})
+        counts = {"threads": threads, "processes": processes}
+        results.append({**counts, "ideal_frames_per_s": ideal, "share": medians["frames_per_s"] / ideal, **medians})
     return {"image_size": SIZE, "results": results}
 
 
-def measured(dataset: SleepingDataset, threads: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """Measure one Loader with this number of decode threads."""
+def measured(dataset: SleepingDataset, threads: int, processes: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """Measure one Loader with this number of decode threads and processes."""
     with dali_stream.Loader(
         dataset,
         batch_size=arguments.batch_size,
@@ -143,10 +161,11 @@ def measured(dataset: SleepingDataset, threads: int, arguments: argparse.Namespa
         memory_budget=arguments.memory_budget,
         device="cpu",
         in_process=True,
+        decode_processes=processes,
     ) as loader:
         batches = endless(loader)
         dataset.sleeper.decode_s = 0.0
-        take(batches, len(loader))  # one epoch, which fills the cache
+        take(batches, len(loader))  # one epoch, which fills the cache. Decode processes start, and sleep already
         dataset.sleeper.decode_s = arguments.decode_ms / 1e3
         take(batches, loader._config.in_progress)  # those that are decoded already, without sleeping
         before, switches, started = cpu_times(), _switches(), time.perf_counter()

@@ -156,6 +156,10 @@ class Loader:
             garbage collections from training. NVDEC, and decoders in a DALI graph, always work in this process. Batches are
             the same either way. Default: False, unless a rank has less than 2 GiB of memory, or the environment variable
             `DALI_STREAM_IN_PROCESS` is 1.
+        decode_processes: Number of processes that decode video on the CPU for the decode threads, at most `num_threads`. One
+            Python interpreter hands out about 10,000 frames per second, whatever number of threads decode. Batches are the
+            same with any number. Default: one for every 8 of `num_threads`, and 0 with `in_process=True`. They take at most a
+            sixteenth of the memory of this rank, 256 MiB each.
 
     Raises:
         ValueError: If an argument is invalid.

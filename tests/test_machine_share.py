@@ -184,13 +184,13 @@ GIB = 1 << 30
 )
 def test_the_default_budget_is_a_quarter_of_the_share_of_a_rank(memory: int, ranks: int, expected: int) -> None:
     limit = MemoryLimit(memory, "this machine")
-    assert budget(None, limit, ranks, own_process=False).size == expected
-    for own_process in (False, True):
-        assert budget("2GiB", limit, ranks, own_process).size == 2 * GIB, "what is given is taken"
+    assert budget(None, limit, ranks, process_bytes=0).size == expected
+    for process_bytes in (0, 512 << 20):
+        assert budget("2GiB", limit, ranks, process_bytes).size == 2 * GIB, "what is given is taken"
 
 
 def test_the_default_budget_leaves_memory_for_the_process_of_the_loader() -> None:
-    found = budget(None, MemoryLimit(64 * GIB, "this machine"), 8, own_process=True)
+    found = budget(None, MemoryLimit(64 * GIB, "this machine"), 8, process_bytes=512 << 20)
     assert found.size == (8 * GIB - GIB // 2) // 4
     assert "less 512MiB for its process" in str(found)
     assert [has_room_for_process(MemoryLimit(size * GIB, "this machine"), 2) for size in (3, 4)] == [False, True]

@@ -15,7 +15,7 @@ from dali_stream.decode.resized import decode_resized
 from dali_stream.observe.counters import Counters
 from dali_stream.system.child_process import Connection, send_error
 from dali_stream.system.heap import trim_memory
-from dali_stream.system.shared_memory import SharedBlock, array_bytes
+from dali_stream.system.shared_memory import SharedBlock
 
 _TRIM_AFTER = 64 << 20  # see `pipeline.decode_pool`
 
@@ -52,10 +52,9 @@ def _run(connection: Connection, memory: SharedBlock) -> None:
 
 def _decode(connection: Connection, memory: SharedBlock, work: DecodeWork) -> None:
     """Decode a clip. Send its frames each time they fill the memory, and at its end."""
-    counters, began = Counters(), time.thread_time()
-    shape, dtype = work.output.shape, work.output.dtype
-    most = memory.size // array_bytes(shape, dtype)
-    filled = memory.array((most, *shape), dtype)
+    counters, began, output = Counters(), time.thread_time(), work.output
+    most = memory.size // output.nbytes
+    filled = memory.array((most, *output.shape), output.dtype)
     requests, decoded = list[int](), 0
 
     def send(is_last: bool) -> None:
@@ -64,7 +63,7 @@ def _decode(connection: Connection, memory: SharedBlock, work: DecodeWork) -> No
         connection.send(Decoded(requests, decoded, counters.take_growth().get("resize_s", 0.0), now - began, is_last))
         requests, decoded, began = [], 0, now
 
-    for part, frames, count in decode_resized(work.clip, work.expected, work.output, counters.timed, most):
+    for part, frames, count in decode_resized(work.clip, work.expected, output, counters.timed, most):
         if len(requests) + len(part) > most:
             send(is_last=False)
             is_needed, _ = connection.receive()

@@ -33,7 +33,8 @@ from dali_stream.system.workers import join_started
 
 MAIN = "dali_stream.decode.process_main:main"
 MEMORY_BYTES = 8 << 20  # memory for the frames of a thread, unless a single frame is larger
-_TRIES = 2  # processes that may end while they decode a clip. Afterwards, this process decodes it
+_TRIES = 2  # processes that may end while they decode a clip, before this process decodes it
+_DEATHS = 3  # processes that may end one after the other before they have decoded a clip. Afterwards, no other one is started
 _log = logging.getLogger("dali_stream")
 
 
@@ -70,7 +71,13 @@ class _RemoteThread:
     Args:
         child: Decode process, which gets a message to start the thread.
         size: Size of the shared memory in bytes.
+
+    Attributes:
+        is_idle: Whether the thread waits for a clip.
+        has_decoded: Whether it has decoded a clip.
     """
+
+    is_idle, has_decoded = True, False
 
     def __init__(self, child: Child, size: int) -> None:
         own, other = socket.socketpair()
@@ -83,25 +90,26 @@ class _RemoteThread:
             finally:
                 os.close(descriptor)
 
-    def decode(
-        self, clip: Clip, expected: VideoFormat, output: Output, counters: Counters
-    ) -> Iterator[tuple[list[int], Frames, int]]:
+    def decode(self, work: DecodeWork, counters: Counters) -> Iterator[tuple[list[int], Frames, int]]:
         """See `DecodeProcesses.decode`. Raises EOFError if the process has ended."""
-        self._connection.send(DecodeWork(replace(clip, hashes=[]), expected, output))
-        is_last = False
+        self.is_idle, is_last = False, False
+        self._connection.send(work)
         while not is_last:
             message, _ = self._connection.receive()
+            self.is_idle = not isinstance(message, Decoded)  # then it is an error
             requests, decoded, resize_s, cpu_s, is_last = checked(message)
-            counters.add(resize_s=resize_s, decode_s=-resize_s, decode_cpu_s=cpu_s)
-            shape, is_needed = (len(requests), *output.shape), False
-            frames = self._memory[: int(np.prod(shape)) * np.dtype(output.dtype).itemsize].view(output.dtype).reshape(shape)
+            self.is_idle = self.has_decoded = is_last
+            counters.add_inner("resize_s", resize_s, cpu_s)
+            frames = self._memory[: len(requests) * work.output.nbytes].view(work.output.dtype)
+            is_needed = False
             try:
-                yield requests, frames, decoded
+                yield requests, frames.reshape(len(requests), *work.output.shape), decoded
                 is_needed = True
             finally:
                 if not is_last:
-                    with contextlib.suppress(EOFError):  # raised by `receive`
+                    with contextlib.suppress(EOFError):  # which `receive` raises
                         self._connection.send(is_needed)
+                        self.is_idle = not is_needed
 
     def close(self) -> None:
         """Close the connection."""
@@ -141,15 +149,15 @@ class DecodeProcesses:
             except queue.Empty:
                 break
             try:
-                yield from thread.decode(clip, expected, output, counters)
+                yield from thread.decode(DecodeWork(replace(clip, hashes=[]), expected, output), counters)
+                return
             except EOFError:
-                thread.close()
                 continue
-            except BaseException:  # the thread has ended its work nevertheless
-                self._unused.put(thread)
-                raise
-            self._unused.put(thread)
-            return
+            finally:
+                if thread.is_idle:
+                    self._unused.put(thread)
+                else:
+                    thread.close()
         yield from decode_resized(clip, expected, output, counters.timed)
 
     def _start(self) -> None:
@@ -161,49 +169,45 @@ class DecodeProcesses:
 
     def _attend(self, count: int) -> None:
         """Start a process with `count` threads, and another one each time it ends."""
-        while (child := self._new_child()) is not None:
+        deaths = 0  # processes that ended one after the other before they had decoded a clip
+        while deaths < _DEATHS and not self._stopping:
+            threads = list[_RemoteThread]()
             try:
-                for thread in [_RemoteThread(child, self._bytes) for _ in range(count)]:
+                child = Child(MAIN, "a decode process")
+                try:
+                    self._add(child)
+                    threads += [_RemoteThread(child, self._bytes) for _ in range(count)]
+                    for thread in threads:
+                        child.receive()  # the thread has started
+                        self._unused.put(thread)
                     child.receive()
-                    self._unused.put(thread)
-                child.receive()
+                finally:
+                    self._children.discard(child)
+                    child.close()
             except ChildEnded as ended:
                 if not self._stopping:
-                    _log.warning("A decode process %s. Another one decodes its clips", ended)
+                    _log.warning("A decode process %s. The clips that it was decoding are decoded again", ended)
+                deaths = 0 if any(thread.has_decoded for thread in threads) else deaths + 1
             except (CannotStart, OSError, MemoryError) as reason:
-                self._stay(reason)
+                if not self._stopping:
+                    _log.warning("Clips are decoded without a decode process, since %s", reason)
                 return
-            finally:
-                self._children.discard(child)
-                child.close()
 
-    def _new_child(self) -> Child | None:
-        """Return a new process, or None if there shall be no more."""
-        try:
-            child = Child(MAIN, "a decode process")
-        except CannotStart as reason:
-            self._stay(reason)
-            return None
+    def _add(self, child: Child) -> None:
         with self._lock:
-            if self._stopping:
-                child.close()
-                return None
             self._children.add(child)
-        return child
-
-    def _stay(self, reason: Exception) -> None:
-        if not self._stopping:
-            _log.warning("A decode process cannot be used, and its clips are decoded without it, since %s", reason)
+            if self._stopping:
+                child.kill()
 
     def stop(self) -> None:
-        """Start no more processes. Clips that are being decoded can be completed."""
+        """Start no more processes. Those that run complete the clips that they are decoding."""
         self._stopping = True
 
     def join(self) -> None:
-        """End the processes, and wait for them, after `stop`, when no clip is decoded any more."""
+        """End the processes and wait for them, after `stop`, when no clip is decoded any more."""
         with self._lock:
             for child in self._children:
-                child.kill()
+                child.kill()  # it has nothing to finish
         for thread in self._attending:
             join_started(thread)
         with contextlib.suppress(queue.Empty):

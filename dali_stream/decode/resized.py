@@ -14,6 +14,7 @@ from dali_stream.decode.torchcodec import decode_clip_in_parts, frames_at_once
 from dali_stream.mp4.clip import Clip
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.observe.counters import Timed
+from dali_stream.system.shared_memory import array_bytes
 
 Frames = npt.NDArray[Any]
 
@@ -31,6 +32,11 @@ class Output(NamedTuple):
     shape: tuple[int, int, int]
     dtype: type[np.generic]
     is_depth: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of a frame in bytes."""
+        return array_bytes(self.shape, self.dtype)
 
 
 def decode_resized(

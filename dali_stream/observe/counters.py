@@ -117,6 +117,12 @@ class Counters:
             record(stage.removesuffix("_s"), started, stopped)
             self._thread.inner = outer_wall + stopped - started, outer_cpu + ended - began
 
+    def add_inner(self, stage: str, wall_s: float, cpu_s: float) -> None:
+        """Add what another process did while this thread waited for it in a stage: seconds of a stage, and all CPU seconds."""
+        self.add(**{stage: wall_s, _CPU[stage]: cpu_s})
+        wall, cpu = self._thread.inner
+        self._thread.inner = wall + wall_s, cpu
+
     def starved(self, began: float, ready_at: float) -> None:
         """Move the part of `graph_s` in which the frames of a batch were not ready to `starved_s`.
 

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dali_stream.cache.buffers import Buffers
@@ -240,7 +241,7 @@ class BatchSource:
         try:
             if self._closed:
                 raise closed()
-            return other.next(config, epoch, position)
+            return other.next(replace(config, decode_processes=0), epoch, position)  # a process starts slower than this decodes
         finally:
             other.close()
             self._others.discard(other)

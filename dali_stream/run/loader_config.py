@@ -23,6 +23,7 @@ from dali_stream.system.gpu import gpu_index
 from dali_stream.system.log_records import DATASET_LOG
 from dali_stream.system.ranks import Ranks
 
+THREADS_PER_PROCESS = 8  # decode threads for which there is a decode process by default
 IN_PROCESS = "DALI_STREAM_IN_PROCESS"  # environment variable
 MEMORY_FORMATS = ("channels_last", "contiguous")
 _log = logging.getLogger("dali_stream")
@@ -102,9 +103,12 @@ def make_config(
     threads = cores.count if num_threads is None else positive("num_threads", num_threads)
     limit = memory_limit.memory_limit()
     stays = _stays_in_process(in_process, memory_limit.has_room_for_process(limit, cores.ranks.count))
-    budget = memory_limit.budget(memory_budget, limit, cores.ranks.count, not stays)
+    processes = _decode_processes(decode_processes, threads, stays, limit.size // cores.ranks.count)
+    process_bytes = (0 if stays else memory_limit.PROCESS_BYTES) + processes * memory_limit.DECODE_PROCESS_BYTES
+    budget = memory_limit.budget(memory_budget, limit, cores.ranks.count, process_bytes)
     own = _own_frames(orders, arguments, ranks)
-    _log.info("Loader: num_threads=%d (%s), %s%s", threads, cores if num_threads is None else "given", budget, own)
+    why, others = cores if num_threads is None else "given", f"decode_processes={processes}, " if processes else ""
+    _log.info("Loader: num_threads=%d (%s), %s%s%s", threads, why, others, budget, own)
     offsets = _window_offsets(dataset, delta_timestamps or {}, ranks.rank)
     source = _delivered(dataset, offsets, dali_graph is not None, on_error == "substitute").source
     if image_size is None:
@@ -131,7 +135,7 @@ def make_config(
         audit=from_zero("audit", audit),
         frame_folder=_frame_folder(frame_cache, frame_cache_bytes, cores.ranks.count),
         in_process=stays,
-        decode_processes=min(from_zero("decode_processes", decode_processes or 0), threads),
+        decode_processes=processes,
     )
 
 
@@ -149,6 +153,20 @@ def _stays_in_process(given: bool | None, has_room: bool) -> bool:
     if given is None and not has_room:
         _log.info("Loader: the batches are made in this process, since there is little memory for another one")
     return not has_room if given is None else given
+
+
+def _decode_processes(given: int | None, threads: int, stays: bool, memory: int) -> int:
+    """Return the number of decode processes.
+
+    Args:
+        given: Argument `decode_processes` of the Loader.
+        threads: Number of decode threads.
+        stays: Whether the training process makes the batches. By default, it then decodes as well.
+        memory: Memory of this rank in bytes. By default, the processes take at most a sixteenth of it.
+    """
+    if given is not None:
+        return min(from_zero("decode_processes", given), threads)
+    return 0 if stays else min(threads // THREADS_PER_PROCESS, memory // (16 * memory_limit.DECODE_PROCESS_BYTES))
 
 
 def _own_frames(orders: Orders, arguments: OrderArguments, ranks: Ranks) -> str:

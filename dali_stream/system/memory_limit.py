@@ -14,7 +14,9 @@ from dali_stream.system.cgroups import cgroup_values
 from dali_stream.system.ranks import local_ranks
 
 _DEFAULT_BUDGET = 4 << 30  # largest default of `memory_budget`, in bytes
-PROCESS_BYTES = 512 << 20  # memory of the process of a Loader without frames, about 400 MB with torch for CPUs
+# Memory of a process without frames in the budget, in bytes. With torch for CPUs, the process of a Loader takes about 400 MB,
+# and a decode process 140 MB and 8 MiB per thread.
+PROCESS_BYTES, DECODE_PROCESS_BYTES = 512 << 20, 256 << 20
 _UNLIMITED = 1 << 60  # larger limits mean no limit: without a limit, version 1 of cgroups reports a number near 2^63
 
 
@@ -82,7 +84,7 @@ def has_room_for_process(limit: MemoryLimit, ranks: int) -> bool:
     return limit.size // ranks >= 4 * PROCESS_BYTES
 
 
-def budget(given: int | str | None, limit: MemoryLimit, ranks: int, own_process: bool) -> Budget:
+def budget(given: int | str | None, limit: MemoryLimit, ranks: int, process_bytes: int) -> Budget:
     """Return the memory budget of a Loader.
 
     The default is 4 GiB, but at most a quarter of the limit divided by the number of ranks that share it. Training and
@@ -92,18 +94,18 @@ def budget(given: int | str | None, limit: MemoryLimit, ranks: int, own_process:
         given: Argument of the Loader. None for the default.
         limit: Memory limit of this process.
         ranks: Number of ranks on this machine.
-        own_process: Whether the Loader has a process of its own, whose memory reduces the default.
+        process_bytes: Memory of the processes of the Loader without frames, which reduces the default.
 
     Raises:
         ValueError: If the argument is invalid.
         MemoryBudgetError: If the argument exceeds the limit.
     """
     if given is None:
-        size = (limit.size // ranks - own_process * PROCESS_BYTES) // 4
+        size = (limit.size // ranks - process_bytes) // 4
         if size >= _DEFAULT_BUDGET:
             return Budget(_DEFAULT_BUDGET, "the default")
         shared = f", divided by {ranks} local ranks" if ranks > 1 else ""
-        less = f", less {budget_text(PROCESS_BYTES)} for its process" if own_process else ""
+        less = f", less {budget_text(process_bytes)} for its processes" if process_bytes else ""
         return Budget(size, f"the default, a quarter of the {budget_text(limit.size)} of {limit.owner}{shared}{less}")
     size = byte_count(given)
     if size > limit.size:

@@ -44,6 +44,7 @@ ARGUMENTS: dict[str, Callable[[str], Any]] = {
     "on_error": str,
     "max_substitutes": float,
     "in_process": _switch,
+    "decode_processes": int,
 }
 """Arguments of a Loader that LeRobot does not set, each with a function that parses its value."""
 
@@ -55,6 +56,7 @@ SAVED: Fields = {
     "num_threads": _COUNT, "prefetch": _COUNT, "memory_budget": _BYTES, "frame_cache": (TEXT, NULL),
     "frame_cache_bytes": _BYTES, "audit": (whole(0, 1 << 40),), "last_batch": (one_of_texts(*LAST_BATCH), NULL),
     "on_error": (TEXT, NULL), "max_substitutes": (NUMBER, NULL), "in_process": (FLAG, NULL),
+    "decode_processes": (whole(0, 1 << 10), NULL),
 }  # fmt: skip
 """Allowed kinds of these arguments in a checkpoint."""
 

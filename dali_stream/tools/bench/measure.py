@@ -139,6 +139,7 @@ def measure(
             "routes": {key: asdict(route) for key, route in running.routes.items()},
             **{key: running.state_dict()["order"][key] for key in ("consumers", "episode_pool_size")},
             "num_threads": config.num_threads,
+            "decode_processes": config.decode_processes,
             "memory_budget": budget_text(config.memory_budget),
             "peak_rss_bytes": environment.peak_rss(),
         }

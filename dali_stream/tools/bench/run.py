@@ -17,7 +17,13 @@ from dali_stream.tools.bench.measure import Mode, Progress, measure
 from dali_stream.tools.bench.node import Node, needs
 
 PERCENTILES = (50, 95, 99)
-_CHOSEN = ("consumers", "episode_pool_size", "num_threads", "memory_budget")  # arguments whose default the Loader chooses
+_CHOSEN = (
+    "consumers",
+    "episode_pool_size",
+    "num_threads",
+    "decode_processes",
+    "memory_budget",
+)  # arguments whose default the Loader chooses
 
 
 def run(
@@ -116,7 +122,8 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any], node: Node | 
         - `peak_rss_bytes`, `peak_gpu_bytes`: Maximum over all ranks.
         - `node`: Result of `node.needs` for the work of the first epoch, or of the timed batches if all epochs have the same
           cost. None without `node`.
-        - `routes`, `timeline`, `consumers`, `episode_pool_size`, `num_threads`, `memory_budget`: Those of rank 0.
+        - `routes`, `timeline`, `consumers`, `episode_pool_size`, `num_threads`, `decode_processes`, `memory_budget`: Those
+            of rank 0.
         - `versions`, `machine`, `date`: See `environment.ran_on`.
     """
     nodes, main, later = len({rank["host"] for rank in ranks}), ranks[0], [rank["later"] for rank in ranks]
