@@ -116,9 +116,9 @@ def main() -> int:
 def as_text(result: dict[str, Any]) -> str:
     """Return the result as text."""
     return "\n".join(
-        f"{row['threads']:3d} threads, {row['processes']} processes: {row['frames_per_s']:6.0f} frames/s, {row['share']:.2f} of "
-        f"the ideal; CPU {row['cpu_us']:.0f} µs per frame (planner {row['planner_us']:.0f}, decode {row['decode_us']:.0f}, copy "
-        f"{row['copy_us']:.0f}); planner {row['planner_share']:.2f} of its time; {row['switches']:.2f} switches"
+        f"{row['threads']:3d} threads, {row['processes']} processes: {row['frames_per_s']:6.0f} frames/s, {row['share']:.2f} "
+        f"of the ideal; CPU {row['cpu_us']:.0f} µs per frame (planner {row['planner_us']:.0f}, decode {row['decode_us']:.0f}, "
+        f"copy {row['copy_us']:.0f}); planner {row['planner_share']:.2f} of its time; {row['switches']:.2f} switches"
         for row in result["results"]
     )
 
