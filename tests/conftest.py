@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from support import decode_processes
 from support.datasets import copied, write_odd
 from support.videos import h264, recorded
 
@@ -174,3 +175,9 @@ def signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of frames that decode processes have sent to Loaders of this process. They decode all clips."""
+    return decode_processes.use(monkeypatch)

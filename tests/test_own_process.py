@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batches import check_identities, equal
-from support.datasets import SIDE, TOP, VIDEO, read_lengths
+from support.datasets import SIDE, TOP, damage_middle, read_lengths
 from support.faults import hanging, status
 from support.servers import Server
 
@@ -124,7 +124,7 @@ def test_a_remote_dataset_counts_its_traffic(small: Path) -> None:
 
 
 def test_stored_frames_and_substitutes(demo_copy: Path, tmp_path: Path) -> None:
-    _damage(demo_copy)
+    damage_middle(demo_copy)
     options = {"batch_size": 8, "on_error": "substitute", "image_size": (64, 80), "last_batch": "partial"}
     found = []
     for number, way in enumerate((OWN, HERE, OWN)):  # the last one reads what the first one has stored
@@ -242,7 +242,7 @@ def test_records_are_logged_here(small: Path, tmp_path: Path, caplog: pytest.Log
 
 
 def test_errors_are_raised_here(demo_copy: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _damage(demo_copy)
+    damage_middle(demo_copy)
     messages = []
     for way in (HERE, OWN):
         with Loader(demo_copy, batch_size=8, shuffle=False, **way) as loader, pytest.raises(DecodeError) as caught:
@@ -436,15 +436,6 @@ def test_the_board_of_a_crashed_process_is_read() -> None:
     for thread in range(1000):
         board.write(thread, "x" * 10_000)
     assert len(Board(memory).read()) == 256
-
-
-def _damage(root: Path) -> None:
-    """Overwrite the media of a video in the middle."""
-    path = root / VIDEO.format(TOP, 0)
-    data = bytearray(path.read_bytes())
-    middle = data.index(b"mdat") + (len(data) - data.index(b"mdat")) // 2
-    data[middle : middle + 400] = bytes(400)
-    path.write_bytes(data)
 
 
 @pytest.fixture(autouse=True)

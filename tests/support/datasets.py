@@ -415,3 +415,12 @@ def _add_columns(path: Path) -> None:
     table = table.append_column(pa.field("matrix", kind, metadata=mark), pa.array([[[1.0, np.nan]]] * len(table), kind))
     table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": {}}})})
     pq.write_table(table, path, row_group_size=37, compression="zstd")
+
+
+def damage_middle(root: Path) -> None:
+    """Overwrite the media of a video in the middle."""
+    path = root / VIDEO.format(TOP, 0)
+    data = bytearray(path.read_bytes())
+    middle = data.index(b"mdat") + (len(data) - data.index(b"mdat")) // 2
+    data[middle : middle + 400] = bytes(400)
+    path.write_bytes(data)

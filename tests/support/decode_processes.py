@@ -1,0 +1,51 @@
+"""Decode processes for tests."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dali_stream.decode import processes
+from dali_stream.system.child_process import Connection
+
+SAFETY_S = 300
+
+
+def use(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let decode threads wait until decode processes have started. Return a list of the numbers of frames that these send."""
+    parts: list[int] = []
+    decode, decode_remotely = processes.DecodeProcesses.decode, processes._RemoteThread.decode
+
+    def waiting(self: processes.DecodeProcesses, *arguments: Any) -> Iterator[Any]:
+        if not self._attending:
+            self._start()
+        self._unused.put(self._unused.get(timeout=SAFETY_S))
+        yield from decode(self, *arguments)
+
+    def counted(*arguments: Any) -> Iterator[Any]:
+        for part in decode_remotely(*arguments):
+            parts.append(len(part[0]))
+            yield part
+
+    monkeypatch.setattr(processes.DecodeProcesses, "decode", waiting)
+    monkeypatch.setattr(processes._RemoteThread, "decode", counted)
+    return parts
+
+
+def ending(connection: Connection) -> None:
+    """Main program of a decode process that ends when it gets a clip."""
+    while True:
+        _, [end, descriptor] = connection.receive()
+        os.close(descriptor)
+        threading.Thread(target=_end, args=(Connection(socket.socket(fileno=end), lambda: True),), daemon=True).start()
+        connection.send(None)
+
+
+def _end(connection: Connection) -> None:
+    connection.receive()
+    os._exit(3)

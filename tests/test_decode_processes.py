@@ -1,0 +1,332 @@
+"""A Loader with decode processes delivers the same batches and errors, also if they are killed, and leaves none behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.batches import equal
+from support.datasets import TOP, damage_middle
+from support.killing import start
+from support.own_process import SAFETY_S, assert_ended, processes
+
+from dali_stream import Dataset, DecodeError, Loader
+from dali_stream.decode import processes as decode_processes
+from dali_stream.run.loader_config import _decode_processes as number_of_processes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="decode processes need memfd_create")
+KILLS = int(os.environ.get("KILLS", "25"))
+LITTLE = "6MiB"  # memory_budget with which each epoch decodes
+OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 3, "batch_size": 7, "last_batch": "partial"}
+HERE: dict[str, Any] = OPTIONS | {"in_process": True, "decode_processes": 0}
+OTHERS: dict[str, Any] = OPTIONS | {"in_process": True, "decode_processes": 1}
+
+
+def decoding(process: psutil.Process | None = None) -> list[psutil.Process]:
+    """Decode processes among the descendants of a process, without those that have ended."""
+    found = []
+    for child in (process or psutil.Process()).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE and "decode.process_main" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+def same(loader: Loader, here: Loader, epochs: int = 2) -> None:
+    """Compare the batches of two Loaders."""
+    for _ in range(epochs):
+        for batch, expected in zip(loader, here, strict=True):
+            assert equal(batch, expected)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "uint8": {"image_dtype": "uint8"},
+    "windows, resized": {"delta_timestamps": {TOP: [-0.1, 0.0]}, "image_size": (48, 64)},
+    "global order": {"shuffle": "global"},
+}
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_batches_are_the_same(options: dict[str, Any], small: Path, remote: list[int]) -> None:
+    options = {"memory_budget": LITTLE, **options}
+    with Loader(small, **OTHERS, **options) as loader, Loader(small, **HERE, **options) as here:
+        same(loader, here)
+        assert len(decoding()) == 1
+        assert len(remote) >= 10
+        stats = loader.stats()
+        assert stats["frames"] == here.stats()["frames"]
+        assert stats["stored_frames"] >= sum(remote)
+        assert min(stats["decode_s"], stats["resize_s"], stats["decode_cpu_s"]) > 0
+    assert not decoding()
+
+
+def test_frames_that_do_not_fit_together_into_the_shared_memory(
+    small: Path, remote: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory has room for two frames, so a clip arrives in several parts."""
+    monkeypatch.setattr(decode_processes, "MEMORY_BYTES", 2 * 120 * 128 * 3)
+    options: dict[str, Any] = {"memory_budget": LITTLE, "shuffle": False}
+    with Loader(small, **OTHERS, **options) as loader, Loader(small, **HERE, **options) as here:
+        same(loader, here)
+    assert len(remote) >= 20
+    assert max(remote) == 2
+
+
+def test_damaged_frames_have_the_same_errors(demo_copy: Path, remote: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    damage_middle(demo_copy)
+    options: dict[str, Any] = {"memory_budget": LITTLE, "image_size": (64, 80)}
+    errors, warnings = [], []
+    for way in (OTHERS, HERE):
+        with Loader(demo_copy, shuffle=False, **way, **options) as loader, pytest.raises(DecodeError) as caught:
+            for _ in loader:
+                pass
+        errors.append(str(caught.value))
+        caplog.clear()
+        with Loader(demo_copy, on_error="substitute", **way, **options) as loader:
+            count = sum(int(batch["is_substitute"].sum()) for batch in loader)
+        warnings.append((count, {text for text in map(logging.LogRecord.getMessage, caplog.records) if "ubstitut" in text}))
+    assert errors[0] == errors[1]
+    assert warnings[0] == warnings[1]
+    assert warnings[0][0] > 0
+    assert remote
+
+
+def test_frames_that_they_decode_are_stored_on_disk(small: Path, tmp_path: Path, remote: list[int]) -> None:
+    options: dict[str, Any] = {"image_size": (64, 80), "frame_cache": tmp_path}
+    with Loader(small, **OTHERS, **options) as loader:
+        for _ in loader:
+            pass
+    with Loader(small, **HERE, **options) as reader, Loader(small, **HERE, image_size=(64, 80)) as here:
+        same(reader, here)
+        stats = reader.stats()
+    assert stats["stored_frames"] < here.stats()["stored_frames"] / 2, "few frames were decoded again"
+    assert remote
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_decode_is_not_needed(
+    small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends with each clip. The clips are decoded nevertheless, and after the third time there is no other process."""
+    monkeypatch.setattr(decode_processes, "MAIN", "support.decode_processes:ending")
+    with Loader(small, memory_budget=LITTLE, **OTHERS) as loader, Loader(small, memory_budget=LITTLE, **HERE) as here:
+        deaths = list[str]()
+        while len(deaths) < 3:
+            same(loader, here, epochs=1)
+            deaths = [text for text in map(logging.LogRecord.getMessage, caplog.records) if text.startswith("A decode process")]
+        same(loader, here, epochs=1)
+    assert all("ended with exit code 3" in text for text in deaths)
+    assert len(deaths) == 3
+
+
+def test_where_no_process_can_be_started(
+    small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with Loader(small, memory_budget=LITTLE, **OTHERS) as loader, Loader(small, memory_budget=LITTLE, **HERE) as here:
+        same(loader, here)
+    texts = {text for text in map(logging.LogRecord.getMessage, caplog.records) if "decode process" in text}
+    assert texts == {
+        f"Clips are decoded without a decode process, since {sys.executable} is a frozen program, and not a Python interpreter"
+    }
+
+
+@pytest.mark.parametrize("number", [-1, 1.5, "two", True])
+def test_another_number_of_processes_is_refused(number: Any, small: Path) -> None:
+    with pytest.raises(ValueError, match="decode_processes must be"):
+        Loader(small, decode_processes=number)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("given", "threads", "stays", "memory", "expected"),
+    [
+        (None, 7, False, 64 * GIB, 0),
+        (None, 8, False, 64 * GIB, 1),
+        (None, 96, False, 64 * GIB, 12),
+        (None, 96, True, 64 * GIB, 0),  # the training process makes the batches
+        (None, 96, False, 8 * GIB, 2),
+        (None, 16, False, GIB, 0),
+        (3, 16, True, GIB, 3),
+        (20, 16, False, 64 * GIB, 16),
+        (0, 96, False, 64 * GIB, 0),
+    ],
+)
+def test_the_number_of_processes(given: int | None, threads: int, stays: bool, memory: int, expected: int) -> None:
+    assert number_of_processes(given, threads, stays, memory) == expected
+
+
+# However a Loader, the program or a decode process ends. Each program begins a session of its own.
+
+
+def begin_session() -> None:
+    os.setsid()
+    os.environ.pop("DALI_STREAM_IN_PROCESS", None)
+
+
+def new_loader(demo: Path | Dataset, in_process: bool, **arguments: Any) -> Loader:
+    return Loader(demo, memory_budget=LITTLE, **(OTHERS | {"in_process": in_process, "decode_processes": 2} | arguments))
+
+
+def until_they_decode(loader: Loader) -> Iterator[Any]:
+    """Iterate until there are two decode processes, and return the batches in progress."""
+    while True:
+        batches = iter(loader)
+        for _ in batches:
+            if len(decoding()) == 2:
+                return batches
+
+
+@contextlib.contextmanager
+def program(target: Callable[..., None], *arguments: object) -> Iterator[tuple[Any, Connection]]:
+    """Run a program. Yields its process, and a pipe from it. At the end, no process of it may be left."""
+    process, pipe = start(target, *arguments)
+    try:
+        yield process, pipe
+        process.join(SAFETY_S)
+        assert process.exitcode is not None
+        assert_ended(process.pid)
+    finally:
+        process.kill()
+        process.join()
+        for left in processes(process.pid):
+            left.kill()
+
+
+def received(pipe: Connection) -> Any:
+    """Next message of a program."""
+    assert pipe.poll(SAFETY_S)
+    return pipe.recv()
+
+
+def end_loaders(demo: Path, in_process: bool, pipe: Connection) -> None:
+    begin_session()
+    dataset = Dataset(demo)
+    for way in ("close", "break", "drop"):
+        loader = new_loader(dataset, in_process)
+        batches = until_they_decode(loader)
+        if way == "close":
+            loader.close()
+        elif way == "break":
+            batches.close()  # type: ignore[attr-defined]
+        del batches, loader
+        gc.collect()
+        pipe.send((way, len(psutil.Process().children(recursive=True))))
+    loader = new_loader(dataset, in_process)
+    kept = until_they_decode(loader)
+    pipe.send(None)
+    del kept  # the program ends with an open Loader
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_process", [True, False])
+def test_no_process_is_left_of_a_loader(in_process: bool, demo: Path) -> None:
+    with program(end_loaders, demo, in_process) as (_, pipe):
+        for way, left in iter(lambda: received(pipe), None):
+            assert (way, left) == (way, 0)
+
+
+def iterate(demo: Path, in_process: bool, pipe: Connection) -> None:
+    begin_session()
+    loader = new_loader(demo, in_process)
+    until_they_decode(loader)
+    fork = os.fork()
+    if not fork:
+        while True:
+            signal.pause()
+    pipe.send((fork, [process.pid for process in decoding()]))
+    for _ in itertools.repeat(None):
+        for _ in loader:
+            pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_they_end_with_the_program(number: signal.Signals, in_process: bool, demo: Path) -> None:
+    """A forked process lives on. It holds what the program had open."""
+    with program(iterate, demo, in_process) as (process, pipe):
+        fork, own = received(pipe)
+        for pid in own:  # one socket to its parent, and one for each thread
+            kinds = [os.readlink(f"/proc/{pid}/fd/{number}").partition(":")[0] for number in os.listdir(f"/proc/{pid}/fd")]
+            assert kinds.count("socket") == 1 + psutil.Process(pid).num_threads() - 2
+            os.kill(pid, signal.SIGINT)  # signals of launchers are ignored
+        os.kill(process.pid, number)
+        process.join(SAFETY_S)
+        assert_ended(process.pid, but=[fork])
+        os.kill(fork, signal.SIGKILL)
+
+
+class Killer:
+    """Thread that kills decode processes at random moments.
+
+    Attributes:
+        killed: Numbers of the processes that it has killed.
+    """
+
+    def __init__(self, moments: random.Random) -> None:
+        self._moments, self.killed = moments, list[int]()
+        self._thread = threading.Thread(target=self._kill)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _kill(self) -> None:
+        while len(self.killed) < KILLS:
+            living = [process for process in decoding() if process.pid not in self.killed]
+            if not living:
+                os.sched_yield()
+                continue
+            chosen = self._moments.choice(living)
+            with contextlib.suppress(psutil.TimeoutExpired):
+                chosen.wait(self._moments.choice((0.02, 0.2, 4.0)) * self._moments.random())
+            if chosen.is_running():  # the Loader may have ended it
+                chosen.kill()
+                self.killed.append(chosen.pid)
+
+
+def kill_decoders(demo: Path, in_process: bool, pipe: Connection) -> None:
+    begin_session()
+    dataset, killer, differ, epochs, noted = Dataset(demo), Killer(random.Random(7)), 0, list[list[int]](), 0
+    with Loader(dataset, **HERE) as here:
+        while not killer.is_done:
+            with new_loader(dataset, in_process) as loader:
+                here.load_state_dict(loader.state_dict())
+                for _ in range(20):  # another Loader, since this one stops to start processes if none decodes a clip
+                    found = list[int]()
+                    for batch, expected in zip(loader, here, strict=True):
+                        differ += not equal(batch, expected)
+                        found += batch["index"].tolist()
+                    epochs.append(sorted(found))
+                    if noted < len(killer.killed):  # the test waits for a limited time for each kill
+                        noted = len(killer.killed)
+                        pipe.send(None)
+    pipe.send((epochs, differ, killer.killed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_process", [True, False])
+def test_they_are_killed_at_any_moment(in_process: bool, demo: Path) -> None:
+    with program(kill_decoders, demo, in_process) as (_, pipe):
+        while (result := received(pipe)) is None:
+            pass
+    epochs, differ, killed = result
+    assert all(epoch == list(range(Dataset(demo).num_frames)) for epoch in epochs)
+    assert (differ, len(set(killed))) == (0, KILLS)
