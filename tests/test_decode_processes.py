@@ -305,19 +305,18 @@ class Killer:
 def kill_decoders(demo: Path, in_process: bool, pipe: Connection) -> None:
     begin_session()
     dataset, killer, differ, epochs, noted = Dataset(demo), Killer(random.Random(7)), 0, list[list[int]](), 0
-    with Loader(dataset, **HERE) as here:
-        while not killer.is_done:
-            with new_loader(dataset, in_process) as loader:
-                here.load_state_dict(loader.state_dict())
-                for _ in range(20):  # another Loader, since this one stops to start processes if none decodes a clip
-                    found = list[int]()
-                    for batch, expected in zip(loader, here, strict=True):
-                        differ += not equal(batch, expected)
-                        found += batch["index"].tolist()
-                    epochs.append(sorted(found))
-                    if noted < len(killer.killed):  # the test waits for a limited time for each kill
-                        noted = len(killer.killed)
-                        pipe.send(None)
+    while not killer.is_done:
+        # A Loader whose processes are killed before they have decoded a clip starts no more of them, so there are others.
+        with new_loader(dataset, in_process) as loader, Loader(dataset, **HERE) as here:
+            for _ in range(6):
+                found = list[int]()
+                for batch, expected in zip(loader, here, strict=True):
+                    differ += not equal(batch, expected)
+                    found += batch["index"].tolist()
+                epochs.append(sorted(found))
+                if noted < len(killer.killed):  # the test waits for a limited time for each kill
+                    noted = len(killer.killed)
+                    pipe.send(None)
     pipe.send((epochs, differ, killer.killed))
 
 

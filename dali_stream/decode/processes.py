@@ -12,6 +12,7 @@ have ended, it decodes the clip itself.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import queue
@@ -33,6 +34,7 @@ from dali_stream.system.workers import join_started
 
 MAIN = "dali_stream.decode.process_main:main"
 MEMORY_BYTES = 8 << 20  # memory for the frames of a thread, unless a single frame is larger
+_CLIPS_BEFORE = 4  # clips per decode thread that are decoded before processes start, which is longer than a short loop takes
 _TRIES = 2  # processes that may end while they decode a clip, before this process decodes it
 _DEATHS = 3  # processes that may end one after the other before they have decoded a clip. Afterwards, no other one is started
 _log = logging.getLogger("dali_stream")
@@ -117,7 +119,7 @@ class _RemoteThread:
 
 
 class DecodeProcesses:
-    """Processes that decode clips. They start with the first clip.
+    """Processes that decode clips. They start when the decode threads have decoded some clips themselves.
 
     Args:
         count: Number of processes.
@@ -128,6 +130,7 @@ class DecodeProcesses:
     def __init__(self, count: int, threads: int, frame_bytes: int) -> None:
         self._threads = [(number + 1) * threads // count - number * threads // count for number in range(count)]
         self._bytes = max(MEMORY_BYTES, frame_bytes)
+        self._clips = itertools.count()
         self._unused = queue.SimpleQueue[_RemoteThread]()
         self._lock = threading.Lock()
         self._attending: list[threading.Thread] = []
@@ -141,7 +144,7 @@ class DecodeProcesses:
 
         If a process ends while it decodes the clip, another one decodes it from the beginning.
         """
-        if not self._attending:
+        if not self._attending and next(self._clips) >= _CLIPS_BEFORE * sum(self._threads):
             self._start()
         for _ in range(_TRIES):
             try:

@@ -24,8 +24,10 @@ process of the Loader, unless `in_process=True`:
     decode/torchcodec_decoder.py      [decode threads] a task has whole GOPs, which are decoded from one clip
       cache/frames_on_disk.py           reads what the disk has; of the rest, takes what no other process decodes
       mp4/clip.py                       reads the GOPs, from the file or from blocks in memory, and packs them into a clip
-      decode/torchcodec.py              decodes the clip on the CPU or on NVDEC, and compares the time of each frame
-      decode/resize.py                  resizes the frames
+      decode/processes.py               with decode processes: sends the clip to one, which does the next three
+        decode/resized.py                 clip in, frames out
+          decode/torchcodec.py              decodes the clip on the CPU or on NVDEC, and compares the time of each frame
+          decode/resize.py                  resizes the frames
       cache/slots.py                    puts them into their slots
       cache/frames_on_disk.py           adds them to the disk
 
