@@ -89,7 +89,7 @@ def measured(dataset: dali_stream.Dataset, processes: int, arguments: argparse.N
     ) as loader:
         batches = iter(loader)
         next(batches)
-        while len(started := psutil.Process().children(recursive=True)) < 1 + processes or not all(map(_is_ready, started)):
+        while not program.have_started(1 + processes):
             next(batches)
         [own] = psutil.Process().children()
         before, began = loader.stats()["frames"], time.perf_counter()
@@ -107,11 +107,6 @@ def measured(dataset: dali_stream.Dataset, processes: int, arguments: argparse.N
                 raise ValueError(f"py-spy cannot sample a process: {error.decode(errors='replace').strip()}")
             held = sum(int(line.rpartition(" ")[2]) for line in out.read_text().splitlines()) / RATE
     return {"held_us": 1e6 * held / frames, "held_share": held / took, "frames_per_s": frames / took}
-
-
-def _is_ready(process: psutil.Process) -> bool:
-    """Return whether a process has loaded torch."""
-    return any("libtorch" in mapped.path for mapped in process.memory_maps())
 
 
 if __name__ == "__main__":

@@ -165,7 +165,9 @@ def measured(dataset: SleepingDataset, threads: int, processes: int, arguments: 
     ) as loader:
         batches = endless(loader)
         dataset.sleeper.decode_s = 0.0
-        take(batches, len(loader))  # one epoch, which fills the cache. Decode processes start, and sleep already
+        take(batches, len(loader))  # one epoch, which fills the cache
+        while not program.have_started(processes):
+            next(batches)
         dataset.sleeper.decode_s = arguments.decode_ms / 1e3
         take(batches, loader._config.in_progress)  # those that are decoded already, without sleeping
         before, switches, started = cpu_times(), _switches(), time.perf_counter()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 from argument_types import new_file
 
 import dali_stream
@@ -75,6 +76,12 @@ class Rows:
         print(row, flush=True)
         if self._out:
             environment.write_report(self._out, self.report)
+
+
+def have_started(count: int) -> bool:
+    """Return whether this process has so many descendants, and each of them has loaded torch."""
+    started = psutil.Process().children(recursive=True)
+    return len(started) >= count and all(any("libtorch" in each.path for each in own.memory_maps()) for own in started)
 
 
 def epoch_rate(loader: dali_stream.Loader) -> float:
