@@ -116,8 +116,8 @@ class Loader:
             such as 32 and 8 for 64 samples. A resumed run keeps the values of its state.
         device: "auto", "cpu", "cuda" or an index such as "cuda:1". "auto" is the GPU of this process if it has one, and the CPU
             otherwise. Default: "auto".
-        decode: "auto" for the faster of NVDEC and the CPU, which is measured for each camera, "torchcodec" for the CPU, and
-            "torchcodec-cuda" or "dali" for NVDEC. Default: "auto".
+        decode: "auto" for the faster of NVDEC and the CPU with torchcodec, which is measured for each camera, "torchcodec" for
+            the CPU, and "torchcodec-cuda" or "dali" for NVDEC. torchcodec uses NVDEC from version 0.17 on. Default: "auto".
         num_threads: Number of threads that decode on the CPU, and maximum number of threads that decode on NVDEC. Default: the
             number of cores of this process, which is its share if local ranks share cores or a CPU quota. The first line that
             a Loader logs has the number and the reason.
@@ -130,9 +130,9 @@ class Loader:
             the memory of the machine or cgroup, divided by the number of ranks on the machine, less 512 MiB for the process of
             the Loader.
         audit: Average number of samples per audit. If DALI decodes a camera, an audit decodes a sample with torchcodec as
-            well. If the frames differ by more than a tolerance, torchcodec decodes the camera in this batch and all later
-            ones, and a warning names file and frame. The first sample of each file is always audited. 0 turns audits off. With
-            a `dali_graph`, audits take the memory of another batch of frames on the GPU. Default: 1000.
+            well. If the frames differ by more than a tolerance, a DecodeError names file and frame. The first sample of each
+            file is always audited. 0 turns audits off. With a `dali_graph`, audits take the memory of another batch of frames
+            on the GPU. Default: 1000.
         last_batch: Treatment of samples that do not fill the last batch of an epoch: "drop" omits them, "partial" delivers a
             smaller batch, and "pad" fills the batch with the first samples that the rank has in the epoch. Default: "drop".
         on_error: "raise", or "substitute" to replace a sample that cannot be read or decoded with another sample of its

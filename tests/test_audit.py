@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from nvidia.dali import fn
-from support.batches import check_identities, equal, samples
-from support.datasets import CAMERAS, SIDE, TOP, read_lengths
-from support.routes import let_auto_take_dali
+from support.batches import equal
+from support.datasets import CAMERAS, TOP
 from support.slow import slow
 
 from dali_stream import Dataset, DecodeError, Loader
@@ -21,12 +19,6 @@ from dali_stream.pipeline import graph
 BATCH = 8
 WINDOW = {TOP: [-0.1, 0.0, 0.05]}
 ARGUMENTS: dict[str, Any] = {"batch_size": BATCH, "device": "cpu", "image_dtype": "uint8"}
-
-
-@pytest.fixture
-def may_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, "auto" never takes DALI. Here it does, and may fall back to torchcodec as on a GPU."""
-    let_auto_take_dali(monkeypatch)
 
 
 @pytest.fixture
@@ -59,37 +51,22 @@ def test_the_first_sample_of_each_file_is_audited(vp9_demo: Path) -> None:
         assert loader.stats()["audited"] == files
 
 
-@pytest.mark.usefixtures("may_fall_back", "swapped")
+@pytest.mark.usefixtures("swapped")
 @pytest.mark.parametrize("augmented", [False, True])
 @pytest.mark.parametrize("window", [None, slow(WINDOW)])
-def test_a_swapped_frame_changes_the_route_and_is_not_delivered(
-    vp9_demo: Path, caplog: pytest.LogCaptureFixture, augmented: bool, window: dict[str, list[float]] | None
+def test_a_swapped_frame_is_an_error_and_is_not_delivered(
+    vp9_demo: Path, augmented: bool, window: dict[str, list[float]] | None
 ) -> None:
-    lengths, seen = read_lengths(vp9_demo), []
     dali_graph = (lambda nodes: dict(nodes)) if augmented else None
     arguments = ARGUMENTS | {"delta_timestamps": window, "dali_graph": dali_graph}
-    with Loader(vp9_demo, **arguments) as loader, caplog.at_level(logging.WARNING, "dali_stream"):
-        for batch in loader:
-            check_identities(batch, TOP, [-2, 0, 1] if window else None, lengths)
-            check_identities(batch, SIDE, None, lengths)
-            assert not [key for key in batch if key.startswith("audited")]
-            seen += samples([batch])
-        assert len(set(seen)) == len(seen) == BATCH * len(loader)
-        assert {found.decoder for found in loader.routes.values()} == {"torchcodec"}
-        assert loader.stats()["route_changes"] == len(CAMERAS)
-    message = caplog.records[0].message
-    assert message.startswith(f"Falling back to torchcodec: {TOP}: ")
-    assert ".mp4: episode " in message
-    assert "DALI's frames must differ from FFmpeg's by at most 4 of 255 on average, got " in message
-
-
-@pytest.mark.usefixtures("swapped")
-def test_a_swapped_frame_is_an_error_where_dali_is_asked_for(vp9_demo: Path) -> None:
     with (
-        Loader(vp9_demo, decode="dali", **ARGUMENTS) as loader,
-        pytest.raises(DecodeError, match=r'decode="dali": .*\.mp4: episode \d+, frame \d+: DALI\'s frames must differ'),
+        Loader(vp9_demo, decode="dali", **arguments) as loader,
+        pytest.raises(
+            DecodeError, match=r'decode="dali": .*\.mp4: episode \d+, frame \d+: DALI\'s frames must differ'
+        ) as raised,
     ):
         next(iter(loader))
+    assert "DALI's frames must differ from FFmpeg's by at most 4 of 255 on average, got " in str(raised.value)
 
 
 def test_the_frames_of_a_graph_that_changes_them_are_audited_before_it(vp9_demo: Path) -> None:

@@ -134,6 +134,23 @@ def test_what_does_not_fit_together(fake_driver: FakeDriver, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_versions_that_must_not_decode_on_nvdec(fake_driver: FakeDriver, tmp_path: Path) -> None:
+    """A warning, since the CPU decodes everything. Without engines, NVDEC decodes nothing in any version."""
+    torch = "__version__ = '2.13.0+cu126'\n" + TORCH.format(cuda="12.6", gpu=True)
+    cases = {"0.16.0": ("0.16.0", None, "2.13.0"), "0.17.0+cu126": ("0.17.0+cu126", torch, "2.13.0+cu126")}
+    for name, (version, code, torch_version) in cases.items():
+        libraries = shadows(tmp_path / name, torch=code, torchcodec=f"__version__, ffmpeg_major_version = {version!r}, 7\n")
+        report = doctor(environment=fake_driver("l4"), libraries=libraries)
+        assert bad(report) == [("warning", "torchcodec")]
+        finding = found(report, "torchcodec")
+        said = f"torchcodec must be 0.17 or later, with torch for CUDA 13, got torchcodec {version} and torch {torch_version}"
+        assert finding["text"] == f"{version}, fits torch and FFmpeg 7. The CPU decodes all videos: on NVDEC, {said}"
+        assert finding["remedy"].startswith("pip install --upgrade 'torch>=2.11' 'torchcodec>=0.17', ")
+        assert bad(doctor(environment=fake_driver("mig"), libraries=libraries)) == [("warning", "GPU 0")]
+        assert "torchcodec" not in [name for _, name in bad(doctor(libraries=libraries))]
+
+
+@pytest.mark.slow
 def test_two_builds_of_dali_at_once(libraries: Path) -> None:
     for build in ("cuda120", "cuda130"):
         folder = libraries / f"nvidia_dali_{build}-2.4.0.dist-info"

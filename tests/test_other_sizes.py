@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 from support import videos as data
 from support.datasets import ODD_CAMERA, Column, build, image_file, video
-from support.routes import let_auto_take_dali
 from support.slow import slow
 
 from dali_stream import Dataset, DecodeError
@@ -87,12 +86,11 @@ def test_files_of_several_sizes(tmp_path: Path) -> None:
     assert data.identities(torch.stack([frame for *_, frame in shown])) == [(e, f) for e, f, _ in shown]
 
 
-def test_dali_reads_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dali_reads_them_too(tmp_path: Path) -> None:
     root = written(tmp_path, "vp9")
     with data.loader(root, decode="dali") as loader, pytest.raises(DecodeError, match="must be 64×96"):
         next(iter(loader))
-    let_auto_take_dali(monkeypatch)
-    check(root, (150, 180), image_size=(150, 180), decode="auto", audit=1)
+    check(root, (150, 180), image_size=(150, 180), decode="dali", audit=1)
 
 
 def test_prepare_asks_for_a_size(tmp_path: Path) -> None:

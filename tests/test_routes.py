@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import re
 import struct
 from collections.abc import Callable
@@ -16,10 +15,9 @@ import numpy as np
 import pytest
 import torch
 from support import videos as video_data
-from support.batches import check_identities
-from support.datasets import TOP, copied, read_lengths
+from support.datasets import TOP, copied
 from support.opened import open_all
-from support.routes import let_auto_take_dali, let_nvdec_answer
+from support.routes import let_nvdec_answer
 from support.slow import slow_after
 from support.tools import table_of
 
@@ -43,10 +41,19 @@ AV1 = VideoFormat("av1", 0, "420", 8, 480, 640)
 
 
 @pytest.fixture(autouse=True)
-def torchcodec_without_nvdec(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each torchcodec one that decodes on a CPU only. "auto" prefers torchcodec on NVDEC to DALI."""
-    reason = "torchcodec and torch do not decode on a GPU"
-    monkeypatch.setattr("dali_stream.decode.torchcodec_cuda.unavailable", lambda gpu: reason)
+def torchcodec_for_nvdec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the installed torchcodec one that may decode on NVDEC."""
+    monkeypatch.setattr("dali_stream.decode.torchcodec_cuda.unavailable", lambda gpu: "")
+
+
+def dali_refusal(video: VideoFormat, index: VideoIndex, store: Store) -> str:
+    """Why `decode="dali"` does not decode a file on a GPU. Empty if it does."""
+    try:
+        found = route.choose("dali", 0, video, index, store)
+    except ValueError as error:
+        return str(error)
+    assert found.decoder == "dali"
+    return ""
 
 
 @pytest.fixture
@@ -80,9 +87,21 @@ def closed(store: Store) -> VideoIndex:
 
 def test_a_gpu_that_decodes_the_video_gets_it(monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store) -> None:
     let_nvdec_answer(monkeypatch)
-    found = route.choose("auto", 0, H264, closed, store)
-    assert found.decoder == "dali"
-    assert "NVDEC decodes h264 420 8 bit of 480×640" in found.reason
+    for decode, decoder in (("auto", "torchcodec-cuda"), ("dali", "dali")):
+        assert route.choose(decode, 0, H264, closed, store) == route.Route(decoder, "NVDEC decodes h264 420 8 bit of 480×640")
+
+
+def test_auto_says_what_to_install_where_torchcodec_must_not_use_nvdec(
+    monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store
+) -> None:
+    """Only `decode="dali"` decodes on NVDEC then. Files that NVDEC does not decode have their own reason."""
+    let_nvdec_answer(monkeypatch)
+    why = "on NVDEC, torchcodec must be 0.17 or later"
+    monkeypatch.setattr("dali_stream.decode.torchcodec_cuda.unavailable", lambda gpu: why)
+    assert route.choose("auto", 0, H264, closed, store) == route.Route("torchcodec", why)
+    assert route.choose("dali", 0, H264, closed, store).decoder == "dali"
+    let_nvdec_answer(monkeypatch, Capability(False, "no decoder"))
+    assert route.choose("auto", 0, H264, closed, store) == route.Route("torchcodec", "no decoder")
 
 
 def test_a_gpu_without_the_decoder_leaves_it_to_torchcodec(
@@ -129,13 +148,13 @@ def test_sizes_that_nvdec_does_not_take(
         ({}, {"track_header": bytes(44)}, "rotated frames"),
     ],
 )
-def test_what_dali_would_get_wrong_on_a_gpu_goes_to_torchcodec(
+def test_what_dali_would_get_wrong_on_a_gpu_is_refused(
     video: dict, table: dict, reason: str, monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store
 ) -> None:
     let_nvdec_answer(monkeypatch)
-    found = route.choose("auto", 0, dataclasses.replace(H264, **video), dataclasses.replace(closed, **table), store)
-    assert found.decoder == "torchcodec"
-    assert reason in found.reason
+    refused = dali_refusal(dataclasses.replace(H264, **video), dataclasses.replace(closed, **table), store)
+    assert refused.startswith('decode="dali": ')
+    assert reason in refused
 
 
 @pytest.mark.parametrize(
@@ -160,9 +179,9 @@ def test_hidden_frames_are_kept_from_nvdec(
     kind = {} if (codec, gop) == ("av1", 2) else {"codec": codec, "gop": gop}
     dataset = dali_stream.Dataset(written(episodes=2, size=(128, 160) if codec == "vp9" else (120, 128), **kind))
     table = read_index(dataset.data_store, FIRST)
-    found = route.choose("auto", 0, describe(table.configs[0]), table, dataset.data_store)
-    assert found.decoder == ("torchcodec" if hides else "dali")
-    assert (f"{codec} with hidden frames" in found.reason) == hides
+    refused = dali_refusal(describe(table.configs[0]), table, dataset.data_store)
+    assert (f"{codec} with hidden frames" in refused) == hides
+    assert hides or not refused
 
     clips = packed(dataset, TOP, 0, np.array([0, 1, 0, 1]), np.array([[3], [20], [40], [29]]))
     if not hides:
@@ -214,9 +233,9 @@ def test_the_route_goes_by_the_headers_of_a_file(name: str, monkeypatch: pytest.
     path = video_data.encode(video_data.draw((16,), size=size), tmp_path / "video.mp4", arguments)
     table, video = table_of(path)
     assert not table.open_gops
-    found = route.choose("auto", 0, video, table, open_store(str(tmp_path)))
-    assert found.decoder == ("torchcodec" if reason else "dali")
-    assert reason in found.reason
+    refused = dali_refusal(video, table, open_store(str(tmp_path)))
+    assert reason in refused
+    assert bool(reason) == bool(refused)
 
 
 def test_a_video_of_an_old_encoder_is_kept_from_nvdec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -240,14 +259,14 @@ def test_av1_that_declares_other_lines_than_it_codes_is_kept_from_nvdec(
     let_nvdec_answer(monkeypatch)
     path = video_data.encode(video_data.draw((2,), size=(1080, 1920)), tmp_path / "video.mp4", video_data.av1(2))
     store = open_store(str(tmp_path))
-    for declared, decoder in ((1080, "dali"), (1088, "torchcodec")):
+    for declared in (1080, 1088):
         content = path.read_bytes()
         at = content.index(struct.pack(">HH", 1920, 1080), content.index(b"av01", content.index(b"stsd")))
         path.write_bytes(content[:at] + struct.pack(">HH", 1920, declared) + content[at + 4 :])
         table, video = table_of(path)
-        found = route.choose("auto", 0, video, table, store)
-        assert found.decoder == decoder
-    assert found.reason == "its bitstream must have frames of 1088×1920, as its sample description says, got 1080×1920"
+        refused = dali_refusal(video, table, store)
+        assert bool(refused) == (declared == 1088)
+    assert "its bitstream must have frames of 1088×1920, as its sample description says, got 1080×1920" in refused
 
 
 def test_a_later_file_without_idr_frames_moves_its_camera(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -335,28 +354,6 @@ def test_torchcodec_is_taken_when_asked_for(closed: VideoIndex, store: Store) ->
     assert route.choose("torchcodec", 0, H264, closed, store).decoder == "torchcodec"
 
 
-@pytest.mark.slow
-def test_a_file_that_dali_cannot_decode_moves_its_camera_and_not_the_position(
-    mixed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    # On a CPU "auto" never takes DALI. Told that it may, the loader meets the H.264 file in the middle of the epoch.
-    let_auto_take_dali(monkeypatch)
-    lengths, seen = read_lengths(mixed), []
-    with dali_stream.Loader(mixed, batch_size=8, shuffle=False, last_batch="partial", image_dtype="uint8") as loader:
-        before = loader.routes
-        with caplog.at_level(logging.WARNING, "dali_stream"):
-            for batch in loader:
-                for camera in loader.dataset.cameras:
-                    check_identities(batch, camera, None, lengths)
-                seen += batch["index"].tolist()
-        assert seen == list(range(loader.dataset.num_frames))
-        assert {camera: found.decoder for camera, found in before.items()} == dict.fromkeys(before, "dali")
-        assert {camera for camera, found in loader.routes.items() if found.decoder == "torchcodec"} == {TOP}
-        assert "and not h264" in loader.routes[TOP].reason
-        assert loader.stats()["route_changes"] == 1
-    assert [record.message.partition(":")[0] for record in caplog.records] == ["Falling back to torchcodec"]
-
-
 def test_what_dali_delivers_is_held_against_ffmpeg_before_a_camera_gets_it(
     vp9_demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,15 +366,10 @@ def test_what_dali_delivers_is_held_against_ffmpeg_before_a_camera_gets_it(
         monkeypatch.setattr(dali, "decode", delivers)
         with pytest.raises(ValueError, match=f'decode="dali": .*{said}.*Use decode="auto"'):
             dali_stream.Loader(vp9_demo, batch_size=8, decode="dali")
-        with monkeypatch.context() as patch:
-            let_auto_take_dali(patch)
-            with dali_stream.Loader(vp9_demo, batch_size=8) as loader:
-                assert {found.decoder for found in loader.routes.values()} == {"torchcodec"}
-                assert all(said in found.reason for found in loader.routes.values())
 
 
 def test_a_gpu_decodes_what_passes_the_trial(h264_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial comes after all other conditions, and before DALI is used."""
+    """The trial comes after all other conditions, and before the decoder is used."""
     let_nvdec_answer(monkeypatch)
     monkeypatch.setattr(route, "capabilities", lambda _: {})
     dataset, refused, tried = dali_stream.Dataset(h264_demo), "", []
@@ -390,12 +382,10 @@ def test_a_gpu_decodes_what_passes_the_trial(h264_demo: Path, monkeypatch: pytes
 
     reason = "NVDEC decodes h264 420 8 bit of 128×160"
     assert routes("dali") == {"dali": reason}
-    assert routes("auto") == {"dali": f"{reason} at 1500 frames/s here, and the CPU with 8 threads at 1000"}
-    assert tried == ["dali"] * 4
-    refused = "DALI's first frames must differ"
-    [(decoder, why)] = routes("auto").items()
-    assert decoder == "torchcodec"
-    assert re.fullmatch(f"torchcodec .* do not decode on a GPU.*; {refused}", why)
+    assert routes("auto") == {"torchcodec-cuda": f"{reason} at 1500 frames/s here, and the CPU with 8 threads at 1000"}
+    assert tried == ["dali"] * 2 + ["torchcodec-cuda"] * 2
+    refused = "the first frames must differ"
+    assert routes("auto") == {"torchcodec": refused}
     with pytest.raises(ValueError, match=f'^{TOP}: decode="dali": {refused}. Use decode="auto"'):
         routes("dali")
     tried.clear()
@@ -405,37 +395,26 @@ def test_a_gpu_decodes_what_passes_the_trial(h264_demo: Path, monkeypatch: pytes
     assert tried == []
 
 
-@pytest.mark.parametrize("nvdec", [999.0, 1000.0, 1499.0, 1500.0])
-def test_auto_takes_nvdec_only_if_it_is_as_fast_as_the_cpu_and_dali_only_if_it_is_faster(
+@pytest.mark.parametrize("nvdec", [999.0, 1000.0])
+def test_auto_takes_nvdec_only_if_it_is_as_fast_as_the_cpu(
     nvdec: float, h264_demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchcodec's decoder for NVDEC is measured if it can run, and DALI's otherwise, or if torchcodec's frames are wrong."""
-
     def measure(*arguments: Any) -> Rates:
         measured.append(arguments[2:])
-        return Rates(nvdec, 1000.0, arguments[-1])
+        return Rates(nvdec, 1000.0)
 
     let_nvdec_answer(monkeypatch)
     monkeypatch.setattr(route, "capabilities", lambda _: {})
     measured, released = list[tuple[object, ...]](), list[int]()
     monkeypatch.setattr("dali_stream.decode.torchcodec_cuda.release_decoders", released.append)
     monkeypatch.setattr("dali_stream.decode.rate.measure", measure)
+    monkeypatch.setattr("dali_stream.decode.trial.trial", lambda *_: "")
     dataset = dali_stream.Dataset(h264_demo)
-    cases: list[tuple[str, dict[str, str], str]] = [
-        ("", {}, "torchcodec-cuda"),
-        ("too old", {}, "dali"),
-        ("", {"torchcodec-cuda": "wrong"}, "dali"),
-    ]
-    for unavailable, wrong, decoder in cases:
-        monkeypatch.setattr("dali_stream.decode.torchcodec_cuda.unavailable", lambda _, answer=unavailable: answer)
-        monkeypatch.setattr("dali_stream.decode.trial.trial", lambda tried, *_, answers=wrong: answers.get(tried, ""))
-        chosen = route.choose_routes(dataset.source, IndexCache(dataset.source), "auto", 0, 8)
-        faster = nvdec >= (1500 if decoder == "dali" else 1000)
-        assert {found.decoder for found in chosen.values()} == {decoder if faster else "torchcodec"}
-        assert measured == [(0, 2, 8, 0.4, decoder)]  # once for both cameras: GPU, cameras, threads and seconds
-        assert released == ([0] if decoder == "torchcodec-cuda" and not faster else [])
-        measured.clear()
-        released.clear()
+    chosen = route.choose_routes(dataset.source, IndexCache(dataset.source), "auto", 0, 8)
+    faster = nvdec >= 1000
+    assert {found.decoder for found in chosen.values()} == {"torchcodec-cuda" if faster else "torchcodec"}
+    assert measured == [(0, 8, 0.4)]  # once for both cameras: GPU, threads and seconds
+    assert released == ([] if faster else [0])
 
 
 @pytest.mark.parametrize(
@@ -510,11 +489,8 @@ def test_colours_that_only_the_frames_name_are_kept_from_nvdec(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_decoder_that_breaks_costs_its_camera_dali_and_no_sample(
-    vp9_copy: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One keyframe that looks whole and that DALI's decoder fails at. Its error names no camera, and breaks the pipeline."""
-    let_auto_take_dali(monkeypatch)
+def test_a_decoder_that_breaks_is_an_error_that_names_the_camera(vp9_copy: Path) -> None:
+    """One keyframe that looks whole and that DALI's decoder fails at. DALI's error names no camera, and breaks the pipeline."""
     root = vp9_copy
     *_, last = sorted((root / "videos" / TOP).glob("*/*.mp4"))
     table = read_index(dali_stream.storage.open_store(str(root)), str(last.relative_to(root)))
@@ -522,23 +498,7 @@ def test_a_decoder_that_breaks_costs_its_camera_dali_and_no_sample(
     start = int(table.offset[sync]) + 12
     data[start : start + 28] = bytes(range(100, 128))
     last.write_bytes(data)
-    lengths, seen = read_lengths(root), []
     arguments = {"batch_size": 8, "shuffle": False, "last_batch": "partial", "image_dtype": "uint8"}
-    with dali_stream.Loader(root, **arguments, on_error="substitute") as loader:
-        with caplog.at_level(logging.WARNING, "dali_stream"):
-            for batch in loader:
-                for camera in loader.dataset.cameras:
-                    check_identities(batch, camera, None, lengths)
-                seen += batch["index"].tolist()
-        decoders = {camera: found.decoder for camera, found in loader.routes.items()}
-        assert decoders == {camera: "torchcodec" if camera == TOP else "dali" for camera in decoders}
-        assert "DALI's video decoder failed" in loader.routes[TOP].reason
-        stats = loader.stats()
-    assert stats["route_changes"] == 1
-    assert stats["substituted"] == 12  # the damaged GOP, by FFmpeg's word
-    assert len(seen) == sum(lengths.values())
-    assert sum(index != position for position, index in enumerate(seen)) == 12
-    assert caplog.records[0].message.startswith(f"Falling back to torchcodec: {TOP}: DALI's video decoder failed")
     with (
         dali_stream.Loader(root, **arguments, decode="dali") as loader,
         pytest.raises(dali_stream.DecodeError, match=f'decode="dali": {TOP}: DALI\'s video decoder failed'),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.batches import check_identities, equal, samples
 from support.datasets import CAMERAS, SIDE, TOP, copied, read_lengths
-from support.routes import let_auto_take_dali, let_nvdec_answer
+from support.routes import let_auto_take_nvdec, let_nvdec_answer
 
 import dali_stream
 from dali_stream import Dataset, DecodeError, Loader
@@ -187,15 +187,16 @@ def test_a_damaged_frame_is_an_error_of_its_sample_or_is_substituted(h264_demo: 
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "said", "graph"),
     [
-        (DecodeError("NVDEC has no surface"), "NVDEC has no surface"),
-        (torch.OutOfMemoryError(), r"the GPU's memory is not enough for \d+ frames"),
+        (DecodeError("NVDEC has no surface"), "NVDEC has no surface", None),
+        (torch.OutOfMemoryError(), r"the GPU's memory is not enough for \d+ frames", dict),
     ],
 )
 def test_a_frame_that_only_the_cpu_decodes_moves_the_camera_to_the_cpu(
     error: Exception,
     said: str,
+    graph: Any,
     h264_demo: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -211,15 +212,17 @@ def test_a_frame_that_only_the_cpu_decodes_moves_the_camera_to_the_cpu(
 
     monkeypatch.setattr(torchcodec_decoder, "decode_in_parts", fail)
     arguments: dict[str, Any] = {"batch_size": 16, "shuffle": False, "device": "cpu", "image_dtype": "uint8"}
+    arguments["dali_graph"] = graph
     with pytest.raises(DecodeError, match=rf'^decode="torchcodec-cuda": .*: {said}\. Use decode="auto"'):
         list(Loader(dataset, decode="torchcodec-cuda", **arguments))
     assert (times[-1] == 1) == isinstance(error, DecodeError)  # a frame that fails is decoded alone
     expected = list(Loader(dataset, decode="torchcodec", **arguments))
-    let_auto_take_dali(monkeypatch, "torchcodec-cuda")
+    let_auto_take_nvdec(monkeypatch)
     with Loader(dataset, decode="auto", **arguments) as loader:
         assert {each.decoder for each in loader.routes.values()} == {"torchcodec-cuda"}
         assert all(itertools.starmap(equal, zip(loader, expected, strict=True)))
         assert {each.decoder for each in loader.routes.values()} == {"torchcodec"}
+        assert loader.stats()["route_changes"] >= 1
     assert "Falling back to torchcodec" in caplog.text
 
 
@@ -241,17 +244,18 @@ def test_a_frame_with_another_time_is_an_error(demo: Path, monkeypatch: pytest.M
 def test_it_is_refused_where_it_cannot_run(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r'^decode="torchcodec-cuda": batches are made on the CPU$'):
         Loader(demo, decode="torchcodec-cuda", device="cpu")
-    installed = [("0.13.0+cpu", None), ("0.13.0", "13.0"), ("0.17.0", None), ("0.17.0+cpu", "13.0"), ("0.17.0", "12.8")]
-    for version, cuda in installed:
+    installed = [("0.13.0+cpu", None), ("0.14.0", "13.0"), ("0.16.1", "13.0"), ("0.17.0", None), ("0.17.0+cpu", "13.0")]
+    for version, cuda in [*installed, ("0.17.0", "12.8")]:
         monkeypatch.setattr(torchcodec_cuda.torchcodec, "__version__", version)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         said = torchcodec_cuda.unavailable(0)
-        assert said.startswith(f"torchcodec {version} and torch ")
-        assert "pip install --upgrade torch 'torchcodec>=0.14'" in said
+        assert said.startswith("on NVDEC, torchcodec must be 0.17 or later, with torch for CUDA 13, got torchcodec ")
+        assert f" {version} and torch {torch.__version__}. Install them: " in said
+        assert "pip install --upgrade 'torch>=2.11' 'torchcodec>=0.17'" in said
         dataset = Dataset(demo)
-        with pytest.raises(ValueError, match=r'decode="torchcodec-cuda": torchcodec .* do not decode on a GPU'):
+        with pytest.raises(ValueError, match=r'decode="torchcodec-cuda": on NVDEC, torchcodec must be 0\.17 or later'):
             route.choose_routes(dataset.source, IndexCache(dataset.source), "torchcodec-cuda", 0, 8)
-    for version, cuda in [("0.14.0", "13.0"), ("0.17.1+cu130", "13.2"), ("1.0.0", "14.0")]:
+    for version, cuda in [("0.17.0", "13.0"), ("0.17.1+cu130", "13.2"), ("1.0.0", "14.0")]:
         monkeypatch.setattr(torchcodec_cuda.torchcodec, "__version__", version)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         assert torchcodec_cuda.unavailable(0) == ""

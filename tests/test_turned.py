@@ -15,7 +15,6 @@ import torch
 from support import videos as data
 from support.datasets import video
 from support.programs import pictures
-from support.routes import let_auto_take_dali
 from support.slow import slow
 from support.tools import prepared, table_of
 from torchcodec.decoders import VideoDecoder  # type: ignore[attr-defined]  # exported, but not by __all__
@@ -125,19 +124,12 @@ def test_dali_leaves_them_to_torchcodec(tmp_path: Path) -> None:
     check(root, expected, decode="auto")
 
 
-def test_dali_leaves_a_later_file_to_torchcodec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dali_refuses_a_later_file(tmp_path: Path) -> None:
     """The first file is upright, so DALI begins."""
     files = [file_of(tmp_path, degrees, data.vp9(12)) for degrees in (0, 90)]
     root = data.write_dataset(tmp_path / "set", files, [data.EPISODES] * 2, size=SHOWN)
     with data.loader(root, decode="dali") as loader, pytest.raises(DecodeError, match="rotated frames"):
         list(loader)
-    let_auto_take_dali(monkeypatch)
-    with data.loader(root, decode="auto") as loader:
-        assert loader.routes[data.CAMERA].decoder == "dali"
-        shown = [(e % 2, f, frame) for e, f, frame in data.samples(loader)]
-        assert loader.stats()["route_changes"] == 1
-    assert len(shown) == 2 * data.FRAMES
-    assert data.identities(torch.stack([frame for *_, frame in shown])) == [(e, f) for e, f, _ in shown]
 
 
 def test_torchcodec_that_cannot_turn_is_an_error(lying: Path, monkeypatch: pytest.MonkeyPatch) -> None:

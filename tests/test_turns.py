@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from support.batches import equal
-from support.routes import let_auto_take_dali
-from support.slow import slow
 
 from dali_stream import DecodeError, Loader
 from dali_stream.decode import dali, turns
-from dali_stream.decode.dali import DaliDecoder
 from dali_stream.decode.decoder import RouteChange
+from dali_stream.decode.torchcodec_decoder import TorchcodecDecoder
 from dali_stream.errors import DaliStreamError
 from dali_stream.pipeline import dali_batches, dali_iterator
 from dali_stream.pipeline.producer import Producer
@@ -43,8 +41,8 @@ def one_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not at_once
 
 
-def make(root: Path, seed: int) -> Loader:
-    return Loader(root, batch_size=8, seed=seed, image_dtype="uint8", dali_graph=lambda nodes: dict(nodes))
+def make(root: Path, seed: int, **options: Any) -> Loader:
+    return Loader(root, batch_size=8, seed=seed, image_dtype="uint8", dali_graph=lambda nodes: dict(nodes), **options)
 
 
 @pytest.mark.usefixtures("one_device")
@@ -118,26 +116,24 @@ def test_a_forked_process_does_not_wait_for_the_turn_of_a_thread_of_its_parent()
 
 
 def check_a_route_change(root: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """No batch is lost if the `number`-th clip is refused while it is packed."""
-    make_clip, calls = DaliDecoder.make, itertools.count(1)
+    """No batch is lost if the `number`-th clip is refused after it was decoded."""
+    resize, calls = TorchcodecDecoder._resized, itertools.count(1)
 
-    def refuse(decoder: DaliDecoder, *arguments: Any) -> None:
+    def refuse(decoder: TorchcodecDecoder, *arguments: Any) -> Any:
         if next(calls) == number:
             raise RouteChange([decoder.key], "refused by the test")
-        make_clip(decoder, *arguments)
+        return resize(decoder, *arguments)
 
-    let_auto_take_dali(monkeypatch)
-    monkeypatch.setattr(DaliDecoder, "make", refuse)
-    with make(root, 0) as loader:
+    monkeypatch.setattr(TorchcodecDecoder, "_resized", refuse)
+    with make(root, 0, in_process=True) as loader:
         batches = list(loader)
         assert len(batches) == len(loader)
         assert loader.stats()["route_changes"] == 1
 
 
 @pytest.mark.usefixtures("one_device")
-@pytest.mark.parametrize("number", [30, slow(100)])
-def test_a_route_change_after_some_batches_costs_none(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    check_a_route_change(vp9_demo, monkeypatch, number)
+def test_a_route_change_after_some_batches_costs_none(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_a_route_change(vp9_demo, monkeypatch, 10)
 
 
 def test_a_route_change_before_the_first_run_costs_no_batch(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:

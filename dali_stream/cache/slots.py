@@ -29,6 +29,11 @@ class Slots:
     No lock is needed. A batch writes only slots that no other batch in progress shows or writes, see `FramesInMemory`. It may
     show what an earlier batch writes, since `Producer` waits for the tasks of the batches in their order.
 
+    NumPy asks the system for huge pages (MADV_HUGEPAGE) for arrays of 4 MiB or more. With them, the first write of a frame of
+    224×224 costs 0.2 page faults and 10 µs, in place of 37 and 61 (2 cores of an AMD EPYC, 2026-11-29, NumPy 2.4, enabled =
+    madvise). Slots are first written in ascending order, so the memory of a cache that is not full exceeds its frames by at
+    most two huge pages, which are 4 MiB on x86-64. It never exceeds that of all slots.
+
     Args:
         count: Number of slots. The system allocates the memory of a slot when it is first written.
         shape: Shape (height, width, channels) of each frame.

@@ -4,6 +4,10 @@ A decoder other than torchcodec on the CPU may refuse a file in three steps, fro
 index, `refusal_of_file` also by the first packets, and a trial decodes some frames. A Loader takes all three steps for the
 first file of each camera (`choose_routes`), and measures speeds if `decode` is "auto". Programs that describe a dataset omit
 the trial and the measurement (`choose`). For later files, the decoder calls `refusal`, and packing a clip checks its packets.
+
+"auto" chooses between NVDEC and the CPU, both with torchcodec. DALI decodes only where `decode` is "dali": on an H100, it
+delivered 117 frames/s of H.264 of 480×640 with a clip per frame, and torchcodec 9,085 with 16 frames per clip
+(`benchmarks/nvdec_decoders.py`).
 """
 
 from __future__ import annotations
@@ -83,7 +87,7 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
             routes[key] = DEPTH
         else:
             routes[key] = choice.of_camera(key)
-    if gpu is not None and any(decoder == TORCHCODEC_CUDA for decoder, *_ in choice.rates):
+    if gpu is not None and choice.rates:
         from dali_stream.decode.torchcodec_cuda import release_decoders
 
         if not any(route.decoder == TORCHCODEC_CUDA for route in routes.values()):
@@ -100,7 +104,7 @@ class _Choice:
     """Choice of the routes of the cameras of a Loader that are stored as video. See `choose_routes` for the other attributes.
 
     Attributes:
-        rates: Speeds that were measured so far, {(decoder of NVDEC, format of the video, median GOP length): speeds}.
+        rates: Speeds that were measured so far, {(format of the video, median GOP length): speeds}.
     """
 
     source: Source
@@ -108,7 +112,7 @@ class _Choice:
     decode: str
     gpu: int | None
     threads: int
-    rates: dict[tuple[str, VideoFormat, int], Rates] = field(default_factory=dict)
+    rates: dict[tuple[VideoFormat, int], Rates] = field(default_factory=dict)
 
     def of_camera(self, key: str) -> Route:
         """Return the route of a camera. See `choose_routes` for the errors.
@@ -127,8 +131,6 @@ class _Choice:
                     return routes[-1]
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
-        if len({route.decoder for route in routes}) > 1:
-            return Route("torchcodec", "NVDEC would need different decoders for the datasets of the mixture")
         return routes[0]
 
     def _unfit_for_dali(self, key: str) -> str:
@@ -143,14 +145,20 @@ class _Choice:
         try:
             index = self.indices.of(key, episode, store)
             video = VideoFiles(self.source, key).format(index, 0)
-            if self.decode == "auto" and self.gpu is not None:
-                return self._fastest(key, index, video, self.gpu)
             route = choose(self.decode, self.gpu, video, index, store)
-            if route.decoder != "torchcodec":
+            if route.decoder == "torchcodec":
+                return route
+            try:
                 from dali_stream.decode.trial import trial  # imported on use, because it imports DALI
 
                 if refused := trial(route.decoder, store, index, video, self.gpu):
                     return _torchcodec_instead(self.decode, refused)
+                if self.decode == "auto" and self.gpu is not None:
+                    return self._fastest(index, video, self.gpu)
+            except (RuntimeError, MemoryError) as error:  # such as too little memory on the GPU
+                if self.decode != "auto":
+                    raise
+                return Route("torchcodec", f"NVDEC could not be tried: {error}")
             return route
         except StorageError:
             raise
@@ -160,49 +168,23 @@ class _Choice:
             # Other files may be intact, so no error is raised here. The first batch that requires the damaged file raises it.
             return Route("torchcodec", f"the file of its first episode cannot be read: {error}")
 
-    def _fastest(self, key: str, index: VideoIndex, video: VideoFormat, gpu: int) -> Route:
-        """Return the fastest route for a file on this machine.
+    def _fastest(self, index: VideoIndex, video: VideoFormat, gpu: int) -> Route:
+        """Return the faster of NVDEC and the CPU for a file on this machine."""
+        kind = video, int(np.median(index.gop_lengths))
+        if kind not in self.rates:
+            from dali_stream.decode import rate
 
-        torchcodec is the first choice for NVDEC. On an H100, DALI delivered 117 frames/s of H.264 of 480×640 with a clip per
-        frame, and torchcodec 9,085 with 16 frames per clip (`benchmarks/nvdec_decoders.py`).
-        """
-        try:
-            decoder, why = self._on_nvdec(key, index, video, gpu)
-            if not decoder:
-                return Route("torchcodec", why)
-            kind = decoder, video, int(np.median(index.gop_lengths))
-            if kind not in self.rates:
-                from dali_stream.decode import rate
-
-                cameras = len(self.source.videos)
-                try:
-                    clips = rate.request_clips(self.source.data_store, index, gpu, decoder)
-                    self.rates[kind] = rate.measure(clips, video, gpu, cameras, self.threads, _MEASURED_S, decoder)
-                except DecodeError as error:
-                    return Route("torchcodec", f"the speed of NVDEC could not be measured: {error}")
-        except (RuntimeError, MemoryError) as error:  # such as too little memory on the GPU
-            return Route("torchcodec", f"NVDEC could not be tried: {error}")
+            try:
+                clip = rate.request_clip(self.source.data_store, index)
+                self.rates[kind] = rate.measure(clip, video, gpu, self.threads, _MEASURED_S)
+            except DecodeError as error:
+                return Route("torchcodec", f"the speed of NVDEC could not be measured: {error}")
         rates = self.rates[kind]
         text = (
-            f"NVDEC decodes {video_name(video)} of {video.height}×{video.width} at {rates.nvdec:.0f} frames/s here, and the "
-            f"CPU with {self.threads} threads at {rates.cpu:.0f}"
+            f"NVDEC decodes {_name_and_size(video)} at {rates.nvdec:.0f} frames/s here, and the CPU with {self.threads} "
+            f"threads at {rates.cpu:.0f}"
         )
-        return Route(decoder if rates.nvdec_is_faster else "torchcodec", text)
-
-    def _on_nvdec(self, key: str, index: VideoIndex, video: VideoFormat, gpu: int) -> tuple[str, str]:
-        """Return the first decoder that decodes a file correctly on NVDEC, or "" and the reasons why none does."""
-        store, reasons = self.source.data_store, list[str]()
-        for decoder, judge in ((TORCHCODEC_CUDA, refusal_of_torchcodec), ("dali", refusal_of_file)):
-            reason = judge(gpu, video, index, store)
-            reason = reason or (_lacks_torchcodec(gpu) if decoder == TORCHCODEC_CUDA else self._unfit_for_dali(key))
-            if not reason:
-                from dali_stream.decode.trial import trial  # imported on use, because it imports DALI
-
-                reason = trial(decoder, store, index, video, gpu)
-            if not reason:
-                return decoder, ""
-            reasons.append(reason)
-        return "", "; ".join(dict.fromkeys(reasons))
+        return Route(TORCHCODEC_CUDA if rates.nvdec >= rates.cpu else "torchcodec", text)
 
 
 def _torchcodec_instead(decode: str, why: str) -> Route:
@@ -228,7 +210,7 @@ def _warn_without_nvdec(gpu: int) -> None:
 def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> Route:
     """Return the route of a camera according to its first file, without decoding frames.
 
-    On a GPU, "auto" gives the decoder that a Loader tries first. The Loader takes the CPU instead if that is faster.
+    On a GPU, "auto" returns NVDEC if torchcodec can use it. A Loader then takes the CPU instead if that is faster.
 
     Args:
         decode: One of `DECODE`.
@@ -244,19 +226,21 @@ def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, 
         return Route("torchcodec", 'decode="torchcodec" asks for it')
     if decode == "auto" and gpu is None:
         return Route("torchcodec", "batches are made on the CPU, where FFmpeg decodes every codec")
-    if decode == "auto" and gpu is not None and not (refusal_of_torchcodec(gpu, video, index, store) or _lacks_torchcodec(gpu)):
-        return Route(TORCHCODEC_CUDA, f"NVDEC decodes {video_name(video)} of {video.height}×{video.width}")
-    if decode == TORCHCODEC_CUDA:
-        refused = refusal_of_torchcodec(gpu, video, index, store)
-        route = Route(TORCHCODEC_CUDA, f'decode="{TORCHCODEC_CUDA}" asks for it')
+    if decode == "dali":
+        refused, name = refusal_of_file(gpu, video, index, store), "DALI's CPU decoder" if gpu is None else "NVDEC"
+        route = Route("dali", f"{name} decodes {_name_and_size(video)}")
     else:
-        refused = refusal_of_file(gpu, video, index, store)
-        where = "DALI's CPU decoder" if gpu is None else "NVDEC"
-        route = Route("dali", f"{where} decodes {video_name(video)} of {video.height}×{video.width}")
+        refused = refusal_of_torchcodec(gpu, video, index, store) or _lacks_torchcodec(gpu)
+        asked = f'decode="{TORCHCODEC_CUDA}" asks for it'
+        route = Route(TORCHCODEC_CUDA, f"NVDEC decodes {_name_and_size(video)}" if decode == "auto" else asked)
     return _torchcodec_instead(decode, refused) if refused else route
 
 
-def _lacks_torchcodec(gpu: int) -> str:
+def _name_and_size(video: VideoFormat) -> str:
+    return f"{video_name(video)} of {video.height}×{video.width}"
+
+
+def _lacks_torchcodec(gpu: int | None) -> str:
     """Return why torchcodec cannot decode on the GPU, also if it or DALI cannot be imported."""
     try:
         from dali_stream.decode.torchcodec_cuda import unavailable  # imported on use, because it imports torchcodec

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
-import re
 import threading
 from collections.abc import Iterator
 
@@ -17,9 +16,8 @@ import torch
 import torchcodec
 
 from dali_stream.decode.capability import SESSIONS_PER_ENGINE, engines
+from dali_stream.system.torchcodec_import import NVDEC_REMEDY, refusal_on_nvdec
 
-_LEAST = (0, 14)  # minimum version of torchcodec
-_LEAST_CUDA = 13  # minimum major version of CUDA
 _creating = threading.Lock()  # held while streams are created, since decode threads may need the first ones at the same time
 _CACHED = 100  # number of NVDEC decoders that torchcodec caches per GPU, the same as in DALI; each session uses one
 
@@ -28,14 +26,8 @@ def unavailable(gpu: int | None) -> str:
     """Return why torchcodec cannot decode on the GPU, and what to install. The text is empty if it can."""
     if gpu is None:
         return "batches are made on the CPU"
-    cuda = torch.version.cuda
-    release = tuple(map(int, re.findall(r"\d+", torchcodec.__version__)[:2]))
-    if release >= _LEAST and not torchcodec.__version__.endswith("+cpu") and cuda and int(cuda.split(".")[0]) >= _LEAST_CUDA:
-        return ""
-    return (
-        f"torchcodec {torchcodec.__version__} and torch {torch.__version__} do not decode on a GPU. Install torch for CUDA 13 "
-        "and torchcodec 0.14 or later, which needs driver 580 or later: pip install --upgrade torch 'torchcodec>=0.14'"
-    )
+    refused = refusal_on_nvdec(torchcodec.__version__, torch.__version__, torch.version.cuda)
+    return f"{refused}. Install them: {NVDEC_REMEDY}" if refused else ""
 
 
 def device_name(gpu: int | None) -> str:

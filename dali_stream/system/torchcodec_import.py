@@ -1,4 +1,4 @@
-"""Import of torchcodec: with an error that says what to install if it cannot be loaded, and without what is not needed."""
+"""Versions and import of torchcodec: what to install if it cannot be loaded or used on NVDEC, and what is not imported."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ _NEEDS = (
     "it needs FFmpeg's shared libraries and a version that fits torch: install FFmpeg 4 to 8 (Debian, Ubuntu: apt-get install "
     "ffmpeg)"
 )
+
+# 0.14 to 0.16 cache decoders by the coded size, so videos of 360 and 368 lines share a crop, and frames have wrong rows (issue
+# 1704 of torchcodec). They also return wrong times for VP9 with hidden frames.
+_LEAST_ON_NVDEC = (0, 17)
+_LEAST_CUDA = 13  # minimum major version of CUDA for NVDEC
+NVDEC_REMEDY = "pip install --upgrade 'torch>=2.11' 'torchcodec>=0.17', both for CUDA 13 as on PyPI, with driver 580 or later"
 
 
 class TorchcodecError(DaliStreamError):
@@ -52,6 +58,20 @@ def explained_import() -> Iterator[None]:
         remedy = _remedy(cause)
         message = f"torchcodec cannot be loaded ({cause}). {remedy[0].upper()}{remedy[1:]}"
         raise TorchcodecError(message, cause, remedy) from error
+
+
+def refusal_on_nvdec(torchcodec: str, torch: str, cuda: str | None) -> str:
+    """Return why torchcodec must not decode on NVDEC. The text is empty if it may. `NVDEC_REMEDY` says what to install.
+
+    Args:
+        torchcodec: Version of torchcodec.
+        torch: Version of torch.
+        cuda: Version of CUDA of torch's build. None for a build without CUDA.
+    """
+    is_new = tuple(map(int, re.findall(r"\d+", torchcodec)[:2])) >= _LEAST_ON_NVDEC and not torchcodec.endswith("+cpu")
+    if is_new and cuda and int(cuda.split(".")[0]) >= _LEAST_CUDA:
+        return ""
+    return f"on NVDEC, torchcodec must be 0.17 or later, with torch for CUDA 13, got torchcodec {torchcodec} and torch {torch}"
 
 
 def _check_libraries() -> None:

@@ -14,8 +14,8 @@ import numpy as np
 
 from dali_stream.checks.arguments import positive
 from dali_stream.dataset import Dataset
-from dali_stream.decode.refusal import refusal, refusal_of_torchcodec
-from dali_stream.decode.route import DEPTH, IMAGES, TORCHCODEC_CUDA, Route, choose
+from dali_stream.decode.refusal import refusal_of_torchcodec
+from dali_stream.decode.route import DEPTH, IMAGES, Route, choose
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
 from dali_stream.lerobot.episode_table import Files
 from dali_stream.lerobot.info import INFO
@@ -288,8 +288,8 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None, is_d
     route = DEPTH if is_depth else choose("auto", gpu, first, tables[0], store)
     # The end of a file cuts its last GOP short, so this GOP says nothing about the distance of keyframes.
     shortest = [int(table.gop_lengths[: max(len(table.keyframes) - 1, 1)].min()) for table in tables]
-    judge = refusal_of_torchcodec if route.decoder == TORCHCODEC_CUDA else refusal
-    reasons = ((table.path, judge(gpu, table.format(n), table)) for table in tables for n in range(len(table.configs)))
+    formats_of = ((table, table.format(number)) for table in tables for number in range(len(table.configs)))
+    reasons = ((table.path, refusal_of_torchcodec(gpu, video, table)) for table, video in formats_of)
     return CameraReport(
         kind="video",
         height=first.height,

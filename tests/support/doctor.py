@@ -36,10 +36,10 @@ BROKEN = "raise ImportError('libX.so: undefined symbol')"
 
 def shadows(folder: Path, *, torch: str | None = None, torchcodec: str | None = None, dali: str | None = None) -> Path:
     """A folder for PYTHONPATH whose packages Python imports instead of the real ones: given code, or small ones that work."""
-    healthy = f"__version__ = '2.13.0+cu126'\n{TORCH.format(cuda='12.6', gpu=True)}"
+    healthy = f"__version__ = '2.13.0'\n{TORCH.format(cuda='13.0', gpu=True)}"
     for name, code in {
         "torch/__init__.py": torch or healthy,
-        "torchcodec/__init__.py": torchcodec or "__version__, ffmpeg_major_version = '0.13.0', 7\n",
+        "torchcodec/__init__.py": torchcodec or "__version__, ffmpeg_major_version = '0.17.0', 7\n",
         "torchcodec/decoders/__init__.py": "",
         "nvidia/__init__.py": "",
         "nvidia/dali/__init__.py": dali or "__version__ = '2.4.0'\n",

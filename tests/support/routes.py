@@ -10,10 +10,10 @@ from dali_stream.decode.capability import Capability
 DECODES = Capability(True, "", 1, (48, 48), (4096, 4096), 65536)
 
 
-def let_auto_take_dali(monkeypatch: pytest.MonkeyPatch, decoder: str = "dali") -> None:
-    """Let decode="auto" take DALI, or another decoder, on a CPU, and fall back to torchcodec, as it does on a GPU."""
+def let_auto_take_nvdec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let decode="auto" take "torchcodec-cuda" on a CPU, and fall back to torchcodec, as it does on a GPU."""
     choose = route.choose
-    monkeypatch.setattr(route, "choose", lambda _, *rest: choose(decoder, *rest))
+    monkeypatch.setattr(route, "choose", lambda _, *rest: choose("torchcodec-cuda", *rest))
 
 
 def let_nvdec_answer(monkeypatch: pytest.MonkeyPatch, answer: Capability = DECODES) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from dali_stream.checks.arrays import NONE
 from dali_stream.decode.audit import difference
 from dali_stream.decode.capability import capability
-from dali_stream.decode.refusal import refusal, smallest_coded_size
+from dali_stream.decode.refusal import refusal
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, counted
 from dali_stream.mp4.clip import is_avc, pack
@@ -23,6 +23,7 @@ from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.mp4.timing import explain
 from dali_stream.storage import Store
 from dali_stream.system.cached import cached_property
+from dali_stream.system.torchcodec_import import NVDEC_REMEDY
 from dali_stream.tools.description import LOOK_AT, CameraReport, describe_video
 from dali_stream.tools.diagnosis import answers
 from dali_stream.tools.diagnosis.machine import NOTHING_TO_DO, Decoders
@@ -160,11 +161,11 @@ class Camera:
         calls: dict[str, Call] = {}
         if self._decoders.torchcodec:
             calls["torchcodec"] = partial(answers.decode, clip, video, False, None)
+            on_nvdec = [place for place in self._decoders.gpus if self.reports[place].route.decoder != "torchcodec"]
+            for place in on_nvdec:
+                calls[f"NVDEC of {place}"] = partial(answers.decode, clip, video, False, self._decoders.gpus[place])
         if self._decoders.dali and not refusal(None, video, table):
             calls["DALI on the CPU"] = partial(answers.decode, clip, video, True, None)
-        for place, gpu in self._decoders.gpus.items() if self._decoders.dali else ():
-            if (nvdec := self.reports[place].route.decoder) != "torchcodec":
-                calls[f"NVDEC of {place}"] = partial(answers.decode, clip, video, nvdec == "dali", gpu)
         return calls
 
     def decode(self, limit_s: float) -> None:
@@ -216,11 +217,12 @@ def check_routes(camera: Camera) -> list[Finding]:
         if gpu is None or route.decoder == "pyav" or (on_nvdec and not report.route_change):
             findings.append(camera.finding(f"on {place}", OK, text))
             continue
-        codecs = (codec for codec in ("hevc", "h264") if smallest_coded_size(codec, *size) == size)
-        codec = next((codec for codec in codecs if not capability(gpu, codec, "420", 8).refusal(*size)), "")
+        codec = next((codec for codec in ("hevc", "h264") if not capability(gpu, codec, "420", 8).refusal(*size)), "")
         remedy = (
             f"`dali-stream prepare URI OUT --codec {codec}` re-encodes the dataset for this GPU" if codec else NOTHING_TO_DO
         )
+        if route.reason.endswith(NVDEC_REMEDY):  # the text says what to install
+            remedy = ""
         findings.append(camera.finding(f"on {place}", WARNING, text, remedy))
     return findings
 

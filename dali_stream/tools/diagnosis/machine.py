@@ -15,6 +15,7 @@ from typing import Any
 
 from dali_stream.errors import counted
 from dali_stream.system.install import install_command
+from dali_stream.system.torchcodec_import import NVDEC_REMEDY, refusal_on_nvdec
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding, Status
 from dali_stream.tools.isolated import Answer
 
@@ -169,7 +170,7 @@ def _dali_builds() -> list[str]:
 
 
 def check_software(machine: Machine) -> list[Finding]:
-    """Check that each library loads, and that the driver supports its version of CUDA."""
+    """Check that each library loads, that the driver supports its version of CUDA, and that torchcodec may use NVDEC."""
     driver, builds = machine.cuda, _dali_builds()
     cuda = int(builds[0].rpartition("cuda")[2][:2]) if builds else 0
     supported = f"the driver supports up to {driver[0]}.{driver[1]}" if driver else ""
@@ -187,8 +188,13 @@ def check_software(machine: Machine) -> list[Finding]:
             remedy = f"{_TORCH}. `python -c 'import torch; torch.cuda.init()'` says why it finds none"
             torch = _problem("torch", f"{torch.text}: it finds none of the driver's GPUs, and {supported}", remedy)
     if torchcodec.status == OK:
-        text = f"{torchcodec.text}, fits torch and FFmpeg {machine.answers['torchcodec'].value['ffmpeg']}"
-        torchcodec = Finding("software", "torchcodec", OK, text)
+        known = machine.answers["torchcodec"].value
+        torchcodec = Finding("software", "torchcodec", OK, f"{torchcodec.text}, fits torch and FFmpeg {known['ffmpeg']}")
+        if torch.status == OK and any(gpu["engines"] for gpu in machine.gpus):
+            of_torch = machine.answers["torch"].value
+            if refused := refusal_on_nvdec(known["version"], of_torch["version"], of_torch["cuda"]):
+                text = f"{torchcodec.text}. The CPU decodes all videos: {refused}"
+                torchcodec = Finding("software", "torchcodec", WARNING, text, NVDEC_REMEDY)
     return [dali, torch, torchcodec]
 
 

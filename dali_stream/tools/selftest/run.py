@@ -249,9 +249,9 @@ class _Run:
         ]
 
     def _soak(self, video: Video) -> Job:
-        """Return the job that streams epochs. On a GPU, the second camera is AV1, and `decode` is "auto"."""
+        """Return the job that streams epochs. With torchcodec on NVDEC, the second camera is AV1, and `decode` is "auto"."""
         folder, decode, av1 = self._folder(video), "dali", ("av1", SHORT, SIZE)
-        if self._gpu is not None and self._write([av1]):
+        if self._gpu is not None and TORCHCODEC_CUDA in self._nvdec and self._write([av1]):
             try:
                 folder, decode = videos.mix(str(self._root / "mixed"), folder, self._folder(av1)), "auto"
             except OSError as error:  # such as a full disk
