@@ -3,7 +3,8 @@
     python benchmarks/nvdec_decoders.py [--codec h264] [--size 480x640] [--gop 2] [--seconds 1] [--device cuda] [--out FILE]
 
 The program writes a demo dataset, and decodes random frames of one of its videos from packed clips. The frames stay on the GPU.
-In the first round, their identity is read, and `wrong` is the number of frames that are not the requested ones. `--device cpu`
+In the first round, their identity is read, and `wrong` is the number of frames that are not the requested ones. `marks` is the
+keyframe marks of the clips for torchcodec on NVDEC: "one", as in a Loader, or "all", one for each GOP prefix. `--device cpu`
 serves only to test this program, and leaves out DALI unless the codec is VP9.
 """
 
@@ -31,6 +32,7 @@ from dali_stream.tools.selftest import videos
 
 BATCHES = 24  # number of clips that torchcodec repeats
 ON_TORCHCODEC = [(1, 1), (1, 4), (1, 16), (16, 1), (16, 4), (16, 16), (64, 4), (64, 16)]  # (frames per clip, threads)
+ALL_MARKS = [(16, 16), (64, 16)]
 ON_DALI = [(1, 64, 8), (4, 16, 8), (16, 4, 4), (16, 16, 16), (64, 4, 4), (64, 16, 16)]  # (frames per clip, clips, threads)
 ON_CPU = [(16, 1), (16, 16)]
 Request = tuple[list[int], Clip]  # numbers of frames in display order, and their clip
@@ -45,31 +47,35 @@ def main() -> None:
     arguments = on_gpu(parser)
     gpu, rows = arguments.gpu, Rows(arguments)
 
-    def keep(decoder: str, frames: int, threads: int, run: tuple[float, int]) -> None:
-        head = {"decoder": decoder, "per_clip": frames, "threads": threads}
+    def keep(decoder: str, frames: int, threads: int, run: tuple[float, int], **more: str) -> None:
+        head = {"decoder": decoder, "per_clip": frames, "threads": threads, **more}
         rows.add({**head, "frames_per_s": round(run[0]), "wrong": run[1]})
 
     with tempfile.TemporaryDirectory() as folder:
         videos.write(folder + "/demo", arguments.codec, arguments.gop, arguments.size)
         video = videos.read(folder + "/demo")[0]
-        for frames, threads in ON_TORCHCODEC if gpu is not None else ():
-            keep("torchcodec-cuda", frames, threads, with_torchcodec(video, frames, threads, gpu, arguments.seconds))
+        for marks, settings in {"one": ON_TORCHCODEC, "all": ALL_MARKS}.items() if gpu is not None else ():
+            for frames, threads in settings:
+                run = with_torchcodec(video, frames, threads, gpu, arguments.seconds, marks == "one")
+                keep("torchcodec-cuda", frames, threads, run, marks=marks)
         for frames, threads in ON_CPU:
             keep("torchcodec", frames, threads, with_torchcodec(video, frames, threads, None, arguments.seconds))
         for frames, clips, threads in ON_DALI if gpu is not None or arguments.codec in DALI_ON_CPU else ():
             keep("dali", frames, threads, with_dali(video, frames, clips, threads, gpu, arguments.seconds))
 
 
-def requests(video: videos.Video, frames: int, clips: int) -> list[Request]:
-    """Return requests for random frames."""
+def requests(video: videos.Video, frames: int, clips: int, one_mark: bool = False) -> list[Request]:
+    """Return requests for random frames, with clips of which only the first packet is marked as a keyframe if `one_mark`."""
     rng, total = np.random.default_rng(frames), len(video.identity)
     picks = [sorted(rng.choice(total, min(frames, total), replace=False).tolist()) for _ in range(clips)]
-    return [(shown, video.clip(shown)) for shown in picks]
+    return [(shown, video.clip(shown, one_mark)) for shown in picks]
 
 
-def with_torchcodec(video: videos.Video, frames: int, threads: int, gpu: int | None, seconds: float) -> tuple[float, int]:
+def with_torchcodec(
+    video: videos.Video, frames: int, threads: int, gpu: int | None, seconds: float, one_mark: bool = False
+) -> tuple[float, int]:
     """Return the frames/s of torchcodec with a clip per thread at a time, and the number of wrong frames of the first round."""
-    made = requests(video, frames, BATCHES)
+    made = requests(video, frames, BATCHES, one_mark)
 
     def decode(request: Request, check: Callable[[list[int], Any], int] | None = None) -> int:
         shown, clip = request

@@ -184,13 +184,16 @@ def decode_clip(clip: Clip, expected: VideoFormat, device: str = "cpu") -> Frame
 def decode_clip_in_parts(
     clip: Clip, expected: VideoFormat, part: int, device: str = "cpu"
 ) -> Iterator[tuple[list[int], torch.Tensor, int]]:
-    """Decode the requests of a clip in display order, in parts of `part` requests.
+    """Decode the requests of a clip in display order, in parts of at most `part` frames.
+
+    The keyframes in `Clip.keyframes` are decoded as well, and their times are compared before later frames are yielded.
 
     Yields:
         Numbers of the requests in this part, their RGB frames as a uint8 tensor of shape (n, H, W, 3) on `device`, and the
         number of frames that were decoded since the previous part.
     """
-    order, decoded = sorted(range(len(clip.frames)), key=clip.frames.__getitem__), clip.coded_frames
+    indices = [*clip.frames, *set(clip.keyframes).difference(clip.frames)]
+    order, decoded = sorted(range(len(indices)), key=indices.__getitem__), clip.coded_frames
     try:
         decoder = _open(clip, device)
         if expected.rotation and not hasattr(decoder.metadata, "rotation"):
@@ -205,10 +208,15 @@ def decode_clip_in_parts(
                 f"{size[0]}×{size[1]}"
             )
         for start in range(0, len(order), part):
-            requests = order[start : start + part]
-            batch = decoder.get_frames_at([clip.frames[i] for i in requests])
-            yield requests, _checked(batch, [clip.frames[i] for i in requests], expected), decoded
-            decoded = 0
+            some = order[start : start + part]
+            displayed = [indices[i] for i in some]
+            frames = _checked(decoder.get_frames_at(displayed), displayed, expected)
+            requests = [i for i in some if i < len(clip.frames)]
+            if len(requests) < len(some):
+                frames = frames[[place for place, i in enumerate(some) if i < len(clip.frames)]]
+            if requests:
+                yield requests, frames, decoded
+                decoded = 0
     except torch.OutOfMemoryError:  # raised for a GPU, and not caused by the file
         raise
     except (RuntimeError, ValueError, IndexError) as error:

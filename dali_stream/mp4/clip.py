@@ -45,12 +45,16 @@ class Clip:
         coded_frames: Number of frames in the clip.
         hashes: For each request, {packet of its GOP prefix: hash of the prefix up to it}. Empty unless they were requested. See
             `packet_hashes`.
+        keyframes: Indices of the keyframes at which decoding continues although they are not marked as keyframes. Whoever
+            decodes the clip also decodes these, and compares their times. If one of them were lost, the frames after it would
+            be decoded against another GOP without an error. Empty unless the clip is for NVDEC.
     """
 
     data: bytearray
     frames: list[int]
     coded_frames: int
     hashes: list[Mapping[int, int]] = field(default_factory=list)
+    keyframes: list[int] = field(default_factory=list)
 
 
 class UnsafeForNvdec(DecodeError):
@@ -204,7 +208,8 @@ def pack(
         indices: Index of the file of each request. All requested packets must have the same `config`.
         packets: Packet of each request in its file. Requests may be repeated.
         from_the_start: Whether the clip starts at the first frame of the file. Default: False.
-        for_nvdec: Whether to refuse frames that are decoded wrongly on NVDEC. Default: False.
+        for_nvdec: Whether to refuse frames that are decoded wrongly on NVDEC, and to mark only the first packet of the clip as
+            a keyframe. Default: False.
         hidden_frames: Whether to accept hidden frames with `for_nvdec`, which only DALI decodes wrongly. Default: False.
         hashed: Whether to compute `Clip.hashes`. Default: False.
         timed: Timer that measures reading. Default: no measurement.
@@ -252,7 +257,11 @@ def pack(
         each = {(key, start): runs[key].hashes(data[key], start) for key, start in set(zip(keys, starts, strict=True))}
         hashes = [each[key, start] for key, start in zip(keys, starts, strict=True)]
     coded_frames = sum(len(run.packets) for run in runs.values())
-    return Clip(_mux(list(runs.values()), list(data.values())), frames, coded_frames, hashes)
+    # torchcodec seeks to marked keyframes and then flushes the decoder, which takes NVDEC about 200 µs. IDR frames and the
+    # keyframes of other codecs reset decoders as well, so frames are right without it. The CPU's clips keep the marks, because
+    # FFmpeg conceals damage that no check finds with the previous frame, which could then more often be of another GOP.
+    unmarked = list(before.values())[1:] if for_nvdec else []
+    return Clip(_mux(list(runs.values()), list(data.values()), unmarked), frames, coded_frames, hashes, unmarked)
 
 
 def packet_hashes(store: Store, index: VideoIndex, packets: Sequence[int]) -> dict[int, int]:
@@ -320,13 +329,14 @@ def _stop(index: VideoIndex, packet: int) -> int:
 _HELD_BACK = 4
 
 
-def _mux(runs: list[_Run], body: list[bytes]) -> bytearray:
+def _mux(runs: list[_Run], body: list[bytes], unmarked: list[int]) -> bytearray:
     index, first = runs[0].index, runs[0].packets[0]
     begins = list(itertools.accumulate((len(run.packets) for run in runs), initial=0))
     sync = np.zeros(begins.pop(), np.bool_)
-    # Only the first packet of each run is marked as a keyframe. A run may also contain the keyframe of an open GOP. If that
+    # At most the first packet of each run is marked as a keyframe. A run may also contain the keyframe of an open GOP. If that
     # were marked, a decoder could seek to it, and lose the frames that follow it but are displayed before it.
     sync[begins] = True
+    sync[unmarked] = False
     description, track_header, preamble = config(index, first)
     sizes = [size for run in runs for size in run.sizes]
     sizes[0] += len(preamble)

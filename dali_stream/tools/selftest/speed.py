@@ -82,11 +82,11 @@ def _busy(gpu: int | None) -> Iterator[None]:
         busy.result()
 
 
-def _batches(video: Video, per_clip: int) -> list[list[Clip]]:
+def _batches(video: Video, per_clip: int, for_nvdec: bool = False) -> list[list[Clip]]:
     rng = np.random.default_rng(per_clip)
 
     def clip() -> Clip:
-        return video.clip(sorted(rng.choice(len(video.identity), per_clip, replace=False).tolist()))
+        return video.clip(sorted(rng.choice(len(video.identity), per_clip, replace=False).tolist()), for_nvdec)
 
     return [[clip() for _ in range(BATCH // per_clip)] for _ in range(BATCHES)]
 
@@ -110,7 +110,7 @@ def _dali(
 
 def _torchcodec(video: Video, gpu: int | None, threads: int, per_clip: int = 16) -> Callable[[], int]:
     """Return a function that decodes batches with torchcodec, by default clips as in the Loader. It returns their frames."""
-    batches, pool = itertools.cycle(_batches(video, per_clip)), ThreadPoolExecutor(threads)
+    batches, pool = itertools.cycle(_batches(video, per_clip, gpu is not None)), ThreadPoolExecutor(threads)
 
     def decode(clip: Clip) -> int:
         with torchcodec_cuda.own_stream(gpu):

@@ -35,9 +35,15 @@ class Video:
         self.format = self.table.format()
         self._packets: list[int] = self.table.display_order[:].tolist()
 
-    def clip(self, shown: Sequence[int]) -> Clip:
-        """Return a packed clip with some frames, which are numbered in display order."""
-        return pack(self.store, [self.table] * len(shown), [self._packets[frame] for frame in shown])
+    def clip(self, shown: Sequence[int], for_nvdec: bool = False) -> Clip:
+        """Return a packed clip with some frames.
+
+        Args:
+            shown: Numbers of the frames in display order.
+            for_nvdec: Whether the clip is for torchcodec on NVDEC. Default: False.
+        """
+        indices, packets = [self.table] * len(shown), [self._packets[frame] for frame in shown]
+        return pack(self.store, indices, packets, for_nvdec=for_nvdec, hidden_frames=True)
 
     def frames(self, shown: Sequence[int], device: str = "cpu") -> npt.NDArray[np.uint8]:
         """Return some frames, decoded by torchcodec, with shape (n, H, W, 3).
