@@ -186,8 +186,7 @@ class _Places(NamedTuple):
     @classmethod
     def of(cls, index: VideoIndex, starts: Float64, fps: float) -> _Places:
         packets, away, _ = index.nearest(starts)
-        keyframes = np.sort(index.display_place[index.keyframes[:]])
-        place = index.display_place[packets]
+        keyframes, place = np.sort(index.place(index.keyframes.astype(np.int64))), index.place(packets)
         is_frame = away <= TOLERANCE / fps
         is_keyframe = is_frame & np.isin(place, keyframes)
         gop = float(np.median(np.diff(np.append(keyframes, len(index)))))

@@ -91,18 +91,18 @@ def head(track: Track) -> bytes:
     return b"".join((ftyp, _moov(track.timescale, int(track.pts.max()) + track.last, track.header, tables), mdat))
 
 
-def _runs(*columns: Int64) -> tuple[Int64, Int64]:
+def _runs(values: Int64, *others: Int64) -> tuple[Int64, Int64]:
     """Return the first place and the length of each run of equal consecutive values in all columns."""
-    is_first = np.ones(len(columns[0]) + 1, np.bool_)  # and the end of the columns
-    is_first[1:-1] = False
-    for values in columns:
-        is_first[1:-1] |= values[1:] != values[:-1]
-    bounds = np.flatnonzero(is_first)
+    is_first = np.ones(len(values) + 1, np.bool_)  # and the end of the columns
+    np.not_equal(values[1:], values[:-1], out=is_first[1:-1])
+    for other in others:
+        is_first[1:-1] |= other[1:] != other[:-1]
+    [bounds] = is_first.nonzero()
     return bounds[:-1], bounds[1:] - bounds[:-1]
 
 
 def _table(kind: bytes, dtype: str, *columns: Int64) -> bytes:
-    entries = np.stack(columns, 1).astype(dtype).tobytes()
+    entries = np.array(columns, dtype).T.tobytes()
     version = 1 if dtype == ">i4" else 0  # in which the shifts of `ctts` are signed
     return full_box(kind, version, 0, struct.pack(">I", len(columns[0])), entries)
 

@@ -155,8 +155,7 @@ class EpisodeTimes:
 
     def _place(self, packets: Int64) -> Int64:
         """Return the places of packets among the displayed frames, in display order. The place of `NONE` is arbitrary."""
-        places: Int64 = self.index.display_place[packets] if self.index.reordered else packets
-        return places - self.index.displayed.start
+        return self.index.place(packets) - self.index.displayed.start
 
 
 def explain(episode: EpisodeTimes, frame: int, *, prepares: bool = False) -> str:
