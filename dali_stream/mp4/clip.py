@@ -390,10 +390,10 @@ def _mux(
         TIMESCALE,
         track_header,
         (description,),
-        size=np.array(sizes),
-        pts=TICK * np.array(ranks),
+        size=sizes,
+        pts=[TICK * rank for rank in ranks],
         sync=sync,
-        config=np.zeros(len(sync), np.int64),
+        config=[0] * len(sizes),
         last=TICK,
     )
     return bytearray().join((head(track), preamble, *body))

@@ -215,7 +215,7 @@ def read_back(store: Store, path: str, track: Track, digest: str) -> VideoIndex 
         and np.array_equal(index.keyframes, np.flatnonzero(track.sync))
         and np.array_equal(index.size(), track.size)
         and np.array_equal(index.pts(), track.pts)
-        and np.array_equal(index.config[:], track.config)
+        and np.array_equal(index.config, track.config)
         and _digest(read_packets(store, index, 0, len(index))) == digest
     )
     return index if same else None
