@@ -198,7 +198,7 @@ def test_the_index_is_what_the_tables_say(tmp_path_factory: pytest.TempPathFacto
     assert index.end[:].tolist() == [offset + size for offset, size in zip(written.offset, written.size, strict=True)]
     assert index.pts().tolist() == written.pts
     order = sorted(every, key=lambda packet: written.pts[packet])
-    assert index.shown_at[:].tolist() == sorted(written.pts)
+    assert index.shown_at().tolist() == sorted(written.pts)
     assert index.displayed_packets.tolist() == [packet for packet in order if packet in written.displayed]
     assert (len(index.displayed), index.hidden) == (len(written.displayed), len(written) - len(written.displayed))
     assert index.display_order[:].tolist() == order

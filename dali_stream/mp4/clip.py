@@ -220,9 +220,9 @@ def pack(
     Raises:
         UnsafeForNvdec: If `for_nvdec` is set, and a packet has hidden frames or decoding starts at a keyframe that is not an
             IDR frame.
-        DecodeError: If a file has open GOPs (see `VideoIndex.open_gops`) and the clip would have more than one run, if the
-            sample descriptions or encoders differ, if a frame is damaged or depends on frames before the start of the file, or
-            if a file has become shorter.
+        DecodeError: If a file has open GOPs (see `VideoIndex.open_gops`) and the clip would have more than one GOP prefix,
+            if the sample descriptions or encoders differ, if a frame is damaged or depends on frames before the start of the
+            file, or if a file has become shorter.
     """
     by_id = {id(index): index for index in indices}
     starts = [_start(index, packet) for index, packet in zip(indices, packets, strict=True)]
@@ -236,7 +236,8 @@ def pack(
             stops[key] = stop
     # The keyframe of an open GOP need not reset the decoder (see `keyframes`), so the previous prefix would affect the frames
     # of the GOP.
-    if len(stops) > 1 and any(index.open_gops for index in by_id.values()):
+    open_gops = any(index.open_gops for index in by_id.values())
+    if len(stops) > 1 and open_gops:
         raise DecodeError("frames of open GOPs cannot share a clip with others, because each GOP prefix needs its own clip")
     # If a file has one sample description, it applies to all packets. `read_index` rejects files whose description changes
     # within a GOP, and most prefixes have one or two GOPs, so the first and the last packet are compared.
@@ -244,18 +245,12 @@ def pack(
     mixed = [(by_id[file], start, stop) for (file, start), stop in stops.items() if len(by_id[file].configs) > 1]
     if len(configs.union(config(index, packet) for index, *ends in mixed for packet in ends)) > 1:
         raise DecodeError("frames of different sample descriptions (stsd) or encoders cannot share a clip")
-    # Neighbours of a file are read together. They are displayed one after the other, as all prefixes of a clip.
-    runs: list[tuple[int, int, int]] = []
-    for (file, start), stop in stops.items():
-        if runs and runs[-1][0] == file and runs[-1][2] + 1 == start:
-            runs[-1] = file, runs[-1][1], stop
-        else:
-            runs.append((file, start, stop))
-    decoded = [(by_id[file], _decoded(by_id[file], start, stop)) for file, start, stop in runs]
+    decoded = [(by_id[file], _decoded(by_id[file], start, stop)) for file, start, stop in _runs(stops)]
     ranks = _ranks(decoded)
+    # Places in the clip at which prefixes begin. The only prefix of a file with open GOPs may have fewer packets than counted.
     begins = list(itertools.accumulate((stop - start + 1 for (_, start), stop in stops.items()), initial=0))
     begin = dict(zip(stops, begins, strict=False))
-    if any(index.open_gops for index in by_id.values()):  # there is one prefix, which may lack packets
+    if open_gops:
         frames = [ranks[_place(decoded[0][1], packet)] for packet in packets]
     else:
         frames = [ranks[begin[key] + packet - key[1]] for key, packet in zip(keys, packets, strict=True)]
@@ -274,6 +269,21 @@ def pack(
     sizes = [size for stretch in stretches for size in stretch.sizes]
     index, first = decoded[0][0], decoded[0][1][0]
     return Clip(_mux(index, first, sizes, ranks, begins[:-1], data), frames, len(sizes), hashes)
+
+
+def _runs(stops: Mapping[tuple[int, int], int]) -> list[tuple[int, int, int]]:
+    """Return the (id of the index, first packet, last packet) of GOP prefixes. Neighbours in a file are joined.
+
+    Args:
+        stops: {(id of the index, first packet): last packet} of each prefix.
+    """
+    runs: list[tuple[int, int, int]] = []
+    for (file, start), stop in stops.items():
+        if runs and runs[-1][0] == file and runs[-1][2] + 1 == start:
+            runs[-1] = file, runs[-1][1], stop
+        else:
+            runs.append((file, start, stop))
+    return runs
 
 
 def _ranks(decoded: Sequence[tuple[VideoIndex, Sequence[int]]]) -> Sequence[int]:

@@ -258,5 +258,5 @@ def _contradicted(places: _Places, groups: _Groups) -> Mask:
 
 def _gaps(index: VideoIndex, fps: float) -> int:
     """Return the number of frames that are visibly missing between the displayed frames of a file, by their times."""
-    seconds = index.shown_at[index.displayed.start : index.displayed.stop] / index.timescale
+    seconds = index.shown_at(slice(index.displayed.start, index.displayed.stop)) / index.timescale
     return max(int((np.rint(np.diff(seconds) * fps) - 1).sum()), 0)

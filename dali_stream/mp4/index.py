@@ -40,6 +40,7 @@ class VideoIndex:
     """Index of the n packets of one file, in decode order. `read_index` creates it.
 
     Arrays of numbers that are not negative and below 2^32 are uint32, and others are int64. The methods return int64.
+    An index of a file at a constant frame rate stores no times.
 
     Attributes:
         path: Path of the file, relative to the dataset.
@@ -49,7 +50,8 @@ class VideoIndex:
         bounds: Positions in the file, in bytes. The first n are the positions of the packets, and the last n are the positions
             after them. If all packets are stored end to end, the shape is (n + 1,), because each packet begins where the one
             before it ends. Otherwise, it is (2 n,).
-        shown_at: Presentation times in ticks, in increasing order, shape (n,). The edit list is applied.
+        times: Presentation times in ticks, in increasing order, n numbers: a range if the frame rate is constant, and an array
+            otherwise. The edit list is applied.
         displayed: Places in `display_order` of the displayed frames. The edit list hides the other frames, which are only
             decoded if a displayed frame depends on them. A file that was cut without encoding it again has such frames.
         keyframes: Packets at which decoding can start, shape (k,).
@@ -69,7 +71,7 @@ class VideoIndex:
     track_header: bytes
     timescale: int
     bounds: Array
-    shown_at: Array
+    times: Array | range
     displayed: range
     keyframes: Array
     config: npt.NDArray[np.int8]
@@ -81,16 +83,16 @@ class VideoIndex:
     preambles: tuple[bytes, ...]
 
     def __len__(self) -> int:
-        return len(self.shown_at)
+        return len(self.times)
 
     @property
     def nbytes(self) -> int:
-        """Memory of the index in bytes: 9 to 33 per packet, and 4 per GOP.
+        """Memory of the index in bytes: 5 to 33 per packet, and 4 per GOP.
 
-        It is 9 for contiguous packets without B-frames, in a file of less than 4 GiB.
+        It is 5 for contiguous packets without B-frames at a constant frame rate, in a file of less than 4 GiB.
         """
-        arrays = self.bounds, self.shown_at, self.keyframes, self.config, *(self.reordering or ())
-        return sum(each.nbytes for each in arrays) + len(self.track_header) + 1024
+        arrays = self.bounds, self.times, self.keyframes, self.config, *(self.reordering or ())
+        return sum(each.nbytes for each in arrays if isinstance(each, np.ndarray)) + len(self.track_header) + 1024
 
     @property
     def offset(self) -> Array:
@@ -122,11 +124,21 @@ class VideoIndex:
 
     def pts(self, packets: Any = slice(None)) -> Any:
         """Return the presentation times of packets in ticks. See `size` for the argument."""
-        return self.shown_at[packets if self.reordering is None else self.reordering[1][packets]].astype(np.int64)
+        return self.shown_at(self.place(packets))
 
-    def place(self, packets: Int64) -> Int64:
-        """Return the places of packets in display order, with the same shape."""
+    def place(self, packets: Any) -> Any:
+        """Return the places of packets in display order. See `size` for the argument. A slice may be returned as it is."""
         return packets if self.reordering is None else self.reordering[1][packets].astype(np.int64)
+
+    def shown_at(self, places: Any = slice(None)) -> Any:
+        """Return the presentation times of places in display order, in ticks. See `size` for the argument."""
+        times = self.times
+        if not isinstance(times, range):
+            return times[places].astype(np.int64)
+        if isinstance(places, slice):
+            times = times[places]
+            return np.arange(times.start, times.stop, times.step)
+        return times.start + times.step * np.asarray(places, np.int64)
 
     def gop(self, packets: Any) -> Any:
         """Return the number of the GOP of a packet, or of each packet of an array."""
@@ -191,9 +203,9 @@ class VideoIndex:
         ticks = [int(min(max(end * self.timescale, -_MOST_TICKS), _MOST_TICKS)) for end in ends]
         first, stop = self.displayed.start, self.displayed.stop
         # Unlike NumPy, `bisect` compares the times without converting all of them to the type of `ticks`.
-        begin, end = (bisect.bisect_left(self.shown_at, tick, first, stop) for tick in ticks)
+        begin, end = (bisect.bisect_left(self.times, tick, first, stop) for tick in ticks)
         begin, end = max(min(begin, end) - 2, first), min(end + 2, stop)
-        shown = self.shown_at[begin:end] / self.timescale
+        shown = self.shown_at(slice(begin, end)) / self.timescale
         # Each time is between the frames `left` and `right`, or beyond the first or the last frame.
         right = np.minimum(np.maximum(shown.searchsorted(seconds), min(1, len(shown) - 1)), len(shown) - 1)
         left = np.maximum(right - 1, 0)
@@ -228,15 +240,17 @@ def video_index(
     The positions and sizes of packets are in bytes, and their times `pts` in ticks, all of shape (n,). By default, all frames
     are displayed, and no packet names an encoder.
     """
-    n, end, shown_at, reordering = len(size), offset + size, pts, None
+    n, end, times, reordering = len(size), offset + size, pts, None
     if not (np.diff(pts) > 0).all():
         order = np.argsort(pts, kind="stable")
-        shown_at, reordering = pts[order], (_narrow(order), _narrow(np.argsort(order)))
+        times, reordering = pts[order], (_narrow(order), _narrow(np.argsort(order)))
     is_contiguous = (offset[1:] == end[:-1]).all()
+    first, step = int(times[0]), int(times[-1] - times[0]) // max(n - 1, 1) or 1
+    is_constant = (times == first + step * np.arange(n)).all()
     return VideoIndex(
         path, configs, track_header, timescale,
         bounds=_narrow(np.concatenate([offset, end[-1:] if is_contiguous else end])),
-        shown_at=_narrow(shown_at),
+        times=range(first, first + step * n, step) if is_constant else _narrow(times),
         displayed=range(n) if displayed is None else displayed,
         keyframes=_narrow(keyframes),
         config=config.astype(np.int8),
@@ -340,7 +354,7 @@ def _check(index: VideoIndex) -> None:
         DecodeError: If a check fails. A hidden frame is also refused if it is in a GOP after that of the first displayed frame,
             or before that of the last one: a broken time may hide a frame between displayed ones.
     """
-    if (np.diff(index.shown_at) == 0).any():
+    if (np.diff(index.shown_at()) == 0).any():
         raise DecodeError("the index displays two frames at the same time (stts, ctts), which makes a timestamp ambiguous")
     if index.hidden:
         gops = index.gop(index.display_order)

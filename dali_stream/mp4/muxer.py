@@ -35,10 +35,10 @@ class Track:
         timescale: Number of ticks per second.
         header: Matrix and display size, the end of `tkhd`.
         configs: Sample descriptions (`stsd` entries).
-        size: Size of each packet in bytes, shape (n,).
-        pts: Presentation time of each packet in ticks, shape (n,). The lowest is 0.
+        size: Size of each packet in bytes, n numbers.
+        pts: Presentation time of each packet in ticks, n numbers. The lowest is 0.
         sync: Whether decoding can start at each packet, shape (n,).
-        config: Index of each packet's sample description in `configs`, shape (n,).
+        config: Index of each packet's sample description in `configs`, n numbers.
         last: Duration of the frame that is displayed last, in ticks.
     """
 
@@ -58,7 +58,7 @@ def head(track: Track) -> bytes:
     Raises:
         DecodeError: If two consecutive frames are too far apart in time for the 32 bits of the tables.
     """
-    # Most clips are short, and NumPy takes a microsecond per call, whatever the length.
+    # Most clips have a few dozen packets, for which lists are faster than NumPy.
     size, pts, config = (_listed(column) for column in (track.size, track.pts, track.config))
     # The nominal decode time of the i-th packet is the i-th display time. This keeps the shifts small, and makes all of them 0
     # without B-frames, so that `ctts` is omitted.

@@ -65,7 +65,7 @@ class PacketRange:
         hidden = (place < displayed.start, -1, displayed.start), (place >= displayed.stop, 1, displayed.stop)
         for is_hidden, sign, edge in hidden:
             if is_hidden.any():
-                distance = int(self.index.shown_at[edge] - self.index.shown_at[edge - 1])
+                distance = int(self.index.shown_at(edge) - self.index.shown_at(edge - 1))
                 pts = pts + sign * is_hidden * max(frame_ticks(self.index, fps) - distance, 0)
         return pts
 
@@ -103,7 +103,7 @@ def since(index: VideoIndex, start: float, shown: Int64) -> Int64:
         shown: Packets of the rows.
     """
     first, stop = index.displayed.start, int(index.place(shown[:1])[0])
-    before = index.shown_at[first:stop] / index.timescale >= start - 0.5 / index.timescale
+    before = index.shown_at(slice(first, stop)) / index.timescale >= start - 0.5 / index.timescale
     return np.append(index.display_order[first:stop][before], shown)
 
 
@@ -128,7 +128,7 @@ def add(runs: list[PacketRange], index: VideoIndex, packets: Int64) -> PacketRan
 
 def frame_ticks(index: VideoIndex, fps: float) -> int:
     """Return the usual duration of a frame in ticks."""
-    intervals = np.diff(index.shown_at)
+    intervals = np.diff(index.shown_at())
     return int(np.median(intervals)) if len(intervals) else max(1, round(index.timescale / fps))
 
 
