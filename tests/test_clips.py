@@ -29,6 +29,7 @@ from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.mp4.muxer import Track, head
 from dali_stream.storage import LocalStore
+from dali_stream.storage.store import StoreView
 
 PROPERTY = examples(40)
 FILES = {
@@ -124,6 +125,46 @@ def test_hashes_of_packets_do_not_depend_on_what_else_is_read(
             start = table.gop_start(packet)
             prefix = v.store.read(table.path, int(table.offset[start]), int(table.end[packet]))
             assert every[packet] == int.from_bytes(hashlib.blake2b(prefix, digest_size=8).digest(), "little")
+
+
+class Reads(StoreView):
+    """A store that notes the byte ranges that are read."""
+
+    def __init__(self, store: LocalStore) -> None:
+        super().__init__(store)
+        self.ranges: list[tuple[str, int, int]] = []
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        self.ranges.append((path, start, stop))
+        return self.store.read(path, start, stop)
+
+
+def test_what_lies_end_to_end_in_a_file_is_read_at_once(videos: Callable[[str], Videos]) -> None:
+    v, reads = videos("av1-2"), Reads(videos("av1-2").store)
+    first, second = v.tables
+    packets = [4, 5, 6, 7, 8, 11, 20]  # 9 is not needed, and 10 is the keyframe of 11
+    clip = pack(reads, [first] * len(packets) + [second] * 2, [*packets, 21, 22])
+    bounds = [(first, 4, 8), (first, 10, 11), (first, 20, 20), (second, 20, 22)]
+    assert reads.ranges == [(table.path, int(table.offset[a]), int(table.end[b])) for table, a, b in bounds]
+    assert clip.coded_frames == 5 + 2 + 1 + 3
+    requests = [(0, packet) for packet in packets] + [(1, 21), (1, 22)]
+    np.testing.assert_array_equal(decode.decode_clip(clip, v.format), v.truth(requests))
+
+
+def test_packets_with_sound_between_them_are_read_in_stretches(videos: Callable[[str], Videos], tmp_path: Path) -> None:
+    v = videos("h264-12")
+    sound = ("-f", "lavfi", "-i", "sine=frequency=440:duration=3", "-c:v", "copy", "-c:a", "aac", "-shortest")
+    data.ffmpeg("-i", Path(v.store.address) / "0.mp4", *sound, tmp_path / "sound.mp4")
+    reads = Reads(LocalStore(str(tmp_path)))
+    table = read_index(reads, "sound.mp4")
+    breaks = int((table.offset[1:36] != table.end[:35]).sum())
+    assert breaks
+    reads.ranges.clear()
+    clip = pack(reads, [table] * 36, range(36), hashed=True)
+    assert len(reads.ranges) == 1 + breaks
+    assert sum(stop - start for _, start, stop in reads.ranges) == int(table.size()[:36].sum())
+    np.testing.assert_array_equal(decode.decode_clip(clip, v.format), v.truth([(0, packet) for packet in range(36)]))
+    assert clip.hashes == pack(v.store, v.tables[:1] * 36, range(36), hashed=True).hashes
 
 
 @pytest.mark.parametrize("part", [1, 2, 3, 100])

@@ -160,7 +160,7 @@ def beside_a_hidden_frame(folder: Path) -> tuple[Path, data.Shown]:
     shown = data.shown_by_ffmpeg(video)
     assert shown.seconds[0] == pytest.approx(0.002, abs=1e-4)
     index = index_of(video)
-    assert index.shown_at[index.displayed.start - 1] / index.timescale == pytest.approx(0.001, abs=1e-4)
+    assert index.shown_at(index.displayed.start - 1) / index.timescale == pytest.approx(0.001, abs=1e-4)
     return video, shown
 
 

@@ -46,13 +46,13 @@ def cut(index: VideoIndex, packet: Int64, keyframe: Int64, size: int) -> Blocks:
     reach = _REACH if index.open_gops and is_avc(index) else 0
     final = np.minimum(packet[exists] + reach, len(index) - 1)
     # GOPs are numbered over the whole file. `begin` has those at which decoding starts, and `group` assigns the frames to them.
-    begin, group = np.unique(np.searchsorted(index.keyframes, keyframe[exists], side="right") - 1, return_inverse=True)
+    begin, group = np.unique(index.gop(keyframe[exists]), return_inverse=True)
     end = begin.copy()  # for each GOP at which decoding starts, the last GOP that decoding its frames requires
-    np.maximum.at(end, group, np.searchsorted(index.keyframes, final, side="right") - 1)
+    np.maximum.at(end, group, index.gop(final))
     origin, stop = int(begin[0]), int(end.max()) + 1
     packets = slice(int(index.keyframes[origin]), int(index.keyframes[stop]) if stop < len(index.keyframes) else len(index))
-    keyframes = index.keyframes[origin:stop] - packets.start
-    offset, sizes = index.offset[packets], index.size(packets)
+    keyframes = index.keyframes[origin:stop].astype(np.int64) - packets.start
+    offset, sizes = index.offset[packets].astype(np.int64), index.size(packets)
     before = np.cumsum(sizes)[keyframes] - sizes[keyframes]
     blocks = begin - origin
     # Each block begins with a GOP at which decoding starts, so K is at most L. The first block begins with the first such GOP,

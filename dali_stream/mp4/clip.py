@@ -13,10 +13,13 @@ If decoding depends on the encoder, bytes that name it precede the first packet 
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -61,133 +64,135 @@ class UnsafeForNvdec(DecodeError):
     """A clip for NVDEC would contain hidden frames, or a GOP prefix would begin with a keyframe that is not an IDR frame."""
 
 
-class _Run:
-    """Packets of one file that are decoded one after the other, beginning with a keyframe.
+class _Stretch(NamedTuple):
+    """Packets of one file that are stored end to end, so that one read returns all of them.
+
+    Attributes:
+        file: Index of the file.
+        packets: The packets.
+        sizes: Their sizes in bytes.
+        start: Position of the first one in the file.
+    """
+
+    file: VideoIndex
+    packets: Sequence[int]
+    sizes: list[int]
+    start: int
+
+    def read(self, store: Store) -> bytes:
+        """Return the bytes of the packets. Raises DecodeError if the file has become shorter."""
+        stop = self.start + sum(self.sizes)
+        data = store.read(self.file.path, self.start, stop)
+        # A store returns fewer bytes if a range exceeds the file, and all later packets would then be at wrong offsets.
+        if len(data) != stop - self.start:
+            raise DecodeError(
+                f"bytes {self.start} to {stop} are incomplete, because the file has become shorter since its index "
+                "was read. Open the dataset again"
+            )
+        return data
+
+
+def _decoded(index: VideoIndex, start: int, stop: int) -> Sequence[int]:
+    """Return the packets from the keyframe `start` to the packet `stop` that are decoded."""
+    if not index.open_gops:
+        return range(start, stop + 1)
+    # Frames of the first GOP that are displayed before its keyframe refer to frames before it. No other frame refers to them,
+    # so they are left out. If one of them is requested, decoding starts a GOP earlier.
+    own = np.arange(start, stop + 1)
+    packets: list[int] = own[(index.gop_start(own) != start) | (index.pts(own) >= index.pts(start))].tolist()
+    return packets
+
+
+def _stretches(index: VideoIndex, packets: Sequence[int]) -> Iterator[_Stretch]:
+    """Divide packets of a file into stretches."""
+    own = slice(packets.start, packets.stop) if isinstance(packets, range) else packets
+    starts, stops = index.offset[own].tolist(), index.end[own].tolist()
+    sizes = list(map(operator.sub, stops, starts))
+    # One read is faster than a read for each packet, both remotely (a request each) and locally (a call each).
+    if starts[1:] == stops[:-1]:
+        yield _Stretch(index, packets, sizes, starts[0])
+        return
+    edges = [0, *(i for i in range(1, len(packets)) if starts[i] != stops[i - 1]), len(packets)]
+    for begin, end in itertools.pairwise(edges):
+        yield _Stretch(index, packets[begin:end], sizes[begin:end], starts[begin])
+
+
+def _by_packet(stretches: Iterable[_Stretch], data: Iterable[bytes]) -> dict[tuple[int, int], memoryview]:
+    """Return {(id of the index, packet): bytes of the packet}."""
+    result = {}
+    for stretch, part in zip(stretches, data, strict=True):
+        view, ends = memoryview(part), itertools.accumulate(stretch.sizes)
+        for packet, size, end in zip(stretch.packets, stretch.sizes, ends, strict=True):
+            result[id(stretch.file), packet] = view[end - size : end]
+    return result
+
+
+def _hashes(index: VideoIndex, start: int, stop: int, data: Mapping[tuple[int, int], memoryview]) -> dict[int, int]:
+    """Return {packet up to `stop` whose decoding starts at a keyframe: hash of the packets from the keyframe to it}.
+
+    The preamble counts as well. The hashes have 64 bits, and are never 0.
 
     Args:
         index: Index of the file.
-        start: Packet of the keyframe.
+        start: The keyframe.
         stop: Last packet.
+        data: Result of `_by_packet`.
     """
+    packets = _decoded(index, start, stop)
+    hashes, digest = {}, hashlib.blake2b(config(index, start)[-1], digest_size=8)
+    for packet in packets:
+        digest.update(data[id(index), packet])
+        hashes[packet] = int.from_bytes(digest.digest(), "little") or 1
+    if index.open_gops or index.gop_start(packets[-1]) != start:  # decoding some of the packets starts elsewhere
+        starts = index.decode_starts(np.array(packets)).tolist()
+        hashes = {packet: hashes[packet] for packet, own in zip(packets, starts, strict=True) if own == start}
+    return hashes
 
-    __slots__ = ("index", "packets", "ranks", "sizes")
 
-    # Most runs have only a few frames, for which Python ints are faster than NumPy.
-    def __init__(self, index: VideoIndex, start: int, stop: int) -> None:
-        self.index = index
-        self.packets: Sequence[int] = range(start, stop + 1)
-        self.sizes: list[int] = index.size(slice(start, stop + 1)).tolist()
-        if index.open_gops:
-            # Frames of the first GOP that are displayed before its keyframe refer to frames before the run. No other frame
-            # refers to them, so they are left out. If one of them is requested, `span` starts the run a GOP earlier.
-            own = np.arange(start, stop + 1)
-            own = own[(index.gop_start(own) != start) | (index.pts(own) >= index.pts(start))]
-            self.packets, self.sizes = own.tolist(), index.size(own).tolist()
-        self.ranks: Sequence[int] = range(len(self.sizes))  # place of each packet in display order within the run
-        if index.reordered:
-            # Ranks are counted within the run. In display order of the whole file, frames that were left out would be gaps.
-            self.ranks = np.argsort(np.argsort(index.pts(np.array(self.packets)), kind="stable")).tolist()
+def _check(
+    store: Store, stretch: _Stretch, data: bytes, starts: Container[tuple[int, int]], for_nvdec: bool, hidden_frames: bool
+) -> None:
+    """Check encoded frames, because decoders ignore most damage (see `damage`).
 
-    def rank(self, packet: int) -> int:
-        """Return the place of a packet in display order within the run.
+    Args:
+        store: Store of the file.
+        stretch: The packets. They have one sample description.
+        data: Their bytes.
+        starts: (id of the index, packet) of all packets at which decoding starts.
+        for_nvdec, hidden_frames: See `pack`.
 
-        Raises:
-            DecodeError: If the packet was left out, because it refers to frames before the start of the file.
-        """
-        if packet not in self.packets:
+    Raises:
+        UnsafeForNvdec: If `for_nvdec` is set and NVDEC would decode the frames wrongly.
+        DecodeError: If a frame is damaged, or written by another encoder than the first one.
+    """
+    index, packets, sizes, place = stretch
+    number = index.config[packets[0]]
+    description = index.configs[number]
+    damage, codec = Damage(store, index, number), codec_of(description) if for_nvdec else ""
+    look, needs_idr = codec in hidden.CODECS and not hidden_frames, codec in keyframes.CODECS
+    if not damage.exists and not look:
+        return
+    file, names_encoder, at = id(index), depends_on_encoder(description), 0
+    for packet, size in zip(packets, sizes, strict=True):
+        end, is_start = at + size, (file, packet) in starts
+        if names_encoder and preamble_of(description, data[at:end]) not in (None, index.preambles[number]):
             raise DecodeError(
-                "the frame depends on frames before the start of the file, which was cut in the middle of an open GOP. "
-                "Record or convert it again"
+                f"the encoded frame at bytes {place + at} to {place + end} is of another encoder "
+                "than the first one, and FFmpeg undoes the errors of one of them. Encode the file again: "
+                f"{encode_again(codec_of(description))}"
             )
-        return self.ranks[self.packets.index(packet)]
-
-    def read(self, store: Store) -> bytes:
-        """Read the packets and return their bytes, in decode order.
-
-        Raises:
-            DecodeError: If the file has become shorter.
-        """
-        index, packets = self.index, self.packets
-        first, last = packets[0], packets[-1]
-        # One read is faster than a read for each packet, both remotely (a request each) and locally (a call each).
-        if last - first == len(packets) - 1 and index.is_contiguous(first, last):
-            begin = int(index.offset[first])
-            parts = [(begin, begin + sum(self.sizes))]
-        else:
-            offsets = index.offset[np.array(packets)].tolist()
-            parts = [(begin, begin + size) for begin, size in zip(offsets, self.sizes, strict=True)]
-        data = [store.read(index.path, start, stop) for start, stop in parts]
-        whole = data[0] if len(data) == 1 else b"".join(data)
-        # A store returns fewer bytes if a range exceeds the file, and all later packets would then be at wrong offsets.
-        if len(whole) != sum(self.sizes):
+        if wrong := damage.of(packet, data, at, end, is_start):
             raise DecodeError(
-                f"bytes {parts[0][0]} to {parts[-1][1]} are incomplete, because the file has become shorter since its index "
-                "was read. Open the dataset again"
+                f"the encoded frame at bytes {place + at} to {place + end} is damaged: {wrong}. Copy the file again, or "
+                "exclude its episodes"
             )
-        return whole
-
-    def hashes(self, data: bytes, start: int) -> dict[int, int]:
-        """Return {packet whose decoding starts at a keyframe: hash of the packets of this run from the keyframe to it}.
-
-        The preamble counts as well. The hashes do not depend on the run. They have 64 bits, and are never 0.
-
-        Args:
-            data: Bytes of the packets, as `read` returns them.
-            start: The keyframe.
-        """
-        index, view = self.index, memoryview(data)
-        own = self if start == self.packets[0] else _Run(index, start, self.packets[-1])
-        places = dict(zip(self.packets, itertools.accumulate(self.sizes, initial=0), strict=False))
-        hashes, digest = {}, hashlib.blake2b(config(index, start)[-1], digest_size=8)
-        for packet, size in zip(own.packets, own.sizes, strict=True):
-            digest.update(view[places[packet] : places[packet] + size])
-            hashes[packet] = int.from_bytes(digest.digest(), "little") or 1
-        if index.open_gops or index.gop_start(own.packets[-1]) != start:  # the run has other packets as well
-            starts = index.decode_starts(np.array(own.packets)).tolist()
-            hashes = {
-                packet: hashes[packet] for packet, its_start in zip(own.packets, starts, strict=True) if its_start == start
-            }
-        return hashes
-
-    def check(self, store: Store, data: bytes, for_nvdec: bool, hidden_frames: bool) -> None:
-        """Check the encoded frames, because decoders ignore most damage (see `damage`).
-
-        Args:
-            store: Store of the file.
-            data: Bytes of the packets, as `read` returns them.
-            for_nvdec, hidden_frames: See `pack`.
-
-        Raises:
-            UnsafeForNvdec: If `for_nvdec` is set and NVDEC would decode the frames wrongly.
-            DecodeError: If a frame is damaged, or written by another encoder than the first one.
-        """
-        index, at = self.index, 0
-        number = index.config[self.packets[0]]
-        description = index.configs[number]
-        damage, codec = Damage(store, index, number), codec_of(description) if for_nvdec else ""
-        look = codec in hidden.CODECS and not hidden_frames
-        if not damage.exists and not look:
-            return
-        names_encoder = depends_on_encoder(description)
-        for packet, size in zip(self.packets, self.sizes, strict=True):
-            if names_encoder and preamble_of(description, data[at : at + size]) not in (None, index.preambles[number]):
-                raise DecodeError(
-                    f"the encoded frame at bytes {index.offset[packet]} to {index.offset[packet] + size} is of another encoder "
-                    "than the first one, and FFmpeg undoes the errors of one of them. Encode the file again: "
-                    f"{encode_again(codec_of(description))}"
-                )
-            if wrong := damage.of(packet, data, at, at + size, at == 0):
-                raise DecodeError(
-                    f"the encoded frame at bytes {index.offset[packet]} to "
-                    f"{index.offset[packet] + size} is damaged: {wrong}. Copy the file again, or exclude its episodes"
-                )
-            if look and hidden.hidden(codec, data[at : at + size]):
-                place = f"the {codec} packet at byte {index.offset[packet]} has hidden frames"
-                raise UnsafeForNvdec(f"{hidden.hidden_frames_refusal(codec)} ({place})")
-            at += size
-        if codec in keyframes.CODECS and not is_idr(description, data[: self.sizes[0]]):
-            place = f"the keyframe at byte {index.offset[self.packets[0]]}"
-            raise UnsafeForNvdec(f"{keyframes.other_keyframes_refusal(codec)} ({place})")
+        if look and hidden.hidden(codec, data[at:end]):
+            where = f"the {codec} packet at byte {place + at} has hidden frames"
+            raise UnsafeForNvdec(f"{hidden.hidden_frames_refusal(codec)} ({where})")
+        if needs_idr and is_start and not is_idr(description, data[at:end]):
+            where = f"the keyframe at byte {place + at}"
+            raise UnsafeForNvdec(f"{keyframes.other_keyframes_refusal(codec)} ({where})")
+        at = end
 
 
 def pack(
@@ -220,48 +225,104 @@ def pack(
     Raises:
         UnsafeForNvdec: If `for_nvdec` is set, and a packet has hidden frames or decoding starts at a keyframe that is not an
             IDR frame.
-        DecodeError: If a file has open GOPs (see `VideoIndex.open_gops`) and the clip would have more than one run, if the
-            sample descriptions or encoders differ, if a frame is damaged or depends on frames before the start of the file, or
-            if a file has become shorter.
+        DecodeError: If a file has open GOPs (see `VideoIndex.open_gops`) and the clip would have more than one GOP prefix,
+            if the sample descriptions or encoders differ, if a frame is damaged or depends on frames before the start of the
+            file, or if a file has become shorter.
     """
-    # Requests of the same file whose decoding starts at the same packet share a run, which ends with the last of their packets.
-    stops: dict[tuple[int, int], int] = {}
     by_id = {id(index): index for index in indices}
-    spans = [(0, max(packet, _stop(index, packet))) if from_the_start else span(index, packet)
-             for index, packet in zip(indices, packets, strict=True)]  # fmt: skip
-    keys = [(id(index), start) for index, (start, _) in zip(indices, spans, strict=True)]
-    for key, (_, stop) in zip(keys, spans, strict=True):
-        stops[key] = max(stops.get(key, 0), stop)
-    # The keyframe of an open GOP need not reset the decoder (see `keyframes`), so the previous run would affect the frames of
-    # the GOP.
-    if len(stops) > 1 and any(index.open_gops for index in by_id.values()):
+    starts = [_start(index, packet) for index, packet in zip(indices, packets, strict=True)]
+    # Requests of the same file whose decoding starts at the same packet share a GOP prefix, which ends with the last packet
+    # that one of them needs.
+    keys = [(id(index), 0 if from_the_start else start) for index, start in zip(indices, starts, strict=True)]
+    stops: dict[tuple[int, int], int] = {}
+    for index, packet, key in zip(indices, packets, keys, strict=True):
+        stop = _stop(index, packet) if from_the_start else _last(index, packet, key[1])
+        if stop > stops.get(key, -1):
+            stops[key] = stop
+    # The keyframe of an open GOP need not reset the decoder (see `keyframes`), so the previous prefix would affect the frames
+    # of the GOP.
+    open_gops = any(index.open_gops for index in by_id.values())
+    if len(stops) > 1 and open_gops:
         raise DecodeError("frames of open GOPs cannot share a clip with others, because each GOP prefix needs its own clip")
-    runs = {key: _Run(by_id[key[0]], key[1], stop) for key, stop in stops.items()}
-    # If a file has one sample description, it applies to all packets. Otherwise, the first and the last packet of each run are
-    # compared. `read_index` rejects files whose description changes within a GOP, and most runs have one or two GOPs.
+    # If a file has one sample description, it applies to all packets. `read_index` rejects files whose description changes
+    # within a GOP, and most prefixes have one or two GOPs, so the first and the last packet are compared.
     configs = {config(index, 0) for index in by_id.values() if len(index.configs) == 1}
-    mixed = [run for run in runs.values() if len(run.index.configs) > 1]
-    if len(configs.union(config(run.index, packet) for run in mixed for packet in (run.packets[0], run.packets[-1]))) > 1:
+    mixed = [(by_id[file], start, stop) for (file, start), stop in stops.items() if len(by_id[file].configs) > 1]
+    if len(configs.union(config(index, packet) for index, *ends in mixed for packet in ends)) > 1:
         raise DecodeError("frames of different sample descriptions (stsd) or encoders cannot share a clip")
-    # The runs are displayed one after the other, so the index of a frame is its rank in its run plus the length of all earlier
-    # runs.
-    before = dict(zip(runs, itertools.accumulate((len(run.packets) for run in runs.values()), initial=0), strict=False))
-    frames = [before[key] + runs[key].rank(packet) for key, packet in zip(keys, packets, strict=True)]
-    with timed("read_s"):  # once per clip and not per run, because timing takes as long as a local read
-        data = {key: run.read(store) for key, run in runs.items()}
-    for key, run in runs.items():
-        run.check(store, data[key], for_nvdec, hidden_frames)
+    decoded = [(by_id[file], _decoded(by_id[file], start, stop)) for file, start, stop in _runs(stops)]
+    ranks = _ranks(decoded)
+    # Places in the clip at which prefixes begin. The only prefix of a file with open GOPs may have fewer packets than counted.
+    begins = list(itertools.accumulate((stop - start + 1 for (_, start), stop in stops.items()), initial=0))
+    begin = dict(zip(stops, begins, strict=False))
+    if open_gops:
+        frames = [ranks[_place(decoded[0][1], packet)] for packet in packets]
+    else:
+        frames = [ranks[begin[key] + packet - key[1]] for key, packet in zip(keys, packets, strict=True)]
+    stretches = [stretch for run in decoded for stretch in _stretches(*run)]
+    with timed("read_s"):  # once per clip and not per read, because timing takes as long as a local read
+        data = [stretch.read(store) for stretch in stretches]
+    for stretch, part in zip(stretches, data, strict=True):
+        _check(store, stretch, part, stops, for_nvdec, hidden_frames)
     hashes = list[Mapping[int, int]]()
     if hashed:
-        starts = [span(index, packet)[0] for index, packet in zip(indices, packets, strict=True)]
-        each = {(key, start): runs[key].hashes(data[key], start) for key, start in set(zip(keys, starts, strict=True))}
+        views = _by_packet(stretches, data)
+        each = {
+            (key, start): _hashes(by_id[key[0]], start, stops[key], views) for key, start in set(zip(keys, starts, strict=True))
+        }
         hashes = [each[key, start] for key, start in zip(keys, starts, strict=True)]
-    coded_frames = sum(len(run.packets) for run in runs.values())
+    sizes = [size for stretch in stretches for size in stretch.sizes]
+    index, first = decoded[0][0], decoded[0][1][0]
     # torchcodec seeks to marked keyframes and then flushes the decoder, which takes NVDEC about 200 µs. IDR frames and the
     # keyframes of other codecs reset decoders as well, so frames are right without it. The CPU's clips keep the marks, because
     # FFmpeg conceals damage that no check finds with the previous frame, which could then more often be of another GOP.
-    unmarked = list(before.values())[1:] if for_nvdec else []
-    return Clip(_mux(list(runs.values()), list(data.values()), unmarked), frames, coded_frames, hashes, unmarked)
+    marked, unmarked = ([0], begins[1:-1]) if for_nvdec else (begins[:-1], [])
+    return Clip(_mux(index, first, sizes, ranks, marked, data), frames, len(sizes), hashes, unmarked)
+
+
+def _runs(stops: Mapping[tuple[int, int], int]) -> list[tuple[int, int, int]]:
+    """Return the (id of the index, first packet, last packet) of GOP prefixes. Neighbours in a file are joined.
+
+    Args:
+        stops: {(id of the index, first packet): last packet} of each prefix.
+    """
+    runs: list[tuple[int, int, int]] = []
+    for (file, start), stop in stops.items():
+        if runs and runs[-1][0] == file and runs[-1][2] + 1 == start:
+            runs[-1] = file, runs[-1][1], stop
+        else:
+            runs.append((file, start, stop))
+    return runs
+
+
+def _ranks(decoded: Sequence[tuple[VideoIndex, Sequence[int]]]) -> Sequence[int]:
+    """Return the place of each packet of a clip in display order. Runs of packets are displayed one after the other.
+
+    Args:
+        decoded: File and packets of each run.
+    """
+    if not any(index.reordered for index, _ in decoded):
+        return range(sum(len(packets) for _, packets in decoded))
+    ranks: list[int] = []
+    for index, packets in decoded:
+        # Ranks are counted within the run. In display order of the whole file, packets that were left out would be gaps.
+        own = np.argsort(np.argsort(index.place(np.array(packets))))
+        ranks += (len(ranks) + own).tolist()
+    return ranks
+
+
+def _place(packets: Sequence[int], packet: int) -> int:
+    """Return the place of a packet among the packets of a clip.
+
+    Raises:
+        DecodeError: If the packet was left out, because it refers to frames before the start of the file.
+    """
+    if packet not in packets:
+        raise DecodeError(
+            "the frame depends on frames before the start of the file, which was cut in the middle of an open GOP. "
+            "Record or convert it again"
+        )
+    return packets.index(packet)
 
 
 def packet_hashes(store: Store, index: VideoIndex, packets: Sequence[int]) -> dict[int, int]:
@@ -278,12 +339,12 @@ def packet_hashes(store: Store, index: VideoIndex, packets: Sequence[int]) -> di
     """
     stops: dict[int, int] = {}
     for packet in packets:
-        start = span(index, packet)[0]
+        start = _start(index, packet)
         stops[start] = max(stops.get(start, 0), packet)
     hashes: dict[int, int] = {}
     for start, stop in stops.items():
-        run = _Run(index, start, stop)
-        hashes |= run.hashes(run.read(store), start)
+        stretches = list(_stretches(index, _decoded(index, start, stop)))
+        hashes |= _hashes(index, start, stop, _by_packet(stretches, [stretch.read(store) for stretch in stretches]))
     return hashes
 
 
@@ -294,18 +355,24 @@ def config(index: VideoIndex, packet: int) -> tuple[bytes, bytes, bytes]:
 
 
 def span(index: VideoIndex, packet: int) -> tuple[int, int]:
-    """Return the first and the last packet that decoding the frame of a packet requires.
+    """Return the first and the last packet that decoding the frame of a packet requires. See `VideoIndex.decode_starts`."""
+    start = _start(index, packet)
+    return start, _last(index, packet, start)
 
-    A frame that follows the keyframe of an open GOP, but is displayed before it, also depends on the previous GOP.
-    """
-    start = int(index.gop_start(packet))
-    if not index.open_gops:
-        return start, packet
-    if index.pts(packet) < index.pts(start) and start > 0:
-        start = int(index.gop_start(start - 1))
+
+def _start(index: VideoIndex, packet: int) -> int:
+    """Return the keyframe at which decoding a packet starts. See `VideoIndex.decode_starts`."""
+    if index.open_gops:
+        return int(index.decode_starts(np.array(packet)))
+    start: int = index.keyframes.item(bisect.bisect_right(index.keyframes, packet) - 1)  # faster than NumPy for one packet
+    return start
+
+
+def _last(index: VideoIndex, packet: int, start: int) -> int:
+    """Return the last packet that decoding the frame of a packet requires, if decoding begins at `start`."""
     # FFmpeg drops no frames of a clip that starts at the beginning of the file (see `_stop`), so such a clip needs no further
     # packets.
-    return (start, _stop(index, packet)) if is_avc(index) and start > 0 else (start, packet)
+    return _stop(index, packet) if index.open_gops and start > 0 and is_avc(index) else packet
 
 
 def is_avc(index: VideoIndex) -> bool:
@@ -329,25 +396,23 @@ def _stop(index: VideoIndex, packet: int) -> int:
 _HELD_BACK = 4
 
 
-def _mux(runs: list[_Run], body: list[bytes], unmarked: list[int]) -> bytearray:
-    index, first = runs[0].index, runs[0].packets[0]
-    begins = list(itertools.accumulate((len(run.packets) for run in runs), initial=0))
-    sync = np.zeros(begins.pop(), np.bool_)
-    # At most the first packet of each run is marked as a keyframe. A run may also contain the keyframe of an open GOP. If that
+def _mux(
+    index: VideoIndex, first: int, sizes: list[int], ranks: Sequence[int], marked: list[int], body: list[bytes]
+) -> bytearray:
+    sync = np.zeros(len(sizes), np.bool_)
+    # At most the first packet of each prefix is marked as a keyframe. It may also contain the keyframe of an open GOP. If that
     # were marked, a decoder could seek to it, and lose the frames that follow it but are displayed before it.
-    sync[begins] = True
-    sync[unmarked] = False
+    sync[marked] = True
     description, track_header, preamble = config(index, first)
-    sizes = [size for run in runs for size in run.sizes]
     sizes[0] += len(preamble)
     track = Track(
         TIMESCALE,
         track_header,
         (description,),
-        size=np.array(sizes),
-        pts=TICK * np.array([begin + rank for begin, run in zip(begins, runs, strict=True) for rank in run.ranks]),
+        size=sizes,
+        pts=[TICK * rank for rank in ranks],
         sync=sync,
-        config=np.zeros(len(sync), np.int64),
+        config=[0] * len(sizes),
         last=TICK,
     )
     return bytearray().join((head(track), preamble, *body))

@@ -186,8 +186,7 @@ class _Places(NamedTuple):
     @classmethod
     def of(cls, index: VideoIndex, starts: Float64, fps: float) -> _Places:
         packets, away, _ = index.nearest(starts)
-        keyframes = np.sort(index.display_place[index.keyframes[:]])
-        place = index.display_place[packets]
+        keyframes, place = np.sort(index.place(index.keyframes.astype(np.int64))), index.place(packets)
         is_frame = away <= TOLERANCE / fps
         is_keyframe = is_frame & np.isin(place, keyframes)
         gop = float(np.median(np.diff(np.append(keyframes, len(index)))))
@@ -259,5 +258,5 @@ def _contradicted(places: _Places, groups: _Groups) -> Mask:
 
 def _gaps(index: VideoIndex, fps: float) -> int:
     """Return the number of frames that are visibly missing between the displayed frames of a file, by their times."""
-    seconds = index.shown_at[index.displayed.start : index.displayed.stop] / index.timescale
+    seconds = index.shown_at(slice(index.displayed.start, index.displayed.stop)) / index.timescale
     return max(int((np.rint(np.diff(seconds) * fps) - 1).sum()), 0)

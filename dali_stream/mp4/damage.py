@@ -167,12 +167,8 @@ class Damage:
 
 
 def _monotonous(data: bytes, start: int, end: int) -> bool:
-    """Return whether 00 or ff occurs `_RUN` times in a row.
-
-    Every eighth byte is searched first. Only if these contain a run are all bytes searched.
-    """
-    thin = data[start:end:8]
-    return (_ZEROS[::8] in thin and _ZEROS in data[start:end]) or (_ONES[::8] in thin and _ONES in data[start:end])
+    """Return whether 00 or ff occurs `_RUN` times in a row."""
+    return data.find(_ZEROS, start, end) >= 0 or data.find(_ONES, start, end) >= 0
 
 
 def _av1(data: bytes, start: int, end: int, key: bool) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import bisect
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dali_stream.checks.arrays import Float64, Int64
+from dali_stream.checks.arrays import Array, Float64, Int64
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import COPY, find, has_fragments, read_moov
-from dali_stream.mp4.column import Column, Line, packed
 from dali_stream.mp4.display import apply_edit_list, track_header
 from dali_stream.mp4.format import VideoFormat, as_displayed, codec_of, describe, with_size
 from dali_stream.mp4.preamble import depends_on_encoder, preamble_of
@@ -37,24 +37,27 @@ from dali_stream.storage.store import StoreView
 
 @dataclass(frozen=True, eq=False)
 class VideoIndex:
-    """Index of the n packets of one file, in decode order. `read_index` creates it. The columns are compressed, see `Column`.
+    """Index of the n packets of one file, in decode order. `read_index` creates it.
+
+    Arrays of numbers that are not negative and below 2^32 are uint32, and others are int64. The methods return int64.
+    An index of a file at a constant frame rate stores no times.
 
     Attributes:
         path: Path of the file, relative to the dataset.
         configs: Sample descriptions (`stsd` entries without their bit rates). A clip contains packets of only one of them.
         track_header: Matrix and display size, as at the end of `tkhd`. The matrix of the movie is applied.
         timescale: Number of ticks per second.
-        offset: Position of each packet in the file, in bytes, shape (n,).
-        end: Position after each packet in the file, in bytes, shape (n,).
-        contiguous: Whether all packets are stored end to end. `offset` and `end` then share their memory.
-        shown_at: Presentation times in ticks, in increasing order, shape (n,). The edit list is applied.
+        bounds: Positions in the file, in bytes. The first n are the positions of the packets, and the last n are the positions
+            after them. If all packets are stored end to end, the shape is (n + 1,), because each packet begins where the one
+            before it ends. Otherwise, it is (2 n,).
+        times: Presentation times in ticks, in increasing order, n numbers: a range if the frame rate is constant, and an array
+            otherwise. The edit list is applied.
         displayed: Places in `display_order` of the displayed frames. The edit list hides the other frames, which are only
             decoded if a displayed frame depends on them. A file that was cut without encoding it again has such frames.
         keyframes: Packets at which decoding can start, shape (k,).
-        config: Index of each packet's sample description in `configs`, shape (n,).
-        display_order: Packets in the order in which their frames are displayed, shape (n,).
-        display_place: Place of each packet in `display_order`, shape (n,).
-        reordered: Whether display order and decode order differ (B-frames).
+        config: Index of each packet's sample description in `configs`, int8 of shape (n,).
+        reordering: Packets in display order, and the place of each packet in it, both of shape (n,). None if display order and
+            decode order are the same (no B-frames).
         open_gops: Whether some frames follow a keyframe but are displayed before it. Decoding them requires the previous GOP.
         longest_gop: Number of frames of the longest GOP.
         index_bytes: Size in bytes of the `moov` box from which the index was read.
@@ -67,16 +70,12 @@ class VideoIndex:
     configs: tuple[bytes, ...]
     track_header: bytes
     timescale: int
-    offset: Column
-    end: Column
-    contiguous: bool
-    shown_at: Column
+    bounds: Array
+    times: Array | range
     displayed: range
-    keyframes: Column
-    config: Column
-    display_order: Column
-    display_place: Column
-    reordered: bool
+    keyframes: Array
+    config: npt.NDArray[np.int8]
+    reordering: tuple[Array, Array] | None
     open_gops: bool
     longest_gop: int
     index_bytes: int
@@ -84,13 +83,36 @@ class VideoIndex:
     preambles: tuple[bytes, ...]
 
     def __len__(self) -> int:
-        return len(self.offset)
+        return len(self.times)
 
     @property
     def nbytes(self) -> int:
-        """Memory of the index in bytes: 4 per frame for contiguous packets at a constant rate, and up to 16 for others."""
-        columns = sum(value.nbytes for value in vars(self).values() if isinstance(value, Column))
-        return columns - (self.end.nbytes if self.contiguous else 0) + len(self.track_header) + 1024
+        """Memory of the index in bytes: 5 to 33 per packet, and 4 per GOP.
+
+        It is 5 for contiguous packets without B-frames at a constant frame rate, in a file of less than 4 GiB.
+        """
+        arrays = self.bounds, self.times, self.keyframes, self.config, *(self.reordering or ())
+        return sum(each.nbytes for each in arrays if isinstance(each, np.ndarray)) + len(self.track_header) + 1024
+
+    @property
+    def offset(self) -> Array:
+        """Position of each packet in the file, in bytes, shape (n,)."""
+        return self.bounds[: len(self)]
+
+    @property
+    def end(self) -> Array:
+        """Position after each packet in the file, in bytes, shape (n,)."""
+        return self.bounds[-len(self) :]
+
+    @property
+    def reordered(self) -> bool:
+        """Whether display order and decode order differ (B-frames)."""
+        return self.reordering is not None
+
+    @property
+    def display_order(self) -> Array:
+        """Packets in the order in which their frames are displayed, shape (n,)."""
+        return np.arange(len(self)) if self.reordering is None else self.reordering[0]
 
     def size(self, packets: Any = slice(None)) -> Any:
         """Return the sizes of packets in bytes.
@@ -98,15 +120,34 @@ class VideoIndex:
         Args:
             packets: Packet, or array or slice of packets. Default: all packets.
         """
-        return self.end[packets] - self.offset[packets]
+        return (self.end[packets] - self.offset[packets]).astype(np.int64)
 
     def pts(self, packets: Any = slice(None)) -> Any:
         """Return the presentation times of packets in ticks. See `size` for the argument."""
-        return self.shown_at[self.display_place[packets] if self.reordered else packets]
+        return self.shown_at(self.place(packets))
+
+    def place(self, packets: Any) -> Any:
+        """Return the places of packets in display order. See `size` for the argument. A slice may be returned as it is."""
+        return packets if self.reordering is None else self.reordering[1][packets].astype(np.int64)
+
+    def shown_at(self, places: Any = slice(None)) -> Any:
+        """Return the presentation times of places in display order, in ticks. See `size` for the argument."""
+        times = self.times
+        if not isinstance(times, range):
+            return times[places].astype(np.int64)
+        if isinstance(places, slice):
+            times = times[places]
+            return np.arange(times.start, times.stop, times.step)
+        return times.start + times.step * np.asarray(places, np.int64)
+
+    def gop(self, packets: Any) -> Any:
+        """Return the number of the GOP of a packet, or of each packet of an array."""
+        # NumPy would convert all keyframes to the type of the packets if it was another one.
+        return self.keyframes.searchsorted(np.asarray(packets, self.keyframes.dtype), "right") - 1
 
     def gop_start(self, packets: Any) -> Any:
-        """Return the keyframe of the GOP of a packet, or of an array of packets."""
-        return self.keyframes[self.keyframes.searchsorted(packets, "right") - 1]
+        """Return the keyframe of the GOP of a packet, or of each packet of an array."""
+        return self.keyframes[self.gop(packets)].astype(np.int64)
 
     @property
     def hidden(self) -> int:
@@ -116,13 +157,13 @@ class VideoIndex:
     @property
     def displayed_packets(self) -> Int64:
         """Packets of the displayed frames, in display order."""
-        packets: Int64 = self.display_order[self.displayed.start : self.displayed.stop]
-        return packets
+        return self.display_order[self.displayed.start : self.displayed.stop].astype(np.int64)
 
     @property
     def gop_lengths(self) -> Int64:
         """Number of frames of each GOP, shape (k,)."""
-        return np.diff(self.keyframes[:], append=len(self))
+        edges = np.append(self.keyframes, len(self))
+        return edges[1:] - edges[:-1]
 
     def format(self, number: int = 0) -> VideoFormat:
         """Return the format of frames as they are displayed, for one of `configs`.
@@ -131,10 +172,6 @@ class VideoIndex:
             DecodeError: If the sample description is broken.
         """
         return as_displayed(describe(self.configs[number]), self.track_header)
-
-    def is_contiguous(self, first: int, last: int) -> bool:
-        """Return whether the packets from `first` to `last` are stored end to end in the file."""
-        return self.contiguous or bool((self.offset[first + 1 : last + 1] == self.end[first:last]).all())
 
     def decode_starts(self, packets: Int64) -> Int64:
         """Return the keyframe at which decoding each packet starts.
@@ -145,12 +182,7 @@ class VideoIndex:
         Args:
             packets: Packets, of any shape.
         """
-        if not packets.size:
-            return packets
-        # Only the keyframes of these packets are computed, since an episode is a small part of its file.
-        begin, end = self.keyframes.searchsorted(np.array([packets.min(), packets.max()]), "right").tolist()
-        keyframes = self.keyframes[max(begin - 1, 0) : max(end, 1)]
-        head: Int64 = keyframes[keyframes.searchsorted(packets, "right") - 1]
+        head: Int64 = self.gop_start(packets)
         if not self.open_gops:
             return head
         before = self.gop_start(np.maximum(head - 1, 0))
@@ -170,16 +202,17 @@ class VideoIndex:
         ends = float(np.fmin.reduce(seconds, initial=np.inf)), float(np.fmax.reduce(seconds, initial=-np.inf))
         ticks = [int(min(max(end * self.timescale, -_MOST_TICKS), _MOST_TICKS)) for end in ends]
         first, stop = self.displayed.start, self.displayed.stop
-        begin, end = np.clip(self.shown_at.searchsorted(np.array(ticks)), first, stop).tolist()
+        # Unlike NumPy, `bisect` compares the times without converting all of them to the type of `ticks`.
+        begin, end = (bisect.bisect_left(self.times, tick, first, stop) for tick in ticks)
         begin, end = max(min(begin, end) - 2, first), min(end + 2, stop)
-        shown = self.shown_at[begin:end] / self.timescale
+        shown = self.shown_at(slice(begin, end)) / self.timescale
         # Each time is between the frames `left` and `right`, or beyond the first or the last frame.
         right = np.minimum(np.maximum(shown.searchsorted(seconds), min(1, len(shown) - 1)), len(shown) - 1)
         left = np.maximum(right - 1, 0)
         before, after = np.abs(shown[left] - seconds), np.abs(shown[right] - seconds)
         is_after = after < before
         place: Int64 = np.where(is_after, right, left)
-        packets = self.display_order[place + begin] if self.reordered else place + begin
+        packets = place + begin if self.reordering is None else self.reordering[0][place + begin].astype(np.int64)
         return packets, np.where(is_after, after, before), shown[place]
 
 
@@ -202,43 +235,37 @@ def video_index(
     moov_hash: str = "",
     preambles: tuple[bytes, ...] | None = None,
 ) -> VideoIndex:
-    """Return an index, with its columns compressed. See `VideoIndex` for the arguments.
+    """Return an index. See `VideoIndex` for the arguments.
 
-    The times `pts` are in decode order and in ticks, shape (n,). By default, all frames are displayed, and no packet names an
-    encoder.
+    The positions and sizes of packets are in bytes, and their times `pts` in ticks, all of shape (n,). By default, all frames
+    are displayed, and no packet names an encoder.
     """
-    n = len(size)
-    order: Column = Line(0, 1, n)
-    place, shown_at = order, pts
-    reordered = not (np.diff(pts) > 0).all()
-    if reordered:
-        packets = np.argsort(pts, kind="stable")
-        order, place, shown_at = packed(packets), packed(np.argsort(packets)), pts[packets]
-    end = offset + size
-    contiguous = bool((offset[1:] == end[:-1]).all())
-    if contiguous:  # each packet begins where the one before it ends, so both columns are parts of one
-        edges = packed(np.append(offset, end[-1]))
-        begins, ends = edges.part(0, n), edges.part(1, n + 1)
-    else:
-        begins, ends = packed(offset), packed(end)
+    n, end, times, reordering = len(size), offset + size, pts, None
+    if not (np.diff(pts) > 0).all():
+        order = np.argsort(pts, kind="stable")
+        times, reordering = pts[order], (_narrow(order), _narrow(np.argsort(order)))
+    is_contiguous = (offset[1:] == end[:-1]).all()
+    first, step = int(times[0]), int(times[-1] - times[0]) // max(n - 1, 1) or 1
+    is_constant = (times == first + step * np.arange(n)).all()
     return VideoIndex(
         path, configs, track_header, timescale,
-        offset=begins,
-        end=ends,
-        contiguous=contiguous,
-        shown_at=packed(shown_at),
+        bounds=_narrow(np.concatenate([offset, end[-1:] if is_contiguous else end])),
+        times=range(first, first + step * n, step) if is_constant else _narrow(times),
         displayed=range(n) if displayed is None else displayed,
-        keyframes=packed(keyframes),
-        config=packed(config) if len(configs) > 1 else Line(0, 0, n),
-        display_order=order,
-        display_place=place,
-        reordered=reordered,
-        open_gops=reordered and bool((np.minimum.reduceat(pts, keyframes) < pts[keyframes]).any()),
+        keyframes=_narrow(keyframes),
+        config=config.astype(np.int8),
+        reordering=reordering,
+        open_gops=reordering is not None and bool((np.minimum.reduceat(pts, keyframes) < pts[keyframes]).any()),
         longest_gop=int(np.diff(np.append(keyframes, n)).max()),
         index_bytes=index_bytes,
         moov_hash=moov_hash,
         preambles=preambles or (b"",) * len(configs),
     )  # fmt: skip
+
+
+def _narrow(values: Int64) -> Array:
+    """Return integers as uint32 if that holds all of them, and as int64 otherwise."""
+    return values.astype(np.uint32 if values.min() >= 0 and values.max() < 1 << 32 else np.int64)
 
 
 def read_index(store: Store, path: str) -> VideoIndex:
@@ -327,13 +354,12 @@ def _check(index: VideoIndex) -> None:
         DecodeError: If a check fails. A hidden frame is also refused if it is in a GOP after that of the first displayed frame,
             or before that of the last one: a broken time may hide a frame between displayed ones.
     """
-    if (np.diff(index.shown_at[:]) == 0).any():
+    if (np.diff(index.shown_at()) == 0).any():
         raise DecodeError("the index displays two frames at the same time (stts, ctts), which makes a timestamp ambiguous")
     if index.hidden:
-        gops = index.gop_start(index.display_order[:])
+        gops = index.gop(index.display_order)
         start, stop = index.displayed.start, index.displayed.stop
         if (gops[:start] > gops[start]).any() or (gops[stop:] < gops[stop - 1]).any():
             raise DecodeError("the index must hide frames at the ends of the file only (elst, ctts). Record the file again")
-    config = index.config[:]
-    if len(index.configs) > 1 and (config != config[index.gop_start(np.arange(len(index)))]).any():
+    if len(index.configs) > 1 and (index.config != index.config[index.gop_start(np.arange(len(index)))]).any():
         raise DecodeError("the sample description (stsd) changes between frames that are decoded together (stsc, stss)")

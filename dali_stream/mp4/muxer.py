@@ -7,9 +7,12 @@ nominal decode time. `tkhd`, `mdhd` and `mvhd` are of version 1, which has 64-bi
 
 from __future__ import annotations
 
+import itertools
+import operator
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +23,8 @@ from dali_stream.mp4.boxes import UPRIGHT, box, full_box
 
 CHUNK = 1 << 20  # approximate size of a chunk in bytes; `stco` has one offset per chunk
 _U32 = (1 << 32) - 1
+Integers = Sequence[int] | Int64
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,20 +35,20 @@ class Track:
         timescale: Number of ticks per second.
         header: Matrix and display size, the end of `tkhd`.
         configs: Sample descriptions (`stsd` entries).
-        size: Size of each packet in bytes, shape (n,).
-        pts: Presentation time of each packet in ticks, shape (n,). The lowest is 0.
+        size: Size of each packet in bytes, n numbers.
+        pts: Presentation time of each packet in ticks, n numbers. The lowest is 0.
         sync: Whether decoding can start at each packet, shape (n,).
-        config: Index of each packet's sample description in `configs`, shape (n,).
+        config: Index of each packet's sample description in `configs`, n numbers.
         last: Duration of the frame that is displayed last, in ticks.
     """
 
     timescale: int
     header: bytes
     configs: tuple[bytes, ...]
-    size: Int64
-    pts: Int64
+    size: Integers
+    pts: Integers
     sync: npt.NDArray[np.bool_]
-    config: Int64
+    config: Integers
     last: int
 
 
@@ -53,58 +58,59 @@ def head(track: Track) -> bytes:
     Raises:
         DecodeError: If two consecutive frames are too far apart in time for the 32 bits of the tables.
     """
+    # Most clips have a few dozen packets, for which lists are faster than NumPy.
+    size, pts, config = (_listed(column) for column in (track.size, track.pts, track.config))
     # The nominal decode time of the i-th packet is the i-th display time. This keeps the shifts small, and makes all of them 0
     # without B-frames, so that `ctts` is omitted.
-    shown, durations = np.sort(track.pts), np.full(len(track.pts), track.last, np.int64)
-    durations[:-1] = shown[1:] - shown[:-1]
-    shifts = track.pts - shown
-    if durations.max() > _U32 or np.abs(shifts).max() > _U32 // 2:
+    shown = sorted(pts)
+    durations = [*map(operator.sub, shown[1:], shown), track.last]
+    shifts = [] if shown == pts else list(map(operator.sub, pts, shown))
+    if max(durations) > _U32 or max(map(abs, shifts), default=0) > _U32 // 2:
         raise DecodeError("consecutive frames must be at most 2^32 ticks apart. Record or convert the file again")
-    begin = np.cumsum(track.size) - track.size
     # A chunk starts about every `CHUNK` bytes. It has only one sample description, so a new chunk starts where that changes.
-    first, count = _runs(begin // CHUNK, track.config)
-    description = track.config[first] + 1
+    begins = list(itertools.accumulate(size, initial=0))
+    nbytes = begins.pop()
+    chunks = _runs([(begin // CHUNK, number + 1) for begin, number in zip(begins, config, strict=True)])
+    offsets = [begins[at] for at in itertools.accumulate((count for count, _ in chunks[:-1]), initial=0)]
     # `stsc` lists only the chunks whose packet count or sample description differs from the chunk before.
-    entry, _ = _runs(count, description)
-    duration, duration_count = _runs(durations)
+    alike = _runs([(count, description) for count, (_, description) in chunks])
+    first = itertools.accumulate((count for count, _ in alike), initial=1)
     tables = [
         full_box(b"stsd", 0, 0, struct.pack(">I", len(track.configs)), *track.configs),
-        _table(b"stts", ">u4", duration_count, durations[duration]),
-        _table(b"stsc", ">u4", entry + 1, count[entry], description[entry]),
-        full_box(b"stsz", 0, 0, struct.pack(">II", 0, len(track.size)), track.size.astype(">u4").tobytes()),
+        _table(b"stts", "I", _runs(durations)),
+        _table(b"stsc", "I", [(number, *chunk) for number, (_, chunk) in zip(first, alike, strict=False)]),
+        full_box(b"stsz", 0, 0, struct.pack(f">II{len(size)}I", 0, len(size), *size)),
     ]
-    if shifts.any():
-        shift, shift_count = _runs(shifts)
-        tables.append(_table(b"ctts", ">i4", shift_count, shifts[shift]))
+    if shifts:
+        tables.append(_table(b"ctts", "i", _runs(shifts), version=1))  # in which the shifts are signed
     if not track.sync.all():
-        tables.append(_table(b"stss", ">u4", np.flatnonzero(track.sync) + 1))
+        tables.append(_table(b"stss", "I", [(packet + 1,) for packet in np.flatnonzero(track.sync).tolist()]))
     # The AV1 binding for ISO media files requires the brand `av01`.
     ftyp = _FTYP_AV1 if b"av01" in [config[4:8] for config in track.configs] else _FTYP
-    before, nbytes = len(ftyp) + _REST + sum(map(len, tables)), int(track.size.sum())
+    before = len(ftyp) + _REST + sum(map(len, tables))
     # The offsets depend on the size of their own table, so an upper limit of the file size decides between 32 and 64 bits.
-    wide = before + 12 * len(first) + nbytes + 4096 > _U32
+    wide = before + 12 * len(offsets) + nbytes + 4096 > _U32
     # `mdat` gets its final size here, so nothing has to be corrected after the packets are written.
     mdat = struct.pack(">I4s", nbytes + 8, b"mdat") if nbytes + 8 <= _U32 else struct.pack(">I4sQ", 1, b"mdat", nbytes + 16)
     # `before` still lacks the table of offsets, with a header of 16 bytes and one entry per chunk, and the header of `mdat`.
-    places = begin[first] + before + 16 + len(first) * (8 if wide else 4) + len(mdat)
-    tables.append(_table(b"co64", ">u8", places) if wide else _table(b"stco", ">u4", places))
-    return b"".join((ftyp, _moov(track.timescale, int(track.pts.max()) + track.last, track.header, tables), mdat))
+    before += 16 + len(offsets) * (8 if wide else 4) + len(mdat)
+    places = [(before + offset,) for offset in offsets]
+    tables.append(_table(b"co64", "Q", places) if wide else _table(b"stco", "I", places))
+    return b"".join((ftyp, _moov(track.timescale, shown[-1] + track.last, track.header, tables), mdat))
 
 
-def _runs(*columns: Int64) -> tuple[Int64, Int64]:
-    """Return the first place and the length of each run of equal consecutive values in all columns."""
-    is_first = np.ones(len(columns[0]) + 1, np.bool_)  # and the end of the columns
-    is_first[1:-1] = False
-    for values in columns:
-        is_first[1:-1] |= values[1:] != values[:-1]
-    bounds = np.flatnonzero(is_first)
-    return bounds[:-1], bounds[1:] - bounds[:-1]
+def _listed(values: Integers) -> list[int]:
+    return values.tolist() if isinstance(values, np.ndarray) else list(values)
 
 
-def _table(kind: bytes, dtype: str, *columns: Int64) -> bytes:
-    entries = np.stack(columns, 1).astype(dtype).tobytes()
-    version = 1 if dtype == ">i4" else 0  # in which the shifts of `ctts` are signed
-    return full_box(kind, version, 0, struct.pack(">I", len(columns[0])), entries)
+def _runs(values: Sequence[Value]) -> list[tuple[int, Value]]:
+    """Return the length and the value of each run of equal consecutive values."""
+    return [(len(list(equal)), value) for value, equal in itertools.groupby(values)]
+
+
+def _table(kind: bytes, form: str, rows: Sequence[tuple[int, ...]], version: int = 0) -> bytes:
+    numbers = list(itertools.chain.from_iterable(rows))
+    return full_box(kind, version, 0, struct.pack(f">I{len(numbers)}{form}", len(rows), *numbers))
 
 
 def _moov(timescale: int, duration: int, track_header: bytes, tables: Sequence[bytes]) -> bytes:

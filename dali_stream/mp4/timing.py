@@ -150,13 +150,12 @@ class EpisodeTimes:
     def _own_frames(self) -> Int64:
         """Places in the display order of the displayed frames that belong to the episode."""
         displayed = self.index.displayed
-        at = self.index.shown_at[displayed.start : displayed.stop] / self.index.timescale + self.tolerance
+        at = self.index.shown_at(slice(displayed.start, displayed.stop)) / self.index.timescale + self.tolerance
         return displayed.start + np.flatnonzero((self.interval[0] <= at) & (at < self.interval[1]))
 
     def _place(self, packets: Int64) -> Int64:
         """Return the places of packets among the displayed frames, in display order. The place of `NONE` is arbitrary."""
-        places: Int64 = self.index.display_place[packets] if self.index.reordered else packets
-        return places - self.index.displayed.start
+        return self.index.place(packets) - self.index.displayed.start
 
 
 def explain(episode: EpisodeTimes, frame: int, *, prepares: bool = False) -> str:

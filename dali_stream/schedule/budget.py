@@ -226,7 +226,7 @@ def _in_use(sizes: Sizes) -> int:
 
 def _indices_in_use(sizes: Sizes) -> int:
     files = {camera: count if sizes.scattered else min(count, sizes.episodes) for camera, count in sizes.files.items()}
-    # The size of the first file's index is an estimate for all files. 50 % is added, since others may compress less.
+    # The size of the first file's index is an estimate for all files. 50 % is added, since others may have more frames.
     return sum(index.nbytes * files[camera] for camera, index in sizes.indices.items()) * 3 // 2
 
 

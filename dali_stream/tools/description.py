@@ -260,7 +260,7 @@ def contradictions(dataset: Dataset, key: str, table: VideoIndex) -> tuple[str, 
     for name, stated in (("shape", dataset.features[key].frame_size), ("video.height and video.width", size)):
         if stated != (video.height, video.width):
             remarks.append(f"{name} {stated[0]}×{stated[1]}, and the file has {video.height}×{video.width}")
-    fps = table.timescale / float(np.median(np.diff(table.shown_at[:]))) if len(table) > 1 else dataset.fps
+    fps = table.timescale / float(np.median(np.diff(table.shown_at()))) if len(table) > 1 else dataset.fps
     for name, rate in (("fps", dataset.fps), ("video.fps", encoding.get("video.fps", fps))):
         if not isinstance(rate, (int, float)) or abs(rate - fps) > _SAME_FPS * fps:
             remarks.append(f"{name} {rate}, and the file has {fps:.4g}")

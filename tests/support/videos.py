@@ -236,9 +236,9 @@ def with_packets(source: Path, target: Path, change: Callable[[list[bytes]], lis
     index, data = read_index(LocalStore(str(source.parent)), source.name), source.read_bytes()
     packets = change([data[start:end] for start, end in zip(index.offset[:].tolist(), index.end[:].tolist(), strict=True)])
     size = np.array([len(packet) for packet in packets])
-    sync = np.isin(np.arange(len(size)), index.keyframes[:])
-    pts, last = index.pts() - index.shown_at[0], int(index.shown_at[1] - index.shown_at[0])
-    track = Track(index.timescale, index.track_header, index.configs, size, pts, sync, index.config[:], last)
+    sync = np.isin(np.arange(len(size)), index.keyframes)
+    pts, last = index.pts() - index.shown_at(0), int(index.shown_at(1) - index.shown_at(0))
+    track = Track(index.timescale, index.track_header, index.configs, size, pts, sync, index.config, last)
     target.write_bytes(head(track) + b"".join(packets))
     return target
 

@@ -60,12 +60,12 @@ class PacketRange:
         The first displayed frame may follow a hidden one at any distance. If the distance is less than a frame, the hidden
         frames are moved, so that no row of the new file, which has no edit list, is nearest to one of them.
         """
-        place, displayed = self.index.display_place[self.start : self.stop], self.index.displayed
+        place, displayed = self.index.place(np.arange(self.start, self.stop)), self.index.displayed
         pts: Int64 = self.index.pts(slice(self.start, self.stop))
         hidden = (place < displayed.start, -1, displayed.start), (place >= displayed.stop, 1, displayed.stop)
         for is_hidden, sign, edge in hidden:
             if is_hidden.any():
-                distance = int(self.index.shown_at[edge] - self.index.shown_at[edge - 1])
+                distance = int(self.index.shown_at(edge) - self.index.shown_at(edge - 1))
                 pts = pts + sign * is_hidden * max(frame_ticks(self.index, fps) - distance, 0)
         return pts
 
@@ -87,7 +87,7 @@ def kind(index: VideoIndex) -> str:
 
 def needed(index: VideoIndex, packets: Int64) -> tuple[int, int]:
     """Return the range [start, stop) of whole GOPs that are needed to decode some packets."""
-    after = np.searchsorted(index.keyframes, packets.max(), side="right")
+    after = int(index.gop(packets.max())) + 1
     stop = int(index.keyframes[after]) if after < len(index.keyframes) else len(index)
     return int(index.decode_starts(packets).min()), stop
 
@@ -102,8 +102,8 @@ def since(index: VideoIndex, start: float, shown: Int64) -> Int64:
         start: Time at which the episode begins, in seconds.
         shown: Packets of the rows.
     """
-    first, stop = index.displayed.start, int(index.display_place[shown[0]])
-    before = index.shown_at[first:stop] / index.timescale >= start - 0.5 / index.timescale
+    first, stop = index.displayed.start, int(index.place(shown[:1])[0])
+    before = index.shown_at(slice(first, stop)) / index.timescale >= start - 0.5 / index.timescale
     return np.append(index.display_order[first:stop][before], shown)
 
 
@@ -128,7 +128,7 @@ def add(runs: list[PacketRange], index: VideoIndex, packets: Int64) -> PacketRan
 
 def frame_ticks(index: VideoIndex, fps: float) -> int:
     """Return the usual duration of a frame in ticks."""
-    intervals = np.diff(index.shown_at[:])
+    intervals = np.diff(index.shown_at())
     return int(np.median(intervals)) if len(intervals) else max(1, round(index.timescale / fps))
 
 
@@ -181,7 +181,7 @@ def write(
         configs=configs,
         size=np.concatenate(size),
         pts=np.concatenate(pts),
-        sync=np.concatenate([np.isin(np.arange(run.start, run.stop), run.index.keyframes[:]) for run in runs]),
+        sync=np.concatenate([np.isin(np.arange(run.start, run.stop), run.index.keyframes) for run in runs]),
         config=np.concatenate(
             [number[run.index.config[run.start : run.stop]] for number, run in zip(numbers, runs, strict=True)]
         ),
@@ -212,10 +212,10 @@ def read_back(store: Store, path: str, track: Track, digest: str) -> VideoIndex 
     index = read_index(store, path)
     same = (
         (index.timescale, index.track_header, index.configs) == (track.timescale, track.header, track.configs)
-        and np.array_equal(index.keyframes[:], np.flatnonzero(track.sync))
+        and np.array_equal(index.keyframes, np.flatnonzero(track.sync))
         and np.array_equal(index.size(), track.size)
         and np.array_equal(index.pts(), track.pts)
-        and np.array_equal(index.config[:], track.config)
+        and np.array_equal(index.config, track.config)
         and _digest(read_packets(store, index, 0, len(index))) == digest
     )
     return index if same else None
@@ -242,7 +242,7 @@ def read_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Iter
     Raises:
         DecodeError: If the file has become shorter since its index was read.
     """
-    offset, end = table.offset, table.end
+    offset, end = table.offset.astype(np.int64), table.end.astype(np.int64)
     while start < stop:
         last, after = start, int(end[start])
         while last + 1 < stop and 0 <= offset[last + 1] - after <= HOLE and end[last + 1] - offset[start] <= RANGE:
@@ -281,7 +281,7 @@ def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Non
     Raises:
         DecodeError: If a packet is damaged.
     """
-    is_keyframe = np.isin(np.arange(len(table)), table.keyframes[:])
+    is_keyframe = np.isin(np.arange(len(table)), table.keyframes)
     damage = [Damage(store, table, config) for config in range(len(table.configs))]
     packets = itertools.chain.from_iterable(read_packets(store, table, start, stop))
     for number, data in enumerate(map(bytes, packets), start):

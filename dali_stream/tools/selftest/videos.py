@@ -33,7 +33,7 @@ class Video:
     def __init__(self, store: LocalStore, path: str, identity: npt.ArrayLike) -> None:
         self.store, self.table, self.identity = store, read_index(store, path), np.asarray(identity)
         self.format = self.table.format()
-        self._packets: list[int] = self.table.display_order[:].tolist()
+        self._packets: list[int] = self.table.display_order.tolist()
 
     def clip(self, shown: Sequence[int], for_nvdec: bool = False) -> Clip:
         """Return a packed clip with some frames.
