@@ -89,7 +89,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr("torchcodec.decoders.set_nvdec_cache_capacity", found.capacities.append)
 
     def decoder(*arguments: Any) -> torchcodec_decoder.TorchcodecDecoder:
-        return torchcodec_decoder.TorchcodecDecoder(*arguments[:-1], gpu=0)
+        return torchcodec_decoder.TorchcodecDecoder(*arguments[:-2], gpu=0, processes=None)
 
     def of_camera(self: decode_pool.DecodePool, key: str, chosen: route.Route) -> Any:
         with monkeypatch.context() as patched:
@@ -337,7 +337,7 @@ def test_only_the_route_to_nvdec_decodes_on_the_gpu(
     decoder: str, gpu_index: int | None, demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = list[Any]()
-    monkeypatch.setattr(decode_pool, "TorchcodecDecoder", lambda *arguments: given.append(arguments[-1]))
+    monkeypatch.setattr(decode_pool, "TorchcodecDecoder", lambda *arguments: given.append(arguments[-2]))
     with Loader(demo, batch_size=8, device="cpu") as loader:
         config = dataclasses.replace(loader._config, gpu=1)
     routes = dict.fromkeys(CAMERAS, route.Route(decoder, ""))
