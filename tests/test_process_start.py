@@ -65,13 +65,13 @@ def decoys(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_process_imports_no_compiler() -> None:
+def test_commands_import_no_compiler(demo: Path) -> None:
     """torchcodec would import torch's compiler, which takes as long as torch itself. It is imported when it is needed."""
-    program = """
+    program = f"""
 import sys
-from dali_stream.system.torchcodec_import import without_dynamo
-with without_dynamo():
-    import dali_stream.pipeline.producer_main
+from dali_stream.cli import main
+assert main(["bench", {str(demo)!r}, "--num-batches", "2", "--warmup", "1", "--batch-size", "2"]) == 0
+assert "torchcodec" in sys.modules
 assert not any(name.startswith("torch._dynamo") for name in sys.modules)
 import torch
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2

@@ -14,9 +14,12 @@ import threading
 from collections.abc import Iterator
 
 import torch
-import torchcodec
 
 from dali_stream.decode.capability import SESSIONS_PER_ENGINE, engines
+from dali_stream.system.torchcodec_import import explained_import
+
+with explained_import():
+    import torchcodec
 
 _LEAST = (0, 14)  # minimum version of torchcodec
 _LEAST_CUDA = 13  # minimum major version of CUDA
