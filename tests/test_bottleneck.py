@@ -332,7 +332,8 @@ def test_more_threads_are_recommended_and_help(h264_demo: Path, monkeypatch: pyt
 def test_shorter_gops_are_recommended_and_help(written: Callable[..., Path]) -> None:
     """With little memory, so that most frames of a GOP are decoded again for each frame."""
     options = {"memory_budget": "500kB", "num_threads": 2}
-    long, short = (written(episodes=4, size=(128, 160), codec="h264", gop=gop) for gop in (12, 2))
+    roots = (written(episodes=4, size=(128, 160), codec="h264", gop=gop) for gop in (12, 2))
+    long, short = (Dataset(root, episodes=[0, 1]) for root in roots)
     before, limit = measured(long, **options)
     assert limit.stage == "decode"
     assert "--gop 2" in limit.text
