@@ -18,7 +18,7 @@ from support.servers import Server
 from dali_stream import Dataset, Loader
 from dali_stream.demo import write_demo
 
-KILLS = 12
+KILLS = 8
 ARGUMENTS: dict[str, Any] = {"batch_size": 4, "consumers": 8, "episode_pool_size": 2, "seed": 5}
 
 

@@ -193,6 +193,7 @@ def fill(dataset: str, folder: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("doctor_here")
 @pytest.mark.parametrize("command", runnable())
 def test_each_command_runs(command: str, places: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     if " demo " in command:
