@@ -34,8 +34,11 @@ SHARED = Path(__file__).parents[2] / "shared"
 # Files that take longest begin first: pytest-xdist hands out whole files, and one that comes last keeps a single core busy.
 FIRST = (
     "programs",
-    "elastic",
+    "process_ends",
+    "selftest",
     "hostile",
+    "process_start",
+    "elastic",
     "prepare_faults",
     "examples",
     "recommended",
@@ -53,6 +56,9 @@ FIRST = (
     "torchrun",
     "loader",
     "v2",
+    "memory",
+    "frame_cache",
+    "install",
 )
 
 

@@ -137,12 +137,14 @@ class _Dynamo(types.ModuleType):
 def _without_dynamo() -> Iterator[None]:
     """Import torchcodec inside this context without `torch._dynamo`."""
     stub = _Dynamo("torch._dynamo")
-    torch = importlib.import_module("torch")
-    if stub.__name__ in sys.modules:
+    torch: Any = None
+    with contextlib.suppress(ImportError, OSError, RuntimeError):  # the import of torchcodec says what is wrong
+        torch = importlib.import_module("torch")
+    if torch is None or stub.__name__ in sys.modules:
         yield
         return
     sys.modules[stub.__name__] = stub
-    setattr(torch, "_dynamo", stub)  # noqa: B010  # the module has no such attribute for mypy
+    torch._dynamo = stub
     try:
         yield
     finally:
