@@ -8,11 +8,11 @@ It runs pipelines/train.py with `--shuffle` true, global and sharded, several se
 thread each. A seed determines weights, order and augmentation, so the runs of a seed start with the same weights.
 
 A run has one process, which trains as several processes do: the order does not depend on the number of ranks, so the one
-process has the global batches of all ranks, and the mean of their gradients is the gradient of the global batch. The policy has
-no dropout and no batch norm. Before the runs, the program compares the losses of --ranks processes (gloo) and of one, over several
-epochs of CHECK_EPISODES episodes: with a learning rate of 0, where equal batches have equal losses, and with that of the runs,
-where rounding makes the weights differ more with each step. To measure what rounding does, it also compares two runs of one
-process, one of which has the AVX2 kernels of PyTorch.
+process has the global batches of all ranks, and the mean of their gradients is the gradient of the global batch. The policy
+has no dropout and no batch norm. Before the runs, the program compares the losses of --ranks processes (gloo) and of one, over
+several epochs of CHECK_EPISODES episodes: with a learning rate of 0, where equal batches have equal losses, and with that of
+the runs, where rounding makes the weights differ more with each step. To measure what rounding does, it also compares two runs
+of one process, one of which has the AVX2 kernels of PyTorch.
 """
 
 from __future__ import annotations
