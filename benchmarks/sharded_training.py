@@ -7,12 +7,12 @@
 It runs pipelines/train.py with `--shuffle` true, global and sharded, several seeds each, one run after the other, with one
 thread each. A seed determines weights, order and augmentation, so the runs of a seed start with the same weights.
 
-A run has one process, which trains as RANKS processes do: the order does not depend on the number of ranks, so the one process
-has the global batches of RANKS ranks, and the mean of their gradients is the gradient of the global batch. The policy has no
-dropout and no batch norm. Before the runs, the program compares the losses of RANKS processes (gloo) and of one, over several
-epochs of CHECK_EPISODES episodes: with a learning rate of 0, where equal batches have equal losses, and with that of the runs,
-where rounding makes the weights differ more with each step. To measure what rounding does, it also compares two runs of one
-process, one of which has the AVX2 kernels of PyTorch.
+A run has one process, which trains as several processes do: the order does not depend on the number of ranks, so the one
+process has the global batches of all ranks, and the mean of their gradients is the gradient of the global batch. The policy
+has no dropout and no batch norm. Before the runs, the program compares the losses of --ranks processes (gloo) and of one, over
+several epochs of CHECK_EPISODES episodes: with a learning rate of 0, where equal batches have equal losses, and with that of
+the runs, where rounding makes the weights differ more with each step. To measure what rounding does, it also compares two runs
+of one process, one of which has the AVX2 kernels of PyTorch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from dali_stream.tools import environment
 
 TRAIN = Path(__file__).parents[1] / "pipelines/train.py"
 SHUFFLES = ("true", "global", "sharded")
-RANKS = 4
 CHECK_STEPS, CHECK_EPISODES = 60, 8
 LAST = 100  # steps over which the final loss is averaged
 OPTIONS = ["--device", "cpu", "--chunk", 20, "--learning-rate", 5e-4, "--log-every", 1, "--num-threads", 1]
@@ -48,6 +47,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=count, default=3, help="runs of each kind of shuffle")
     parser.add_argument("--steps", type=count, default=420)
     parser.add_argument("--check-steps", type=count, default=CHECK_STEPS, help="steps of the runs that are compared before")
+    parser.add_argument("--ranks", type=count, default=4, help="processes that are compared with one process before the runs")
     parser.add_argument("--batch-size", type=count, default=32, help="samples of a global batch")
     parser.add_argument("--image-size", type=frame_size, default=(64, 64), metavar="HxW")
     parser.add_argument("--val-episodes", type=count, default=16)
@@ -73,9 +73,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {
         "dataset": {"name": arguments.root.name, "episodes": dataset.num_episodes, "frames": dataset.num_frames},
         "options": list(map(str, [*OPTIONS, *long])),
-        "ranks": RANKS,
+        "ranks": arguments.ranks,
         "one_process_and_ranks": compare_ranks(
-            arguments.root, *given, "--val-episodes", max(dataset.num_episodes - CHECK_EPISODES, 0), steps=arguments.check_steps
+            arguments.root,
+            *given,
+            "--val-episodes",
+            max(dataset.num_episodes - CHECK_EPISODES, 0),
+            ranks=arguments.ranks,
+            steps=arguments.check_steps,
         ),
         "last": min(LAST, steps),
         "runs": [],
@@ -99,15 +104,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def compare_ranks(root: Path, *options: object, steps: int) -> dict[str, Any]:
-    """Return the differences between the losses of RANKS processes and of one, for each learning rate and step.
+def compare_ranks(root: Path, *options: object, ranks: int, steps: int) -> dict[str, Any]:
+    """Return the differences between the losses of several processes and of one, for each learning rate and step.
 
     "differences_of_kernels" are those between two runs of one process, see above.
     """
     short = [*options, "--max-steps", steps, "--shuffle", "sharded"]
     found: dict[str, Any] = {}
     for rate in (0, 5e-4):
-        one, several = (train(root, *short, "--learning-rate", rate, processes=processes) for processes in (1, RANKS))
+        one, several = (train(root, *short, "--learning-rate", rate, processes=processes) for processes in (1, ranks))
         found["epochs"] = epochs(one)
         found[f"differences_at_{rate}"] = [abs(a - b) for a, b in zip(losses(one), losses(several), strict=True)]
     rounded = losses(train(root, *short, variables={"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}))

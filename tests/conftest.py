@@ -28,15 +28,18 @@ from support.videos import h264, recorded
 from dali_stream.demo import write_demo
 
 # Their fixtures are for all tests.
-pytest_plugins = ["support.driver", "support.stores", "support.traces", "support.train"]
+pytest_plugins = ["support.doctor", "support.driver", "support.stores", "support.traces", "support.train"]
 
 SHARED = Path(__file__).parents[2] / "shared"
 
 # Files that take longest begin first: pytest-xdist hands out whole files, and one that comes last keeps a single core busy.
 FIRST = (
     "programs",
-    "elastic",
+    "process_ends",
+    "selftest",
     "hostile",
+    "process_start",
+    "elastic",
     "prepare_faults",
     "examples",
     "recommended",
@@ -54,6 +57,9 @@ FIRST = (
     "torchrun",
     "loader",
     "v2",
+    "memory",
+    "frame_cache",
+    "install",
 )
 
 

@@ -315,7 +315,6 @@ def measured(dataset: Any, step_s: float = 0.0, **changed: Any) -> tuple[float, 
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.usefixtures("slow_decoding")
 def test_more_threads_are_recommended_and_help(h264_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dali_stream.system.cpu.cores", lambda: 2)
@@ -327,12 +326,12 @@ def test_more_threads_are_recommended_and_help(h264_demo: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.usefixtures("slow_decoding")
 def test_shorter_gops_are_recommended_and_help(written: Callable[..., Path]) -> None:
     """With little memory, so that most frames of a GOP are decoded again for each frame."""
     options = {"memory_budget": "500kB", "num_threads": 2}
-    long, short = (written(episodes=4, size=(128, 160), codec="h264", gop=gop) for gop in (12, 2))
+    roots = (written(episodes=4, size=(128, 160), codec="h264", gop=gop) for gop in (12, 2))
+    long, short = (Dataset(root, episodes=[0, 1]) for root in roots)
     before, limit = measured(long, **options)
     assert limit.stage == "decode"
     assert "--gop 2" in limit.text
@@ -341,7 +340,6 @@ def test_shorter_gops_are_recommended_and_help(written: Callable[..., Path]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_a_cache_of_a_slow_server_is_recommended_and_helps(demo: Path, tmp_path: Path) -> None:
     """A run needs no bytes of the server if an earlier run has left them in cache_dir."""
     with Server(demo, bytes_per_s=200_000.0) as server:

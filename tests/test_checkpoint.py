@@ -22,7 +22,7 @@ from support.slow import slow
 
 from dali_stream import Dataset, FrameSampler, Loader, Mixture
 
-KILLS = 10
+KILLS = 6
 LENGTHS = [5, 8, 7, 12]
 
 

@@ -539,6 +539,7 @@ def test_preview_shows_nothing_measured_in_black(root: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("doctor_here")
 def test_doctor_and_info_know_depth(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["info", str(root)])
     assert "pyav" in capsys.readouterr().out

@@ -32,6 +32,10 @@ import importlib, json, sys
 sys.path.insert(0, {PIPELINES!r})
 from pathlib import Path
 from torch import distributed
+import dali_stream
+
+dataset = dali_stream.Dataset
+dali_stream.Dataset = lambda uri: dataset(uri, episodes=[1, 4])
 
 program = importlib.import_module(sys.argv[1])
 policy = program.Policy if sys.argv[1] == "plain_loop" else program.ChunkPolicy
@@ -135,30 +139,35 @@ def test_an_example_runs_from_the_command_line(name: str, demo: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does(name: str, demo: Path, tmp_path: Path) -> None:
+def test_two_processes_train_as_one_does(name: str, steps: list[Step], demo: Path, tmp_path: Path) -> None:
     """Each step has the same samples, and the mean of the ranks' losses is the loss of a single process.
 
-    The same holds for a run that continues from a checkpoint of another number of processes.
+    The same holds for a run that continues from a checkpoint of another number of processes. Runs of one process are runs in
+    this process.
     """
     (program := tmp_path / "run.py").write_text(RECORDED)
     # Lightning's Trainer starts its processes by itself.
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2] if name == "plain_loop" else []
     devices = [] if torchrun else ["--devices", 2]
 
-    def train(processes: int, notes: str, out: str, max_steps: int) -> list[Step]:
-        (tmp_path / notes).mkdir()
-        options = ["--batch-size", 4, "--max-steps", max_steps, "--resume", *(devices if processes == 2 else [])]
-        launcher = torchrun if processes == 2 else []
-        run(*launcher, program, name, tmp_path / notes, *line(demo, tmp_path / out, *options))
-        ranks = [[json.loads(each) for each in file.read_text().splitlines()] for file in (tmp_path / notes).iterdir()]
-        assert len(ranks) == processes
-        return [
-            (sorted(index for samples, _ in step for index in samples), sum(loss for _, loss in step) / processes)
-            for step in zip(*ranks, strict=True)
-        ]
+    def options(out: str, max_steps: int) -> list[str]:
+        return line(demo, tmp_path / out, "--batch-size", 4, "--max-steps", max_steps, "--resume")
 
-    alone = train(1, "alone", "run of one", 6)
-    found = train(2, "two", "run", 3) + train(1, "then one", "run", 6)
+    def train_one(out: str, max_steps: int) -> list[Step]:
+        steps.clear()
+        importlib.import_module(name).main(options(out, max_steps))
+        return [(sorted(samples), loss) for samples, loss in steps]
+
+    alone = train_one("run of one", 6)
+    (notes := tmp_path / "notes").mkdir()
+    run(*torchrun, program, name, notes, *options("run", 3), *devices)
+    ranks = [[json.loads(each) for each in file.read_text().splitlines()] for file in notes.iterdir()]
+    assert len(ranks) == 2
+    found = [
+        (sorted(index for samples, _ in step for index in samples), sum(loss for _, loss in step) / 2)
+        for step in zip(*ranks, strict=True)
+    ]
+    found += train_one("run", 6)
     assert [samples for samples, _ in found] == [samples for samples, _ in alone]
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in alone], rel=1e-4)
 

@@ -95,6 +95,7 @@ def test_every_frame_is_delivered_once(odd_dataset: tuple[Path, list[str]]) -> N
     assert set(asked) == EVERY_FRAME
 
 
+@pytest.mark.usefixtures("doctor_here")
 @pytest.mark.parametrize(
     "arguments",
     [

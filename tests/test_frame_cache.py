@@ -58,7 +58,7 @@ def test_each_frame_is_decoded_once_and_never_again(dataset: Path) -> None:
 
 
 @pytest.mark.slow
-@examples(20, derandomize=False, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(10, derandomize=False, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kept=st.integers(0, 200), num_threads=st.integers(1, 8), start=st.integers(0, 15), prefetch=st.none() | st.integers(1, 4),
     steps=st.sampled_from([(0,), (-20, 0), (-3, -2, -1, 0, 7)]),

@@ -335,7 +335,10 @@ def nested(value: bytes, rng: random.Random) -> bytes:
     """Boxes in boxes, deeper than any stack."""
     kind = rng.choice([b"moov", b"trak", b"stsd", b"meta"])
     depth = rng.choice([3, 200, 20_000])
-    return b"".join((len(value) + 8 * i).to_bytes(4, "big") + kind for i in range(depth, 0, -1)) + value
+    boxes = np.empty((depth, 2), ">u4")
+    boxes[:, 0] = len(value) + 8 * np.arange(depth, 0, -1)
+    boxes[:, 1] = int.from_bytes(kind, "big")
+    return boxes.tobytes() + value
 
 
 MUTATIONS = (flip, flip, number, number, nudge, noise, cut, repeated, box_size, nested)

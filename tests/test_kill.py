@@ -18,7 +18,7 @@ from support.servers import Server
 from dali_stream import Dataset, Loader
 from dali_stream.demo import write_demo
 
-KILLS = 12
+KILLS = 8
 ARGUMENTS: dict[str, Any] = {"batch_size": 4, "consumers": 8, "episode_pool_size": 2, "seed": 5}
 
 
@@ -33,22 +33,27 @@ def stream(url: str, cache: Path, journal: Path, ends: bool, pipe: Connection) -
             loader.load_state_dict(json.loads(lines[-1])["state"])
         pipe.send("ready")
         while True:
-            for batch in loader:
+            for number, batch in enumerate(loader):
                 line = {"samples": batch["index"].tolist(), "state": loader.state_dict()}
                 os.write(out, json.dumps(line).encode() + b"\n")
+                if number == 0:
+                    pipe.send("delivers")
             if ends:
                 break
 
 
 @pytest.mark.slow
 def test_killed_runs_together_are_the_uninterrupted_order(tmp_path: Path) -> None:
+    """Every other run is killed after its first batch, and the others at any moment."""
     root, journal, cache = write_demo(tmp_path / "demo", episodes=12, size=(120, 128)), tmp_path / "journal", tmp_path / "cache"
     journal.touch()
     moments = random.Random(7)
     with Server(root, bytes_per_s=500_000) as server:  # so slow that most kills hit something that is being fetched
-        for _ in range(KILLS):
+        for number in range(KILLS):
             process, pipe = start(stream, server.url, cache, journal, False)
             assert pipe.recv() == "ready"
+            if number % 2:
+                assert pipe.recv() == "delivers"
             process.join(moments.uniform(0.0, 0.8))
             process.kill()
             process.join()

@@ -6,10 +6,9 @@ import ast
 import json
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from support.datasets import (
     write_wide,
 )
 from support.faults import reset_inside, short, status
+from support.killing import start
 from support.servers import Server
 from support.slow import slow
 
@@ -605,21 +605,15 @@ def test_every_frame_of_real_recordings(g1: Path, demo: Path) -> None:
     assert sorted(found) == sorted((name, index) for name, samples in alone.items() for index in samples)
 
 
-# Streams one rank's share until it is killed. Each line holds a batch and the state after it.
-RANK = """
-import json, sys
-from dali_stream import Dataset, Loader, Mixture
-
-urls, loader, state = map(json.loads, sys.argv[1:])
-mixture = Mixture({name: Dataset(url) for name, url in urls.items()}, weights={"demo": 3, "h264": 1}, epoch_samples=200)
-with Loader(mixture, **loader) as loader:
-    if state:
-        loader.load_state_dict(state)
-    while True:
-        for batch in loader:
-            samples = list(zip(batch["dataset"], batch["index"].tolist()))
-            print(json.dumps([samples, loader.state_dict()]), flush=True)
-"""
+def stream_rank(urls: dict[str, str], options: dict[str, Any], state: dict[str, Any], pipe: Connection) -> None:
+    """Stream the share of a rank until the process is killed. Send the samples of each batch and the state after it."""
+    mixture = Mixture({name: Dataset(url) for name, url in urls.items()}, weights={"demo": 3, "h264": 1}, epoch_samples=200)
+    with Loader(mixture, **options) as loader:
+        if state:
+            loader.load_state_dict(state)
+        while True:
+            for batch in loader:
+                pipe.send((list(zip(batch["dataset"], batch["index"].tolist(), strict=True)), loader.state_dict()))
 
 
 @pytest.mark.slow
@@ -628,26 +622,23 @@ def test_killed_ranks_continue_as_others_over_http_with_faults(demo: Path, h264_
     faults = [None] * 20 + [status(503), None, reset_inside, None, short]
     found: list[tuple[str, int]] = []
     state: dict[str, Any] = {}
-    options = {"image_size": [24, 32], "consumers": 4, "episode_pool_size": 4, "num_threads": 1, "seed": 2}
+    options = {"image_size": (24, 32), "consumers": 4, "episode_pool_size": 4, "num_threads": 1, "seed": 2}
     with Server(demo, faults=faults * 4) as one, Server(h264_demo, faults=faults * 4) as two:
         urls = {"demo": one.url, "h264": two.url}
         for world in (1, 2, 1):
-            ranks = []
-            for rank in range(world):
-                own = json.dumps(options | {"batch_size": 8 // world, "rank": rank, "world_size": world})
-                command = [sys.executable, "-c", RANK, json.dumps(urls), own, json.dumps(state)]
-                ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            own = options | {"batch_size": 8 // world, "world_size": world}
+            ranks = [start(stream_rank, urls, own | {"rank": rank}, state) for rank in range(world)]
             for _ in range(9):
-                lines = [json.loads(rank.stdout.readline()) for rank in ranks]
-                assert all(line[1] == lines[0][1] for line in lines)
-                state = lines[0][1]
-                found += [tuple(sample) for turn in zip(*(line[0] for line in lines), strict=True) for sample in turn]
-            for rank in ranks:
-                rank.kill()
-                rank.communicate()
+                shares, states = zip(*(pipe.recv() for _, pipe in ranks), strict=True)
+                assert all(each == states[0] for each in states)
+                state = states[0]
+                found += [sample for turn in zip(*shares, strict=True) for sample in turn]
+            for process, _ in ranks:
+                process.kill()
+                process.join()
     mixed = Mixture({"demo": demo, "h264": h264_demo}, weights={"demo": 3, "h264": 1}, epoch_samples=200)
     expected: list[tuple[str, int]] = []
-    with Loader(mixed, **options | {"batch_size": 8, "image_size": (24, 32)}) as loader:
+    with Loader(mixed, **options | {"batch_size": 8}) as loader:
         while len(expected) < len(found):
             expected += [pair for batch in loader for pair in zip(batch["dataset"], batch["index"].tolist(), strict=True)]
     assert len(found) == 3 * 9 * 8

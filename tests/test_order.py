@@ -453,12 +453,12 @@ def test_default_batches_are_mixed_as_well_as_by_a_full_shuffle(mixing: Any, bat
 def test_batches_of_many_sizes_are_mixed_as_well_as_by_a_full_shuffle(mixing: Any, ranks: int) -> None:
     """The comparison covers the cases in which the pools hold all episodes."""
     held = 0
-    for batch_size in range(ranks, 257, 41):  # odd and even ones
+    for batch_size in range(ranks, 257, 62):  # odd and even ones
         for episodes in (5, 12, 60, 180):
             found = mixing.case(batch_size, ranks, episodes, *default_pools(batch_size, ranks))
             check_as_well_mixed_as_a_full_shuffle(found)
             held += found.held
-    assert held > 20, "of 28"
+    assert held > 14, "of 20"
 
 
 def test_consumers_that_do_not_divide_the_batch_mix_badly(mixing: Any) -> None:

@@ -27,7 +27,7 @@ from support.slow import slow
 from dali_stream import DaliStreamError, Dataset, Loader
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a Loader has a process of its own on Linux only")
-KILLS = 50
+KILLS = int(os.environ.get("KILLS", 20))  # of programs, and of processes of a Loader, at random moments
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 

@@ -65,13 +65,13 @@ def decoys(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_process_imports_no_compiler() -> None:
+def test_commands_import_no_compiler(demo: Path) -> None:
     """torchcodec would import torch's compiler, which takes as long as torch itself. It is imported when it is needed."""
-    program = """
+    program = f"""
 import sys
-from dali_stream.system.torchcodec_import import without_dynamo
-with without_dynamo():
-    import dali_stream.pipeline.producer_main
+from dali_stream.cli import main
+assert main(["bench", {str(demo)!r}, "--num-batches", "2", "--warmup", "1", "--batch-size", "2"]) == 0
+assert "torchcodec" in sys.modules
 assert not any(name.startswith("torch._dynamo") for name in sys.modules)
 import torch
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
@@ -188,45 +188,47 @@ class Folder(LocalFileSystem):
 
     @classmethod
     def _strip_protocol(cls, path):
-        return super()._strip_protocol(path.removeprefix("custom://"))
+        return super()._strip_protocol(path.rpartition("://")[2])
 """
 CUSTOM = f"""{SAME}
+import contextlib, io
 import fsspec
 {FOLDER}
 class Token:
     pass
 
-fsspec.register_implementation("custom", sys.argv[2])
-dataset = dali_stream.Dataset("custom://" + sys.argv[1], storage_options={{"token": eval(sys.argv[3])}})
-with dali_stream.Loader(dataset, batch_size=8, **whole) as loader:
-    with dali_stream.Loader(dataset, batch_size=8, in_process=True, **whole) as in_process:
-        found = same(loader, in_process)
-print(json.dumps(found | {{"frames": dataset.num_frames}}))
+def run(name, driver, token):
+    fsspec.register_implementation(name, driver)
+    dataset = dali_stream.Dataset(name + "://" + sys.argv[1], storage_options={{"token": eval(token)}})
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        with dali_stream.Loader(dataset, batch_size=8, **whole) as loader:
+            with dali_stream.Loader(dataset, batch_size=8, in_process=True, **whole) as in_process:
+                found = same(loader, in_process)
+    return found | {{"frames": dataset.num_frames, "said": said.getvalue()}}
+
+print(json.dumps([run(*each) for each in json.loads(sys.argv[2])]))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("driver", "token", "reason"),
-    [
-        ("custom_storage.Folder", "'text'", None),
-        ("custom_storage.Folder", "Token()", "the dataset cannot be unpickled there (AttributeError: "),
-        ("custom_storage.Folder", "lambda: 'text'", "the dataset cannot be pickled ("),
-        ("__main__.Folder", "'text'", "the dataset cannot be unpickled there (AttributeError: "),
-    ],
-    ids=["in a module", "a credential of a class of the program", "a credential that is a function", "in the program"],
-)
-def test_a_storage_of_the_user(driver: str, token: str, reason: str | None, demo: Path, tmp_path: Path) -> None:
+def test_storages_of_the_user(demo: Path, tmp_path: Path) -> None:
     """If the process cannot import a part of the storage, the program makes the batches itself, and a warning says why."""
     (tmp_path / "custom_storage.py").write_text(FOLDER)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    found, err = run([sys.executable, "-c", CUSTOM, demo, driver, token], PYTHONPATH=path)
-    assert sorted(found["samples"]) == list(range(found["frames"]))
-    if reason is None:
-        assert (len(found["processes"]), err) == (1, "")
-    else:
-        assert (err.count("\n"), reason in err) == (1, True), err
-        assert err.startswith("The Loader makes its batches in this process, since ")
+    cases = {
+        ("module", "custom_storage.Folder", "'text'"): "",
+        ("class", "custom_storage.Folder", "Token()"): "the dataset cannot be unpickled there (AttributeError: ",
+        ("function", "custom_storage.Folder", "lambda: 'text'"): "the dataset cannot be pickled (",
+        ("program", "__main__.Folder", "'text'"): "the dataset cannot be unpickled there (AttributeError: ",
+    }
+    found, err = run([sys.executable, "-c", CUSTOM, demo, json.dumps([*cases])], PYTHONPATH=path)
+    assert err == ""
+    for case, reason, each in zip(cases, cases.values(), found, strict=True):
+        assert sorted(each["samples"]) == list(range(each["frames"])), case
+        assert reason or len(each["processes"]) == 1, case
+        assert each["said"].count("\n") == bool(reason), each["said"]
+        assert not reason or each["said"].startswith("The Loader makes its batches in this process, since ")
+        assert reason in each["said"], case
 
 
 IN_MEMORY = f"""{SAME}

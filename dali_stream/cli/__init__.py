@@ -30,6 +30,7 @@ from dali_stream.cli.prepare import prepare
 from dali_stream.cli.preview import preview
 from dali_stream.cli.selftest import selftest
 from dali_stream.cli.stats import stats
+from dali_stream.system.torchcodec_import import compile_nothing
 
 __all__ = ["main"]
 
@@ -92,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # the encoding of a terminal may lack "×"
+    if "lerobot-train" not in words:  # LeRobot may compile the policy
+        compile_nothing()
     try:
         _run(join_sizes([argument for argument in words if argument != "--debug"], ("--image-size", "--size")))
         sys.stdout.flush()

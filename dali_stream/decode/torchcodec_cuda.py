@@ -13,10 +13,12 @@ import threading
 from collections.abc import Iterator
 
 import torch
-import torchcodec
 
 from dali_stream.decode.capability import SESSIONS_PER_ENGINE, engines
-from dali_stream.system.torchcodec_import import NVDEC_REMEDY, refusal_on_nvdec
+from dali_stream.system.torchcodec_import import NVDEC_REMEDY, explained_import, refusal_on_nvdec
+
+with explained_import():
+    import torchcodec
 
 _creating = threading.Lock()  # held while streams are created, since decode threads may need the first ones at the same time
 _CACHED = 100  # number of NVDEC decoders that torchcodec caches per GPU, the same as in DALI; each session uses one

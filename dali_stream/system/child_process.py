@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from dali_stream.errors import prefixed
 from dali_stream.observe import waiting
-from dali_stream.system.torchcodec_import import without_dynamo
+from dali_stream.system.torchcodec_import import compile_nothing
 
 _HEAD = struct.Struct("<QI")  # number of bytes and of file descriptors of a message
 _MOST_DESCRIPTORS = 253  # of a message, a limit of the kernel
@@ -438,9 +438,9 @@ def serve(descriptor: int, main: str, parent: int) -> None:
         connection.send(_hello())
         logging.root.addHandler(log)
         module, _, function = main.partition(":")
+        compile_nothing()
         try:
-            with without_dynamo():
-                run = getattr(importlib.import_module(module), function)
+            run = getattr(importlib.import_module(module), function)
         except Exception as error:
             raise CannotStart(f"{module} cannot be imported there ({type(error).__name__}: {error})") from error
         run(connection)

@@ -43,15 +43,30 @@ class TorchcodecError(DaliStreamError):
         self.cause, self.remedy = cause, remedy
 
 
+_compiles = True  # whether functions may be compiled in this process
+
+
+def compile_nothing() -> None:
+    """State that this process is one of the package, which compiles nothing, before torchcodec is imported.
+
+    torchcodec marks its encoders with `torch._dynamo.disallow_in_graph`, which imports 800 modules. Without them, the process
+    of a Loader has imported its modules after 1.15 s in place of 2.07 s, and has 302 MB in place of 376 MB (2 cores of an AMD
+    EPYC, 2026-11-29, torch 2.13 for CPUs).
+    """
+    global _compiles
+    _compiles = False
+
+
 @contextlib.contextmanager
 def explained_import() -> Iterator[None]:
-    """Context manager for the import of torchcodec's decoders or encoders.
+    """Context manager for the import of torchcodec's decoders or encoders, without torch's compiler after `compile_nothing`.
 
     Raises:
         TorchcodecError: If they cannot be imported or used.
     """
     try:
-        yield
+        with contextlib.nullcontext() if _compiles else _without_dynamo():
+            yield
         _check_libraries()
     except (ImportError, OSError, RuntimeError) as error:
         cause = _cause(error)
@@ -139,20 +154,17 @@ class _Dynamo(types.ModuleType):
 
 
 @contextlib.contextmanager
-def without_dynamo() -> Iterator[None]:
-    """Import torchcodec inside this context without `torch._dynamo`, in a process that compiles nothing.
-
-    torchcodec marks its encoders with `torch._dynamo.disallow_in_graph`, which imports 800 modules. Without them, the process
-    of a Loader has imported its modules after 1.15 s in place of 2.07 s, and has 302 MB in place of 376 MB (2 cores of an AMD
-    EPYC, 2026-11-29, torch 2.13 for CPUs).
-    """
+def _without_dynamo() -> Iterator[None]:
+    """Import torchcodec inside this context without `torch._dynamo`."""
     stub = _Dynamo("torch._dynamo")
-    torch = importlib.import_module("torch")
-    if stub.__name__ in sys.modules:
+    torch: Any = None
+    with contextlib.suppress(ImportError, OSError, RuntimeError):  # the import of torchcodec says what is wrong
+        torch = importlib.import_module("torch")
+    if torch is None or stub.__name__ in sys.modules:
         yield
         return
     sys.modules[stub.__name__] = stub
-    setattr(torch, "_dynamo", stub)  # noqa: B010  # the module has no such attribute for mypy
+    torch._dynamo = stub
     try:
         yield
     finally:

@@ -134,7 +134,10 @@ def _wait(child: subprocess.Popen[bytes], limit_s: float) -> str:
 
 def _main() -> None:
     """Answer the calls on stdin, in the child process."""
+    from dali_stream.system.torchcodec_import import compile_nothing
+
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    compile_nothing()
     calls = pickle.load(sys.stdin.buffer)
     with os.fdopen(os.dup(1), "wb") as answers:
         # Only answers may reach the pipe, so libraries that print to stdout print to stderr instead.

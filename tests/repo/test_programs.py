@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import re
@@ -13,12 +14,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from support.batches import check_identities
 from support.datasets import CAMERAS, read_lengths
+from support.train import journal
 
 from dali_stream import Dataset, Loader
 from dali_stream.tools import environment
@@ -172,8 +175,8 @@ def test_action_chunks_with_augmented_frames(demo: Path, run_here: Callable[...,
 
 
 @pytest.mark.slow
-def test_decode_floor_ends_with_one_json_object(demo: Path) -> None:
-    out = run("benchmarks/decode_floor.py", demo, "--batch-size", 8, "--batches", 4, "--rounds", 1, "--json")
+def test_decode_floor_ends_with_one_json_object(demo: Path, run_here: Callable[..., str]) -> None:
+    out = run_here("benchmarks/decode_floor.py", demo, "--batch-size", 8, "--batches", 4, "--rounds", 1, "--json")
     result = json.loads(out.splitlines()[-1])
     assert result["ratio"] == result["loader_frames_per_s"] / result["floor_frames_per_s"] > 0
     assert result["frames_per_round"] == 8 * 4 * 2
@@ -183,10 +186,10 @@ def test_decode_floor_ends_with_one_json_object(demo: Path) -> None:
 
 
 @pytest.mark.slow
-def test_decode_floor_of_windows_with_dali(vp9_demo: Path) -> None:
+def test_decode_floor_of_windows_with_dali(vp9_demo: Path, run_here: Callable[..., str]) -> None:
     """With more threads than batches. The test decodes VP9 on a CPU, where a thread takes the place of an NVDEC engine."""
     arguments = ("--decode", "dali", "--mode", "sarm", "--batch-size", 4, "--batches", 4, "--threads", 5, "--rounds", 1)
-    result = json.loads(run("benchmarks/decode_floor.py", vp9_demo, *arguments, "--json").splitlines()[-1])
+    result = json.loads(run_here("benchmarks/decode_floor.py", vp9_demo, *arguments, "--json").splitlines()[-1])
     assert result["frames_per_round"] == 4 * 4 * 2 * 8
     assert {route["decoder"] for route in result["routes"].values()} == {"dali"}
     assert result["decoded_per_frame"] > 1  # a frame costs its GOP's frames up to it
@@ -235,28 +238,44 @@ def test_decode_floor_says_what_is_wrong_in_one_line(
 
 
 @pytest.mark.slow
-def test_sharded_training_compares_ranks_with_one_process(demo: Path, tmp_path: Path) -> None:
-    """Over the end of an epoch, which has 8 to 12 batches."""
-    out = tmp_path / "report.json"
-    small = ("--batch-size", 64, "--image-size", "32x32", "--val-episodes", 1, "--seeds", 1)
-    said = run("benchmarks/sharded_training.py", demo, *small, "--steps", 2, "--check-steps", 13, "--out", out)
+def test_sharded_training_compares_ranks_with_one_process(
+    small: Path, tmp_path: Path, run_here: Callable[..., str], program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the end of an epoch, which has 4 or 5 batches. Runs of one process are runs in this process."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    sharded_training, out = importlib.import_module("sharded_training"), tmp_path / "report.json"
+    train, runs = sharded_training.train, itertools.count()
+
+    def train_here(root: Path, *options: object, processes: int = 1, **_: object) -> list[dict[str, Any]]:
+        if processes > 1:
+            return train(root, *options, processes=processes)
+        folder = tmp_path / f"run {next(runs)}"
+        program.main([*map(str, [root, "--out", folder, *sharded_training.OPTIONS, *options])])
+        return journal(folder)
+
+    monkeypatch.setattr(sharded_training, "train", train_here)
+    given = ("--batch-size", 32, "--image-size", "32x32", "--val-episodes", 1, "--seeds", 1, "--ranks", 2)
+    said = run_here("benchmarks/sharded_training.py", small, *given, "--steps", 2, "--check-steps", 7, "--out", out)
     assert paths_of_the_machine(out.read_text()) == []
     report = json.loads(out.read_text())
+    assert report["ranks"] == 2
     compared = report["one_process_and_ranks"]
     assert compared["epochs"] == 2
     assert max(compared["differences_at_0"]) < 1e-5, "the batches differ"
     assert compared["differences_at_0.0005"][0] < 1e-5
     assert [each["shuffle"] for each in report["runs"]] == ["true", "global", "sharded"]
     assert all(each["train_loss"] > 0 and len(each["val_error"]) == 1 for each in report["runs"])
-    assert run("benchmarks/sharded_training.py", "--report", out) == said
+    assert run_here("benchmarks/sharded_training.py", "--report", out) == said
 
 
 @pytest.mark.slow
-def test_scale_measures_a_dataset_with_many_episodes(tmp_path: Path) -> None:
-    measured = ("open", "index", "pool", "resume", "converted")
-    out = run("benchmarks/scale.py", tmp_path, "--episodes", 1000, "--batches", 10, "--only", *measured, "--json")
+def test_scale_measures_a_dataset_with_many_episodes(tmp_path: Path, run_here: Callable[..., str]) -> None:
+    """The program starts a process for each measurement, and the test makes most of them in this process."""
+    command = ("benchmarks/scale.py", tmp_path, "--episodes", 1000, "--batches", 10)
+    out = run_here(*command, "--only", "index", "pool", "--json")
     assert paths_of_the_machine(out) == []
     result = json.loads(out.splitlines()[-1])
+    result |= {name: json.loads(run_here(*command, "--here", "--only", name)) for name in ("open", "resume", "converted")}
     assert result["open"]["frames"] == pytest.approx(1000 * 266, rel=0.1)
     assert result["index"]["index_bytes_per_frame"] < 8
     assert len(result["pool"]["rss_bytes"]) == 5
@@ -266,8 +285,8 @@ def test_scale_measures_a_dataset_with_many_episodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_remote_compares_the_network_with_the_disk(demo: Path) -> None:
-    out = run("benchmarks/remote.py", demo, "--latency-ms", 1, "--rounds", 1, "--batch-size", 16, "--json")
+def test_remote_compares_the_network_with_the_disk(demo: Path, run_here: Callable[..., str]) -> None:
+    out = run_here("benchmarks/remote.py", demo, "--latency-ms", 1, "--rounds", 1, "--batch-size", 16, "--json")
     medians = json.loads(out.splitlines()[-1])["medians"]
     assert medians["local"]["requests"] == medians["memory"]["requests"] == medians["cache"]["fetched_bytes"] // 10_000 == 0
     videos = sum(path.stat().st_size for path in demo.rglob("*.mp4"))
@@ -325,9 +344,9 @@ def test_a_gpu_trip_that_is_ended_ends_its_part_and_keeps_its_reports(tmp_path: 
 
 
 @pytest.mark.slow
-def test_features_beside_nvdec_are_compared_with_the_cpu(tmp_path: Path) -> None:
+def test_features_beside_nvdec_are_compared_with_the_cpu(tmp_path: Path, run_here: Callable[..., str]) -> None:
     out = tmp_path / "report.json"
-    run("benchmarks/gpu_features.py", "--device", "cpu", "--size", "120x160", "--episodes", 2, "--out", out)
+    run_here("benchmarks/gpu_features.py", "--device", "cpu", "--size", "120x160", "--episodes", 2, "--out", out)
     report = json.loads(out.read_text())
     parts = ["frame cache", "mixture", "depth", "in place", "workers", "to the CPU"]
     assert [row["part"] for row in report["rows"]] == parts
@@ -338,9 +357,11 @@ def test_features_beside_nvdec_are_compared_with_the_cpu(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_settings_of_dalis_executor_are_measured_and_checked(vp9_demo: Path, tmp_path: Path) -> None:
+def test_settings_of_dalis_executor_are_measured_and_checked(
+    vp9_demo: Path, tmp_path: Path, run_here: Callable[..., str]
+) -> None:
     out = tmp_path / "report.json"
-    run("benchmarks/gpu_settings.py", vp9_demo, "--device", "cpu", "--seconds", 0, "--threads", 1, 2, "--out", out)
+    run_here("benchmarks/gpu_settings.py", vp9_demo, "--device", "cpu", "--seconds", 0, "--threads", 1, 2, "--out", out)
     report = json.loads(out.read_text())
     settings = [(row["streams"], row["concurrency"]) for row in report["lockstep"]]
     assert settings[0] == ("SINGLE", "BACKEND")

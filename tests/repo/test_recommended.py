@@ -193,6 +193,7 @@ def fill(dataset: str, folder: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("doctor_here")
 @pytest.mark.parametrize("command", runnable())
 def test_each_command_runs(command: str, places: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     if " demo " in command:
@@ -206,7 +207,7 @@ def test_each_command_runs(command: str, places: dict[str, str], capsys: pytest.
     if "--state" in command:
         places |= write_run(Path(places["URI"]), tmp_path)
     if "--status" in command:
-        assert main(["prepare", places["URI"], "out"]) == 0
+        assert main(["prepare", places["URI"], "out", "--jobs", "1"]) == 0
     words = [places.get(word, word) for word in shlex.split(command)[1:]]
     if words[0] == "demo" and "--episodes" not in words:
         words += ["--episodes", "2"]

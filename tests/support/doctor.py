@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ import pytest
 
 import dali_stream
 from dali_stream import Dataset
+from dali_stream.tools import isolated
 from dali_stream.tools.diagnosis import Finding
+from dali_stream.tools.diagnosis import run as diagnosis
 from dali_stream.tools.diagnosis.machine import Decoders
 from dali_stream.tools.diagnosis.run import examine
 
@@ -32,6 +34,23 @@ ABSENT, ABORTS, HANGS = (
     "import time; time.sleep(600)",
 )
 BROKEN = "raise ImportError('libX.so: undefined symbol')"
+
+
+@pytest.fixture
+def doctor_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor asks all questions in this process, since each process that it starts imports torch."""
+
+    def answer(call: isolated.Call) -> isolated.Answer:
+        try:
+            return isolated.Answer(call())
+        except Exception as error:
+            return isolated.Answer({}, str(error) or type(error).__name__, type(error).__name__)
+
+    def call(calls: Sequence[isolated.Call], limit_s: float) -> isolated.Called:
+        return isolated.Called(list(map(answer, calls)), "", "")
+
+    for module in (isolated, diagnosis):
+        monkeypatch.setattr(module, "call", call)
 
 
 def shadows(folder: Path, *, torch: str | None = None, torchcodec: str | None = None, dali: str | None = None) -> Path:

@@ -19,6 +19,7 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessP
 from typing import Any
 
 from dali_stream.errors import DaliStreamError
+from dali_stream.system.torchcodec_import import compile_nothing
 
 Json = dict[str, Any]
 Call = Callable[[Json], Json]
@@ -111,6 +112,7 @@ def _begin(parent: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)
+    compile_nothing()
     import torch
 
     torch.set_num_threads(1)
