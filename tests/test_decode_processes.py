@@ -21,9 +21,9 @@ import pytest
 from support.batches import equal
 from support.datasets import TOP, damage_middle
 from support.killing import start
-from support.own_process import SAFETY_S, assert_ended, processes
+from support.own_process import SAFETY_S, assert_ended, processes, run
 
-from dali_stream import Dataset, DecodeError, Loader
+from dali_stream import DaliStreamError, Dataset, DecodeError, Loader
 from dali_stream.decode import processes as decode_processes
 from dali_stream.run.loader_config import _decode_processes as number_of_processes
 
@@ -130,6 +130,52 @@ def test_a_process_that_cannot_decode_is_not_needed(
         same(loader, here, epochs=1)
     assert all("ended with exit code 3" in text for text in deaths)
     assert len(deaths) == 3
+
+
+@pytest.mark.slow
+def test_a_thread_that_fails_is_not_waited_for(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process lives on. The decode thread notices that nothing decodes its clip, and decodes it."""
+    monkeypatch.setattr(decode_processes, "MAIN", "support.decode_processes:forgetful")
+    decode, failed = decode_processes._RemoteThread.decode, list[object]()
+
+    def noted(*arguments: Any) -> Iterator[Any]:
+        try:
+            yield from decode(*arguments)
+        except EOFError as error:
+            failed.append(error)
+            raise
+
+    monkeypatch.setattr(decode_processes._RemoteThread, "decode", noted)
+    options: dict[str, Any] = {"memory_budget": LITTLE, "num_threads": 1}
+    with Loader(small, **(OTHERS | options)) as loader, Loader(small, **(HERE | options)) as here:
+        while not failed:
+            same(loader, here, epochs=1)
+
+
+def test_a_suspended_process_does_not_prevent_close(small: Path, remote: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, suspended, errors = decode_processes._RemoteThread.decode, threading.Event(), list[str]()
+
+    def suspend(*arguments: Any) -> Iterator[Any]:
+        for process in decoding():
+            process.suspend()
+        suspended.set()
+        yield from decode(*arguments)
+
+    def iterate() -> None:
+        try:
+            list(loader)
+        except DaliStreamError as error:
+            errors.append(str(error))
+
+    monkeypatch.setattr(decode_processes._RemoteThread, "decode", suspend)
+    loader = Loader(small, memory_budget=LITTLE, **(OTHERS | {"num_threads": 1}))
+    consumer = threading.Thread(target=iterate)
+    consumer.start()
+    assert suspended.wait(SAFETY_S)
+    loader.close()
+    consumer.join()
+    assert errors == ["The Loader was closed while another thread waited for a batch"]
+    assert not decoding()
 
 
 def test_where_no_process_can_be_started(
@@ -239,6 +285,23 @@ def test_no_process_is_left_of_a_loader(in_process: bool, demo: Path) -> None:
     with program(end_loaders, demo, in_process) as (_, pipe):
         for way, left in iter(lambda: received(pipe), None):
             assert (way, left) == (way, 0)
+
+
+EXIT = """
+import itertools, sys
+import psutil
+from dali_stream import Loader
+loader = Loader(sys.argv[1], batch_size=7, memory_budget="6MiB", num_threads=2, in_process=True, decode_processes=2)
+for _ in itertools.chain.from_iterable(itertools.repeat(loader)):
+    if len(psutil.Process().children()) == 2:
+        break
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_with_an_open_loader_logs_nothing(small: Path) -> None:
+    _, err = run([sys.executable, "-c", EXIT, small])
+    assert "decode process" not in err
 
 
 def iterate(demo: Path, in_process: bool, pipe: Connection) -> None:

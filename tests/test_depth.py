@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -455,6 +456,19 @@ def test_frames_at_other_times_are_not_delivered(root: Path) -> None:
         else:
             with pytest.raises(DecodeError, match="did not deliver 1 of the requested frames"):
                 list(parts)
+
+
+def test_parts_with_repeated_requests_are_not_larger(root: Path) -> None:
+    """A decode process has memory for a limited number of frames."""
+    [file] = root.rglob("*.mp4")
+    store = LocalStore(str(file.parent))
+    index = read_index(store, file.name)
+    clip = pack(store, [index], [1])
+    repeated = replace(clip, frames=clip.frames * 5)
+    parts = list(decode_clip_in_parts(repeated, describe(index.configs[0]), 2))
+    assert [(requests, decoded) for requests, _, decoded in parts] == [([0, 1], 2), ([2, 3], 0), ([4], 0)]
+    for requests, frames, _ in parts:
+        assert np.array_equal(frames[..., 0].numpy(), np.stack([codes(1)] * len(requests)))
 
 
 @pytest.mark.parametrize("degrees", [180, slow(90)])

@@ -84,9 +84,9 @@ def decode_clip_in_parts(
                 if own:
                     codes += [_codes(frame, expected)] * len(own)
                     requests += own
-                if requests and (len(requests) >= part or not requests_of):
-                    yield requests, torch.from_numpy(np.stack(codes)), decoded
-                    requests, codes, decoded = [], [], 0
+                while requests and (len(requests) >= part or not requests_of):
+                    yield requests[:part], torch.from_numpy(np.stack(codes[:part])), decoded
+                    requests, codes, decoded = requests[part:], codes[part:], 0
                 if not requests_of:
                     return
     except (av.error.FFmpegError, ValueError, IndexError) as error:

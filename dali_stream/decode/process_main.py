@@ -35,7 +35,7 @@ def main(connection: Connection) -> None:
 def _run(connection: Connection, memory: SharedBlock) -> None:
     """Decode one clip after the other, until the other process ends."""
     decoded_bytes = 0
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError), contextlib.closing(connection):  # even after an error: the parent would wait
         while True:
             work, _ = connection.receive()
             try:

@@ -11,6 +11,7 @@ have ended, it decodes the clip itself.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import logging
@@ -19,6 +20,7 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,7 +30,7 @@ from dali_stream.decode.resized import Frames, Output, decode_resized
 from dali_stream.mp4.clip import Clip
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.observe.counters import Counters
-from dali_stream.system.child_process import CannotStart, Child, ChildEnded, Connection, checked
+from dali_stream.system.child_process import Child, ChildEnded, Connection, checked
 from dali_stream.system.shared_memory import SharedBlock, new_block
 from dali_stream.system.workers import join_started
 
@@ -143,6 +145,9 @@ class DecodeProcesses:
         """Decode the requests of a clip as `decode_resized` does. Frames are valid until the next ones are requested.
 
         If a process ends while it decodes the clip, another one decodes it from the beginning.
+
+        Raises:
+            CancelledError: If `stop` has killed the process.
         """
         if not self._attending and next(self._clips) >= _CLIPS_BEFORE * sum(self._threads):
             self._start()
@@ -155,7 +160,8 @@ class DecodeProcesses:
                 yield from thread.decode(DecodeWork(replace(clip, hashes=[]), expected, output), counters)
                 return
             except EOFError:
-                continue
+                if self._stopping:
+                    raise CancelledError from None
             finally:
                 if thread.is_idle:
                     self._unused.put(thread)
@@ -164,11 +170,15 @@ class DecodeProcesses:
         yield from decode_resized(clip, expected, output, counters.timed)
 
     def _start(self) -> None:
+        atexit.register(self.stop)  # otherwise other processes would replace those that end at the exit of the interpreter
         with self._lock:
             for threads in self._threads[len(self._attending) :]:
                 thread = threading.Thread(target=self._attend, args=(threads,), name="dali_stream process", daemon=True)
                 self._attending.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as reason:  # the system allows no more threads
+                    _log.warning("Clips are decoded without a decode process, since %s", reason)
 
     def _attend(self, count: int) -> None:
         """Start a process with `count` threads, and another one each time it ends."""
@@ -178,7 +188,9 @@ class DecodeProcesses:
             try:
                 child = Child(MAIN, "a decode process")
                 try:
-                    self._add(child)
+                    self._children.add(child)
+                    if self._stopping:  # `stop` may have overlooked it
+                        child.kill()
                     threads += [_RemoteThread(child, self._bytes) for _ in range(count)]
                     for thread in threads:
                         child.receive()  # the thread has started
@@ -191,26 +203,20 @@ class DecodeProcesses:
                 if not self._stopping:
                     _log.warning("A decode process %s. The clips that it was decoding are decoded again", ended)
                 deaths = 0 if any(thread.has_decoded for thread in threads) else deaths + 1
-            except (CannotStart, OSError, MemoryError) as reason:
+            except Exception as reason:  # such as too many processes, threads, open files or too little memory
                 if not self._stopping:
                     _log.warning("Clips are decoded without a decode process, since %s", reason)
                 return
 
-    def _add(self, child: Child) -> None:
-        with self._lock:
-            self._children.add(child)
-            if self._stopping:
-                child.kill()
-
     def stop(self) -> None:
-        """Start no more processes. Those that run complete the clips that they are decoding."""
+        """Kill the processes, and start no more. They complete no clip, which may take long if they were suspended."""
         self._stopping = True
+        for child in list(self._children):
+            child.kill()
 
     def join(self) -> None:
-        """End the processes and wait for them, after `stop`, when no clip is decoded any more."""
-        with self._lock:
-            for child in self._children:
-                child.kill()  # it has nothing to finish
+        """Wait for the processes to end, after `stop`, when no clip is decoded any more."""
+        atexit.unregister(self.stop)
         for thread in self._attending:
             join_started(thread)
         with contextlib.suppress(queue.Empty):

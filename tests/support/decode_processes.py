@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dali_stream.decode import processes
+from dali_stream.decode import process_main, processes
 from dali_stream.system.child_process import Connection
 
 SAFETY_S = 300
@@ -49,3 +49,13 @@ def ending(connection: Connection) -> None:
 def _end(connection: Connection) -> None:
     connection.receive()
     os._exit(3)
+
+
+def forgetful(connection: Connection) -> None:
+    """Main program of a decode process whose threads fail after each clip."""
+
+    def fail() -> None:
+        raise MemoryError
+
+    process_main._TRIM_AFTER, process_main.trim_memory = 0, fail
+    process_main.main(connection)
