@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -359,6 +360,69 @@ def test_files_of_several_builds_of_x264_with_equal_parameter_sets(order: tuple[
     assert pack(store, [tables[file] for file in range(3) if file != old], [30, 30]).coded_frames == 14
     with pytest.raises(DecodeError, match="or encoders cannot share a clip"):
         pack(store, tables[:2] if old < 2 else tables[1:], [30, 30])
+
+
+PICTURE_SETS = {"x264": (b"avcC", 8, ("qp=20", "qp=30")), "x265": (b"hvcC", 34, ("signhide=0", "signhide=1"))}
+
+
+@pytest.mark.parametrize("encoder", PICTURE_SETS)
+def test_files_with_parameter_sets_in_the_bitstream(encoder: str, tmp_path: Path) -> None:
+    """The sample descriptions are equal, but keyframes of one file have other parameter sets, which a decoder keeps."""
+    box_name, kind, settings = PICTURE_SETS[encoder]
+    store, files = LocalStore(str(tmp_path)), []
+    for number, setting in enumerate(settings):
+        params = f"{setting}:keyint=6:min-keyint=6:scenecut=0:bframes=0"
+        options = ("-c:v", f"lib{encoder}", "-preset", "veryfast", "-pix_fmt", "yuv420p", f"-{encoder}-params", params)
+        files.append(data.encode(data.draw(), tmp_path / f"{number}.mp4", options))
+    first, other = (read_index(store, path.name).configs[0] for path in files)
+    picture_set = next(
+        unit for unit in parameter_sets(other, box_name) if (unit[0] & 31 if kind == 8 else unit[0] >> 1) == kind
+    )
+    assert picture_set not in first
+
+    def with_sets(packets: list[bytes]) -> list[bytes]:
+        unit = len(picture_set).to_bytes(4, "big") + picture_set
+        return [unit + packet if number % 6 == 0 else packet for number, packet in enumerate(packets)]
+
+    changed = data.with_packets(files[1], tmp_path / "changed.mp4", with_sets)
+    mine, theirs = parameter_sets(first, box_name), parameter_sets(other, box_name)
+    content = changed.read_bytes()
+    for own, unit in zip(mine, theirs, strict=True):
+        if box_name == b"hvcC" and unit[0] >> 1 == 39:  # text of the encoder
+            continue
+        assert len(own) == len(unit)
+        content = content.replace(len(unit).to_bytes(2, "big") + unit, len(own).to_bytes(2, "big") + own, 1)
+    changed.write_bytes(content)
+    paths = [files[0], changed]
+    tables = [read_index(store, path.name) for path in paths]
+    tables[1] = dataclasses.replace(tables[1], configs=tables[0].configs)  # texts of the encoder may differ
+    whole = [by_packet(*each) for each in zip(paths, tables, strict=True)]
+    for order in ([(0, 14), (0, 20)], [(1, 14), (1, 20)]):  # frames of one file share a clip
+        found = frames_of(store, [(tables[file], packet) for file, packet in order])
+        np.testing.assert_array_equal(found, [whole[file][packet] for file, packet in order])
+    for files_of_clip in ([0, 1], [1, 0]):
+        with pytest.raises(DecodeError, match="different parameter sets"):
+            pack(store, [tables[file] for file in files_of_clip], [14, 20])
+
+
+def parameter_sets(config: bytes, box_name: bytes) -> list[bytes]:
+    """The parameter sets in a sample description, found by their lengths of two bytes."""
+    at, found = config.index(box_name) + 4, []
+    at += 6 if box_name == b"avcC" else 23
+    if box_name == b"avcC":
+        for _ in range(2):
+            size = int.from_bytes(config[at : at + 2], "big")
+            found.append(config[at + 2 : at + 2 + size])
+            at += 2 + size + 1
+        return found
+    for _ in range(config[at - 1]):
+        at += 1
+        count, at = int.from_bytes(config[at : at + 2], "big"), at + 2
+        for _ in range(count):
+            size = int.from_bytes(config[at : at + 2], "big")
+            found.append(config[at + 2 : at + 2 + size])
+            at += 2 + size
+    return found
 
 
 def test_a_file_that_was_joined_from_parts_of_several_builds_of_x264(tmp_path: Path) -> None:

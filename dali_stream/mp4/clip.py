@@ -31,7 +31,7 @@ from dali_stream.mp4.format import codec_of
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.muxer import Track, head
 from dali_stream.mp4.preamble import depends_on_encoder, preamble_of
-from dali_stream.mp4.slices import is_idr
+from dali_stream.mp4.slices import is_idr, own_sets
 from dali_stream.observe.counters import Timed, untimed
 from dali_stream.storage import Store
 
@@ -151,7 +151,7 @@ def _hashes(index: VideoIndex, start: int, stop: int, data: Mapping[tuple[int, i
 
 def _check(
     store: Store, stretch: _Stretch, data: bytes, starts: Container[tuple[int, int]], for_nvdec: bool, hidden_frames: bool
-) -> None:
+) -> set[tuple[bytes, ...]]:
     """Check encoded frames, because decoders ignore most damage (see `damage`).
 
     Args:
@@ -161,6 +161,9 @@ def _check(
         starts: (id of the index, packet) of all packets at which decoding starts.
         for_nvdec, hidden_frames: See `pack`.
 
+    Returns:
+        The results of `own_sets` for the packets at which decoding starts. Empty for codecs without parameter sets.
+
     Raises:
         UnsafeForNvdec: If `for_nvdec` is set and NVDEC would decode the frames wrongly.
         DecodeError: If a frame is damaged, or written by another encoder than the first one.
@@ -168,10 +171,10 @@ def _check(
     index, packets, sizes, place = stretch
     number = index.config[packets[0]]
     description = index.configs[number]
-    damage, codec = Damage(store, index, number), codec_of(description) if for_nvdec else ""
-    look, needs_idr = codec in hidden.CODECS and not hidden_frames, codec in keyframes.CODECS
+    damage, codec, sets = Damage(store, index, number), codec_of(description), set[tuple[bytes, ...]]()
+    look, has_sets = for_nvdec and codec in hidden.CODECS and not hidden_frames, codec in keyframes.CODECS
     if not damage.exists and not look:
-        return
+        return sets
     file, names_encoder, at = id(index), depends_on_encoder(description), 0
     for packet, size in zip(packets, sizes, strict=True):
         end, is_start = at + size, (file, packet) in starts
@@ -189,10 +192,13 @@ def _check(
         if look and hidden.hidden(codec, data[at:end]):
             where = f"the {codec} packet at byte {place + at} has hidden frames"
             raise UnsafeForNvdec(f"{hidden.hidden_frames_refusal(codec)} ({where})")
-        if needs_idr and is_start and not is_idr(description, data[at:end]):
+        if has_sets and is_start:
+            sets.add(own_sets(description, data[at:end]))
+        if for_nvdec and has_sets and is_start and not is_idr(description, data[at:end]):
             where = f"the keyframe at byte {place + at}"
             raise UnsafeForNvdec(f"{keyframes.other_keyframes_refusal(codec)} ({where})")
         at = end
+    return sets
 
 
 def pack(
@@ -226,8 +232,8 @@ def pack(
         UnsafeForNvdec: If `for_nvdec` is set, and a packet has hidden frames or decoding starts at a keyframe that is not an
             IDR frame.
         DecodeError: If a file has open GOPs (see `VideoIndex.open_gops`) and the clip would have more than one GOP prefix,
-            if the sample descriptions or encoders differ, if a frame is damaged or depends on frames before the start of the
-            file, or if a file has become shorter.
+            if the sample descriptions, encoders or parameter sets differ, if a frame is damaged or depends on frames before the
+            start of the file, or if a file has become shorter.
     """
     by_id = {id(index): index for index in indices}
     starts = [_start(index, packet) for index, packet in zip(indices, packets, strict=True)]
@@ -262,8 +268,13 @@ def pack(
     stretches = [stretch for run in decoded for stretch in _stretches(*run)]
     with timed("read_s"):  # once per clip and not per read, because timing takes as long as a local read
         data = [stretch.read(store) for stretch in stretches]
+    sets = set[tuple[bytes, ...]]()
     for stretch, part in zip(stretches, data, strict=True):
-        _check(store, stretch, part, stops, for_nvdec, hidden_frames)
+        sets |= _check(store, stretch, part, stops, for_nvdec, hidden_frames)
+    # Decoders keep parameter sets until others replace them. If not all keyframes repeat them, those of one GOP prefix would
+    # apply to the next one.
+    if len(sets) > 1:
+        raise DecodeError("frames with different parameter sets in the bitstream cannot share a clip")
     hashes = list[Mapping[int, int]]()
     if hashed:
         views = _by_packet(stretches, data)

@@ -5,7 +5,8 @@ encoder in all later frames. The encoder may be named only in the first packet, 
 differently. The index of such a file has these bytes, and `clip.pack` puts them before the first packet of each clip.
 
 FFmpeg keeps the following from the start of a stream until its end. It also keeps parameter sets and sequence headers, but
-the sample description or each keyframe contains these (ISO/IEC 14496-15; the AV1 and VP9 bindings).
+the sample description or each keyframe contains these (ISO/IEC 14496-15; the AV1 and VP9 bindings). `clip.pack` compares the
+parameter sets in keyframes.
 
     H.264     The build of x264, from an SEI message with user data (`h264_sei.c`). It changes pixels in three cases:
               4:4:4 with CABAC and an 8×8 transform, of builds before 151 (`h264_cabac.c`); lossless 8×8 intra blocks in the

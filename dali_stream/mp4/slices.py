@@ -27,6 +27,23 @@ def is_idr(config: bytes, data: bytes) -> bool | None:
     return data[unit] >> 1 & 63 in (19, 20) if hevc else data[unit] & 31 == 5
 
 
+def own_sets(config: bytes, data: bytes) -> tuple[bytes, ...]:
+    """Return the parameter sets before the first slice of a frame that its sample description does not contain.
+
+    Args:
+        config: Sample description of the frame, H.264 or HEVC.
+        data: The encoded frame.
+    """
+    hevc, sets = codec_of(config) == "hevc", list[bytes]()
+    for unit, stop in nal_units(data, 0, len(data), length_bytes(config), hevc):
+        if unit >= len(data) or is_slice(data[unit], hevc):
+            break
+        kinds = (32, 33, 34) if hevc else (7, 8)
+        if (data[unit] >> 1 & 63 if hevc else data[unit] & 31) in kinds and data[unit:stop].rstrip(b"\0") not in config:
+            sets.append(data[unit:stop])
+    return tuple(sets)
+
+
 def is_intra(data: bytes, unit: int) -> bool:
     """Return whether the first slice of an H.264 frame is an IDR, I or SI slice.
 
