@@ -14,6 +14,7 @@ stored_per_frame    number of frames that are decoded per delivered frame. It gr
                     progress take more of the budget
 cpu_us              CPU time of Python's threads per delivered frame, in µs. Its parts are `planner_us`, `decode_us`, and
                     `copy_us` of the thread that iterates and of its helpers
+processes_us        CPU time of decode processes per delivered frame, in µs
 planner_share       share of the time in which the planner's thread used a core
 switches            voluntary switches of a thread per delivered frame, that is, how often a thread waited
 """
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import program
+import psutil
 import torch
 from argument_types import count, count_or_none, positive
 
@@ -118,7 +120,8 @@ def as_text(result: dict[str, Any]) -> str:
     return "\n".join(
         f"{row['threads']:3d} threads, {row['processes']} processes: {row['frames_per_s']:6.0f} frames/s, {row['share']:.2f} "
         f"of the ideal; CPU {row['cpu_us']:.0f} µs per frame (planner {row['planner_us']:.0f}, decode {row['decode_us']:.0f}, "
-        f"copy {row['copy_us']:.0f}); planner {row['planner_share']:.2f} of its time; {row['switches']:.2f} switches"
+        f"copy {row['copy_us']:.0f}), of decode processes {row['processes_us']:.0f}; planner {row['planner_share']:.2f} of its "
+        f"time; {row['switches']:.2f} switches"
         for row in result["results"]
     )
 
@@ -180,7 +183,7 @@ def measured(dataset: SleepingDataset, threads: int, processes: int, arguments: 
         return {
             "frames_per_s": frames / took,
             "stored_per_frame": (stats["stored_frames"] - first["stored_frames"]) / frames,
-            "cpu_us": sum(per_frame.values()),
+            "cpu_us": sum(per_frame.values()) - per_frame["processes_us"],
             **per_frame,
             "planner_share": used["planner"] / took,
             "switches": (_switches() - switches) / frames,
@@ -188,13 +191,15 @@ def measured(dataset: SleepingDataset, threads: int, processes: int, arguments: 
 
 
 def cpu_times() -> dict[str, float]:
-    """Return the CPU seconds of this process by kind of thread."""
-    seconds = Counter[str](planner=0, decode=0, copy=0)
+    """Return the CPU seconds of this process by kind of thread, and those of decode processes."""
+    seconds = Counter[str](planner=0, decode=0, copy=0, processes=0)
     for thread in threading.enumerate():
         kind = next((kind for prefix, kind in KINDS.items() if thread.name.startswith(prefix)), "copy")
         assert thread.native_id is not None
         # The first number is the time on a core in ns. Those in stat count ticks of 10 ms.
         seconds[kind] += int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
+    for process in psutil.Process().children(recursive=True):
+        seconds["processes"] += sum(process.cpu_times()[:2])
     return dict(seconds)
 
 

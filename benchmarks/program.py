@@ -79,9 +79,9 @@ class Rows:
 
 
 def have_started(count: int) -> bool:
-    """Return whether this process has so many descendants, and each of them has loaded torch."""
+    """Return whether this process has so many descendants, and each of them shares memory, so that it has imported torch."""
     started = psutil.Process().children(recursive=True)
-    return len(started) >= count and all(any("libtorch" in each.path for each in own.memory_maps()) for own in started)
+    return len(started) >= count and all(any("memfd:" in each.path for each in own.memory_maps()) for own in started)
 
 
 def epoch_rate(loader: dali_stream.Loader) -> float:

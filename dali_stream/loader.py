@@ -122,7 +122,7 @@ class Loader:
             number of cores of this process, which is its share if local ranks share cores or a CPU quota. The first line that
             a Loader logs has the number and the reason.
         prefetch: Number of batches that are prepared ahead, at most those of an epoch. Default: enough to keep all threads
-            busy, from 2 to 16.
+            busy, from 2 to 16, and up to twice `num_threads` with more than 8 threads.
         memory_budget: Memory for rows, indices of video files, encoded video of remote data, and decoded frames, in bytes or as
             a text such as "4GiB". The first three get what the episodes in use need, up to half of the budget. Decoded frames
             get the rest. The frames of the batches in progress are not counted if they exceed this rest, or if the rest holds
@@ -158,8 +158,8 @@ class Loader:
             `DALI_STREAM_IN_PROCESS` is 1.
         decode_processes: Number of processes that decode video on the CPU for the decode threads, at most `num_threads`. One
             Python interpreter hands out about 10,000 frames per second, whatever number of threads decode. Batches are the
-            same with any number. Default: one for every 8 of `num_threads`, and 0 with `in_process=True`. They take at most a
-            sixteenth of the memory of this rank, 256 MiB each.
+            same with any number. Default: one for every 8 of `num_threads` from 12 on, and 0 with `in_process=True`. They take
+            at most a sixteenth of the memory of this rank, 256 MiB each.
 
     Raises:
         ValueError: If an argument is invalid.

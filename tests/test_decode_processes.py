@@ -202,8 +202,8 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("given", "threads", "stays", "memory", "expected"),
     [
-        (None, 7, False, 64 * GIB, 0),
-        (None, 8, False, 64 * GIB, 1),
+        (None, 11, False, 64 * GIB, 0),
+        (None, 12, False, 64 * GIB, 1),
         (None, 96, False, 64 * GIB, 12),
         (None, 96, True, 64 * GIB, 0),  # the training process makes the batches
         (None, 96, False, 8 * GIB, 2),

@@ -95,7 +95,7 @@ class LoaderOptions(TypedDict, total=False):
     decode: Annotated[str, Option(metavar="auto|dali|torchcodec|torchcodec-cuda", help="Decoder; auto: the faster one.")]
     num_threads: Annotated[Any, kinds.count(help="Decode threads per rank. Default: the number of cores.")]
     decode_processes: Annotated[
-        int | None, Option(metavar="N", help="Processes that decode for them. Default: one for every 8 threads.")
+        int | None, Option(metavar="N", help="Processes that decode for them. Default: one for every 8 threads from 12 on.")
     ]
     memory_budget: Annotated[
         str | None, Option(metavar="SIZE", help="Memory for caches and prefetching, per rank. Default: up to 4GiB.")

@@ -23,7 +23,10 @@ from dali_stream.system.gpu import gpu_index
 from dali_stream.system.log_records import DATASET_LOG
 from dali_stream.system.ranks import Ranks
 
-THREADS_PER_PROCESS = 8  # decode threads for which there is a decode process by default
+# Number of decode threads for which there is a decode process by default, and from which there are any. On the CPU, a core decodes
+# about 600 frames of AV1 at 480×640 per second, and each holds the interpreter for about 100 µs, so 12 cores use it for 70 % of
+# the time (benchmarks/interpreter.py).
+THREADS_PER_PROCESS, FIRST_PROCESS = 8, 12
 IN_PROCESS = "DALI_STREAM_IN_PROCESS"  # environment variable
 MEMORY_FORMATS = ("channels_last", "contiguous")
 _log = logging.getLogger("dali_stream")
@@ -166,7 +169,9 @@ def _decode_processes(given: int | None, threads: int, stays: bool, memory: int)
     """
     if given is not None:
         return min(from_zero("decode_processes", given), threads)
-    return 0 if stays else min(threads // THREADS_PER_PROCESS, memory // (16 * memory_limit.DECODE_PROCESS_BYTES))
+    if stays or threads < FIRST_PROCESS:
+        return 0
+    return min(threads // THREADS_PER_PROCESS, memory // (16 * memory_limit.DECODE_PROCESS_BYTES))
 
 
 def _own_frames(orders: Orders, arguments: OrderArguments, ranks: Ranks) -> str:
