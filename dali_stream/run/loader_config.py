@@ -23,9 +23,9 @@ from dali_stream.system.gpu import gpu_index
 from dali_stream.system.log_records import DATASET_LOG
 from dali_stream.system.ranks import Ranks
 
-# Number of decode threads for which there is a decode process by default, and from which there are any. On the CPU, a core decodes
-# about 600 frames of AV1 at 480×640 per second, and each holds the interpreter for about 100 µs, so 12 cores use it for 70 % of
-# the time (benchmarks/interpreter.py).
+# Decode threads for which there is a decode process by default, and decode threads from which on there are any. A core decodes
+# about 600 frames of AV1 at 480×640 per second. Each of them holds the interpreter for about 100 µs, see
+# benchmarks/interpreter.py, so 12 cores need 70 % of one interpreter.
 THREADS_PER_PROCESS, FIRST_PROCESS = 8, 12
 IN_PROCESS = "DALI_STREAM_IN_PROCESS"  # environment variable
 MEMORY_FORMATS = ("channels_last", "contiguous")
