@@ -79,7 +79,7 @@ class Rows:
 
 
 def have_started(count: int) -> bool:
-    """Return whether this process has so many descendants, and each of them shares memory, so that it has imported torch."""
+    """Return whether this process has at least `count` descendants, and each of them shares memory: it has imported torch."""
     started = psutil.Process().children(recursive=True)
     return len(started) >= count and all(any("memfd:" in each.path for each in own.memory_maps()) for own in started)
 

@@ -5,8 +5,8 @@
                    copies frames into slots <-- numbers --   writes frames into memory that both processes share
 
 A decode process has no dataset, no order and no state. It decodes one clip after the other, whatever batch or camera they are
-for. A decode thread uses any thread of a decode process that is unused. While there is none, because the processes start or
-have ended, it decodes the clip itself.
+for. A decode thread uses any thread of a decode process that is unused. If none is, because the processes start or have ended,
+the decode thread decodes the clip itself.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DecodeWork(NamedTuple):
 class Decoded(NamedTuple):
     """Message of a thread of a decode process. Its frames are at the beginning of the shared memory.
 
-    The thread waits for a bool before it writes others there: whether these are needed.
+    Before the thread writes further frames, it waits for a bool, which says whether they are needed.
 
     Attributes:
         requests, decoded: See `decode_resized`.
@@ -85,7 +85,7 @@ class _RemoteThread:
 
     def __init__(self, child: Child, size: int) -> None:
         own, other = socket.socketpair()
-        self._connection = Connection(own, lambda: child.is_running)
+        self._child, self._connection = child, Connection(own, lambda: child.is_running)
         with other:
             descriptor, size = new_block(size)
             try:
@@ -93,6 +93,11 @@ class _RemoteThread:
                 child.send(size, [other.fileno(), descriptor])
             finally:
                 os.close(descriptor)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process has not ended."""
+        return self._child.is_running
 
     def decode(self, work: DecodeWork, counters: Counters) -> Iterator[tuple[list[int], Frames, int]]:
         """See `DecodeProcesses.decode`. Raises EOFError if the process has ended."""
@@ -134,10 +139,10 @@ class DecodeProcesses:
         self._bytes = max(MEMORY_BYTES, frame_bytes)
         self._clips = itertools.count()
         self._unused = queue.SimpleQueue[_RemoteThread]()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._attending: list[threading.Thread] = []
         self._children = set[Child]()
-        self._stopping = False
+        self._stopping = self._told = False
 
     def decode(
         self, clip: Clip, expected: VideoFormat, output: Output, counters: Counters
@@ -151,15 +156,20 @@ class DecodeProcesses:
         """
         if not self._attending and next(self._clips) >= _CLIPS_BEFORE * sum(self._threads):
             self._start()
-        for _ in range(_TRIES):
+        ended = 0  # processes that ended while they decoded the clip
+        while ended < _TRIES:
             try:
                 thread = self._unused.get_nowait()
             except queue.Empty:
                 break
+            if not thread.is_running:
+                thread.close()
+                continue
             try:
                 yield from thread.decode(DecodeWork(replace(clip, hashes=[]), expected, output), counters)
                 return
             except EOFError:
+                ended += 1
                 if self._stopping:
                     raise CancelledError from None
             finally:
@@ -178,7 +188,7 @@ class DecodeProcesses:
                 try:
                     thread.start()
                 except RuntimeError as reason:  # the system allows no more threads
-                    _log.warning("Clips are decoded without a decode process, since %s", reason)
+                    self._tell(reason)
 
     def _attend(self, count: int) -> None:
         """Start a process with `count` threads, and another one each time it ends."""
@@ -204,9 +214,15 @@ class DecodeProcesses:
                     _log.warning("A decode process %s. The clips that it was decoding are decoded again", ended)
                 deaths = 0 if any(thread.has_decoded for thread in threads) else deaths + 1
             except Exception as reason:  # such as too many processes, threads, open files or too little memory
-                if not self._stopping:
-                    _log.warning("Clips are decoded without a decode process, since %s", reason)
+                self._tell(reason)
                 return
+
+    def _tell(self, reason: Exception) -> None:
+        """Log once why there are fewer processes than there shall be."""
+        with self._lock:
+            is_first, self._told = not self._told, True
+        if is_first and not self._stopping:
+            _log.warning("Clips are decoded without a decode process, since %s", reason)
 
     def stop(self) -> None:
         """Kill the processes, and start no more. They complete no clip, which may take long if they were suspended."""

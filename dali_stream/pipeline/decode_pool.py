@@ -134,7 +134,7 @@ class DecodePool:
 
 
 def _processes(layout: Layout) -> DecodeProcesses | None:
-    """Return the decode processes, or None if the CPU decodes no video, or there shall be none."""
+    """Return the decode processes. None if the CPU decodes no video, or if the configuration has no decode processes."""
     config, videos = layout.config, layout.config.source.videos
     on_cpu = [key for key in layout.cached if key in videos and layout.routes[key].decoder != TORCHCODEC_CUDA]
     if not config.decode_processes or not on_cpu:
