@@ -117,14 +117,15 @@ def test_a_forked_process_does_not_wait_for_the_turn_of_a_thread_of_its_parent()
 
 def check_a_route_change(root: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """No batch is lost if the `number`-th clip is refused after it was decoded."""
-    resize, calls = TorchcodecDecoder._resized, itertools.count(1)
+    decode_clip, calls = TorchcodecDecoder._decode_clip, itertools.count(1)
 
     def refuse(decoder: TorchcodecDecoder, *arguments: Any) -> Any:
-        if next(calls) == number:
-            raise RouteChange([decoder.key], "refused by the test")
-        return resize(decoder, *arguments)
+        for part in decode_clip(decoder, *arguments):
+            if next(calls) == number:
+                raise RouteChange([decoder.key], "refused by the test")
+            yield part
 
-    monkeypatch.setattr(TorchcodecDecoder, "_resized", refuse)
+    monkeypatch.setattr(TorchcodecDecoder, "_decode_clip", refuse)
     with make(root, 0, in_process=True) as loader:
         batches = list(loader)
         assert len(batches) == len(loader)
