@@ -107,7 +107,8 @@ class _RemoteThread:
             message, _ = self._connection.receive()
             self.is_idle = not isinstance(message, Decoded)  # then it is an error
             requests, decoded, resize_s, cpu_s, is_last = checked(message)
-            self.is_idle = self.has_decoded = is_last
+            self.is_idle = is_last
+            self.has_decoded |= is_last
             counters.add_inner("resize_s", resize_s, cpu_s)
             frames = self._memory[: len(requests) * work.output.nbytes].view(work.output.dtype)
             is_needed = False
