@@ -149,7 +149,7 @@ def compare_steps(
     rows = []
     for side, rounds in found.items():
         row: dict[str, Any] = {"case": f"{step_ms:g} ms, {frames} frames", "side": side}
-        row |= {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+        row |= program.medians(rounds)
         for name, key in (("ratio", "total_ms"), ("step_ratio", "step_ms")):
             row[name] = statistics.median(each[key] / base[key] for each, base in zip(rounds, found[MEMORY], strict=True))
         rows.append({**row, "frames_per_s": frames * 1e3 / row["total_ms"], "rounds": rounds})

@@ -22,7 +22,6 @@ import itertools
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -69,10 +68,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     for number, (processes, rounds) in itertools.product(range(1, arguments.rounds + 1), found.items()):
         rounds.append(measured(dataset, processes, arguments))
         print(f"round {number} of {arguments.rounds}: {processes} processes, {rounds[-1]}", file=sys.stderr)
-    medians = {
-        each: {name: statistics.median(one[name] for one in rounds) for name in rounds[0]} for each, rounds in found.items()
-    }
-    return {"results": [{"processes": processes, **row} for processes, row in medians.items()]}
+    return {"results": [{"processes": processes, **program.medians(rounds)} for processes, rounds in found.items()]}
 
 
 def measured(dataset: dali_stream.Dataset, processes: int, arguments: argparse.Namespace) -> dict[str, float]:

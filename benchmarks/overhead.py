@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-import statistics
 import sys
 import tempfile
 import threading
@@ -144,7 +143,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 print(f"{what}, {rounds[-1]['frames_per_s']:.0f} frames/s", file=sys.stderr)
     results = []
     for (threads, processes), rounds in found.items():
-        medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+        medians = program.medians(rounds)
         if not medians["stored_per_frame"]:
             raise ValueError("memory_budget holds all frames, so that none is decoded. Use a smaller one, or more episodes")
         ideal = threads / (arguments.decode_ms / 1e3) / medians["stored_per_frame"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,11 @@ class Rows:
         print(row, flush=True)
         if self._out:
             environment.write_report(self._out, self.report)
+
+
+def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each value of some rounds."""
+    return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
 
 
 def have_started(count: int) -> bool:

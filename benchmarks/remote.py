@@ -18,7 +18,6 @@ import argparse
 import math
 import multiprocessing
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -77,7 +76,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         local = sides[0]["frames_per_s"]
         for side in sides:
             side["ratio"], side["ratio_elsewhere"] = side["frames_per_s"] / local, side.pop("elsewhere_per_s") / local
-    medians = {name: {key: statistics.median(r[key] for r in turns) for key in turns[0]} for name, turns in rounds.items()}
+    medians = {name: program.medians(turns) for name, turns in rounds.items()}
     return {"medians": medians, "rounds": rounds}
 
 

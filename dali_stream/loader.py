@@ -128,7 +128,7 @@ class Loader:
             get the rest. The frames of the batches in progress are not counted if they exceed this rest, or if the rest holds
             all frames of the dataset. Each rank has its own budget. Default: 4 GiB, but at most a quarter of what is left of
             the memory of the machine or cgroup, divided by the number of ranks on the machine, less 512 MiB for the process of
-            the Loader.
+            the Loader and 256 MiB for each decode process.
         audit: Average number of samples per audit. If DALI decodes a camera, an audit decodes a sample with torchcodec as
             well. If the frames differ by more than a tolerance, a DecodeError names file and frame. The first sample of each
             file is always audited. 0 turns audits off. With a `dali_graph`, audits take the memory of another batch of frames

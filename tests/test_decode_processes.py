@@ -11,7 +11,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ import psutil
 import pytest
 from support.batches import equal
 from support.datasets import TOP, damage_middle
-from support.killing import start
-from support.own_process import SAFETY_S, assert_ended, processes, run
+from support.own_process import SAFETY_S, assert_ended, begin_session, children, program, received, run
 
 from dali_stream import DaliStreamError, Dataset, DecodeError, Loader
 from dali_stream.decode import processes as decode_processes
@@ -35,14 +34,9 @@ HERE: dict[str, Any] = OPTIONS | {"in_process": True, "decode_processes": 0}
 OTHERS: dict[str, Any] = OPTIONS | {"in_process": True, "decode_processes": 1}
 
 
-def decoding(process: psutil.Process | None = None) -> list[psutil.Process]:
-    """Decode processes among the descendants of a process, without those that have ended."""
-    found = []
-    for child in (process or psutil.Process()).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if child.status() != psutil.STATUS_ZOMBIE and "decode.process_main" in " ".join(child.cmdline()):
-                found.append(child)
-    return found
+def decoding() -> list[psutil.Process]:
+    """Decode processes of this program."""
+    return children("decode.process_main")
 
 
 def same(loader: Loader, here: Loader, epochs: int = 2) -> None:
@@ -220,11 +214,6 @@ def test_the_number_of_processes(given: int | None, threads: int, stays: bool, m
 # However a Loader, the program or a decode process ends. Each program begins a session of its own.
 
 
-def begin_session() -> None:
-    os.setsid()
-    os.environ.pop("DALI_STREAM_IN_PROCESS", None)
-
-
 def new_loader(demo: Path | Dataset, in_process: bool, **arguments: Any) -> Loader:
     return Loader(demo, memory_budget=LITTLE, **(OTHERS | {"in_process": in_process, "decode_processes": 2} | arguments))
 
@@ -236,28 +225,6 @@ def until_they_decode(loader: Loader) -> Iterator[Any]:
         for _ in batches:
             if len(decoding()) == 2:
                 return batches
-
-
-@contextlib.contextmanager
-def program(target: Callable[..., None], *arguments: object) -> Iterator[tuple[Any, Connection]]:
-    """Run a program. Yields its process, and a pipe from it. At the end, no process of it may be left."""
-    process, pipe = start(target, *arguments)
-    try:
-        yield process, pipe
-        process.join(SAFETY_S)
-        assert process.exitcode is not None
-        assert_ended(process.pid)
-    finally:
-        process.kill()
-        process.join()
-        for left in processes(process.pid):
-            left.kill()
-
-
-def received(pipe: Connection) -> Any:
-    """Next message of a program."""
-    assert pipe.poll(SAFETY_S)
-    return pipe.recv()
 
 
 def end_loaders(demo: Path, in_process: bool, pipe: Connection) -> None:

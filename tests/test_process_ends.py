@@ -12,7 +12,6 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import psutil
 import pytest
 from support.batches import equal, samples
 from support.killing import start
-from support.own_process import SAFETY_S, assert_ended, processes, run
+from support.own_process import SAFETY_S, assert_ended, begin_session, children, program, received, run
 from support.slow import slow
 
 from dali_stream import DaliStreamError, Dataset, Loader
@@ -34,46 +33,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 # Parts of the programs. Each program is forked from one that has imported everything, and begins a session of its own.
 
 
-@contextlib.contextmanager
-def program(target: Callable[..., None], *arguments: object) -> Iterator[tuple[Any, Connection]]:
-    """Run a program. Yields its process, and a pipe from it. At the end, no process of it may be left."""
-    process, pipe = start(target, *arguments)
-    try:
-        yield process, pipe
-        process.join(SAFETY_S)
-        assert process.exitcode is not None
-        assert_ended(process.pid)
-    finally:
-        process.kill()
-        process.join()
-        for left in processes(process.pid):
-            left.kill()
-
-
-def received(pipe: Connection) -> Any:
-    """Next message of a program."""
-    assert pipe.poll(SAFETY_S)
-    return pipe.recv()
-
-
-def begin_session() -> None:
-    os.setsid()
-    os.environ.pop("DALI_STREAM_IN_PROCESS", None)
-
-
 def new_loader(demo: Path, **arguments: Any) -> Loader:
     """A Loader that delivers each frame of an epoch, in a process of its own unless the arguments say otherwise."""
     return Loader(demo, batch_size=8, last_batch="partial", **arguments)
-
-
-def children() -> list[psutil.Process]:
-    """Processes of this program, without those that have ended."""
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if child.status() != psutil.STATUS_ZOMBIE:
-                found.append(child)
-    return found
 
 
 def kill_children_now() -> None:

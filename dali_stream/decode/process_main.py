@@ -14,10 +14,8 @@ from dali_stream.decode.processes import Decoded, DecodeWork
 from dali_stream.decode.resized import decode_resized
 from dali_stream.observe.counters import Counters
 from dali_stream.system.child_process import Connection, send_error
-from dali_stream.system.heap import trim_memory
+from dali_stream.system.heap import TRIM_AFTER, trim_memory
 from dali_stream.system.shared_memory import SharedBlock
-
-_TRIM_AFTER = 64 << 20  # see `pipeline.decode_pool`
 
 
 def main(connection: Connection) -> None:
@@ -45,7 +43,7 @@ def _run(connection: Connection, memory: SharedBlock) -> None:
             except Exception as error:
                 send_error(connection, error)
             decoded_bytes += work.expected.height * work.expected.width * 3 * work.clip.coded_frames
-            if decoded_bytes >= _TRIM_AFTER * threading.active_count():
+            if decoded_bytes >= TRIM_AFTER * threading.active_count():
                 decoded_bytes = 0
                 trim_memory()
 

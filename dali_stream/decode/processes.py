@@ -219,7 +219,7 @@ class DecodeProcesses:
                 return
 
     def _tell(self, reason: Exception) -> None:
-        """Log once why there are fewer processes than there shall be."""
+        """Log the first reason for which decode threads lack a process."""
         with self._lock:
             is_first, self._told = not self._told, True
         if is_first and not self._stopping:

@@ -20,12 +20,8 @@ from dali_stream.pipeline.layout import Layout
 from dali_stream.schedule.budget import copy_threads
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
-from dali_stream.system.heap import trim_memory
+from dali_stream.system.heap import TRIM_AFTER, trim_memory
 from dali_stream.system.workers import Workers
-
-# Bytes of decoded frames (RGB at full size) per thread after which free memory is returned to the system. This takes some
-# milliseconds, so it is not done for every batch.
-_TRIM_AFTER = 64 << 20
 
 
 class DecodePool:
@@ -102,12 +98,12 @@ class DecodePool:
         }
 
     def _count(self, plan: BatchPlan) -> None:
-        """Count cache hits and evictions. Return free memory to the system after every `_TRIM_AFTER` bytes per thread."""
+        """Count cache hits and evictions. Return free memory to the system after every `TRIM_AFTER` bytes per thread."""
         for key, planned in plan.frames.items():
             self._counters.add(memory_hits=planned.hits, frames_evicted_before_use=planned.evicted)
             if key in self._on_cpu:
                 self._decoded_bytes += planned.decodes * math.prod(self._config.source.features[key].shape)
-        if self._decoded_bytes >= _TRIM_AFTER * len(self._workers):
+        if self._decoded_bytes >= TRIM_AFTER * len(self._workers):
             self._decoded_bytes = 0
             trim_memory()
 

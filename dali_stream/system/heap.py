@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 
+# Bytes of decoded frames (RGB at full size) per thread after which free memory is returned to the system. This takes some
+# milliseconds, so it is not done for every batch.
+TRIM_AFTER = 64 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from malloc.h
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from dali_stream.decode import process_main, processes
 from dali_stream.system.child_process import Connection
-
-SAFETY_S = 300
+from support.own_process import SAFETY_S
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -57,5 +56,5 @@ def forgetful(connection: Connection) -> None:
     def fail() -> None:
         raise MemoryError
 
-    process_main._TRIM_AFTER, process_main.trim_memory = 0, fail
+    process_main.TRIM_AFTER, process_main.trim_memory = 0, fail
     process_main.main(connection)

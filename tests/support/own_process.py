@@ -1,16 +1,20 @@
-"""Programs whose Loader has a process of its own, and the processes that are left of them."""
+"""Programs whose Loader has processes of its own, and the processes that are left of them."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from support.killing import start
 
 SAFETY_S = 300  # seconds after which a test fails that would hang otherwise
 
@@ -95,3 +99,41 @@ def assert_ended(session: int, but: Sequence[int] = ()) -> None:
     while left := [process for process in processes(session) if process.pid not in but]:
         assert time.monotonic() < deadline, f"left: {[process.cmdline() for process in left]}"
         psutil.wait_procs(left, timeout=1)  # which waits longer for one that its parent does not wait for
+
+
+@contextlib.contextmanager
+def program(target: Callable[..., None], *arguments: object) -> Iterator[tuple[Any, Connection]]:
+    """Run a program. Yields its process, and a pipe from it. At the end, no process of it may be left."""
+    process, pipe = start(target, *arguments)
+    try:
+        yield process, pipe
+        process.join(SAFETY_S)
+        assert process.exitcode is not None
+        assert_ended(process.pid)
+    finally:
+        process.kill()
+        process.join()
+        for left in processes(process.pid):
+            left.kill()
+
+
+def received(pipe: Connection) -> Any:
+    """Next message of a program."""
+    assert pipe.poll(SAFETY_S)
+    return pipe.recv()
+
+
+def begin_session() -> None:
+    """Begin a session of this program's own, with the environment of a user."""
+    os.setsid()
+    os.environ.pop("DALI_STREAM_IN_PROCESS", None)
+
+
+def children(text: str = "") -> list[psutil.Process]:
+    """Descendants of this program with this text in their command lines, without those that have ended."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE and text in " ".join(child.cmdline()):
+                found.append(child)
+    return found
