@@ -60,9 +60,10 @@ def test_batches_are_the_same(options: dict[str, Any], small: Path, remote: list
         same(loader, here)
         assert len(decoding()) == 1
         assert len(remote) >= 10
+        counted = sum(remote) - OPTIONS["num_threads"] * max(remote)  # a clip of each thread may be on its way to its slots
         stats = loader.stats()
         assert stats["frames"] == here.stats()["frames"]
-        assert stats["stored_frames"] >= sum(remote)
+        assert stats["stored_frames"] >= counted > 0
         assert min(stats["decode_s"], stats["resize_s"], stats["decode_cpu_s"]) > 0
     assert not decoding()
 
