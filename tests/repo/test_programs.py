@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
-import itertools
 import json
 import os
 import re
@@ -14,14 +13,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
 from support.batches import check_identities
 from support.datasets import CAMERAS, read_lengths
-from support.train import journal
 
 from dali_stream import Dataset, Loader
 from dali_stream.tools import environment
@@ -238,37 +235,6 @@ def test_decode_floor_says_what_is_wrong_in_one_line(
 
 
 @pytest.mark.slow
-def test_sharded_training_compares_ranks_with_one_process(
-    small: Path, tmp_path: Path, run_here: Callable[..., str], program: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over the end of an epoch, which has 4 or 5 batches. Runs of one process are runs in this process."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    sharded_training, out = importlib.import_module("sharded_training"), tmp_path / "report.json"
-    train, runs = sharded_training.train, itertools.count()
-
-    def train_here(root: Path, *options: object, processes: int = 1, **_: object) -> list[dict[str, Any]]:
-        if processes > 1:
-            return train(root, *options, processes=processes)
-        folder = tmp_path / f"run {next(runs)}"
-        program.main([*map(str, [root, "--out", folder, *sharded_training.OPTIONS, *options])])
-        return journal(folder)
-
-    monkeypatch.setattr(sharded_training, "train", train_here)
-    given = ("--batch-size", 32, "--image-size", "32x32", "--val-episodes", 1, "--seeds", 1, "--ranks", 2)
-    said = run_here("benchmarks/sharded_training.py", small, *given, "--steps", 2, "--check-steps", 7, "--out", out)
-    assert paths_of_the_machine(out.read_text()) == []
-    report = json.loads(out.read_text())
-    assert report["ranks"] == 2
-    compared = report["one_process_and_ranks"]
-    assert compared["epochs"] == 2
-    assert max(compared["differences_at_0"]) < 1e-5, "the batches differ"
-    assert compared["differences_at_0.0005"][0] < 1e-5
-    assert [each["shuffle"] for each in report["runs"]] == ["true", "global", "sharded"]
-    assert all(each["train_loss"] > 0 and len(each["val_error"]) == 1 for each in report["runs"])
-    assert run_here("benchmarks/sharded_training.py", "--report", out) == said
-
-
-@pytest.mark.slow
 def test_scale_measures_a_dataset_with_many_episodes(tmp_path: Path, run_here: Callable[..., str]) -> None:
     """The program starts a process for each measurement, and the test makes most of them in this process."""
     command = ("benchmarks/scale.py", tmp_path, "--episodes", 1000, "--batches", 10)
@@ -371,14 +337,3 @@ def test_settings_of_dalis_executor_are_measured_and_checked(
     assert [row["threads"] for row in rates] == [1, 2] * 6
     assert all(row["idle"] > 0 and row["busy"] is None for row in rates)
     assert rates[-1]["decode"] == "torchcodec"
-
-
-def test_shards_simulates_nodes(run_here: Callable[..., str]) -> None:
-    options = ("--episodes", 200, "--nodes", 1, 2, "--ranks", 2, "--epochs", 3, "--kept", 15_000, "--batch-size", 8)
-    results = json.loads(run_here("benchmarks/shards.py", *options, "--json").splitlines()[-1])["results"]
-    rows = {(row["nodes"], row["shuffle"], row["cache"]): row for row in results}
-    assert rows[2, "sharded", "memory"]["decoded_per_frame"][1:] == [0, 0]  # memory holds a quarter of the dataset
-    assert rows[2, True, "memory"]["decoded_per_frame"][1] > 0.5
-    assert rows[2, "sharded", "disk"]["disk_of_dataset"] == pytest.approx(0.5, abs=0.01)
-    assert rows[2, True, "disk"]["disk_of_dataset"] == pytest.approx(1 - 0.5**3, abs=0.1)
-    assert rows[1, True, "disk"]["decoded_per_frame"] == [1, 0, 0]
