@@ -290,8 +290,8 @@ def drawn(chart: Any, folder: Path, on_disk: Path | None = None) -> tuple[dict[s
     """{loader: (length of its bar, the figure beside it)} of the chart of report.json, and its text."""
     given = [] if on_disk is None else ["--frame-cache", str(on_disk)]
     chart.main([str(folder / "report.json"), *given, "--out", str(folder / "chart.svg")])
-    picture = chart.chart([chart.read(folder / "report.json")], on_disk and chart.read(on_disk))
-    assert (folder / "chart.svg").read_text() == picture.svg()
+    picture = chart.chart([json.loads((folder / "report.json").read_text())], on_disk and json.loads(on_disk.read_text()))
+    assert (folder / "chart.svg").read_text() == picture.svg
     bars = {}
     for axes in picture.figure.axes:
         [drawn] = [each for each in axes.containers if isinstance(each, BarContainer)]
