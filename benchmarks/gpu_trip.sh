@@ -66,9 +66,10 @@ stop() {
     exit "$1"
 }
 
-# part NAME SECONDS COMMAND...: runs a command for at most SECONDS, or for the rest of LIMIT if it is shorter.
+# part NAME SECONDS COMMAND...: runs a command for at most SECONDS, or for the rest of LIMIT if it is shorter. SECONDS are those of
+# the default LIMIT; a longer LIMIT, for a slower machine, gives each part more.
 part() {
-    local name=$1 seconds=$2 left=$((limit - SECONDS)) code
+    local name=$1 seconds=$(($2 * limit / 540)) left=$((limit - SECONDS)) code
     shift 2
     ((seconds < left)) || seconds=$left
     if ((seconds < 5)); then
