@@ -91,7 +91,7 @@ def cpu_s() -> float:
 
 
 def have_started(count: int) -> bool:
-    """Return whether this process has at least `count` descendants, and each of them shares memory: it has imported torch."""
+    """Return whether this process has at least `count` descendants that all share memory, as they do once torch is imported."""
     started = psutil.Process().children(recursive=True)
     return len(started) >= count and all(any("memfd:" in each.path for each in own.memory_maps()) for own in started)
 

@@ -2,7 +2,7 @@
 
     python benchmarks/same_batches.py COMMIT [--data NAME=ROOT ...] [--case PART ...]
 
-Use it while code behind the public API is rewritten. It writes demo datasets once, checks the commit out into a temporary
+Use it while code below the public API is rewritten. It writes demo datasets once, checks the commit out into a temporary
 folder, and lets each side hash the same cases in a process of its own: plain, resized and normalized frames, windows, ranks,
 all orders, little memory, partial and padded batches, HTTP, substitutes, mixtures, images in rows, v2.1, and resumed runs.
 
