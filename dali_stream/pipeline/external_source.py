@@ -20,8 +20,8 @@ class ExternalSource:
         producer: Producer of the batches, with frames as uint8.
 
     Attributes:
-        batches: Batches that were passed to DALI and that `DaliBatches` has not returned yet, at most two. The first one is
-            returned next. The last one belongs to the run that was started last.
+        batches: Batches from `prepare` that `DaliBatches` has not returned yet, at most three. The first one is returned next.
+            The last one is the input of the next run.
         on_dali: Cameras that DALI decodes.
     """
 
@@ -56,6 +56,7 @@ class ExternalSource:
 
         Those of depth cameras are distances, float32.
 
-        This method is an external source of the graph. The memory is reused once nothing refers to it.
+        This method is an external source of the graph, which reads the memory of the arrays until the run has ended. `batches`
+        refers to them as long. The memory is reused once nothing refers to it.
         """
         return tuple(with_time_axis(self._config, key, self.batches[-1].frames[key]) for key in self._cached)

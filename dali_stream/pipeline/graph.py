@@ -140,12 +140,12 @@ def _read(layout: Layout, source: ExternalSource) -> dict[str, DataNode]:
             # The random numbers for augmentation stay on the CPU, since DALI's operators require arguments in CPU memory.
             nodes[key] = parts[0] if key == SAMPLE and config.augments else placed(parts[0])
     # DALI copies its inputs while it holds the interpreter's lock, so no decode thread can run Python code meanwhile. Frames
-    # are large, so they are passed without a copy. Then an operator copies them in DALI's threads, unless the division by 255
-    # writes to new memory anyway.
+    # are large, so they are passed without a copy. A GPU reads the page-locked memory of the batch. On a CPU, an operator
+    # copies them in DALI's threads, unless the division by 255 writes to new memory anyway.
     for camera, node in _source(source.frames, decoded, no_copy=True) if decoded else ():
         is_depth = config.source.features[camera].is_depth
-        divided = config.gpu is None and config.image_dtype == "float32" and not is_depth
-        nodes[camera] = placed(node if divided else fn.copy(node))
+        written = config.gpu is not None or (config.image_dtype == "float32" and not is_depth)
+        nodes[camera] = placed(node) if written else fn.copy(node)
     return nodes
 
 
