@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Frames = npt.NDArray[np.uint8]
 _CHANNELS = (1, 3, 4)
+_AT_ONCE = 8  # frames that a GPU resizes at a time, for which it needs four times their memory
 
 
 @overload
@@ -96,9 +97,12 @@ def resize_on_gpu(frames: torch.Tensor, size: tuple[int, int]) -> Frames:
     import torch
 
     if frames.shape[1:3] != size:
-        floats = frames.permute(0, 3, 1, 2).float()
-        resized = torch.nn.functional.interpolate(floats, size=size, mode="bilinear", antialias=True)
-        frames = resized.round_().to(torch.uint8).permute(0, 2, 3, 1)
+        resized = frames.new_empty((len(frames), *size, 3))
+        for some, of in zip(frames.split(_AT_ONCE), resized.split(_AT_ONCE), strict=True):
+            floats = some.permute(0, 3, 1, 2).float()
+            floats = torch.nn.functional.interpolate(floats, size=size, mode="bilinear", antialias=True)
+            of.copy_(floats.round_().permute(0, 2, 3, 1))
+        frames = resized
     copy = torch.empty(frames.shape, dtype=torch.uint8, pin_memory=frames.is_cuda)
     copy.copy_(frames, non_blocking=True)
     if frames.is_cuda:
