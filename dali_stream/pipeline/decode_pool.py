@@ -74,7 +74,8 @@ class DecodePool:
         if key in source.videos:
             gpu = config.gpu if route.decoder == TORCHCODEC_CUDA else None
             processes = self._processes
-            decoders.append(TorchcodecDecoder(source, key, self._counters, slots, any_size, on_disk, gpu, processes))
+            share = config.task_share
+            decoders.append(TorchcodecDecoder(source, key, self._counters, slots, any_size, on_disk, share, gpu, processes))
         if key in source.images:
             decoders.append(ImageDecoder(source, key, self._counters, slots, size, any_size, on_disk))
         return VideoAndImages(source, key, slots, *decoders) if len(decoders) == 2 else decoders[0]
