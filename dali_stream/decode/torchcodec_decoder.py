@@ -13,21 +13,22 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from dali_stream.cache.frame_files import Records
 from dali_stream.cache.frames_on_disk import Decoding, FramesOnDisk
+from dali_stream.cache.gpu_slots import GpuSlots
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.arrays import NONE
 from dali_stream.decode.decoder import SlotWork, even_tasks, named, task_frames
 from dali_stream.decode.processes import DecodeProcesses
 from dali_stream.decode.refusal import refusal_of_torchcodec
-from dali_stream.decode.resize import resize_on_gpu
-from dali_stream.decode.resized import Frames, Output, decode_resized
+from dali_stream.decode.resize import copied_to_cpu, resize_on_gpu
+from dali_stream.decode.resized import Output, decode_resized
 from dali_stream.decode.torchcodec import decode, decode_clip_in_parts, decode_in_parts, frames_at_once
 from dali_stream.decode.torchcodec_cuda import device_name, own_stream
 from dali_stream.decode.video_files import VideoFiles
@@ -335,8 +336,10 @@ class TorchcodecDecoder(VideoFiles):
         finally:
             self._counters.add(clips=1, decoded_frames=decoded, stored_frames=stored)
 
-    def _decode_clip(self, expected: VideoFormat, file: VideoIndex, clip: Clip) -> Iterator[tuple[list[int], Frames, int]]:
-        """Decode a clip in parts, to frames in the size of batches, in the CPU's memory. See `decode_resized`.
+    def _decode_clip(self, expected: VideoFormat, file: VideoIndex, clip: Clip) -> Iterator[tuple[list[int], Any, int]]:
+        """Decode a clip in parts, to frames in the size of batches. See `decode_resized`.
+
+        Frames that NVDEC decodes for slots in the GPU's memory stay there, as tensors.
 
         Raises:
             RouteChange: If the GPU cannot resize frames.
@@ -351,12 +354,14 @@ class TorchcodecDecoder(VideoFiles):
         for requests, tensor, decoded in decode_clip_in_parts(clip, expected, part, device_name(self._gpu)):
             try:
                 with self._counters.timed("resize_s"):
-                    frames = resize_on_gpu(tensor, self._output.shape[:2])
+                    frames: Any = resize_on_gpu(tensor, self._output.shape[:2])
+                    if not isinstance(self._slots, GpuSlots):
+                        frames = copied_to_cpu(frames)
             except RuntimeError as error:  # such as too little memory
                 raise self.change(file, f"the GPU could not resize frames or copy them: {error}") from error
             yield requests, frames, decoded
 
-    def _put(self, slots: list[int], frames: Frames) -> None:
+    def _put(self, slots: list[int], frames: Any) -> None:
         """Put frames into slots, except those for the frame cache on disk only."""
         own = [i for i, slot in enumerate(slots) if slot != NONE]
         if len(own) < len(slots):

@@ -55,6 +55,7 @@ class Config:
         gpu: Index of the CUDA device. None for CPU batches.
         augments: Whether the user gives a function for the DALI graph.
         audit: Average number of samples per audit. 0 turns audits off.
+        gpu_cache: Bytes of the GPU's memory for decoded frames. None to keep them in the CPU's memory.
         frame_folder: Folder of the frame cache on disk, or None without one.
         in_process: Whether the training process makes the batches, whatever decodes them.
         decode_processes: Number of decode processes, see `decode.processes`.
@@ -79,6 +80,7 @@ class Config:
     gpu: int | None
     augments: bool
     audit: int
+    gpu_cache: int | None = None
     frame_folder: FrameFolder | None = None
     in_process: bool = True
     decode_processes: int = 0

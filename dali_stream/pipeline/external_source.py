@@ -26,7 +26,8 @@ class ExternalSource:
     """
 
     def __init__(self, layout: Layout, producer: Producer | ProducerProcess) -> None:
-        self._config, self._producer, self._cached = layout.config, producer, layout.cached
+        self._config, self._producer, self._on_gpu = layout.config, producer, layout.in_gpu_cache
+        self._in_memory = [camera for camera in layout.cached if camera not in self._on_gpu]
         self.on_dali = layout.on_dali
         self.batches: deque[FinishedBatch] = deque()
 
@@ -59,4 +60,11 @@ class ExternalSource:
         This method is an external source of the graph, which reads the memory of the arrays until the run has ended. `batches`
         refers to them as long. The memory is reused once nothing refers to it.
         """
-        return tuple(with_time_axis(self._config, key, self.batches[-1].frames[key]) for key in self._cached)
+        return self._frames(self._in_memory)
+
+    def gpu_frames(self) -> tuple[Any, ...]:
+        """Return the frames of the cameras whose frames are in the GPU's memory, as tensors. See `frames`."""
+        return self._frames(self._on_gpu)
+
+    def _frames(self, cameras: list[str]) -> tuple[Any, ...]:
+        return tuple(with_time_axis(self._config, key, self.batches[-1].frames[key]) for key in cameras)

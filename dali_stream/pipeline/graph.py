@@ -116,11 +116,14 @@ def _read(layout: Layout, source: ExternalSource) -> dict[str, DataNode]:
     config = layout.config
     kinds: list[Kind] = [(key, *_column(config, key)) for key in config.columns()]
     decoded: list[Kind] = []
+    on_gpu: list[Kind] = []
     for camera in config.source.cameras:
         axes = "HWC" if config.squeezed(camera) else "FHWC"
         if camera in layout.on_dali:
             kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, "")]  # clip, and frame indices in it
             kinds += [] if config.squeezed(camera) else [(camera, types.INT32, 1, "")]  # order of the steps
+        elif camera in layout.in_gpu_cache:
+            on_gpu.append((camera, types.UINT8, len(axes), axes))
         else:
             is_depth = config.source.features[camera].is_depth
             decoded.append((camera, types.FLOAT if is_depth else types.UINT8, len(axes), axes))
@@ -146,6 +149,11 @@ def _read(layout: Layout, source: ExternalSource) -> dict[str, DataNode]:
         is_depth = config.source.features[camera].is_depth
         written = config.gpu is not None or (config.image_dtype == "float32" and not is_depth)
         nodes[camera] = placed(node) if written else fn.copy(node)
+    # Frames in the GPU's memory are complete, and their memory is reused once the run has ended. An operator writes them to new
+    # memory, since a graph may return them as they are.
+    device = "cpu" if config.gpu is None else "gpu"
+    for camera, node in _source(source.gpu_frames, on_gpu, no_copy=True, device=device) if on_gpu else ():
+        nodes[camera] = node if config.image_dtype == "float32" else fn.copy(node)
     return nodes
 
 
