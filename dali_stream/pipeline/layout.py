@@ -127,8 +127,8 @@ class Layout:
         least = config.in_progress * batch + sum(frame_bytes.values())  # and a black frame for each camera
         if least > config.gpu_cache:
             raise MemoryBudgetError(
-                f"gpu_cache must be at least {least} bytes for {config.in_progress} batches in progress, got {config.gpu_cache}. Use "
-                f'a larger gpu_cache, such as "{budget_text(least)}", or a smaller batch_size or prefetch'
+                f"gpu_cache must be at least {least} bytes for {config.in_progress} batches in progress, got "
+                f'{config.gpu_cache}. Use a larger gpu_cache, such as "{budget_text(least)}", or a smaller batch_size'
             )
         return min((config.gpu_cache - least) // sum(frame_bytes.values()), self.sizes.frames)
 
