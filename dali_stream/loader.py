@@ -116,8 +116,9 @@ class Loader:
             such as 32 and 8 for 64 samples. A resumed run keeps the values of its state.
         device: "auto", "cpu", "cuda" or an index such as "cuda:1". "auto" is the GPU of this process if it has one, and the CPU
             otherwise. Default: "auto".
-        decode: "auto" for the faster of NVDEC and the CPU with torchcodec, which is measured for each camera, "torchcodec" for
-            the CPU, and "torchcodec-cuda" or "dali" for NVDEC. torchcodec uses NVDEC from version 0.17 on. Default: "auto".
+        decode: "auto" for NVDEC or the CPU with torchcodec: NVDEC if it decodes the video of a camera, unless `num_threads` is
+            greater than about 4 per NVDEC engine. "torchcodec" for the CPU, and "torchcodec-cuda" or "dali" for NVDEC.
+            torchcodec uses NVDEC from version 0.17 on. Default: "auto".
         num_threads: Number of threads that decode on the CPU, and maximum number of threads that decode on NVDEC. Default: the
             number of cores of this process, which is its share if local ranks share cores or a CPU quota. The first line that
             a Loader logs has the number and the reason.

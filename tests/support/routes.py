@@ -18,4 +18,5 @@ def let_auto_take_nvdec(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def let_nvdec_answer(monkeypatch: pytest.MonkeyPatch, answer: Capability = DECODES) -> None:
     """Let the driver give an answer for every format. By default, NVDEC decodes it."""
-    monkeypatch.setattr(refusal, "capability", lambda *_: answer)
+    for module in (refusal, route):
+        monkeypatch.setattr(module, "capability", lambda *_: answer)
