@@ -23,7 +23,7 @@ from dali_stream.lerobot.json_files import read_json
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import Store
-from dali_stream.system.cpu import available_cores
+from dali_stream.system import cpu
 from dali_stream.system.gpu import gpu_index
 from dali_stream.tools.work import spread
 
@@ -286,7 +286,7 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None, is_d
     """
     formats = [table.format(number) for table in tables for number in range(len(table.configs))]
     first = formats[0]
-    route = DEPTH if is_depth else choose("auto", gpu, available_cores().count, first, tables[0], store)
+    route = DEPTH if is_depth else choose("auto", gpu, cpu.cores(), first, tables[0], store)
     # The end of a file cuts its last GOP short, so this GOP says nothing about the distance of keyframes.
     shortest = [int(table.gop_lengths[: max(len(table.keyframes) - 1, 1)].min()) for table in tables]
     formats_of = ((table, table.format(number)) for table in tables for number in range(len(table.configs)))
