@@ -1,7 +1,7 @@
 """A machine with GPUs, for tests on a machine without one. The tests use the public API, and change only other libraries.
 
-The driver is `driver.c`. torch finds its GPUs, torchcodec decodes on the CPU what NVDEC would decode, and DALI's pipelines run
-on the CPU, where DALI's decoder takes VP8, VP9 and MJPEG. Tensors are in the CPU's memory.
+The driver is `driver.c`. torch finds its GPUs, torchcodec decodes on the CPU what NVDEC would decode, for DALI as well, and
+DALI's pipelines run on the CPU. Tensors are in the CPU's memory.
 """
 
 from __future__ import annotations
@@ -42,22 +42,23 @@ class GpuMachine:
         decoded: Number of frames that "NVDEC" decoded with torchcodec.
         clips: Number of clips for which torchcodec opened a decoder on "NVDEC".
         devices: Devices on which torchcodec opened decoders, apart from the CPU.
-        pipeline_threads: Numbers of threads of DALI's pipelines, in the order in which they were made.
+        pipelines: Arguments of DALI's pipelines, in the order in which they were made.
         capacities: Sizes of torchcodec's cache of decoders that were set.
         stream_events: What happened to CUDA streams, in order: (what, number of the stream, thread).
         streams: Number of CUDA streams that were made.
         most_streams: Largest number of streams in use at a time.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, library: Path) -> None:
-        self._monkeypatch = monkeypatch
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, library: Path, calls: Path) -> None:
+        self._monkeypatch, self._calls = monkeypatch, calls
         self.before_decoding: Callable[[list[int]], object] = lambda frames: None
         self.change_frames: Callable[[torch.Tensor], torch.Tensor] = unchanged
         self.late: float = 0.0
         self.cpu_fallback: str | None = None
         self.change_node: Callable[[DataNode], DataNode] = unchanged
+        self._has_video = True
         self.decoded, self.clips, self.devices, self.capacities = 0, 0, set[str](), list[int]()
-        self.pipeline_threads: list[int] = []
+        self.pipelines: list[dict[str, Any]] = []
         self.stream_events: list[tuple[str, int, int]] = []
         self.streams = self.most_streams = self._streams_in_use = 0
         self._lock = threading.Lock()
@@ -68,12 +69,45 @@ class GpuMachine:
         self.has("h100")
         self.installs("0.17.0", "13.0")
 
-    def has(self, *gpus: str, fails: dict[str, int] | None = None) -> None:
-        """Have GPUs that `driver.c` knows, whose calls in `fails` return an error."""
-        self._monkeypatch.setenv("FAKE_GPUS", ",".join(gpus))
-        self._monkeypatch.setenv("FAKE_FAILS", ",".join(f"{call}={error}" for call, error in (fails or {}).items()))
+    def has(
+        self,
+        *gpus: str,
+        fails: dict[str, int] | None = None,
+        video: bool = True,
+        cuda: int = 13000,
+        outputs: int | None = None,
+        least: tuple[int, int] | None = None,
+        most: tuple[int, int] = (4096, 4096),
+        macroblocks: int = 65536,
+    ) -> None:
+        """Have GPUs that `driver.c` knows.
+
+        Args:
+            gpus: Their names in `driver.c`.
+            fails: {call of the driver that fails: its error}.
+            video: Whether the driver's library for video decoding is installed, as it is not in every container.
+            cuda: Latest version of CUDA that the driver supports.
+            outputs: Mask of the output formats of every codec. Default: those of the GPU.
+            least, most, macroblocks: Smallest and largest size (height, width) of frames and largest number of macroblocks.
+                Default: those of the GPU.
+        """
+        self._has_video = video
+        self._calls.unlink(missing_ok=True)
+        variables = {
+            "GPUS": ",".join(gpus),
+            "FAILS": ",".join(f"{call}={error}" for call, error in (fails or {}).items()),
+            "CUDA": str(cuda),
+            "OUTPUTS": "" if outputs is None else str(outputs),
+            "LIMITS": "" if least is None else ",".join(map(str, (*least, *most, macroblocks))),
+        }
+        for name, value in variables.items():
+            self._monkeypatch.setenv(f"FAKE_{name}", value)
         self._monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
         forget_machine()
+
+    def driver_calls(self) -> list[str]:
+        """Return the names of the calls of the driver since `has`, in order."""
+        return self._calls.read_text().split()
 
     def installs(self, version: str, cuda: str | None) -> None:
         """Have a version of torchcodec, and torch for a version of CUDA."""
@@ -82,8 +116,14 @@ class GpuMachine:
 
     def _add_driver(self, library: Path) -> None:
         load = ctypes.CDLL
-        drivers = {"libcuda.so.1", "libnvcuvid.so.1"}
-        self._monkeypatch.setattr(ctypes, "CDLL", lambda name, *rest: load(str(library) if name in drivers else name, *rest))
+
+        def loaded(name: str | None, *rest: Any) -> ctypes.CDLL:
+            if name == "libnvcuvid.so.1" and not self._has_video:
+                raise OSError(f"{name}: cannot open shared object file")
+            return load(str(library) if name in ("libcuda.so.1", "libnvcuvid.so.1") else name, *rest)
+
+        self._monkeypatch.setattr(ctypes, "CDLL", loaded)
+        self._monkeypatch.setenv("FAKE_CALLS", str(self._calls))
 
     def _add_torch(self) -> None:
         machine = self
@@ -149,18 +189,29 @@ class GpuMachine:
         from nvidia.dali.data_node import DataNode
         from nvidia.dali.pipeline import Pipeline
 
-        machine, initialise, video = self, Pipeline.__init__, fn.decoders.video
+        machine, initialise, decoder = self, Pipeline.__init__, fn.decoders.video
 
         def __init__(self: Pipeline, *arguments: Any, **options: Any) -> None:
-            machine.pipeline_threads.append(options["num_threads"])
+            machine.pipelines.append(options)
             initialise(self, *arguments, **options | {"device_id": None})
 
-        def on_cpu(*arguments: Any, **options: Any) -> DataNode:
-            return machine.change_node(video(*arguments, **options | {"device": "cpu"}))
+        def video(clips: DataNode, *, device: str, frames: DataNode, **options: Any) -> DataNode:
+            if device == "cpu":
+                return decoder(clips, device=device, frames=frames, **options)
+            # A function in place of the operator, whose variant for the CPU takes VP8, VP9 and MJPEG only.
+            return machine.change_node(fn.python_function(clips, frames, function=decode_clip, output_layouts="FHWC"))
 
         self._monkeypatch.setattr(Pipeline, "__init__", __init__)
         self._monkeypatch.setattr(DataNode, "gpu", lambda node: node)
-        self._monkeypatch.setattr(fn.decoders, "video", on_cpu)
+        self._monkeypatch.setattr(fn.decoders, "video", video)
+
+
+def decode_clip(clip: Any, frames: Any) -> Any:
+    """Decode frames of a clip with torchcodec. They must be increasing, since DALI would begin again at the first one."""
+    assert (frames[1:] > frames[:-1]).all()
+    data = torch.frombuffer(bytearray(clip), dtype=torch.uint8)
+    decoder = torchcodec.decoders.VideoDecoder(data, dimension_order="NHWC", seek_mode="approximate")
+    return decoder.get_frames_at(frames.tolist()).data.numpy()
 
 
 def forget_machine() -> None:
@@ -184,8 +235,10 @@ def driver_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def gpu_machine(driver_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuMachine]:
+def gpu_machine(
+    driver_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GpuMachine]:
     """This machine has a GPU, an H100, with versions of torch and torchcodec that decode on it."""
-    yield GpuMachine(monkeypatch, driver_library)
+    yield GpuMachine(monkeypatch, driver_library, tmp_path_factory.mktemp("driver_calls") / "calls")
     monkeypatch.undo()
     forget_machine()
