@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import subprocess
 import sys
 import threading
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 import torchcodec
@@ -25,21 +28,15 @@ if TYPE_CHECKING:
     from nvidia.dali.data_node import DataNode
 
 
-def unchanged(frames: Any) -> Any:
-    """Return the frames."""
-    return frames
-
-
 class GpuMachine:
     """A machine with GPUs.
 
     Attributes:
-        before_decoding: Function that gets the frames of a clip before "NVDEC" decodes them with torchcodec. It may raise.
-        change_frames: Function from the frames that "NVDEC" has decoded with torchcodec to those that it delivers.
+        before_decoding: Function that gets the numbers of frames of a clip before "NVDEC" decodes them. It may raise an error.
+        change_frames: Function from the frames of a clip, shape (n, H, W, 3), to those that "NVDEC" delivers.
         late: Time in seconds that is added to the times of frames from "NVDEC".
         cpu_fallback: Reason for which torchcodec lets the CPU decode clips for "NVDEC". None if it does not.
-        change_node: Function from the node of DALI's video decoder to the one that the graph uses.
-        decoded: Number of frames that "NVDEC" decoded with torchcodec.
+        decoded: Number of frames that "NVDEC" delivered.
         clips: Number of clips for which torchcodec opened a decoder on "NVDEC".
         devices: Devices on which torchcodec opened decoders, apart from the CPU.
         pipelines: Arguments of DALI's pipelines, in the order in which they were made.
@@ -52,10 +49,9 @@ class GpuMachine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, library: Path, calls: Path) -> None:
         self._monkeypatch, self._calls = monkeypatch, calls
         self.before_decoding: Callable[[list[int]], object] = lambda frames: None
-        self.change_frames: Callable[[torch.Tensor], torch.Tensor] = unchanged
+        self.change_frames: Callable[[torch.Tensor], torch.Tensor] = lambda frames: frames
         self.late: float = 0.0
         self.cpu_fallback: str | None = None
-        self.change_node: Callable[[DataNode], DataNode] = unchanged
         self._has_video = True
         self.decoded, self.clips, self.devices, self.capacities = 0, 0, set[str](), list[int]()
         self.pipelines: list[dict[str, Any]] = []
@@ -149,7 +145,10 @@ class GpuMachine:
                 with machine._lock:
                     machine._streams_in_use -= 1
 
-        changes = {"is_available": lambda: True, "current_device": lambda: 0, "Stream": Stream, "stream": stream}
+        changes = {
+            "is_available": lambda: True, "current_device": lambda: 0, "Stream": Stream, "stream": stream,
+            "mem_get_info": lambda gpu: (60 << 30, 80 << 30),
+        }  # fmt: skip
         for name, value in changes.items():
             self._monkeypatch.setattr(torch.cuda, name, value)
 
@@ -170,11 +169,8 @@ class GpuMachine:
         def get_frames_at(self: Any, indices: list[int]) -> Any:
             if not self.is_on_nvdec:
                 return decode(self, indices)
-            machine.before_decoding(indices)
-            batch = decode(self, indices)
-            with machine._lock:
-                machine.decoded += len(indices)
-            batch.data, batch.pts_seconds = machine.change_frames(batch.data), batch.pts_seconds + machine.late
+            batch = machine._decode(indices, functools.partial(decode, self))
+            batch.pts_seconds = batch.pts_seconds + machine.late
             return batch
 
         self._monkeypatch.setattr(VideoDecoder, "__init__", __init__)
@@ -183,6 +179,23 @@ class GpuMachine:
         self._monkeypatch.setattr(VideoDecoder, "cpu_fallback", fallback, raising=False)
         set_capacity = "torchcodec.decoders.set_nvdec_cache_capacity"
         self._monkeypatch.setattr(set_capacity, self.capacities.append, raising=False)
+
+    def _decode(self, indices: list[int], decode: Callable[[list[int]], Any]) -> Any:
+        """Decode frames of a clip in place of NVDEC."""
+        self.before_decoding(indices)
+        batch = decode(indices)
+        with self._lock:
+            self.decoded += len(indices)
+        batch.data = self.change_frames(batch.data)
+        return batch
+
+    def _decode_for_dali(self, clip: npt.NDArray[np.uint8], frames: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+        """Decode frames of a clip. They must be increasing, since DALI would begin again at the first one."""
+        assert (np.diff(frames) > 0).all()
+        data = torch.frombuffer(bytearray(clip), dtype=torch.uint8)
+        decoder = torchcodec.decoders.VideoDecoder(data, dimension_order="NHWC", seek_mode="approximate")
+        delivered: torch.Tensor = self._decode(frames.tolist(), decoder.get_frames_at).data
+        return delivered.numpy()
 
     def _add_dali(self) -> None:
         from nvidia.dali import fn
@@ -199,19 +212,11 @@ class GpuMachine:
             if device == "cpu":
                 return decoder(clips, device=device, frames=frames, **options)
             # A function in place of the operator, whose variant for the CPU takes VP8, VP9 and MJPEG only.
-            return machine.change_node(fn.python_function(clips, frames, function=decode_clip, output_layouts="FHWC"))
+            return fn.python_function(clips, frames, function=machine._decode_for_dali, output_layouts="FHWC")
 
         self._monkeypatch.setattr(Pipeline, "__init__", __init__)
         self._monkeypatch.setattr(DataNode, "gpu", lambda node: node)
         self._monkeypatch.setattr(fn.decoders, "video", video)
-
-
-def decode_clip(clip: Any, frames: Any) -> Any:
-    """Decode frames of a clip with torchcodec. They must be increasing, since DALI would begin again at the first one."""
-    assert (frames[1:] > frames[:-1]).all()
-    data = torch.frombuffer(bytearray(clip), dtype=torch.uint8)
-    decoder = torchcodec.decoders.VideoDecoder(data, dimension_order="NHWC", seek_mode="approximate")
-    return decoder.get_frames_at(frames.tolist()).data.numpy()
 
 
 def forget_machine() -> None:
