@@ -1,4 +1,4 @@
-"""What NVDEC decodes according to the driver, as `doctor` and a Loader report it (with `support.gpu_machine`)."""
+"""NVDEC's formats according to the driver, as `doctor` and a Loader report them (with `support.gpu_machine`)."""
 
 from __future__ import annotations
 

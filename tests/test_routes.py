@@ -142,7 +142,7 @@ def test_torchcodec_on_nvdec_is_compared_with_ffmpeg_before_a_camera_gets_it(pla
 
 
 def test_a_later_keyframe_is_tried_as_well(plain: Path, gpu_machine: GpuMachine) -> None:
-    """In H.264 without IDR frames, NVDEC would deliver nothing from there."""
+    """In H.264 without IDR frames, NVDEC would deliver no frame of it."""
     gpu_machine.change_frames = lambda frames: frames.flip(-1) if gpu_machine.clips == 2 else frames
     [(decoder, reason)] = routes(plain)
     assert decoder == "torchcodec"

@@ -18,7 +18,7 @@ def compiler() -> str:
     """The C compiler of this machine. The test is skipped if none is installed."""
     found = next(filter(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")), None)
     if found is None:
-        pytest.skip("there is no C compiler to build the fake driver with")
+        pytest.skip("the fake driver needs a C compiler, and none is installed")
     return found
 
 

@@ -215,9 +215,9 @@ def check_routes(camera: Camera) -> list[Finding]:
         text = route.reason if on_nvdec else f"{route.decoder}: {route.reason}"
         if report.route_change:
             text += f"; torchcodec from a later file: {report.route_change}"
-        # The CPU is also chosen if it is faster than NVDEC.
-        suits = gpu is None or not refusal_of_nvdec(gpu, camera.video, camera.tables[0], camera.dataset.data_store)
-        if route.decoder == "pyav" or (suits and not report.route_change):
+        # A refusal is asked for again, since the CPU is also chosen where it has many threads per NVDEC engine.
+        refused = refusal_of_nvdec(gpu, camera.video, camera.tables[0], camera.dataset.data_store)
+        if gpu is None or route.decoder == "pyav" or not (refused or report.route_change):
             findings.append(camera.finding(f"on {place}", OK, text))
             continue
         codec = next((codec for codec in ("hevc", "h264") if not capability(gpu, codec, "420", 8).refusal(*size)), "")
