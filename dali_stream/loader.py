@@ -116,8 +116,9 @@ class Loader:
             such as 32 and 8 for 64 samples. A resumed run keeps the values of its state.
         device: "auto", "cpu", "cuda" or an index such as "cuda:1". "auto" is the GPU of this process if it has one, and the CPU
             otherwise. Default: "auto".
-        decode: "auto" for the faster of NVDEC and the CPU with torchcodec, which is measured for each camera, "torchcodec" for
-            the CPU, and "torchcodec-cuda" or "dali" for NVDEC. torchcodec uses NVDEC from version 0.17 on. Default: "auto".
+        decode: "auto" for NVDEC or the CPU with torchcodec: NVDEC if it decodes the video of a camera, unless `num_threads` is
+            greater than about 4 per NVDEC engine. "torchcodec" for the CPU, and "torchcodec-cuda" or "dali" for NVDEC.
+            torchcodec uses NVDEC from version 0.17 on. Default: "auto".
         num_threads: Number of threads that decode on the CPU, and maximum number of threads that decode on NVDEC. Default: the
             number of cores of this process, which is its share if local ranks share cores or a CPU quota. The first line that
             a Loader logs has the number and the reason.
@@ -131,9 +132,9 @@ class Loader:
             the memory of the machine or cgroup, divided by the number of ranks on the machine, less 512 MiB for the process of
             the Loader and 256 MiB for each decode process.
         audit: Average number of samples per audit. If DALI decodes a camera, an audit decodes a sample with torchcodec as
-            well. If the frames differ by more than a tolerance, a DecodeError names file and frame. The first sample of each
-            file is always audited. 0 turns audits off. With a `dali_graph`, audits take the memory of another batch of frames
-            on the GPU. Default: 1000.
+            well. If the frames differ by more than a tolerance, a DecodeError names episode, frame and file. The first sample
+            of each file is always audited. 0 turns audits off. With a `dali_graph`, audits take the memory of another batch
+            of frames on the GPU. Default: 1000.
         last_batch: Treatment of samples that do not fill the last batch of an epoch: "drop" omits them, "partial" delivers a
             smaller batch, and "pad" fills the batch with the first samples that the rank has in the epoch. Default: "drop".
         on_error: "raise", or "substitute" to replace a sample that cannot be read or decoded with another sample of its
@@ -486,7 +487,7 @@ class Loader:
         - `frames_evicted_before_use`: Number of decoded frames that memory_budget did not hold until their next use.
         - `indices_read_again`: Number of indices of video files that were read again, since memory_budget did not hold them.
         - `padded`, `substituted`, `audited`: Number of samples that were added as padding, substituted, and audited.
-        - `route_changes`: Number of times that torchcodec replaced the decoder of one or more cameras.
+        - `route_changes`: Number of times that the CPU continued with a camera, because NVDEC could not decode it.
 
         Memory in use, in bytes:
 
@@ -540,7 +541,7 @@ class Loader:
         - `network_bytes`, `disk_cache_bytes`: Bytes read over the network and from `cache_dir`.
         - `requests`, `retries`, `failed_checksums`: Requests over the network, repeated requests, and damaged files of
           `cache_dir`. If `retries` is not small compared with `requests`, the network or the server fails.
-        - `substituted`, `route_changes`: Samples that were substituted, and replaced decoders.
+        - `substituted`, `route_changes`: Samples that were substituted, and cameras that moved from NVDEC to the CPU.
         - `evicted_early`, `indices_read_again`, `frames_evicted_before_use`: Blocks of encoded video, indices and decoded
           frames that memory_budget did not hold until their next use.
         - `row_bytes`, `index_bytes`, `encoded_bytes`, `decoded_bytes`, `resident_bytes`: Memory in use now, see `stats`.

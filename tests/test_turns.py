@@ -122,7 +122,7 @@ def check_a_route_change(root: Path, monkeypatch: pytest.MonkeyPatch, number: in
     def refuse(decoder: TorchcodecDecoder, *arguments: Any) -> Any:
         for part in decode_clip(decoder, *arguments):
             if next(calls) == number:
-                raise RouteChange([decoder.key], "refused by the test")
+                raise RouteChange(decoder.key, "refused by the test")
             yield part
 
     monkeypatch.setattr(TorchcodecDecoder, "_decode_clip", refuse)

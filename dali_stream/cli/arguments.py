@@ -92,7 +92,7 @@ class LoaderOptions(TypedDict, total=False):
     on_error: Annotated[str, Option(metavar="raise|substitute", help="Samples that cannot be decoded.")]
     max_substitutes: Annotated[float, Option(metavar="SHARE", help="Maximum share of a batch that may be replaced.")]
     device: Annotated[str, Option(metavar="auto|cpu|cuda|cuda:N", help="Device of the batches.")]
-    decode: Annotated[str, Option(metavar="auto|dali|torchcodec|torchcodec-cuda", help="Decoder; auto: the faster one.")]
+    decode: Annotated[str, Option(metavar="auto|dali|torchcodec|torchcodec-cuda", help="Decoder; auto: NVDEC or the CPU.")]
     num_threads: Annotated[Any, kinds.count(help="Decode threads per rank. Default: the number of cores.")]
     decode_processes: Annotated[
         int | None, Option(metavar="N", help="Processes that decode for them. Default: one for every 8 threads from 12 on.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
@@ -133,19 +132,18 @@ class VideoAndImages:
 
 
 class RouteChange(DaliStreamError):
-    """NVDEC must no longer decode some cameras, because a file is unsafe or a decoder failed. The Loader rebuilds its pipeline.
+    """torchcodec must no longer decode a camera on NVDEC, because a file is unsafe or the decoder failed.
+
+    With `decode="auto"`, the Loader continues with the CPU.
 
     Args:
-        cameras: Names of the cameras.
+        camera: Name of the camera.
         reason: Reason, for messages.
     """
 
-    def __init__(self, cameras: Sequence[str], reason: str) -> None:
-        super().__init__(f"{', '.join(cameras)}: {reason}")
-        self.cameras, self.reason = cameras, reason
-
-    def __reduce__(self) -> tuple[type[RouteChange], tuple[Sequence[str], str]]:
-        return RouteChange, (self.cameras, self.reason)
+    def __init__(self, camera: str, reason: str) -> None:
+        super().__init__(f"{camera}: {reason}")
+        self.camera, self.reason = camera, reason
 
 
 class OtherSizes:

@@ -24,7 +24,7 @@ from dali_stream.cache.gpu_slots import GpuSlots
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.arrays import NONE
-from dali_stream.decode.decoder import SlotWork, even_tasks, named, task_frames
+from dali_stream.decode.decoder import RouteChange, SlotWork, even_tasks, named, task_frames
 from dali_stream.decode.processes import DecodeProcesses
 from dali_stream.decode.refusal import refusal_of_torchcodec
 from dali_stream.decode.resize import copied_to_cpu, resize_on_gpu
@@ -264,7 +264,7 @@ class TorchcodecDecoder(VideoFiles):
                 if self._gpu is not None:
                     video = self.format(index, int(plan.packet[start]))
                     if reason := refusal_of_torchcodec(self._gpu, video, index):
-                        raise self.change(index, reason)
+                        raise self._change(index, reason)
                 indices[episode] = index
         return indices
 
@@ -300,7 +300,11 @@ class TorchcodecDecoder(VideoFiles):
             decode(store, [file], [packet], self.format(file, packet))
         except _READ_ERRORS as on_cpu:
             return on_cpu
-        raise self.change(file, error) from error
+        raise self._change(file, error) from error
+
+    def _change(self, file: VideoIndex, reason: object) -> RouteChange:
+        """Return the error that moves the camera from NVDEC to the CPU because of a file."""
+        return RouteChange(self.key, f"{self._source.data_store.where(file.path)}: {reason}")
 
     def _packet_hashes(self, store: Store, frame: _Frame, packets: list[int]) -> dict[int, int]:
         """See `mp4.clip.packet_hashes`. If packets cannot be read, decoding them raises the error."""
@@ -332,7 +336,7 @@ class TorchcodecDecoder(VideoFiles):
                         adds_to.add(zip(own, hashes, resized, strict=True))
                     decoded, stored = decoded + more, stored + len(requests)
         except torch.OutOfMemoryError as error:
-            raise self.change(indices[0], f"the GPU's memory is not enough for {len(frames)} frames") from error
+            raise self._change(indices[0], f"the GPU's memory is not enough for {len(frames)} frames") from error
         finally:
             self._counters.add(clips=1, decoded_frames=decoded, stored_frames=stored)
 
@@ -358,7 +362,7 @@ class TorchcodecDecoder(VideoFiles):
                     if not isinstance(self._slots, GpuSlots):
                         frames = copied_to_cpu(frames)
             except RuntimeError as error:  # such as too little memory
-                raise self.change(file, f"the GPU could not resize frames or copy them: {error}") from error
+                raise self._change(file, f"the GPU could not resize frames or copy them: {error}") from error
             yield requests, frames, decoded
 
     def _put(self, slots: list[int], frames: Any) -> None:

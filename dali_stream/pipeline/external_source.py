@@ -48,7 +48,7 @@ class ExternalSource:
         batch = self.batches[-1]
         arrays: list[Any] = [batch.columns[key] for key in self._config.columns()]
         for key in self.on_dali:
-            clips, places, orders, _ = (list(part) for part in zip(*batch.frames[key], strict=True))
+            clips, places, orders, *_ = (list(part) for part in zip(*batch.frames[key], strict=True))
             arrays += [clips, places] if self._config.squeezed(key) else [clips, places, orders]
         return tuple(arrays)
 
