@@ -153,5 +153,5 @@ def test_horizons() -> None:
 def test_batches_in_progress_keep_all_threads_busy(
     threads: int, batch_frames: int, task_frames: int, affordable: int, expected: int
 ) -> None:
-    """Two tasks for each thread, rounded up to whole batches: at least 2, and at most 16, two for each thread, or `affordable`."""
+    """Two tasks for each thread, rounded up to whole batches: at least 2, and at most 16, two per thread, or `affordable`."""
     assert batches_in_progress(threads, batch_frames, task_frames, affordable) == expected

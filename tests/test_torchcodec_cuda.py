@@ -115,7 +115,7 @@ def test_a_frame_that_only_the_cpu_decodes_moves_the_camera_to_the_cpu(
     error: Exception, said: str, graph: Any, plain: Path, caplog: pytest.LogCaptureFixture, gpu_machine: GpuMachine
 ) -> None:
     sizes = list[int]()
-    arguments: dict[str, Any] = {"batch_size": 16, "shuffle": False, "image_dtype": "uint8", "dali_graph": graph}
+    arguments: dict[str, Any] = {"batch_size": 16, "shuffle": False, "image_dtype": "uint8", "dali_graph": graph, "prefetch": 2}
 
     def fail(frames: list[int]) -> None:
         """Fail at the second GOP of a file, which is in the second batch."""
